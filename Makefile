@@ -1,0 +1,59 @@
+# One environment, built once: `make demo`, `make test` and `make check` share .venv.
+# It is rebuilt when pyproject.toml or constraints.txt change; `make clean` removes it.
+
+# The first interpreter that exists, starts and is new enough.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
+PIP_FLAGS ?=
+VENV := .venv
+STAMP := $(VENV)/.installed
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# Threads of one test would only fight with those of its neighbour.
+test check bench: export OMP_NUM_THREADS = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format bench clean
+
+help:
+	@echo "make demo    train a small network on real digits, quantize it, run it on integer kernels"
+	@echo "make test    the test suite, then the slow tests"
+	@echo "make check   format, lint, types, examples in documentation and docstrings"
+	@echo "make format  let ruff format and fix what it can"
+	@echo "make bench   speed and scaling tables (minutes)"
+	@echo "make clean   remove .venv, caches and generated files"
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found. Install it, or name it: make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet $(PIP_FLAGS) -c constraints.txt torch
+	$(PIP) install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[all,demo,dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/quickstart.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -m slow
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict bitwright/core bitwright/errors.py bitwright/__init__.py
+	$(BIN)/mypy bitwright
+	$(BIN)/python -m pytest tests/test_docs.py bitwright
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/torch_speed.py
+	$(BIN)/python benchmarks/onnx_speed.py
+	$(BIN)/python benchmarks/scaling.py
+
+clean:
+	rm -rf $(VENV) build dist quickstart-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

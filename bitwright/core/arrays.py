@@ -1,0 +1,108 @@
+"""The few array functions numpy and torch both offer, chosen by the array that is given.
+
+Torch is looked up among the modules that are loaded already and never imported here: an array can only be a
+tensor if its owner imported torch. Where both libraries use one name (``where``, ``clip``, ``isnan``,
+``frexp``) the code calls ``namespace(x).where(...)``; the functions below are the ones that differ.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = Any
+"""A numpy array or a torch tensor."""
+
+
+def is_torch(x: object) -> bool:
+    """Whether ``x`` is a torch tensor (parameters and other subclasses included)."""
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and isinstance(x, tensor)
+
+
+def namespace(x: object) -> Any:
+    """The module whose functions apply to ``x``: ``torch`` for tensors, ``numpy`` for everything else."""
+    return sys.modules["torch"] if is_torch(x) else np
+
+
+def as_array(x: Any) -> Array:
+    """``x`` without its gradient history if it is a tensor, else as a numpy array.
+
+    >>> as_array([1, 2]).shape
+    (2,)
+    """
+    return x.detach() if is_torch(x) else np.asarray(x)
+
+
+def dtype_name(x: Array) -> str:
+    """``"float32"``, ``"bfloat16"``, ``"int64"``, ...: the same words for both libraries."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def is_floating(x: Array) -> bool:
+    """Whether the elements are floating-point numbers; half and bfloat16 count."""
+    return "float" in dtype_name(x)
+
+
+def cast(x: Array, dtype: Any) -> Array:
+    """``x`` with ``dtype``, a name (``"float32"``) or a dtype of its library; no copy if it has it."""
+    if is_torch(x):
+        return x.to(getattr(sys.modules["torch"], dtype) if isinstance(dtype, str) else dtype)
+    return x.astype(dtype, copy=False)
+
+
+def like(value: NDArray[Any], x: Array, dtype: str) -> Array:
+    """The numpy array ``value`` as an array of ``x``'s library, on its device, with ``dtype``.
+
+    A divisor has to lie on the device of the dividend: torch replaces the division of a GPU tensor by a host
+    scalar with a multiplication by the reciprocal, which rounds differently.
+    """
+    if is_torch(x):
+        torch = sys.modules["torch"]
+        return torch.tensor(np.asarray(value), dtype=getattr(torch, dtype), device=x.device)
+    return np.asarray(value, dtype)
+
+
+def to_numpy(x: Array) -> NDArray[Any]:
+    """``x`` on the host as a numpy array; bfloat16 tensors, which numpy has no word for, as float32."""
+    if is_torch(x):
+        x = x.detach()
+        return np.asarray((x.float() if dtype_name(x) == "bfloat16" else x).cpu())
+    return np.asarray(x)
+
+
+def rint(x: Array) -> Array:
+    """Nearest integer, ties to even, same dtype."""
+    return x.round() if is_torch(x) else np.rint(x)
+
+
+def transpose(x: Array, axes: tuple[int, ...]) -> Array:
+    """``x`` with its axes in the order ``axes``; a view."""
+    return x.permute(axes) if is_torch(x) else np.transpose(x, axes)
+
+
+def row_bounds(rows: Array) -> tuple[Array, Array]:
+    """Minimum and maximum of every row of a ``(rows, n)`` array, n > 0; NaN wherever a row holds one.
+
+    Two reductions, because ``torch.aminmax`` along an axis takes twenty times as long.
+    """
+    return (rows.amin(1), rows.amax(1)) if is_torch(rows) else (rows.min(1), rows.max(1))
+
+
+def bincount(codes: Array, size: int) -> NDArray[np.int64]:
+    """How often each of ``0 ... size - 1`` occurs in ``codes`` (1-D, integers), int64 on the host."""
+    if is_torch(codes):
+        return to_numpy(codes.bincount(minlength=size))
+    return np.bincount(codes, minlength=size).astype(np.int64, copy=False)
+
+
+def nonzeros(x: Array) -> int:
+    """How many elements of ``x`` (float32 or float64, up to 2**24 of them) differ from zero.
+
+    For tensors a sum of signs, exact in float32: ``torch.count_nonzero`` takes 25 times as long on sparse
+    data.
+    """
+    return int(x.sign().abs_().sum()) if is_torch(x) else int(np.count_nonzero(x))

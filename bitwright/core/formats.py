@@ -1,0 +1,123 @@
+"""Number formats: integer grids and small floating-point formats, by value and by name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from bitwright.errors import FormatError, close_matches
+
+
+@dataclass(frozen=True)
+class IntFormat:
+    """An integer grid of ``bits`` bits, 2 to 32; ``signed`` puts zero in the middle.
+
+    ``narrow`` drops the lowest code of a signed grid (-127..127 instead of -128..127), which makes it
+    exactly symmetric.
+    """
+
+    bits: int
+    signed: bool = True
+    narrow: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bits, int) or isinstance(self.bits, bool) or not 2 <= self.bits <= 32:
+            raise FormatError(
+                site=f"IntFormat(bits={self.bits!r})",
+                problem=f"{self.bits!r} is not a bit width between 2 and 32",
+                remedy="use 4, 8 or 16 bits for integer runtimes; any whole number from 2 to 32 can be simulated",
+            )
+        if self.narrow and not self.signed:
+            raise FormatError(
+                site=f"IntFormat(bits={self.bits}, signed=False, narrow=True)",
+                problem="only a signed grid can be narrow",
+                remedy="drop narrow=True or use signed=True",
+            )
+
+    @property
+    def qmin(self) -> int:
+        """Lowest code of the grid."""
+        return -(1 << (self.bits - 1)) + self.narrow if self.signed else 0
+
+    @property
+    def qmax(self) -> int:
+        """Highest code of the grid."""
+        return (1 << (self.bits - 1)) - 1 if self.signed else (1 << self.bits) - 1
+
+    @property
+    def steps(self) -> int:
+        """Number of intervals between the lowest and the highest code."""
+        return self.qmax - self.qmin
+
+    @property
+    def name(self) -> str:
+        """``int8``, ``uint4``, ...; a narrow grid is written ``int8n``."""
+        return f"{'' if self.signed else 'u'}int{self.bits}{'n' if self.narrow else ''}"
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """A binary floating-point format with ``exponent_bits`` and ``mantissa_bits`` (and a sign bit).
+
+    ``finite`` formats use the topmost exponent for numbers too (all but the all-ones pattern for e4m3, all of
+    it for e2m1); ``scaled`` formats are stored as ``x / scale``, the wide ones (fp16, bf16) as ``x`` itself.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    max: float
+    scaled: bool
+
+    @property
+    def bits(self) -> int:
+        """Storage width in bits."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def bias(self) -> int:
+        """Exponent bias."""
+        return (1 << (self.exponent_bits - 1)) - 1
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number; below it the spacing stays constant (subnormals)."""
+        return 1 - self.bias
+
+
+Format = IntFormat | FloatFormat
+
+FLOAT8_E4M3 = FloatFormat("float8_e4m3", 4, 3, 448.0, scaled=True)
+FLOAT8_E5M2 = FloatFormat("float8_e5m2", 5, 2, 57344.0, scaled=True)
+FLOAT4_E2M1 = FloatFormat("float4_e2m1", 2, 1, 6.0, scaled=True)
+FLOAT16 = FloatFormat("float16", 5, 10, 65504.0, scaled=False)
+BFLOAT16 = FloatFormat("bfloat16", 8, 7, 3.3895313892515355e38, scaled=False)
+
+FLOAT_FORMATS: dict[str, FloatFormat] = {
+    f.name: f for f in (FLOAT8_E4M3, FLOAT8_E5M2, FLOAT4_E2M1, FLOAT16, BFLOAT16)
+}
+_ALIASES = {"fp8": "float8_e4m3", "e4m3": "float8_e4m3", "e5m2": "float8_e5m2", "fp8_e4m3": "float8_e4m3",
+            "fp8_e5m2": "float8_e5m2", "fp4": "float4_e2m1", "fp4_e2m1": "float4_e2m1", "e2m1": "float4_e2m1",
+            "fp16": "float16", "bf16": "bfloat16"}  # fmt: skip
+
+
+def parse_format(text: str | Format) -> Format:
+    """The format called ``text``: ``"int8"``, ``"uint4"``, ``"int8n"`` (narrow), ``"float8_e4m3"``, ``"fp16"``, ...
+
+    Raises:
+        FormatError: no such format; the message lists close names.
+    """
+    if isinstance(text, (IntFormat, FloatFormat)):
+        return text
+    key = str(text).strip().lower()
+    if match := re.fullmatch(r"(u?)int(\d+)(n?)", key):
+        return IntFormat(int(match[2]), signed=not match[1], narrow=bool(match[3]))
+    key = _ALIASES.get(key, key)
+    if key in FLOAT_FORMATS:
+        return FLOAT_FORMATS[key]
+    known = [*FLOAT_FORMATS, *_ALIASES, "int4", "int8", "int16", "uint4", "uint8", "uint16"]
+    raise FormatError(
+        site=f"format {text!r}",
+        problem=f"there is no number format of this name{close_matches(key, known)}",
+        remedy=f"use int2 to int32, uint2 to uint32, or one of {', '.join(FLOAT_FORMATS)}",
+    )

@@ -1,0 +1,158 @@
+"""How many scales a tensor has, and which of its elements share one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from bitwright.errors import GranularityError
+
+Shape = tuple[int, ...]
+
+
+def _axis(axis: int, rank: int, site: str) -> int:
+    if not -rank <= axis < rank:
+        raise GranularityError(
+            site, f"axis {axis} does not exist in a tensor of rank {rank}", "name an axis the tensor has"
+        )
+    return axis % rank
+
+
+@dataclass(frozen=True)
+class PerTensor:
+    """One scale for the whole tensor.
+
+    ================  =============
+    tensor shape      scale shape
+    ================  =============
+    ``(8, 3, 5, 5)``  ``()``
+    ================  =============
+    """
+
+    def param_shape(self, shape: Shape, site: str = "tensor") -> Shape:
+        """Shape of ``scale`` and ``zero_point`` for a tensor of ``shape``."""
+        return ()
+
+    def broadcast_shape(self, shape: Shape, site: str = "tensor") -> Shape:
+        """Shape that makes a parameter broadcast against the tensor viewed with :meth:`view_shape`."""
+        return ()
+
+    def view_shape(self, shape: Shape, site: str = "tensor") -> Shape:
+        """Shape in which the tensor is to be viewed so that parameters broadcast."""
+        return shape
+
+    def resolve(self, channel_axis: int | None, block_axis: int | None) -> PerTensor:
+        """The granularity with its open axes filled in from the operator."""
+        return self
+
+
+@dataclass(frozen=True)
+class PerChannel:
+    """One scale per index of ``axis``; ``None`` means the output channels of the operator that consumes the tensor.
+
+    ================  ========  =============
+    tensor shape      ``axis``  scale shape
+    ================  ========  =============
+    ``(8, 3, 5, 5)``  0         ``(8,)``
+    ``(16, 10)``      1         ``(10,)``
+    ================  ========  =============
+    """
+
+    axis: int | None = None
+
+    def param_shape(self, shape: Shape, site: str = "tensor") -> Shape:
+        """Shape of ``scale`` and ``zero_point`` for a tensor of ``shape``."""
+        return (shape[self._concrete(shape, site)],)
+
+    def broadcast_shape(self, shape: Shape, site: str = "tensor") -> Shape:
+        """Shape that makes a parameter broadcast against the tensor."""
+        axis = self._concrete(shape, site)
+        return tuple(n if i == axis else 1 for i, n in enumerate(shape))
+
+    def view_shape(self, shape: Shape, site: str = "tensor") -> Shape:
+        """Shape in which the tensor is to be viewed so that parameters broadcast: its own."""
+        return shape
+
+    def resolve(self, channel_axis: int | None, block_axis: int | None) -> PerChannel | PerTensor:
+        """The granularity with its open axis filled in; per tensor where the operator has no channel axis."""
+        if self.axis is not None:
+            return self
+        return PerTensor() if channel_axis is None else PerChannel(channel_axis)
+
+    def _concrete(self, shape: Shape, site: str) -> int:
+        if self.axis is None:
+            raise GranularityError(
+                site, "PerChannel() has no axis yet", "call resolve() first or write PerChannel(axis)"
+            )
+        return _axis(self.axis, len(shape), site)
+
+
+@dataclass(frozen=True)
+class PerBlock:
+    """One scale per ``size`` neighbours along ``axis`` and per index of ``channel_axis``.
+
+    ==================  ====================================  ================
+    tensor shape        granularity                           scale shape
+    ==================  ====================================  ================
+    ``(8, 64)``         ``PerBlock(32, axis=1, channel_axis=0)``  ``(8, 2)``
+    ``(64, 8)``         ``PerBlock(32, axis=0, channel_axis=1)``  ``(2, 8)``
+    ``(8, 64, 3, 3)``   ``PerBlock(32, axis=1, channel_axis=0)``  ``(8, 2, 1, 1)``
+    ==================  ====================================  ================
+    """
+
+    size: int
+    axis: int | None = None
+    channel_axis: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int) or self.size < 1:
+            raise GranularityError(
+                f"PerBlock({self.size!r})", "a block needs at least one element", "use 16, 32, 64 or 128"
+            )
+
+    def param_shape(self, shape: Shape, site: str = "tensor") -> Shape:
+        """Shape of ``scale`` and ``zero_point`` for a tensor of ``shape``."""
+        axis, channel = self._concrete(shape, site)
+        return tuple(n // self.size if i == axis else n if i == channel else 1 for i, n in enumerate(shape))
+
+    def broadcast_shape(self, shape: Shape, site: str = "tensor") -> Shape:
+        """Shape that makes a parameter broadcast against the tensor viewed with :meth:`view_shape`."""
+        axis, _ = self._concrete(shape, site)
+        param = self.param_shape(shape, site)
+        return (*param[: axis + 1], 1, *param[axis + 1 :])
+
+    def view_shape(self, shape: Shape, site: str = "tensor") -> Shape:
+        """The tensor's shape with the block axis split into (blocks, size)."""
+        axis, _ = self._concrete(shape, site)
+        return (*shape[:axis], shape[axis] // self.size, self.size, *shape[axis + 1 :])
+
+    def resolve(self, channel_axis: int | None, block_axis: int | None) -> PerBlock | PerTensor:
+        """The granularity with its open axes filled in; per tensor where the operator has no block axis."""
+        if self.axis is not None:
+            return self
+        return (
+            PerTensor() if block_axis is None else replace(self, axis=block_axis, channel_axis=channel_axis)
+        )
+
+    def _concrete(self, shape: Shape, site: str) -> tuple[int, int | None]:
+        if self.axis is None:
+            raise GranularityError(
+                site,
+                f"PerBlock({self.size}) has no axis yet",
+                "call resolve() first or write PerBlock(size, axis)",
+            )
+        axis = _axis(self.axis, len(shape), site)
+        channel = None if self.channel_axis is None else _axis(self.channel_axis, len(shape), site)
+        if shape[axis] % self.size:
+            divisors = [d for d in (128, 64, 32, 16, 8, 4, 2) if d < self.size and shape[axis] % d == 0]
+            fix = f"use PerBlock({divisors[0]})" if divisors else "use PerChannel()"
+            raise GranularityError(
+                site,
+                f"axis {axis} has {shape[axis]} elements, which blocks of {self.size} do not divide",
+                f"{fix}, or exclude the layer with a rule that sets its weight to null",
+            )
+        return axis, channel
+
+
+Granularity = PerTensor | PerChannel | PerBlock
+
+PER_TENSOR = PerTensor()

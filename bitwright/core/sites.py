@@ -1,0 +1,221 @@
+"""Sites and their mapping: what a user touches to look at a quantizer or change it."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from bitwright.core.encoding import Encoding
+from bitwright.core.graph import Graph
+from bitwright.core.ops import resolve_granularity
+from bitwright.core.placement import Role, SitePlan
+from bitwright.core.quantizer import Quantizer
+from bitwright.core.spec import QuantSpec
+from bitwright.core.statistics import Histogram, MinMax, bounds_of
+from bitwright.errors import ConfigError, close_matches
+
+logger = logging.getLogger("bitwright")
+
+
+class Site:
+    """A place that holds a quantizer: ``conv1.weight``, ``conv1.output[0]``, ``conv1.input[0]``.
+
+    Sites of one sharing group have one quantizer, so a change at one of them is a change at all (``shared_with``).
+    """
+
+    def __init__(self, plan: SitePlan, quantizer: Quantizer, graph: Graph) -> None:
+        self._plan, self.quantizer, self._graph = plan, quantizer, graph
+
+    @property
+    def name(self) -> str:
+        """Unique name of the site."""
+        return self._plan.name
+
+    @property
+    def role(self) -> Role:
+        """``weight``, ``bias``, ``constant``, ``input`` or ``output``."""
+        return self._plan.role
+
+    @property
+    def op(self) -> str:
+        """Name of the operator the site belongs to."""
+        return self._plan.op
+
+    @property
+    def spec(self) -> QuantSpec | None:
+        """What is asked for. A new spec may leave its axes open; they are filled in from the operator."""
+        return self.quantizer.spec if self.quantizer.enabled else None
+
+    @spec.setter
+    def spec(self, spec: QuantSpec | None) -> None:
+        if spec is None:
+            self.enabled = False
+            return
+        if isinstance(spec, QuantSpec) and self.role in ("weight", "bias", "constant"):
+            op, value = self._graph.op(self._plan.op), self._graph.values[self._plan.value]
+            granularity = resolve_granularity(
+                op.type, op.attrs, self._plan.port, spec.granularity, value.shape
+            )
+            granularity.param_shape(value.shape, self.name)  # blocks must divide, axes exist
+            spec = replace(spec, granularity=granularity)
+        self.quantizer.spec = spec
+        self.quantizer.enabled = True
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """The encoding in force; ``None`` until calibration. Set it to use a grid of your own."""
+        return self.quantizer.encoding
+
+    @encoding.setter
+    def encoding(self, encoding: Encoding | None) -> None:
+        if encoding is not None and not isinstance(encoding, Encoding):
+            raise ConfigError(
+                self.name,
+                f"encoding must be an Encoding or None, not {type(encoding).__name__}",
+                "build one with bitwright.core.affine.encode(lo, hi, spec, granularity)",
+            )
+        if encoding is not None:
+            shape = self._graph.values[self._plan.value].shape
+            expected = encoding.granularity.param_shape(shape, self.name)
+            if encoding.scale.shape != expected:
+                raise ConfigError(
+                    self.name,
+                    f"the encoding has scales of shape {encoding.scale.shape}, but {encoding.granularity} of a tensor of "
+                    f"shape {shape} has {expected}",
+                    "give one scale per channel (or block) of this tensor",
+                )
+        self.quantizer.encoding = encoding
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the quantizer works; a disabled site is in float."""
+        return self.quantizer.enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        self.quantizer.enabled = bool(enabled)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether calibration leaves the encoding alone."""
+        return self.quantizer.frozen
+
+    @frozen.setter
+    def frozen(self, frozen: bool) -> None:
+        self.quantizer.frozen = bool(frozen)
+
+    def __repr__(self) -> str:
+        state = "" if self.enabled else ", disabled"
+        return f"Site({self.name}: {self.quantizer.spec.describe()}, encoding={self.encoding}{state})"
+
+
+class SiteGroup:
+    """The sites a glob matched; setting ``spec``, ``enabled`` or ``frozen`` sets it on each of them."""
+
+    def __init__(self, sites: dict[str, Site]) -> None:
+        object.__setattr__(self, "sites", sites)
+
+    sites: dict[str, Site]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("spec", "enabled", "frozen", "encoding"):
+            raise AttributeError(
+                f"{name!r} cannot be set on a group of sites; set spec, enabled, frozen or encoding"
+            )
+        for site in self.sites.values():
+            setattr(site, name, value)
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.sites.values())
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __repr__(self) -> str:
+        return f"SiteGroup({len(self)} sites: {', '.join(list(self.sites)[:4])}{', ...' if len(self) > 4 else ''})"
+
+
+class SiteMap(Mapping[str, Any]):
+    """Sites by name. ``sim.quantizers["layer1.0.conv1.weight"]`` is a :class:`Site`; a glob gives a :class:`SiteGroup`.
+
+    ``[`` has its plain meaning in an exact name (``conv1.output[0]``); in a glob only ``*`` and ``?`` are special.
+    """
+
+    def __init__(self, sites: dict[str, Site]) -> None:
+        self._sites = sites
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._sites:
+            return self._sites[name]
+        if "*" in name or "?" in name:
+            found = self.select(lambda site: fnmatch.fnmatchcase(site.name, name.replace("[", "[[]")))
+            if found:
+                return found
+        raise KeyError(
+            f"there is no quantizer site {name!r}{close_matches(name, self._sites)}; sim.coverage() lists them all"
+        )
+
+    def select(self, condition: Callable[[Site], bool]) -> SiteGroup:
+        """The sites for which ``condition`` holds, as a group."""
+        return SiteGroup({name: site for name, site in self._sites.items() if condition(site)})
+
+    def unique(self) -> Iterator[Quantizer]:
+        """Each quantizer once, in execution order of its first site."""
+        return iter({id(site.quantizer): site.quantizer for site in self._sites.values()}.values())
+
+    def forget(self) -> None:
+        """Drop the statistics and encodings of every quantizer that is not frozen."""
+        for quantizer in self.unique():
+            if not quantizer.frozen:
+                quantizer.statistics = quantizer.encoding = None
+
+    def freeze_activations(self) -> None:
+        """Turn the statistics of every enabled activation site into its encoding; say where values were not finite."""
+        for quantizer in self.unique():
+            if quantizer.enabled and quantizer.role in ("input", "output"):
+                quantizer.freeze()
+        self._warn_of_non_finite()
+
+    def _warn_of_non_finite(self) -> None:
+        found = []
+        for quantizer in self.unique():
+            if isinstance(quantizer.statistics, MinMax | Histogram):
+                bounds = bounds_of(quantizer.statistics)
+                nan, inf = int(bounds.nan_count.sum()), int(bounds.inf_count.sum())
+                if nan or inf:
+                    found.append(f"{quantizer.name} ({nan} NaN, {inf} infinite)")
+        if found:
+            more = f", and {len(found) - 1} sites behind it" if len(found) > 1 else ""
+            logger.warning(
+                "calibration met values that are not finite, first at %s%s; ranges leave them out",
+                found[0],
+                more,
+            )
+
+    def settle_unreached(self, *, allow: bool, quiet: bool = False) -> None:
+        """Log the enabled sites without an encoding after calibration; switch them off if that is allowed."""
+        unreached = [
+            s for s in self._sites.values() if s.enabled and s.encoding is None and not s.quantizer.derived
+        ]
+        for site in unreached if allow else ():
+            site.enabled = False
+        if unreached and not quiet:
+            what = "left in float" if allow else "without an encoding; using them is an error"
+            shown = ", ".join(site.name for site in unreached[:8])
+            more = f" and {len(unreached) - 8} more" if len(unreached) > 8 else ""
+            logger.warning(
+                "calibration never reached %d site(s), %s: %s%s", len(unreached), what, shown, more
+            )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sites)
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    def __repr__(self) -> str:
+        done = sum(site.encoding is not None for site in self._sites.values())
+        return f"SiteMap({len(self)} sites, {done} calibrated)"
