@@ -1,0 +1,234 @@
+"""Everything that an export writes: QDQ model, float model, encodings, sites, samples and manifest, together."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.encoding import Encoding
+from bitwright.core.serialize import encoding_to_json, spec_to_json
+from bitwright.errors import ConfigError, close_matches
+from bitwright.export.atomic import atomic_files
+from bitwright.export.encodings import VERSIONS, NamedEncoding, write_encodings
+from bitwright.export.manifest import fingerprint, write_manifest
+from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, save_model, strip_sites, to_qdq
+from bitwright.export.samples import write_samples
+from bitwright.export.simulation import Simulated, quantizer_args
+
+logger = logging.getLogger("bitwright")
+
+Array = NDArray[Any]
+SAMPLE_LIMIT = 64 << 20  # bytes of activations kept for `bitwright verify`
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The files of one export.
+
+    Attributes:
+        qdq: ONNX with QuantizeLinear/DequantizeLinear and integer weights, for integer runtimes.
+        float_model: the float ONNX model that the encodings file speaks of, for target compilers.
+        encodings: the encodings file, keyed by tensor names of ``float_model``.
+        sites: JSON: every site with its spec, encoding and tensor names; nothing is lost in it.
+        manifest: JSON: versions, rules, hashes of all files.
+        notes: what stayed in float or was written otherwise than asked for.
+    """
+
+    qdq: Path
+    float_model: Path
+    encodings: Path
+    sites: Path
+    manifest: Path
+    notes: tuple[str, ...]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file."""
+        return (self.qdq, self.float_model, self.encodings, self.sites, self.manifest)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a simulation computed on one input, by site and by name of the graph's inputs and outputs."""
+
+    sites: Mapping[str, Sequence[Array]]
+    inputs: Mapping[str, Array]
+    outputs: Mapping[str, Array]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of sites and inputs."""
+        return sum(a.nbytes for kept in self.sites.values() for a in kept) + sum(
+            a.nbytes for a in self.inputs.values()
+        )
+
+
+def check_encoding_version(version: str) -> None:
+    """Refuse a version of encodings files that does not exist.
+
+    Raises:
+        ConfigError: with close matches.
+    """
+    if version not in VERSIONS:
+        raise ConfigError(
+            "encoding_version",
+            f"{version!r} is not a version{close_matches(version, VERSIONS)}",
+            f"use one of {', '.join(VERSIONS)}",
+        )
+
+
+def bias_form(sim: Simulated, bias: BiasForm) -> BiasForm:
+    """Only the biases that the simulation quantizes, where it keeps some in float, so that file and simulation agree."""
+    biases = [s for s in sim.quantizers.values() if s.role == "bias"]
+    return bias if all(s.enabled for s in biases) or bias == "float" else "marked"
+
+
+def write_artefacts(
+    sim: Simulated,
+    path: str | Path,
+    prefix: str,
+    marked: ir.Model,
+    encodings: Mapping[str, Encoding],
+    *,
+    encoding_version: str,
+    bias: BiasForm,
+    activation: ActivationForm,
+    data: Sequence[Array],
+    samples: Callable[[QdqResult], Samples] | None,
+) -> Exported:
+    """Write all files of an export into the folder ``path``; they appear together or not at all.
+
+    Args:
+        sim: whose sites, rules and plan are written down.
+        path: folder, made if need be.
+        prefix: stem of the files.
+        marked: the model with a marker at every site.
+        encodings: site -> encoding, of the enabled sites.
+        encoding_version: of the encodings file.
+        bias, activation: see :func:`bitwright.export.qdq.to_qdq`.
+        data: the example input, for the manifest's fingerprint.
+        samples: gives what the simulation computes on the example; left out with a note above 64 MiB.
+
+    Raises:
+        ExportError, EncodingsError: see :func:`bitwright.export.qdq.to_qdq`; the folder cannot be written.
+    """
+    stripped = strip_sites(marked)
+    result = to_qdq(marked, encodings, bias=bias, activation=activation)
+    notes = [f"{note.site}: {note.text}" for note in result.notes]
+    notes += [
+        f"{name}: not in the exported graph"
+        for name in encodings
+        if name not in stripped.tensors and not sim.quantizers[name].quantizer.derived
+    ]
+    folder = Path(path)
+    names = {
+        "qdq": f"{prefix}.onnx",
+        "float_model": f"{prefix}_float.onnx",
+        "encodings": f"{prefix}.encodings",
+        "sites": f"{prefix}_sites.json",
+        "manifest": f"{prefix}_manifest.json",
+    }
+    with atomic_files(folder, create=True, last=names["manifest"]) as staging:
+        save_model(result.model, staging / names["qdq"])
+        save_model(stripped.model, staging / names["float_model"])
+        notes += _write_encodings(
+            sim, encodings, stripped.tensors, staging / names["encodings"], encoding_version
+        )
+        (staging / names["sites"]).write_text(json.dumps(_sites(sim, result, stripped.tensors), indent=1))
+        if samples is not None:
+            notes += _write_samples(samples(result), staging / f"{prefix}_samples.npz")
+        settings = {
+            "rules": sim.rules.source,
+            "encoding_version": encoding_version,
+            "bias": bias,
+            "activation": activation,
+            "prefix": prefix,
+            **quantizer_args(sim),
+        }
+        write_manifest(
+            staging / names["manifest"],
+            folder=staging,
+            settings=settings,
+            data=fingerprint(data),
+            notes=notes,
+        )
+    for note in notes:
+        logger.info(note)
+    return Exported(**{key: folder / name for key, name in names.items()}, notes=tuple(notes))
+
+
+def _write_encodings(
+    sim: Simulated,
+    encodings: Mapping[str, Encoding],
+    tensors: Mapping[str, tuple[str, ...]],
+    path: Path,
+    version: str,
+) -> list[str]:
+    """Write the encodings file; notes on what its version cannot express."""
+    written = write_encodings(
+        path,
+        _records(sim, encodings, tensors, with_bias=version == "2.0.0"),
+        version,
+        quantizer_args=quantizer_args(sim),
+        excluded_layers=()
+        if version == "2.0.0"
+        else [s.name for s in sim.quantizers.values() if not s.enabled],
+    )
+    return [f"{lost.name}: {lost.reason}" for lost in written.not_expressed]
+
+
+def _records(
+    sim: Simulated,
+    encodings: Mapping[str, Encoding],
+    tensors: Mapping[str, tuple[str, ...]],
+    *,
+    with_bias: bool,
+) -> list[NamedEncoding]:
+    """Encodings under the names of the float model's tensors; a tensor two sites mark is listed once."""
+    found: dict[str, NamedEncoding] = {}
+    for name, encoding in encodings.items():
+        site = sim.quantizers[name]
+        if site.quantizer.derived and not with_bias:
+            continue
+        param = site.role in ("weight", "bias", "constant")
+        kind: Literal["activation", "param"] = "param" if param else "activation"
+        for tensor in tensors.get(name, ()):
+            found.setdefault(tensor, NamedEncoding(tensor, kind, encoding))
+    return list(found.values())
+
+
+def _sites(sim: Simulated, result: QdqResult, tensors: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "sites": {
+            site.name: {
+                "role": site.role,
+                "op": site.op,
+                "enabled": site.enabled,
+                "spec": spec_to_json(site.quantizer.spec),
+                "encoding": None if site.encoding is None else encoding_to_json(site.encoding),
+                "tensors": list(tensors.get(site.name, ())),
+                "qdq_tensors": list(result.tensors.get(site.name, ())),
+            }
+            for site in sim.quantizers.values()
+        },
+        "float": dict(sim.plan.floats),
+    }
+
+
+def _write_samples(samples: Samples, path: Path) -> list[str]:
+    """Write the samples; a note where they are too large."""
+    if samples.nbytes > SAMPLE_LIMIT:
+        return [
+            f"samples: {samples.nbytes >> 20} MiB of activations is more than {SAMPLE_LIMIT >> 20}, so none were "
+            "written; export with a smaller example"
+        ]
+    write_samples(path, samples.sites, samples.inputs, samples.outputs)
+    return []

@@ -1,0 +1,99 @@
+"""ONNX Runtime on one CPU thread, in the two modes that verification compares."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Mode = Literal["float", "integer"]
+MODES: tuple[Mode, ...] = ("float", "integer")
+
+_ENTRIES: dict[Mode, dict[str, str]] = {"float": {"session.disable_quant_qdq": "1"}, "integer": {}}
+# Protobuf refuses messages of 2 GiB; larger models go through a file.
+_ONE_MESSAGE_LIMIT = 3 << 29
+
+
+def run_model(
+    model: ir.Model, feeds: Mapping[str, Array], mode: Mode, types: dict[str, str] | None = None
+) -> dict[str, Array]:
+    """Graph outputs of ``model`` by name.
+
+    Args:
+        model: any model.
+        feeds: by name of graph input; what the model does not read is left out.
+        mode: ``"float"`` keeps QuantizeLinear and DequantizeLinear as they are; ``"integer"`` is the default.
+        types: filled with what :func:`optimized_types` tells, at no further session.
+
+    Raises:
+        One of :func:`refusals`: the runtime cannot load or run the model.
+    """
+    session = _session(model, mode, types)
+    names = {given.name for given in session.get_inputs()}
+    wanted = [out.name for out in session.get_outputs()]
+    found = session.run(wanted, {name: array for name, array in feeds.items() if name in names})
+    return dict(zip(wanted, found, strict=True))
+
+
+def optimized_types(model: ir.Model) -> dict[str, str]:
+    """Tensor name -> type of the operator that makes it after the runtime's default optimisation.
+
+    A Transpose that the runtime put behind a kernel of another layout counts as that kernel.
+    """
+    types: dict[str, str] = {}
+    _session(model, "integer", types)
+    return types
+
+
+def _session(model: ir.Model, mode: Mode, types: dict[str, str] | None) -> Any:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # refusals arrive as exceptions; the log would only repeat them
+    for key, value in _ENTRIES[mode].items():
+        options.add_session_config_entry(key, value)
+    with tempfile.TemporaryDirectory() as folder:
+        optimized = Path(folder, "optimized.onnx")
+        if types is not None:
+            options.optimized_model_filepath = str(optimized)
+            # Weights go to a second file: only names and types are wanted, and one file may not exceed 2 GiB.
+            for key, text in (("file_name", "weights.bin"), ("min_size_in_bytes", "1024")):
+                options.add_session_config_entry(f"session.optimized_model_external_initializers_{key}", text)
+        source = _source(model, Path(folder, "model.onnx"))
+        session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        if types is not None:
+            types.update(_types(ir.load(optimized)))
+    return session
+
+
+def _source(model: ir.Model, path: Path) -> bytes | str:
+    """The model as one message, or a file for what a message cannot hold: large and external tensors."""
+    tensors = [v.const_value for v in model.graph.initializers.values() if v.const_value is not None]
+    external = any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors)
+    if not external and sum(tensor.nbytes for tensor in tensors) < _ONE_MESSAGE_LIMIT:
+        return bytes(ir.to_proto(model).SerializeToString())
+    ir.save(model, path, external_data=f"{path.name}.data")
+    return str(path)
+
+
+def _types(optimized: ir.Model) -> dict[str, str]:
+    types: dict[str, str] = {}
+    for node in optimized.graph.all_nodes():
+        source = node.inputs[0] if node.op_type == "Transpose" else None
+        kind = types.get(str(source.name), node.op_type) if source is not None else node.op_type
+        types.update((str(value.name), kind) for value in node.outputs)
+    return types
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """The exceptions ONNX Runtime raises when it cannot load or run a model; they share no base class."""
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
+    kinds = (getattr(state, name) for name in dir(state))
+    return (*(k for k in kinds if isinstance(k, type) and issubclass(k, Exception)), RuntimeError)

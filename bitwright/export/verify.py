@@ -1,0 +1,523 @@
+"""Does the exported file compute what the simulation computed? Layer by layer, in ONNX Runtime.
+
+Deep networks cannot be compared end to end: one value that lands on the other side of a rounding boundary
+(float sums depend on their order) spreads through all layers behind it. So every activation quantizer is
+fed the simulation's own values from upstream, and what it produces is compared with the simulation's value
+there, in steps of its grid (LSB). That happens twice: with float kernels (``session.disable_quant_qdq=1``,
+all other optimisations on) and in the runtime's default mode, where QDQ groups become integer kernels. Time
+and memory are linear in the model; how it is taken apart is told in :mod:`bitwright.export.cut`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.formats import FloatFormat, parse_format
+from bitwright.core.model import sqnr
+from bitwright.errors import ExportError, close_matches
+from bitwright.export.builder import read_metadata
+from bitwright.export.cut import OUTPUT_FORMAT, WITH_BIAS, Cut, Place
+from bitwright.export.runtime import MODES, Mode, refusals, run_model
+
+Array = NDArray[Any]
+
+LEAST_EQUAL, MOST_LSB = 0.999, 1.0
+_OTHER_COLUMNS = 86  # of a printed report, beside the names of sites
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How one tensor compares in one mode.
+
+    Attributes:
+        equal: share of elements with the same code, 0 to 1.
+        lsb: largest difference in steps of the grid.
+        elements: number of elements compared.
+    """
+
+    equal: float
+    lsb: float
+    elements: int
+
+    @property
+    def ok(self) -> bool:
+        """At least 99.9 % equal codes (of few, all but one) and none more than one step off."""
+        allowed = max(1.0, (1 - LEAST_EQUAL) * self.elements)
+        return round((1 - self.equal) * self.elements) <= allowed and self.lsb <= MOST_LSB + 1e-3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantized place.
+
+    Attributes:
+        site: name in the simulation.
+        run: which run of the place it is, from 0; above 0 only in loops that were unrolled.
+        tensor: name in the file.
+        format: ``uint8``, ``int16``, ...
+        ops: operator types between the upstream quantizers and this one, in execution order.
+        kernel: what the runtime's default mode ran last for it (``QLinearConv``), or ``float``; ``constant``.
+        as_float, as_integer: agreement with float kernels and with integer kernels.
+        reason: why codes differ, where they do.
+    """
+
+    site: str
+    run: int
+    tensor: str
+    format: str
+    ops: tuple[str, ...]
+    kernel: str
+    as_float: Agreement
+    as_integer: Agreement
+    reason: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether both modes agree with the simulation."""
+        return self.as_float.ok and self.as_integer.ok
+
+
+@dataclass(frozen=True)
+class OutputRow:
+    """One graph output, end to end: signal-to-noise ratio against the simulation in dB, ``inf`` if equal."""
+
+    name: str
+    as_float: float
+    as_integer: float
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :func:`verify_layers` found.
+
+    Attributes:
+        rows: one per quantized place, in execution order.
+        outputs: graph outputs that the simulation's values were given for.
+        unchecked: site -> why it could not be compared.
+        failures: mode -> why the runtime refused the model in it.
+    """
+
+    rows: tuple[Row, ...]
+    outputs: tuple[OutputRow, ...] = ()
+    unchecked: dict[str, str] = field(default_factory=dict)
+    failures: dict[Mode, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Every place was compared and agrees in both modes."""
+        return bool(self.rows) and not self.unchecked and not self.failures and all(r.ok for r in self.rows)
+
+    def to_json(self) -> str:
+        """The report as JSON text; infinities are the strings ``"inf"`` and ``"-inf"``."""
+        document = {
+            "ok": self.ok,
+            "rows": [{**asdict(row), "ok": row.ok} for row in self.rows],
+            "outputs": [asdict(output) for output in self.outputs],
+            "unchecked": self.unchecked,
+            "failures": self.failures,
+        }
+        return json.dumps(_finite(document), indent=1)
+
+    def to_text(self, width: int = 140) -> str:
+        """The report as a table for the terminal, with the reasons as numbered notes below it.
+
+        Names of sites are never cut; where they are longer than ``width`` allows, the table is wider.
+        """
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        names = [f"{row.site} (run {row.run})" if row.run else row.site for row in self.rows]
+        notes = self._notes()
+        table = Table(title="Simulation against the exported file, layer by layer")
+        table.add_column("site", no_wrap=True)
+        table.add_column("operators", overflow="fold")
+        table.add_column("kernel", no_wrap=True)
+        for title in ("equal (float)", "LSB", "equal (integer)", "LSB", "note"):
+            table.add_column(title, justify="right")
+        for name, row in zip(names, self.rows, strict=True):
+            numbers = [
+                text for a in (row.as_float, row.as_integer) for text in (f"{a.equal:.3%}", f"{a.lsb:.3g}")
+            ]
+            note = "" if row.ok else "FAILS "
+            note += "" if row.reason is None else str(notes[row.reason])
+            table.add_row(*map(Text, (name, " ".join(row.ops), row.kernel, *numbers, note)))
+        width = max(width, max(map(len, names), default=0) + _OTHER_COLUMNS)
+        buffer = StringIO()
+        console = Console(file=buffer, width=width, color_system=None, markup=False, highlight=False)
+        console.print(table)
+        for reason, number in notes.items():
+            console.print(f"{number:>2}  {reason}")
+        for line in self._lines():
+            console.print(line)
+        return buffer.getvalue()
+
+    def _notes(self) -> dict[str, int]:
+        """Every reason once, numbered from 1 in the order of the rows."""
+        reasons = dict.fromkeys(row.reason for row in self.rows if row.reason is not None)
+        return {reason: number for number, reason in enumerate(reasons, 1)}
+
+    __str__ = to_text
+
+    def _lines(self) -> Iterator[str]:
+        for end in self.outputs:
+            levels = f"{end.as_float:.1f} dB (float kernels), {end.as_integer:.1f} dB (integer kernels)"
+            yield f"output {end.name}: {levels}"
+        for site, why in self.unchecked.items():
+            yield f"not compared: {site}: {why}"
+        for mode, why in self.failures.items():
+            yield f"does not run with {mode} kernels: {why}"
+        good = sum(row.ok for row in self.rows)
+        yield f"{good} of {len(self.rows)} places agree: {'ok' if self.ok else 'NOT ok'}"
+
+
+def _finite(tree: Any) -> Any:
+    """``tree`` with infinities and NaN as strings, which JSON has no numbers for."""
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return str(tree) if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
+def verify_layers(
+    model: ir.Model | str | os.PathLike[str],
+    values: Mapping[str, Array | Sequence[Array]],
+    graph_inputs: Mapping[str, Array],
+    *,
+    outputs: Mapping[str, Array] | None = None,
+) -> VerifyReport:
+    """Compare an exported model with the simulation at every quantized place.
+
+    Args:
+        model: QDQ model as ``to_qdq`` wrote it, or its path.
+        values: site (or name of the dequantized tensor) -> what the simulation had there, quantized, in
+            float; a list of arrays, in execution order, for a site that ran several times. Weights and
+            biases may be given too and are then compared with what the file stores.
+        graph_inputs: name -> value of every graph input.
+        outputs: name -> what the simulation returned, for the comparison end to end.
+
+    Returns:
+        A report with one row per place: quantized tensors, and float outputs that end in no quantizer (one
+        step there is a thousandth of the largest value). Activations without a value are listed as
+        unchecked.
+
+    Raises:
+        ExportError: the file cannot be read or was not written by ``to_qdq``, a graph input is missing, or a
+            value has another shape than its tensor.
+    """
+    loaded = _load(model)
+    _check_inputs(loaded, graph_inputs)
+    cut = Cut(loaded, values, outputs or {})
+    failures: dict[Mode, str] = {}
+    found: dict[Place, list[Row]] = {}
+    for part, places, feeds in cut.parts():
+        found |= _compare_part(part, places, {**graph_inputs, **feeds}, failures)
+    rows = [row for place in cut.places for row in found[place]]
+    rows += [row for node in cut.constants for row in _constant_rows(node, values)]
+    ends = _compare_outputs(loaded, outputs or {}, graph_inputs, failures)
+    return VerifyReport(tuple(rows), ends, cut.unchecked, failures)
+
+
+def _load(model: ir.Model | str | os.PathLike[str]) -> ir.Model:
+    site = "model" if isinstance(model, ir.Model) else os.fspath(model)
+    if not isinstance(model, ir.Model):
+        if not Path(model).is_file():
+            raise ExportError(site, "there is no such file", "export the simulation first, or check the path")
+        model = _read(model, site)
+    if not any(read_metadata(node) for node in model.graph.all_nodes()):
+        problem = "no node carries the notes of to_qdq, so its quantizers cannot be told from others"
+        raise ExportError(site, problem, "verify a model as to_qdq wrote it")
+    return model
+
+
+def _read(path: str | os.PathLike[str], site: str) -> ir.Model:
+    try:
+        return ir.load(path)
+    except Exception as error:  # protobuf's own errors are not importable through onnx
+        problem = f"it cannot be read as an ONNX model: {error}"
+        raise ExportError(site, problem, "export the simulation again, or check the path") from error
+
+
+def _check_inputs(model: ir.Model, graph_inputs: Mapping[str, Array]) -> None:
+    for value in model.graph.inputs:
+        name = str(value.name)
+        if name not in graph_inputs and not value.is_initializer():
+            near = close_matches(name, graph_inputs)
+            raise ExportError(
+                name, f"no value was given for this graph input{near}", "add it to graph_inputs"
+            )
+
+
+# ------------------------------------------------------------------------------------------------ comparisons
+
+
+def compare(expected: Array, found: Array, facts: Mapping[str, Any], scale: Array | None) -> Agreement:
+    """Codes of two tensors on one grid.
+
+    Args:
+        expected, found: float, of one shape.
+        facts: of the quantizer; ``format``, ``axis``, ``places`` are read.
+        scale: one step of an integer grid: scalar, one per index of ``axis``, or one per block along it.
+
+    Raises:
+        ExportError: the shapes differ.
+    """
+    if expected.shape != found.shape:
+        raise ExportError(
+            facts["places"][0][0],
+            f"the simulation's value has shape {expected.shape}, the file's tensor {found.shape}",
+            "give the values of the same input that graph_inputs holds",
+        )
+    if not expected.size:
+        return Agreement(1.0, 0.0, 0)
+    one, other = np.asarray(expected, np.float64), np.asarray(found, np.float64)
+    fmt = None if facts["format"] == OUTPUT_FORMAT else parse_format(facts["format"])
+    step = np.array(1.0) if scale is None else _spread(scale, facts["axis"], one)
+    if isinstance(fmt, FloatFormat):
+        step = _spacing(one, other, fmt, step)
+    with np.errstate(invalid="ignore"):
+        difference = np.where(one == other, 0.0, np.abs(one - other) / step)
+    difference = np.where(np.isnan(difference), np.inf, difference)
+    return Agreement(float((difference < 0.5).mean()), float(difference.max()), expected.size)
+
+
+def _spread(scale: Array, axis: int | None, like: Array) -> Array:
+    """``scale`` so that it broadcasts against ``like``."""
+    scale = scale.astype(np.float64)
+    if scale.ndim == 0 or axis is None:
+        return scale
+    if scale.ndim == 1:
+        return scale.reshape([-1 if i == axis % like.ndim else 1 for i in range(like.ndim)])
+    return np.repeat(scale, like.shape[axis] // scale.shape[axis], axis)
+
+
+def _spacing(one: Array, other: Array, fmt: FloatFormat, unit: Array) -> Array:
+    """Distance of neighbouring numbers of a float format, scaled by ``unit``, at the larger of two values."""
+    size = np.maximum(np.maximum(np.abs(one), np.abs(other)) / unit, 2.0**fmt.min_exponent)
+    exponent = np.frexp(np.where(np.isfinite(size), size, 1.0))[1] - 1
+    return unit * np.exp2(exponent - fmt.mantissa_bits)
+
+
+def _compare_part(
+    part: ir.Model, places: list[Place], feeds: Mapping[str, Array], failures: dict[Mode, str]
+) -> dict[Place, list[Row]]:
+    """The rows of the places that one part computes; adds to ``failures`` what the runtime refuses."""
+    results: dict[Mode, dict[str, Array]] = {}
+    refused: dict[Mode, str] = {}
+    kernels: dict[str, str] = {}
+    for mode in MODES:
+        try:
+            results[mode] = run_model(part, feeds, mode, kernels if mode == "integer" else None)
+        except refusals() as error:
+            refused[mode] = str(error).strip().splitlines()[0]
+    for mode, text in refused.items():
+        failures.setdefault(mode, text)
+    runtimes = {place.piece: frozenset(map(kernels.get, place.piece.made)) for place in places}
+    return {place: _rows(place, results, refused, kernels, runtimes[place.piece]) for place in places}
+
+
+def _rows(
+    place: Place,
+    results: Mapping[Mode, Mapping[str, Array]],
+    failures: Mapping[Mode, str],
+    kernels: Mapping[str, str],
+    runtime: frozenset[str | None],
+) -> list[Row]:
+    """One row per site of a place."""
+    name, facts, expected = str(place.result.name), place.facts, place.expected
+    last = kernels.get(place.codes, "float")
+    kernel = "float" if not place.chain or last in _FLOAT_MAKERS else last
+    found = {
+        mode: compare(expected, results[mode][name], facts, place.scale)
+        if mode in results
+        else Agreement(0.0, math.inf, expected.size)
+        for mode in MODES
+    }
+    params, fmt = frozenset(place.piece.float_params), str(facts["format"])
+    ops = tuple(place.piece.ops[-_MOST_OPS:])
+    ops = ops if len(place.piece.ops) <= _MOST_OPS else ("...", *ops)
+    why = explain(Evidence(frozenset(place.piece.ops), kernel, runtime, fmt, params, found, failures))
+    return [
+        Row(site, run, name, fmt, ops, kernel, found["float"], found["integer"], why)
+        for site, run in facts["places"]
+    ]
+
+
+def _constant_rows(node: ir.Node, values: Mapping[str, Array | Sequence[Array]]) -> Iterator[Row]:
+    """What a stored weight or bias stands for against the simulation's value, where one was given."""
+    facts = read_metadata(node)
+    assert facts is not None
+    for site, run in facts["places"]:
+        given = values.get(site)
+        several = [given] if isinstance(given, np.ndarray) else given
+        if several is None or run >= len(several):
+            continue
+        expected = np.asarray(several[run])
+        perm = facts["perm"]
+        found, scale = _stored_value(node)
+        found = found.transpose(np.argsort(perm)) if perm else found
+        step = scale.transpose(np.argsort(perm)) if perm and scale is not None and scale.ndim > 1 else scale
+        axis = perm[facts["axis"]] if perm and facts["axis"] is not None else facts["axis"]
+        agreement = compare(expected, found, {**facts, "axis": axis}, step)
+        why = None if agreement.equal == 1 else _OTHER_CONSTANT
+        name = str(node.outputs[0].name)
+        yield Row(site, run, name, facts["format"], (), "constant", agreement, agreement, why)
+
+
+def _stored_value(node: ir.Node) -> tuple[Array, Array | None]:
+    """The float value that ``node`` makes of initializers, and the scale it uses."""
+    tensors = [_initializer(v) for v in node.inputs]
+    if node.op_type != "DequantizeLinear":
+        maker = node.inputs[0].producer() if node.inputs[0] is not None else None
+        if maker is not None:
+            value, scale = _stored_value(maker)
+            dtype = node.outputs[0].dtype
+            return (value.astype(dtype.numpy()) if dtype else value), scale
+        assert tensors[0] is not None
+        return np.asarray(tensors[0], np.float32), None
+    codes, scale = tensors[0], tensors[1]
+    assert codes is not None and scale is not None
+    axis = node.attributes.get_int("axis", 1)
+    steps = _spread(scale, axis, codes).astype(np.float32)
+    centered = codes.astype(np.float32)
+    if len(tensors) > 2 and tensors[2] is not None:
+        centered = centered - _spread(tensors[2].astype(np.int64), axis, codes).astype(np.float32)
+    return centered * steps, scale
+
+
+def _initializer(value: ir.Value | None) -> Array | None:
+    return None if value is None or value.const_value is None else value.const_value.numpy()
+
+
+def _compare_outputs(
+    model: ir.Model,
+    expected: Mapping[str, Array],
+    graph_inputs: Mapping[str, Array],
+    failures: dict[Mode, str],
+) -> tuple[OutputRow, ...]:
+    """The whole model end to end; adds to ``failures`` when the runtime refuses it."""
+    results: dict[Mode, dict[str, Array]] = {}
+    for mode in MODES:
+        try:
+            results[mode] = run_model(model, graph_inputs, mode)
+        except refusals() as error:
+            failures.setdefault(mode, str(error).strip().splitlines()[0])
+    rows = []
+    for name, array in expected.items():
+        known = [str(v.name) for v in model.graph.outputs]
+        if name not in known:
+            near = close_matches(name, known)
+            raise ExportError(name, f"the model has no output of this name{near}", f"name one of {known}")
+        decibel = {m: sqnr(array, results[m][name]) if m in results else -math.inf for m in MODES}
+        rows.append(OutputRow(name, decibel["float"], decibel["integer"]))
+    return tuple(rows)
+
+
+# ---------------------------------------------------------------------------------------------- known reasons
+
+_MOST_OPS = 8
+_FLOAT_MAKERS = frozenset(("QuantizeLinear", "Cast", "Clip", "Mul", "Min"))
+_SUMS = WITH_BIAS | {
+    "MatMul", "Einsum", "AveragePool", "GlobalAveragePool", "ReduceMean", "ReduceSum", "LayerNormalization",
+    "GroupNormalization", "InstanceNormalization", "BatchNormalization", "RMSNormalization", "CumSum", "LRN",
+    "Attention", "LSTM", "GRU", "RNN", "ReduceL2",
+}  # fmt: skip
+_FUNCTIONS = frozenset((
+    "Softmax", "LogSoftmax", "Sigmoid", "Tanh", "Erf", "Gelu", "Exp", "Log", "Pow", "Sqrt", "Reciprocal",
+    "Div", "Elu", "Softplus", "Mish", "HardSwish", "Selu", "Celu", "Sin", "Cos", "LSTM", "GRU", "RNN",
+    "Resize",
+))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known about a place whose codes differ.
+
+    Attributes:
+        ops: operator types of its piece of the graph.
+        kernel: what the default mode ran last for it, or ``float``.
+        runtime: operator types the default mode made of the piece.
+        format: of the grid.
+        float_params: ``weight``, ``bias``: which of them a Conv or Gemm has in float.
+        found: agreement by mode.
+        failures: modes the runtime refused.
+    """
+
+    ops: frozenset[str]
+    kernel: str
+    runtime: frozenset[str | None]
+    format: str
+    float_params: frozenset[str]
+    found: Mapping[Mode, Agreement]
+    failures: Mapping[Mode, str]
+
+    @property
+    def wide(self) -> bool:
+        """Whether one step of the grid is about as fine as float32's own rounding of a sum."""
+        if self.format == OUTPUT_FORMAT:
+            return False
+        fmt = parse_format(self.format)
+        return isinstance(fmt, FloatFormat) or fmt.bits > 8
+
+    def differs(self, mode: Mode) -> bool:
+        """Whether codes differ in ``mode``."""
+        return self.found[mode].equal < 1
+
+
+Test = Callable[[Evidence], bool]
+_ORDER = "the order of float summation differs"
+# First match wins; float mode first, because integer mode inherits what happens there.
+FLOAT_REASONS: tuple[tuple[Test, str], ...] = (
+    (lambda e: "float" in e.failures, "the runtime refused the model"),
+    (lambda e: bool(e.ops & _SUMS) and e.wide, f"{_ORDER}, and a step of this fine grid is about as small"),
+    (lambda e: bool(e.ops & _SUMS) and e.found["float"].lsb <= MOST_LSB + 1e-3, _ORDER),
+    (lambda e: bool(e.ops & _FUNCTIONS), "the runtime approximates this function in its own way"),
+)
+INTEGER_REASONS: tuple[tuple[Test, str], ...] = (
+    (lambda e: len(e.failures) == 2, "the runtime refused the model"),
+    (lambda e: "integer" in e.failures, "the runtime refused the model; try session.qdqisint8allowed=1"),
+    (lambda e: not e.found["float"].ok, "as with float kernels"),
+    (
+        lambda e: "MatMulNBits" in e.runtime,
+        "runs as MatMulNBits with int8 activations; set session.qdq_matmulnbits_accuracy_level=1",
+    ),
+    (lambda e: "QLinearSoftmax" in (e.kernel, *e.runtime), "QLinearSoftmax works with a table"),
+    (lambda e: "weight" in e.float_params, "the runtime quantizes this float weight by itself"),
+    (
+        lambda e: e.kernel == "float" and e.differs("float"),
+        "no integer kernel, so it runs in float: as there",
+    ),
+    (lambda e: "bias" in e.float_params, "the runtime quantizes this float bias by itself"),
+    (
+        lambda e: e.kernel != "float" and e.found["integer"].lsb > MOST_LSB + 1e-3,
+        "integer sums of uint8 times int8 saturate at 16 bits on CPUs without VNNI",
+    ),
+    (
+        lambda e: e.kernel != "float" and e.found["integer"].lsb <= MOST_LSB + 1e-3,
+        "the integer kernel rounds exact sums where the simulation rounds float sums",
+    ),
+)
+_OTHER_CONSTANT = "the file holds another value: simulate with the encodings that were written"
+UNEXPLAINED = "unexplained: the operator computes something else than the simulation"
+
+
+def explain(evidence: Evidence) -> str | None:
+    """Why codes differ, by mode; ``None`` where none does."""
+    lines = [
+        f"{mode}: {next((text for test, text in reasons if test(evidence)), UNEXPLAINED)}"
+        for mode, reasons in (("float", FLOAT_REASONS), ("integer", INTEGER_REASONS))
+        if evidence.differs(mode)  # type: ignore[arg-type]
+    ]
+    return "; ".join(lines) or None
