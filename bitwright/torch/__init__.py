@@ -1,0 +1,24 @@
+"""The PyTorch front end: simulation, folding and export of eager modules, without tracing or rewriting them."""
+
+from bitwright.core.sites import Site, SiteGroup, SiteMap
+from bitwright.torch.batch_norm_fold import fold_all_batch_norms
+from bitwright.torch.batches import Inputs
+from bitwright.torch.pipeline import Result, quantize
+from bitwright.torch.prepare import prepare_model
+from bitwright.torch.quantsim import QuantizationDataType, QuantizationSimModel, QuantScheme
+from bitwright.torch.view import TorchView
+
+__all__ = [
+    "Inputs",
+    "QuantScheme",
+    "QuantizationDataType",
+    "QuantizationSimModel",
+    "Result",
+    "Site",
+    "SiteGroup",
+    "SiteMap",
+    "TorchView",
+    "fold_all_batch_norms",
+    "prepare_model",
+    "quantize",
+]

@@ -1,0 +1,75 @@
+"""The work of a quantizer on a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from bitwright.core import quantizer as core
+from bitwright.core.encoding import Encoding
+from bitwright.core.formats import IntFormat
+from bitwright.core.placement import Role
+from bitwright.core.spec import QuantSpec
+from bitwright.torch.fake_quantize import Grid, fake_quantize, is_fast, is_plain, make_grid
+
+
+class Quantizer(core.Quantizer):
+    """A :class:`bitwright.core.quantizer.Quantizer` that can be called on tensors."""
+
+    def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
+        super().__init__(name, role, spec)
+        self._grids: dict[tuple[Any, ...], Grid] = {}
+        self._kept: tuple[Any, torch.Tensor] | None = None
+
+    def _set_encoding(self, encoding: Encoding | None) -> None:
+        super()._set_encoding(encoding)
+        self._grids, self._kept = {}, None
+
+    def __call__(self, x: torch.Tensor, overwrite: bool = False) -> torch.Tensor:
+        """``x`` on the grid; ``overwrite`` lets the result take the memory of ``x``."""
+        encoding = self.required
+        if self.role == "bias" and encoding.format == IntFormat(32):
+            return self._bias(x, encoding)
+        return fake_quantize(x, encoding, self._grid(x, encoding), overwrite=overwrite)
+
+    def _bias(self, x: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+        """``core.bias.fake_quantize_bias`` in torch, the arithmetic of the artefact; the gradient is the identity."""
+        assert isinstance(encoding.format, IntFormat)
+        scale = torch.from_numpy(np.array(encoding.scale)).to(x.device)
+        codes = (
+            (x.detach().double() / scale.double()).round().clamp(encoding.format.qmin, encoding.format.qmax)
+        )
+        out = (codes.float() * scale).to(x.dtype)
+        return x + (out - x).detach() if torch.is_grad_enabled() and x.requires_grad else out
+
+    def constant(self, x: torch.Tensor) -> torch.Tensor:
+        """Like calling, for a tensor that seldom changes: the last result is kept while ``x`` stays what it was."""
+        if (torch.is_grad_enabled() and x.requires_grad) or x.device.type != "cpu" or not is_plain(x):
+            return self(x)
+        mark = _fingerprint(x)
+        if self._kept is None or self._kept[0] != mark:
+            self._kept = (mark, self(x.detach()))
+        return self._kept[1]
+
+    def _grid(self, x: torch.Tensor, encoding: Encoding) -> Grid | None:
+        if not is_plain(x):  # an exporter's stand-in: what is made for it must not be kept
+            return make_grid(encoding, tuple(x.shape), x.device) if is_fast(encoding) else None
+        key = (x.shape if encoding.scale.ndim else None, x.device)
+        grid = self._grids.get(key)
+        if grid is None and is_fast(encoding):
+            if len(self._grids) > 16:  # per-channel activations of ever new shapes
+                self._grids.clear()
+            grid = self._grids[key] = make_grid(encoding, tuple(x.shape), x.device)
+        return grid
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_grids": {}, "_kept": None}
+
+
+def _fingerprint(x: torch.Tensor) -> tuple[Any, ...]:
+    """Changes when ``x`` does, also through ``.data``, which the version counter does not see; 0.05 ns per element."""
+    flat = x.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // 8)]
+    return (x.data_ptr(), x._version, x.shape, float(flat.sum(dtype=torch.float32)), *sample.tolist())

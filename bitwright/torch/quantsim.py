@@ -1,0 +1,348 @@
+"""``QuantizationSimModel``: a PyTorch model that computes what its quantized self will compute."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bitwright.core.coverage import Coverage
+from bitwright.core.graph import Graph
+from bitwright.core.ops import op_row
+from bitwright.core.placement import Plan, place
+from bitwright.core.quantizer import DerivedBias
+from bitwright.core.rules import Rules
+from bitwright.core.scheme import QuantizationDataType, QuantScheme, make_rules
+from bitwright.core.sites import Site, SiteMap
+from bitwright.core.spec import Preset, RangeMethod
+from bitwright.errors import BitwrightError, CalibrationError, ModelError
+from bitwright.progress import collector_paused, progress
+from bitwright.torch.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.intercept import Interceptor
+from bitwright.torch.quantizer import Quantizer
+from bitwright.torch.record import record
+from bitwright.torch.simulate import CallPlan, Place, Simulator
+
+logger = logging.getLogger("bitwright")
+
+
+class QuantizationSimModel:
+    """A copy of ``model`` whose forward computes with quantized weights and activations.
+
+    The model is run once on ``dummy_input`` to learn which operator reads what; nothing is traced, rewritten or wrapped.
+    ``sim.model`` is an ordinary module of the user's own class, with the user's parameter names.
+
+    Args:
+        model: any eager module; left alone unless ``in_place``.
+        dummy_input: one input: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        quant_scheme: how ranges are chosen: ``min_max`` (default), ``tf_enhanced``, ``percentile``, ``mse``, ``entropy``, a
+            :class:`QuantScheme` or a :class:`RangeMethod`.
+        default_output_bw: bits of activations, 2 to 32.
+        default_param_bw: bits of weights, 2 to 32.
+        in_place: attach to ``model`` itself instead of a copy.
+        config_file: rules: path of an AIMET quantsim JSON or of our YAML, TOML or JSON, the name of a shipped
+            configuration (``default``, ``htp_v73``, ...), or a dict; ``None`` means ours.
+        default_data_type: ``int``, or ``float`` (bit widths 16 or 8: float16, float8_e4m3).
+        preset: instead of the bit widths: ``"w8a8"``, ``"w4a8"``, ``"w4a16"``, ... (``PRESETS``).
+        examples: more inputs to record, so that every side of a data-dependent branch gets its quantizers.
+
+    Raises:
+        ModelError: the model fails on the example input.
+        FormatError: impossible bit width.
+        ConfigError: unknown scheme, or a configuration that cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dummy_input: Any,
+        quant_scheme: str | QuantScheme | RangeMethod | None = None,
+        default_output_bw: int = 8,
+        default_param_bw: int = 8,
+        in_place: bool = False,
+        config_file: str | Path | dict[str, Any] | None = None,
+        default_data_type: str | QuantizationDataType = QuantizationDataType.int,
+        *,
+        preset: str | Preset | None = None,
+        examples: Sequence[Any] = (),
+    ) -> None:
+        require_module(model)
+        self.rules: Rules = make_rules(
+            quant_scheme,
+            preset,
+            config_file,
+            param_bw=default_param_bw,
+            output_bw=default_output_bw,
+            data_type=default_data_type,
+        )
+        self.examples = [dummy_input, *examples]
+        self._simulator = Simulator({})
+        self.graph: Graph
+        self.plan: Plan
+        with collector_paused():
+            self.model = model if in_place else copy.deepcopy(model)
+            self._interceptor = Interceptor(self.model, self._simulator)
+            self._interceptor.attach()
+            try:
+                self._place()
+            except BaseException:
+                self._interceptor.detach()
+                raise
+
+    # -- placement
+
+    def _place(self) -> None:
+        device = model_device(self.model)
+        recorder = record(self.model, [to_device(e, device) for e in self.examples], self._interceptor)
+        self.graph = recorder.graph()
+        self.plan = place(self.graph, self.rules)
+        for line in self.plan.unused:
+            logger.warning(line)
+        quantizers: dict[str, Quantizer] = {}
+        sites: dict[str, Site] = {}
+        operands: dict[str, list[Place]] = {}
+        outputs: dict[str, list[Place]] = {}
+        for planned in self.plan.sites.values():
+            quantizer = quantizers.get(planned.group)
+            if quantizer is None:
+                quantizer = quantizers[planned.group] = Quantizer(planned.name, planned.role, planned.spec)
+            sites[planned.name] = Site(planned, quantizer, self.graph)
+            where = outputs if planned.role == "output" else operands
+            where.setdefault(planned.op, []).append(Place(planned.name, planned.port, quantizer))
+        self.quantizers = SiteMap(sites)
+        self._simulator.plans = {
+            key: CallPlan(call.name, tuple(operands.get(call.name, ())), tuple(outputs.get(call.name, ())))
+            for key, call in recorder.calls.items()
+        }
+        self._simulator.moving = any(
+            op_row(call.type).kind == "movement" and (call.name in outputs or call.name in operands)
+            for call in recorder.calls.values()
+        )
+        for key in recorder.static:  # computed from parameters alone: known, and nothing to quantize
+            self._simulator.plans.setdefault(key, CallPlan(""))
+        self._simulator.biases = [
+            self._bias(site) for site in sites.values() if site.role == "bias" and site._plan.follows
+        ]
+        self.output_values = recorder.output_values()
+
+    def _bias(self, site: Site) -> DerivedBias:
+        source, weight = (self.quantizers[name].quantizer for name in site._plan.follows or ())
+        param = self.graph.values[site._plan.value].param
+        tensor = None if param is None else self._interceptor.named_tensor(param)
+        return DerivedBias(site.name, site.quantizer, source, weight, tensor)
+
+    # -- calibration
+
+    def compute_encodings(
+        self,
+        data: Callable[..., Any] | Iterable[Any] | None = None,
+        args: Any = None,
+        *,
+        progress: bool = True,
+        resume: bool = False,
+        allow_unreached: bool = False,
+    ) -> None:
+        """Find the encodings: weights from their values, activations from the data that passes them.
+
+        Runs in eval mode without gradients, with weights quantized and activations in float; the modules get their
+        training flags back. Statistics merge exactly, so the encodings do not depend on order or batch size.
+
+        Args:
+            data: batches (each a tensor, a tuple of positional arguments, or a dict of keyword arguments), or a callback
+                that runs ``sim.model`` on them: ``callback(model)``, or ``callback(model, args)`` when ``args`` is given.
+                ``None`` calibrates the weights alone, on the example input.
+            args: second argument of the callback.
+            progress: show a progress bar on a terminal when it takes more than two seconds.
+            resume: keep the statistics of the last call and add to them, for example after Ctrl-C.
+            allow_unreached: leave sites that no batch reached in float instead of failing when they are used.
+
+        Raises:
+            CalibrationError: no batch came, or a batch does not fit the model.
+        """
+        if not resume:
+            self.quantizers.forget()
+        self._simulator.stage = "observe"
+        self._simulator.runs = 0
+        try:
+            with torch.no_grad(), evaluation(self.model):
+                self._feed(data, args, progress)
+        except KeyboardInterrupt:
+            self._freeze(allow_unreached=True, quiet=True)
+            logger.warning(
+                "calibration interrupted after %d runs; the statistics so far are in force, "
+                "compute_encodings(rest, resume=True) adds to them",
+                self._simulator.runs,
+            )
+            raise
+        except BaseException:
+            self._simulator.stage = "uncalibrated"
+            raise
+        if not self._simulator.runs:
+            self._simulator.stage = "uncalibrated"
+            raise CalibrationError(
+                "compute_encodings",
+                "the data held no batch, so the model never ran"
+                if not callable(data)
+                else "the callback never ran the model",
+                "pass a non-empty list or DataLoader (a generator can be used only once), or a callback that calls its model",
+            )
+        self._freeze(allow_unreached)
+
+    def _feed(self, data: Any, args: Any, show: bool) -> None:
+        if data is None:
+            data = self.examples
+        if callable(data) and not isinstance(data, (torch.Tensor, np.ndarray)):
+            data(self.model) if args is None else data(self.model, args)
+            return
+        if isinstance(data, (torch.Tensor, dict)) or not isinstance(data, Iterable):
+            raise CalibrationError(
+                "compute_encodings",
+                f"data is a {type(data).__name__}, not a list of batches",
+                "write sim.compute_encodings([batch]) for a single batch",
+            )
+        device = model_device(self.model)
+        for i, batch in enumerate(progress(data, "calibrating", show)):
+            self._run_batch(i, to_device(batch, device))
+
+    def _run_batch(self, index: int, batch: Any) -> None:
+        args, kwargs = as_call(batch)
+        try:
+            self.model(*args, **kwargs)
+        except BitwrightError:
+            raise
+        except Exception as error:
+            where = self._interceptor.failed_in
+            hint = ""
+            if isinstance(batch, (tuple, list)) and len(batch) > 1:
+                hint = "; a tuple or list is taken as positional arguments, so leave labels out: (x for x, _ in loader)"
+            raise CalibrationError(
+                f"batch {index}{f', in {where}' if where else ''}",
+                f"the model fails on it: {type(error).__name__}: {error}",
+                f"give batches as the model's forward takes them{hint}",
+            ) from error
+
+    def _freeze(self, allow_unreached: bool, quiet: bool = False) -> None:
+        self.quantizers.freeze_activations()
+        self._simulator.stage = "simulate"
+        self._simulator.refresh_biases()
+        self.quantizers.settle_unreached(allow=allow_unreached, quiet=quiet)
+
+    # -- use
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Simulate whatever is called inside the block: other methods of the model, or parts of it."""
+        with self._interceptor.active():
+            self._simulator.begin((), {})
+            yield
+
+    @contextmanager
+    def in_float(self) -> Iterator[None]:
+        """Let ``sim.model`` compute in float inside the block."""
+        stage, self._simulator.stage = self._simulator.stage, "float"
+        try:
+            yield
+        finally:
+            self._simulator.stage = stage
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the simulation can run."""
+        return self._simulator.stage == "simulate"
+
+    def capture(self, names: Sequence[str], batch: Any) -> dict[str, list[torch.Tensor]]:
+        """Values at sites or op outputs while ``sim.model`` runs ``batch``; one tensor per run of the place."""
+        self._simulator.taps = {name: [] for name in names}
+        try:
+            with torch.no_grad(), evaluation(self.model):
+                args, kwargs = as_call(to_device(batch, model_device(self.model)))
+                self.model(*args, **kwargs)
+            return self._simulator.taps
+        finally:
+            self._simulator.taps = None
+
+    def coverage(self) -> Coverage:
+        """Every value and parameter: quantized how, shared with whom, or not and why. Print it."""
+        changed = {}
+        for name, site in self.quantizers.items():
+            if not site.enabled:
+                changed[name] = "disabled"
+            elif site.quantizer.spec != self.plan.sites[site.quantizer.name].spec:
+                changed[name] = site.quantizer.spec.describe()
+        return Coverage.of(self.plan, self.graph, changed, self._simulator.unseen)
+
+    def remove(self) -> nn.Module:
+        """Take the simulation off again and return the model; useful with ``in_place``."""
+        self._interceptor.detach()
+        return self.model
+
+    # -- files
+
+    def export(self, path: str | Path, filename_prefix: str, dummy_input: Any = None, **options: Any) -> Any:
+        """Write the artefacts; see :func:`bitwright.torch.export.export_sim`."""
+        from bitwright.torch.export import export_sim
+
+        return export_sim(
+            self, path, filename_prefix, self.examples[0] if dummy_input is None else dummy_input, **options
+        )
+
+    def verify(self, batch: Any = None, **options: Any) -> Any:
+        """Compare the simulation with ONNX Runtime, layer by layer; see :func:`bitwright.torch.export.verify_sim`."""
+        from bitwright.torch.export import verify_sim
+
+        return verify_sim(self, self.examples[0] if batch is None else batch, **options)
+
+    def save_encodings(self, path: str | Path, version: str = "2.0.0") -> Path:
+        """Write every encoding under its site's name; see :mod:`bitwright.export.encodings`."""
+        from bitwright.export.simulation import save_encodings
+
+        return save_encodings(self, path, version)
+
+    def load_encodings(self, path: str | Path | dict[str, Any], strict: bool = True) -> None:
+        """Take the encodings of a file; sites without one are disabled, names that match nothing are errors if ``strict``."""
+        from bitwright.export.simulation import load_encodings
+
+        load_encodings(self, path, strict)
+        self._simulator.stage = "simulate"
+
+    def set_and_freeze_param_encodings(self, path: str | Path | dict[str, Any]) -> None:
+        """Take the parameter encodings of a file and keep them through calibration."""
+        from bitwright.export.simulation import set_and_freeze_param_encodings
+
+        set_and_freeze_param_encodings(self, path)
+
+    def save_checkpoint(self, folder: str | Path) -> Path:
+        """Write parameters (safetensors) and quantizers (JSON); see :mod:`bitwright.torch.checkpoint`."""
+        from bitwright.torch.checkpoint import save_checkpoint
+
+        return save_checkpoint(self, folder)
+
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Read what :meth:`save_checkpoint` wrote into this simulation of the same model."""
+        from bitwright.torch.checkpoint import load_checkpoint
+
+        load_checkpoint(self, folder)
+
+    def __repr__(self) -> str:
+        return f"QuantizationSimModel({type(self.model).__name__}, {self.quantizers!r}, stage={self._simulator.stage})"
+
+
+def require_module(model: object) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        ModelError: with the way to quantize an ONNX file.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            "model",
+            f"it is a {type(model).__name__}, not a torch.nn.Module",
+            "pass the module itself; for an ONNX file use bitwright.onnx.QuantizationSimModel",
+        )

@@ -1,0 +1,251 @@
+"""What happens at each intercepted call while a simulation calibrates, runs or is exported."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.onnx.ops
+
+from bitwright.core.ops import op_row
+from bitwright.core.quantizer import DerivedBias
+from bitwright.errors import CalibrationError
+from bitwright.torch.decompose import EXPORTABLE
+from bitwright.torch.functions import FUNCTIONS, Function
+from bitwright.torch.intercept import Frame, Key
+from bitwright.torch.quantizer import Quantizer
+from bitwright.torch.trees import flatten_tensors
+
+logger = logging.getLogger("bitwright")
+
+Stage = Literal["uncalibrated", "observe", "simulate", "mark", "float"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A quantizer at a port (or output index) of a call; ``site`` is its name there."""
+
+    site: str
+    at: int
+    quantizer: Quantizer
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """What to do at one place of the model."""
+
+    op: str
+    operands: tuple[Place, ...] = ()
+    outputs: tuple[Place, ...] = ()
+
+
+class Simulator:
+    """The handler of a :class:`QuantizationSimModel`.
+
+    Attributes:
+        plans: what to do, by call key; a recorded call without quantizers has an empty plan.
+        stage: what the quantizers do with the tensors they are given.
+        unseen: calls that ran without having been recorded, by readable name: they run in float.
+    """
+
+    def __init__(self, plans: Mapping[Key, CallPlan]) -> None:
+        self.plans = dict(plans)
+        self.stage: Stage = "uncalibrated"
+        self.unseen: dict[str, str] = {}
+        self.taps: dict[str, list[torch.Tensor]] | None = None
+        self.biases: list[DerivedBias] = []
+        self.runs = 0
+        self.moving = False  # whether a call that only moves data has a quantizer: it joins different grids
+
+    # -- handler
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Refuse to simulate before calibration."""
+        if self.stage == "uncalibrated":
+            raise CalibrationError(
+                "QuantizationSimModel",
+                "the model was run before calibration, so no quantizer has an encoding yet",
+                "call sim.compute_encodings(batches) or sim.load_encodings(path) first",
+            )
+        if self.stage in ("simulate", "mark"):
+            self.refresh_biases()
+
+    def refresh_biases(self) -> None:
+        """Bring every derived bias grid up to date with the encodings it follows from."""
+        for bias in self.biases:
+            bias.refresh()
+
+    def end(self, output: Any) -> None:
+        """Count the forwards."""
+        self.runs += 1
+
+    def other(
+        self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls that hold no quantizer, but for movements of data that come from several grids."""
+        row = FUNCTIONS.get(func) if self.moving or self.taps is not None else None
+        if row is None:
+            return func(*args, **kwargs)
+        plan = self.plans.get(frame.movement_key(row.label))
+        if plan is not None and (plan.outputs or plan.operands):
+            output = self._planned(plan, row, func, args, kwargs)
+        else:
+            output = func(*args, **kwargs)
+        if self.taps is not None:
+            self._tap(plan, output)
+        return output
+
+    def call(
+        self,
+        frame: Frame,
+        key: Key,
+        row: Function,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A call that may hold quantizers."""
+        plan = self.plans.get(key)
+        if self.stage == "mark":
+            func = EXPORTABLE.get(func, func)
+        if plan is None:
+            output = func(*args, **kwargs)
+            # a batch norm that counts its batches has an integer result
+            if isinstance(output, torch.Tensor) and output.is_floating_point():
+                self._note_unseen(frame, row, args, kwargs)
+            return output
+        output = self._planned(plan, row, func, args, kwargs)
+        if self.taps is not None:
+            self._tap(plan, output)
+        return output
+
+    def _planned(
+        self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # fmt: skip
+        """The call with its quantizers."""
+        target = kwargs.get("out")
+        if isinstance(target, torch.Tensor):
+            # filled with the quantized result, under whichever name it is read
+            rest = {name: value for name, value in kwargs.items() if name != "out"}
+            result = self._planned(plan, row, func, args, rest)
+            if target.shape != result.shape:
+                target.resize_(result.shape)
+            return target.copy_(result)
+        written = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if plan.operands:
+            bound = row.bind(args, kwargs)
+            operands = dict(row.operands(bound))
+            new = {
+                place.at: self._operand(place, operands[place.at])
+                for place in plan.operands
+                if isinstance(operands.get(place.at), torch.Tensor) and operands[place.at].is_floating_point()
+            }
+            args, kwargs = row.replace(args, kwargs, new)
+        if not plan.outputs:
+            output = func(*args, **kwargs)
+            if output is not written and args and output is args[0] and written is not None:
+                written.copy_(output)  # an in-place call on an operand that was quantized out of place
+                output = written
+        else:
+            output = self._with_outputs(plan, row, func, args, kwargs, written)
+        return output
+
+    def _with_outputs(
+        self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        written: torch.Tensor | None,
+    ) -> Any:  # fmt: skip
+        in_place = row.in_place or bool(kwargs.get("inplace"))
+        if in_place and torch.is_grad_enabled() and written is not None and args:
+            # autograd keeps the result of some in-place calls, so the grid must not be written over it
+            result = self._output(
+                plan.outputs[0], func(args[0].clone(), *args[1:], **kwargs), overwrite=False
+            )
+            return written.copy_(result)
+        output = func(*args, **kwargs)
+        if isinstance(output, torch.Tensor):
+            alias = args and output is args[0]
+            result = self._output(plan.outputs[0], output, overwrite=row.fresh or bool(alias))
+            if written is not None and (output is written or alias):
+                return written if result is written else written.copy_(result)
+            return result
+        items = list(output)
+        for place in plan.outputs:
+            if isinstance(items[place.at], torch.Tensor):
+                items[place.at] = self._output(place, items[place.at], overwrite=False)
+        return type(output)(items) if not hasattr(output, "_fields") else type(output)(*items)
+
+    # -- the stages
+
+    def _operand(self, place: Place, x: torch.Tensor) -> torch.Tensor:
+        quantizer = place.quantizer
+        if self.stage == "mark":
+            return mark(x, place.site) if quantizer.enabled and quantizer.encoding is not None else x
+        if not quantizer.enabled or self.stage == "float":
+            return x
+        if quantizer.role == "input":
+            return self._activation(place, x, overwrite=False)
+        if quantizer.derived and (self.stage == "observe" or quantizer.encoding is None):
+            return x  # its grid follows from the input's and the weight's, or it stays in float
+        if self.stage == "observe":
+            quantizer.observe_once(x.detach())
+            if quantizer.encoding is None:  # an empty tensor
+                return x
+        return quantizer.constant(x)
+
+    def _output(self, place: Place, x: torch.Tensor, *, overwrite: bool) -> torch.Tensor:
+        quantizer = place.quantizer
+        if self.stage == "mark":
+            return mark(x, place.site) if quantizer.enabled and quantizer.encoding is not None else x
+        if not quantizer.enabled or self.stage == "float" or not x.is_floating_point():
+            return x
+        return self._activation(place, x, overwrite=overwrite)
+
+    def _activation(self, place: Place, x: torch.Tensor, *, overwrite: bool) -> torch.Tensor:
+        quantizer = place.quantizer
+        if self.stage == "observe":
+            quantizer.observe(x)
+            return quantizer(x, overwrite) if quantizer.frozen else x
+        result = quantizer(x, overwrite)
+        if self.taps is not None and place.site in self.taps:
+            self.taps[place.site].append(result.detach().clone())
+        return result
+
+    # -- notes
+
+    def _tap(self, plan: CallPlan | None, output: Any) -> None:
+        if plan is None or self.taps is None:
+            return
+        tensors = [t for _, t in flatten_tensors(output)]
+        for i, tensor in enumerate(tensors):
+            name = f"{plan.op}.output[{i}]"
+            kept = self.taps.get(name)
+            if kept is not None and not any(
+                place.site == name for place in plan.outputs if self.stage == "simulate"
+            ):
+                kept.append(tensor.detach().clone())
+
+    def _note_unseen(
+        self, frame: Frame, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        name = f"{frame.path}.{row.label}" if frame.path else row.label
+        if name in self.unseen:
+            return
+        kind = op_row(row.op_type(row.bind(args, kwargs)))
+        self.unseen[name] = "first seen after the example input was recorded"
+        if kind.integer:
+            logger.warning(
+                "%s: this call did not happen on the example input, so it has no quantizer and runs in float; "
+                "give an example that reaches it (examples=[...]) or calibrate with one",
+                name,
+            )
+
+
+def mark(x: torch.Tensor, site: str) -> torch.Tensor:
+    """``x`` as the exporter sees it: a node ``bitwright::Site`` in the ONNX graph, an identity that carries a name."""
+    out: torch.Tensor = torch.onnx.ops.symbolic(
+        "bitwright::Site", (x,), attrs={"site": site}, dtype=x.dtype, shape=x.shape, version=1
+    )
+    return out
