@@ -1,0 +1,239 @@
+"""Batch-norm folding for ONNX models, under AIMET's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from bitwright.algorithms import batch_norm_fold as algorithm
+from bitwright.algorithms.batch_norm_affine import LAYERS
+from bitwright.core.graph import Graph, Op
+from bitwright.core.model import AddBias, Array, Edit, sqnr
+from bitwright.errors import ModelError
+from bitwright.export.markers import move_uses
+from bitwright.onnx.data import as_feeds, input_specs
+from bitwright.onnx.load import Loaded, load_model
+from bitwright.onnx.session import Providers, open_session
+from bitwright.onnx.view import OnnxView, Undo, measure_shapes
+
+_LEAST_AGREEMENT = 60.0  # dB between the outputs before and after: beyond it only rounding differs
+_LEAST_IN_HALF = 30.0
+
+
+def fold_all_batch_norms(
+    model: onnx.ModelProto | ir.Model | Loaded, dummy_input: Any = None, *, providers: Providers | None = None
+) -> algorithm.FoldReport:
+    """Fold every batch norm that can be folded into the layer beside it, in place.
+
+    Layers are Conv, ConvTranspose, Gemm, and MatMul of a 2-D input with or without an Add behind it. Each fold is checked
+    numerically on random input and undone if it changed the function. What was not folded is listed with the reason in
+    ``report.refused`` and in the log. Inputs and outputs of the model keep names and order.
+
+    Args:
+        model: changed in place; its functions are inlined and its constants become initializers
+            (see :mod:`bitwright.onnx.load`).
+        dummy_input: feeds of one run. With them shapes are measured where they cannot be inferred, and the outputs before
+            and after are compared; folds that changed them are found and undone.
+        providers: as ONNX Runtime takes them; the CPU by default.
+
+    Returns:
+        A report; iterating it gives the folded ``(layer, batch norm)`` pairs of node names.
+
+    Raises:
+        ModelError: the model cannot be read, ``dummy_input`` does not fit, or ``model`` is a path.
+
+    Reference: Jacob et al. 2018, arXiv:1712.05877, section 3.2.
+    """
+    if not isinstance(model, (onnx.ModelProto, ir.Model, Loaded)):
+        raise ModelError(
+            "fold_all_batch_norms",
+            f"a {type(model).__name__} cannot be folded in place",
+            "load the file first: model = onnx.load(path), or bitwright.onnx.load_model(path)",
+        )
+    loaded = model if isinstance(model, Loaded) else load_model(model)
+    feeds = None if dummy_input is None else as_feeds(dummy_input, input_specs(loaded.model), "dummy_input")
+    shapes = None if feeds is None else measure_shapes(loaded.model, feeds, providers)
+    view = _FoldingView(loaded, providers, shapes)
+    check = None
+    if feeds is not None:
+        before = _outputs(view, feeds)
+
+        def check() -> str | None:
+            return _what_changed(view, feeds, before)
+
+    report = algorithm.fold_all_batch_norms(view, check)
+    report.keep()
+    view.tidy()
+    _give_back(loaded, model)
+    return report
+
+
+#: AIMET's name
+fold_all_batch_norms_to_weight = fold_all_batch_norms
+
+
+def _give_back(loaded: Loaded, model: onnx.ModelProto | ir.Model | Loaded) -> None:
+    """Write the folded copy into what the caller gave."""
+    if isinstance(model, Loaded):
+        return
+    graph = loaded.model.graph
+    listed = {str(v.name): v for v in (*graph.initializers.values(), *graph.inputs)}
+    graph.inputs.clear()
+    graph.inputs.extend(listed[name] for name in loaded.inputs if name in listed)
+    if isinstance(model, onnx.ModelProto):
+        model.CopyFrom(ir.to_proto(loaded.model))
+    else:
+        model.graph = graph
+        model.functions.clear()
+        model.ir_version = loaded.model.ir_version
+
+
+def _outputs(view: OnnxView, feeds: dict[str, Array]) -> list[Array]:
+    return list(open_session(view.model, view.providers).run(None, feeds))
+
+
+def _what_changed(view: OnnxView, feeds: dict[str, Array], before: Sequence[Array]) -> str | None:
+    """What is different since ``before`` was taken; ``None`` when only rounding is."""
+    for value, old, new in zip(view.model.graph.outputs, before, _outputs(view, feeds), strict=True):
+        if old.dtype.kind != "f":
+            continue
+        finite = np.isfinite(old)
+        if old.shape != new.shape or not np.array_equal(finite, np.isfinite(new)):
+            return f"{value.name} has another shape, or NaN or infinite elements in other places"
+        agreement = sqnr(old[finite], new[finite])
+        if agreement < (_LEAST_IN_HALF if old.dtype == np.float16 else _LEAST_AGREEMENT):
+            return f"{value.name} agrees with the original to {agreement:.1f} dB only"
+    return None
+
+
+class _FoldingView(OnnxView):
+    """A view in which ``MatMul`` of a 2-D input by a stored matrix, and an ``Add`` behind it, is one ``Gemm``.
+
+    The nodes stay what they are. A product without an Add gets one when it is given a bias.
+    """
+
+    def __init__(
+        self, model: Loaded, providers: Providers | None, shapes: dict[str, tuple[int, ...]] | None
+    ) -> None:
+        super().__init__(model, providers, shapes)
+        self.materialize(_computed_beside_norms(self._read().graph))
+        self._adds: dict[str, Op | None] = {}  # product -> the Add behind it
+        self._inserted: dict[str, ir.Node] = {}  # product -> the Add that an edit has put behind it
+        self._nodes = self._read().node
+        self._joined = self._join(self._read().graph)
+
+    def graph(self) -> Graph:
+        """The graph as it was when the view was made, products joined with their biases."""
+        return self._joined
+
+    def _join(self, graph: Graph) -> Graph:
+        ops: list[Op] = []
+        absorbed: set[str] = set()
+        for op in graph.ops:
+            if op.name in absorbed:
+                continue
+            if not _is_product(graph, op):
+                ops.append(op)
+                continue
+            add = _bias_add(graph, op)
+            self._adds[op.name] = add
+            attrs = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
+            joined = replace(op, type="Gemm", attrs=attrs)
+            if add is not None:
+                absorbed.add(add.name)
+                bias = add.inputs[1 - add.inputs.index(op.outputs[0])]
+                joined = replace(joined, inputs=(*op.inputs[:2], bias), outputs=add.outputs)
+            ops.append(joined)
+        return Graph(ops, graph.values, graph.inputs, graph.outputs)
+
+    def local(self, op: str) -> Any:
+        """As of :class:`OnnxView`; a product is followed by its Add."""
+        product = super().local(op)
+        if op not in self._adds:
+            return product
+        node = self._nodes[op]
+
+        def run(*inputs: Array) -> Array:
+            found = product(*inputs)
+            add = self._add_behind(node, op)
+            return found if add is None else self._apply(add, [found], lambda value: value is node.outputs[0])
+
+        return run
+
+    def _add_behind(self, node: ir.Node, op: str) -> ir.Node | None:
+        if self._adds[op] is None and op not in self._inserted:
+            return None
+        return next(reader for reader, _ in node.outputs[0].uses())
+
+    def can_edit(self, edit: Edit) -> str | None:
+        """As of :class:`OnnxView`; a product can have a bias too."""
+        if isinstance(edit, AddBias) and edit.op in self._adds:
+            taken = self._adds[edit.op] is not None or edit.op in self._inserted
+            return "it has a bias" if taken else None
+        return super().can_edit(edit)
+
+    def _add_bias(self, edit: AddBias) -> Undo:
+        if edit.op not in self._adds:
+            return super()._add_bias(edit)
+        node = self._nodes[edit.op]
+        product, weight, graph = node.outputs[0], node.inputs[1], node.graph
+        assert weight is not None and graph is not None
+        bias = self._new_initializer(f"{edit.op}.bias", edit.value, weight.dtype)
+        assert self._names is not None
+        add = ir.Node("", "Add", [product, bias], name=self._names.node(f"{edit.op}.add"))
+        total = add.outputs[0]
+        total.name, total.type, total.shape = (
+            self._names.value(f"{product.name}.sum"),
+            product.type,
+            product.shape,
+        )
+        graph.insert_after(node, add)
+        move_uses(product, total, keep={add})
+        self._inserted[edit.op] = add
+
+        def restore() -> None:
+            move_uses(total, product)
+            graph.remove(add, safe=True)
+            self.model.graph.initializers.pop(str(bias.name))
+            del self._inserted[edit.op]
+
+        return restore
+
+
+def _computed_beside_norms(graph: Graph) -> Iterator[str]:
+    """Weights, biases and parameters of batch norms that the model computes from constants, where one may be folded."""
+    for op in graph.ops:
+        norm = op.type == "BatchNormalization"
+        if not norm and op.type in (*LAYERS, "Add"):
+            sources = [graph.producer(value) for value in op.inputs if value is not None]
+            readers = [reader for value in op.outputs for reader, _ in graph.consumers(value)]
+            norm = any(
+                o is not None and o.type in ("BatchNormalization", "Add") for o in (*sources, *readers)
+            )
+        for value in op.inputs if norm else ():
+            if value is not None and graph.values[value].kind == "constant" and graph.values[value].is_float:
+                yield value
+
+
+def _is_product(graph: Graph, op: Op) -> bool:
+    """Whether ``op`` is a MatMul of a matrix that is computed by one that is stored."""
+    if op.type != "MatMul" or len(op.inputs) != 2 or op.also or None in op.inputs:
+        return False
+    data, weight = (graph.values[str(name)] for name in op.inputs)
+    return not data.is_static and len(data.shape) == 2 and weight.kind == "param" and len(weight.shape) == 2
+
+
+def _bias_add(graph: Graph, op: Op) -> Op | None:
+    """The Add behind a product whose other operand is a stored bias."""
+    add = graph.sole_consumer(op.outputs[0])
+    if add is None or add.type != "Add" or len(add.inputs) != 2 or add.also:
+        return None
+    other = add.inputs[1 - add.inputs.index(op.outputs[0])]
+    bias = graph.values[str(other)]
+    channels = graph.values[str(op.inputs[1])].shape[1]
+    return add if bias.kind == "param" and bias.shape == (channels,) else None

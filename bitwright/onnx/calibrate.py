@@ -1,0 +1,441 @@
+"""Watching activations while a model runs: bounds by reductions inside the graph, histograms from the tensors.
+
+What a quantizer needs decides what is fetched. Bounds (range method ``minmax``, per tensor) are three reductions and
+a size beside each tensor; only scalars leave the runtime. ReduceMin and ReduceMax pass over NaN, so a ReduceSum goes
+with them: where one of the three is not finite, the tensor itself is fetched in a second run of the batch and counted
+exactly. Everything else (histograms, several scales, half types) fetches the tensors and hands them to
+:mod:`bitwright.core.statistics`, so that encodings are those of any other front end, bit for bit.
+
+Memory: tensors are fetched in groups whose bytes stay within a budget, one run of the batch per group. Where even the
+reduced tensors together would pass the budget, the runtime frees each as soon as its readers are through.
+
+Tensors inside the bodies of If, Loop and Scan leave them as additional outputs; a loop hands out one entry per
+iteration, and a branch that was not taken contributes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core import statistics
+from bitwright.core.granularity import PerTensor
+from bitwright.core.quantizer import Quantizer
+from bitwright.errors import BitwrightError, CalibrationError
+from bitwright.export.builder import Builder, Place, after, before
+from bitwright.export.runtime import refusals
+from bitwright.onnx.data import Feeds, InputSpec, as_feeds, input_specs
+from bitwright.onnx.session import Order, Providers, first_line, open_session
+from bitwright.onnx.simulate import Simulation
+
+Array = NDArray[Any]
+_SCALARS = (
+    ("ReduceMin", ir.DataType.FLOAT, np.float32(np.inf), "ReduceMin"),
+    ("ReduceMax", ir.DataType.FLOAT, np.float32(-np.inf), "ReduceMax"),
+    ("ReduceSum", ir.DataType.FLOAT, np.float32(0), "ReduceSum"),
+    ("Size", ir.DataType.INT64, np.int64(0), "ReduceSum"),
+)  # operator, its type, its value where nothing ran, how the iterations of a loop are joined
+
+
+@dataclass(eq=False)
+class Tap:
+    """One tensor and the quantizer that watches it.
+
+    Attributes:
+        quantizer: gets the statistics.
+        value: of the main graph: the tensor, or what carries it out of a body.
+        times: how many sites of the quantizer see this tensor; each counts.
+        leading: axes that loops put in front of the tensor's own.
+        scalars: minimum, maximum, sum and size, of the main graph; empty where the tensor itself is fetched.
+    """
+
+    quantizer: Quantizer
+    value: ir.Value
+    times: int = 1
+    leading: int = 0
+    scalars: tuple[ir.Value, ...] = ()
+
+    def observe(self, x: Array) -> None:
+        """Give the tensor to the quantizer."""
+        if self.quantizer.frozen or x.size == 0:
+            return
+        granularity, kind = self.quantizer.spec.granularity, self.quantizer.needs
+        if isinstance(granularity, PerTensor) or not self.leading:
+            parts: Iterable[Array] = (x,)
+        else:
+            parts = x.reshape(-1, *x.shape[self.leading :])
+        for part in parts:
+            granularity.param_shape(part.shape, self.quantizer.name)
+            seen = statistics.measure(kind, part, granularity)
+            for _ in range(self.times):
+                self.quantizer.observe_statistics(seen)
+
+
+@dataclass
+class _Bounds:
+    """Bounds of all reduced taps so far, as vectors: one update per batch, whatever the number of sites."""
+
+    lo: Array
+    hi: Array
+    count: Array
+
+    @classmethod
+    def of(cls, size: int) -> _Bounds:
+        return cls(np.full(size, np.inf), np.full(size, -np.inf), np.zeros(size, np.int64))
+
+    def add(self, lo: Array, hi: Array, count: Array, use: Array) -> None:
+        self.lo = np.where(use, np.minimum(self.lo, lo), self.lo)
+        self.hi = np.where(use, np.maximum(self.hi, hi), self.hi)
+        self.count = self.count + np.where(use, count, 0)
+
+
+@dataclass(eq=False)
+class _Session:
+    """A session with some taps among its outputs."""
+
+    session: Any
+    arrays: tuple[Tap, ...]
+    names: list[str]  # to fetch: outputs of the model, scalars, arrays
+
+    def run(self, feeds: Feeds) -> list[Array]:
+        found: list[Array] = self.session.run(self.names, feeds)
+        return found
+
+
+@dataclass(eq=False)
+class Calibrator:
+    """Runs batches and fills the statistics of quantizers.
+
+    Args:
+        simulation: constants quantized, activations in float except the frozen ones.
+        quantizers: site -> quantizer, for the activation sites to watch.
+        budget: bytes of activations that may be held at once beside what the model itself needs.
+        providers, threads: of the sessions.
+    """
+
+    simulation: Simulation
+    quantizers: Mapping[str, Quantizer]
+    budget: int
+    providers: Providers | None = None
+    threads: int = 0
+    runs: int = 0
+    specs: tuple[InputSpec, ...] = field(init=False)
+    _sessions: dict[tuple[Any, ...], _Session] = field(default_factory=dict)
+    _sizes: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        model = self.simulation.model
+        self.specs = input_specs(model)
+        self._outputs = [str(v.name) for v in model.graph.outputs]
+        self._instrument = _Instrument(model)
+        self.taps = self._find_taps()
+        self._reduced = [tap for tap in self.taps if tap.scalars]
+        self._fetched = [tap for tap in self.taps if not tap.scalars]
+        self._bounds = _Bounds.of(len(self._reduced))
+
+    def _find_taps(self) -> list[Tap]:
+        found: dict[tuple[int, ir.Value, ir.Graph], Tap] = {}
+        for site, places in self.simulation.taps.items():
+            quantizer = self.quantizers.get(site)
+            if quantizer is None or not quantizer.enabled or quantizer.frozen or quantizer.is_fixed:
+                continue
+            for value, graph in places:
+                key = (id(quantizer), value, graph)
+                if key in found:
+                    found[key].times += 1
+                else:
+                    found[key] = self._instrument.tap(quantizer, value, graph)
+        return list(found.values())
+
+    # -- running
+
+    def run(self, given: Any) -> list[Array]:
+        """Run one batch and watch it; the outputs of the model, activations in float.
+
+        Raises:
+            ModelError: the batch does not fit the inputs.
+            CalibrationError: the model fails on it.
+        """
+        where = f"batch {self.runs}"
+        feeds = as_feeds(given, self.specs, where)
+        outputs: list[Array] = []
+        try:
+            sizes = self._tap_sizes(feeds)
+            order: Order = "frugal" if sum(sizes.values()) > self.budget else "fast"
+            for i, group in enumerate(self._groups(sizes)):
+                found = self._session(group, order, first=i == 0).run(feeds)
+                if i == 0:
+                    outputs, found = found[: len(self._outputs)], found[len(self._outputs) :]
+                    self._read_scalars(found[: 4 * len(self._reduced)], feeds, order)
+                    found = found[4 * len(self._reduced) :]
+                self._read_arrays(group, found, feeds)
+        except BitwrightError:
+            raise
+        except refusals() as error:
+            raise CalibrationError(
+                where,
+                f"the model fails on it: {first_line(error)}",
+                "run the float model in ONNX Runtime on the same batch; what it refuses cannot be calibrated on",
+            ) from error
+        self.runs += 1
+        return outputs
+
+    def finish(self) -> None:
+        """Hand the bounds gathered so far to the quantizers."""
+        lo, hi, count = self._bounds.lo, self._bounds.hi, self._bounds.count
+        for i, tap in enumerate(self._reduced):
+            if count[i]:
+                none = np.zeros((), np.int64)
+                seen = np.asarray(count[i] * tap.times)
+                tap.quantizer.observe_statistics(
+                    statistics.MinMax(np.asarray(lo[i]), np.asarray(hi[i]), seen, none, none)
+                )
+        self._bounds = _Bounds.of(len(self._reduced))
+
+    def _read_scalars(self, found: Sequence[Array], feeds: Feeds, order: Order) -> None:
+        if not self._reduced:
+            return
+        lo, hi, total, count = (np.array([float(x) for x in found[k::4]]) for k in range(4))
+        there = count > 0
+        finite = np.isfinite(lo) & np.isfinite(hi) & np.isfinite(total)
+        self._bounds.add(lo, hi, count.astype(np.int64), there & finite)
+        odd = tuple(self._reduced[i] for i in np.flatnonzero(there & ~finite))
+        for tap in odd:  # one at a time: nobody planned memory for these
+            self._read_arrays((tap,), self._session((tap,), order, first=False).run(feeds), feeds)
+
+    def _read_arrays(self, group: Sequence[Tap], found: Sequence[Array], feeds: Feeds) -> None:
+        fetched = iter(found)
+        for tap in group:
+            name = str(tap.value.name)
+            tap.observe(feeds[name] if name in feeds else next(fetched))
+
+    # -- sessions and memory
+
+    def _session(self, arrays: Sequence[Tap], order: Order, *, first: bool) -> _Session:
+        key = (tuple(map(id, arrays)), order, first)
+        if key not in self._sessions:
+            wanted = [tap.value for tap in arrays if not tap.value.is_graph_input()]
+            scalars = [v for tap in self._reduced for v in tap.scalars] if first else []
+            names = [*(self._outputs if first else ()), *(str(v.name) for v in (*scalars, *wanted))]
+            session = self._instrument.open(
+                [*scalars, *wanted],
+                lambda model: open_session(model, self.providers, threads=self.threads, order=order),
+            )
+            self._sessions[key] = _Session(session, tuple(arrays), names)
+        return self._sessions[key]
+
+    def _groups(self, sizes: Mapping[Tap, int]) -> list[tuple[Tap, ...]]:
+        """The fetched taps in runs that stay within the budget; at least one run."""
+        groups: list[list[Tap]] = [[]]
+        held = 0
+        for tap in self._fetched:
+            if groups[-1] and held + sizes[tap] > self.budget:
+                groups.append([])
+                held = 0
+            groups[-1].append(tap)
+            held += sizes[tap]
+        return [tuple(group) for group in groups]
+
+    def _tap_sizes(self, feeds: Feeds) -> dict[Tap, int]:
+        """Bytes of every tapped tensor: from the shapes in the model, else measured in a run of its own."""
+        key = tuple((name, array.shape) for name, array in feeds.items())
+        if key not in self._sizes:
+            symbols = self._instrument.symbols(feeds)
+            known = [_static_bytes(tap.value, symbols) for tap in self.taps]
+            open_taps = [tap for tap, size in zip(self.taps, known, strict=True) if size is None]
+            measured = dict(zip(open_taps, self._measure(open_taps, feeds), strict=True))
+            self._sizes[key] = [
+                measured[tap] if size is None else size for tap, size in zip(self.taps, known, strict=True)
+            ]
+        return dict(zip(self.taps, self._sizes[key], strict=True))
+
+    def _measure(self, taps: Sequence[Tap], feeds: Feeds) -> list[int]:
+        if not taps:
+            return []
+        session = self._instrument.sizing(
+            [tap.value for tap in taps],
+            lambda model: open_session(model, self.providers, threads=self.threads, order="frugal"),
+        )
+        counts = session.run(None, feeds)
+        return [int(n) * _itemsize(tap.value) for n, tap in zip(counts, taps, strict=True)]
+
+
+class _Instrument:
+    """Adds to a model what makes its tensors visible from outside, and opens sessions on parts of that."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.model = model
+        self.builder = Builder(model)
+        self._owners = {
+            graph: node
+            for node in model.graph.all_nodes()
+            for attribute in node.attributes.values()
+            if attribute.type == ir.AttributeType.GRAPH
+            for graph in (attribute.as_graph(),)
+        }
+        self._first = next(iter(model.graph), None)
+
+    def tap(self, quantizer: Quantizer, value: ir.Value, graph: ir.Graph) -> Tap:
+        """The tap of ``value`` as it stands in ``graph``, with everything that brings it into the main graph."""
+        reducible = (
+            quantizer.needs == "minmax"
+            and isinstance(quantizer.spec.granularity, PerTensor)
+            and value.dtype in (None, ir.DataType.FLOAT)
+        )
+        if not reducible:
+            outer, leading = self._lift(value, graph, np.zeros(0, _numpy_type(value)), None)
+            return Tap(quantizer, outer, leading=leading)
+        place = self._behind(value, graph)
+        scalars = []
+        for op, dtype, neutral, merge in _SCALARS:
+            attributes = {} if op == "Size" else {"keepdims": 0}
+            scalar = self.builder.emit(place, op, [value], f"{value.name}_{op}", dtype, **attributes)
+            scalar.shape = ir.Shape([])
+            scalars.append(self._lift(scalar, graph, np.asarray(neutral), merge)[0])
+        whole = value
+        leading = 0
+        if graph is not self.model.graph:  # its scalars came out; the tensor itself, should it be asked for
+            whole, leading = self._lift(value, graph, np.zeros(0, np.float32), None)
+        return Tap(quantizer, whole, leading=leading, scalars=tuple(scalars))
+
+    def _behind(self, value: ir.Value, graph: ir.Graph) -> Place:
+        """The place right behind ``value``: there it is still warm, and gone before its last readers run."""
+        node = value.producer()
+        if node is not None and node.graph is graph:
+            return after(node)
+        first = next(iter(graph))
+        return before(first)
+
+    def _lift(
+        self, value: ir.Value, graph: ir.Graph, neutral: Array, merge: str | None
+    ) -> tuple[ir.Value, int]:
+        """``value`` as a value of the main graph, and how many axes loops put in front of it.
+
+        A branch that is not taken yields ``neutral``; iterations are joined by the operator ``merge``, or stacked.
+        """
+        leading = 0
+        while graph is not self.model.graph:
+            owner = self._owners[graph]
+            # ONNX Runtime leaves one of two outputs of a body unwritten when they are the same value
+            if value.producer() is None or value.graph is not graph or value.is_graph_output():
+                value = self.builder.emit(
+                    self._behind(value, graph), "Identity", [value], f"{value.name}_seen", _type_of(value)
+                )
+            graph.outputs.append(value)
+            dtype = _type_of(value)
+            if owner.op_type == "If":
+                self._neutral_branches(owner, graph, neutral, dtype)
+            elif owner.op_type == "Scan":
+                _extend_scan(owner)
+            owner.resize_outputs(len(owner.outputs) + 1)
+            outer = owner.outputs[-1]
+            outer.name = self.builder.names.value(f"{value.name}_out")
+            outer.type = ir.TensorType(dtype)
+            assert owner.graph is not None
+            value, graph = outer, owner.graph
+            if owner.op_type in ("Loop", "Scan"):
+                if merge is None:
+                    leading += 1
+                else:
+                    value = self.builder.emit(
+                        after(owner), merge, [outer], f"{outer.name}_all", dtype, keepdims=0
+                    )
+                    value.shape = ir.Shape([])
+        return value, leading
+
+    def _neutral_branches(self, owner: ir.Node, taken: ir.Graph, neutral: Array, dtype: ir.DataType) -> None:
+        for attribute in owner.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH and attribute.as_graph() is not taken:
+                branch = attribute.as_graph()
+                node = ir.Node(
+                    "",
+                    "Constant",
+                    [],
+                    [ir.AttrTensor("value", ir.Tensor(neutral))],
+                    name=self.builder.names.node("none"),
+                )
+                node.outputs[0].name = self.builder.names.value("none")
+                node.outputs[0].type = ir.TensorType(dtype)
+                branch.append(node)
+                branch.outputs.append(node.outputs[0])
+
+    def open(self, wanted: Sequence[ir.Value], opener: Any) -> Any:
+        """A session of the model that also returns ``wanted``; the model is as before afterwards."""
+        graph = self.model.graph
+        count = len(graph.outputs)
+        there = set(graph.outputs)
+        graph.outputs.extend([value for value in dict.fromkeys(wanted) if value not in there])
+        try:
+            return opener(self.model)
+        finally:
+            del graph.outputs[count:]
+
+    def sizing(self, values: Sequence[ir.Value], opener: Any) -> Any:
+        """A session that returns the number of elements of each value, and nothing else."""
+        graph = self.model.graph
+        sizes = [
+            self.builder.emit(self._behind(v, graph), "Size", [v], f"{v.name}_elements", ir.DataType.INT64)
+            for v in values
+        ]
+        for size in sizes:
+            size.shape = ir.Shape([])
+        outputs = list(graph.outputs)
+        graph.outputs.clear()
+        graph.outputs.extend(sizes)
+        try:
+            return opener(self.model)
+        finally:
+            graph.outputs.clear()
+            graph.outputs.extend(outputs)
+            for size in sizes:
+                node = size.producer()
+                assert node is not None
+                graph.remove(node, safe=True)
+
+    def symbols(self, feeds: Feeds) -> dict[str, int]:
+        """Lengths of the axes that the inputs name."""
+        found: dict[str, int] = {}
+        for value in self.model.graph.inputs:
+            array = feeds.get(str(value.name))
+            if array is not None and value.shape is not None and len(value.shape) == array.ndim:
+                for axis, n in zip(value.shape, array.shape, strict=True):
+                    if isinstance(axis, ir.SymbolicDim) and axis.value is not None:
+                        found.setdefault(str(axis.value), n)
+        return found
+
+
+def _extend_scan(node: ir.Node) -> None:
+    """Tell a Scan that names the axes of its scan outputs about one more of them."""
+    for name in ("scan_output_axes", "scan_output_directions"):
+        attribute = node.attributes.get(name)
+        if attribute is not None:
+            node.attributes.add(ir.AttrInt64s(name, [*attribute.as_ints(), 0]))
+
+
+def _type_of(value: ir.Value) -> ir.DataType:
+    return value.dtype or ir.DataType.FLOAT
+
+
+def _numpy_type(value: ir.Value) -> np.dtype[Any]:
+    return np.dtype(_type_of(value).numpy())
+
+
+def _itemsize(value: ir.Value) -> int:
+    return _numpy_type(value).itemsize
+
+
+def _static_bytes(value: ir.Value, symbols: Mapping[str, int]) -> int | None:
+    if value.shape is None:
+        return None
+    size = _itemsize(value)
+    for axis in value.shape:
+        n = axis if isinstance(axis, int) else symbols.get(str(axis.value))
+        if n is None:
+            return None
+        size *= n
+    return size

@@ -1,0 +1,247 @@
+"""Bringing old models to an opset that knows every quantizer, and checking that they still compute the same.
+
+QuantizeLinear and DequantizeLinear know 4 and 16 bits and blocks from opset 21 on. Most operators of most models did
+not change since, apart from the types they take: a model of these only gets the new number. For the others, the
+converter that comes with ``onnx`` is right nearly always; what it is known to get wrong is done here (Upsample and
+Resize of opset 10 become a Resize with the half-pixel rule, which is another function), and every conversion is run
+against the original in ONNX Runtime, because a converter that fails silently would be worse than none.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.model import sqnr
+from bitwright.errors import ModelError
+from bitwright.export.runtime import refusals
+from bitwright.onnx.data import Feeds, InputSpec, as_feeds, input_specs, random_array
+from bitwright.onnx.load import Loaded, load_model
+from bitwright.onnx.session import first_line, open_session
+
+logger = logging.getLogger("bitwright")
+
+Array = NDArray[Any]
+OPSET = 21
+_IR_VERSION = 10
+_LEAST_SQNR = 90.0  # dB; different kernels of the same function agree to about 120
+_SMALL = 1 << 10  # bytes: what the converter may want to look at (axes, scales, shapes)
+_PARKED = "bitwright.parked"  # a domain the converter leaves alone
+
+
+# Operator -> opset from which on its definition only gained types, optional inputs, and attributes whose default means
+# what was meant before (up to opset 21).
+_UNCHANGED_SINCE: dict[str, int] = {
+    **dict.fromkeys(
+        ("Conv", "ConvTranspose", "MatMul", "Flatten", "Transpose", "Identity", "Shape", "Size"), 1
+    ),
+    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool", "Softplus", "Softsign", "Gather"), 1),
+    **dict.fromkeys(("LRN", "SpaceToDepth"), 1),
+    **dict.fromkeys(("Concat",), 4),
+    **dict.fromkeys(("Reshape",), 5),
+    **dict.fromkeys(("Relu", "LeakyRelu", "Sigmoid", "Tanh", "Elu", "Selu", "HardSigmoid", "Abs", "Neg"), 6),
+    **dict.fromkeys(
+        ("Reciprocal", "Sqrt", "Exp", "Log", "Floor", "Ceil", "Tile", "InstanceNormalization"), 6
+    ),
+    **dict.fromkeys(
+        ("Add", "Sub", "Mul", "Div", "Gemm", "And", "Or", "Not", "LSTM", "GRU", "RNN", "Sin", "Cos"), 7
+    ),
+    **dict.fromkeys(("MaxPool", "Expand", "Max", "Min", "Sum"), 8),
+    **dict.fromkeys(("Erf", "Where", "Cast", "Sign", "Greater", "Less", "ConstantOfShape", "PRelu"), 9),
+    **dict.fromkeys(("Slice",), 10),
+    **dict.fromkeys(
+        ("Round", "Range", "CumSum", "Equal", "DepthToSpace", "GatherND", "GatherElements", "Clip"), 11
+    ),
+    **dict.fromkeys(("Pow",), 12),
+    **dict.fromkeys(("Squeeze", "Unsqueeze", "Softmax", "LogSoftmax", "Hardmax", "Resize", "ReduceSum"), 13),
+    **dict.fromkeys(("HardSwish", "Trilu"), 14),
+    **dict.fromkeys(("BatchNormalization",), 15),
+    **dict.fromkeys(("Einsum",), 12),
+    **dict.fromkeys(("ScatterND", "ScatterElements", "GreaterOrEqual", "LessOrEqual"), 16),
+    **dict.fromkeys(("LayerNormalization",), 17),
+    **dict.fromkeys(
+        ("ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "Split", "Pad", "Mish"), 18
+    ),
+}
+
+
+def modernize(loaded: Loaded, dummy_input: Any = None) -> Loaded:
+    """``loaded`` at opset 21 or later.
+
+    Args:
+        loaded: from :func:`bitwright.onnx.load.load_model`; its model may be given the new number in place.
+        dummy_input: what to compare the two on; random values serve where it is ``None``.
+
+    Raises:
+        ModelError: an operator cannot be converted, or the converted model computes something else.
+    """
+    if loaded.opset >= OPSET:
+        return loaded
+    if all(_UNCHANGED_SINCE.get(kind, OPSET) <= loaded.opset for kind in _standard_operators(loaded.model)):
+        _stamp(loaded.model)
+        return replace(loaded, opset=OPSET)
+    converted = _convert(loaded)
+    note = _compare(loaded, converted, dummy_input)
+    notes = (*loaded.notes, f"converted from opset {loaded.opset} to {OPSET}{note}")
+    return replace(converted, path=loaded.path, notes=notes, inputs=loaded.inputs)
+
+
+def _standard_operators(model: ir.Model) -> set[str]:
+    return {node.op_type for node in model.graph.all_nodes() if node.domain in ("", "ai.onnx")}
+
+
+def _stamp(model: ir.Model) -> None:
+    for graph in model.graphs():
+        if "" in graph.opset_imports:
+            graph.opset_imports[""] = OPSET
+    model.opset_imports[""] = OPSET
+    model.ir_version = max(model.ir_version or 0, _IR_VERSION)
+
+
+def _convert(loaded: Loaded) -> Loaded:
+    site = str(loaded.path or loaded.model.graph.name or "model")
+    skeleton = loaded.model.clone()
+    skeleton.ir_version = (
+        _IR_VERSION  # before 4 every initializer had to be an input too, which the converter insists on
+    )
+    kept = _park_tensors(skeleton)
+    parked = _park_nodes(skeleton, loaded.opset)
+    try:
+        proto = onnx.version_converter.convert_version(ir.to_proto(skeleton), OPSET)
+    except (RuntimeError, onnx.version_converter.ConvertError) as error:
+        raise ModelError(
+            site,
+            f"it cannot be converted from opset {loaded.opset} to {OPSET}: {first_line(error)}",
+            "export the model again with opset 21, or replace the operator that the message names",
+        ) from error
+    model = ir.from_proto(proto)
+    for name, tensor in kept.items():
+        value = model.graph.initializers.get(name)
+        if value is not None:
+            value.const_value = tensor
+    _unpark_nodes(model, parked)
+    model.ir_version = _IR_VERSION
+    model.opset_imports.pop(_PARKED, None)
+    for key, version in loaded.model.opset_imports.items():
+        model.opset_imports.setdefault(key, version)
+    return load_model(model)
+
+
+def _park_tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
+    """Take large tensors out of the converter's way, so that a model of any size converts in memory."""
+    kept: dict[str, ir.TensorProtocol] = {}
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is None or tensor.nbytes <= _SMALL or value.name is None:
+            continue
+        kept[value.name] = tensor
+        value.const_value = ir.ExternalTensor(
+            "parked", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=value.name
+        )
+    return kept
+
+
+def _park_nodes(model: ir.Model, opset: int) -> dict[str, list[float] | None]:
+    """Hide Upsample and the Resize of opset 10 in a domain of their own; node -> scales given as attribute."""
+    found: dict[str, list[float] | None] = {}
+    if opset > 10:
+        return found
+    for node in model.graph.all_nodes():
+        if node.domain in ("", "ai.onnx") and node.op_type in ("Upsample", "Resize"):
+            scales = node.attributes.get("scales")
+            found[str(node.name)] = None if scales is None else list(scales.as_floats())
+            node.domain = _PARKED
+    for graph in model.graphs():
+        if found:
+            graph.opset_imports[_PARKED] = 1
+    return found
+
+
+def _unpark_nodes(model: ir.Model, parked: dict[str, list[float] | None]) -> None:
+    """Write what was hidden as the Resize that does the same: pixel ``i`` lies at ``i / scale``."""
+    for node in model.graph.all_nodes():
+        if node.domain != _PARKED:
+            continue
+        scales = parked[str(node.name)]
+        given = node.inputs[1] if scales is None else None
+        mode = node.attributes.get_string("mode", "nearest")
+        if scales is not None:
+            name = f"{node.outputs[0].name}_scales"
+            tensor = ir.Tensor(np.asarray(scales, np.float32), name=name)
+            given = ir.Value(
+                name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+            )
+            model.graph.register_initializer(given)
+        # the Resize of opset 10 rounds up where it shrinks
+        rounding = "ceil" if node.op_type == "Resize" and _shrinks(given) else "floor"
+        node.domain, node.op_type = "", "Resize"
+        node.attributes.clear()
+        for key, text in (
+            ("mode", mode),
+            ("coordinate_transformation_mode", "asymmetric"),
+            ("nearest_mode", rounding),
+        ):
+            node.attributes.add(ir.AttrString(key, text))
+        node.resize_inputs(3)
+        node.replace_input_with(1, None)
+        node.replace_input_with(2, given)
+
+
+def _shrinks(scales: ir.Value | None) -> bool:
+    tensor = None if scales is None else scales.const_value
+    return tensor is not None and bool((tensor.numpy() < 1).any())
+
+
+def _compare(old: Loaded, new: Loaded, dummy_input: Any) -> str:
+    """Refuse a conversion that changed the function; a remark where that could not be checked."""
+    site = str(old.path or old.model.graph.name or "model")
+    specs = input_specs(old.model)
+    feeds = _feeds(specs, dummy_input)
+    failures: tuple[type[Exception], ...] = (ModelError, *refusals())
+    if feeds is None:
+        return ", unchecked: no random input can be made for it"
+    try:
+        expected = open_session(old.model).run(None, feeds)
+    except failures as error:
+        if dummy_input is not None:
+            raise ModelError(
+                site,
+                f"ONNX Runtime cannot run it on dummy_input: {first_line(error)}",
+                "check model and input",
+            ) from error
+        return ", unchecked: it does not run on random input"
+    found = open_session(new.model).run(None, feeds)
+    for name, one, other in zip((v.name for v in old.model.graph.outputs), expected, found, strict=True):
+        if not _equal(one, other):
+            kinds = sorted({node.op_type for node in old.model.graph.all_nodes()})
+            raise ModelError(
+                site,
+                f"conversion from opset {old.opset} to {OPSET} changes its output {name!r}; one of its operators "
+                f"({', '.join(kinds)}) is converted wrongly",
+                "export the model again with opset 21",
+            )
+    return ""
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, np.ndarray) or one.dtype.kind not in "fc":
+        return bool(np.array_equal(one, other))
+    if one.shape != other.shape or not np.array_equal(np.isfinite(one), np.isfinite(other)):
+        return False
+    finite = np.isfinite(one)
+    return bool(np.array_equal(one[finite], other[finite]) or sqnr(one[finite], other[finite]) > _LEAST_SQNR)
+
+
+def _feeds(specs: tuple[InputSpec, ...], dummy_input: Any) -> Feeds | None:
+    if dummy_input is not None:
+        return as_feeds(dummy_input, specs, "dummy_input")
+    if any(spec.dtype is None or spec.shape is None for spec in specs):
+        return None
+    rng = np.random.default_rng(0)
+    return {spec.name: random_array(spec, rng) for spec in specs}

@@ -1,0 +1,480 @@
+"""``QuantizationSimModel``: an ONNX model that computes what its quantized self will compute."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.coverage import Coverage
+from bitwright.core.encoding import Encoding
+from bitwright.core.graph import Graph
+from bitwright.core.placement import Plan, place
+from bitwright.core.quantizer import DerivedBias, Quantizer
+from bitwright.core.rules import Rules
+from bitwright.core.scheme import QuantizationDataType, QuantScheme, make_rules
+from bitwright.core.sites import Site, SiteMap
+from bitwright.core.spec import Preset, RangeMethod
+from bitwright.errors import CalibrationError, ConfigError, ModelError
+from bitwright.export.artefacts import Exported, Samples, bias_form, check_encoding_version, write_artefacts
+from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, to_qdq
+from bitwright.export.simulation import load_encodings, save_encodings, set_and_freeze_param_encodings
+from bitwright.export.verify import VerifyReport, verify_layers
+from bitwright.onnx.calibrate import Calibrator
+from bitwright.onnx.data import Feeds, as_feeds, input_specs, random_feeds
+from bitwright.onnx.graph import build_graph
+from bitwright.onnx.load import Source, load_model
+from bitwright.onnx.opset import modernize
+from bitwright.onnx.session import Providers, check_providers, free_memory, open_session
+from bitwright.onnx.simulate import Simulation, mark_sites, marked_constants, simulation_model
+from bitwright.progress import collector_paused, progress
+
+logger = logging.getLogger("bitwright")
+
+Array = NDArray[Any]
+_ACTIVATIONS = ("input", "output")
+
+
+class CalibrationSession:
+    """What a calibration callback is given: runs like an ``onnxruntime.InferenceSession``, and is watched."""
+
+    def __init__(self, calibrator: Calibrator, outputs: Sequence[str]) -> None:
+        self._calibrator, self._outputs = calibrator, list(outputs)
+
+    def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, Array], *_: Any) -> list[Array]:
+        """Outputs of the model, with weights quantized and activations in float.
+
+        Raises:
+            ConfigError: the model has no output of a name asked for.
+            ModelError, CalibrationError: the feeds do not fit, or the model fails on them.
+        """
+        index = {name: i for i, name in enumerate(self._outputs)}
+        wanted = self._outputs if output_names is None else list(output_names)
+        for name in wanted:
+            if name not in index:
+                raise ConfigError(
+                    "session.run",
+                    f"the model has no output {name!r}",
+                    f"use {', '.join(self._outputs)}, or None",
+                )
+        found = self._calibrator.run(feeds)
+        return [found[index[name]] for name in wanted]
+
+    def get_inputs(self) -> list[Any]:
+        """The inputs; each has ``name``, ``dtype`` and ``shape``."""
+        return list(self._calibrator.specs)
+
+
+class QuantizationSimModel:
+    """A copy of an ONNX model that computes with quantized weights and activations, in ONNX Runtime.
+
+    The model is read, not changed; ``sim.session`` is an ordinary ``InferenceSession`` with the model's own inputs
+    and outputs. Quantized tensors are found by what operators read and write, so names may be anything.
+
+    Args:
+        model: path, ``onnx.ModelProto`` or ``onnx_ir.Model``.
+        dummy_input: one feed (a dict, an array, or a tuple in the model's order): gives shapes that the file leaves
+            open, and is the example for export and verification. Random values serve where none is given.
+        quant_scheme: how ranges are chosen: ``min_max`` (default), ``tf_enhanced``, ``percentile``, ``mse``,
+            ``entropy``, a :class:`QuantScheme` or a :class:`RangeMethod`.
+        default_param_bw: bits of weights, 2 to 32.
+        default_activation_bw: bits of activations, 2 to 32.
+        config_file: rules: path of an AIMET quantsim JSON or of our YAML, TOML or JSON, the name of a shipped
+            configuration (``default``, ``htp_v73``, ...), or a dict; ``None`` means ours.
+        providers: ONNX Runtime's execution providers; the CPU by default.
+        default_data_type: ``int``, or ``float`` (bit widths 16 or 8: float16, float8_e4m3).
+        preset: instead of the bit widths: ``"w8a8"``, ``"w4a8"``, ``"w4a16"``, ... (``PRESETS``).
+        memory_budget: bytes of activations that calibration may hold beside what the model itself needs; a quarter
+            of the free memory by default.
+        threads: of one operator; 0 leaves the number to ONNX Runtime.
+
+    Raises:
+        ModelError: the model cannot be read, converted or run.
+        FormatError: impossible bit width.
+        ConfigError: unknown scheme or provider, or a configuration that cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: Source,
+        dummy_input: Any = None,
+        quant_scheme: str | QuantScheme | RangeMethod | None = None,
+        default_param_bw: int = 8,
+        default_activation_bw: int = 8,
+        config_file: str | Path | dict[str, Any] | None = None,
+        providers: Providers | None = None,
+        *,
+        default_data_type: str | QuantizationDataType = QuantizationDataType.int,
+        preset: str | Preset | None = None,
+        memory_budget: int | None = None,
+        threads: int = 0,
+    ) -> None:
+        check_providers(providers)
+        self.rules: Rules = make_rules(
+            quant_scheme,
+            preset,
+            config_file,
+            param_bw=default_param_bw,
+            output_bw=default_activation_bw,
+            data_type=default_data_type,
+            names=("default_param_bw", "default_activation_bw"),
+        )
+        self.providers, self.threads = providers, threads
+        self.memory_budget = free_memory() // 4 if memory_budget is None else int(memory_budget)
+        self.calibrated = False
+        self.output_values: dict[str, str] = {}  # an exported model's outputs are called as the graph's are
+        with collector_paused():
+            self._place(model, dummy_input)
+        self._simulations: dict[str, tuple[tuple[Any, ...], Any]] = {}
+
+    # -- placement
+
+    def _place(self, model: Source, dummy_input: Any) -> None:
+        loaded = modernize(load_model(model), dummy_input)
+        _refuse_quantized(loaded.model)
+        self.notes = loaded.notes
+        self.specs = input_specs(loaded.model)
+        self.output_names = [str(value.name) for value in loaded.model.graph.outputs]
+        self._dummy = None if dummy_input is None else as_feeds(dummy_input, self.specs, "dummy_input")
+        view = build_graph(loaded.model)
+        self.graph: Graph = view.graph
+        self.plan: Plan = place(self.graph, self.rules)
+        for line in self.plan.unused:
+            logger.warning(line)
+        self.marked = mark_sites(loaded.model, self.plan.sites.values(), view.node)
+        self.constants = marked_constants(self.marked)
+        self._make_quantizers()
+
+    def _make_quantizers(self) -> None:
+        quantizers: dict[str, Quantizer] = {}
+        sites: dict[str, Site] = {}
+        for planned in self.plan.sites.values():
+            quantizer = quantizers.get(planned.group)
+            if quantizer is None:
+                quantizer = quantizers[planned.group] = Quantizer(planned.name, planned.role, planned.spec)
+            sites[planned.name] = Site(planned, quantizer, self.graph)
+        self.quantizers = SiteMap(sites)
+        self._biases = []
+        for planned in self.plan.sites.values():
+            if planned.role == "bias" and planned.follows:
+                source, weight = (sites[name].quantizer for name in planned.follows)
+                quantizer = sites[planned.name].quantizer
+                self._biases.append(
+                    DerivedBias(planned.name, quantizer, source, weight, self.constants.get(planned.name))
+                )
+
+    # -- calibration
+
+    def compute_encodings(
+        self,
+        data: Callable[..., Any] | Iterable[Any] | None = None,
+        args: Any = None,
+        *,
+        progress: bool = True,
+        resume: bool = False,
+        allow_unreached: bool = False,
+    ) -> None:
+        """Find the encodings: weights from their values, activations from the data that passes them.
+
+        Weights are quantized meanwhile, activations are in float. Statistics merge exactly, so the encodings do not
+        depend on order or batch size.
+
+        Args:
+            data: feeds (each a dict, an array for a model with one input, or a tuple in the model's order), or a
+                callback that runs the session it is given on them: ``callback(session)``, or
+                ``callback(session, args)`` when ``args`` is given. ``None`` calibrates on the example input.
+            args: second argument of the callback.
+            progress: show a progress bar on a terminal when it takes more than two seconds.
+            resume: keep the statistics of the last call and add to them, for example after Ctrl-C.
+            allow_unreached: leave sites that no batch reached in float instead of failing when they are used.
+
+        Raises:
+            CalibrationError: no batch came, or the model fails on one.
+            ModelError: a batch does not fit the model's inputs.
+        """
+        if not resume:
+            self.quantizers.forget()
+        self.calibrated = False
+        calibrator = self._calibrator()
+        try:
+            self._feed(calibrator, data, args, progress)
+        except KeyboardInterrupt:
+            calibrator.finish()
+            self._freeze(allow_unreached=True, quiet=True)
+            logger.warning(
+                "calibration interrupted after %d batches; the statistics so far are in force, "
+                "compute_encodings(rest, resume=True) adds to them",
+                calibrator.runs,
+            )
+            raise
+        if not calibrator.runs:
+            what = "the callback never ran its session" if callable(data) else "the data held no batch"
+            raise CalibrationError(
+                "compute_encodings",
+                what,
+                "pass a non-empty list (a generator can be used only once), or a callback that calls session.run",
+            )
+        calibrator.finish()
+        self._freeze(allow_unreached)
+
+    def _calibrator(self) -> Calibrator:
+        """Weights calibrated and quantized, activations watched."""
+        for site in self.quantizers.values():
+            quantizer = site.quantizer
+            if (
+                site.name in self.constants
+                and site.enabled
+                and not quantizer.derived
+                and not quantizer.frozen
+            ):
+                quantizer.observe_once(self.constants[site.name])
+        encodings = {
+            site.name: site.encoding
+            for site in self.quantizers.values()
+            if site.enabled
+            and site.encoding is not None
+            and not site.quantizer.derived
+            and (site.name in self.constants or site.frozen)
+        }
+        simulation = simulation_model(self.marked, encodings)
+        watched = {name: site.quantizer for name, site in self.quantizers.items() if name in simulation.taps}
+        return Calibrator(simulation, watched, self.memory_budget, self.providers, self.threads)
+
+    def _feed(self, calibrator: Calibrator, data: Any, args: Any, show: bool) -> None:
+        if data is None:
+            data = [self.example()]
+        if callable(data):
+            session = CalibrationSession(calibrator, self.output_names)
+            data(session) if args is None else data(session, args)
+            return
+        if isinstance(data, (Mapping, np.ndarray)) or not isinstance(data, Iterable):
+            raise CalibrationError(
+                "compute_encodings",
+                f"data is a {type(data).__name__}, not a list of batches",
+                "write sim.compute_encodings([batch]) for a single batch",
+            )
+        for batch in progress(data, "calibrating", show):
+            calibrator.run(batch)
+
+    def example(self) -> Feeds:
+        """The example input: ``dummy_input``, or random values where none was given."""
+        if self._dummy is None:
+            self._dummy = next(random_feeds(self.specs))
+        return self._dummy
+
+    def _freeze(self, allow_unreached: bool, quiet: bool = False) -> None:
+        self.quantizers.freeze_activations()
+        self.calibrated = True
+        self._refresh_biases()
+        self.quantizers.settle_unreached(allow=allow_unreached, quiet=quiet)
+
+    def _refresh_biases(self) -> None:
+        for bias in self._biases:
+            bias.refresh()
+
+    # -- use
+
+    @property
+    def session(self) -> Any:
+        """An ``onnxruntime.InferenceSession`` of the simulation as it stands; made anew after changes.
+
+        Raises:
+            CalibrationError: there are no encodings yet.
+        """
+        return self._derived("session", lambda: self._open(self.simulation()))
+
+    def _open(self, simulation: Simulation) -> Any:
+        return open_session(simulation.model, self.providers, threads=self.threads)
+
+    def _derived(self, kind: str, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, kept as long as no encoding changes."""
+        state = tuple(self._encodings().items())
+        kept = self._simulations.get(kind)
+        if kept is None or not _same(kept[0], state):
+            self._simulations[kind] = kept = (state, make())
+        return kept[1]
+
+    def _encodings(self) -> dict[str, Encoding]:
+        """Site -> encoding of every enabled site.
+
+        Raises:
+            CalibrationError: there are none yet, or one is missing.
+        """
+        if not self.calibrated:
+            raise CalibrationError(
+                "QuantizationSimModel",
+                "the model was run before calibration, so no quantizer has an encoding yet",
+                "call sim.compute_encodings(batches) or sim.load_encodings(path) first",
+            )
+        self._refresh_biases()
+        found = {}
+        for site in self.quantizers.values():
+            derived = site.quantizer.derived  # a bias may have none, and is in float then
+            if site.enabled and not (derived and site.encoding is None):
+                found[site.name] = site.quantizer.required
+        return found
+
+    def simulation(self) -> Simulation:
+        """The simulation as a model of its own: standard ONNX, its quantizers and what enters them."""
+        biases = {bias.site for bias in self._biases}
+        return simulation_model(self.marked, self._encodings(), biases)
+
+    def run(self, feeds: Any) -> list[Array]:
+        """Outputs of the simulation in the model's order, as ``InferenceSession.run(None, feeds)`` gives them.
+
+        Args:
+            feeds: a dict, an array for a model with one input, or a tuple in the model's order.
+
+        Raises:
+            CalibrationError: there are no encodings yet.
+            ModelError: the feeds do not fit the model's inputs.
+        """
+        checked = as_feeds(feeds, self.specs)
+        found: list[Array] = self.session.run(self.output_names, checked)
+        return found
+
+    def capture(self, names: Sequence[str], feeds: Any) -> dict[str, list[Array]]:
+        """Quantized values at activation sites of the main graph, one array per place the site marks."""
+        simulation = self.simulation()
+        graph = simulation.model.graph
+        there, places = set(graph.outputs), []
+        for name in names:
+            places += [(name, v) for v in simulation.results.get(name, ()) if v.graph is graph]
+        added = [v for v in dict.fromkeys(v for _, v in places) if v not in there and not v.is_graph_input()]
+        graph.outputs.extend(added)
+        checked = as_feeds(feeds, self.specs)
+        fetch = list(dict.fromkeys(str(v.name) for _, v in places))
+        values = dict(zip(fetch, self._open(simulation).run(fetch, checked), strict=True)) if fetch else {}
+        found: dict[str, list[Array]] = {}
+        for name, value in places:
+            found.setdefault(name, []).append(values[str(value.name)])
+        return found
+
+    def coverage(self) -> Coverage:
+        """Every value and parameter: quantized how, shared with whom, or not and why. Print it."""
+        changed = {}
+        for name, site in self.quantizers.items():
+            if not site.enabled:
+                changed[name] = "disabled"
+            elif site.quantizer.spec != self.plan.sites[site.quantizer.name].spec:
+                changed[name] = site.quantizer.spec.describe()
+        return Coverage.of(self.plan, self.graph, changed, {})
+
+    # -- files
+
+    def export(
+        self,
+        path: str | Path,
+        filename_prefix: str,
+        *,
+        encoding_version: str = "1.0.0",
+        bias: BiasForm = "int32",
+        activation: ActivationForm = "unsigned",
+        samples: bool = True,
+    ) -> Exported:
+        """Write the model for deployment into the folder ``path``, which is made if need be.
+
+        The files appear together or not at all:
+
+        - ``<prefix>.onnx``: QuantizeLinear/DequantizeLinear, integer weights under the initializers' names;
+        - ``<prefix>_float.onnx`` and ``<prefix>.encodings``: the float model and its encodings, for compilers;
+        - ``<prefix>_sites.json``: every site's spec and encoding;
+        - ``<prefix>_manifest.json``: versions, rules and hashes;
+        - ``<prefix>_samples.npz``: the example's values at every site, which ``bitwright verify`` compares with.
+
+        Args:
+            path: folder.
+            filename_prefix: stem of the files.
+            encoding_version: ``"0.6.1"``, ``"1.0.0"`` or ``"2.0.0"``.
+            bias: ``"int32"`` writes biases on the grid integer kernels use, ``"float"`` leaves them alone.
+            activation: ``"unsigned"`` writes signed activation grids as equal unsigned ones.
+            samples: write the samples; they are left out with a note when they would pass 64 MiB.
+
+        Raises:
+            CalibrationError: the simulation has no encodings yet.
+            ConfigError: unknown ``encoding_version``.
+            ExportError: a format cannot be written, or the folder cannot.
+        """
+        check_encoding_version(encoding_version)
+        encodings = self._encodings()
+        example = self.example()
+        return write_artefacts(
+            self,
+            path,
+            filename_prefix,
+            self.marked,
+            encodings,
+            encoding_version=encoding_version,
+            bias=bias_form(self, bias),
+            activation=activation,
+            data=list(example.values()),
+            samples=(lambda result: self._samples(result, example)) if samples else None,
+        )
+
+    def _samples(self, result: QdqResult, feeds: Feeds) -> Samples:
+        names = [
+            s.name
+            for s in self.quantizers.values()
+            if s.role in _ACTIVATIONS and s.name in result.tensors and s.enabled
+        ]
+        outputs = dict(zip(self.output_names, self.run(feeds), strict=True))
+        return Samples(self.capture(names, feeds), feeds, outputs)
+
+    def verify(
+        self, feeds: Any = None, *, bias: BiasForm = "int32", activation: ActivationForm = "unsigned"
+    ) -> VerifyReport:
+        """Compare the simulation with the exported file in ONNX Runtime, layer by layer.
+
+        Each layer is fed the simulation's own input; codes are compared with float kernels and with integer kernels.
+
+        Args:
+            feeds: what to compare on; the example input by default.
+            bias, activation: as for :meth:`export`.
+
+        Raises:
+            CalibrationError, ModelError, ExportError: as :meth:`export` and :meth:`run`.
+        """
+        checked = self.example() if feeds is None else as_feeds(feeds, self.specs)
+        result = to_qdq(self.marked, self._encodings(), bias=bias_form(self, bias), activation=activation)
+        samples = self._samples(result, checked)
+        return verify_layers(result.model, samples.sites, samples.inputs, outputs=samples.outputs)
+
+    def save_encodings(self, path: str | Path, version: str = "2.0.0") -> Path:
+        """Write every encoding under its site's name; see :mod:`bitwright.export.encodings`."""
+        return save_encodings(self, path, version)
+
+    def load_encodings(self, path: str | Path | dict[str, Any], strict: bool = True) -> None:
+        """Take the encodings of a file; sites without one are disabled, names that match nothing are errors if ``strict``."""
+        load_encodings(self, path, strict)
+        self.calibrated = True
+
+    def set_and_freeze_param_encodings(self, path: str | Path | dict[str, Any]) -> None:
+        """Take the parameter encodings of a file and keep them through calibration."""
+        set_and_freeze_param_encodings(self, path)
+
+    def __repr__(self) -> str:
+        state = "calibrated" if self.calibrated else "not calibrated"
+        return f"QuantizationSimModel({len(self.graph)} operators, {self.quantizers!r}, {state})"
+
+
+def _refuse_quantized(model: ir.Model) -> None:
+    """Refuse a model whose activations are quantized already; weights behind DequantizeLinear are constants to us."""
+    for node in model.graph.all_nodes():
+        if node.op_type in ("QuantizeLinear", "DynamicQuantizeLinear"):
+            raise ModelError(
+                str(node.name),
+                f"the model is quantized already: this {node.op_type} quantizes an activation",
+                "start from the float model; encodings that exist already go in with sim.load_encodings(path)",
+            )
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two states hold the same encodings; these never change, so identity is enough."""
+    return len(one) == len(other) and all(
+        a[0] == b[0] and a[1] is b[1] for a, b in zip(one, other, strict=True)
+    )

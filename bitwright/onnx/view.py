@@ -1,0 +1,428 @@
+"""``ModelView`` of an ONNX model: how algorithms, which know no framework, read and change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from bitwright.core.graph import Graph
+from bitwright.core.model import AddBias, Array, Bypass, Edit, SetParam, Undo, carry_out
+from bitwright.errors import ModelError, close_matches
+from bitwright.export.markers import Names, Outputs, bypass, move_uses, remove_unread
+from bitwright.onnx.data import as_feeds, input_specs
+from bitwright.onnx.graph import GraphView, build_graph
+from bitwright.onnx.load import Loaded, Source, load_model
+from bitwright.onnx.session import Providers, first_line, open_session, refusals
+
+#: operators whose third input is a bias that may be left out
+_WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
+_CONTROL_FLOW = ("If", "Loop", "Scan")
+
+
+class OnnxView:
+    """A model seen through :class:`bitwright.core.model.ModelView`.
+
+    Edits change the loaded copy, never what it was loaded from. A bypassed node becomes an ``Identity``;
+    :meth:`tidy` takes such nodes out when the edits are final.
+
+    Args:
+        model: path, proto, ``onnx_ir`` model, or a :class:`Loaded` one, which is then changed in place.
+        providers: as ONNX Runtime takes them; the CPU by default.
+        shapes: of values as seen in a run, where shape inference may not know them; see :func:`measure_shapes`.
+    """
+
+    def __init__(
+        self,
+        model: Source | Loaded,
+        providers: Providers | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        self.loaded = model if isinstance(model, Loaded) else load_model(model)
+        self.model = self.loaded.model
+        self.providers, self._shapes = providers, dict(shapes or {})
+        self._view: GraphView | None = None
+        self._sessions: dict[Any, Any] = {}  # of single operators, by what they compute
+        self._names: Names | None = None
+        self._constants: dict[str, Array] = {}
+
+    def graph(self) -> Graph:
+        """The graph of the model; read anew after :meth:`refresh`."""
+        return self._read().graph
+
+    def _read(self) -> GraphView:
+        if self._view is None:
+            self._view = build_graph(self.model, self._shapes)
+            self._constants.clear()
+        return self._view
+
+    def refresh(self) -> None:
+        """Forget the graph: the next question is answered about the model as it is now."""
+        self._view = None
+
+    # -- parameters
+
+    def _initializer(self, name: str) -> ir.Value:
+        value = self.model.graph.initializers.get(name)
+        if value is None or value.const_value is None:
+            known = list(self.model.graph.initializers)[:2000]  # close matches compare every pair of letters
+            raise KeyError(f"the model has no initializer {name!r}{close_matches(name, known)}")
+        return value
+
+    def param(self, name: str) -> Array:
+        """A copy of an initializer; numbers of less than 32 bits as float32."""
+        tensor = self._initializer(name).const_value
+        assert tensor is not None
+        return _wide(tensor.numpy()).copy()
+
+    def set_param(self, name: str, value: Array) -> None:
+        """Give an initializer a new value; its dtype stays.
+
+        Raises:
+            ModelError: the shape differs.
+        """
+        holder = self._initializer(name)
+        tensor = holder.const_value
+        assert tensor is not None
+        shape = tuple(int(n) for n in tensor.shape.numpy())
+        if tuple(value.shape) != shape:
+            raise ModelError(
+                name, f"the new value has shape {value.shape}, the parameter {shape}", "keep the shape"
+            )
+        array = np.ascontiguousarray(value).astype(tensor.dtype.numpy())
+        holder.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
+        self._constants.clear()
+
+    def sites(self) -> dict[str, Any]:
+        """A plain model has no quantizers."""
+        return {}
+
+    # -- running
+
+    def capture(self, values: Sequence[str], batches: Iterable[Any]) -> Iterator[dict[str, list[Array]]]:
+        """Run the batches one by one; yield the named values of each, every one in a list of its own.
+
+        Args:
+            values: of the main graph; any kind.
+            batches: feeds, as :func:`bitwright.onnx.data.as_feeds` takes them.
+
+        Raises:
+            ModelError: a value is unknown or belongs to a body of If, Loop or Scan, or a feed does not fit.
+        """
+        session, specs = self._capture_session(values), input_specs(self.model)
+        for i, batch in enumerate(batches):
+            feeds = as_feeds(batch, specs, f"batch {i}")
+            arrays = _run(session, feeds, f"batch {i}")
+            yield {name: [_wide(array)] for name, array in zip(values, arrays, strict=True)}
+
+    def _capture_session(self, values: Sequence[str]) -> Any:
+        self.graph()
+        for name in values:
+            self._main_value(name)
+        copy = self.model.clone()
+        held = {str(v.name): v for v in (*copy.graph.inputs, *copy.graph.initializers.values())}
+        held.update((str(v.name), v) for node in copy.graph for v in node.outputs)
+        names = Names(copy)
+        outputs = []
+        for name in values:
+            # an Identity each, so that inputs, initializers and values named twice can be returned too
+            node = ir.Node("", "Identity", [held[name]], name=names.node(f"{name}/captured"))
+            node.outputs[0].name = names.value(f"{name}_captured")
+            node.outputs[0].type = held[name].type
+            copy.graph.append(node)
+            outputs.append(node.outputs[0])
+        copy.graph.outputs.clear()
+        copy.graph.outputs.extend(outputs)
+        return open_session(copy, self.providers)
+
+    def _main_value(self, name: str) -> ir.Value:
+        value = self._read().value.get(name)
+        if value is None:
+            some = list(self._read().value)[:2000]
+            raise ModelError(
+                name, f"the model has no such value{close_matches(name, some)}", "name a graph value"
+            )
+        if value.graph is not self.model.graph:
+            raise ModelError(
+                name,
+                "it belongs to a body of If, Loop or Scan, and one run of the model has it never or many times",
+                "capture what the body returns",
+            )
+        return value
+
+    def local(self, op: str) -> Callable[..., Array]:
+        """The op as a function of its activation inputs, in port order; parameters are read at each call.
+
+        Raises:
+            ModelError: the op is an If, a Loop or a Scan.
+        """
+        view = self._read()
+        node, fixed = view.node[op], view.graph.values
+        if node.op_type in _CONTROL_FLOW and not node.domain:
+            raise ModelError(
+                op, f"a {node.op_type} is no single operator", "ask for the operators of its bodies"
+            )
+
+        def is_open(value: ir.Value | None) -> bool:
+            if value is None:
+                return False
+            known = fixed.get(str(value.name))
+            return (known is None or not known.is_static) and not value.is_initializer()
+
+        return lambda *inputs: self._apply(node, inputs, is_open)
+
+    def _apply(
+        self, node: ir.Node, given: Sequence[Array], is_open: Callable[[ir.Value | None], bool]
+    ) -> Array:
+        left = iter(given)
+        feeds = {}
+        for port, value in enumerate(node.inputs):
+            if value is not None:
+                array = np.asarray(next(left)) if is_open(value) else self._constant(value)
+                if value.dtype is not None and value.dtype.is_floating_point():
+                    array = array.astype(value.dtype.numpy(), copy=False)
+                feeds[f"i{port}"] = np.ascontiguousarray(array)
+        (result, *_) = _run(self._single(node), feeds, str(node.name))
+        return _wide(result)
+
+    def _constant(self, value: ir.Value) -> Array:
+        """What a static value holds; values computed from initializers are computed once and kept."""
+        if value.const_value is not None:
+            array: Array = value.const_value.numpy()
+            return array
+        name = str(value.name)
+        if name not in self._constants:
+            part = ir.convenience.extract(self.model.graph, [], [value])
+            part.opset_imports.update(self.model.opset_imports)
+            session = open_session(ir.Model(part, ir_version=self.model.ir_version), self.providers)
+            self._constants[name] = _run(session, {}, name)[0]
+        return self._constants[name]
+
+    def materialize(self, values: Iterable[str]) -> None:
+        """Turn constants that the model computes into initializers; what only served to compute them goes.
+
+        Args:
+            values: names; those of initializers and of values inside bodies are left as they are.
+        """
+        view, graph = self._read(), self.model.graph
+        found = [view.value[name] for name in dict.fromkeys(values)]
+        wanted = [value for value in found if value.const_value is None and value.graph is graph]
+        if not wanted:
+            return
+        part = ir.convenience.extract(graph, [], wanted)
+        part.opset_imports.update(self.model.opset_imports)
+        session = open_session(ir.Model(part, ir_version=self.model.ir_version), self.providers)
+        for value, array in zip(wanted, _run(session, {}, "constants"), strict=True):
+            move_uses(value, self._new_initializer(f"{value.name}_value", array, value.dtype))
+            remove_unread(value)
+        self.refresh()
+
+    def _single(self, node: ir.Node) -> Any:
+        """A session for an operator like ``node``; operators that compute the same share it."""
+        key = _signature(node)
+        if key not in self._sessions:
+            inputs: list[ir.Value | None] = []
+            for port, value in enumerate(node.inputs):
+                kind = None if value is None else value.type or ir.TensorType(ir.DataType.FLOAT)
+                inputs.append(None if kind is None else ir.Value(name=f"i{port}", type=kind))
+            single = ir.Node(
+                node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs),
+                name=node.name,
+            )  # fmt: skip
+            for i, value in enumerate(single.outputs):
+                value.name = f"o{i}" if node.outputs[i].name or i == 0 else ""
+            single.outputs[0].type = node.outputs[0].type
+            kept = [value for value in inputs if value is not None]
+            graph = ir.Graph(
+                kept,
+                single.outputs[:1],
+                nodes=[single],
+                opset_imports=dict(self.model.opset_imports),
+                name="single",
+            )
+            self._sessions[key] = open_session(
+                ir.Model(graph, ir_version=self.model.ir_version), self.providers, threads=1
+            )
+        return self._sessions[key]
+
+    # -- edits
+
+    def can_edit(self, edit: Edit) -> str | None:
+        """Why ``edit`` cannot be done on this model; ``None`` when it can."""
+        if isinstance(edit, SetParam):
+            known = edit.name in self.model.graph.initializers
+            return None if known else f"there is no initializer {edit.name}"
+        node = self._read().node.get(edit.op)
+        if node is None:
+            return f"there is no operator {edit.op}"
+        if isinstance(edit, AddBias):
+            return _no_bias_place(node)
+        if sum(bool(value.name) for value in node.outputs) != 1:
+            return "it has several outputs"
+        if not node.inputs or node.inputs[0] is None or node.op_type in _CONTROL_FLOW:
+            return "it has no input to pass through"
+        return None
+
+    def edit(self, edits: Sequence[Edit]) -> Undo:
+        """Carry out the edits; the function returned takes them back in reverse order.
+
+        Raises:
+            ModelError: an edit is impossible; those before it are taken back.
+        """
+        return carry_out(edits, self._one)
+
+    def _one(self, edit: Edit) -> Undo:
+        if isinstance(edit, SetParam):
+            holder = self._initializer(edit.name)
+            before = holder.const_value
+            self.set_param(edit.name, edit.value)
+
+            def restore() -> None:
+                holder.const_value = before
+                self._constants.clear()
+
+            return restore
+        reason = self.can_edit(edit)
+        if reason:
+            raise ModelError(edit.op, f"{type(edit).__name__} is impossible: {reason}", "ask can_edit first")
+        return self._add_bias(edit) if isinstance(edit, AddBias) else self._bypass(edit)
+
+    def _new_initializer(self, name: str, array: Array, dtype: ir.DataType | None) -> ir.Value:
+        """A registered initializer under ``name`` or one like it."""
+        if self._names is None:
+            self._names = Names(self.model)
+        name = self._names.value(name)
+        kind = dtype or ir.DataType.FLOAT
+        tensor = ir.Tensor(np.ascontiguousarray(array).astype(kind.numpy()), dtype=kind, name=name)
+        value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(kind), const_value=tensor)
+        self.model.graph.register_initializer(value)
+        return value
+
+    def _add_bias(self, edit: AddBias) -> Undo:
+        node = self._read().node[edit.op]
+        weight = node.inputs[1]
+        assert weight is not None
+        bias = self._new_initializer(f"{edit.op}.bias", edit.value, weight.dtype)
+        size = len(node.inputs)
+        node.resize_inputs(3)
+        node.replace_input_with(2, bias)
+
+        def restore() -> None:
+            node.replace_input_with(2, None)
+            node.resize_inputs(size)
+            self.model.graph.initializers.pop(str(bias.name))
+
+        return restore
+
+    def _bypass(self, edit: Bypass) -> Undo:
+        node = self._read().node[edit.op]
+        kind, inputs, attributes = (node.domain, node.op_type), node.inputs, dict(node.attributes)
+        outputs = len(node.outputs)
+        node.resize_inputs(1)
+        if outputs > 1:
+            node.resize_outputs(1)
+        node.domain, node.op_type = "", "Identity"
+        node.attributes.clear()
+
+        def restore() -> None:
+            node.domain, node.op_type = kind
+            node.attributes.update(attributes)
+            node.resize_inputs(len(inputs))
+            for port, value in enumerate(inputs[1:], 1):
+                node.replace_input_with(port, value)
+            if outputs > 1:
+                node.resize_outputs(outputs)
+
+        return restore
+
+    def tidy(self) -> None:
+        """Take out ``Identity`` nodes and initializers that nothing reads; edits cannot be taken back after it."""
+        graphs, outputs = list(self.model.graphs()), Outputs(self.model)
+        for graph in graphs:
+            for node in list(graph):
+                if node.op_type == "Identity" and not node.domain:
+                    bypass(node, outputs)
+        held = [(graph, value) for graph in graphs for value in list(graph.initializers.values())]
+        for graph, value in held:
+            if not value.uses() and not value.is_graph_output():
+                graph.initializers.pop(str(value.name))
+        self.refresh()
+
+    def evaluate(self, metric: Callable[..., float]) -> float:
+        """``metric(model)``, the ``onnx_ir`` model as it stands."""
+        return metric(self.model)
+
+
+def measure_shapes(
+    model: ir.Model, feeds: Any, providers: Providers | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of every value of the main graph in one run: for models whose shapes cannot be inferred.
+
+    The tensors themselves are not kept: the run returns their shapes.
+
+    Args:
+        model: as :func:`load_model` gives it; left as it is.
+        feeds: one batch.
+    """
+    copy = model.clone()
+    names, asked = Names(copy), []
+    inputs = [*copy.graph.inputs]
+    for node in (None, *list(copy.graph)):
+        for value in inputs if node is None else node.outputs:
+            if not value.name or not isinstance(
+                value.type or ir.TensorType(ir.DataType.FLOAT), ir.TensorType
+            ):
+                continue
+            shape = ir.Node("", "Shape", [value], name=names.node(f"{value.name}/shape"))
+            shape.outputs[0].name = names.value(f"{value.name}_shape")
+            shape.outputs[0].type = ir.TensorType(ir.DataType.INT64)
+            if node is None:
+                copy.graph.append(shape)
+            else:
+                copy.graph.insert_after(node, shape)
+            asked.append((str(value.name), shape.outputs[0]))
+    copy.graph.outputs.clear()
+    copy.graph.outputs.extend(value for _, value in asked)
+    arrays = _run(open_session(copy, providers), as_feeds(feeds, input_specs(model)), "feeds")
+    return {name: tuple(int(n) for n in array) for (name, _), array in zip(asked, arrays, strict=True)}
+
+
+def _no_bias_place(node: ir.Node) -> str | None:
+    if node.op_type not in _WITH_BIAS or node.domain:
+        return f"a {node.op_type} has no input for a bias"
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        return f"it has the bias {node.inputs[2].name}"
+    return None
+
+
+def _signature(node: ir.Node) -> tuple[Any, ...]:
+    """What an operator computes, whatever it reads: equal for operators that a session can serve together."""
+    attributes = tuple(
+        sorted(
+            (a.name, a.type, a.value if isinstance(a.value, (int, float, str)) else repr(a.value))
+            for a in node.attributes.values()
+        )
+    )
+    kinds = tuple(None if value is None else value.dtype for value in node.inputs)
+    made = tuple(bool(value.name) for value in node.outputs)
+    large = any(a.type in (ir.AttributeType.TENSOR, ir.AttributeType.GRAPH) for a in node.attributes.values())
+    return node.domain, node.op_type, attributes, kinds, made, id(node) if large else 0
+
+
+def _run(session: Any, feeds: Mapping[str, Array], site: str) -> list[Array]:
+    try:
+        return list(session.run(None, dict(feeds)))
+    except refusals() as error:
+        raise ModelError(
+            site,
+            f"ONNX Runtime cannot run it: {first_line(error)}",
+            "run the float model in ONNX Runtime with this input first",
+        ) from error
+
+
+def _wide(array: Array) -> Array:
+    """Floating-point numbers of less than 32 bits as float32."""
+    narrow = array.dtype.name in ("float16", "bfloat16") or array.dtype.name.startswith("float8")
+    return array.astype(np.float32) if narrow else np.asarray(array)
