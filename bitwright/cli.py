@@ -1,0 +1,485 @@
+"""The ``bitwright`` command.
+
+A command is one function under ``@app.command()``: its arguments become the command line, its docstring the
+help. It imports what it needs inside, so that ``--help`` answers at once; it prints through :func:`console`;
+it raises the toolkit's own errors, which :class:`_Commands` turns into three lines and exit code 2; and it
+ends with ``raise typer.Exit(1)`` where its answer is no.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+import typer.core
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bitwright.errors import BitwrightError, ConfigError, ExportError
+
+if TYPE_CHECKING:
+    from bitwright.core.encoding import Encoding
+    from bitwright.core.granularity import Granularity
+    from bitwright.core.rules import Rule
+    from bitwright.core.spec import QuantSpec
+
+NO, USER_ERROR = 1, 2
+
+# A package that a command may miss -> the extra that brings it.
+_EXTRAS = {
+    **dict.fromkeys(("onnx", "onnx_ir", "onnxruntime", "onnxscript", "ml_dtypes"), "onnx"),
+    **dict.fromkeys(("jinja2", "plotly"), "report"),
+    "torch": "torch",
+}
+_PIPE_WIDTH = 200  # columns where there is no terminal whose width could be asked
+
+
+class _Commands(typer.core.TyperGroup):
+    """The group of all commands; user errors end here, without a traceback unless ``--debug`` asks for it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except (BitwrightError, ModuleNotFoundError) as error:
+            if ctx.params.get("debug"):
+                raise
+            _fail(_missing(error) if isinstance(error, ModuleNotFoundError) else error)
+
+
+def _missing(error: ModuleNotFoundError) -> BitwrightError:
+    """What to install for a module that is not there; an error that is not about an extra goes on."""
+    extra = _EXTRAS.get((error.name or "").partition(".")[0])
+    if extra is None:
+        raise error
+    remedy = f"pip install 'bitwright[{extra}]'"
+    return ConfigError("environment", f"the package {error.name} is not installed", remedy)
+
+
+def _fail(error: BitwrightError) -> NoReturn:
+    """Print site, problem and remedy, and end with exit code 2."""
+    out = console(stderr=True)
+    out.print(Text.assemble(("error: ", "bold red"), (error.site, "bold")))
+    out.print(Text(f"  {error.problem}"))
+    out.print(Text.assemble(("  remedy: ", "green"), error.remedy))
+    raise typer.Exit(USER_ERROR)
+
+
+app = typer.Typer(
+    name="bitwright",
+    cls=_Commands,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="bitwright")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from bitwright import __version__
+
+        typer.echo(f"bitwright {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Look at quantized models and check them, from the command line.
+
+    sim.export writes a folder. These commands work on such a folder, on an
+    ONNX model, on an encodings file, or on a configuration; none needs your
+    model's code.
+
+    \b
+    Examples:
+      bitwright quantize m.onnx --data d.npz --out exported/
+      bitwright inspect m.onnx        what would be quantized, and why not the rest
+      bitwright verify exported/         does it compute what the simulation did?
+      bitwright show exported/           every site: format, scale, range
+      bitwright presets                  names for preset, scheme, configuration
+      bitwright check-config rules.yaml  what it says, or what is wrong in it
+
+    Exit codes: 0 all is well; 1 the answer is no, as when verify found a
+    difference; 2 the input was wrong.
+    """
+
+
+# ------------------------------------------------------------------------------------------------- output
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Where a command prints: as wide as the terminal, or wide enough for whole names in a pipe or a file."""
+    probe = Console(stderr=stderr)
+    return probe if probe.is_terminal else Console(stderr=stderr, width=max(probe.width, _PIPE_WIDTH))
+
+
+def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table whose first column, the name, is never cut; cells are plain text, without markup."""
+    made = Table(title=Text(title), title_justify="left")
+    for i, name in enumerate(head):
+        made.add_column(name, no_wrap=i == 0, overflow="fold")
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return made
+
+
+# ------------------------------------------------------------------------------------------------ commands
+
+Prefix = Annotated[
+    str | None, typer.Option(help="Stem of the files; needed when the folder holds several exports.")
+]
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="What sim.export wrote.", show_default=False)],
+    prefix: Prefix = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the report here, as JSON.")
+    ] = None,
+) -> None:
+    """Compare an exported model with its simulation, layer by layer, in ONNX Runtime.
+
+    Every layer is fed the values that the simulation had in front of it. What
+    comes out is compared with the simulation's, in steps of the grid (LSB):
+    once with float kernels, once with the integer kernels of a default
+    session. sim.export wrote the samples, so no data is needed.
+
+    Exit code 1 when a place differs by more than one step, or in more than
+    one code of a thousand.
+
+    \b
+    Examples:
+      bitwright verify exported/
+      bitwright verify exported/ --prefix digits --json report.json
+    """
+    from bitwright.export.atomic import atomic_write
+    from bitwright.export.samples import verify_folder
+
+    report = verify_folder(folder, prefix)
+    if json_file is not None:
+        with atomic_write(json_file) as temporary:
+            temporary.write_text(report.to_json(), encoding="utf-8")
+    out = console()
+    out.print(Text(report.to_text(width=out.width)), end="", soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(NO)
+
+
+@app.command()
+def show(
+    path: Annotated[
+        Path,
+        typer.Argument(help="A folder that sim.export wrote, or an encodings file.", show_default=False),
+    ],
+    prefix: Prefix = None,
+    match: Annotated[
+        str, typer.Option(metavar="GLOB", help="Only names like this; * and ? are wildcards.")
+    ] = "*",
+) -> None:
+    """Print how every tensor of an exported model, or of an encodings file, is quantized.
+
+    Encodings files of versions 0.6.1, 1.0.0 and 2.0.0 are read, AIMET's
+    included. Of several scales the smallest and the largest are printed.
+
+    \b
+    Examples:
+      bitwright show exported/
+      bitwright show exported/ --match 'layer1.*'
+      bitwright show resnet.encodings
+    """
+    out = console()
+    if path.is_dir():
+        stem, sites = _read_sites(path, prefix)
+        out.print(table(f"Sites of {stem}", _SITE_HEAD, _site_rows(sites, match)))
+        floats = [(name, why) for name, why in sites["float"].items() if _like(name, match)]
+        if floats:
+            out.print(table("In float", ("value", "reason"), floats))
+        return
+    from bitwright.export.encodings import read_encodings
+
+    if not path.is_file():
+        raise ExportError(str(path), "there is no such file or folder", "check the path")
+    file = read_encodings(path)
+    records = [(r.name, r.kind, *_cells(r.encoding)) for r in file.records if _like(r.name, match)]
+    out.print(table(f"{path.name}, version {file.version}", _FILE_HEAD, records))
+
+
+@app.command("quantize")
+def quantize_model(
+    model: Annotated[Path, typer.Argument(help="An .onnx file.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder for the files; made if need be.", show_default=False)],
+    data: Annotated[
+        str | None,
+        typer.Option(help="Calibration data: see below. Without it, random values.", show_default=False),
+    ] = None,
+    preset: Annotated[str, typer.Option(help="See `bitwright presets`.")] = "w8a8",
+    config: Annotated[str | None, typer.Option(help="Rules: a file, or the name of a target.")] = None,
+    scheme: Annotated[str | None, typer.Option(help="Range method: see `bitwright presets`.")] = None,
+    prefix: Annotated[str | None, typer.Option(help="Stem of the files; the model's by default.")] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Samples per run, where the model leaves it open.")
+    ] = 1,
+    limit: Annotated[int, typer.Option(min=1, help="Use at most so many batches.")] = 256,
+    layout: Annotated[str, typer.Option(help="Of pictures: NCHW or NHWC.")] = "NCHW",
+    colours: Annotated[str, typer.Option(help="Of pictures: RGB, BGR or L (grey).")] = "RGB",
+    scale: Annotated[float, typer.Option(help="Pixels, 0 to 255, are multiplied by this first.")] = 1 / 255,
+    mean: Annotated[str, typer.Option(help="Then this is subtracted: one number, or one per colour.")] = "0",
+    std: Annotated[str, typer.Option(help="Then it is divided by this.")] = "1",
+) -> None:
+    """Fold, calibrate and export an ONNX model.
+
+    Data may be a .npz file (arrays named after the inputs, samples along the
+    first axis), a folder of .npy files, a folder per input, a folder of .npz
+    files, a folder of pictures, or module:function that yields inputs.
+
+    \b
+    Examples:
+      bitwright quantize model.onnx --data samples.npz --out exported/
+      bitwright quantize model.onnx --data photos/ --mean 0.485,0.456,0.406 \\
+          --std 0.229,0.224,0.225 --preset w8a16 --out exported/
+      bitwright quantize model.onnx --data mypackage.data:feeds --out exported/
+    """
+    from itertools import islice
+
+    from bitwright.onnx import Pictures, load_data, load_model, quantize
+    from bitwright.onnx.data import input_specs, random_feeds
+
+    loaded = load_model(model)
+    specs = input_specs(loaded.model)
+    if data is None:
+        feeds = random_feeds(specs, 4)
+    else:
+        pictures = Pictures(layout, colours, scale, _numbers("--mean", mean), _numbers("--std", std))
+        feeds = load_data(data, specs, batch_size=batch_size, pictures=pictures)
+    result = quantize(
+        loaded.model,
+        islice(feeds, limit),
+        preset,
+        config_file=config,
+        quant_scheme=scheme,
+        path=out,
+        filename_prefix=prefix or model.stem,
+    )
+    assert result.exported is not None
+    shown = console()
+    for note in (*loaded.notes, *result.exported.notes):
+        shown.print(Text(f"note: {note}"))
+    counts = ", ".join(f"{n} {status}" for status, n in result.sim.coverage().counts.items())
+    shown.print(Text(f"{len(list(result.folds))} batch norms folded; values: {counts}"))
+    for path in result.exported.files:
+        shown.print(Text(f"wrote {path}"))
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(option, f"{text!r} is not a list of numbers", "write 0.485,0.456,0.406") from error
+
+
+@app.command()
+def inspect(
+    model: Annotated[Path, typer.Argument(help="An .onnx file.", show_default=False)],
+    preset: Annotated[str, typer.Option(help="See `bitwright presets`.")] = "w8a8",
+    config: Annotated[str | None, typer.Option(help="Rules: a file, or the name of a target.")] = None,
+    match: Annotated[str, typer.Option(metavar="GLOB", help="Only values of names like this.")] = "*",
+) -> None:
+    """Print what an ONNX model consists of, and what would be quantized and why not the rest.
+
+    \b
+    Examples:
+      bitwright inspect model.onnx
+      bitwright inspect model.onnx --preset w4a8 --match '*.weight'
+    """
+    from collections import Counter
+
+    from bitwright.onnx import QuantizationSimModel
+
+    sim = QuantizationSimModel(model, preset=preset, config_file=config)
+    out = console()
+    for title, names in (("inputs", map(str, sim.specs)), ("outputs", sim.output_names)):
+        out.print(Text(f"{title}: {', '.join(names)}"))
+    kinds = Counter(op.type for op in sim.graph.ops)
+    out.print(table("Operators", ("operator", "count"), [(kind, str(n)) for kind, n in kinds.most_common()]))
+    coverage = sim.coverage()
+    rows = [
+        (r.name, r.op_type, "x".join("?" if n < 0 else str(n) for n in r.shape), r.status, r.how)
+        for r in coverage
+        if _like(r.name, match)
+    ]
+    out.print(table("Values", ("value", "operator", "shape", "status", "how"), rows))
+    for note in (*sim.notes, *coverage.notes):
+        out.print(Text(f"note: {note}"))
+    out.print(Text(", ".join(f"{n} {status}" for status, n in coverage.counts.items())))
+
+
+_ENCODING_HEAD = ("format", "granularity", "scale", "zero point", "range")
+_SITE_HEAD = ("site", "role", "state", *_ENCODING_HEAD)
+_FILE_HEAD = ("name", "kind", *_ENCODING_HEAD)
+
+
+def _read_sites(folder: Path, prefix: str | None) -> tuple[str, dict[str, Any]]:
+    """The stem of the export in ``folder`` and what its ``*_sites.json`` holds."""
+    import json
+
+    from bitwright.export.samples import find_export
+
+    stem = find_export(folder, prefix)
+    path = folder / f"{stem}_sites.json"
+    try:
+        sites: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ExportError(str(path), f"it cannot be read: {error}", "export the model again") from error
+    return stem, sites
+
+
+def _site_rows(document: dict[str, Any], match: str) -> Iterator[tuple[str, ...]]:
+    from bitwright.core.serialize import encoding_from_json
+
+    for name, site in document["sites"].items():
+        if not _like(name, match):
+            continue
+        if site["encoding"] is not None:
+            cells = _cells(encoding_from_json(site["encoding"]))
+        else:
+            cells = (site["spec"]["format"], "", "", "", "")
+        calibrated = "quantized" if site["encoding"] is not None else "no encoding"
+        yield name, site["role"], calibrated if site["enabled"] else "float", *cells
+
+
+def _cells(encoding: Encoding) -> tuple[str, ...]:
+    """An encoding under the columns of ``_ENCODING_HEAD``."""
+    scale, zero = encoding.scale, encoding.zero_point
+    return (
+        encoding.format.name,
+        _where(encoding.granularity),
+        _span(scale.min(), scale.max()),
+        _span(zero.min(), zero.max()),
+        f"{encoding.min.min():.5g} to {encoding.max.max():.5g}",
+    )
+
+
+def _where(granularity: Granularity) -> str:
+    """``per channel, axis 0``; no axis while it is open."""
+    size, axis = getattr(granularity, "size", None), getattr(granularity, "axis", None)
+    kind = {"PerTensor": "per tensor", "PerChannel": "per channel", "PerBlock": f"per block of {size}"}
+    return kind[type(granularity).__name__] + ("" if axis is None else f", axis {axis}")
+
+
+def _span(lowest: Any, highest: Any) -> str:
+    return f"{lowest:.5g}" if lowest == highest else f"{lowest:.5g} to {highest:.5g}"
+
+
+def _like(name: str, glob: str) -> bool:
+    """Whether ``name`` matches; brackets are part of site names and not special."""
+    import fnmatch
+
+    return fnmatch.fnmatchcase(name, glob.replace("[", "[[]"))
+
+
+@app.command()
+def presets() -> None:
+    """List the names that the Python calls and the configuration files know.
+
+    Presets go into preset=, range methods into quant_scheme= and method:,
+    configurations into config_file=.
+
+    \b
+    Examples:
+      quantize(model, data, preset="w4a8")
+      QuantizationSimModel(model, x, "percentile", config_file="htp_v73")
+    """
+    from bitwright.core.aimet_config import ALIASES, SHIPPED
+    from bitwright.core.ranges import RANGE_METHODS, method_aliases
+    from bitwright.core.spec import PRESETS
+
+    out = console()
+    specs = [(name, _spec(p.weight), _spec(p.activation)) for name, p in PRESETS.items()]
+    out.print(table("Presets", ("preset", "weights", "activations"), specs))
+    methods = [
+        (name, row.needs, _options_of(row.options), ", ".join(method_aliases(name)))
+        for name, row in RANGE_METHODS.items()
+    ]
+    out.print(table("Range methods", ("method", "reads", "options", "also called"), methods))
+    targets = [(name, ", ".join(a for a, to in ALIASES.items() if to == name)) for name in SHIPPED]
+    out.print(table("Configurations", ("configuration", "also called"), targets))
+
+
+def _spec(spec: QuantSpec | None) -> str:
+    return "float" if spec is None else spec.describe()
+
+
+def _options_of(options: Any) -> str:
+    """``percentile=100 (50 to 100)`` for every option of a range method."""
+    return ", ".join(f"{name}={d:g} ({lo:g} to {hi:g})" for name, (d, lo, hi) in options.items())
+
+
+@app.command("check-config")
+def check_config(
+    file: Annotated[
+        str,
+        typer.Argument(help="Rules in YAML, TOML or JSON, AIMET's quantsim JSON, or a name such as htp_v73."),
+    ],
+    preset: Annotated[
+        str, typer.Option(help="Specs that the rules start from, where the file names none.")
+    ] = "w8a8",
+) -> None:
+    """Read a configuration and print the rules it stands for, or what is wrong in it.
+
+    Rules are applied from top to bottom, and a later one wins. Whether a rule
+    matches anything depends on the model: QuantizationSimModel reports those
+    that do not.
+
+    \b
+    Examples:
+      bitwright check-config rules.yaml
+      bitwright check-config default_config.json
+      bitwright check-config htp_v73 --preset w4a8
+    """
+    from bitwright.core.config import load_config
+    from bitwright.core.spec import find_preset
+
+    rules = load_config(file, find_preset(preset))
+    out = console()
+    out.print(Text(f"weights      {_spec(rules.weight)}"))
+    out.print(Text(f"activations  {_spec(rules.activation)}"))
+    rows = [(str(i), *_rule_cells(rule)) for i, rule in enumerate(rules.rules)]
+    out.print(
+        table(f"{len(rules.rules)} rules", ("", "about", "port", "parameter", "sets", "written in"), rows)
+    )
+    out.print(Text(f"{len(rules.supergroups)} supergroups: {', '.join(map(str, rules.supergroups))}"))
+    for note in rules.notes:
+        out.print(Text(f"note: {note}"))
+
+
+def _rule_cells(rule: Rule) -> tuple[str, ...]:
+    """Which tensors a rule is about, what it sets, and where it was written."""
+    about = [f"names {rule.name}"] if rule.name != "*" else []
+    about += [f"operators {' '.join(rule.types)}"] if rule.types != ("*",) else []
+    port = "all" if rule.port == "*" else rule.port
+    sets = []
+    for facet in ("quantized", "format", "symmetry", "method", "fixed_range"):
+        value = getattr(rule, facet)
+        sets += [] if value is None else [f"{facet}={getattr(value, 'name', value)}"]
+    sets += [] if rule.granularity is None else [_where(rule.granularity)]
+    return ", ".join(about) or "everything", port, rule.param or "", ", ".join(sets), rule.origin
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Showing progress over many items, and building many objects without the collector in the way."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No cyclic garbage collection inside the block.
+
+    Building a graph allocates many small objects that all stay, and each pass of the collector walks them all
+    again: on a network of 1,000 blocks that is half of the 1.6 s that creating a simulation would take.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def progress(items: Iterable[T], title: str, enabled: bool = True, delay: float = 2.0) -> Iterator[T]:
+    """``items`` with a progress bar on stderr once they take longer than ``delay`` seconds; only on a terminal."""
+    if not enabled or not sys.stderr.isatty():
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    total = len(items) if isinstance(items, Sized) else None
+    start, bar, task = time.monotonic(), None, None
+    try:
+        for done, item in enumerate(items):
+            if bar is None and time.monotonic() - start > delay:
+                columns = (
+                    TextColumn("{task.description}"),
+                    BarColumn(),
+                    MofNCompleteColumn(),
+                    TimeElapsedColumn(),
+                    TimeRemainingColumn(),
+                )
+                bar = Progress(*columns, console=Console(stderr=True), transient=True)
+                bar.start()
+                task = bar.add_task(title, total=total)
+            if bar is not None and task is not None:
+                bar.update(task, completed=done)
+            yield item
+    finally:
+        if bar is not None:
+            bar.stop()
