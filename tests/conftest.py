@@ -1,0 +1,67 @@
+"""What every test runs under: one thread, fixed seeds; and the fixtures of the developer data set."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests import data
+
+# Two warnings of torch about its own speed, raised by models that are meant to be that way.
+_EXPECTED = (
+    "ignore:Using padding='same' with even kernel lengths:UserWarning",
+    "ignore:LSTM with projections is not supported with oneDNN:UserWarning",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # One thread: sums do not depend on the machine, and neighbouring test processes do not fight.
+    torch.set_num_threads(1)
+    for line in _EXPECTED:
+        config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.fixture(autouse=True)
+def _seeds(request: pytest.FixtureRequest) -> None:
+    """Seeds that depend on the test's name only: neither on the order of tests nor on which of them run."""
+    seed = zlib.crc32(request.node.name.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of the developer data set; the test is skipped where there is none."""
+    if not data.have_shared_data():
+        pytest.skip(data.why_not())
+    return data.DATA
+
+
+@pytest.fixture(scope="session")
+def cifar(shared_data: Path) -> data.Images:
+    """2000 CIFAR-10 test images, normalised."""
+    return data.cifar("test")
+
+
+@pytest.fixture(scope="session")
+def cifar_train(shared_data: Path) -> data.Images:
+    """4000 CIFAR-10 training images, normalised: calibration data."""
+    return data.cifar("train")
+
+
+@pytest.fixture(scope="session")
+def imagenet(shared_data: Path) -> data.Images:
+    """400 photographs of the ImageNet sample to test on."""
+    return data.imagenet("test")
+
+
+@pytest.fixture(scope="session")
+def imagenet_calibration(shared_data: Path) -> data.Images:
+    """100 photographs of the ImageNet sample to calibrate on."""
+    return data.imagenet("calibration")

@@ -1,0 +1,72 @@
+"""Models with bodies: If, Loop, Scan, nested."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+
+from tests.onnx.nets import BOOL, FLOAT, INT64, Net, body
+
+
+def branches() -> onnx.ModelProto:
+    """Two products, one of which is taken; names in the two branches are the same."""
+    net = Net(seed=7)
+    x, choose = net.input("x", (2, 4)), net.input("choose", (), BOOL)
+    h = net("Relu", net("MatMul", x, net.weights(4, 4, name="w0"), name="first"), name="act", out="h")
+    graphs = {}
+    for branch in ("then_branch", "else_branch"):
+        inner = Net(seed=len(branch))
+        y = inner("MatMul", h, inner.weights(4, 4, name="w"), name="product", out="y")
+        graphs[branch] = body(y, net=inner)
+    out = net("If", choose, name="choice", out="chosen", **graphs)
+    return net.model(net("MatMul", out, net.weights(4, 2, name="w1"), name="last", out="z"))
+
+
+def scan() -> onnx.ModelProto:
+    """``h = tanh(x_t W + h R)``, the states and the last one returned."""
+    net = Net(seed=7)
+    x = net.input("x", (5, 1, 3))
+    start = net.const(np.zeros((1, 4)), "start")
+    w, r = net.weights(3, 4, name="W"), net.weights(4, 4, name="R")
+    inner = Net(seed=8)
+    summed = inner(
+        "Add", inner("MatMul", "x_t", w, name="ih"), inner("MatMul", "h_in", r, name="hh"), name="sum"
+    )
+    h = inner("Tanh", summed, name="tanh", out="h_out")
+    step = body(h, inner("Identity", h, name="copy", out="h_each"), net=inner,
+                inputs=[("h_in", FLOAT, (1, 4)), ("x_t", FLOAT, (1, 3))])  # fmt: skip
+    last, each = net("Scan", start, x, name="rnn", out=["last", "each"], body=step, num_scan_inputs=1)
+    y = net("MatMul", each, net.weights(4, 2, name="V"), name="head", out="y")
+    return net.model(y, last)
+
+
+def loop() -> onnx.ModelProto:
+    """Three times ``v = relu(v W)``, in a Loop inside the branch of an If."""
+    net = Net(seed=7)
+    x, choose = net.input("x", (2, 4)), net.input("choose", (), BOOL)
+    w = net.weights(4, 4, name="W")
+    inner = Net(seed=8)
+    v = inner("Relu", inner("MatMul", "v_in", w, name="product"), name="act", out="v_out")
+    going = inner("Identity", "going_in", out="going_out")
+    step = body((going, BOOL, ()), v, net=inner,
+                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (2, 4))])  # fmt: skip
+    then, other = Net(), Net()
+    count, yes = then.const(np.int64(3), "count"), then.const(np.bool_(True), "yes")
+    graphs = {
+        "then_branch": body(then("Loop", count, yes, x, name="loop", out="looped", body=step), net=then),
+        "else_branch": body(other("Neg", x, name="minus", out="minus"), net=other),
+    }
+    return net.model(net("If", choose, name="choice", out="y", **graphs))
+
+
+def two_results() -> onnx.ModelProto:
+    """An If with two outputs, whose branches compute on grids of their own."""
+    net = Net(seed=7)
+    x, choose = net.input("x", (2, 4)), net.input("choose", (), BOOL)
+    graphs = {}
+    for i, branch in enumerate(("then_branch", "else_branch")):
+        inner = Net(seed=20 + i)
+        a = inner("MatMul", x, inner.weights(4, 4, name=f"w{i}"), name=f"product{i}", out=f"a{i}")
+        graphs[branch] = body(a, inner("Tanh", a, name=f"tanh{i}", out=f"b{i}"), net=inner)
+    one, two = net("If", choose, name="choice", out=["one", "two"], **graphs)
+    return net.model(net("MatMul", two, net.weights(4, 2, name="v"), name="last", out="y"), one)

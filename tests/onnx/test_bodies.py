@@ -1,0 +1,93 @@
+"""Bodies of If, Loop and Scan under simulation: calibrated over all their runs, quantized, exported."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from bitwright.core.model import sqnr
+from bitwright.onnx.quantsim import QuantizationSimModel
+from tests.onnx import flow
+from tests.onnx.nets import feeds_for, run
+
+MODELS = [flow.branches, flow.scan, flow.loop, flow.two_results]
+
+
+def batches(proto, seeds=range(6)):
+    """Feeds that take both branches in turn."""
+    found = []
+    for seed in seeds:
+        feeds = feeds_for(proto, seed)
+        if "choose" in feeds:
+            feeds["choose"] = np.array(seed % 2 == 0)
+        found.append(feeds)
+    return found
+
+
+def calibrated(build):
+    proto = build()
+    data = batches(proto)
+    sim = QuantizationSimModel(proto, data[0])
+    sim.compute_encodings(data)
+    return proto, data, sim
+
+
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+def test_simulation_is_near_the_model_and_not_the_model(build):
+    proto, data, sim = calibrated(build)
+    for feeds in data:
+        for expected, found in zip(run(proto, feeds), sim.run(feeds), strict=True):
+            assert 20 < sqnr(expected, found) < 80
+
+
+def weights_of(proto):
+    return {i.name: onnx.numpy_helper.to_array(i) for i in proto.graph.initializer}
+
+
+def test_states_of_a_scan_are_calibrated_over_all_steps():
+    proto, data, sim = calibrated(flow.scan)
+    held = {name: sim.quantizers[name].encoding for name in ("ih.output[0]", "ih.input[0]")}
+    x = np.concatenate([feeds["x"] for feeds in data]).reshape(-1, 3)
+    step = float(held["ih.input[0]"].scale)
+    assert held["ih.input[0]"].min == pytest.approx(min(x.min(), 0), abs=step)
+    assert held["ih.input[0]"].max == pytest.approx(max(x.max(), 0), abs=step)
+    projected = x @ weights_of(proto)["W"]
+    step = float(held["ih.output[0]"].scale)
+    assert held["ih.output[0]"].min == pytest.approx(min(projected.min(), 0), abs=3 * step)
+    assert held["ih.output[0]"].max == pytest.approx(max(projected.max(), 0), abs=3 * step)
+
+
+def test_what_an_if_returns_is_what_its_branches_made():
+    """The value of a branch is watched inside it and behind the If: both see the same numbers."""
+    _, _, sim = calibrated(flow.branches)
+    inside = [sim.quantizers[name].encoding for name in ("product.output[0]", "product_1.output[0]")]
+    behind = sim.quantizers["last.input[0]"].encoding
+    step = float(behind.scale)
+    assert behind.min == pytest.approx(min(e.min for e in inside), abs=2 * step)
+    assert behind.max == pytest.approx(max(e.max for e in inside), abs=2 * step)
+
+
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+def test_the_exported_file_computes_what_the_simulation_does(build, tmp_path):
+    _, data, sim = calibrated(build)
+    sim.export(tmp_path, "net")
+    exported = onnx.load(tmp_path / "net.onnx")
+    for feeds in data:
+        for expected, found in zip(sim.run(feeds), run(exported, feeds, optimize=True), strict=True):
+            assert sqnr(expected, found) > 40
+
+
+@pytest.mark.parametrize("port", ["output", "input"])
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+def test_rules_can_ask_for_quantizers_around_control_flow(build, port):
+    rules = {"preset": "w8a8", "rules": [{"op": ["If", "Loop", "Scan", "Slice"], port: {"quantized": True}}]}
+    proto = build()
+    data = batches(proto)
+    sim = QuantizationSimModel(proto, data[0], config_file=rules)
+    sim.compute_encodings(data)
+    if port == "output":
+        assert any(site.startswith(("choice", "rnn")) for site in sim.quantizers)
+    for feeds in data:
+        for expected, found in zip(run(proto, feeds), sim.run(feeds), strict=True):
+            assert 20 < sqnr(expected, found) < 80

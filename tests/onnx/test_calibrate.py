@@ -1,0 +1,332 @@
+"""Calibration: the statistics are those of core.statistics on the tensors themselves, whatever the way they came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+
+from bitwright.core import statistics
+from bitwright.core.affine import encode, fake_quantize
+from bitwright.core.granularity import PerChannel
+from bitwright.core.ranges import choose_range
+from bitwright.core.statistics import MinMax
+from bitwright.errors import CalibrationError, ConfigError, ModelError
+from bitwright.onnx.quantsim import QuantizationSimModel
+from tests.onnx.nets import Net, body, run
+
+FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
+
+
+def small(batch: Any = "n") -> onnx.ModelProto:
+    net = Net(3)
+    x = net.input("x", (batch, 3, 8, 8))
+    y = net("Relu", net.conv(x, name="c1"), name="r1", out="r1.out")
+    y = net("MaxPool", y, name="pool", kernel_shape=[2, 2], strides=[2, 2])
+    return net.model(net.conv(y, 4, 5, name="c2", out="y"))
+
+
+def batches(count: int = 3, shape: Sequence[int] = (2, 3, 8, 8)) -> list[dict[str, np.ndarray]]:
+    random = np.random.default_rng(1)
+    return [{"x": (random.standard_normal(shape) * (1 + i)).astype(np.float32)} for i in range(count)]
+
+
+def simulate(model: onnx.ModelProto, scheme: Any = None, **options: Any) -> QuantizationSimModel:
+    return QuantizationSimModel(model, None, scheme, threads=1, **options)
+
+
+def expected(sim: QuantizationSimModel, site: str, tensors: Sequence[np.ndarray]) -> Any:
+    """The encoding that core makes of the tensors."""
+    spec = sim.quantizers[site].spec
+    stats: Any = statistics.start(sim.quantizers[site].quantizer.needs)
+    for x in tensors:
+        stats = statistics.update(stats, x)
+    return encode(*choose_range(stats, spec, site), spec, spec.granularity, site)
+
+
+@pytest.mark.parametrize("scheme", ["min_max", "tf_enhanced", "percentile", "mse", "entropy"])
+@pytest.mark.parametrize("budget", [None, 10_000, 0], ids=["one-pass", "a-few-passes", "a-pass-per-tensor"])
+def test_encodings_are_those_of_core(scheme, budget):
+    model, data = small(), batches()
+    sim = simulate(model, scheme, memory_budget=budget)
+    sim.compute_encodings(data)
+    assert sim.quantizers["c1.input[0]"].encoding == expected(sim, "c1.input[0]", [f["x"] for f in data])
+    activations = [s for s in sim.quantizers.values() if s.role == "output"]
+    assert activations and all(s.encoding is not None for s in activations)
+
+
+@pytest.mark.parametrize("scheme", ["min_max", "percentile"])
+def test_order_and_batch_size_do_not_matter(scheme):
+    data = batches(4)
+    found = []
+    for feeds in (data, data[::-1], [{"x": f["x"][i : i + 1]} for f in data for i in range(2)]):
+        sim = simulate(small(), scheme)
+        sim.compute_encodings(feeds)
+        found.append(sim.quantizers["c1.input[0]"].encoding)
+    assert found[0] == found[1] == found[2]
+
+
+def test_statistics_of_a_reduced_tensor_are_exact():
+    data = batches(2)
+    sim = simulate(small())
+    sim.compute_encodings(data)
+    seen = sim.quantizers["c1.input[0]"].quantizer.statistics
+    both: Any = statistics.start("minmax")
+    for feeds in data:
+        both = statistics.update(both, feeds["x"])
+    assert isinstance(seen, MinMax) and seen == both
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("scheme", ["min_max", "percentile"])
+@pytest.mark.parametrize("at", [0, 7, 383], ids=["first", "in-a-vector", "last"])
+def test_non_finite_values_are_counted_and_kept_out(bad, scheme, at):
+    data = batches(2)
+    clean = simulate(small(), scheme)
+    clean.compute_encodings(data)
+    dirty = [dict(data[0]), {"x": data[1]["x"].copy()}]
+    dirty[1]["x"].reshape(-1)[at] = bad
+    sim = simulate(small(), scheme)
+    sim.compute_encodings(dirty)
+    bounds = statistics.bounds_of(sim.quantizers["c1.input[0]"].quantizer.statistics)
+    assert int(bounds.nan_count + bounds.inf_count) == 1
+    assert sim.quantizers["c1.input[0]"].encoding == expected(sim, "c1.input[0]", [f["x"] for f in dirty])
+
+
+def test_a_sum_that_overflows_is_no_reason_to_lose_a_batch():
+    data = [{"x": np.full((2, 3, 8, 8), 3e37, np.float32)}]
+    sim = simulate(small())
+    sim.compute_encodings(data)
+    assert sim.quantizers["c1.input[0]"].encoding.max == pytest.approx(3e37, rel=1e-6)
+
+
+def test_nothing_but_non_finite_values_is_an_error_that_names_the_site():
+    with pytest.raises(
+        CalibrationError, match=r"c1.input\[0\]: calibration saw no finite value \(384 NaN, 0 infinite\)"
+    ):
+        simulate(small()).compute_encodings([{"x": np.full((2, 3, 8, 8), np.nan, np.float32)}])
+
+
+def test_per_channel_activations():
+    sim, data = simulate(small()), batches()
+    site = sim.quantizers["r1.output[0]"]
+    site.spec = replace(site.spec, granularity=PerChannel(1))
+    sim.compute_encodings(data)
+    assert site.encoding.scale.shape == (4,)
+    inner = sim.capture(["r1.output[0]"], data[0])["r1.output[0]"][0]
+    codes = inner / site.encoding.scale.reshape(1, 4, 1, 1)
+    assert np.allclose(codes, np.rint(codes), atol=1e-3)
+
+
+def test_shapes_may_change_from_batch_to_batch():
+    data = batches(1, (1, 3, 8, 8)) + batches(1, (5, 3, 8, 8))
+    for budget in (None, 5_000):
+        sim = simulate(small(), "percentile", memory_budget=budget)
+        sim.compute_encodings(data)
+        assert sim.quantizers["c1.input[0]"].encoding == expected(sim, "c1.input[0]", [f["x"] for f in data])
+
+
+def test_memory_is_bounded_by_runs_of_groups():
+    sim = simulate(small(), "percentile", memory_budget=1600)
+    calibrator = sim._calibrator()
+    feeds = batches(1)[0]
+    calibrator.run(feeds)
+    sizes = calibrator._tap_sizes(feeds)
+    groups = calibrator._groups(sizes)
+    assert len(groups) > 1
+    assert all(len(group) == 1 or sum(sizes[t] for t in group) <= 1600 for group in groups)
+
+
+def test_callback_gets_a_session():
+    data, seen = batches(2), []
+    model = small()
+
+    def callback(session: Any, feeds: Any) -> None:
+        assert [i.name for i in session.get_inputs()] == ["x"]
+        for batch in feeds:
+            seen.extend(session.run(None, batch))
+            seen.extend(session.run(["y"], batch))
+
+    sim = simulate(model)
+    sim.compute_encodings(callback, data)
+    other = simulate(model)
+    other.compute_encodings(data)
+    assert sim.quantizers["c2.output[0]"].encoding == other.quantizers["c2.output[0]"].encoding
+    # weights are quantized meanwhile, activations are not
+    assert np.allclose(seen[0], run(model, data[0])[0], atol=0.1) and not np.array_equal(
+        seen[0], run(model, data[0])[0]
+    )
+    with pytest.raises(ConfigError, match="the model has no output 'z'"):
+        sim.compute_encodings(lambda session: session.run(["z"], data[0]))
+
+
+@pytest.mark.parametrize(
+    "data, problem", [([], "the data held no batch"), (lambda session: None, "never ran its session")]
+)
+def test_no_data_is_an_error(data, problem):
+    with pytest.raises(CalibrationError, match=problem):
+        simulate(small()).compute_encodings(data)
+
+
+def test_a_single_batch_is_not_a_list_of_batches():
+    with pytest.raises(CalibrationError, match="data is a dict, not a list of batches"):
+        simulate(small()).compute_encodings(batches()[0])
+
+
+def test_batch_that_does_not_fit():
+    with pytest.raises(
+        ModelError, match=r"batch 1: the input x \(float32, \?x3x8x8\) was given an array of shape 2x4x8x8"
+    ):
+        simulate(small()).compute_encodings([batches()[0], {"x": np.zeros((2, 4, 8, 8), np.float32)}])
+
+
+def test_resume_adds_to_what_was_seen():
+    data = batches(3)
+    whole, parts = simulate(small(), "percentile"), simulate(small(), "percentile")
+    whole.compute_encodings(data)
+    parts.compute_encodings(data[:1])
+    parts.compute_encodings(data[1:], resume=True)
+    assert {s.name: s.encoding for s in whole.quantizers.values() if s.role != "bias"} == {
+        s.name: s.encoding for s in parts.quantizers.values() if s.role != "bias"
+    }
+
+
+def test_interrupted_calibration_leaves_what_was_seen():
+    data = batches(2)
+
+    def stream() -> Any:
+        yield data[0]
+        raise KeyboardInterrupt
+
+    sim = simulate(small())
+    with pytest.raises(KeyboardInterrupt):
+        sim.compute_encodings(stream())
+    assert sim.calibrated and sim.quantizers["c1.input[0]"].encoding == expected(
+        sim, "c1.input[0]", [data[0]["x"]]
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ bodies
+
+
+def branching() -> onnx.ModelProto:
+    then, other = Net(1), Net(2)
+    then("Relu", then("MatMul", "x", then.weights(4, 4, name="wt"), name="mt", out="t1"), name="rt", out="t2")
+    other(
+        "Mul",
+        other("MatMul", "x", other.weights(4, 4, name="wo"), name="mo", out="o1"),
+        other.const(2.0),
+        out="o2",
+    )
+    net = Net()
+    net.input("x", (3, 4))
+    net.input("cond", (), BOOL)
+    y = net(
+        "If", "cond", name="branch", out="y",
+        then_branch=body("t2", net=then), else_branch=body("o2", net=other),
+    )  # fmt: skip
+    return net.model(y)
+
+
+def looping() -> onnx.ModelProto:
+    """``h = Relu(h W)``, ``trip`` times; every ``h`` is handed out."""
+    inner = Net(5)
+    inner("MatMul", "h", inner.weights(4, 4, name="w", scale=0.7), name="m", out="p")
+    inner("Relu", "p", name="r", out="h_out")
+    inner("Identity", "h_out", out="each")
+    inner("Identity", "go", out="go_out")
+    net = Net()
+    net.input("x", (3, 4))
+    net.input("trip", (), INT64)
+    inputs = [("i", INT64, []), ("go", BOOL, []), ("h", FLOAT, [3, 4])]
+    final, steps = net(
+        "Loop", "trip", net.const(np.array(True)), "x", name="loop", out=("final", "steps"),
+        body=body(("go_out", BOOL, []), ("h_out", FLOAT, [3, 4]), ("each", FLOAT, [3, 4]), net=inner, inputs=inputs),
+    )  # fmt: skip
+    return net.model(final, steps)
+
+
+def scanning() -> onnx.ModelProto:
+    inner = Net(6)
+    inner(
+        "Add",
+        inner("MatMul", "x_t", inner.weights(4, 4, name="w"), name="m", out="p"),
+        "s",
+        name="a",
+        out="q",
+    )
+    inner("Tanh", "q", name="t", out="s_out")
+    inner("Identity", "s_out", out="each")
+    net = Net()
+    net.input("xs", (7, 3, 4))
+    net.input("s0", (3, 4))
+    inputs = [("s", FLOAT, [3, 4]), ("x_t", FLOAT, [3, 4])]
+    last, all_ = net(
+        "Scan", "s0", "xs", name="scan", out=("last", "all"), num_scan_inputs=1, scan_output_axes=[0],
+        body=body(("s_out", FLOAT, [3, 4]), ("each", FLOAT, [3, 4]), net=inner, inputs=inputs),
+    )  # fmt: skip
+    return net.model(last, all_)
+
+
+@pytest.mark.parametrize("scheme", ["min_max", "percentile"])
+def test_branches_see_what_passed_them(scheme):
+    random = np.random.default_rng(0)
+    data = [
+        {"x": random.standard_normal((3, 4)).astype(np.float32), "cond": np.array(c)}
+        for c in (True, True, False)
+    ]
+    sim = simulate(branching(), scheme)
+    sim.compute_encodings(data)
+    weight = fake_quantize(sim.constants["wt"], sim.quantizers["wt"].encoding)
+    then = [np.maximum(f["x"] @ weight, 0) for f in data[:2]]
+    found = sim.quantizers["rt.output[0]"].encoding
+    assert np.allclose(found.max, expected(sim, "rt.output[0]", then).max, rtol=1e-5)
+    y = sim.run(data[0])[0]
+    assert np.abs(y - run(branching(), data[0])[0]).max() < 0.1
+
+
+def test_a_branch_that_never_ran_is_reported(caplog):
+    x = np.ones((3, 4), np.float32)
+    sim = simulate(branching())
+    sim.compute_encodings([{"x": x, "cond": np.array(True)}])
+    assert "calibration never reached" in caplog.text and "mo" in caplog.text
+    with pytest.raises(CalibrationError, match="calibration never reached this site"):
+        sim.run({"x": x, "cond": np.array(True)})
+    sim.compute_encodings([{"x": x, "cond": np.array(True)}], allow_unreached=True)
+    assert len(sim.run({"x": x, "cond": np.array(False)})) == 1
+
+
+@pytest.mark.parametrize("scheme", ["min_max", "percentile"])
+@pytest.mark.parametrize("trip", [0, 1, 5])
+def test_loops_merge_their_iterations(scheme, trip):
+    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    sim = simulate(looping(), scheme)
+    sim.compute_encodings([{"x": x, "trip": np.array(5)}, {"x": x, "trip": np.array(0)}])
+    site = sim.quantizers["r.output[0]"]
+    steps = run(looping(), {"x": x, "trip": np.array(5)})[1]
+    assert np.allclose(site.encoding.max, steps.max(), rtol=0.05)
+    want, found = run(looping(), {"x": x, "trip": np.array(trip)}), sim.run({"x": x, "trip": np.array(trip)})
+    assert all(w.shape == f.shape for w, f in zip(want, found, strict=True))
+    assert all(
+        np.allclose(w, f, atol=0.05 * max(1, np.abs(steps).max())) for w, f in zip(want, found, strict=True)
+    )
+
+
+@pytest.mark.parametrize("scheme", ["min_max", "percentile"])
+def test_scans_merge_their_iterations(scheme):
+    random = np.random.default_rng(0)
+    feeds = {
+        "xs": random.standard_normal((7, 3, 4)).astype(np.float32),
+        "s0": np.zeros((3, 4), np.float32),
+    }
+    sim = simulate(scanning(), scheme)
+    sim.compute_encodings([feeds])
+    inside = [s for s in sim.quantizers.values() if s.role != "bias"]
+    assert inside and all(s.encoding is not None for s in inside)
+    for want, found in zip(run(scanning(), feeds), sim.run(feeds), strict=True):
+        assert np.allclose(want, found, atol=0.1)

@@ -1,0 +1,125 @@
+"""The benchmarks measure what they say: ratios of interleaved runs, the peak of a phase, files on request."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def measure(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import measure
+
+    return measure
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(FOLDER / script), *arguments], capture_output=True, text=True)
+
+
+def test_ratio_is_that_of_the_times(measure, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure.time, "process_time", lambda: now[0])
+
+    def takes(seconds: float):
+        return lambda: now.__setitem__(0, now[0] + seconds)
+
+    assert measure.ratio(takes(2.0), takes(8.0), rounds=5) == 4.0
+
+
+def test_rounds_alternate_after_one_run_of_each(measure):
+    order = []
+    measure.ratio(lambda: order.append("a"), lambda: order.append("b"), rounds=2)
+    assert "".join(order) == "ababba"
+
+
+def test_peak_is_that_of_the_phase(measure, tmp_path):
+    script = tmp_path / "child.py"
+    lines = [
+        f"import json, sys; sys.path.insert(0, {str(FOLDER)!r}); import measure",
+        "before = measure.peak_mib(); block = bytearray(64 << 20)",
+        "print(json.dumps(measure.peak_mib() - before))",
+    ]
+    script.write_text("\n".join(lines))
+    parent = bytearray(500 << 20)  # the child must not inherit this
+    assert 60 < measure.in_fresh_process(str(script)) < 80
+    del parent
+
+
+def test_fresh_process_reports_its_error(measure, tmp_path):
+    script = tmp_path / "child.py"
+    script.write_text("import json, sys\nprint('noise')\nprint(json.dumps(sys.argv[1:]))")
+    assert measure.in_fresh_process(str(script), "a", "b") == ["a", "b"]
+    script.write_text("raise SystemExit('no such phase')")
+    with pytest.raises(RuntimeError, match=r"child.py a failed:\nno such phase"):
+        measure.in_fresh_process(str(script), "a")
+
+
+def test_files_hold_the_table_and_the_machine(measure, tmp_path):
+    measure.save(tmp_path / "r.json", tmp_path / "r.md", "Title", ["", "x"], [["row", "1.00"]], {"row": 1.0})
+    raw = json.loads((tmp_path / "r.json").read_text())
+    assert raw["results"] == {"row": 1.0} and raw["machine"]["threads"] == "1"
+    assert "# Title\n\n|  | x |\n|---|---:|\n| row | 1.00 |\n" in (tmp_path / "r.md").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"r.json", "r.md"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("torch_speed.py", "--models mobilenet_v2 --rows forward"), ("scaling.py", "--sizes 500 1000")],
+)
+def test_help_shows_an_example(script, words):
+    shown = run(script, "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert "examples:" in shown.stdout and words in shown.stdout
+
+
+@pytest.mark.slow
+def test_scaling_runs(tmp_path):
+    ran = run("scaling.py", "--sizes", "20", "--json", str(tmp_path / "s.json"))
+    assert ran.returncode == 0, ran.stderr
+    results = json.loads((tmp_path / "s.json").read_text())["results"]
+    assert [r["folded"] for r in results] == [20, 20]
+
+
+@pytest.mark.slow
+def test_speed_runs(tmp_path):
+    rows = ["creation", "min-max", "forward", "training step", "memory"]
+    options = [
+        "--quick",
+        "--models",
+        "mobilenet_v2",
+        "--rounds",
+        "1",
+        "--batches",
+        "1",
+        "--json",
+        str(tmp_path / "s.json"),
+    ]
+    ran = run("torch_speed.py", *options, "--rows", *rows)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads((tmp_path / "s.json").read_text())["results"]["models"]["mobilenet_v2"]
+    assert list(found) == rows
+    assert found["memory"]["float"] > 1 and all(found[row] > 0 for row in rows[:-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("torch_speed.py", ["--rounds", "0"], "--rounds is 0"),
+        ("scaling.py", ["--sizes", "0"], "--sizes has 0"),
+    ],
+)
+def test_impossible_arguments_are_refused(script, arguments, message):
+    ran = run(script, *arguments)
+    assert ran.returncode == 2
+    assert message in ran.stderr

@@ -1,0 +1,72 @@
+"""The example that ``make demo`` runs: the network learns, and the whole script prints its five rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "quickstart.py"
+
+
+@pytest.fixture
+def quickstart() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("quickstart", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_training_and_test_digits_are_apart(quickstart):
+    training, test = quickstart.digits()
+    assert (len(training), len(test)) == (26, 9)
+    assert all(x.shape == (50, 1, 8, 8) and 0 <= x.min() and x.max() <= 1 for x, _ in training + test)
+    train_images = {bytes(x.numpy().tobytes()) for batch, _ in training for x in batch}
+    test_images = {bytes(x.numpy().tobytes()) for batch, _ in test for x in batch}
+    assert not train_images & test_images
+
+
+def test_network_learns_the_digits(quickstart):
+    torch.manual_seed(0)
+    training, test = quickstart.digits()
+    model = quickstart.DigitNet()
+    quickstart.train(model, training)
+    assert quickstart.accuracy(model, test) >= 97.0
+    assert not model.training
+
+
+@pytest.mark.slow
+def test_script_prints_its_five_rows(tmp_path):
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "250", "PYTHONPATH": str(ROOT)},
+    )
+    assert run.returncode == 0, run.stderr
+    percent = {
+        name: float(re.search(rf"{re.escape(name)} +\S (\d+\.\d+) %", run.stdout)[1])
+        for name in (
+            "float",
+            *(f"{bits}, {what}" for bits in ("W8A8", "W4A8") for what in ("simulated", "in ONNX Runtime")),
+        )
+    }
+    assert percent["float"] >= 97.0
+    assert percent["W8A8, simulated"] >= percent["float"] - 0.5
+    for bits in ("W8A8", "W4A8"):
+        assert abs(percent[f"{bits}, simulated"] - percent[f"{bits}, in ONNX Runtime"]) <= 0.5
+    assert percent["W4A8, simulated"] >= 90.0
+    float_file = (tmp_path / "out/float/digits.safetensors").stat().st_size
+    assert (tmp_path / "out/w8a8/digits.onnx").stat().st_size < float_file / 2
+    assert (tmp_path / "out/w4a8/digits.onnx").stat().st_size < float_file / 4
+    assert "bitwright verify" in run.stdout

@@ -1,0 +1,127 @@
+"""Who may import whom, read from the source of every file; and that importing stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "bitwright").rglob("*.py"))
+
+# Part of the package -> (parts of it, outside packages) that its files may import, anywhere in the file.
+# A new part needs a row. The standard library is free; a part may always import itself.
+# "google" is protobuf, whose errors onnx raises.
+NUMPY, ONNX = {"numpy"}, {"onnx", "onnx_ir", "onnxruntime", "onnxscript", "ml_dtypes", "google"}
+FILES_OUT = {"pydantic", "yaml", "safetensors", "rich"}
+ANYTHING = NUMPY | ONNX | FILES_OUT | {"torch", "typer", "jinja2", "plotly", "scipy", "ray"}
+FRONT_END = {"errors", "core", "export", "progress"}
+ALLOWED: dict[str, tuple[set[str], set[str]]] = {
+    "__init__": (set(), set()),
+    "errors": (set(), set()),
+    "progress": (set(), {"rich"}),
+    "core": ({"errors"}, NUMPY),
+    "algorithms": ({"errors", "core"}, NUMPY),
+    "compression": ({"errors", "core"}, NUMPY),
+    "export": ({"errors", "core"}, NUMPY | ONNX | FILES_OUT),
+    # the public names of algorithms (fold_all_batch_norms, ...) are thin entries of the front ends
+    "torch": (FRONT_END | {"algorithms"}, NUMPY | ONNX | FILES_OUT | {"torch"}),
+    "onnx": (FRONT_END | {"algorithms"}, NUMPY | ONNX | FILES_OUT),
+    "analysis": (FRONT_END | {"algorithms"}, NUMPY | FILES_OUT | {"jinja2", "plotly"}),
+    "distributed": ({"errors", "core", "torch"}, NUMPY | {"torch", "ray"}),
+    "cli": ({"errors", "core", "algorithms", "compression", "export", "torch", "onnx", "analysis"}, ANYTHING),
+}
+# Single files that may import more than their part, inside their functions: configuration files may be YAML,
+# and calibration data pictures.
+EXTRA: dict[str, set[str]] = {"core/config.py": {"yaml"}, "onnx/data.py": {"PIL"}}
+# The command line answers `--help` at once: only these load with it, the rest inside the commands.
+LIGHT_FOR_CLI = {"typer", "rich", "bitwright.errors"}
+
+
+def part_of(path: Path) -> str:
+    """``core`` for ``bitwright/core/spec.py``, ``cli`` for ``bitwright/cli.py``."""
+    return path.relative_to(ROOT / "bitwright").with_suffix("").parts[0]
+
+
+def imported(path: Path, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """``(line, dotted name)`` of every import below ``tree``; ``from a import b`` counts as ``a.b``."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def breaches(path: Path, source: str) -> list[str]:
+    """What ``path`` imports and may not, as readable lines."""
+    here = part_of(path)
+    parts, outside = ALLOWED[here]
+    outside = outside | EXTRA.get(path.relative_to(ROOT / "bitwright").as_posix(), set())
+    found = []
+    for line, name in imported(path, ast.parse(source)):
+        top, _, rest = name.partition(".")
+        if top == "__future__" or top in sys.stdlib_module_names:
+            continue
+        ok = rest.split(".")[0] in parts | {here, "__version__"} if top == "bitwright" else top in outside
+        if not ok:
+            found.append(
+                f"{path.relative_to(ROOT)}:{line} imports {name}; {here} may import {parts | outside}"
+            )
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_import_directions(path):
+    assert part_of(path) in ALLOWED, f"{part_of(path)} is new: give it a row in ALLOWED"
+    assert not breaches(path, path.read_text())
+
+
+@pytest.mark.parametrize(
+    "file, source",
+    [
+        pytest.param("core/x.py", "import torch", id="core-takes-torch"),
+        pytest.param("core/x.py", "def f():\n    from torch import nn", id="core-takes-torch-in-a-function"),
+        pytest.param("core/x.py", "from bitwright.torch import sim", id="core-takes-front-end"),
+        pytest.param("core/x.py", "from ..torch import sim", id="core-takes-front-end-relatively"),
+        pytest.param("torch/x.py", "from bitwright import onnx", id="torch-takes-onnx-front-end"),
+        pytest.param("onnx/x.py", "import torch.nn", id="onnx-takes-torch"),
+        pytest.param("algorithms/x.py", "import bitwright.torch.sim", id="algorithm-takes-front-end"),
+        pytest.param("__init__.py", "import numpy", id="package-takes-numpy"),
+    ],
+)
+def test_a_breach_is_seen(file, source):
+    assert breaches(ROOT / "bitwright" / file, source)
+
+
+def test_command_line_imports_heavy_modules_inside_its_commands():
+    for path in (p for p in FILES if part_of(p) == "cli"):
+        for node in ast.parse(path.read_text()).body:
+            for line, name in imported(path, node) if isinstance(node, ast.Import | ast.ImportFrom) else ():
+                light = any(f"{name}.".startswith(f"{ok}.") for ok in LIGHT_FOR_CLI)
+                top = name.partition(".")[0]
+                assert light or top in sys.stdlib_module_names, (
+                    f"{path.name}:{line} imports {name} at its top"
+                )
+
+
+@pytest.mark.parametrize(
+    "statement, kept_out",
+    [
+        ("import bitwright", {"numpy", "torch", "onnx", "onnxruntime", "pydantic", "rich"}),
+        ("import bitwright; bitwright.ConfigError; dir(bitwright)", {"numpy", "torch", "onnx", "pydantic"}),
+        ("import bitwright; bitwright.QuantSpec", {"torch", "onnx", "onnxruntime", "pydantic"}),
+        ("import bitwright.export", {"torch", "onnx", "onnxruntime"}),
+    ],
+)
+def test_importing_stays_light(statement, kept_out):
+    code = f"import sys; {statement}; print(*{kept_out} & sys.modules.keys())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "", "these loaded although nobody used them"

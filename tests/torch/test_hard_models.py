@@ -1,0 +1,177 @@
+"""Models that other people wrote: each of these once broke, or is refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bitwright.core.model import sqnr
+from bitwright.errors import ExportError, ModelError
+from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
+
+
+class Two(nn.Module):
+    """Two linear layers, and whatever a subclass does with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.l, self.m = nn.Linear(8, 8), nn.Linear(8, 8)
+
+
+def calibrated(model: nn.Module, x: Tensor, **options: Any) -> QuantizationSimModel:
+    sim = QuantizationSimModel(model.eval(), x, **options)
+    sim.compute_encodings([x], progress=False)
+    return sim
+
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+class DeadRows(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[:, :1] > x[:1, 0]  # the first row may attend to nothing
+        q = self.l(x)[None]
+        return self.m(F.scaled_dot_product_attention(q, q, q, attn_mask=mask.expand(4, 4)))
+
+
+def test_a_query_that_may_attend_to_nothing_gets_zeros_as_in_torch() -> None:
+    model = DeadRows().eval()
+    sim = calibrated(model, X, default_output_bw=16, default_param_bw=16)
+    with torch.no_grad():
+        want = model(X)
+        assert sqnr(want.numpy(), sim.model(X).numpy()) > 45
+        with sim.in_float():
+            torch.testing.assert_close(sim.model(X), want)
+    sim.model(X).sum().backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in sim.model.parameters())
+
+
+class OutArguments(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            joined, product = torch.empty(4, 16), torch.empty(4, 8)
+            torch.cat([self.l(x), self.m(x)], 1, out=joined)
+            torch.mul(x, 3.0, out=product)
+        return joined[:, :8] + product
+
+
+def test_results_written_to_out_are_quantized_under_that_name_too() -> None:
+    sim = calibrated(OutArguments(), X)
+    with torch.no_grad():
+        for name in ("cat.output[0]", "mul.output[0]"):
+            if name in sim.quantizers:
+                scale = float(sim.quantizers[name].encoding.scale)
+                codes = sim.capture([name], X)[name][0] / scale
+                torch.testing.assert_close(codes, codes.round())
+    assert sim.verify(X).ok
+
+
+class Windows(Two):
+    """The same norm and the same view twice, once with a roll between them, as in a shifted-window transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.l(self.norm(x).view(2, 2, 8)).view(4, 8)
+        return x + self.m(torch.roll(self.norm(x), 1, 0).view(2, 2, 8)).view(4, 8)
+
+
+def test_a_movement_with_a_quantizer_of_its_own_is_calibrated_and_saved(tmp_path: Path) -> None:
+    sim = calibrated(Windows(), X)
+    site = sim.quantizers["view.output[0]"]  # one grid for what comes from the norm and from the roll
+    assert site.encoding is not None
+    with torch.no_grad():
+        codes = sim.capture(["view.output[0]"], X)["view.output[0]"][0] / float(site.encoding.scale)
+        torch.testing.assert_close(codes, codes.round())
+        sim.save_encodings(tmp_path / "e.json")
+        fresh = QuantizationSimModel(Windows().eval(), X)
+        fresh.load_encodings(tmp_path / "e.json")
+        assert torch.equal(fresh.model(X), sim.model(X))
+    assert sim.verify(X).ok
+
+
+class Checkpointed(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.m, self.l(x).relu(), use_reentrant=False)
+        return out
+
+
+def test_activation_checkpointing_is_refused_in_the_backward_pass() -> None:
+    sim = calibrated(Checkpointed(), X)
+    with pytest.raises(ModelError, match="m: the backward pass computes this Linear again") as caught:
+        sim.model(X).sum().backward()
+    assert "without activation checkpointing" in caught.value.remedy
+
+
+def test_torchscript_parts_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Sequential(nn.ReLU())))  # noqa: TID251
+    for run in (lambda: QuantizationSimModel(model, X), lambda: fold_all_batch_norms(model, dummy_input=X)):
+        with pytest.raises(ModelError, match="1: it is a TorchScript module") as caught:
+            run()
+        assert "eager module" in caught.value.remedy
+    assert model(X).shape == (4, 8)
+
+
+class Mapped(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.m(torch.vmap(lambda row: torch.tanh(row @ self.l.weight))(x))
+
+
+def test_layers_inside_vmap_are_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="matmul: it is called inside a torch.func transform") as caught:
+        QuantizationSimModel(Mapped(), X)
+    assert "whole batch" in caught.value.remedy
+    fold_all_batch_norms(Mapped(), dummy_input=X)  # which only looks at batch norms
+
+
+class Holder:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Opaque(Two):
+    def forward(self, x: Tensor) -> Holder:
+        return Holder(self.m(self.l(x).relu()))
+
+
+def test_a_result_in_which_no_tensor_is_found_is_simulated_but_not_exported(tmp_path: Path) -> None:
+    sim = calibrated(Opaque(), X)
+    assert sim.model(X).tensor.shape == (4, 8)
+    with pytest.raises(ExportError, match="Opaque: it returns no tensor that can be found") as caught:
+        sim.export(tmp_path, "m", X)
+    assert "dataclasses" in caught.value.remedy
+
+
+class Yielding(Two):
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        yield self.l(x)
+
+
+def test_a_generator_is_named_as_the_reason_that_nothing_ran() -> None:
+    with pytest.raises(ModelError, match="its forward made no torch call") as caught:
+        QuantizationSimModel(Yielding(), X)
+    assert "yield" in caught.value.remedy
+
+
+class Autocast(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.m(self.l(x).relu()).float()
+
+
+def test_layers_that_autocast_puts_in_bfloat16_are_simulated_but_not_exported() -> None:
+    sim = calibrated(Autocast(), X)
+    assert torch.isfinite(sim.model(X)).all()
+    with pytest.raises(ExportError, match=r"l\.output\[0\]: it is computed in bfloat16") as caught:
+        sim.verify(X)
+    assert "without autocast" in caught.value.remedy
