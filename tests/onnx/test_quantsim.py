@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -348,27 +347,6 @@ def test_quantized_models_are_refused_and_stored_weights_are_not(sim, tmp_path):
     stored = QuantizationSimModel(n.model(y), None, threads=1)
     stored.compute_encodings([feeds_for(n.model(y))])
     assert any(site.role == "weight" for site in stored.quantizers.values())
-
-
-# ------------------------------------------------------------------------------------------------ trained models
-
-
-@pytest.mark.parametrize("name, least", [("mnist_pytorch", 0.985), ("mnist_cntk", 0.985)])
-def test_mnist(shared_data: Path, tmp_path: Path, name: str, least: float):
-    import onnxruntime as ort
-
-    with np.load(shared_data / "mnist_small.npz") as file:
-        x, y = file["test_x"].astype(np.float32)[:, None], file["test_y"]
-    x = (x / 255 - np.float32(0.1307)) / np.float32(0.3081) if name == "mnist_pytorch" else x
-    path = shared_data / "onnx" / f"{name}.onnx"
-    sim = QuantizationSimModel(path, x[:1], threads=1)
-    sim.compute_encodings([x[i : i + 1] for i in range(64)])
-    session = ort.InferenceSession(str(sim.export(tmp_path, name).qdq))
-    key = session.get_inputs()[0].name
-    simulated = np.mean([np.argmax(sim.run(x[i : i + 1])[0]) == y[i] for i in range(500)])
-    integer = np.mean([np.argmax(session.run(None, {key: x[i : i + 1]})[0]) == y[i] for i in range(500)])
-    assert simulated >= least and abs(simulated - integer) <= 0.004
-    assert sim.verify().ok
 
 
 def test_a_chain_of_3000_blocks_is_placed_at_linear_cost():
