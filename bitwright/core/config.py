@@ -70,7 +70,14 @@ def load_config(source: str | Path | Mapping[str, Any] | None = None, preset: Pr
     if isinstance(source, str) and (source in SHIPPED or source in ALIASES):
         return _read(shipped_config(source), preset, source)
     path = Path(source)
-    return _read(_parse(path), preset, path.name)
+    if not path.is_file() and not path.suffix:
+        near = close_matches(str(path), (*SHIPPED, *ALIASES))
+        raise ConfigError(
+            f"configuration {str(path)!r}",
+            f"it is neither a file nor a shipped target{near}",
+            f"give a path, or one of {', '.join(SHIPPED)}",
+        )
+    return _read(read_file(path, _TOP), preset, path.name)
 
 
 def _read(data: Mapping[str, Any], preset: Preset | None, source: str) -> Rules:
@@ -82,15 +89,17 @@ def _read(data: Mapping[str, Any], preset: Preset | None, source: str) -> Rules:
 # ---- files
 
 
-def _parse(path: Path) -> Mapping[str, Any]:
+def read_file(path: Path, keys: tuple[str, ...]) -> Mapping[str, Any]:
+    """The mapping that a ``.json``, ``.yaml``, ``.yml`` or ``.toml`` file holds.
+
+    Args:
+        path: of the file.
+        keys: what such a file has at its top, for messages.
+
+    Raises:
+        ConfigError: the file is missing, cannot be parsed (with the line), or holds no mapping.
+    """
     parse = {".json": _parse_json, ".yaml": _parse_yaml, ".yml": _parse_yaml, ".toml": _parse_toml}
-    if not path.is_file() and not path.suffix:
-        near = close_matches(str(path), (*SHIPPED, *ALIASES))
-        raise ConfigError(
-            f"configuration {str(path)!r}",
-            f"it is neither a file nor a shipped target{near}",
-            f"give a path, or one of {', '.join(SHIPPED)}",
-        )
     if path.suffix.lower() not in parse:
         raise ConfigError(str(path), f"{path.suffix!r} is no known kind of file", f"use {', '.join(parse)}")
     try:
@@ -101,7 +110,9 @@ def _parse(path: Path) -> Mapping[str, Any]:
     data = parse[path.suffix.lower()](text, path)
     if not isinstance(data, Mapping):
         problem = f"it holds a {type(data).__name__}, not keys and values"
-        raise ConfigError(str(path), problem, f"write {', '.join(_TOP)} as keys")
+        raise ConfigError(
+            str(path), problem, f"write {', '.join(keys)} as {'keys' if len(keys) > 1 else 'key'}"
+        )
     return data
 
 

@@ -1,0 +1,330 @@
+"""Recipes: post-training methods in a row, and what each of them did to the metric.
+
+A recipe is a list of steps. Steps of the phase ``float`` change the float model without changing its function; then the
+simulation is made and calibrated; steps of the phase ``simulation`` choose roundings, scales and biases in it. This
+module knows names, order and bookkeeping; a :class:`Runner` of either front end carries the steps out.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from bitwright.core.config import read_file
+from bitwright.core.model import Undo
+from bitwright.errors import CalibrationError, ConfigError, close_matches
+
+logger = logging.getLogger("bitwright")
+
+Phase = Literal["float", "simulation"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of :data:`KINDS`.
+
+    Attributes:
+        phase: on what the step works.
+        after: steps that must come earlier where a recipe has both: they would undo or miss what this one does.
+        instead_of: steps that decide the same thing, so that a recipe has one of them at most.
+        does: one phrase, for tables and ``--help``.
+    """
+
+    phase: Phase
+    does: str
+    after: tuple[str, ...] = ()
+    instead_of: tuple[str, ...] = ()
+
+
+_ROUNDING = ("gptq", "adaround", "brecq", "qdrop", "flexround")
+
+
+def _rounding(does: str) -> Kind:
+    return Kind("simulation", does, ("seq_mse", "awq"), _ROUNDING)
+
+
+KINDS: dict[str, Kind] = {
+    "fold": Kind("float", "batch norms into the layers before them"),
+    "fold_norms": Kind("float", "weights of layer and RMS norms into the layers behind them"),
+    "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold",)),
+    "smooth": Kind("float", "move activation outliers into weights", ("fold_norms",)),
+    "rotate": Kind("float", "spread outliers by Hadamard rotations", ("fold_norms",)),
+    "awq": Kind("float", "search channel scales by output error", ("fold", "fold_norms", "smooth", "rotate")),
+    "seq_mse": Kind("simulation", "weight ranges by output error, layer after layer"),
+    "gptq": _rounding("round weights column by column with error feedback"),
+    "adaround": _rounding("learn each weight's rounding, layer after layer"),
+    "brecq": _rounding("learn each weight's rounding, block after block"),
+    "qdrop": _rounding("as brecq, with activation quantizers dropped at random"),
+    "flexround": _rounding("learn scales and roundings together"),
+    "bias_correction": Kind("simulation", "take the mean error out of every layer's output", _ROUNDING),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a recipe: a row of :data:`KINDS` and the options of its function."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"
+
+
+def parse_recipe(steps: Iterable[str | Mapping[str, Any] | Step], source: str = "recipe") -> tuple[Step, ...]:
+    """Steps from what a user wrote: names, ``{name: {option: value}}``, or :class:`Step` objects.
+
+    Raises:
+        ConfigError: an unknown step (with close matches), a step twice, or an order that cannot work.
+
+    >>> [str(step) for step in parse_recipe(["fold", {"adaround": {"iterations": 2000}}])]
+    ['fold()', 'adaround(iterations=2000)']
+    """
+    if isinstance(steps, (str, Mapping)):
+        raise ConfigError(source, f"a recipe is a list of steps, not {steps!r}", f"write [{steps!r}]")
+    parsed = tuple(_parse_step(item, source) for item in steps)
+    _check_order(parsed, source)
+    return parsed
+
+
+def load_recipe(path: str | Path) -> tuple[Step, ...]:
+    """The recipe of a YAML, TOML or JSON file with the key ``recipe``.
+
+    Raises:
+        ConfigError: the file cannot be read, has another key, or its recipe cannot work.
+    """
+    data = read_file(Path(path), ("recipe",))
+    unknown = next((key for key in data if key != "recipe"), None)
+    if unknown is not None or "recipe" not in data:
+        problem = "it has no recipe" if unknown is None else f"unknown key {unknown!r}"
+        raise ConfigError(str(path), problem, "write a list of steps under the key recipe")
+    return parse_recipe(data["recipe"] or (), str(path))
+
+
+def _parse_step(item: str | Mapping[str, Any] | Step, source: str) -> Step:
+    if isinstance(item, str):
+        item = Step(item)
+    if isinstance(item, Mapping):
+        if len(item) != 1:
+            raise ConfigError(source, f"{dict(item)!r} is not one step", "write {step: {option: value}}")
+        ((name, options),) = item.items()
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(
+                source, f"the options of {name!r} are {options!r}", f"write {{{name}: {{option: value}}}}"
+            )
+        item = Step(str(name), dict(options or {}))
+    if item.name not in KINDS:
+        raise ConfigError(
+            source,
+            f"there is no step {item.name!r}{close_matches(item.name, KINDS)}",
+            f"use {', '.join(KINDS)}",
+        )
+    return item
+
+
+def _check_order(steps: Sequence[Step], source: str) -> None:
+    seen: dict[str, int] = {}
+    for at, step in enumerate(steps):
+        kind = KINDS[step.name]
+        for earlier, where in seen.items():
+            rivals = {step.name, *kind.instead_of}
+            if earlier in rivals:
+                raise ConfigError(
+                    source,
+                    f"step {at + 1} ({step.name}) decides again what step {where + 1} ({earlier}) decided",
+                    "keep one of them",
+                )
+            wrong_phase = kind.phase == "float" and KINDS[earlier].phase == "simulation"
+            if wrong_phase or step.name in KINDS[earlier].after:
+                why = (
+                    f"it changes the float model, and {earlier} has worked on its simulation"
+                    if wrong_phase
+                    else f"{earlier} relies on it"
+                )
+                raise ConfigError(
+                    source,
+                    f"step {at + 1} ({step.name}) comes too late: {why}",
+                    f"put {step.name} before {earlier}",
+                )
+        seen[step.name] = at
+
+
+class Runner(Protocol):
+    """A model that steps are carried out on; each front end has one."""
+
+    def check(self, step: Step) -> None:
+        """Refuse options the step's function does not have, before any work is done.
+
+        Raises:
+            ConfigError: naming the option, with close matches.
+        """
+
+    def apply(self, step: Step) -> str:
+        """Carry the step out; returns one line on what it did."""
+
+    def simulate(self) -> None:
+        """Make the calibrated simulation of the float model as it stands."""
+
+    def measure(self) -> float:
+        """The metric of the simulation, or of the one the float model would have now."""
+
+    def keep(self) -> Undo:
+        """Remember the state; the function returned brings it back."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step did.
+
+    Attributes:
+        step: as written, or ``float`` and ``no step`` for the first two lines.
+        metric: after it, on the simulated model; ``None`` when no metric was given.
+        change: of the metric, positive for the better.
+        note: what the step says of itself, or why it was taken back.
+        kept: whether it is in force.
+    """
+
+    step: str
+    metric: float | None
+    change: float | None
+    note: str = ""
+    kept: bool = True
+
+    @property
+    def hurts(self) -> bool:
+        """Whether the metric became worse by this step."""
+        return self.change is not None and self.change < 0
+
+
+@dataclass(frozen=True)
+class RecipeReport(Sequence[Outcome]):
+    """One line per step; a table when printed.
+
+    Attributes:
+        outcomes: in order.
+        interrupted: the step that Ctrl-C stopped; those before it are in force.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    interrupted: str | None = None
+
+    def __getitem__(self, index: int) -> Outcome:  # type: ignore[override]
+        return self.outcomes[index]
+
+    def __len__(self) -> int:
+        return len(self.outcomes)
+
+    def __iter__(self) -> Iterator[Outcome]:
+        return iter(self.outcomes)
+
+    def __str__(self) -> str:
+        rows = [("step", "metric", "change", "")]
+        for o in self.outcomes:
+            metric = "" if o.metric is None else f"{o.metric:.4f}"
+            change = "" if o.change is None else f"{o.change:+.4f}"
+            state = "" if o.kept else "taken back: "
+            rows.append((o.step, metric, change, f"{state}{o.note}"))
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [
+            f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}  {d}".rstrip()
+            for a, b, c, d in rows
+        ]
+        if self.interrupted:
+            lines.append(f"interrupted during {self.interrupted}; the steps before it are in force")
+        return "\n".join(lines)
+
+
+OnHarm = Literal["report", "undo"]
+
+
+def run_recipe(
+    steps: Sequence[Step],
+    runner: Runner,
+    *,
+    float_metric: float | None = None,
+    on_harm: OnHarm = "report",
+    lower_is_better: bool = False,
+) -> RecipeReport:
+    """Carry out ``steps`` and leave the runner with a calibrated simulation.
+
+    Args:
+        steps: as :func:`parse_recipe` gives them.
+        runner: the model.
+        float_metric: metric of the float model; ``None`` when there is no metric, and then nothing is measured.
+        on_harm: what becomes of a step that makes the metric worse: ``report`` keeps it and says so, ``undo`` takes it
+            back.
+        lower_is_better: for perplexities and errors.
+
+    Raises:
+        ConfigError: an option that a step does not have, or an unknown ``on_harm``; before any work.
+        CalibrationError: the metric is NaN.
+    """
+    if on_harm not in ("report", "undo"):
+        raise ConfigError("on_harm", f"{on_harm!r} is neither 'report' nor 'undo'", "use one of them")
+    for step in steps:
+        runner.check(step)
+    book = _Book(lower_is_better)
+    if float_metric is not None:
+        book.add("float", float_metric)
+        book.add("no step", runner.measure())
+    simulated, interrupted = False, None
+    for step in steps:
+        if KINDS[step.name].phase == "simulation" and not simulated:
+            runner.simulate()
+            simulated = True
+        undo = runner.keep()
+        try:
+            note = runner.apply(step)
+            value = None if float_metric is None else runner.measure()
+        except KeyboardInterrupt:
+            undo()
+            interrupted = str(step)
+            logger.warning("interrupted during %s; the steps before it are in force", step)
+            break
+        outcome = book.add(str(step), value, note)
+        if outcome.hurts:
+            logger.warning("%s made the metric worse by %.4f%s", step, -(outcome.change or 0), _fate(on_harm))
+            if on_harm == "undo":
+                undo()
+                book.take_back()
+    if not simulated:
+        runner.simulate()
+    return RecipeReport(tuple(book.outcomes), interrupted)
+
+
+def _fate(on_harm: OnHarm) -> str:
+    return "; it is taken back" if on_harm == "undo" else "; on_harm='undo' would take it back"
+
+
+class _Book:
+    """The outcomes so far, and the metric in force."""
+
+    def __init__(self, lower_is_better: bool) -> None:
+        self.sign = -1.0 if lower_is_better else 1.0
+        self.outcomes: list[Outcome] = []
+
+    def _last(self) -> float | None:
+        # the float model is no predecessor: its metric is the goal
+        kept = [o.metric for o in self.outcomes[1:] if o.kept and o.metric is not None]
+        return kept[-1] if kept else None
+
+    def add(self, step: str, metric: float | None, note: str = "") -> Outcome:
+        """Write down a step."""
+        if metric is not None and math.isnan(metric):
+            raise CalibrationError(
+                step,
+                "the metric is NaN",
+                "run the metric on the float model first; check it for empty batches and divisions by zero",
+            )
+        last = self._last()
+        change = None if metric is None or last is None else self.sign * (metric - last)
+        self.outcomes.append(Outcome(step, metric, change, note))
+        return self.outcomes[-1]
+
+    def take_back(self) -> None:
+        """The step written last is no longer in force."""
+        self.outcomes[-1] = replace(self.outcomes[-1], kept=False)

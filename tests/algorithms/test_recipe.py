@@ -1,0 +1,146 @@
+"""Recipes: order, bookkeeping, taking back, interruption; the steps themselves are a fake model's."""
+
+import json
+import math
+
+import pytest
+
+from bitwright.algorithms.recipe import KINDS, Step, load_recipe, parse_recipe, run_recipe
+from bitwright.errors import CalibrationError, ConfigError
+
+
+class Fake:
+    """A model whose metric is the sum of what its steps are worth."""
+
+    def __init__(self, **worth):
+        self.worth, self.state, self.log, self.simulated = worth, 10.0, [], False
+
+    def check(self, step):
+        for option in step.options:
+            if option != "seed":
+                raise ConfigError(step.name, f"no option {option!r}", "use seed")
+
+    def apply(self, step):
+        self.log.append(step.name)
+        value = self.worth.get(step.name, 0.0)
+        if value is KeyboardInterrupt:
+            self.state = -1000.0  # half done
+            raise KeyboardInterrupt
+        self.state += value
+        return f"{step.name} done"
+
+    def simulate(self):
+        self.simulated = True
+        self.log.append("simulate")
+
+    def measure(self):
+        return self.state
+
+    def keep(self):
+        state = self.state
+        return lambda: setattr(self, "state", state)
+
+
+def test_steps_are_names_or_names_with_options():
+    assert parse_recipe(["fold", {"adaround": {"iterations": 5}}, Step("bias_correction")]) == (
+        Step("fold"),
+        Step("adaround", {"iterations": 5}),
+        Step("bias_correction"),
+    )
+
+
+@pytest.mark.parametrize(
+    "recipe, message",
+    [
+        ("fold", r"a recipe is a list of steps, not 'fold'. Remedy: write \['fold'\]"),
+        (["folt"], r"there is no step 'folt'.*fold"),
+        ([{"fold": {}, "gptq": {}}], "is not one step"),
+        ([{"gptq": 3}], "the options of 'gptq' are 3"),
+        (["fold", "fold"], r"step 2 \(fold\) decides again what step 1 \(fold\) decided"),
+        (["gptq", "adaround"], r"step 2 \(adaround\) decides again what step 1 \(gptq\) decided"),
+        (["adaround", "fold"], r"step 2 \(fold\) comes too late: it changes the float model.*put fold before adaround"),
+        (["equalize", "fold"], r"step 2 \(fold\) comes too late: equalize relies on it"),
+        (["adaround", "seq_mse"], "seq_mse before adaround"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_before_any_work(recipe, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_recipe(recipe)
+
+
+def test_every_row_names_known_steps():
+    for kind in KINDS.values():
+        assert {*kind.after, *kind.instead_of} <= KINDS.keys() and kind.does
+
+
+def test_the_simulation_is_made_between_the_phases_and_each_step_has_its_line():
+    runner = Fake(fold=1.0, adaround=3.0)
+    report = run_recipe(parse_recipe(["fold", "adaround"]), runner, float_metric=20.0)
+    assert runner.log == ["fold", "simulate", "adaround"]
+    assert [(o.step, o.metric, o.change) for o in report] == [
+        ("float", 20.0, None),
+        ("no step", 10.0, None),
+        ("fold()", 11.0, 1.0),
+        ("adaround()", 14.0, 3.0),
+    ]
+    assert "adaround()  14.0000  +3.0000  adaround done" in str(report)
+
+
+def test_without_a_metric_nothing_is_measured():
+    runner = Fake()
+    runner.measure = None
+    assert [o.metric for o in run_recipe(parse_recipe(["fold"]), runner)] == [None]
+    assert runner.simulated
+
+
+@pytest.mark.parametrize("on_harm, end, kept", [("report", 13.0, True), ("undo", 15.0, False)])
+def test_a_step_that_hurts_is_reported_and_taken_back_if_asked(on_harm, end, kept, caplog):
+    runner = Fake(fold=2.0, equalize=-2.0, adaround=3.0)
+    steps = parse_recipe(["fold", "equalize", "adaround"])
+    report = run_recipe(steps, runner, float_metric=20.0, on_harm=on_harm)
+    assert runner.state == end
+    assert report[3].hurts and report[3].kept is kept
+    assert report[4].change == 3.0  # against what is in force
+    assert "equalize() made the metric worse by 2.0000" in caplog.text
+    assert ("taken back: equalize done" in str(report)) is not kept
+
+
+def test_lower_may_be_better():
+    report = run_recipe(parse_recipe(["fold"]), Fake(fold=-1.0), float_metric=3.0, lower_is_better=True)
+    assert report[2].change == 1.0 and not report[2].hurts
+
+
+def test_an_interrupted_step_leaves_those_before_it():
+    runner = Fake(fold=2.0, adaround=KeyboardInterrupt)
+    report = run_recipe(parse_recipe(["fold", "adaround", "bias_correction"]), runner, float_metric=20.0)
+    assert runner.state == 12.0 and runner.simulated and report.interrupted == "adaround()"
+    assert "interrupted during adaround()" in str(report)
+
+
+def test_a_metric_that_is_nan_stops_with_the_step():
+    with pytest.raises(CalibrationError, match=r"fold\(\): the metric is NaN"):
+        run_recipe(parse_recipe(["fold"]), Fake(fold=math.nan), float_metric=20.0)
+
+
+def test_options_are_checked_before_any_work():
+    runner = Fake()
+    with pytest.raises(ConfigError, match="no option 'sead'"):
+        run_recipe(parse_recipe(["fold", {"gptq": {"sead": 1}}]), runner)
+    assert not runner.log
+    with pytest.raises(ConfigError, match="'revert' is neither 'report' nor 'undo'"):
+        run_recipe((), runner, on_harm="revert")
+
+
+def test_a_recipe_file(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("recipe:\n  - fold\n  - adaround: {iterations: 10}\n")
+    assert load_recipe(path) == (Step("fold"), Step("adaround", {"iterations": 10}))
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({"recipes": []}))
+    with pytest.raises(ConfigError, match="unknown key 'recipes'.*under the key recipe"):
+        load_recipe(path)
+    path.write_text("[]")
+    with pytest.raises(
+        ConfigError, match="it holds a list, not keys and values. Remedy: write recipe as key"
+    ):
+        load_recipe(path)
