@@ -132,7 +132,7 @@ class Calibrator:
         model = self.simulation.model
         self.specs = input_specs(model)
         self._outputs = [str(v.name) for v in model.graph.outputs]
-        self._instrument = _Instrument(model)
+        self._instrument = Instrument(model)
         self.taps = self._find_taps()
         self._reduced = [tap for tap in self.taps if tap.scalars]
         self._fetched = [tap for tap in self.taps if not tap.scalars]
@@ -265,7 +265,7 @@ class Calibrator:
         return [int(n) * _itemsize(tap.value) for n, tap in zip(counts, taps, strict=True)]
 
 
-class _Instrument:
+class Instrument:
     """Adds to a model what makes its tensors visible from outside, and opens sessions on parts of that."""
 
     def __init__(self, model: ir.Model) -> None:
@@ -288,7 +288,7 @@ class _Instrument:
             and value.dtype in (None, ir.DataType.FLOAT)
         )
         if not reducible:
-            outer, leading = self._lift(value, graph, np.zeros(0, _numpy_type(value)), None)
+            outer, leading = self.lift(value, graph, np.zeros(0, _numpy_type(value)), None)
             return Tap(quantizer, outer, leading=leading)
         place = self._behind(value, graph)
         scalars = []
@@ -296,11 +296,11 @@ class _Instrument:
             attributes = {} if op == "Size" else {"keepdims": 0}
             scalar = self.builder.emit(place, op, [value], f"{value.name}_{op}", dtype, **attributes)
             scalar.shape = ir.Shape([])
-            scalars.append(self._lift(scalar, graph, np.asarray(neutral), merge)[0])
+            scalars.append(self.lift(scalar, graph, np.asarray(neutral), merge)[0])
         whole = value
         leading = 0
         if graph is not self.model.graph:  # its scalars came out; the tensor itself, should it be asked for
-            whole, leading = self._lift(value, graph, np.zeros(0, np.float32), None)
+            whole, leading = self.lift(value, graph, np.zeros(0, np.float32), None)
         return Tap(quantizer, whole, leading=leading, scalars=tuple(scalars))
 
     def _behind(self, value: ir.Value, graph: ir.Graph) -> Place:
@@ -311,7 +311,7 @@ class _Instrument:
         first = next(iter(graph))
         return before(first)
 
-    def _lift(
+    def lift(
         self, value: ir.Value, graph: ir.Graph, neutral: Array, merge: str | None
     ) -> tuple[ir.Value, int]:
         """``value`` as a value of the main graph, and how many axes loops put in front of it.

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from bitwright.errors import ConfigError, ModelError, close_matches
 from bitwright.export.runtime import refusals
 
-Order = Literal["fast", "frugal"]
+Order = Literal["fast", "frugal", "written"]
 Providers = Sequence[str | tuple[str, dict[str, Any]]]
 
 # Protobuf refuses messages of 2 GiB; larger models go to the runtime as files.
@@ -35,7 +35,8 @@ def open_session(
         threads: of one operator; 0 leaves the number to the runtime.
         order: ``"frugal"`` runs every node as soon as the order of the model allows and keeps the plain memory
             layout, so that a tensor is gone once its readers are through; ``"fast"`` is the runtime's default, which
-            may keep every tensor that is also an output's source until the end.
+            may keep every tensor that is also an output's source until the end; ``"written"`` is frugal and optimises
+            nothing, so that every node of the model runs.
 
     Raises:
         ConfigError: a provider is not available.
@@ -48,9 +49,12 @@ def open_session(
     options.intra_op_num_threads = threads
     options.log_severity_level = 4  # refusals arrive as exceptions; the log would only repeat them
     options.add_session_config_entry("session.disable_quant_qdq", "1")
-    if order == "frugal":
+    if order != "fast":
+        levels = ort.GraphOptimizationLevel
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        options.graph_optimization_level = (
+            levels.ORT_ENABLE_EXTENDED if order == "frugal" else levels.ORT_DISABLE_ALL
+        )
     try:
         if _fits_a_message(model):
             return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=chosen)
