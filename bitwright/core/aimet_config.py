@@ -15,7 +15,7 @@ from bitwright.core.formats import IntFormat
 from bitwright.core.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.ops import OPS
 from bitwright.core.patterns import MASKED_SOFTMAX, MATMUL_ADD, Pattern
-from bitwright.core.rules import Rule, Rules
+from bitwright.core.rules import BOUNDARY_ONLY, Rule, Rules
 from bitwright.core.spec import PRESETS, Preset, Symmetry
 from bitwright.errors import ConfigError, close_matches
 
@@ -102,6 +102,7 @@ class _Reader:
 
     def rules(self) -> Rules:
         found = [
+            BOUNDARY_ONLY,  # AIMET quantizes what enters and leaves a recurrent layer
             *self._default_rules(),
             *self._param_rules(self.data["params"], "params", "*"),
             *self._op_type_rules(),

@@ -7,6 +7,7 @@ Ours, in YAML::
       - {match: "layer1.*", op: Conv, weight: int4}
       - {match: head, weight: {format: int8, granularity: per_tensor}, output: null}
     supergroups: [default, [Conv, Silu]]
+    recurrent: boundary_only      # or "inside", the default: quantizers inside the steps of recurrent layers
 
 Every key is checked, and an unknown one is answered with what it may have been. TOML has no ``null``: write
 ``"float"``.
@@ -29,17 +30,27 @@ from bitwright.core.aimet_config import (
     shipped_config,
 )
 from bitwright.core.formats import parse_format
-from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
+from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerGate, PerTensor
 from bitwright.core.patterns import DEFAULT_SUPERGROUPS, MASKED_SOFTMAX, MATMUL_ADD, Pattern
-from bitwright.core.rules import FixedRange, Rule, Rules, default_rules
+from bitwright.core.rules import BOUNDARY_ONLY, FixedRange, Rule, Rules, default_rules
 from bitwright.core.spec import PRESETS, SYMMETRIES, Preset, RangeMethod, find_preset
 from bitwright.errors import BitwrightError, ConfigError, close_matches
 
-_TOP = ("preset", "rules", "supergroups")
+_TOP = ("preset", "rules", "supergroups", "recurrent")
 _PORTS = {
     **{
         p: p
-        for p in ("output", "input", "weight", "bias", "param", "constant", "model_input", "model_output")
+        for p in (
+            "output",
+            "input",
+            "inner",
+            "weight",
+            "bias",
+            "param",
+            "constant",
+            "model_input",
+            "model_output",
+        )
     },
     "all": "*",
 }
@@ -158,7 +169,7 @@ def read_config(
     """The rules of a configuration in our form.
 
     Args:
-        data: keys ``preset``, ``rules`` and ``supergroups``, each optional.
+        data: keys ``preset``, ``rules``, ``supergroups`` and ``recurrent``, each optional.
         preset: base specs if ``data`` names no preset.
         source: name for messages.
 
@@ -171,6 +182,8 @@ def read_config(
     if not isinstance(entries, list):
         raise ConfigError(f"{source}: rules", f"it is a {type(entries).__name__}", "write a list of rules")
     rules = [rule for i, entry in enumerate(entries) for rule in _rules(entry, f"{source}: rules[{i}]")]
+    if _recurrent(data.get("recurrent", "inside"), f"{source}: recurrent") == "boundary_only":
+        rules.insert(0, BOUNDARY_ONLY)
     groups = _supergroups(data.get("supergroups", ["default"]), f"{source}: supergroups")
     return Rules(chosen.weight, chosen.activation, tuple(rules), groups, source=source)
 
@@ -270,7 +283,11 @@ def _symmetry(value: Any, at: str) -> str:
 
 
 def _granularity(value: Any, at: str) -> Granularity:
-    words: dict[str, Granularity] = {"per_tensor": PerTensor(), "per_channel": PerChannel()}
+    words: dict[str, Granularity] = {
+        "per_tensor": PerTensor(),
+        "per_channel": PerChannel(),
+        "per_gate": PerGate(),
+    }
     if isinstance(value, str) and value in words:
         return words[value]
     if isinstance(value, Mapping) and len(value) == 1:
@@ -286,7 +303,7 @@ def _granularity(value: Any, at: str) -> Granularity:
     raise ConfigError(
         at,
         f"{value!r} is not a granularity{near}",
-        "use per_tensor, per_channel, {per_channel: axis} or {per_block: size}",
+        "use per_tensor, per_channel, per_gate, {per_channel: axis} or {per_block: size}",
     )
 
 
@@ -313,6 +330,18 @@ def _range(value: Any, at: str) -> FixedRange:
             at, f"{value!r} is not a range", "write [lowest, highest], with null for a calibrated end"
         )
     return ends[0], ends[1]
+
+
+def _recurrent(value: Any, at: str) -> str:
+    """Whether quantizers go inside recurrent layers."""
+    words = ("inside", "boundary_only")
+    if value not in words:
+        raise ConfigError(
+            at,
+            f"{value!r} is no way to place them{close_matches(str(value), words)}",
+            f"use {', '.join(words)}",
+        )
+    return str(value)
 
 
 def _supergroups(value: Any, at: str) -> tuple[Pattern, ...]:

@@ -153,6 +153,37 @@ class PerBlock:
         return axis, channel
 
 
-Granularity = PerTensor | PerChannel | PerBlock
+@dataclass(frozen=True)
+class PerGate:
+    """One scale per gate of a recurrent layer's weight; for weights without gates, one per tensor.
+
+    It becomes a :class:`PerBlock` over the rows of a gate as soon as the operator is known:
+
+    ==================  ==========================  =============
+    tensor shape        becomes                     scale shape
+    ==================  ==========================  =============
+    ``(4 * 16, 8)``     ``PerBlock(16, axis=0)``    ``(4, 1)``
+    ``(1, 4 * 16, 8)``  ``PerBlock(16, axis=1)``    ``(1, 4, 1)``
+    ==================  ==========================  =============
+    """
+
+    def param_shape(self, shape: Shape, site: str = "tensor") -> Shape:
+        """Shape of ``scale`` and ``zero_point``, for a tensor without gates."""
+        return ()
+
+    def broadcast_shape(self, shape: Shape, site: str = "tensor") -> Shape:
+        """Shape that makes a parameter broadcast against the tensor."""
+        return ()
+
+    def view_shape(self, shape: Shape, site: str = "tensor") -> Shape:
+        """Shape in which the tensor is to be viewed so that parameters broadcast: its own."""
+        return shape
+
+    def resolve(self, channel_axis: int | None, block_axis: int | None) -> PerTensor:
+        """One scale per tensor: ``ops.resolve_granularity`` knows the operators that have gates."""
+        return PerTensor()
+
+
+Granularity = PerTensor | PerChannel | PerBlock | PerGate
 
 PER_TENSOR = PerTensor()

@@ -63,6 +63,9 @@ class Op:
         also: ``(port, value)`` pairs that later runs of the same place read.
         module: path of the module or name of the function the place belongs to.
         scope: the training flag and other notes a front end wants to keep (for example ``training``).
+        inner: of a recurrent layer, what is computed inside a step: name (:mod:`bitwright.core.recurrence`) -> value, in
+            order of computation. ``hidden`` is the output with all steps, where there is one; the others are values of
+            their own that no operator reads.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Op:
     calls: int = 1
     also: tuple[tuple[int, str], ...] = ()
     module: str = ""
+    inner: Mapping[str, str] = field(default_factory=dict)
 
     def sources(self) -> Iterator[tuple[int, str]]:
         """``(port, value)`` of everything that any run of this place read."""
@@ -106,7 +110,7 @@ class Graph:
 
     @cached_property
     def _producers(self) -> dict[str, Op]:
-        return {value: op for op in self.ops for value in op.outputs}
+        return {value: op for op in self.ops for value in (*op.inner.values(), *op.outputs)}
 
     @cached_property
     def _consumers(self) -> dict[str, tuple[tuple[Op, int], ...]]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
+from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerGate, PerTensor
+from bitwright.core.recurrence import CELLS
 
 Kind = Literal["compute", "movement", "pointwise", "merge", "norm", "reduce", "float"]
 
@@ -48,6 +49,14 @@ _INT_POINT = OpRow("pointwise", integer=True)
 _ACT = OpRow("pointwise", activations=(0,), integer=True)
 _NORM = OpRow("norm", _WB, activations=(0,))
 _REDUCE = OpRow("reduce", activations=(0,))
+_GATED = (1, 2)  # W and R have rows of gates, a projection has none
+_RECURRENT = OpRow(
+    "compute",
+    {1: "weight", 2: "weight", 3: "bias", 7: "peephole", 8: "weight", 9: "bias"},
+    weight=1,
+    activations=(0, 5, 6),
+    integer=True,
+)
 
 OPS: dict[str, OpRow] = {
     "Conv": OpRow("compute", _WB, weight=1, bias=2, activations=(0,), integer=True),
@@ -124,8 +133,13 @@ OPS: dict[str, OpRow] = {
     **dict.fromkeys(("Loop", "Scan"), _MOVE),
     "Resize": OpRow("pointwise", activations=(0,), integer=True),
     "GridSample": OpRow("pointwise", activations=(0,)),
+    # one layer in one direction: X, W, R, B, sequence_lens, initial_h, initial_c, P, and what only torch has:
+    # a projection and a second bias
+    **dict.fromkeys(CELLS, _RECURRENT),
+    # final states of several layers, side by side
+    "States": OpRow("merge"),
     # one call in torch that the front end takes apart; listed in float where it could not
-    **dict.fromkeys(("LSTM", "GRU", "RNN", "Attention"), OpRow("float")),
+    "Attention": OpRow("float"),
 }
 
 _UNKNOWN = OpRow("float")
@@ -149,6 +163,7 @@ def weight_axes(
     Gemm           0 if ``transB`` else 1        the other
     MatMul         last (right), rank-2 (left)   the other
     Embedding      0 (rows)                      1
+    LSTM, GRU, RNN the one before the last       last
     ============== ============================= =============
 
     A 1-D operand of MatMul has no output channel: ``(None, 0)``.
@@ -169,6 +184,10 @@ def weight_axes(
         return 0, 1
     if op_type == "PRelu":
         return 0, None
+    if (
+        op_type in CELLS and rank > 1
+    ):  # rows of gates: [gates * hidden, in], and [1, gates * hidden, in] in ONNX
+        return rank - 2, rank - 1
     return None, None
 
 
@@ -182,6 +201,8 @@ def resolve_granularity(
     A per-channel scale over a single element (1-D weights of PRelu with one slope) falls back to per tensor.
     """
     channel, block = weight_axes(op_type, attrs, port, len(shape))
+    if isinstance(granularity, PerGate) and op_type in CELLS and port in _GATED and channel is not None:
+        return PerBlock(shape[channel] // len(CELLS[op_type].gates), axis=channel)
     if op_type == "PRelu" and shape:  # slopes may bear axes of length 1, to broadcast against the input
         channel = max(range(len(shape)), key=shape.__getitem__)
     group = int(attrs.get("group", 1))

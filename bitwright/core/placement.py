@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from bitwright.core.formats import IntFormat
+from bitwright.core.formats import FloatFormat, IntFormat, parse_format
 from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.core.graph import Graph, Op, Value
 from bitwright.core.ops import OpRow, op_row, resolve_granularity
 from bitwright.core.patterns import Match, find_matches, folds_into
+from bitwright.core.recurrence import CELLS, RETURNS, STATE_PORTS, activation_range, is_wide
 from bitwright.core.rules import Resolver, Rules, Setting
 from bitwright.core.spec import QuantSpec, Symmetry
 from bitwright.errors import ConfigError, close_matches
@@ -43,6 +44,8 @@ class SitePlan:
         value: graph value that is quantized.
         group: name of the site whose encoding this one has; its own name if it shares none.
         follows: for an int32 bias, the sites of the input and the weight whose scales it multiplies.
+        inner: for a site inside the steps of a recurrent layer, what it quantizes there
+            (:mod:`bitwright.core.recurrence`); ``port`` is then no output unless the value is one.
     """
 
     name: str
@@ -53,6 +56,7 @@ class SitePlan:
     value: str
     group: str
     follows: tuple[str, str] | None = None
+    inner: str | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ def place(graph: Graph, rules: Rules) -> Plan:
     Site names: a parameter has its own name at the first operator that reads it and ``<param>@<op>`` at
     others; weights and biases computed from parameters are ``<op>.weight`` and ``<op>.bias``, other
     constants and activations that are quantized where they are read ``<op>.input[port]``, outputs
-    ``<op>.output[index]``.
+    ``<op>.output[index]``, what is computed inside a recurrent layer ``<op>.<inner name>``.
 
     Args:
         graph: the model.
@@ -169,6 +173,7 @@ _FLOAT_OP = "{} runs in float on integer runtimes"
 _NORM = "normalisation parameters stay in float"
 _NO_ACTIVATIONS = "activations stay in float under {}"
 _NO_WEIGHTS = "weights stay in float under {}"
+_INNER = frozenset(("inner",))
 _PARAM, _CONSTANT, _BIAS = frozenset(("param",)), frozenset(("constant",)), frozenset(("bias", "param"))
 _PARAM_PORTS = {"bias": _BIAS, "weight": frozenset(("weight", "param"))}
 # they read the shape of a tensor and none of its values
@@ -228,7 +233,7 @@ class _Placer:
                 self._static_op(op)
             else:
                 self._operands(op)
-                for value in op.outputs:
+                for value in (*op.inner.values(), *op.outputs):
                     if value in self.outputs:
                         self.sites[self.outputs[value].name] = self.outputs[value]
         self._share_model_inputs()
@@ -245,6 +250,9 @@ class _Placer:
     def _outputs(self, op: Op) -> None:
         """Decide what becomes of the outputs of ``op``; those of the operators before it are settled."""
         row = op_row(op.type)
+        if op.type in CELLS:
+            self._recurrent(op, row)
+            return
         carried = row.kind in ("movement", "merge") and not self._looks_up(op, row)
         for index, value in enumerate(op.outputs):
             if not self._is_float(value):
@@ -255,6 +263,77 @@ class _Placer:
                 self._carry(op, row, index, value)
             else:
                 self._decide_output(op, row, index, value, default=row.integer or self._looks_up(op, row))
+
+    # ---- recurrent layers
+
+    def _recurrent(self, op: Op, row: OpRow) -> None:
+        """Decide what is computed inside the steps of ``op``, and the outputs, which carry its states."""
+        for name, value in op.inner.items():
+            self._inner(op, row, name, value)
+        returns = op.attrs.get("returns", RETURNS)
+        for index, (value, state) in enumerate(zip(op.outputs, returns, strict=False)):
+            carried = op.inner.get(state)
+            if not self._is_float(value) or (value == carried and value in self.outputs):
+                continue
+            group = self.group_of.get(carried) if carried else None
+            if group is not None and self.outputs[carried or ""].inner is not None:
+                self.group_of[value] = self.shared[value] = group
+                setting = self._output_setting(op, index, value)
+                self._idle(setting, f"{op.name}.output[{index}]", f"it shares the encoding of {group}")
+            elif self._decide_output(op, row, index, value, default=True) and group is not None:
+                self._join(value, group)
+
+    def _join(self, value: str, group: str) -> None:
+        """Let the site of ``value`` share the encoding of ``group``, if both are asked for alike."""
+        site = self.outputs[value]
+        if site.spec == self.spec_of[group]:
+            self.outputs[value] = replace(site, group=group)
+            self.group_of[value] = group
+
+    def _inner(self, op: Op, row: OpRow, name: str, value: str) -> None:
+        """Give a tensor inside the steps of ``op`` a site, or the reason why it has none.
+
+        A hidden state that is kept in float between the steps is still an output, quantized behind the layer.
+        """
+        site = f"{op.name}.{name}"
+        setting = self._setting(op, _INNER, None, site, value)
+        if value in op.outputs and setting.quantized is False:
+            self.used.update(setting.matched)
+            return
+        index = -1
+        if value in op.outputs:
+            index = op.outputs.index(value)
+            site, setting = f"{op.name}.output[{index}]", self._output_setting(op, index, value)
+        base = self.rules.activation
+        base = _wide(base) if base is not None and is_wide(op.type, name) else base
+        spec = self._pinned(
+            setting.apply(base, weight=False), setting, activation_range(op.type, op.attrs, name)
+        )
+        if self._verdict(setting, setting.quantized is not False, spec, site, "", value, _NO_ACTIVATIONS):
+            assert spec is not None
+            spec = _with_granularity(spec, self._concrete(spec.granularity, op, value))
+            self.outputs[value] = SitePlan(site, spec, "output", op.name, index, value, site, inner=name)
+            self.group_of[value], self.spec_of[site] = site, spec
+
+    def _initial_state(self, op: Op, port: int, values: list[str], grids: dict[int, str]) -> None:
+        """What a layer starts from is on the grid of the state it becomes, unless its producer has quantized it."""
+        loose = [v for v in values if v not in self.group_of]
+        if not loose:
+            return
+        state = STATE_PORTS[port]
+        returns = zip(op.outputs, op.attrs.get("returns", RETURNS), strict=False)
+        carriers = [op.inner.get(state, ""), *(value for value, returned in returns if returned == state)]
+        group = next((self.group_of[v] for v in carriers if v in self.group_of), None)
+        if group is None:
+            self._activation(op, op_row(op.type), port, values, grids)
+            return
+        site = f"{op.name}.input[{port}]"
+        setting = self._setting(op, frozenset(("input",)), None, site, loose[0])
+        reason = f"{op.name} reads it in float"
+        wanted = setting.quantized is not False
+        if self._verdict(setting, wanted, self.spec_of[group], site, reason, loose[0], _NO_ACTIVATIONS):
+            self._add(SitePlan(site, self.spec_of[group], "input", op.name, port, loose[0], group))
+            self.read_at.setdefault(self.origin.get(loose[0], loose[0]), []).append(site)
 
     def _stays_in_float(self, op: Op, row: OpRow) -> bool:
         """Whether all that ``op`` computes with is in float, so that an integer kernel has nothing to start
@@ -328,7 +407,14 @@ class _Placer:
             return None
         if value in self.symmetry:
             spec = replace(spec, symmetry=self.symmetry[value][0])
-        fixed = row.fixed_range if self.rules.fixed_ranges and isinstance(spec.format, IntFormat) else None
+        return self._pinned(spec, setting, row.fixed_range)
+
+    def _pinned(
+        self, spec: QuantSpec | None, setting: Setting, fixed: tuple[float, float] | None
+    ) -> QuantSpec | None:
+        """``spec`` with the range that the values have whatever the input, unless a rule says otherwise."""
+        if spec is None or not self.rules.fixed_ranges or not isinstance(spec.format, IntFormat):
+            return spec
         if fixed and setting.fixed_range is None and spec.fixed_range is None:
             if spec.symmetry == "asymmetric" or fixed[0] == -fixed[1]:
                 spec = replace(spec, fixed_range=fixed)
@@ -398,6 +484,8 @@ class _Placer:
             values = list(dict.fromkeys(by_port[port]))
             if row.bias == port and values[0] in self.static:
                 biases.append((port, values))
+            elif op.type in CELLS and port in STATE_PORTS:
+                self._initial_state(op, port, values, grids)
             elif self.static.issuperset(values):
                 self._constants(op, row, port, values, grids)
             elif row.kind != "movement":
@@ -535,6 +623,8 @@ class _Placer:
                 return _FLOAT_OP.format(op.type)
             if weight and (row.kind == "compute" or size > 1 or self._looks_up(op, row)):
                 return ""
+            if op.type in CELLS:
+                return f"{param} of {op.name}, added within a step before anything is rounded"
             return f"scalar parameter of {op.name}"
         match = self.match_of.get(op.name)
         if match is not None and match.pattern.kind == "masked_softmax":
@@ -771,6 +861,13 @@ def _an(word: str) -> str:
 
 def _with_granularity(spec: QuantSpec, granularity: Granularity) -> QuantSpec:
     return spec if spec.granularity == granularity else replace(spec, granularity=granularity)
+
+
+def _wide(spec: QuantSpec) -> QuantSpec:
+    """``spec`` with at least 16 bits: a signed symmetric grid, or float16."""
+    if isinstance(spec.format, FloatFormat):
+        return spec if spec.format.bits >= 16 else replace(spec, format=parse_format("float16"))
+    return replace(spec, format=IntFormat(max(16, spec.format.bits)), symmetry="symmetric")
 
 
 def _size(shape: tuple[int, ...]) -> int:

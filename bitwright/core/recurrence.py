@@ -11,9 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from bitwright.core.graph import Value
+
 InnerKind = Literal["pre", "gate", "state", "product"]
 
 HIDDEN, CELL, UNPROJECTED = "hidden", "cell", "unprojected"
+
+#: which state each output of the operators carries: all steps, and the last one; ``Op.attrs["returns"]`` has it where
+#: an ONNX node leaves outputs out
+RETURNS = (HIDDEN, HIDDEN, CELL)
+#: port of an initial state -> the state
+STATE_PORTS = {5: HIDDEN, 6: CELL}
 
 
 @dataclass(frozen=True)
@@ -138,6 +146,55 @@ def inner_names(op_type: str, variant: Variant = Variant()) -> tuple[str, ...]:
     if op_type == "GRU" and variant.linear_before_reset:
         names.remove("reset.hidden")
     return tuple(names)
+
+
+def variant_of(attrs: Mapping[str, Any]) -> Variant:
+    """The variant that the attributes of an operator ask for; a missing attribute is off."""
+    return Variant(*(bool(attrs.get(name)) for name in ("linear_before_reset", "input_forget", "projected")))
+
+
+def inner_values(
+    op: str, op_type: str, attrs: Mapping[str, Any], hidden: str | None, shape: tuple[int, ...], dtype: str
+) -> tuple[dict[str, str], list[Value]]:
+    """What a front end records of the tensors inside a layer.
+
+    Args:
+        op, op_type, attrs: name, type and attributes of the operator.
+        hidden: name of its output with all steps; ``None`` where it returns only the last.
+        shape: of one gate, ``[batch, hidden_size]``.
+        dtype: of the layer.
+
+    Returns:
+        ``Op.inner``, and the values in it that are no output, named ``<op>.<inner name>``.
+    """
+    inner = {name: f"{op}.{name}" for name in inner_names(op_type, variant_of(attrs))}
+    values = [
+        Value(value, "activation", shape, dtype)
+        for name, value in inner.items()
+        if name != HIDDEN or hidden is None
+    ]
+    if hidden is not None:
+        inner[HIDDEN] = hidden
+    return inner, values
+
+
+def activation_range(op_type: str, attrs: Mapping[str, Any], name: str) -> tuple[float, float] | None:
+    """The interval that the inner tensor ``name`` lies in whatever the input; ``None`` where there is none."""
+    cell = CELLS[op_type]
+    inner = next(i for i in cell.inner if i.name == name)
+    functions = attrs.get("activations") or cell.activations
+    if op_type == "RNN" and name == HIDDEN:
+        return ACTIVATION_RANGES.get(functions[0])
+    return None if inner.activation is None else ACTIVATION_RANGES.get(functions[inner.activation])
+
+
+def is_wide(op_type: str, name: str) -> bool:
+    """Whether the inner tensor ``name`` has 16 bits where activations have fewer.
+
+    The cell adds up over time, and a sum that enters a steep gate loses more in 8 bits than the gate's own output does
+    (measured in ``docs/decisions/0008-recurrent.md``). Integer LSTM kernels keep both in 16 bits for the same reason.
+    """
+    return name == CELL or any(i.name == name and i.kind == "pre" for i in CELLS[op_type].inner)
 
 
 def step(

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 from bitwright.core.formats import Format, parse_format
 from bitwright.core.granularity import Granularity
 from bitwright.core.patterns import DEFAULT_SUPERGROUPS, Pattern
+from bitwright.core.recurrence import CELLS
 from bitwright.core.spec import (
     PRESETS,
     SYMMETRIES,
@@ -27,7 +28,9 @@ from bitwright.core.spec import (
 )
 from bitwright.errors import ConfigError, close_matches
 
-Port = Literal["output", "input", "weight", "bias", "param", "constant", "model_input", "model_output", "*"]
+Port = Literal[
+    "output", "input", "inner", "weight", "bias", "param", "constant", "model_input", "model_output", "*"
+]
 PORTS: tuple[str, ...] = get_args(Port)
 FixedRange = tuple[float | None, float | None]
 
@@ -45,8 +48,8 @@ class Rule:
         op: canonical operator type, or several.
         port: which tensors of the operator. ``param`` is every parameter, ``weight`` and ``bias`` those of
             that name; ``constant`` is a constant operand that is no parameter of the operator type (a
-            positional embedding that is added); ``model_input`` and ``model_output`` are the tensors the
-            model takes and returns.
+            positional embedding that is added); ``inner`` is what is computed inside a step of a recurrent
+            layer; ``model_input`` and ``model_output`` are the tensors the model takes and returns.
         param: exact parameter name in the operator's vocabulary (``running_mean``).
         quantized: ``False`` leaves the tensor in float; ``True`` quantizes it even where integer runtimes
             would compute in float. For a bias, ``"derived"`` is the default: int32 with the scales of input
@@ -140,6 +143,10 @@ def _check_range(rule: Rule) -> None:
             f"fixed_range {rule.fixed_range!r} is not a range of finite numbers, lowest first",
             "write (lowest, highest), with None at an end that shall be calibrated",
         )
+
+
+#: leaves the inside of recurrent layers in float: quantizers stand only at what enters and leaves a layer
+BOUNDARY_ONLY = Rule(op=tuple(CELLS), port="inner", quantized=False, origin="boundary_only", optional=True)
 
 
 @dataclass(frozen=True)
