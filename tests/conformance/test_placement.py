@@ -7,9 +7,7 @@ model in other operators: those models are listed with what it does.
 
 from __future__ import annotations
 
-import logging
 import math
-import warnings
 
 import onnx
 import pytest
@@ -22,42 +20,9 @@ from bitwright.onnx.graph import build_graph
 from bitwright.onnx.load import load_model
 from bitwright.torch import Inputs, TorchView
 from bitwright.torch import QuantizationSimModel as TorchSim
+from tests.conformance.exported import PLANNED, REWRITTEN, exported
 from tests.zoo import ZOO, Case
 
-#: torch.onnx.export refuses these (data-dependent branches, dataclasses, packed sequences, 3-D pools, optional outputs);
-#: to two values of "arithmetic" it gives one name
-NOT_EXPORTED = {
-    "arithmetic",
-    "conv3d-net",
-    "gru-packed",
-    "branch",
-    "dataclass-io",
-    "dataclass-io-optional",
-    "dict-io",
-}
-#: models whose inputs or parameters ONNX Runtime and numpy share no type for
-NOT_COMPARED = {"resnet18-bfloat16", "vit-bfloat16"}
-#: what the exporter writes in other operators, so that the plans differ in activations
-REWRITTEN = {
-    "activations": "SiLU, Softsign and others as several operators",
-    "audio-net": "GLU as Split, Sigmoid, Mul",
-    "cell-loop": "a recurrent cell as its operators, and the loop over time unrolled",
-    "embedding-bag": "a Loop over the bags",
-    "encoder-post-norm": "attention with factors on queries and on keys",
-    "encoder-pre-norm": "attention with factors on queries and on keys",
-    "layer-loop": "the loop over a layer unrolled",
-    "llama": "rotary angles as constants, normalisation as several operators",
-    "llama-cached": "rotary angles as constants, normalisation as several operators",
-    "masked-lm": "the lookup of positions as a constant",
-    "masked-lm-sdpa": "the lookup of positions as a constant, attention with factors on queries and on keys",
-    "norms": "group normalisation as instance normalisation, product and sum",
-    "shared-twice": "a module that is called twice as two nodes",
-    "siamese": "a module that is called twice as two nodes",
-    "siamese-double": "a module that is called twice as two nodes",
-    "tuple-io": "a bilinear layer as two products",
-    "vit-half": "attention with factors on queries and on keys",
-    "vit-sdpa": "attention with factors on queries and on keys",
-}
 #: parameters that one of the two has no weight for
 ONLY = {
     "cell-loop": {"cell.weight_ih", "cell.weight_hh"},
@@ -74,24 +39,7 @@ FAST = {
     "super-resolution",
     "vit-bmm",
 }
-NAMES = [
-    pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
-    for name in ZOO
-    if name not in NOT_EXPORTED | NOT_COMPARED
-]
-
-
-def export(case: Case) -> onnx.ModelProto:
-    """The case in the form nearest to what its code says."""
-    call = case.example()
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.onnx.export(
-            case.build(), call.args, kwargs=call.kwargs or None, dynamo=True, verbose=False, optimize=False
-        )
-    assert program is not None
-    return program.model_proto
+NAMES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PLANNED]
 
 
 def torch_plan(case: Case) -> tuple[Plan, Graph]:
@@ -132,7 +80,7 @@ def first_names(model: torch.nn.Module) -> dict[str, str]:
 def test_both_front_ends_plan_alike(name):
     case = ZOO[name]
     names = first_names(case.build())
-    (one, one_graph), (other, other_graph) = torch_plan(case), onnx_plan(export(case))
+    (one, one_graph), (other, other_graph) = torch_plan(case), onnx_plan(exported(name))
     found, expected = weights(other, other_graph, names), weights(one, one_graph, names)
     for only in ONLY.get(name, ()):
         assert (frozenset([only]) in found) != (frozenset([only]) in expected)
@@ -151,5 +99,5 @@ def test_the_same_batch_norms_fold():
     call = case.example()
     one = TorchView(case.build(), [Inputs(call.args, call.kwargs)])
     folds, refusals = find_folds(one.graph(), one)
-    report = fold_all_batch_norms(export(case))
+    report = fold_all_batch_norms(exported("mobilenet-v3-block"))
     assert (len(report), len(report.refused)) == (len(folds), len(refusals)) == (3, 0)
