@@ -27,6 +27,7 @@ from bitwright.core.arrays import (
     namespace,
     to_numpy,
 )
+from bitwright.errors import CalibrationError
 
 TensorKind = Literal["input", "param", "constant", "activation"]
 
@@ -175,6 +176,30 @@ def first_non_finite(x: Array) -> tuple[tuple[int, ...], float] | None:
     return index, float(to_numpy(x[index]))
 
 
+def check_parameters(parameters: Mapping[str, Array]) -> None:
+    """Refuse parameters that hold NaN or Inf, before anything is calibrated.
+
+    Args:
+        parameters: by name, those that are to be quantized.
+
+    Raises:
+        CalibrationError: names the first such parameter and the index of its first bad element.
+    """
+    found = [(name, bad) for name, value in parameters.items() if (bad := first_non_finite(value))]
+    if not found:
+        return
+    name, (index, value) = found[0]
+    more = ""
+    if len(found) > 1:
+        shown = ", ".join(other for other, _ in found[1 : _SHOWN + 1])
+        more = f"; so do {len(found) - 1} more: {shown}{', ...' if len(found) > _SHOWN + 1 else ''}"
+    raise CalibrationError(
+        name,
+        f"the parameter holds values that are not finite, the first {value} at index {list(index)}{more}",
+        "load or train it again (a diverged training step writes NaN); no range can be taken from it",
+    )
+
+
 @dataclass(frozen=True)
 class Culprit:
     """The operator that turned finite values into others.
@@ -307,7 +332,9 @@ def _shortened(names: Sequence[str], count: int) -> str:
 def _plain(document: Mapping[str, Any]) -> dict[str, Any]:
     """A copy in which floats that JSON has no word for are strings; nested data without recursion."""
     root: dict[str, Any] = {}
-    stack: list[tuple[Any, Any, Any]] = [(root, key, value) for key, value in reversed(list(document.items()))]
+    stack: list[tuple[Any, Any, Any]] = [
+        (root, key, value) for key, value in reversed(list(document.items()))
+    ]
     while stack:
         target, key, value = stack.pop()
         if isinstance(value, Mapping):
@@ -342,8 +369,8 @@ CLEAN = Flags()
 
 #: operators that write a constant the author chose: an infinity from them is meant
 MAKERS = frozenset(
-    "MaskedFill Where full full_like new_full fill tensor as_tensor Constant ConstantOfShape Trilu scatter "
-    "ScatterElements PadConstant Pad setitem zeros_like ones_like index_fill masked_scatter Identity".split()
+    "MaskedFill Where full full_like new_full fill tensor as_tensor Constant ConstantOfShape scatter "
+    "ScatterElements PadConstant Pad setitem index_fill masked_scatter".split()
 )
 #: operators that answer an infinity with an innocent number: port -> what becomes of it
 _DIVIDES = {"Div": 1, "Reciprocal": 0, "Rsqrt": 0}
@@ -410,6 +437,14 @@ class Tracker:
     def knows(self, key: Hashable) -> bool:
         """Whether the non-finite values of this tensor are attributed to an event."""
         return key in self._taint
+
+    def move(self, key: Hashable, to: Hashable) -> None:
+        """The tensor ``key`` is known as ``to`` from now on too: what enters or leaves the body of a loop."""
+        event = self._taint.get(key)
+        if event is None:
+            self._taint.pop(to, None)
+        else:
+            self._taint[to] = event
 
     def call(
         self,

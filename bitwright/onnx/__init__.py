@@ -1,15 +1,18 @@
 """The front end for ONNX models, on ``onnx_ir`` and ONNX Runtime."""
 
+from bitwright.core.health import HealthReport
 from bitwright.core.scheme import QuantizationDataType, QuantScheme
 from bitwright.core.sites import Site, SiteGroup, SiteMap
 from bitwright.onnx.batch_norm_fold import fold_all_batch_norms, fold_all_batch_norms_to_weight
 from bitwright.onnx.data import Pictures, load_data
+from bitwright.onnx.health import check_model
 from bitwright.onnx.load import Loaded, load_model
 from bitwright.onnx.pipeline import Result, quantize
 from bitwright.onnx.quantsim import QuantizationSimModel
 from bitwright.onnx.view import OnnxView
 
 __all__ = [
+    "HealthReport",
     "Loaded",
     "OnnxView",
     "Pictures",
@@ -20,6 +23,7 @@ __all__ = [
     "Site",
     "SiteGroup",
     "SiteMap",
+    "check_model",
     "fold_all_batch_norms",
     "fold_all_batch_norms_to_weight",
     "load_data",

@@ -190,6 +190,15 @@ def canonical(n: _Node) -> tuple[str, dict[str, Any]]:
     return op_type, dict(n.attrs) if attrs is None else attrs(n)
 
 
+def canonical_op(node: ir.Node, opset: int) -> tuple[str, dict[str, Any]]:
+    """Canonical type and attributes of one node by itself; only initializers count as constants."""
+
+    def is_static(value: ir.Value | None) -> bool:
+        return value is not None and value.is_initializer()
+
+    return canonical(_Node(node, _plain_attrs(node), is_static, opset))
+
+
 _PLAIN = {
     ir.AttributeType.FLOAT: lambda a: a.as_float(),
     ir.AttributeType.INT: lambda a: a.as_int(),
