@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from bitwright.core.formats import parse_format
 from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerGate, PerTensor
 from bitwright.core.patterns import DEFAULT_SUPERGROUPS, MASKED_SOFTMAX, MATMUL_ADD, Pattern
 from bitwright.core.rules import BOUNDARY_ONLY, FixedRange, Rule, Rules, default_rules
-from bitwright.core.spec import PRESETS, SYMMETRIES, Preset, RangeMethod, find_preset
+from bitwright.core.spec import PRESETS, SYMMETRIES, Preset, RangeMethod, check_policy, find_preset
 from bitwright.errors import BitwrightError, ConfigError, close_matches
 
 _TOP = ("preset", "rules", "supergroups", "recurrent")
@@ -55,7 +55,7 @@ _PORTS = {
     "all": "*",
 }
 _RULE = ("match", "op", *_PORTS, "params")
-_FACETS = ("quantized", "format", "symmetry", "granularity", "method", "fixed_range")
+_FACETS = ("quantized", "format", "symmetry", "granularity", "method", "fixed_range", "non_finite")
 _GROUPS = {"default": DEFAULT_SUPERGROUPS, "masked_softmax": MASKED_SOFTMAX, "matmul_add": MATMUL_ADD}
 
 
@@ -258,13 +258,14 @@ def _at(at: str, read: Any, value: Any) -> Any:
 
 
 def _facets(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
-    readers = {
+    readers: dict[str, Callable[[Any, str], Any]] = {
         "quantized": _boolean,
         "format": lambda value, where: _at(where, parse_format, value),
         "symmetry": _symmetry,
         "granularity": _granularity,
         "method": _method,
         "fixed_range": _range,
+        "non_finite": check_policy,
     }
     return {key: readers[key](value, f"{at}.{key}") for key, value in entry.items()}
 

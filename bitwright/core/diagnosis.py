@@ -300,7 +300,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         ("ReduceMean", "AveragePool", "GlobalAveragePool", "ReduceLogSumExp", "ReduceLogSum"), _EMPTY
     ),
     **dict.fromkeys(("Variance", "var", "std", "std_mean", "var_mean"), _SPREAD),
-    **dict.fromkeys(MAKERS - {"Identity"}, _MAKES),
+    **dict.fromkeys(MAKERS, _MAKES),
 }
 
 

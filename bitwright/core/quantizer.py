@@ -13,6 +13,7 @@ from bitwright.core.bias import derive_bias_encoding, floor_weight_scale, underi
 from bitwright.core.encoding import Encoding
 from bitwright.core.formats import FloatFormat
 from bitwright.core.granularity import PerTensor
+from bitwright.core.health import check_parameters
 from bitwright.core.placement import Role
 from bitwright.core.spec import QuantSpec
 from bitwright.errors import CalibrationError, ConfigError
@@ -144,6 +145,8 @@ class Quantizer:
         shape = tuple(x.shape)
         if self._encoding is not None or 0 in shape:
             return
+        if self.role != "constant":
+            check_parameters({self.name: x})
         if self.is_fixed:
             self._freeze_fixed(shape)
             return

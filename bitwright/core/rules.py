@@ -20,10 +20,12 @@ from bitwright.core.recurrence import CELLS
 from bitwright.core.spec import (
     PRESETS,
     SYMMETRIES,
+    NonFinite,
     QuantSpec,
     RangeMethod,
     Symmetry,
     activation_spec,
+    check_policy,
     weight_spec,
 )
 from bitwright.errors import ConfigError, close_matches
@@ -59,6 +61,7 @@ class Rule:
         granularity: which elements share a scale.
         method: how the range is taken, or the name of the method.
         fixed_range: ``(lo, hi)`` in input units; ``None`` at either end calibrates that end.
+        non_finite: what calibration does about NaN and Inf, see :class:`~bitwright.core.spec.QuantSpec`.
         origin: where the rule was written; shown instead of the rule when it is cited.
         optional: the rule describes a target rather than this model, so matching nothing is not reported.
         reaches_producer: with ``port="input"``, set ``symmetry`` on the tensor that is read, wherever it is
@@ -81,6 +84,7 @@ class Rule:
     granularity: Granularity | None = None
     method: RangeMethod | str | None = None
     fixed_range: FixedRange | None = None
+    non_finite: NonFinite | None = None
     origin: str = field(default="", compare=False)
     optional: bool = field(default=False, compare=False)
     reaches_producer: bool = False
@@ -93,6 +97,8 @@ class Rule:
             _check_choice(self, f"value of quantized for port {self.port!r}", "derived", ("True", "False"))
         if isinstance(self.format, str):
             parse_format(self.format)
+        if self.non_finite is not None:
+            check_policy(self.non_finite, self.origin or f"Rule({self.name!r})")
         if self.fixed_range is not None:
             _check_range(self)
 
@@ -115,6 +121,7 @@ class Rule:
             "granularity",
             "method",
             "fixed_range",
+            "non_finite",
         ):
             value = getattr(self, facet)
             if value not in (None, "*"):
@@ -208,6 +215,7 @@ class Setting:
     granularity: Granularity | None = None
     method: RangeMethod | None = None
     fixed_range: FixedRange | None = None
+    non_finite: NonFinite | None = None
     decided_by: Rule | None = None
     matched: tuple[int, ...] = ()
 
@@ -232,6 +240,7 @@ class Setting:
             granularity=base.granularity if self.granularity is None else self.granularity,
             method=base.method if self.method is None else self.method,
             fixed_range=None if fixed == (None, None) else fixed,
+            non_finite=self.non_finite or base.non_finite,
         )
 
     def followed_by(self, index: int, rule: Rule) -> Setting:
@@ -248,6 +257,7 @@ class Setting:
             self.granularity if rule.granularity is None else rule.granularity,
             self.method if rule.method is None else _method(rule.method),
             self.fixed_range if rule.fixed_range is None else rule.fixed_range,
+            rule.non_finite or self.non_finite,
             decided_by,
             (*self.matched, index),
         )

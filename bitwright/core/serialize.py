@@ -68,6 +68,7 @@ def spec_to_json(spec: QuantSpec) -> JsonDict:
         "method": spec.method.name,
         "options": dict(spec.method.options),
         "fixed_range": None if spec.fixed_range is None else list(spec.fixed_range),
+        **({} if spec.non_finite is None else {"non_finite": spec.non_finite}),
     }
 
 
@@ -80,4 +81,5 @@ def spec_from_json(data: JsonDict) -> QuantSpec:
         data["symmetry"],
         RangeMethod.of(data["method"], data["options"]),
         None if fixed is None else (fixed[0], fixed[1]),
+        data.get("non_finite"),
     )

@@ -11,6 +11,8 @@ from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTen
 from bitwright.errors import ConfigError, close_matches
 
 Symmetry = Literal["asymmetric", "symmetric", "strict_symmetric", "unsigned_symmetric"]
+NonFinite = Literal["error", "skip", "clamp"]
+NON_FINITE: tuple[NonFinite, ...] = ("error", "skip", "clamp")
 SYMMETRIES: tuple[Symmetry, ...] = ("asymmetric", "symmetric", "strict_symmetric", "unsigned_symmetric")
 
 
@@ -30,6 +32,22 @@ class RangeMethod:
         return cls(name, tuple(sorted((options or {}).items())))
 
 
+def check_policy(policy: str, site: str = "non_finite") -> NonFinite:
+    """``policy``, if there is one of this name.
+
+    Raises:
+        ConfigError: with the names that exist.
+    """
+    for known in NON_FINITE:
+        if policy == known:
+            return known
+    raise ConfigError(
+        site=site,
+        problem=f"{policy!r} is not a policy for NaN and Inf{close_matches(str(policy), NON_FINITE)}",
+        remedy=f"use one of {', '.join(NON_FINITE)}",
+    )
+
+
 @dataclass(frozen=True)
 class QuantSpec:
     """What one tensor is quantized to, before any data was seen.
@@ -42,6 +60,9 @@ class QuantSpec:
         symmetry: where the zero point lies.
         method: how the range is chosen.
         fixed_range: ``(lo, hi)`` instead of calibration; either end may be ``None`` (that end is calibrated).
+        non_finite: what calibration does when the tensor holds NaN or Inf: ``error`` stops, ``skip`` leaves
+            the whole batch out of all statistics, ``clamp`` uses the finite elements only; ``None`` is the
+            policy of the call.
     """
 
     format: Format = field(default_factory=lambda: IntFormat(8))
@@ -49,6 +70,7 @@ class QuantSpec:
     symmetry: Symmetry = "symmetric"
     method: RangeMethod = RangeMethod()
     fixed_range: tuple[float | None, float | None] | None = None
+    non_finite: NonFinite | None = None
 
     def __post_init__(self) -> None:
         if self.symmetry not in SYMMETRIES:
@@ -57,6 +79,8 @@ class QuantSpec:
                 problem=f"{self.symmetry!r} is not a symmetry{close_matches(str(self.symmetry), SYMMETRIES)}",
                 remedy=f"use one of {', '.join(SYMMETRIES)}",
             )
+        if self.non_finite is not None:
+            check_policy(self.non_finite, "QuantSpec.non_finite")
 
     def describe(self) -> str:
         """One short phrase: ``int8 symmetric per channel (axis 0), minmax``."""

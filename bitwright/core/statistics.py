@@ -63,14 +63,20 @@ class MinMax(_Values):
 
     Attributes:
         lo, hi: smallest and largest finite value, float64, shape P; ``inf`` and ``-inf`` before any was seen.
-        count, nan_count, inf_count: finite, NaN and infinite values seen, int64, shape P.
+        count, nan_count, pos_inf_count, neg_inf_count: finite, NaN, +Inf and -Inf values seen, int64, shape P.
     """
 
     lo: NDArray[np.float64]
     hi: NDArray[np.float64]
     count: NDArray[np.int64]
     nan_count: NDArray[np.int64]
-    inf_count: NDArray[np.int64]
+    pos_inf_count: NDArray[np.int64]
+    neg_inf_count: NDArray[np.int64]
+
+    @property
+    def inf_count(self) -> NDArray[np.int64]:
+        """Infinite values of either sign, shape P."""
+        return np.asarray(self.pos_inf_count + self.neg_inf_count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +153,7 @@ def start(kind: Kind, shape: Shape = ()) -> Statistics:
     none = np.zeros(shape, np.int64)
     if kind == "moments":
         return Moments(none, np.zeros(shape), np.zeros(shape))
-    bounds = MinMax(np.full(shape, np.inf), np.full(shape, -np.inf), none, none, none)
+    bounds = MinMax(np.full(shape, np.inf), np.full(shape, -np.inf), none, none, none, none)
     if kind == "minmax":
         return bounds
     return Histogram(
@@ -254,28 +260,34 @@ def row_minmax(rows: Array, shape: Shape) -> MinMax:
         rows = _at_least_float32(rows)
     lo, hi = (to_numpy(end).astype(np.float64) for end in row_bounds(rows))
     count = np.full(lo.shape, rows.shape[1], np.int64)
-    nans = infs = np.zeros(lo.shape, np.int64)
+    nans = above = below = np.zeros(lo.shape, np.int64)
     # the reductions propagate NaN, so nothing non-finite passes unseen
     if not (np.isfinite(lo).all() and np.isfinite(hi).all()):
-        lo, hi, nans, infs = _masked_bounds(rows)
-        count = count - nans - infs
+        lo, hi, nans, above, below = _masked_bounds(rows)
+        count = count - nans - above - below
     return MinMax(
-        lo.reshape(shape), hi.reshape(shape), *(part.reshape(shape) for part in (count, nans, infs))
+        lo.reshape(shape), hi.reshape(shape), *(part.reshape(shape) for part in (count, nans, above, below))
     )
 
 
-def _masked_bounds(rows: Array) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+def _masked_bounds(rows: Array) -> tuple[NDArray[Any], ...]:
+    """Finite bounds, and counts of NaN, +Inf and -Inf, of every row."""
     xp = namespace(rows)
-    finite, nan = xp.isfinite(rows), xp.isnan(rows)
+    finite = xp.isfinite(rows)
     lo = row_bounds(xp.where(finite, rows, np.inf))[0]
     hi = row_bounds(xp.where(finite, rows, -np.inf))[1]
-    nans, rest = (to_numpy(mask.sum(1)).astype(np.int64) for mask in (nan, ~finite))
-    return to_numpy(lo).astype(np.float64), to_numpy(hi).astype(np.float64), nans, rest - nans
+    counts = (
+        to_numpy(mask.sum(1)).astype(np.int64) for mask in (xp.isnan(rows), rows == np.inf, rows == -np.inf)
+    )
+    return to_numpy(lo).astype(np.float64), to_numpy(hi).astype(np.float64), *counts
+
+
+_COUNTS = ("count", "nan_count", "pos_inf_count", "neg_inf_count")
 
 
 def _merge_minmax(a: MinMax, b: MinMax) -> MinMax:
     assert a.lo.shape == b.lo.shape, (a.lo.shape, b.lo.shape)
-    sums = (np.asarray(getattr(a, key) + getattr(b, key)) for key in ("count", "nan_count", "inf_count"))
+    sums = (np.asarray(getattr(a, key) + getattr(b, key)) for key in _COUNTS)
     return MinMax(np.asarray(np.minimum(a.lo, b.lo)), np.asarray(np.maximum(a.hi, b.hi)), *sums)
 
 

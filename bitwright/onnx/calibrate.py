@@ -193,7 +193,7 @@ class Calibrator:
                 none = np.zeros((), np.int64)
                 seen = np.asarray(count[i] * tap.times)
                 tap.quantizer.observe_statistics(
-                    statistics.MinMax(np.asarray(lo[i]), np.asarray(hi[i]), seen, none, none)
+                    statistics.MinMax(np.asarray(lo[i]), np.asarray(hi[i]), seen, none, none, none)
                 )
         self._bounds = _Bounds.of(len(self._reduced))
 
