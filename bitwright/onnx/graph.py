@@ -13,6 +13,7 @@ output of an If                 ``If`` of condition and both branches' values
 output of a Loop or Scan        ``Loop`` or ``Scan`` of the body's value, whose elements it carries
 state that enters a body        readers read the initial value, and (``Op.also``) the body's last one
 slice that enters a Scan body   ``Slice`` of what is scanned
+RNN, GRU or LSTM                its type, with what is computed inside a step in ``Op.inner``
 ==============================  ===================================================================
 """
 
@@ -20,13 +21,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import onnx_ir as ir
 
 from bitwright.core.graph import Graph, Op, Value
 from bitwright.core.ops import OPS, op_row
+from bitwright.core.recurrence import CELLS, RETURNS, inner_values
+from bitwright.export.recurrent import layer_activations, unknown_activation
 
 UNKNOWN = -1  # an axis whose length depends on the input
 
@@ -128,13 +132,19 @@ def _gemm_type(n: _Node) -> str:
     return "Gemm" if n.is_static(n.input(1)) or n.is_static(n.input(0)) else "MatMul"
 
 
+def _cell_type(n: _Node) -> str:
+    """A layer with an activation function that nothing implements is an operator of its own, and stays in float."""
+    unknown = unknown_activation(n.node.op_type, n.attrs)
+    return n.node.op_type if unknown is None else f"{n.node.op_type}({unknown})"
+
+
 # ONNX operator -> canonical type where the two differ
 _TYPES: dict[str, str | Callable[[_Node], str]] = {
     "Gather": _gather_type, "Resize": _resize_type, "Upsample": _resize_type, "Cast": _cast_type, "CastLike": "Cast",
     "Pad": _pad_type, "Gemm": _gemm_type, "Sum": "Add", "Swish": "Silu", "ThresholdedRelu": "Threshold",
     "Shrink": "HardShrink", "LpPool": "AveragePool", "Scatter": "ScatterElements", "ScatterND": "ScatterElements",
     "TensorScatter": "ScatterElements", "ReverseSequence": "Flip", "CenterCropPad": "Pad",
-    "Reciprocal": "Reciprocal", "GlobalLpPool": "ReduceL2",
+    "Reciprocal": "Reciprocal", "GlobalLpPool": "ReduceL2", **dict.fromkeys(CELLS, _cell_type),
 }  # fmt: skip
 
 
@@ -163,7 +173,17 @@ def _axis_attrs(n: _Node) -> dict[str, Any]:
     return {"axis": 0 if n.node.op_type == "Gather" else -1 if n.opset >= 13 else 1, **n.attrs}
 
 
+def _cell_attrs(n: _Node) -> dict[str, Any]:
+    names = tuple(a.name for a in layer_activations(n.node.op_type, n.attrs))
+    returns = tuple(state for state, value in zip(RETURNS, n.node.outputs, strict=False) if value.name)
+    return {
+        "direction": "forward", "clip": 0.0, "linear_before_reset": 0, "input_forget": 0, "layout": 0, **n.attrs,
+        "activations": names, "gates": CELLS[n.node.op_type].gates, "returns": returns,
+    }  # fmt: skip
+
+
 _ATTRS: dict[str, Callable[[_Node], dict[str, Any]]] = {
+    **dict.fromkeys(CELLS, _cell_attrs),
     "Conv": _conv_attrs,
     "ConvTranspose": _conv_attrs,
     "Gemm": lambda n: {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0, **n.attrs},
@@ -365,12 +385,7 @@ class _Reader:
             self._note(name, node.op_type, node, reads, [value], {})
 
     def _name(self, base: str) -> str:
-        name, count = base, 0
-        while name in self.names:
-            count += 1
-            name = f"{base}_{count}"
-        self.names.add(name)
-        return name
+        return _free(base, self.names)
 
     def _note(
         self, name: str, op_type: str, node: ir.Node, reads: Any, makes: Any, attrs: dict[str, Any]
@@ -383,14 +398,33 @@ class _Reader:
             also.extend((port, str(later)) for later in names[1:])
         while inputs and inputs[-1] is None:
             inputs.pop()
+        inner = self._inner(name, op_type, node, attrs)
         outputs = [value for value in makes if value.name]
         for value in outputs:
             self._add(value, "activation", *self._guess(op_type, inputs))
         self.nodes[name] = node
         self.ops.append(
             Op(name, op_type, tuple(inputs), tuple(str(v.name) for v in outputs), attrs,
-               also=tuple(also), module=_module(node))
+               also=tuple(also), module=_module(node), inner=inner)
         )  # fmt: skip
+
+    def _inner(self, name: str, op_type: str, node: ir.Node, attrs: dict[str, Any]) -> dict[str, str]:
+        """The values inside a step of a recurrent layer, by what they are."""
+        if op_type not in CELLS or node.domain not in _STANDARD:
+            return {}
+        x, hidden = node.inputs[0], node.outputs[0].name or None
+        shape = () if x is None else self.values[str(x.name)].shape
+        batch = shape[0 if attrs["layout"] else 1] if len(shape) == 3 else UNKNOWN
+        dtype = "unknown" if x is None else self.values[str(x.name)].dtype
+        inner, values = inner_values(name, op_type, attrs, hidden, (batch, attrs["hidden_size"]), dtype)
+        free = {value.name: _free(value.name, self._taken) for value in values}
+        self.values.update((free[value.name], replace(value, name=free[value.name])) for value in values)
+        return {key: free.get(value, value) for key, value in inner.items()}
+
+    @cached_property
+    def _taken(self) -> set[str]:
+        """Names of values; only recurrent layers need to know."""
+        return {str(v.name) for graph in self.model.graphs() for node in graph for v in node.outputs}
 
     def _guess(self, op_type: str, inputs: list[str | None]) -> tuple[tuple[int, ...] | None, str]:
         """Shape and type of outputs that shape inference did not reach, behind operators it does not know."""
@@ -404,6 +438,15 @@ class _Reader:
             return (UNKNOWN, UNKNOWN), dtype
         same = op_row(op_type).kind == "norm" or (op_row(op_type).kind == "pointwise" and len(known) == 1)
         return known[0].shape if same else None, dtype
+
+
+def _free(base: str, taken: set[str]) -> str:
+    name, count = base, 0
+    while name in taken:
+        count += 1
+        name = f"{base}_{count}"
+    taken.add(name)
+    return name
 
 
 def _bodies(node: ir.Node) -> list[ir.Graph]:

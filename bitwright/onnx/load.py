@@ -8,9 +8,10 @@ What is done, in this order; none of it changes the function, the inputs, the ou
 3. ``Constant`` nodes become initializers;
 4. names of nodes, and of values inside the bodies of If, Loop and Scan, become unique;
 5. nodes are put into execution order where they are not;
-6. shapes and types are inferred;
-7. ``CastLike`` becomes ``Cast`` where the type is known, so that nothing is read for its type only;
-8. initializers of bodies move to the main graph.
+6. bidirectional RNN, GRU and LSTM nodes become one node per direction;
+7. shapes and types are inferred;
+8. ``CastLike`` becomes ``Cast`` where the type is known, so that nothing is read for its type only;
+9. initializers of bodies move to the main graph.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from onnx_ir.passes.common import (
 
 from bitwright.errors import ModelError
 from bitwright.export.markers import DOMAIN as MARKER_DOMAIN
+from bitwright.onnx.recurrent import split_directions
 
 Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
@@ -97,6 +99,7 @@ def load_model(model: Source) -> Loaded:
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
     _name_uniquely(copy, notes)
     _order(copy, site, notes)
+    _split_directions(copy, notes)
     infer_shapes(copy)
     _name_types(copy)
     LiftSubgraphInitializersToMainGraphPass()(copy)
@@ -423,6 +426,13 @@ def _order(model: ir.Model, site: str, notes: list[str]) -> None:
             ) from error
     if unsorted:
         notes.append("nodes were put into execution order")
+
+
+def _split_directions(model: ir.Model, notes: list[str]) -> None:
+    names = split_directions(model)
+    if names:
+        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        notes.append(f"bidirectional layers are a forward and a reverse one from now on: {some}")
 
 
 def _name_types(model: ir.Model) -> None:

@@ -35,6 +35,7 @@ from bitwright.export.markers import (
     site_of,
 )
 from bitwright.export.qdq import find_constants
+from bitwright.export.recurrent import INNER_SITES, expand_recurrent
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Simulation:
 def mark_sites(model: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str, ir.Node]) -> ir.Model:
     """A copy of ``model`` with a ``bitwright::Site`` marker at every site.
 
+    A recurrent layer with sites inside its steps becomes the node of :mod:`bitwright.export.recurrent` that says so.
+
     Args:
         model: names of nodes and values are unique over all graphs; left as it is.
         sites: as :func:`bitwright.core.placement.place` gives them.
@@ -65,14 +68,20 @@ def mark_sites(model: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str,
     values = {value.name: value for node in copy.graph.all_nodes() for value in node.outputs}
     values.update((v.name, v) for graph in copy.graphs() for v in graph.inputs)
     names, outputs = Names(copy), Outputs(copy)
+    inner: dict[ir.Node, list[str]] = {}
     for site in sites:
         node = nodes[node_of[site.op].name]
-        if site.role == "output":
+        if site.inner is not None:
+            inner.setdefault(node, []).append(f"{site.inner}={site.name}")
+        elif site.role == "output":
             _mark_output(values[site.value], site.name, names, outputs)
         elif node.op_type == "If" and not node.domain:
             _mark_returned(values[site.value], site.name, names, outputs)
         else:
             _mark_input(node, site.port, site.name, names)
+    for node, pairs in inner.items():
+        node.domain = DOMAIN
+        node.attributes.add(ir.AttrStrings(INNER_SITES, pairs))
     for graph in copy.graphs():
         graph.opset_imports[DOMAIN] = 1
     return copy
@@ -150,7 +159,7 @@ def simulation_model(
     Raises:
         EncodingsError, ExportError: an encoding does not fit its tensor.
     """
-    copy = copy_model(marked)
+    copy = copy_model(expand_recurrent(marked))
     builder, constants = Builder(copy), find_constants(copy)
     simulation = Simulation(copy)
     folded: dict[tuple[ir.Value, Encoding], ir.Value] = {}
