@@ -6,8 +6,8 @@ with them: where one of the three is not finite, the tensor itself is fetched in
 exactly. Everything else (histograms, several scales, half types) fetches the tensors and hands them to
 :mod:`bitwright.core.statistics`, so that encodings are those of any other front end, bit for bit.
 
-Memory: tensors are fetched in groups whose bytes stay within a budget, one run of the batch per group. Where even the
-reduced tensors together would pass the budget, the runtime frees each as soon as its readers are through.
+Memory: tensors are fetched in groups whose bytes stay within a budget, one run of the batch per group; the runtime
+frees every other tensor as soon as its readers are through (:mod:`bitwright.onnx.schedule`).
 
 Tensors inside the bodies of If, Loop and Scan leave them as additional outputs; a loop hands out one entry per
 iteration, and a branch that was not taken contributes nothing.
@@ -30,7 +30,8 @@ from bitwright.errors import BitwrightError, CalibrationError
 from bitwright.export.builder import Builder, Place, after, before
 from bitwright.export.runtime import refusals
 from bitwright.onnx.data import Feeds, InputSpec, as_feeds, input_specs
-from bitwright.onnx.session import Order, Providers, first_line, open_session
+from bitwright.onnx.schedule import open_watching
+from bitwright.onnx.session import Providers, first_line, open_session
 from bitwright.onnx.simulate import Simulation
 
 Array = NDArray[Any]
@@ -59,6 +60,11 @@ class Tap:
     times: int = 1
     leading: int = 0
     scalars: tuple[ir.Value, ...] = ()
+
+    @property
+    def unordered(self) -> bool:
+        """Whether the order of the tensor's elements is of no interest."""
+        return isinstance(self.quantizer.spec.granularity, PerTensor)
 
     def observe(self, x: Array) -> None:
         """Give the tensor to the quantizer."""
@@ -166,12 +172,11 @@ class Calibrator:
         outputs: list[Array] = []
         try:
             sizes = self._tap_sizes(feeds)
-            order: Order = "frugal" if sum(sizes.values()) > self.budget else "fast"
             for i, group in enumerate(self._groups(sizes)):
-                found = self._session(group, order, first=i == 0).run(feeds)
+                found = self._session(group, first=i == 0).run(feeds)
                 if i == 0:
                     outputs, found = found[: len(self._outputs)], found[len(self._outputs) :]
-                    self._read_scalars(found[: 4 * len(self._reduced)], feeds, order)
+                    self._read_scalars(found[: 4 * len(self._reduced)], feeds)
                     found = found[4 * len(self._reduced) :]
                 self._read_arrays(group, found, feeds)
         except BitwrightError:
@@ -197,7 +202,7 @@ class Calibrator:
                 )
         self._bounds = _Bounds.of(len(self._reduced))
 
-    def _read_scalars(self, found: Sequence[Array], feeds: Feeds, order: Order) -> None:
+    def _read_scalars(self, found: Sequence[Array], feeds: Feeds) -> None:
         if not self._reduced:
             return
         lo, hi, total, count = (np.array([float(x) for x in found[k::4]]) for k in range(4))
@@ -206,7 +211,7 @@ class Calibrator:
         self._bounds.add(lo, hi, count.astype(np.int64), there & finite)
         odd = tuple(self._reduced[i] for i in np.flatnonzero(there & ~finite))
         for tap in odd:  # one at a time: nobody planned memory for these
-            self._read_arrays((tap,), self._session((tap,), order, first=False).run(feeds), feeds)
+            self._read_arrays((tap,), self._session((tap,), first=False).run(feeds), feeds)
 
     def _read_arrays(self, group: Sequence[Tap], found: Sequence[Array], feeds: Feeds) -> None:
         fetched = iter(found)
@@ -216,17 +221,27 @@ class Calibrator:
 
     # -- sessions and memory
 
-    def _session(self, arrays: Sequence[Tap], order: Order, *, first: bool) -> _Session:
-        key = (tuple(map(id, arrays)), order, first)
+    def _session(self, arrays: Sequence[Tap], *, first: bool) -> _Session:
+        key = (tuple(map(id, arrays)), first)
         if key not in self._sessions:
-            wanted = [tap.value for tap in arrays if not tap.value.is_graph_input()]
+            fetched = [tap for tap in arrays if not tap.value.is_graph_input()]
+            ordered = {tap.value for tap in fetched if not tap.unordered}
             scalars = [v for tap in self._reduced for v in tap.scalars] if first else []
-            names = [*(self._outputs if first else ()), *(str(v.name) for v in (*scalars, *wanted))]
-            session = self._instrument.open(
-                [*scalars, *wanted],
-                lambda model: open_session(model, self.providers, threads=self.threads, order=order),
+            reduced = {str(v.name) for v in scalars}
+            unordered = {str(tap.value.name) for tap in fetched if tap.value not in ordered}
+            watching = self._instrument.open(
+                [*scalars, *(tap.value for tap in fetched)],
+                lambda model: open_watching(
+                    model,
+                    self.providers,
+                    threads=self.threads,
+                    scalars=reduced,
+                    unordered=unordered.difference(self._outputs),
+                ),
             )
-            self._sessions[key] = _Session(session, tuple(arrays), names)
+            names = [*(self._outputs if first else ()), *(str(v.name) for v in scalars)]
+            names += [watching.name(str(tap.value.name)) for tap in fetched]
+            self._sessions[key] = _Session(watching.session, tuple(arrays), names)
         return self._sessions[key]
 
     def _groups(self, sizes: Mapping[Tap, int]) -> list[tuple[Tap, ...]]:
@@ -242,17 +257,18 @@ class Calibrator:
         return [tuple(group) for group in groups]
 
     def _tap_sizes(self, feeds: Feeds) -> dict[Tap, int]:
-        """Bytes of every tapped tensor: from the shapes in the model, else measured in a run of its own."""
+        """Bytes of every tensor that is fetched: from the shapes in the model, else measured in a run of its own."""
         key = tuple((name, array.shape) for name, array in feeds.items())
         if key not in self._sizes:
             symbols = self._instrument.symbols(feeds)
-            known = [_static_bytes(tap.value, symbols) for tap in self.taps]
-            open_taps = [tap for tap, size in zip(self.taps, known, strict=True) if size is None]
+            known = [_static_bytes(tap.value, symbols) for tap in self._fetched]
+            open_taps = [tap for tap, size in zip(self._fetched, known, strict=True) if size is None]
             measured = dict(zip(open_taps, self._measure(open_taps, feeds), strict=True))
             self._sizes[key] = [
-                measured[tap] if size is None else size for tap, size in zip(self.taps, known, strict=True)
+                measured[tap] if size is None else size
+                for tap, size in zip(self._fetched, known, strict=True)
             ]
-        return dict(zip(self.taps, self._sizes[key], strict=True))
+        return dict(zip(self._fetched, self._sizes[key], strict=True))
 
     def _measure(self, taps: Sequence[Tap], feeds: Feeds) -> list[int]:
         if not taps:
