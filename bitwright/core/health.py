@@ -374,6 +374,8 @@ MAKERS = frozenset(
 )
 #: operators that answer an infinity with an innocent number: port -> what becomes of it
 _DIVIDES = {"Div": 1, "Reciprocal": 0, "Rsqrt": 0}
+#: operators that weigh data with parameters: an infinity among what they read is no mask
+_WEIGHS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN"))
 #: operators that turn NaN into an index, a count or a choice
 _CHOOSES = frozenset(
     "ArgMax ArgMin argmax argmin argsort multinomial bincount long int TopK Sort Cast".split()
@@ -413,7 +415,8 @@ class Tracker:
     - reach an output of the model, unless they are infinities that somebody meant;
     - are infinite by overflow and a division turns them into an innocent zero (``x * rsqrt(mean(x * x))`` in half
       precision), an exponential excepted: ``1 / (1 + exp(-x))`` is right;
-    - are NaN and an operator chooses an index by them.
+    - are NaN and an operator chooses an index by them;
+    - stand in the data, not masked yet when they are multiplied with a weight.
 
     Everything else is harmless: nothing of it is left at the end.
     """
@@ -433,6 +436,11 @@ class Tracker:
         event = self._event(name, kind, meant=flags == Flags(neg_inf=True))
         self._taint[key] = event
         return event
+
+    @property
+    def busy(self) -> bool:
+        """Whether any tensor is known to hold non-finite values."""
+        return bool(self._taint)
 
     def knows(self, key: Hashable) -> bool:
         """Whether the non-finite values of this tensor are attributed to an event."""
@@ -462,6 +470,10 @@ class Tracker:
         """
         read = [(port, self._taint.get(key), flags) for port, (key, flags) in enumerate(inputs) if flags.bad]
         written = list(outputs)
+        if read and op_type in _WEIGHS:
+            for _, event, _ in read:
+                if event is not None and event.op_type == "input":
+                    event.meant, event.accused = False, True
         if not read and not any(flags.bad for _, flags in written):
             if self._taint:
                 for key, _ in written:
