@@ -41,7 +41,28 @@ class Bypass:
     op: str
 
 
-Edit = SetParam | AddBias | Bypass
+@dataclass(frozen=True)
+class Clamp:
+    """Make the op ``op``, which cuts at fixed bounds, cut each channel at bounds of its own.
+
+    ``low`` and ``high`` have one entry per channel of ``axis``; an infinite one does not cut.
+    """
+
+    op: str
+    low: Array
+    high: Array
+    axis: int = 1
+
+
+@dataclass(frozen=True)
+class Untie:
+    """Give the op ``op`` a copy of its own of the parameter that it reads at ``port`` and that others read too."""
+
+    op: str
+    port: int
+
+
+Edit = SetParam | AddBias | Bypass | Clamp | Untie
 
 
 class Site(Protocol):

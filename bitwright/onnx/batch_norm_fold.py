@@ -15,7 +15,6 @@ from bitwright.algorithms.batch_norm_affine import LAYERS
 from bitwright.core.graph import Graph, Op
 from bitwright.core.model import AddBias, Array, Edit, sqnr
 from bitwright.errors import ModelError
-from bitwright.export.markers import move_uses
 from bitwright.onnx.data import as_feeds, input_specs
 from bitwright.onnx.load import Loaded, load_model
 from bitwright.onnx.session import Providers, open_session
@@ -181,25 +180,13 @@ class _FoldingView(OnnxView):
         if edit.op not in self._adds:
             return super()._add_bias(edit)
         node = self._nodes[edit.op]
-        product, weight, graph = node.outputs[0], node.inputs[1], node.graph
-        assert weight is not None and graph is not None
+        weight = node.inputs[1]
+        assert weight is not None
         bias = self._new_initializer(f"{edit.op}.bias", edit.value, weight.dtype)
-        assert self._names is not None
-        add = ir.Node("", "Add", [product, bias], name=self._names.node(f"{edit.op}.add"))
-        total = add.outputs[0]
-        total.name, total.type, total.shape = (
-            self._names.value(f"{product.name}.sum"),
-            product.type,
-            product.shape,
-        )
-        graph.insert_after(node, add)
-        move_uses(product, total, keep={add})
-        self._inserted[edit.op] = add
+        add = self._inserted[edit.op] = self._insert_behind(node, "Add", bias, f"{edit.op}.add")
 
         def restore() -> None:
-            move_uses(total, product)
-            graph.remove(add, safe=True)
-            self.model.graph.initializers.pop(str(bias.name))
+            self._take_out(add, node, bias)
             del self._inserted[edit.op]
 
         return restore

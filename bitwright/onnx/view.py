@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bitwright.core.graph import Graph
-from bitwright.core.model import AddBias, Array, Bypass, Edit, SetParam, Undo, carry_out
+from bitwright.core.model import AddBias, Array, Bypass, Clamp, Edit, SetParam, Undo, Untie, carry_out
 from bitwright.errors import ModelError, close_matches
 from bitwright.export.markers import Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.onnx.data import as_feeds, input_specs
@@ -259,6 +259,13 @@ class OnnxView:
             return f"there is no operator {edit.op}"
         if isinstance(edit, AddBias):
             return _no_bias_place(node)
+        if isinstance(edit, Clamp):
+            return (
+                None if node.op_type == "Clip" and not node.domain else f"it is a {node.op_type}, not a Clip"
+            )
+        if isinstance(edit, Untie):
+            held = node.inputs[edit.port] if edit.port < len(node.inputs) else None
+            return None if held is not None and held.is_initializer() else "it reads no initializer there"
         if sum(bool(value.name) for value in node.outputs) != 1:
             return "it has several outputs"
         if not node.inputs or node.inputs[0] is None or node.op_type in _CONTROL_FLOW:
@@ -287,7 +294,11 @@ class OnnxView:
         reason = self.can_edit(edit)
         if reason:
             raise ModelError(edit.op, f"{type(edit).__name__} is impossible: {reason}", "ask can_edit first")
-        return self._add_bias(edit) if isinstance(edit, AddBias) else self._bypass(edit)
+        if isinstance(edit, AddBias):
+            return self._add_bias(edit)
+        if isinstance(edit, Untie):
+            return self._untie(edit)
+        return self._clamp(edit) if isinstance(edit, Clamp) else self._bypass(edit)
 
     def _new_initializer(self, name: str, array: Array, dtype: ir.DataType | None) -> ir.Value:
         """A registered initializer under ``name`` or one like it."""
@@ -305,6 +316,9 @@ class OnnxView:
         weight = node.inputs[1]
         assert weight is not None
         bias = self._new_initializer(f"{edit.op}.bias", edit.value, weight.dtype)
+        if node.op_type == "MatMul":
+            added = self._insert_behind(node, "Add", bias, f"{edit.op}.add")
+            return lambda: self._take_out(added, node, bias)
         size = len(node.inputs)
         node.resize_inputs(3)
         node.replace_input_with(2, bias)
@@ -313,6 +327,94 @@ class OnnxView:
             node.replace_input_with(2, None)
             node.resize_inputs(size)
             self.model.graph.initializers.pop(str(bias.name))
+
+        return restore
+
+    def _insert_behind(self, node: ir.Node, op_type: str, operand: ir.Value, name: str) -> ir.Node:
+        """Put an operator of ``node``'s result and ``operand`` between it and its readers."""
+        assert node.graph is not None and self._names is not None
+        result = node.outputs[0]
+        behind = ir.Node("", op_type, [result, operand], name=self._names.node(name))
+        out = behind.outputs[0]
+        out.name, out.type, out.shape = (
+            self._names.value(f"{result.name}.{op_type.lower()}"),
+            result.type,
+            result.shape,
+        )
+        node.graph.insert_after(node, behind)
+        move_uses(result, out, keep={behind})
+        if result.is_graph_output():
+            name, self_name = str(result.name), str(out.name)
+            Outputs(self.model).replace(result, out)
+            result.name, out.name = self_name, name
+        return behind
+
+    def _take_out(self, behind: ir.Node, node: ir.Node, *initializers: ir.Value) -> None:
+        """Undo :meth:`_insert_behind`; the operands named are dropped."""
+        result, out = node.outputs[0], behind.outputs[0]
+        move_uses(out, result)
+        if out.is_graph_output():
+            name = str(out.name)
+            Outputs(self.model).replace(out, result)
+            result.name = name
+        assert behind.graph is not None
+        behind.graph.remove(behind, safe=True)
+        for value in initializers:
+            self.model.graph.initializers.pop(str(value.name))
+
+    def _clamp(self, edit: Clamp) -> Undo:
+        """``Clip`` takes one bound for all: it becomes Relu or Max, and Min behind it."""
+        node = self._read().node[edit.op]
+        result = node.outputs[0]
+        rank = (
+            len(result.shape)
+            if result.shape is not None
+            else len(self.graph().values[str(result.name)].shape)
+        )
+        shape = [-1, *(1,) * (rank - edit.axis - 1)]
+        low, high = (np.asarray(end, np.float64).reshape(shape) for end in (edit.low, edit.high))
+        attributes, inputs = dict(node.attributes), node.inputs
+        kind = ir.DataType.FLOAT if result.dtype is None else result.dtype
+        made: list[ir.Value] = []
+        node.attributes.clear()
+        if np.any(low):
+            made.append(self._new_initializer(f"{edit.op}.low", low, kind))
+            node.op_type = "Max"
+            node.resize_inputs(2)
+            node.replace_input_with(1, made[0])
+        else:
+            node.op_type = "Relu"
+            node.resize_inputs(1)
+        behind: ir.Node | None = None
+        if np.isfinite(high).all():
+            made.append(self._new_initializer(f"{edit.op}.high", high, kind))
+            behind = self._insert_behind(node, "Min", made[-1], f"{edit.op}.min")
+
+        def restore() -> None:
+            if behind is not None:
+                self._take_out(behind, node)
+            node.op_type = "Clip"
+            node.attributes.update(attributes)
+            node.resize_inputs(len(inputs))
+            for port, value in enumerate(inputs[1:], 1):
+                node.replace_input_with(port, value)
+            for value in made:
+                self.model.graph.initializers.pop(str(value.name))
+
+        return restore
+
+    def _untie(self, edit: Untie) -> Undo:
+        node = self._read().node[edit.op]
+        shared = node.inputs[edit.port]
+        assert shared is not None and shared.const_value is not None
+        own = self._new_initializer(f"{edit.op}.{shared.name}", shared.const_value.numpy(), shared.dtype)
+        node.replace_input_with(edit.port, own)
+        self.refresh()
+
+        def restore() -> None:
+            node.replace_input_with(edit.port, shared)
+            self.model.graph.initializers.pop(str(own.name))
+            self.refresh()
 
         return restore
 
@@ -390,6 +492,15 @@ def measure_shapes(
 
 
 def _no_bias_place(node: ir.Node) -> str | None:
+    if node.op_type == "MatMul" and not node.domain:
+        weight = node.inputs[1]
+        stored = (
+            weight is not None
+            and weight.is_initializer()
+            and weight.shape is not None
+            and len(weight.shape) == 2
+        )
+        return None if stored else "it multiplies by no stored matrix"
     if node.op_type not in _WITH_BIAS or node.domain:
         return f"a {node.op_type} has no input for a bias"
     if len(node.inputs) > 2 and node.inputs[2] is not None:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from bitwright.core.graph import Graph
-from bitwright.core.model import AddBias, Array, Bypass, Edit, SetParam, Undo, carry_out
+from bitwright.core.model import AddBias, Array, Clamp, Edit, SetParam, Undo, Untie, carry_out
 from bitwright.errors import ModelError
 from bitwright.torch.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.clamp import ChannelClamp
 from bitwright.torch.functions import FUNCTIONS
 from bitwright.torch.intercept import Interceptor
 from bitwright.torch.record import Call, Recorder, Slot, record
@@ -47,7 +48,7 @@ class TorchView:
         self._calls: dict[str, Call]
         self._constants: dict[str, torch.Tensor]
         self._added: dict[str, str] = {}
-        self._bypassed: set[str] = set()
+        self._replaced: dict[str, nn.Module] = {}
 
     def graph(self) -> Graph:
         """The recorded graph; recorded anew after edits."""
@@ -61,7 +62,7 @@ class TorchView:
                 self._tensors.setdefault(name, tensor)
             self._device = model_device(self.model)
             self._added.clear()
-            self._bypassed.clear()
+            self._replaced.clear()
         return self._graph
 
     def _tensor(self, name: str) -> torch.Tensor:
@@ -128,8 +129,11 @@ class TorchView:
         order = list(activations)
 
         def run(*inputs: Array) -> Array:
-            if op in self._bypassed:
-                return np.asarray(inputs[0])
+            if op in self._replaced:
+                with torch.no_grad():
+                    return np.array(
+                        self._replaced[op](torch.from_numpy(np.asarray(inputs[0])).to(self._device)).cpu()
+                    )
             given = {}
             for value, x in zip(order, inputs, strict=True):
                 dtype = getattr(torch, graph.values[names[value]].dtype)  # as recorded: layers may differ
@@ -160,6 +164,10 @@ class TorchView:
         call = self._calls[edit.op]
         if isinstance(edit, AddBias):
             return self._no_bias_place(call)
+        if isinstance(edit, Clamp):
+            return self._no_clamp(call)
+        if isinstance(edit, Untie):
+            return None if self._own_attribute(edit) else "it is no parameter of a module that makes the call"
         if call.module is None or type(call.module) not in _BATCH_NORMS or call.path == "":
             return "it is a call in the model's own code, not a batch-norm module that could be replaced by an identity"
         return self._read_elsewhere(call)
@@ -204,7 +212,49 @@ class TorchView:
         reason = self.can_edit(edit)
         if reason:
             raise ModelError(edit.op, f"{type(edit).__name__} is impossible: {reason}", "ask can_edit first")
-        return self._add_bias(edit) if isinstance(edit, AddBias) else self._bypass(edit)
+        if isinstance(edit, AddBias):
+            return self._add_bias(edit)
+        if isinstance(edit, Untie):
+            return self._untie(edit)
+        return self._clamp(edit) if isinstance(edit, Clamp) else self._replace(edit.op, nn.Identity())
+
+    def _no_clamp(self, call: Call) -> str | None:
+        if call.module is None or type(call.module) not in (nn.ReLU6, nn.Hardtanh) or call.path == "":
+            return (
+                "it is a call in the model's own code, not a ReLU6 or Hardtanh module that could be replaced"
+            )
+        others = [
+            other.name for other in self._calls.values() if other.module is call.module and other is not call
+        ]
+        return f"{others[0]} runs the same module" if others else None
+
+    def _clamp(self, edit: Clamp) -> Undo:
+        value = self.graph().values[self.graph().op(edit.op).outputs[0]]
+        dtype, device = getattr(torch, value.dtype), self._device
+        low, high = (torch.from_numpy(np.array(end)).to(device, dtype) for end in (edit.low, edit.high))
+        return self._replace(edit.op, ChannelClamp(low, high, edit.axis, len(value.shape)))
+
+    def _own_attribute(self, edit: Untie) -> str | None:
+        """The name under which the module of a call holds the parameter that the call reads."""
+        graph, module = self.graph(), self._calls[edit.op].module
+        value = graph.op(edit.op).inputs[edit.port]
+        tensor = None if value is None else self._tensors.get(graph.values[value].param or "")
+        held = {} if module is None or tensor is None else module._parameters
+        return next((name for name, own in held.items() if own is tensor), None)
+
+    def _untie(self, edit: Untie) -> Undo:
+        module, name = self._calls[edit.op].module, self._own_attribute(edit)
+        assert module is not None and name is not None
+        shared = module._parameters[name]
+        assert shared is not None
+        module._parameters[name] = nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad)
+        self.refresh()
+
+        def restore() -> None:
+            module._parameters[name] = shared
+            self.refresh()
+
+        return restore
 
     def _add_bias(self, edit: AddBias) -> Undo:
         call = self._calls[edit.op]
@@ -223,19 +273,19 @@ class TorchView:
 
         return restore
 
-    def _bypass(self, edit: Bypass) -> Undo:
-        target = self._calls[edit.op].module
-        identity = nn.Identity()
-        identity.training = bool(target is not None and target.training)
+    def _replace(self, op: str, module: nn.Module) -> Undo:
+        """Put ``module`` wherever the module of the call ``op`` hangs."""
+        target = self._calls[op].module
+        module.training = bool(target is not None and target.training)
         places = self._parents().get(id(target), [])
         for parent, name in places:
-            parent._modules[name] = identity
-        self._bypassed.add(edit.op)
+            parent._modules[name] = module
+        self._replaced[op] = module
 
         def restore() -> None:
             for parent, name in places:
                 parent._modules[name] = target
-            self._bypassed.discard(edit.op)
+            del self._replaced[op]
 
         return restore
 

@@ -129,11 +129,11 @@ def test_tidy_leaves_the_function_and_the_names_of_outputs():
 def test_impossible_edits_say_why():
     view = OnnxView(model())
     assert view.can_edit(AddBias("c", np.zeros(4))) is None
-    assert view.can_edit(AddBias("m", np.zeros(5))) == "a MatMul has no input for a bias"
+    assert view.can_edit(AddBias("m", np.zeros(5))) == "it multiplies by no stored matrix"
     assert view.can_edit(Bypass("zzz")) == "there is no operator zzz"
     assert view.can_edit(SetParam("zzz", np.zeros(1))) == "there is no initializer zzz"
     with pytest.raises(
-        ModelError, match="^m: AddBias is impossible: a MatMul has no input for a bias. Remedy: ask can_"
+        ModelError, match="^m: AddBias is impossible: it multiplies by no stored matrix. Remedy: ask can_"
     ):
         view.edit([SetParam("w", np.zeros((5, 4))), AddBias("m", np.zeros(5))])
     assert view.param("w").any()
