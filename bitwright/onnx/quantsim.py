@@ -232,7 +232,10 @@ class QuantizationSimModel:
                 and not quantizer.derived
                 and not quantizer.frozen
             ):
-                quantizer.observe_once(self.constants[site.name])
+                if site.role != "input":
+                    quantizer.observe_once(self.constants[site.name])
+                elif quantizer.statistics is None:  # a constant that starts a state, on the grid of that state
+                    quantizer.observe(self.constants[site.name])
         encodings = {
             site.name: site.encoding
             for site in self.quantizers.values()
