@@ -79,7 +79,7 @@ REMEDIES: dict[str, str] = {
     "uninitialised memory": "fill the buffer before it is read: torch.zeros in place of torch.empty",
     "mask constant": "none is needed: quantization leaves mask constants out of ranges",
     "NaN constant": "the model writes this NaN itself: write a finite number, or remove it before it is used",
-    "bad input data": "clean the data (look at the sample named), or calibrate with the policy 'skip' or 'clamp'",
+    "bad input data": "clean the data, or leave such samples out; the report names the first of them",
     "bad parameter": "load or train the parameter again; no range can be taken from it",
     "unknown": "look at the inputs above: one of them is outside of what the operator can take",
 }
@@ -160,12 +160,15 @@ def _below(port: int, bound: float, noun: str, *, strictly: bool = True) -> When
     return when
 
 
-def _beyond(low: float, high: float) -> When:
+def _beyond(low: float, high: float, *, ends: bool = True) -> When:
     def when(run: Run) -> str | None:
         x = run.port(0)
-        if x is None or x.min is None or x.max is None or (low <= x.min and x.max <= high):
+        if x is None or x.min is None or x.max is None:
             return None
-        return f"{x.name} lies in [{x.min:.6g}, {x.max:.6g}], and the function needs [{low:g}, {high:g}]"
+        if (low <= x.min and x.max <= high) if ends else (low < x.min and x.max < high):
+            return None
+        needs = f"[{low:g}, {high:g}]" if ends else f"the inside of [{low:g}, {high:g}]"
+        return f"{x.name} lies in [{x.min:.6g}, {x.max:.6g}], and the function needs {needs}"
 
     return when
 
@@ -274,7 +277,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "Sqrt": _ROOT,
     **dict.fromkeys(("Log", "log2", "log10", "Log2", "Log10", "xlogy", "LogSigmoid"), _LOG),
     "Log1p": (("logarithm of a non-positive number", _below(0, -1.0, "the argument", strictly=False)),),
-    "logit": (("argument out of domain", _beyond(0.0, 1.0)),),
+    "logit": (("argument out of domain", _beyond(0.0, 1.0, ends=False)),),
     **dict.fromkeys(("Exp", "Expm1", "exp2", "Sinh", "Cosh"), _EXP),
     "Pow": (
         ("division by zero", _power_of_zero),
@@ -294,7 +297,9 @@ CASES: dict[str, tuple[Case, ...]] = {
         _NORM,
     ),
     **dict.fromkeys(("Asin", "Acos"), _UNIT),
-    **dict.fromkeys(("Atanh", "atanh", "arctanh"), _UNIT),
+    **dict.fromkeys(
+        ("Atanh", "atanh", "arctanh"), (("argument out of domain", _beyond(-1.0, 1.0, ends=False)),)
+    ),
     **dict.fromkeys(("Acosh", "acosh", "arccosh"), (("argument out of domain", _beyond(1.0, math.inf)),)),
     **dict.fromkeys(
         ("ReduceMean", "AveragePool", "GlobalAveragePool", "ReduceLogSumExp", "ReduceLogSum"), _EMPTY

@@ -30,11 +30,13 @@ from bitwright.core.health import (
     measure_tensor,
 )
 from bitwright.core.ops import op_row
+from bitwright.core.recurrence import CELLS
 from bitwright.errors import CalibrationError
 from bitwright.onnx.data import InputSpec, as_feeds, input_specs, random_array
 from bitwright.onnx.graph import canonical_op
 from bitwright.onnx.load import Source, load_model
 from bitwright.onnx.probe import Frame, Level, Probe, array_of, run_wide, scan_inputs
+from bitwright.onnx.recurrent_steps import first_bad_step
 from bitwright.onnx.session import Providers, check_providers
 from bitwright.progress import progress as shown
 
@@ -217,7 +219,9 @@ class Doctor:
             self._culprits[key] = replace(known, batches=known.batches + 1)
             return
         record = self._of_input(event, origin) if origin.node is None else self._of_node(event, origin)
-        sample = _sample(record.outputs or record.inputs, origin.frame, root)
+        sample = record.sample
+        if record.op_type not in CELLS:  # their rows are time steps
+            sample = _sample(record.outputs or record.inputs, origin.frame, root)
         self._culprits[key] = replace(
             record,
             batch=self.batches,
@@ -246,18 +250,21 @@ class Doctor:
         ports = [measure_tensor(n, arrays[n], self._kind(n)) if n else None for n in reads]
         written = [measure_tensor(name, arrays[name]) for name in writes]
         op_type, attrs = canonical_op(node, self.probe.opset)
-        needed = None
-        if any(t.dtype in HALVES and t.bad for t in written):
-            needed = run_wide(node, [arrays.get(n) for n in reads], self.probe)
+        given = [arrays.get(name) for name in reads]
+        needed = run_wide(node, given, self.probe) if any(t.dtype in HALVES for t in written) else None
         finding = diagnose(op_type, attrs, ports, written, needed)
+        inside = None
+        if op_type in CELLS and all(t is None or t.finite for t in ports):
+            inside = first_bad_step(op_type, attrs, given)
         operands = [t for t in ports if t is not None]
         return Culprit(
             event.op,
             op_type,
             frame.where or event.op,
             finding.cause,
-            finding.problem,
+            finding.problem if inside is None else f"{finding.problem}; {inside}",
             finding.remedy,
+            sample=None if inside is None else inside.sample,
             inputs=tuple(t for t in operands if t.kind != "param"),
             params=tuple(t for t in operands if t.kind == "param"),
             outputs=tuple(written),
