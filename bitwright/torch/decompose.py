@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from bitwright.torch import recurrent
 
 
 def scaled_dot_product_attention(
@@ -162,11 +164,20 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Decomposition:
-    """A fused call, the function that replaces it, and when it may."""
+    """A fused call, the function that replaces it, and when it may.
+
+    Attributes:
+        label: of the call; its parts are named below it.
+        run: what replaces it, with the same arguments.
+        applies: whether it may, for the arguments of a call.
+        owner: what the parts are named after instead: ``layers`` of the module that calls, or the ``module`` itself.
+            Such a call is the place of the first parameter it is given, so that it has the same sites at every time step.
+    """
 
     label: str
     run: Callable[..., Any]
     applies: Callable[[tuple[Any, ...], dict[str, Any]], bool] = lambda args, kwargs: True
+    owner: Literal["", "layers", "module"] = ""
 
 
 def _plain_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -178,6 +189,10 @@ DECOMPOSITIONS: dict[Any, Decomposition] = {
     F.multi_head_attention_forward: Decomposition(
         "attention", multi_head_attention_forward, _plain_attention
     ),
+    **{
+        function: Decomposition(function.__name__, run, owner="module" if is_cell else "layers")
+        for function, run, is_cell in recurrent.decompositions()
+    },
 }
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from bitwright.core.ops import OpRow, op_row
+from bitwright.torch import recurrent
 
 Arguments = Mapping[str, Any]
 
@@ -31,6 +32,7 @@ class Function:
         attrs: arguments -> attributes for the graph.
         in_place: the call writes into its first argument.
         fresh: the output never shares memory with an argument, so it may be overwritten.
+        named_by: keyword argument that names the call in the place of ``label``.
     """
 
     label: str
@@ -40,6 +42,11 @@ class Function:
     attrs: Callable[[Arguments], dict[str, Any]] | None = None
     in_place: bool = False
     fresh: bool = True
+    named_by: str | None = None
+
+    def called(self, kwargs: Mapping[str, Any]) -> str:
+        """What this call is named after: ``label``, unless it has a name of its own."""
+        return self.label if self.named_by is None else str(kwargs.get(self.named_by, self.label))
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments by name; a starred name takes the sequence at its place, or all arguments from there."""
@@ -331,8 +338,6 @@ _ROWS: list[tuple[str, Any, tuple[str, ...], tuple[str, ...], Any, bool]] = [
      _X, _X, None, True),
     ("interpolate upsample", _resize_type, ("input", "size", "scale_factor", "mode"), _X, None, True),
     ("grid_sample", "GridSample", ("input", "grid"), ("input", "grid"), None, False),
-    ("lstm", "LSTM", _X, _X, None, False), ("gru", "GRU", _X, _X, None, False),
-    ("rnn_tanh rnn_relu", "RNN", _X, _X, None, False),
 ]  # fmt: skip
 
 _PROPERTIES = {"T": "Transpose", "mT": "Transpose", "H": "Transpose", "mH": "Transpose", "data": "Identity"}
@@ -364,5 +369,19 @@ def _build() -> dict[Any, Function]:
     return table
 
 
-FUNCTIONS: dict[Any, Function] = _build()
+_RECURRENT = ("input", "weight_ih", "weight_hh", "bias_ih", "batch_sizes", "initial_h", "initial_c", "peephole",
+              "weight_hr", "bias_hh")  # fmt: skip
+
+FUNCTIONS: dict[Any, Function] = {
+    **_build(),
+    recurrent.layer: Function(
+        "layer",
+        lambda bound: str(bound["cell"]),
+        _RECURRENT,
+        _RECURRENT,
+        recurrent.attributes,
+        named_by="place",
+    ),
+    recurrent.states: Function("states", "States", ("*tensors",), ("*tensors",)),
+}
 SET_ITEM = torch.Tensor.__setitem__

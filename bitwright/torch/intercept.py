@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from bitwright.core.ops import op_row
 from bitwright.errors import ModelError
-from bitwright.torch.decompose import DECOMPOSITIONS
+from bitwright.torch.decompose import DECOMPOSITIONS, Decomposition
 from bitwright.torch.functions import FUNCTIONS, Function
 from bitwright.torch.trees import flatten_tensors, named_state, walk_modules
 
@@ -212,6 +212,20 @@ class Interceptor:
         finally:
             self._close()
 
+    @contextmanager
+    def suspended(self, handler: Handler) -> Iterator[None]:
+        """Let the model run anew under another handler inside the block, also in the middle of a forward of its own."""
+        saved = (self.frames, self._mode, self._depth, self.handler, self._outer_error, self.failed_in)
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+        self.frames, self._mode, self._depth, self.handler = [], None, 0, handler
+        try:
+            yield
+        finally:
+            self.frames, self._mode, self._depth, self.handler, self._outer_error, self.failed_in = saved
+            if self._mode is not None:
+                self._mode.__enter__()
+
     def _open(self) -> None:
         self._depth += 1
         if self._depth == 1:
@@ -332,14 +346,19 @@ class Interceptor:
         if row is None:
             decomposition = DECOMPOSITIONS.get(func)
             if decomposition is not None and decomposition.applies(args, kwargs):
-                return self._decompose(decomposition.label, decomposition.run, args, kwargs)
+                return self._decompose(decomposition, args, kwargs)
             return self.handler.other(frame, func, args, kwargs)
         if func in _PASSIVE:
             return self.handler.other(frame, func, args, kwargs)
         return self.handler.call(frame, self._key(frame, row, args, kwargs), row, func, args, kwargs)
 
     def _key(self, frame: Frame, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
-        for value in (*args, *kwargs.values()):
+        label = row.called(kwargs)
+        return self._place_of(frame, label, (*args, *kwargs.values()))
+
+    def _place_of(self, frame: Frame, label: str, values: Sequence[Any]) -> Key:
+        """The key of a call with the arguments ``values``: the place of its first parameter, or the next one here."""
+        for value in values:
             kind = type(value)
             if kind is nn.Parameter or (kind is not torch.Tensor and isinstance(value, nn.Parameter)):
                 name = self.param_name(value)
@@ -348,21 +367,26 @@ class Interceptor:
                     name = self.param_name(value)
                 if name is not None:
                     frame.set_anchor(name)
-                    return (frame.key, name, row.label)
-        return (frame.key, frame.anchor, row.label, frame.next(row.label))
+                    return (frame.key, name, label)
+        return (frame.key, frame.anchor, label, frame.next(label))
 
-    def _decompose(
-        self, label: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        parent = self.frames[-1]
-        key = (parent.key, parent.anchor, label, parent.next(label))
-        path = f"{parent.path}.{label}" if parent.path else label
-        self.frames.append(Frame(key, path, None))
+    def _decompose(self, decomposition: Decomposition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parent, label = self.frames[-1], decomposition.label
+        if decomposition.owner:
+            lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list)]
+            key = self._place_of(
+                parent, label, (*args, *kwargs.values(), *(v for found in lists for v in found))
+            )
+            module = parent.module if decomposition.owner == "module" else None
+            self.frames.append(Frame(key, parent.path, module))
+        else:
+            key = (parent.key, parent.anchor, label, parent.next(label))
+            self.frames.append(Frame(key, f"{parent.path}.{label}" if parent.path else label, None))
         depth = len(self.frames)
         assert self._mode is not None
         try:
             with self._mode:
-                return run(*args, **kwargs)
+                return decomposition.run(*args, **kwargs)
         finally:
             del self.frames[depth - 1 :]
 

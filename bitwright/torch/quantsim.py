@@ -109,16 +109,26 @@ class QuantizationSimModel:
         sites: dict[str, Site] = {}
         operands: dict[str, list[Place]] = {}
         outputs: dict[str, list[Place]] = {}
+        inside: dict[str, dict[str, Place]] = {}
         for planned in self.plan.sites.values():
             quantizer = quantizers.get(planned.group)
             if quantizer is None:
                 quantizer = quantizers[planned.group] = Quantizer(planned.name, planned.role, planned.spec)
             sites[planned.name] = Site(planned, quantizer, self.graph)
+            held = Place(planned.name, planned.port, quantizer)
+            if planned.inner is not None:
+                inside.setdefault(planned.op, {})[planned.inner] = held
+                continue
             where = outputs if planned.role == "output" else operands
-            where.setdefault(planned.op, []).append(Place(planned.name, planned.port, quantizer))
+            where.setdefault(planned.op, []).append(held)
         self.quantizers = SiteMap(sites)
         self._simulator.plans = {
-            key: CallPlan(call.name, tuple(operands.get(call.name, ())), tuple(outputs.get(call.name, ())))
+            key: CallPlan(
+                call.name,
+                tuple(operands.get(call.name, ())),
+                tuple(outputs.get(call.name, ())),
+                inside.get(call.name, {}),
+            )
             for key, call in recorder.calls.items()
         }
         self._simulator.moving = any(

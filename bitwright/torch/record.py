@@ -17,6 +17,7 @@ from torch import nn
 
 from bitwright.core.graph import Graph, Op, Value
 from bitwright.core.ops import op_row
+from bitwright.core.recurrence import CELLS, inner_values
 from bitwright.errors import ModelError
 from bitwright.torch.batches import as_call, evaluation
 from bitwright.torch.functions import FUNCTIONS, SET_ITEM, Function
@@ -130,7 +131,9 @@ class Recorder:
                 "write this part without the transform: call the layer on the whole batch instead of under vmap, and "
                 "simulate the model inside a grad rather than around it",
             )
-        return self._note(frame, key, row.label, row.op_type(bound), inputs, attrs, func, args, kwargs)
+        return self._note(
+            frame, key, row.called(kwargs), row.op_type(bound), inputs, attrs, func, args, kwargs
+        )
 
     def other(
         self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -253,16 +256,27 @@ class Recorder:
             names[i]: Value(names[i], t.kind, t.shape, t.dtype, t.param, t.sources)  # type: ignore[arg-type]
             for i, t in enumerate(self.values)
         }
+        inner = {call.key: self._inner(call, names, values) for call in self.calls.values()}
         ops = [
             Op(
                 call.name, call.type, tuple(None if i is None else names[i] for i in call.inputs),
                 tuple(names[i] for i in call.outputs), call.attrs, call.runs,
-                tuple((port, names[value]) for port, value in call.also), call.path,
+                tuple((port, names[value]) for port, value in call.also), call.path, inner[call.key],
             )
             for call in self.calls.values()
         ]  # fmt: skip
         self.value_names = names
         return Graph(ops, values, list(self.inputs), [names[i] for i in self.outputs])
+
+    def _inner(self, call: Call, names: Mapping[int, str], values: dict[str, Value]) -> dict[str, str]:
+        """What is computed inside a recurrent layer; its values are added to ``values``."""
+        if call.type not in CELLS:
+            return {}
+        hidden, last = names[call.outputs[0]], self.values[call.outputs[1]]
+        shape = (last.shape[0], call.attrs["hidden_size"])
+        inner, made = inner_values(call.name, call.type, call.attrs, hidden, shape, last.dtype)
+        values.update((value.name, value) for value in made)
+        return inner
 
     def output_values(self) -> dict[str, str]:
         """Graph output (``output``, ``output.logits``) -> value, for the last recorded run; valid after :meth:`graph`."""
@@ -367,7 +381,7 @@ def record(model: nn.Module, examples: Sequence[Any], interceptor: Interceptor |
                 try:
                     model(*args, **kwargs)
                 except Exception as error:
-                    raise _explained(model, holder[0].failed_in, args, kwargs, error) from error
+                    raise explained(model, holder[0].failed_in, args, kwargs, error) from error
     finally:
         holder[0].handler = handler
         if interceptor is None:
@@ -382,9 +396,10 @@ def record(model: nn.Module, examples: Sequence[Any], interceptor: Interceptor |
     return recorder
 
 
-def _explained(
+def explained(
     model: nn.Module, where: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
 ) -> ModelError:
+    """The failure of a model on its input, with the module it happened in and what it was given."""
     if isinstance(error, ModelError):
         return error
     if isinstance(error, NotImplementedError) and type(model).forward is nn.Module.forward:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,9 @@ import torch.onnx.ops
 
 from bitwright.core.ops import op_row
 from bitwright.core.quantizer import DerivedBias
+from bitwright.core.recurrence import HIDDEN
 from bitwright.errors import CalibrationError
+from bitwright.torch import recurrent
 from bitwright.torch.decompose import EXPORTABLE
 from bitwright.torch.functions import FUNCTIONS, Function
 from bitwright.torch.intercept import Frame, Key
@@ -35,11 +38,12 @@ class Place:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What to do at one place of the model."""
+    """What to do at one place of the model; ``inside`` has the inner tensors of a recurrent layer, by their names."""
 
     op: str
     operands: tuple[Place, ...] = ()
     outputs: tuple[Place, ...] = ()
+    inside: Mapping[str, Place] = field(default_factory=dict)
 
 
 class Simulator:
@@ -57,6 +61,8 @@ class Simulator:
         self.unseen: dict[str, str] = {}
         self.taps: dict[str, list[torch.Tensor]] | None = None
         self.biases: list[DerivedBias] = []
+        self.lengths: dict[str, int] = {}  # recurrent layer -> most steps in calibration
+        self.longer: dict[str, int] = {}  # recurrent layer -> steps of a longer sequence that was simulated
         self.runs = 0
         self.moving = False  # whether a call that only moves data has a quantizer: it joins different grids
 
@@ -70,6 +76,8 @@ class Simulator:
                 "the model was run before calibration, so no quantizer has an encoding yet",
                 "call sim.compute_encodings(batches) or sim.load_encodings(path) first",
             )
+        if self.stage == "observe" and not self.runs:
+            self.lengths, self.longer = {}, {}
         if self.stage in ("simulate", "mark"):
             self.refresh_biases()
 
@@ -114,10 +122,14 @@ class Simulator:
         if plan is None:
             output = func(*args, **kwargs)
             # a batch norm that counts its batches has an integer result
-            if isinstance(output, torch.Tensor) and output.is_floating_point():
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, torch.Tensor) and first.is_floating_point():
                 self._note_unseen(frame, row, args, kwargs)
             return output
-        output = self._planned(plan, row, func, args, kwargs)
+        if func is recurrent.layer:
+            output = self._recurrent(plan, row, args, kwargs)
+        else:
+            output = self._planned(plan, row, func, args, kwargs)
         if self.taps is not None:
             self._tap(plan, output)
         return output
@@ -177,12 +189,80 @@ class Simulator:
                 items[place.at] = self._output(place, items[place.at], overwrite=False)
         return type(output)(items) if not hasattr(output, "_fields") else type(output)(*items)
 
+    # -- recurrent layers
+
+    def _recurrent(self, plan: CallPlan, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A layer with quantizers inside its steps; what they observe is put together once per call."""
+        if self.stage == "mark":
+            return self._marked_layer(plan, row, args, kwargs)
+        self._note_length(plan.op, args)
+        kept: dict[str, list[torch.Tensor]] = {}
+        functions = {}
+        if self.stage != "float":
+            for name, place in plan.inside.items():
+                function = self._step_function(name, place, kept)
+                if function is not None:
+                    functions[name] = function
+        inside = functions if plan.inside and self.stage != "float" else None
+        output = self._planned(plan, row, recurrent.layer, args, {**kwargs, "inside": inside})
+        for name, steps in kept.items():
+            place = plan.inside[name]
+            if self.stage == "observe":
+                place.quantizer.observe(torch.cat(steps))
+            elif self.taps is not None:
+                self.taps[place.site].append(torch.cat(steps) if args[4] is not None else torch.stack(steps))
+        return output
+
+    def _marked_layer(
+        self, plan: CallPlan, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The layer as a node that names its sites; weights are marked in the node's own order of gates."""
+        operands = [p for p in plan.operands if p.at not in recurrent.WEIGHT_PORTS]
+        weights = {p.at: p.site for p in plan.operands if p.at in recurrent.WEIGHT_PORTS and _is_live(p)}
+        sites = {name: p.site for name, p in plan.inside.items() if _is_live(p)}
+        layer = functools.partial(recurrent.marked_layer, mark=mark, weights=weights, sites=sites)
+        return self._planned(replace(plan, operands=tuple(operands)), row, layer, args, kwargs)
+
+    def _step_function(
+        self, name: str, place: Place, kept: dict[str, list[torch.Tensor]]
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What happens at every step to the inner tensor ``name``."""
+        quantizer = place.quantizer
+        if not quantizer.enabled:
+            return None
+        quantize = functools.partial(quantizer, overwrite=True)
+        if self.stage == "observe":
+            if quantizer.frozen:
+                return quantize
+            if quantizer.is_fixed:
+                return None
+            return functools.partial(_keep, kept.setdefault(name, []))
+        if self.taps is not None and place.site in self.taps and name != HIDDEN:
+            steps = kept.setdefault(name, [])
+            return lambda x: _keep(steps, quantize(x).detach().clone())
+        return quantize
+
+    def _note_length(self, op: str, args: tuple[Any, ...]) -> None:
+        """Keep the longest sequence of calibration; tell once of a longer one."""
+        length = len(args[0] if args[4] is None else args[4])
+        if self.stage == "observe":
+            self.lengths[op] = max(length, self.lengths.get(op, 0))
+        elif self.stage == "simulate" and self.lengths.get(op, length) < length and op not in self.longer:
+            if not self.longer:
+                logger.info(
+                    "%s: a sequence of %d steps, and calibration saw at most %d; its states may leave the ranges found",
+                    op,
+                    length,
+                    self.lengths[op],
+                )
+            self.longer[op] = length
+
     # -- the stages
 
     def _operand(self, place: Place, x: torch.Tensor) -> torch.Tensor:
         quantizer = place.quantizer
         if self.stage == "mark":
-            return mark(x, place.site) if quantizer.enabled and quantizer.encoding is not None else x
+            return mark(x, place.site) if _is_live(place) else x
         if not quantizer.enabled or self.stage == "float":
             return x
         if quantizer.role == "input":
@@ -198,7 +278,7 @@ class Simulator:
     def _output(self, place: Place, x: torch.Tensor, *, overwrite: bool) -> torch.Tensor:
         quantizer = place.quantizer
         if self.stage == "mark":
-            return mark(x, place.site) if quantizer.enabled and quantizer.encoding is not None else x
+            return mark(x, place.site) if _is_live(place) else x
         if not quantizer.enabled or self.stage == "float" or not x.is_floating_point():
             return x
         return self._activation(place, x, overwrite=overwrite)
@@ -241,6 +321,15 @@ class Simulator:
                 "give an example that reaches it (examples=[...]) or calibrate with one",
                 name,
             )
+
+
+def _is_live(place: Place) -> bool:
+    return place.quantizer.enabled and place.quantizer.encoding is not None
+
+
+def _keep(steps: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    steps.append(x)
+    return x
 
 
 def mark(x: torch.Tensor, site: str) -> torch.Tensor:
