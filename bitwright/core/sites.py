@@ -45,6 +45,11 @@ class Site:
         return self._plan.op
 
     @property
+    def inner(self) -> str | None:
+        """What it is inside the steps of a recurrent layer (``cell``, ``input.pre``, ...), if it is there."""
+        return self._plan.inner
+
+    @property
     def spec(self) -> QuantSpec | None:
         """What is asked for. A new spec may leave its axes open; they are filled in from the operator."""
         return self.quantizer.spec if self.quantizer.enabled else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +14,14 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.encoding import Encoding
+from bitwright.core.recurrence import HIDDEN
 from bitwright.core.serialize import encoding_to_json, spec_to_json
 from bitwright.errors import ConfigError, close_matches
 from bitwright.export.atomic import atomic_files
 from bitwright.export.encodings import VERSIONS, NamedEncoding, write_encodings
 from bitwright.export.manifest import fingerprint, write_manifest
 from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, save_model, strip_sites, to_qdq
+from bitwright.export.recurrent import RecurrentForm, restore_native, write_recurrent
 from bitwright.export.samples import write_samples
 from bitwright.export.simulation import Simulated, quantizer_args
 
@@ -100,6 +103,7 @@ def write_artefacts(
     encoding_version: str,
     bias: BiasForm,
     activation: ActivationForm,
+    recurrent: RecurrentForm = "scan",
     data: Sequence[Array],
     samples: Callable[[QdqResult], Samples] | None,
 ) -> Exported:
@@ -113,20 +117,29 @@ def write_artefacts(
         encodings: site -> encoding, of the enabled sites.
         encoding_version: of the encodings file.
         bias, activation: see :func:`bitwright.export.qdq.to_qdq`.
+        recurrent: how the QDQ model writes recurrent layers, see :func:`bitwright.export.recurrent.write_recurrent`;
+            the float model has the operators.
         data: the example input, for the manifest's fingerprint.
         samples: gives what the simulation computes on the example; left out with a note above 64 MiB.
 
     Raises:
         ExportError, EncodingsError: see :func:`bitwright.export.qdq.to_qdq`; the folder cannot be written.
     """
-    stripped = strip_sites(marked)
-    result = to_qdq(marked, encodings, bias=bias, activation=activation)
-    notes = [f"{note.site}: {note.text}" for note in result.notes]
+    written = write_recurrent(marked, recurrent)
+    stripped = strip_sites(restore_native(marked))
+    result = to_qdq(written, encodings, bias=bias, activation=activation)
+    tensors = _tensors_of(sim, stripped.tensors)
+    notes = [
+        f"{note.site}: {note.text}"
+        for note in result.notes
+        if note.kind != "no place" or note.site not in tensors
+    ]
     notes += [
         f"{name}: not in the exported graph"
         for name in encodings
-        if name not in stripped.tensors and not sim.quantizers[name].quantizer.derived
+        if name not in tensors and not sim.quantizers[name].quantizer.derived
     ]
+    notes += _float_insides(sim, result, tensors)
     folder = Path(path)
     names = {
         "qdq": f"{prefix}.onnx",
@@ -138,10 +151,8 @@ def write_artefacts(
     with atomic_files(folder, create=True, last=names["manifest"]) as staging:
         save_model(result.model, staging / names["qdq"])
         save_model(stripped.model, staging / names["float_model"])
-        notes += _write_encodings(
-            sim, encodings, stripped.tensors, staging / names["encodings"], encoding_version
-        )
-        (staging / names["sites"]).write_text(json.dumps(_sites(sim, result, stripped.tensors), indent=1))
+        notes += _write_encodings(sim, encodings, tensors, staging / names["encodings"], encoding_version)
+        (staging / names["sites"]).write_text(json.dumps(_sites(sim, result, tensors), indent=1))
         if samples is not None:
             notes += _write_samples(samples(result), staging / f"{prefix}_samples.npz")
         settings = {
@@ -149,6 +160,7 @@ def write_artefacts(
             "encoding_version": encoding_version,
             "bias": bias,
             "activation": activation,
+            "recurrent": recurrent,
             "prefix": prefix,
             **quantizer_args(sim),
         }
@@ -162,6 +174,28 @@ def write_artefacts(
     for note in notes:
         logger.info(note)
     return Exported(**{key: folder / name for key, name in names.items()}, notes=tuple(notes))
+
+
+def _tensors_of(sim: Simulated, tensors: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Site -> what the encodings file calls it: tensors of the float model, and inside a recurrent layer the site."""
+    found = dict(tensors)
+    for site in sim.quantizers.values():
+        if site.inner is not None and (site.inner != HIDDEN or site.name not in tensors):
+            found[site.name] = (*tensors.get(site.name, ()), site.name)
+    return found
+
+
+def _float_insides(
+    sim: Simulated, result: QdqResult, tensors: Mapping[str, tuple[str, ...]]
+) -> Iterator[str]:
+    """One note for every recurrent layer whose inner sites have no place in the QDQ model."""
+    found = Counter(
+        site.op
+        for name, site in sim.quantizers.items()
+        if site.inner is not None and site.enabled and name in tensors and name not in result.tensors
+    )
+    for op, count in found.items():
+        yield f"{op}: {count} tensors inside the native operator are in float; their encodings are in the encodings file"
 
 
 def _write_encodings(

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
 
-from bitwright.core.recurrence import CELLS, HIDDEN, Variant, step
-from bitwright.errors import ExportError
+from bitwright.core.recurrence import CELLS, RETURNS, Variant, step
+from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.builder import Builder, Place, after, before
 from bitwright.export.markers import (
     ATTRIBUTE,
@@ -33,6 +33,7 @@ from bitwright.export.markers import (
     move_uses,
 )
 
+RecurrentForm = Literal["scan", "native"]
 INNER_SITES = "inner_sites"
 X, W, R, B, LENGTHS, INITIAL_H, INITIAL_C, P, PROJECTION = range(9)  # ports
 #: outputs of the node, in order; GRU and RNN have the first two
@@ -142,6 +143,21 @@ def recurrent_nodes(model: ir.Model) -> list[ir.Node]:
     return [node for node in model.graph.all_nodes() if is_recurrent(node)]
 
 
+def write_recurrent(model: ir.Model, form: RecurrentForm) -> ir.Model:
+    """Recurrent layers as asked for: ``"scan"`` is :func:`expand_recurrent`, ``"native"`` :func:`restore_native`.
+
+    Raises:
+        ConfigError: unknown ``form``.
+    """
+    if form not in ("scan", "native"):
+        raise ConfigError(
+            "recurrent",
+            f"{form!r} is not a value of this option{close_matches(str(form), ('scan', 'native'))}",
+            "use 'scan', with quantizers inside the steps, or 'native', the operators with float insides",
+        )
+    return expand_recurrent(model) if form == "scan" else restore_native(model)
+
+
 def expand_recurrent(model: ir.Model) -> ir.Model:
     """Write every recurrent layer as a Scan, with a marker in its body for every inner site.
 
@@ -166,7 +182,7 @@ def expand_recurrent(model: ir.Model) -> ir.Model:
 def restore_native(model: ir.Model) -> ir.Model:
     """Write every recurrent layer as the ONNX operator, whose insides have no markers.
 
-    The site of the hidden state marks the operator's outputs ``Y`` and ``Y_h``. A layer with a projection, which the
+    The sites of the hidden state and of the cell mark the operator's outputs. A layer with a projection, which the
     operator has not, becomes a Scan.
 
     Args:
@@ -183,12 +199,12 @@ def restore_native(model: ir.Model) -> ir.Model:
         if _input(node, PROJECTION) is not None:
             _expand(node, builder)
             continue
-        hidden = inner_sites(node).get(HIDDEN)
+        sites = inner_sites(node)
         node.attributes.pop(INNER_SITES, None)
         node.domain = ""
-        for value in reversed(node.outputs[:2]) if hidden is not None else ():  # the last marker stands first
-            if value.uses() or value.is_graph_output():
-                _mark_behind(node, value, str(hidden), builder)
+        for i in reversed(range(len(node.outputs))):  # what is inserted last stands first
+            if RETURNS[i] in sites and _is_read(node, i):
+                _mark_behind(node, node.outputs[i], sites[RETURNS[i]], builder)
     return copy
 
 

@@ -119,6 +119,8 @@ def _matched(
     by_value: dict[str, list[str]] = {}
     for site in sites:
         by_value.setdefault(site._plan.value, []).append(site.name)
+    for value, group in sim.plan.shared.items():  # tensors that lie on the grid of a site
+        by_value.setdefault(value, [group] if group in sim.quantizers else [])
     for output, value in sim.output_values.items():  # an exported model calls it by the name of its output
         by_value.setdefault(output, by_value.get(value, []))
     derived = {s.name for s in sim.quantizers.values() if s.quantizer.derived}

@@ -23,13 +23,16 @@ from bitwright.core.spec import Preset, RangeMethod
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.export.artefacts import Exported, Samples, bias_form, check_encoding_version, write_artefacts
 from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, to_qdq
+from bitwright.export.recurrent import RecurrentForm, expand_recurrent
 from bitwright.export.simulation import load_encodings, save_encodings, set_and_freeze_param_encodings
 from bitwright.export.verify import VerifyReport, verify_layers
 from bitwright.onnx.calibrate import Calibrator
 from bitwright.onnx.data import Feeds, as_feeds, input_specs, random_feeds
+from bitwright.onnx.given_sites import Adopted, adopt
 from bitwright.onnx.graph import build_graph
 from bitwright.onnx.load import Source, load_model
 from bitwright.onnx.opset import modernize
+from bitwright.onnx.read_qdq import take_quantizers
 from bitwright.onnx.session import Providers, check_providers, free_memory, open_session
 from bitwright.onnx.simulate import Simulation, mark_sites, marked_constants, simulation_model
 from bitwright.progress import collector_paused, progress
@@ -135,8 +138,9 @@ class QuantizationSimModel:
     # -- placement
 
     def _place(self, model: Source, dummy_input: Any) -> None:
-        loaded = modernize(load_model(model), dummy_input)
-        _refuse_quantized(loaded.model)
+        loaded = load_model(model)
+        given = take_quantizers(loaded.model)
+        loaded = modernize(loaded, dummy_input)
         self.notes = loaded.notes
         self.specs = input_specs(loaded.model)
         self.output_names = [str(value.name) for value in loaded.model.graph.outputs]
@@ -144,11 +148,30 @@ class QuantizationSimModel:
         view = build_graph(loaded.model)
         self.graph: Graph = view.graph
         self.plan: Plan = place(self.graph, self.rules)
+        adopted = adopt(self.plan, self.graph, given) if given else None
+        if adopted is not None:
+            self.plan = adopted.plan
         for line in self.plan.unused:
             logger.warning(line)
         self.marked = mark_sites(loaded.model, self.plan.sites.values(), view.node)
         self.constants = marked_constants(self.marked)
         self._make_quantizers()
+        if adopted is not None:
+            self._adopt(adopted)
+
+    def _adopt(self, adopted: Adopted) -> None:
+        """Take over the encodings of a model that was quantized already; they survive calibration."""
+        for name, encoding in adopted.encodings.items():
+            self.quantizers[name].encoding = encoding
+            self.quantizers[name].frozen = True
+        for name in adopted.idle:
+            self.quantizers[name].enabled = False
+        missing = [s for s in self.quantizers.values() if s.enabled and s.encoding is None]
+        self.calibrated = all(site.quantizer.derived for site in missing)
+        more = f"; {len(adopted.idle)} other sites of the rules are in float, as there" if adopted.idle else ""
+        note = f"the model brought {len(adopted.encodings)} encodings with it, which are in force and frozen{more}"
+        self.notes = (*self.notes, note)
+        logger.info("%s", note)
 
     def _make_quantizers(self) -> None:
         quantizers: dict[str, Quantizer] = {}
@@ -234,7 +257,9 @@ class QuantizationSimModel:
             ):
                 if site.role != "input":
                     quantizer.observe_once(self.constants[site.name])
-                elif quantizer.statistics is None:  # a constant that starts a state, on the grid of that state
+                elif (
+                    quantizer.statistics is None
+                ):  # a constant that starts a state, on the grid of that state
                     quantizer.observe(self.constants[site.name])
         encodings = {
             site.name: site.encoding
@@ -378,6 +403,7 @@ class QuantizationSimModel:
         encoding_version: str = "1.0.0",
         bias: BiasForm = "int32",
         activation: ActivationForm = "unsigned",
+        recurrent: RecurrentForm = "scan",
         samples: bool = True,
     ) -> Exported:
         """Write the model for deployment into the folder ``path``, which is made if need be.
@@ -396,11 +422,13 @@ class QuantizationSimModel:
             encoding_version: ``"0.6.1"``, ``"1.0.0"`` or ``"2.0.0"``.
             bias: ``"int32"`` writes biases on the grid integer kernels use, ``"float"`` leaves them alone.
             activation: ``"unsigned"`` writes signed activation grids as equal unsigned ones.
+            recurrent: ``"scan"`` writes recurrent layers as Scan with quantizers inside the steps, ``"native"`` as the
+                operators, whose insides are float; their encodings are in the encodings file either way.
             samples: write the samples; they are left out with a note when they would pass 64 MiB.
 
         Raises:
             CalibrationError: the simulation has no encodings yet.
-            ConfigError: unknown ``encoding_version``.
+            ConfigError: unknown ``encoding_version``, ``bias``, ``activation`` or ``recurrent``.
             ExportError: a format cannot be written, or the folder cannot.
         """
         check_encoding_version(encoding_version)
@@ -415,6 +443,7 @@ class QuantizationSimModel:
             encoding_version=encoding_version,
             bias=bias_form(self, bias),
             activation=activation,
+            recurrent=recurrent,
             data=list(example.values()),
             samples=(lambda result: self._samples(result, example)) if samples else None,
         )
@@ -443,7 +472,8 @@ class QuantizationSimModel:
             CalibrationError, ModelError, ExportError: as :meth:`export` and :meth:`run`.
         """
         checked = self.example() if feeds is None else as_feeds(feeds, self.specs)
-        result = to_qdq(self.marked, self._encodings(), bias=bias_form(self, bias), activation=activation)
+        marked = expand_recurrent(self.marked)
+        result = to_qdq(marked, self._encodings(), bias=bias_form(self, bias), activation=activation)
         samples = self._samples(result, checked)
         return verify_layers(result.model, samples.sites, samples.inputs, outputs=samples.outputs)
 
@@ -463,17 +493,6 @@ class QuantizationSimModel:
     def __repr__(self) -> str:
         state = "calibrated" if self.calibrated else "not calibrated"
         return f"QuantizationSimModel({len(self.graph)} operators, {self.quantizers!r}, {state})"
-
-
-def _refuse_quantized(model: ir.Model) -> None:
-    """Refuse a model whose activations are quantized already; weights behind DequantizeLinear are constants to us."""
-    for node in model.graph.all_nodes():
-        if node.op_type in ("QuantizeLinear", "DynamicQuantizeLinear"):
-            raise ModelError(
-                str(node.name),
-                f"the model is quantized already: this {node.op_type} quantizes an activation",
-                "start from the float model; encodings that exist already go in with sim.load_encodings(path)",
-            )
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
