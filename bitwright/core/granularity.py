@@ -154,10 +154,11 @@ class PerBlock:
 
 
 @dataclass(frozen=True)
-class PerGate:
+class PerGate(PerTensor):
     """One scale per gate of a recurrent layer's weight; for weights without gates, one per tensor.
 
-    It becomes a :class:`PerBlock` over the rows of a gate as soon as the operator is known:
+    It becomes a :class:`PerBlock` over the rows of a gate as soon as the operator is known
+    (``ops.resolve_granularity``):
 
     ==================  ==========================  =============
     tensor shape        becomes                     scale shape
@@ -167,23 +168,11 @@ class PerGate:
     ==================  ==========================  =============
     """
 
-    def param_shape(self, shape: Shape, site: str = "tensor") -> Shape:
-        """Shape of ``scale`` and ``zero_point``, for a tensor without gates."""
-        return ()
-
-    def broadcast_shape(self, shape: Shape, site: str = "tensor") -> Shape:
-        """Shape that makes a parameter broadcast against the tensor."""
-        return ()
-
-    def view_shape(self, shape: Shape, site: str = "tensor") -> Shape:
-        """Shape in which the tensor is to be viewed so that parameters broadcast: its own."""
-        return shape
-
     def resolve(self, channel_axis: int | None, block_axis: int | None) -> PerTensor:
-        """One scale per tensor: ``ops.resolve_granularity`` knows the operators that have gates."""
+        """One scale per tensor, as no gates are known here."""
         return PerTensor()
 
 
-Granularity = PerTensor | PerChannel | PerBlock | PerGate
+Granularity = PerTensor | PerChannel | PerBlock
 
 PER_TENSOR = PerTensor()
