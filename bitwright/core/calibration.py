@@ -191,9 +191,11 @@ def _refusal(number: int, offence: Offence, report: HealthReport | None) -> Cali
     culprit = report.culprit
     sample = "" if culprit.sample is None else f" of sample {culprit.sample}"
     source = f", at {culprit.source}" if culprit.source else ""
+    made = f"{culprit.op_type} made values that are not finite{sample}: {culprit.problem}{source}"
+    if culprit.op_type in ("input", "param"):
+        made = f"the {culprit.op_type} is not finite{sample}: {culprit.problem}"
     return CalibrationError(
         f"batch {number}, {culprit.op}",
-        f"{culprit.op_type} made values that are not finite{sample}: {culprit.problem}{source}; the first quantizer to "
-        f"see them is {offence}",
+        f"{made}; the first quantizer to see it is {offence}",
         f"{culprit.remedy}; {policies}",
     )

@@ -3,6 +3,7 @@
 from bitwright.core.sites import Site, SiteGroup, SiteMap
 from bitwright.torch.batch_norm_fold import fold_all_batch_norms
 from bitwright.torch.batches import Inputs
+from bitwright.torch.health import check_model
 from bitwright.torch.pipeline import Result, quantize
 from bitwright.torch.prepare import prepare_model
 from bitwright.torch.quantsim import QuantizationDataType, QuantizationSimModel, QuantScheme
@@ -18,6 +19,7 @@ __all__ = [
     "SiteGroup",
     "SiteMap",
     "TorchView",
+    "check_model",
     "fold_all_batch_norms",
     "prepare_model",
     "quantize",

@@ -13,15 +13,17 @@ import numpy as np
 import torch
 from torch import nn
 
+from bitwright.core.calibration import BatchGate, CalibrationLog
 from bitwright.core.coverage import Coverage
 from bitwright.core.graph import Graph
+from bitwright.core.health import HealthReport, check_parameters
 from bitwright.core.ops import op_row
 from bitwright.core.placement import Plan, place
 from bitwright.core.quantizer import DerivedBias
 from bitwright.core.rules import Rules
 from bitwright.core.scheme import QuantizationDataType, QuantScheme, make_rules
 from bitwright.core.sites import Site, SiteMap
-from bitwright.core.spec import Preset, RangeMethod
+from bitwright.core.spec import NonFinite, Preset, RangeMethod, check_policy
 from bitwright.errors import BitwrightError, CalibrationError, ModelError
 from bitwright.progress import collector_paused, progress
 from bitwright.torch.batches import as_call, evaluation, model_device, to_device
@@ -83,6 +85,7 @@ class QuantizationSimModel:
             data_type=default_data_type,
         )
         self.examples = [dummy_input, *examples]
+        self.calibration_log: CalibrationLog | None = None
         self._simulator = Simulator({})
         self.graph: Graph
         self.plan: Plan
@@ -158,6 +161,7 @@ class QuantizationSimModel:
         progress: bool = True,
         resume: bool = False,
         allow_unreached: bool = False,
+        non_finite: NonFinite = "error",
     ) -> None:
         """Find the encodings: weights from their values, activations from the data that passes them.
 
@@ -172,18 +176,28 @@ class QuantizationSimModel:
             progress: show a progress bar on a terminal when it takes more than two seconds.
             resume: keep the statistics of the last call and add to them, for example after Ctrl-C.
             allow_unreached: leave sites that no batch reached in float instead of failing when they are used.
+            non_finite: what to do with a batch in which a quantizer meets NaN or Inf: ``"error"`` stops and names the
+                operator that made them, ``"skip"`` leaves the whole batch out of all statistics, ``"clamp"`` uses the
+                finite values only. A spec or rule with ``non_finite`` has its own way.
 
         Raises:
-            CalibrationError: no batch came, or a batch does not fit the model.
+            CalibrationError: no batch came, a batch does not fit the model, a weight or (under ``"error"``) a batch holds
+                values that are not finite.
+            ConfigError: there is no such policy.
         """
+        policy = check_policy(non_finite)
+        check_parameters(self._quantized_parameters())
         if not resume:
             self.quantizers.forget()
         self._simulator.stage = "observe"
         self._simulator.runs = 0
+        gate = self._simulator.gate = self._gate(policy)
         try:
             with torch.no_grad(), evaluation(self.model):
                 self._feed(data, args, progress)
+            gate.finish()
         except KeyboardInterrupt:
+            gate.abandon()
             self._freeze(allow_unreached=True, quiet=True)
             logger.warning(
                 "calibration interrupted after %d runs; the statistics so far are in force, "
@@ -192,8 +206,11 @@ class QuantizationSimModel:
             )
             raise
         except BaseException:
+            gate.abandon()
             self._simulator.stage = "uncalibrated"
             raise
+        finally:
+            self.calibration_log, self._simulator.gate = gate.log, None
         if not self._simulator.runs:
             self._simulator.stage = "uncalibrated"
             raise CalibrationError(
@@ -204,6 +221,24 @@ class QuantizationSimModel:
                 "pass a non-empty list or DataLoader (a generator can be used only once), or a callback that calls its model",
             )
         self._freeze(allow_unreached)
+
+    def _gate(self, policy: NonFinite) -> BatchGate:
+        def blame(batch: Any) -> HealthReport | None:
+            from bitwright.torch.health import diagnose_batch
+
+            return None if batch is None else diagnose_batch(self._interceptor, *batch)
+
+        watched = [q for q in self.quantizers.unique() if q.enabled and q.role in ("input", "output")]
+        return BatchGate(watched, policy, blame)
+
+    def _quantized_parameters(self) -> dict[str, torch.Tensor]:
+        """Parameter name -> the parameter, of every enabled weight and bias."""
+        found = {}
+        for site in self.quantizers.values():
+            param = self.graph.values[site._plan.value].param
+            if param is not None and site.enabled and site.role in ("weight", "bias"):
+                found[param] = self._interceptor.named_tensor(param)
+        return found
 
     def _feed(self, data: Any, args: Any, show: bool) -> None:
         if data is None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.onnx.ops
 
+from bitwright.core.calibration import BatchGate
 from bitwright.core.ops import op_row
 from bitwright.core.quantizer import DerivedBias
 from bitwright.core.recurrence import HIDDEN
@@ -64,6 +65,7 @@ class Simulator:
         self.lengths: dict[str, int] = {}  # recurrent layer -> most steps in calibration
         self.longer: dict[str, int] = {}  # recurrent layer -> steps of a longer sequence that was simulated
         self.runs = 0
+        self.gate: BatchGate | None = None  # while calibrating
         self.moving = False  # whether a call that only moves data has a quantizer: it joins different grids
 
     # -- handler
@@ -80,6 +82,8 @@ class Simulator:
             self.lengths, self.longer = {}, {}
         if self.stage in ("simulate", "mark"):
             self.refresh_biases()
+        if self.stage == "observe" and self.gate is not None:
+            self.gate.open((args, kwargs))
 
     def refresh_biases(self) -> None:
         """Bring every derived bias grid up to date with the encodings it follows from."""
@@ -89,6 +93,8 @@ class Simulator:
     def end(self, output: Any) -> None:
         """Count the forwards."""
         self.runs += 1
+        if self.stage == "observe" and self.gate is not None:
+            self.gate.close()
 
     def other(
         self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
