@@ -157,7 +157,8 @@ def _instance_norm_attrs(bound: Arguments) -> dict[str, Any]:
 
 
 def _eps_attrs(bound: Arguments) -> dict[str, Any]:
-    return {"epsilon": float(bound.get("eps") or 1e-5)}
+    eps = bound.get("eps")
+    return {"epsilon": 1e-5 if eps is None else float(eps)}
 
 
 def _axis_attrs(bound: Arguments) -> dict[str, Any]:

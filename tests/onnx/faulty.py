@@ -1,86 +1,29 @@
-"""Models with one planted fault each, and models that only look as if they had one, for both front ends.
+"""ONNX models with one planted fault each, and some that only look as if they had one; see ``tests.faults``.
 
-``FAULTS`` and ``LOOK_ALIKES`` are tables of cases: ``build()`` gives the model and its batches, the rest is what the
-doctor must say. The planted operator is called ``culprit`` (ONNX) or stands in a module of that name (torch), unless
-the case says otherwise.
+The planted operator is called ``culprit`` unless the case says otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from tests import faults
+from tests.faults import Fault, LookAlike
 from tests.onnx.nets import BOOL, FLOAT, INT64, Net, body
 
 Array = NDArray[Any]
-Front = Literal["onnx", "torch"]
 HALF, DOUBLE = TensorProto.FLOAT16, TensorProto.DOUBLE
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One planted fault.
-
-    Attributes:
-        name: readable, unique in its front end.
-        front: whose model it is.
-        build: the model and its batches.
-        cause: of the diagnosis.
-        op: name of the operator (ONNX) or part of its place (torch) that must be named; for bad data the input, for
-            a bad parameter the parameter.
-        batch, sample: which show it first; ``None`` is not checked.
-        where: part of what the report says about the place.
-        problem: part of what it says about what happened.
-    """
-
-    name: str
-    front: Front
-    build: Callable[[], tuple[Any, list[Any]]]
-    cause: str
-    op: str = "culprit"
-    batch: int | None = 0
-    sample: int | None = None
-    where: str = ""
-    problem: str = ""
-
-
-@dataclass(frozen=True)
-class LookAlike:
-    """A model that makes or reads values that are not finite, and is healthy."""
-
-    name: str
-    front: Front
-    build: Callable[[], tuple[Any, list[Any]]]
-
 
 FAULTS: list[Fault] = []
 LOOK_ALIKES: list[LookAlike] = []
-
-
-def fault(name: str, front: Front, cause: str, **expected: Any) -> Callable[[Any], Any]:
-    """Put a builder into ``FAULTS``."""
-
-    def add(build: Any) -> Any:
-        FAULTS.append(Fault(name, front, build, cause, **expected))
-        return build
-
-    return add
-
-
-def look_alike(name: str, front: Front) -> Callable[[Any], Any]:
-    """Put a builder into ``LOOK_ALIKES``."""
-
-    def add(build: Any) -> Any:
-        LOOK_ALIKES.append(LookAlike(name, front, build))
-        return build
-
-    return add
+fault, look_alike = partial(faults.fault, FAULTS), partial(faults.look_alike, LOOK_ALIKES)
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = np.float32) -> Array:
@@ -139,25 +82,25 @@ def unary(op: str, bad: Array, before: Callable[[Net, str], str] | None = None, 
 
 
 MINUS = np.full(4, -1.0)
-fault("sqrt of a negative number", "onnx", "root of a negative number", **SECOND)(unary("Sqrt", MINUS))
-fault("log of a negative number", "onnx", "logarithm of a non-positive number", **SECOND)(unary("Log", MINUS))
-fault("log of zero", "onnx", "logarithm of a non-positive number", **SECOND)(
+fault("sqrt of a negative number", "root of a negative number", **SECOND)(unary("Sqrt", MINUS))
+fault("log of a negative number", "logarithm of a non-positive number", **SECOND)(unary("Log", MINUS))
+fault("log of zero", "logarithm of a non-positive number", **SECOND)(
     unary("Log", MINUS, lambda net, h: net("Relu", h, name="relu"))
 )
-fault("reciprocal of zero", "onnx", "division by zero", **SECOND)(
+fault("reciprocal of zero", "division by zero", **SECOND)(
     unary("Reciprocal", MINUS, lambda net, h: net("Sqrt", net("Relu", h, name="relu"), name="root"))
 )
-fault("exp overflow", "onnx", "exponential overflow", problem="reaches 140", **SECOND)(
+fault("exp overflow", "exponential overflow", problem="reaches 140", **SECOND)(
     unary("Exp", np.full(4, 100.0))
 )
-fault("acos outside its domain", "onnx", "argument out of domain", batch=0)(unary("Acos", np.full(4, 2.0)))
-fault("atanh of one", "onnx", "argument out of domain", batch=1, sample=2)(
+fault("acos outside its domain", "argument out of domain", batch=0)(unary("Acos", np.full(4, 2.0)))
+fault("atanh of one", "argument out of domain", batch=1, sample=2)(
     unary("Atanh", np.full(4, 10.0), lambda net, h: net("Clip", net("Mul", h, net.const(0.1)), net.const(-1.0),
                                                        net.const(1.0)))
 )  # fmt: skip
 
 
-@fault("division by zero", "onnx", "division by zero", problem="holds 4 zeros", **SECOND)
+@fault("division by zero", "division by zero", problem="holds 4 zeros", **SECOND)
 def _divide() -> Any:
     net = Net()
     h = head(net)
@@ -165,20 +108,20 @@ def _divide() -> Any:
     return tail(net, net("Div", h, divisor, name="culprit")), two_batches(np.float32(MINUS))
 
 
-@fault("power of a negative number", "onnx", "power out of domain", **SECOND)
+@fault("power of a negative number", "power out of domain", **SECOND)
 def _power() -> Any:
     net = Net()
     return tail(net, net("Pow", head(net), net.const(0.5), name="culprit")), two_batches(np.float32(MINUS))
 
 
-@fault("negative power of zero", "onnx", "division by zero", **SECOND)
+@fault("negative power of zero", "division by zero", **SECOND)
 def _inverse_power() -> Any:
     net = Net()
     base = net("Relu", head(net), name="relu")
     return tail(net, net("Pow", base, net.const(-0.5), name="culprit")), two_batches(np.float32(MINUS))
 
 
-@fault("softmax without its maximum taken off", "onnx", "exponential overflow", **SECOND)
+@fault("softmax without its maximum taken off", "exponential overflow", **SECOND)
 def _naive_softmax() -> Any:
     net = Net()
     e = net("Exp", head(net), name="culprit")
@@ -186,7 +129,7 @@ def _naive_softmax() -> Any:
     return tail(net, net("Div", e, total, name="share")), two_batches(np.float32([100, 0, 0, 0]))
 
 
-@fault("a row that is masked throughout", "onnx", "every element of a row is masked", **SECOND)
+@fault("a row that is masked throughout", "every element of a row is masked", **SECOND)
 def _dead_row() -> Any:
     net = Net()
     h = head(net)
@@ -198,7 +141,7 @@ def _dead_row() -> Any:
     return y, [{"x": normal(4, 4, seed=i), "mask": m} for i, m in enumerate(masks)]
 
 
-@fault("a mask made by multiplication with infinity", "onnx", "zero times infinity", batch=0)
+@fault("a mask made by multiplication with infinity", "zero times infinity", batch=0)
 def _multiplied_mask() -> Any:
     net = Net()
     h = head(net)
@@ -209,7 +152,7 @@ def _multiplied_mask() -> Any:
     return y, [{"x": normal(4, 4), "keep": np.float32([[1, 1, 1, 0]] * 4)}]
 
 
-@fault("two infinite masks that meet", "onnx", "infinity minus infinity", batch=0)
+@fault("two infinite masks that meet", "infinity minus infinity", batch=0)
 def _meeting_masks() -> Any:
     net = Net()
     h = head(net)
@@ -219,7 +162,7 @@ def _meeting_masks() -> Any:
     return tail(net, h), [normal(4, 4)]
 
 
-@fault("products that grow until they overflow", "onnx", "overflow", op="grow2", **SECOND)
+@fault("products that grow until they overflow", "overflow", op="grow2", **SECOND)
 def _growth() -> Any:
     net = Net()
     h = head(net)
@@ -228,7 +171,7 @@ def _growth() -> Any:
     return tail(net, net("Mul", h, net.const(1e-30))), two_batches(np.full(4, 1e9, np.float32))
 
 
-@fault("convolution that overflows", "onnx", "overflow", batch=1, sample=0)
+@fault("convolution that overflows", "overflow", batch=1, sample=0)
 def _conv() -> Any:
     net = Net()
     x = net.input("x", (1, 3, 8, 8))
@@ -262,13 +205,13 @@ def norm(op: str, *, epsilon: float, variance: float | None = None) -> Any:
     return build
 
 
-fault("batch norm with zero variance", "onnx", "zero variance", batch=0)(
+fault("batch norm with zero variance", "zero variance", batch=0)(
     norm("BatchNormalization", epsilon=0.0, variance=0.0)
 )
-fault("batch norm with negative variance", "onnx", "negative variance", batch=0, problem="-0.5")(
+fault("batch norm with negative variance", "negative variance", batch=0, problem="-0.5")(
     norm("BatchNormalization", epsilon=1e-5, variance=-0.5)
 )
-fault("instance norm of a constant picture", "onnx", "zero variance", batch=1, sample=1)(
+fault("instance norm of a constant picture", "zero variance", batch=1, sample=1)(
     norm("InstanceNormalization", epsilon=0.0)
 )
 
@@ -276,7 +219,7 @@ fault("instance norm of a constant picture", "onnx", "zero variance", batch=1, s
 # -- data and parameters
 
 
-@fault("NaN in one sample", "onnx", "bad input data", op="x", batch=2, sample=3, problem="1 NaN")
+@fault("NaN in one sample", "bad input data", op="x", batch=2, sample=3, problem="1 NaN")
 def _nan_sample() -> Any:
     net = Net()
     y = tail(net, net("Relu", head(net), name="relu"))
@@ -285,7 +228,7 @@ def _nan_sample() -> Any:
     return y, batches
 
 
-@fault("Inf in one sample", "onnx", "bad input data", op="x", batch=1, sample=0, problem="1 Inf")
+@fault("Inf in one sample", "bad input data", op="x", batch=1, sample=0, problem="1 Inf")
 def _inf_sample() -> Any:
     net = Net()
     y = tail(net, net("Sigmoid", net("Neg", head(net), name="neg"), name="gate"))
@@ -294,7 +237,7 @@ def _inf_sample() -> Any:
     return y, batches
 
 
-@fault("-Inf in the pixels of one picture", "onnx", "bad input data", op="x", batch=0, sample=1)
+@fault("-Inf in the pixels of one picture", "bad input data", op="x", batch=0, sample=1)
 def _inf_pixel() -> Any:
     net = Net()
     x = net.input("x", ("n", 3, 8, 8))
@@ -306,7 +249,6 @@ def _inf_pixel() -> Any:
 
 @fault(
     "NaN in a convolution's weight",
-    "onnx",
     "bad parameter",
     op="first.weight",
     batch=None,
@@ -321,7 +263,7 @@ def _nan_weight() -> Any:
     return net.model("y"), [normal(1, 3, 8, 8)]
 
 
-@fault("Inf in a recurrent weight", "onnx", "bad parameter", op="R", batch=None, problem="[0, 5, 1]")
+@fault("Inf in a recurrent weight", "bad parameter", op="R", batch=None, problem="[0, 5, 1]")
 def _inf_recurrent() -> Any:
     return lstm(lambda r: r.__setitem__((0, 5, 1), np.inf)), [normal(5, 2, 3)]
 
@@ -339,7 +281,6 @@ def lstm(spoil: Callable[[Array], Any] = lambda r: None, hidden: int = 4) -> onn
 
 @fault(
     "NaN in a weight that reaches its product through a transpose",
-    "onnx",
     "bad parameter",
     op="tied",
     batch=None,
@@ -358,7 +299,7 @@ def _tied_weight() -> Any:
 # -- half precision
 
 
-@fault("half-precision square", "onnx", "half-precision overflow", problem="reaches 8.9", **SECOND)
+@fault("half-precision square", "half-precision overflow", problem="reaches 8.9", **SECOND)
 def _half_square() -> Any:
     net = Net()
     h = head(net, dtype=HALF)
@@ -368,7 +309,7 @@ def _half_square() -> Any:
     return tail(net, root, dtype=HALF), two_batches(bad)
 
 
-@fault("half-precision product", "onnx", "half-precision overflow", **SECOND)
+@fault("half-precision product", "half-precision overflow", **SECOND)
 def _half_product() -> Any:
     net = Net()
     h = head(net, dtype=HALF)
@@ -378,7 +319,7 @@ def _half_product() -> Any:
     return tail(net, y, dtype=HALF), two_batches(np.full(4, 500, np.float16))
 
 
-@fault("cast to half precision", "onnx", "half-precision overflow", problem="1e+06", **SECOND)
+@fault("cast to half precision", "half-precision overflow", problem="1e+06", **SECOND)
 def _half_cast() -> Any:
     net = Net()
     h = net("Cast", head(net), name="culprit", to=HALF)
@@ -388,7 +329,7 @@ def _half_cast() -> Any:
     )
 
 
-@fault("half-precision norm that becomes zero", "onnx", "half-precision overflow", **SECOND)
+@fault("half-precision norm that becomes zero", "half-precision overflow", **SECOND)
 def _half_norm() -> Any:
     net = Net()
     h = head(net, dtype=HALF)
@@ -411,7 +352,7 @@ def loop_body(*, culprit: str = "culprit") -> onnx.GraphProto:
                         ("h_in", FLOAT, (4, 4))])  # fmt: skip
 
 
-@fault("division by zero in a loop", "onnx", "division by zero", batch=1, sample=2,
+@fault("division by zero in a loop", "division by zero", batch=1, sample=2,
        where="iteration 2 of counting (Loop)")  # fmt: skip
 def _loop() -> Any:
     net = Net()
@@ -425,7 +366,7 @@ def _loop() -> Any:
     return tail(net, "shares"), [first, second]
 
 
-@fault("logarithm in a scan", "onnx", "logarithm of a non-positive number", batch=0,
+@fault("logarithm in a scan", "logarithm of a non-positive number", batch=0,
        where="iteration 3 of stepping (Scan)")  # fmt: skip
 def _scan() -> Any:
     net = Net()
@@ -442,7 +383,7 @@ def _scan() -> Any:
     return net.model(y), [data.astype(np.float32)]
 
 
-@fault("overflow of a state that a loop carries", "onnx", "overflow", where="iteration 3 of growing (Loop)")
+@fault("overflow of a state that a loop carries", "overflow", where="iteration 3 of growing (Loop)")
 def _loop_state() -> Any:
     net = Net()
     h = head(net, rows=4)
@@ -459,7 +400,7 @@ def _loop_state() -> Any:
     return tail(net, total), [np.full((4, 4), 1e8, np.float32)]
 
 
-@fault("square root in the branch of an If", "onnx", "root of a negative number", batch=1, sample=2,
+@fault("square root in the branch of an If", "root of a negative number", batch=1, sample=2,
        where="else_branch of choice (If)")  # fmt: skip
 def _branch() -> Any:
     net = Net()
@@ -475,7 +416,7 @@ def _branch() -> Any:
     return tail(net, chosen), [{"x": x, "choose": np.array(i == 0)} for i, x in enumerate(batches)]
 
 
-@fault("division in a loop within a branch", "onnx", "division by zero", batch=0,
+@fault("division in a loop within a branch", "division by zero", batch=0,
        where="iteration 1 of counting (Loop), in then_branch of choice (If)")  # fmt: skip
 def _nested() -> Any:
     net = Net()
@@ -495,7 +436,7 @@ def _nested() -> Any:
     return tail(net, chosen), [{"x": x, "choose": np.array(True)}]
 
 
-@fault("value of the main graph that spoils a loop", "onnx", "logarithm of a non-positive number", batch=0)
+@fault("value of the main graph that spoils a loop", "logarithm of a non-positive number", batch=0)
 def _captured() -> Any:
     net = Net()
     h = head(net, rows=4)
@@ -510,7 +451,7 @@ def _captured() -> Any:
     return tail(net, "v"), [np.full((4, 4), -1, np.float32)]
 
 
-@fault("NaN that an operator inside a loop turns into an index", "onnx", "root of a negative number",
+@fault("NaN that an operator inside a loop turns into an index", "root of a negative number",
        where="iteration 1 of picking (Loop)")  # fmt: skip
 def _index_in_loop() -> Any:
     net = Net()
@@ -530,7 +471,7 @@ def _index_in_loop() -> Any:
 # -- recurrent nodes, attention, functions, indices
 
 
-@fault("RNN whose state grows without bound", "onnx", "overflow", batch=0)
+@fault("RNN whose state grows without bound", "overflow", batch=0)
 def _rnn() -> Any:
     net = Net()
     x = net.input("x", (8, 1, 2))
@@ -540,7 +481,7 @@ def _rnn() -> Any:
     return net.model(y), [np.ones((8, 1, 2), np.float32)]
 
 
-@fault("LSTM whose cell grows without bound", "onnx", "overflow", batch=0, problem="candidate")
+@fault("LSTM whose cell grows without bound", "overflow", batch=0, problem="candidate")
 def _lstm_overflow() -> Any:
     net = Net()
     x = net.input("x", (8, 2, 3))
@@ -554,7 +495,7 @@ def _lstm_overflow() -> Any:
     return net.model(y), [np.ones((8, 2, 3), np.float32)]
 
 
-@fault("NaN in the data of a GRU", "onnx", "bad input data", op="x", batch=1)
+@fault("NaN in the data of a GRU", "bad input data", op="x", batch=1)
 def _gru_data() -> Any:
     net = Net()
     x = net.input("x", (5, 2, 3))
@@ -575,14 +516,14 @@ def attention(net: Net, scores: Callable[[str], str]) -> onnx.ModelProto:
     return tail(net, net("MatMul", p, v, name="mix"))
 
 
-@fault("attention divided by a scale of zero", "onnx", "division by zero", batch=0)
+@fault("attention divided by a scale of zero", "division by zero", batch=0)
 def _attention_scale() -> Any:
     net = Net()
     model = attention(net, lambda s: net("Div", s, net.const(0.0, "scale"), name="culprit"))
     return model, [normal(4, 4)]
 
 
-@fault("attention in which a query may look at nothing", "onnx", "every element of a row is masked",
+@fault("attention in which a query may look at nothing", "every element of a row is masked",
        op="softmax", batch=0, sample=0)  # fmt: skip
 def _attention_mask() -> Any:
     net = Net()
@@ -592,7 +533,7 @@ def _attention_mask() -> Any:
     return attention(net, lambda s: net("Add", s, net.const(causal, "causal"), name="masked")), [normal(4, 4)]
 
 
-@fault("function of the model that divides by a sum", "onnx", "division by zero", **SECOND)
+@fault("function of the model that divides by a sum", "division by zero", **SECOND)
 def _function() -> Any:
     net = Net()
     h = net("Normalize", net("Relu", head(net), name="relu"), name="normalize", domain="own")
@@ -608,7 +549,7 @@ def _function() -> Any:
     return model, two_batches(np.float32(MINUS))
 
 
-@fault("NaN that an ArgMax hides", "onnx", "logarithm of a non-positive number", batch=1)
+@fault("NaN that an ArgMax hides", "logarithm of a non-positive number", batch=1)
 def _argmax() -> Any:
     net = Net()
     logs = net("Log", head(net), name="culprit")
@@ -616,7 +557,7 @@ def _argmax() -> Any:
     return net.model(("y", INT64, None)), two_batches(np.float32([-1, 2, 2, 2]))
 
 
-@fault("NaN that a cast to an index hides", "onnx", "root of a negative number", batch=1)
+@fault("NaN that a cast to an index hides", "root of a negative number", batch=1)
 def _cast() -> Any:
     net = Net()
     root = net("Sqrt", head(net), name="culprit")
@@ -624,7 +565,7 @@ def _cast() -> Any:
     return net.model(("y", INT64, None)), two_batches(np.float32(MINUS))
 
 
-@fault("Where that takes the wrong side", "onnx", "logarithm of a non-positive number", **SECOND)
+@fault("Where that takes the wrong side", "logarithm of a non-positive number", **SECOND)
 def _wrong_side() -> Any:
     net = Net()
     h = head(net)
@@ -633,7 +574,7 @@ def _wrong_side() -> Any:
     return tail(net, net("Where", good, logs, net.const(0.0), name="where")), two_batches(np.float32(MINUS))
 
 
-@fault("overflow in double precision", "onnx", "overflow", **SECOND)
+@fault("overflow in double precision", "overflow", **SECOND)
 def _double() -> Any:
     net = Net()
     h = head(net, dtype=DOUBLE)
@@ -642,7 +583,6 @@ def _double() -> Any:
 
 @fault(
     "two faults, of which the first is to be named first",
-    "onnx",
     "logarithm of a non-positive number",
     **SECOND,
 )
@@ -657,21 +597,21 @@ def _two() -> Any:
 # ================================================================================================== ONNX: look-alikes
 
 
-@look_alike("-inf mask before a softmax", "onnx")
+@look_alike("-inf mask before a softmax")
 def _mask() -> Any:
     net = Net()
     causal = np.where(np.tri(4) > 0, 0, -np.inf).astype(np.float32)
     return attention(net, lambda s: net("Add", s, net.const(causal, "causal"), name="masked")), [normal(4, 4)]
 
 
-@look_alike("-inf chosen by Where before a softmax", "onnx")
+@look_alike("-inf chosen by Where before a softmax")
 def _where_mask() -> Any:
     net = Net()
     low, bare = net.const(np.float32(-np.inf), "low"), net.const(np.tri(4) > 0, "keep")
     return attention(net, lambda s: net("Where", bare, s, low, name="masked")), [normal(4, 4)]
 
 
-@look_alike("-inf mask among the inputs", "onnx")
+@look_alike("-inf mask among the inputs")
 def _mask_input() -> Any:
     net = Net()
     h = head(net)
@@ -680,7 +620,7 @@ def _mask_input() -> Any:
     return y, [{"x": normal(4, 4), "mask": np.float32([[0, 0, -np.inf, -np.inf]] * 4)}]
 
 
-@look_alike("half-precision mask that overflows to -inf", "onnx")
+@look_alike("half-precision mask that overflows to -inf")
 def _half_mask() -> Any:
     net = Net()
     h = head(net, dtype=HALF)
@@ -692,7 +632,7 @@ def _half_mask() -> Any:
     ]
 
 
-@look_alike("float32 mask cast to half precision", "onnx")
+@look_alike("float32 mask cast to half precision")
 def _cast_mask() -> Any:
     net = Net()
     h = head(net, dtype=HALF)
@@ -703,7 +643,7 @@ def _cast_mask() -> Any:
     ]
 
 
-@look_alike("logarithm kept where it is defined", "onnx")
+@look_alike("logarithm kept where it is defined")
 def _where_log() -> Any:
     net = Net()
     h = head(net)
@@ -712,7 +652,7 @@ def _where_log() -> Any:
     return tail(net, safe), two_batches(np.float32(MINUS))
 
 
-@look_alike("NaN replaced by zero", "onnx")
+@look_alike("NaN replaced by zero")
 def _nan_to_num() -> Any:
     net = Net()
     root = net("Sqrt", head(net), name="root")
@@ -720,7 +660,7 @@ def _nan_to_num() -> Any:
     return tail(net, safe), two_batches(np.float32(MINUS))
 
 
-@look_alike("missing values in the data, filled in by the model", "onnx")
+@look_alike("missing values in the data, filled in by the model")
 def _missing() -> Any:
     net = Net()
     x = net.input("x", ("n", 4))
@@ -728,7 +668,7 @@ def _missing() -> Any:
     return tail(net, net("Relu", filled, name="relu")), [np.float32([[1, np.nan, 2, 3]] * 4)]
 
 
-@look_alike("sigmoid from an exponential that overflows", "onnx")
+@look_alike("sigmoid from an exponential that overflows")
 def _sigmoid() -> Any:
     net = Net()
     e = net("Exp", net("Neg", head(net), name="neg"), name="exp")
@@ -736,7 +676,7 @@ def _sigmoid() -> Any:
     return tail(net, y), two_batches(np.full(4, -200, np.float32))
 
 
-@look_alike("running maximum that starts at -inf in a loop", "onnx")
+@look_alike("running maximum that starts at -inf in a loop")
 def _running_max() -> Any:
     net = Net()
     h = head(net, rows=4)
@@ -756,7 +696,7 @@ def _running_max() -> Any:
     ]
 
 
-@look_alike("rows of padding that are cut off", "onnx")
+@look_alike("rows of padding that are cut off")
 def _padding() -> Any:
     net = Net()
     logs = net("Log", head(net), name="log")
@@ -764,7 +704,7 @@ def _padding() -> Any:
     return tail(net, kept), two_batches(np.float32(MINUS), row=3)
 
 
-@look_alike("words that a model must not say", "onnx")
+@look_alike("words that a model must not say")
 def _suppressed() -> Any:
     net = Net()
     h = head(net)
@@ -774,14 +714,14 @@ def _suppressed() -> Any:
     return net.model(y, (best, INT64, None)), [normal(4, 4)]
 
 
-@look_alike("bounds that are infinite", "onnx")
+@look_alike("bounds that are infinite")
 def _bounds() -> Any:
     net = Net()
     clipped = net("Clip", head(net), net.const(np.float32(0)), net.const(np.float32(np.inf)), name="clip")
     return tail(net, clipped), [normal(4, 4)]
 
 
-@look_alike("a branch that divides by zero and is not taken", "onnx")
+@look_alike("a branch that divides by zero and is not taken")
 def _other_branch() -> Any:
     net = Net()
     h = head(net)
@@ -795,7 +735,7 @@ def _other_branch() -> Any:
     return tail(net, chosen), [{"x": normal(4, 4), "choose": np.array(True)}]
 
 
-@look_alike("numbers whose sum overflows", "onnx")
+@look_alike("numbers whose sum overflows")
 def _large() -> Any:
     net = Net()
     big = net("Mul", net("Sigmoid", head(net), name="gate"), net.const(3e38), name="big")
