@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 Array = Any
 """A numpy array or a torch tensor."""
 
+_COUNTED_BY_TORCH = frozenset((np.dtype(np.int16), np.dtype(np.int32), np.dtype(np.int64)))
+
 
 def is_torch(x: object) -> bool:
     """Whether ``x`` is a torch tensor (parameters and other subclasses included)."""
@@ -66,6 +68,13 @@ def like(value: NDArray[Any], x: Array, dtype: str) -> Array:
     return np.asarray(value, dtype)
 
 
+def share(value: NDArray[Any], x: Array) -> Array:
+    """The numpy array ``value`` as an array of ``x``'s library and device; on the host it shares its memory."""
+    if is_torch(x):
+        return sys.modules["torch"].from_numpy(value).to(x.device)
+    return value
+
+
 def to_numpy(x: Array) -> NDArray[Any]:
     """``x`` on the host as a numpy array; bfloat16 tensors, which numpy has no word for, as float32."""
     if is_torch(x):
@@ -93,7 +102,14 @@ def row_bounds(rows: Array) -> tuple[Array, Array]:
 
 
 def bincount(codes: Array, size: int) -> NDArray[np.int64]:
-    """How often each of ``0 ... size - 1`` occurs in ``codes`` (1-D, integers), int64 on the host."""
+    """How often each of ``0 ... size - 1`` occurs in ``codes`` (1-D, integers), int64 on the host.
+
+    Torch, where it is loaded, also counts for numpy: it needs neither a conversion to int64 nor a copy and takes 0.6 of
+    the time.
+    """
+    torch = sys.modules.get("torch")
+    if not is_torch(codes) and torch is not None and codes.dtype in _COUNTED_BY_TORCH:
+        codes = torch.from_numpy(codes)
     if is_torch(codes):
         return to_numpy(codes.bincount(minlength=size))
     return np.bincount(codes, minlength=size).astype(np.int64, copy=False)
@@ -103,6 +119,6 @@ def nonzeros(x: Array) -> int:
     """How many elements of ``x`` (float32 or float64, up to 2**24 of them) differ from zero.
 
     For tensors a sum of signs, exact in float32: ``torch.count_nonzero`` takes 25 times as long on sparse
-    data.
+    data. numpy counts truth values four times as fast as floats.
     """
-    return int(x.sign().abs_().sum()) if is_torch(x) else int(np.count_nonzero(x))
+    return int(x.sign().abs_().sum()) if is_torch(x) else int(np.count_nonzero(x != 0))

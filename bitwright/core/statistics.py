@@ -11,7 +11,8 @@ flattened).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
 
@@ -30,10 +31,11 @@ from bitwright.core.arrays import (
     namespace,
     nonzeros,
     row_bounds,
+    share,
     to_numpy,
     transpose,
 )
-from bitwright.core.granularity import PER_TENSOR, Granularity, Shape
+from bitwright.core.granularity import PER_TENSOR, Granularity, PerTensor, Shape
 
 Kind = Literal["minmax", "histogram", "moments"]
 
@@ -41,8 +43,12 @@ HALF_BINS = 2048
 """Bins on either side of zero, the one around zero included: N in :class:`Histogram`."""
 
 _BINS = 2 * HALF_BINS - 1
+_HALF_BITS = 11  # HALF_BINS is 2 to this power
 _MIN_EXPONENT = -126  # the width of a bin is a normal float32, and so is its reciprocal
 _CHUNK = 1 << 17  # elements: one chunk and its codes stay in the second-level cache
+_LONG = 1 << 14  # elements: from here on a second table of counts is worth its clearing
+_TABLE = _BINS + 1
+_PLACES = np.tile(np.array([0, _TABLE], np.int16) + np.int16(HALF_BINS - 1), _CHUNK // 2)
 
 
 class _Values:
@@ -172,7 +178,10 @@ def update(stats: S, x: Array, granularity: Granularity = PER_TENSOR) -> S:
     >>> update(start("minmax"), np.float32([1, -2, np.nan])).lo
     array(-2.)
     """
-    measured: S = _MEASURES[type(stats)](as_array(x), granularity)
+    x = as_array(x)
+    if isinstance(stats, Histogram) and isinstance(granularity, PerTensor):
+        return _count_in(stats, x)  # type: ignore[return-value]
+    measured: S = _MEASURES[type(stats)](x, granularity)
     return merge(stats, measured)
 
 
@@ -218,7 +227,7 @@ def histogram_exponent(lo: NDArray[np.float64], hi: NDArray[np.float64]) -> NDAr
     array(-9)
     """
     largest = np.maximum(np.where(np.isfinite(lo), np.abs(lo), 0), np.where(np.isfinite(hi), np.abs(hi), 0))
-    exponent = np.frexp(largest)[1].astype(np.int64) - int(np.log2(HALF_BINS))
+    exponent = np.frexp(largest)[1].astype(np.int64) - _HALF_BITS
     return np.asarray(np.where(largest > 0, np.maximum(exponent, _MIN_EXPONENT), _MIN_EXPONENT))
 
 
@@ -300,7 +309,52 @@ def _at_least_float32(x: Array) -> Array:
 
 
 def _measure_histogram(x: Array, granularity: Granularity) -> Histogram:
+    if isinstance(granularity, PerTensor):
+        empty = start("histogram")
+        assert isinstance(empty, Histogram)
+        return _count_in(empty, x)
     return row_histogram(rows_of(x, granularity), granularity.param_shape(tuple(x.shape)))
+
+
+def _count_in(stats: Histogram, x: Array) -> Histogram:
+    """``stats``, of one scale, and all elements of ``x``, each read from memory once.
+
+    Pieces of ``x`` are counted in bins as wide as the data so far has made them. Where a piece holds a larger value the
+    bins join first, which loses nothing.
+    """
+    counts, exponent, zeros = stats.counts.copy(), int(stats.exponent), int(stats.zeros)
+    lo, hi, regular, bounds = np.inf, -np.inf, 0, stats.bounds
+    for piece in _pieces(x.reshape(-1)):
+        values = _at_least_float32(piece)
+        low, high = (float(end[0]) for end in row_bounds(values[None]))
+        excluded = 0
+        if not (np.isfinite(low) and np.isfinite(high)):
+            found = row_minmax(values[None], ())
+            bounds, low, high = _merge_minmax(bounds, found), float(found.lo), float(found.hi)
+            xp, excluded = namespace(values), values.shape[0] - int(found.count)
+            values = xp.where(xp.isfinite(values), values, 0)
+        else:
+            lo, hi, regular = min(lo, low), max(hi, high), regular + values.shape[0]
+        power = _exponent_of(max(-low, high))
+        if power > exponent:
+            counts, exponent = _widened(counts, np.asarray(power - exponent)), power
+        counts += _bin_counts(values, exponent)
+        counts[HALF_BINS - 1] -= excluded
+        zeros += values.shape[0] - nonzeros(values) - excluded
+    none = np.zeros((), np.int64)
+    clean = MinMax(np.asarray(lo), np.asarray(hi), np.asarray(regular), none, none, none)
+    return Histogram(counts, np.asarray(exponent), np.asarray(zeros), _merge_minmax(bounds, clean))
+
+
+def _exponent_of(largest: float) -> int:
+    """:func:`histogram_exponent` of one magnitude; of no data (``-inf``) and of zeros the least there is."""
+    return max(math.frexp(largest)[1] - _HALF_BITS, _MIN_EXPONENT) if largest > 0 else _MIN_EXPONENT
+
+
+def _pieces(flat: Array) -> Iterator[Array]:
+    """Parts of an array with one axis that stay in the cache while they are counted."""
+    step = _CHUNK if not is_torch(flat) or flat.device.type == "cpu" else _CHUNK << 7
+    return (flat[first : first + step] for first in range(0, flat.shape[0], step))
 
 
 def row_histogram(rows: Array, shape: Shape) -> Histogram:
@@ -320,25 +374,31 @@ def _count(
     counts = np.zeros((rows.shape[0], _BINS), np.int64)
     zeros = np.zeros(rows.shape[0], np.int64)
     xp = namespace(rows)
-    step = _CHUNK if not is_torch(rows) or rows.device.type == "cpu" else _CHUNK << 7
     for row, power in enumerate(exponent.tolist()):
-        for first in range(0, rows.shape[1], step):
-            x = rows[row, first : first + step]
+        for x in _pieces(rows[row]):
             if not finite:
                 x = xp.where(xp.isfinite(x), x, 0)
             x = _at_least_float32(x)
-            counts[row] += bincount(_bins(x, power), _BINS)
+            counts[row] += _bin_counts(x, power)
             zeros[row] += x.shape[0] - nonzeros(x)
     return counts, zeros
 
 
-def _bins(x: Array, exponent: int) -> Array:
-    """Index of the bin of every element of ``x`` (finite, float32 or 64); int16 conversion truncates."""
+def _bin_counts(x: Array, exponent: int) -> NDArray[np.int64]:
+    """How many elements of ``x`` (finite, float32 or 64) fall into each bin; conversion to int16 truncates.
+
+    Even and odd places of a long piece are counted apart: an increment has to wait for the one before it when both are
+    of the same bin, which among the zeros behind a ReLU is every second one.
+    """
     # beyond this exponent its reciprocal would be subnormal in float32
     scaled = (cast(x, "float64") if exponent > -_MIN_EXPONENT else x) * 2.0**-exponent
     codes = cast(scaled, "int16")
-    codes += HALF_BINS - 1
-    return codes
+    if not _LONG <= codes.shape[0] <= _CHUNK:
+        codes += HALF_BINS - 1
+        return bincount(codes, _BINS)
+    codes += share(_PLACES[: codes.shape[0]], codes)
+    apart = bincount(codes, 2 * _TABLE).reshape(2, _TABLE)
+    return np.asarray(apart[0, :_BINS] + apart[1, :_BINS])
 
 
 def _merge_histogram(a: Histogram, b: Histogram) -> Histogram:

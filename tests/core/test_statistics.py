@@ -1,5 +1,7 @@
 """Statistics: exact, independent of order and grouping, blind to nothing."""
 
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -204,6 +206,30 @@ def test_large_tensors_are_counted_in_pieces_without_loss():
         np.trunc(np.delete(x, 7) / width).astype(int) + HALF_BINS - 1, minlength=2 * HALF_BINS - 1
     )
     assert (stats.counts == expected).all()
+
+
+@pytest.mark.parametrize("counter", ["torch", "numpy"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@given(st.lists(st.sampled_from([1e-42, 1e-5, 0.3, 1.0, 40.0, 1e4]), min_size=1, max_size=4), st.randoms())
+@settings(max_examples=8, deadline=None)
+def test_a_single_pass_counts_what_measuring_and_merging_do(counter, dtype, scales, random):
+    """Long and short pieces, every kind of value, bins that widen on the way or are wide already."""
+    with pytest.MonkeyPatch.context() as patch:
+        if counter == "numpy":
+            patch.delitem(sys.modules, "torch")
+        generator, whole, parts = np.random.default_rng(random.randint(0, 99)), start("histogram"), []
+        for scale in scales:
+            x = (generator.normal(size=random.choice([5, 20_000, 150_000])) * scale).astype(dtype)
+            for special in (0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45, 65504.0)[: random.randint(0, 7)]:
+                x[generator.integers(0, x.size, 3)] = special
+            whole = update(whole, x)
+            parts.append(x.astype(np.float64))
+        x = np.concatenate(parts)
+    finite = x[np.isfinite(x)]
+    bins = np.trunc(finite / 2.0 ** int(whole.exponent)).astype(int) + HALF_BINS - 1
+    assert whole.exponent == histogram_exponent(finite.min(), finite.max())
+    assert (whole.counts == np.bincount(bins, minlength=2 * HALF_BINS - 1)).all()
+    assert whole.zeros == (finite == 0).sum() and whole.bounds == measure("minmax", x)
 
 
 def test_non_finite_values_are_in_no_bin():
