@@ -16,7 +16,7 @@ iteration, and a branch that was not taken contributes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core import statistics
+from bitwright.core.calibration import BatchGate
 from bitwright.core.granularity import PerTensor
 from bitwright.core.quantizer import Quantizer
 from bitwright.errors import BitwrightError, CalibrationError
@@ -70,14 +71,16 @@ class Tap:
         """Give the tensor to the quantizer."""
         if self.quantizer.frozen or x.size == 0:
             return
-        granularity, kind = self.quantizer.spec.granularity, self.quantizer.needs
-        if isinstance(granularity, PerTensor) or not self.leading:
-            parts: Iterable[Array] = (x,)
-        else:
+        parts: Iterable[Array] = (x,)
+        if self.leading and not self.unordered:
             parts = x.reshape(-1, *x.shape[self.leading :])
         for part in parts:
+            if self.times == 1:
+                self.quantizer.observe(part)
+                continue
+            granularity = self.quantizer.spec.granularity
             granularity.param_shape(part.shape, self.quantizer.name)
-            seen = statistics.measure(kind, part, granularity)
+            seen = statistics.measure(self.quantizer.needs, part, granularity)
             for _ in range(self.times):
                 self.quantizer.observe_statistics(seen)
 
@@ -122,6 +125,7 @@ class Calibrator:
         quantizers: site -> quantizer, for the activation sites to watch.
         budget: bytes of activations that may be held at once beside what the model itself needs.
         providers, threads: of the sessions.
+        gate: decides about batches that are not finite; without one their finite elements are used.
     """
 
     simulation: Simulation
@@ -129,6 +133,7 @@ class Calibrator:
     budget: int
     providers: Providers | None = None
     threads: int = 0
+    gate: BatchGate | None = None
     runs: int = 0
     specs: tuple[InputSpec, ...] = field(init=False)
     _sessions: dict[tuple[Any, ...], _Session] = field(default_factory=dict)
@@ -165,10 +170,24 @@ class Calibrator:
 
         Raises:
             ModelError: the batch does not fit the inputs.
-            CalibrationError: the model fails on it.
+            CalibrationError: the model fails on it, or makes NaN or Inf of it that the gate does not let through.
         """
         where = f"batch {self.runs}"
         feeds = as_feeds(given, self.specs, where)
+        before = replace(self._bounds)
+        if self.gate is not None:
+            self.gate.open(feeds)
+        counts = False
+        try:
+            outputs = self._watch(feeds, where)
+            counts = self.gate is None or self.gate.close()
+        finally:
+            if not counts:
+                self._bounds = before
+        self.runs += 1
+        return outputs
+
+    def _watch(self, feeds: Feeds, where: str) -> list[Array]:
         outputs: list[Array] = []
         try:
             sizes = self._tap_sizes(feeds)
@@ -187,7 +206,6 @@ class Calibrator:
                 f"the model fails on it: {first_line(error)}",
                 "run the float model in ONNX Runtime on the same batch; what it refuses cannot be calibrated on",
             ) from error
-        self.runs += 1
         return outputs
 
     def finish(self) -> None:
