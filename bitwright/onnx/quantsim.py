@@ -11,15 +11,17 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.core.calibration import BatchGate, CalibrationLog
 from bitwright.core.coverage import Coverage
 from bitwright.core.encoding import Encoding
 from bitwright.core.graph import Graph
+from bitwright.core.health import HealthReport, check_parameters
 from bitwright.core.placement import Plan, place
 from bitwright.core.quantizer import DerivedBias, Quantizer
 from bitwright.core.rules import Rules
 from bitwright.core.scheme import QuantizationDataType, QuantScheme, make_rules
 from bitwright.core.sites import Site, SiteMap
-from bitwright.core.spec import Preset, RangeMethod
+from bitwright.core.spec import NonFinite, Preset, RangeMethod, check_policy
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.export.artefacts import Exported, Samples, bias_form, check_encoding_version, write_artefacts
 from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, to_qdq
@@ -130,6 +132,7 @@ class QuantizationSimModel:
         self.providers, self.threads = providers, threads
         self.memory_budget = free_memory() // 4 if memory_budget is None else int(memory_budget)
         self.calibrated = False
+        self.calibration_log: CalibrationLog | None = None
         self.output_values: dict[str, str] = {}  # an exported model's outputs are called as the graph's are
         with collector_paused():
             self._place(model, dummy_input)
@@ -201,6 +204,7 @@ class QuantizationSimModel:
         progress: bool = True,
         resume: bool = False,
         allow_unreached: bool = False,
+        non_finite: NonFinite = "error",
     ) -> None:
         """Find the encodings: weights from their values, activations from the data that passes them.
 
@@ -215,18 +219,28 @@ class QuantizationSimModel:
             progress: show a progress bar on a terminal when it takes more than two seconds.
             resume: keep the statistics of the last call and add to them, for example after Ctrl-C.
             allow_unreached: leave sites that no batch reached in float instead of failing when they are used.
+            non_finite: what to do with a batch in which a quantizer meets NaN or Inf: ``"error"`` stops and names the
+                node that made them, ``"skip"`` leaves the whole batch out of all statistics, ``"clamp"`` uses the finite
+                values only. A spec or rule with ``non_finite`` has its own way.
 
         Raises:
-            CalibrationError: no batch came, or the model fails on one.
+            CalibrationError: no batch came, the model fails on one, a weight or (under ``"error"``) a batch holds values
+                that are not finite.
             ModelError: a batch does not fit the model's inputs.
+            ConfigError: there is no such policy.
         """
+        policy = check_policy(non_finite)
+        check_parameters(self._quantized_parameters())
         if not resume:
             self.quantizers.forget()
         self.calibrated = False
         calibrator = self._calibrator()
+        gate = calibrator.gate = self._gate(calibrator, policy)
         try:
             self._feed(calibrator, data, args, progress)
+            gate.finish()
         except KeyboardInterrupt:
+            gate.abandon()
             calibrator.finish()
             self._freeze(allow_unreached=True, quiet=True)
             logger.warning(
@@ -235,6 +249,9 @@ class QuantizationSimModel:
                 calibrator.runs,
             )
             raise
+        finally:
+            gate.abandon()
+            self.calibration_log = gate.log
         if not calibrator.runs:
             what = "the callback never ran its session" if callable(data) else "the data held no batch"
             raise CalibrationError(
@@ -244,6 +261,27 @@ class QuantizationSimModel:
             )
         calibrator.finish()
         self._freeze(allow_unreached)
+
+    def _gate(self, calibrator: Calibrator, policy: NonFinite) -> BatchGate:
+        def blame(batch: Any) -> HealthReport:
+            from bitwright.onnx.health import Doctor
+
+            doctor = Doctor(self._watched().model, "model", self.providers, self.threads)
+            doctor.check(batch)
+            return doctor.report()
+
+        watched = {id(q): q for q in calibrator.quantizers.values() if q.enabled}
+        return BatchGate(watched.values(), policy, blame)
+
+    def _quantized_parameters(self) -> dict[str, Array]:
+        """Parameter name -> its elements, of every enabled weight and bias that is a constant."""
+        found = {}
+        for site in self.quantizers.values():
+            param = self.graph.values[site._plan.value].param
+            if param is not None and site.enabled and site.role in ("weight", "bias"):
+                array = self.constants.get(site.name)
+                found.update({} if array is None else {param: array})
+        return found
 
     def _calibrator(self) -> Calibrator:
         """Weights calibrated and quantized, activations watched."""
@@ -261,6 +299,12 @@ class QuantizationSimModel:
                     quantizer.statistics is None
                 ):  # a constant that starts a state, on the grid of that state
                     quantizer.observe(self.constants[site.name])
+        simulation = self._watched()
+        watched = {name: site.quantizer for name, site in self.quantizers.items() if name in simulation.taps}
+        return Calibrator(simulation, watched, self.memory_budget, self.providers, self.threads)
+
+    def _watched(self) -> Simulation:
+        """What calibration runs: weights quantized, activations in float except the frozen ones."""
         encodings = {
             site.name: site.encoding
             for site in self.quantizers.values()
@@ -269,9 +313,7 @@ class QuantizationSimModel:
             and not site.quantizer.derived
             and (site.name in self.constants or site.frozen)
         }
-        simulation = simulation_model(self.marked, encodings)
-        watched = {name: site.quantizer for name, site in self.quantizers.items() if name in simulation.taps}
-        return Calibrator(simulation, watched, self.memory_budget, self.providers, self.threads)
+        return simulation_model(self.marked, encodings)
 
     def _feed(self, calibrator: Calibrator, data: Any, args: Any, show: bool) -> None:
         if data is None:

@@ -92,7 +92,7 @@ def test_non_finite_values_are_counted_and_kept_out(bad, scheme, at):
     dirty = [dict(data[0]), {"x": data[1]["x"].copy()}]
     dirty[1]["x"].reshape(-1)[at] = bad
     sim = simulate(small(), scheme)
-    sim.compute_encodings(dirty)
+    sim.compute_encodings(dirty, non_finite="clamp")
     bounds = statistics.bounds_of(sim.quantizers["c1.input[0]"].quantizer.statistics)
     assert int(bounds.nan_count + bounds.inf_count) == 1
     assert sim.quantizers["c1.input[0]"].encoding == expected(sim, "c1.input[0]", [f["x"] for f in dirty])
@@ -109,7 +109,9 @@ def test_nothing_but_non_finite_values_is_an_error_that_names_the_site():
     with pytest.raises(
         CalibrationError, match=r"c1.input\[0\]: calibration saw no finite value \(384 NaN, 0 infinite\)"
     ):
-        simulate(small()).compute_encodings([{"x": np.full((2, 3, 8, 8), np.nan, np.float32)}])
+        simulate(small()).compute_encodings(
+            [{"x": np.full((2, 3, 8, 8), np.nan, np.float32)}], non_finite="clamp"
+        )
 
 
 def test_per_channel_activations():
