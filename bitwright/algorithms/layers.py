@@ -481,3 +481,31 @@ def rescaling(
 
 def _bound(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else float(value)
+
+
+def batch_norm_moments(view: ModelView) -> dict[str, tuple[Array, Array]]:
+    """Mean and standard deviation per channel behind every batch norm, as its parameters say: beta and \\|gamma\\|.
+
+    To be asked before the batch norms are folded; :func:`moments_of_layers` then says them of the layers.
+    """
+    graph, found = view.graph(), {}
+    for op in graph.ops:
+        if op.type != "BatchNormalization" or op.attrs.get("training") or len(op.inputs) < 5:
+            continue
+        held = [None if name is None else graph.values[name] for name in op.inputs[1:4]]
+        if any(value is not None and value.kind != "param" for value in held) or held[2] is None:
+            continue
+        gamma, beta = (None if v is None else view.param(v.param or v.name) for v in held[:2])
+        channels = held[2].shape
+        found[op.name] = (
+            np.zeros(channels) if beta is None else np.asarray(beta, np.float64),
+            np.ones(channels) if gamma is None else np.abs(np.asarray(gamma, np.float64)),
+        )
+    return found
+
+
+def moments_of_layers(
+    moments: Mapping[str, tuple[Array, Array]], pairs: Iterable[tuple[str, str]]
+) -> dict[str, tuple[Array, Array]]:
+    """Layer -> moments of its output, from the ``(layer, batch norm)`` pairs that were folded backward, in order."""
+    return {layer: moments[norm] for layer, norm in pairs if norm in moments}

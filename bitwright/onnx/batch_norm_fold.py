@@ -60,15 +60,15 @@ def fold_all_batch_norms(
     view = _FoldingView(loaded, providers, shapes)
     check = None
     if feeds is not None:
-        before = _outputs(view, feeds)
+        before = float_outputs(view, feeds)
 
         def check() -> str | None:
-            return _what_changed(view, feeds, before)
+            return what_changed(view, feeds, before)
 
     report = algorithm.fold_all_batch_norms(view, check)
     report.keep()
     view.tidy()
-    _give_back(loaded, model)
+    give_back(loaded, model)
     return report
 
 
@@ -76,7 +76,7 @@ def fold_all_batch_norms(
 fold_all_batch_norms_to_weight = fold_all_batch_norms
 
 
-def _give_back(loaded: Loaded, model: onnx.ModelProto | ir.Model | Loaded) -> None:
+def give_back(loaded: Loaded, model: onnx.ModelProto | ir.Model | Loaded) -> None:
     """Write the folded copy into what the caller gave."""
     if isinstance(model, Loaded):
         return
@@ -92,13 +92,14 @@ def _give_back(loaded: Loaded, model: onnx.ModelProto | ir.Model | Loaded) -> No
         model.ir_version = loaded.model.ir_version
 
 
-def _outputs(view: OnnxView, feeds: dict[str, Array]) -> list[Array]:
+def float_outputs(view: OnnxView, feeds: dict[str, Array]) -> list[Array]:
+    """The outputs of the model as it stands."""
     return list(open_session(view.model, view.providers).run(None, feeds))
 
 
-def _what_changed(view: OnnxView, feeds: dict[str, Array], before: Sequence[Array]) -> str | None:
+def what_changed(view: OnnxView, feeds: dict[str, Array], before: Sequence[Array]) -> str | None:
     """What is different since ``before`` was taken; ``None`` when only rounding is."""
-    for value, old, new in zip(view.model.graph.outputs, before, _outputs(view, feeds), strict=True):
+    for value, old, new in zip(view.model.graph.outputs, before, float_outputs(view, feeds), strict=True):
         if old.dtype.kind != "f":
             continue
         finite = np.isfinite(old)

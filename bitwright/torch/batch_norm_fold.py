@@ -43,20 +43,27 @@ def fold_all_batch_norms(
 
     Reference: Jacob et al. 2018, arXiv:1712.05877, section 3.2.
     """
-    example = _example(model, input_shapes) if dummy_input is None else dummy_input
+    example = (
+        example_input(model, input_shapes, "fold_all_batch_norms") if dummy_input is None else dummy_input
+    )
     example = to_device(example, model_device(model))
     view = TorchView(model, [example])
     view.graph()  # explains an example that does not fit, before anything runs
-    before = _outputs(model, example)
-    report = algorithm.fold_all_batch_norms(view, lambda: _what_changed(model, example, before))
+    before = float_outputs(model, example)
+    report = algorithm.fold_all_batch_norms(view, lambda: what_changed(model, example, before))
     report.keep()
     return report
 
 
-def _example(model: nn.Module, shapes: Any) -> Any:
+def example_input(model: nn.Module, shapes: Any, function: str) -> Any:
+    """Random inputs of the shapes given, in the model's dtype.
+
+    Raises:
+        ModelError: no shapes.
+    """
     if shapes is None:
         raise ModelError(
-            "fold_all_batch_norms",
+            function,
             "neither dummy_input nor input_shapes was given, so the model cannot be run once",
             "pass dummy_input=x, or input_shapes=(1, 3, 224, 224)",
         )
@@ -69,7 +76,8 @@ def _example(model: nn.Module, shapes: Any) -> Any:
     return inputs if several else inputs[0]
 
 
-def _outputs(model: nn.Module, example: Any) -> list[tuple[str, torch.Tensor]]:
+def float_outputs(model: nn.Module, example: Any) -> list[tuple[str, torch.Tensor]]:
+    """Name and value of every floating-point output of the model on an input, in evaluation mode."""
     args, kwargs = as_call(map_tensors(example, torch.clone))  # a model may write into its input
     with torch.no_grad(), evaluation(model), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -80,10 +88,10 @@ def _outputs(model: nn.Module, example: Any) -> list[tuple[str, torch.Tensor]]:
         ]
 
 
-def _what_changed(model: nn.Module, example: Any, before: list[tuple[str, torch.Tensor]]) -> str | None:
+def what_changed(model: nn.Module, example: Any, before: list[tuple[str, torch.Tensor]]) -> str | None:
     """What is different on the example input since ``before`` was taken; ``None`` when only rounding is."""
     try:
-        after = _outputs(model, example)
+        after = float_outputs(model, example)
     except Exception as error:  # in the model's own code, which may rely on what the folds have changed
         return f"the model fails: {type(error).__name__}: {error}"
     for (name, old), (_, new) in zip(before, after, strict=True):

@@ -1,0 +1,126 @@
+"""A torch simulation as bias correction sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bitwright.algorithms.layers import Array, Layer
+from bitwright.core.affine import fake_quantize
+from bitwright.core.graph import Graph
+from bitwright.torch.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.functions import Function
+from bitwright.torch.intercept import Frame, Key
+from bitwright.torch.quantsim import QuantizationSimModel
+from bitwright.torch.simulate import Simulator, Stage
+
+Watch = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Watching:
+    """A simulator whose calls at some operators hand their raw result through a function."""
+
+    def __init__(self, simulator: Simulator, watches: Mapping[str, Watch]) -> None:
+        self._simulator, self._watches = simulator, watches
+        self.begin, self.end, self.other = simulator.begin, simulator.end, simulator.other
+
+    def call(
+        self,
+        frame: Frame,
+        key: Key,
+        row: Function,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The call of the simulator."""
+        plan = self._simulator.plans.get(key)
+        watch = None if plan is None else self._watches.get(plan.op)
+        if watch is None:
+            return self._simulator.call(frame, key, row, func, args, kwargs)
+        raw = lambda *a, **k: watch(func(*a, **k))  # noqa: E731
+        return self._simulator.call(frame, key, row, raw, args, kwargs)
+
+
+class TorchCorrectable:
+    """See :class:`bitwright.algorithms.bias_correct.Correctable`.
+
+    Args:
+        sim: calibrated.
+    """
+
+    def __init__(self, sim: QuantizationSimModel) -> None:
+        self.sim = sim
+        self.graph: Graph = sim.graph
+
+    def errors(self, layers: Sequence[Layer], batch: object) -> dict[str, tuple[Array, float]]:
+        """As the protocol says; the model runs twice."""
+        batch = to_device(batch, model_device(self.sim.model))
+        means: dict[str, torch.Tensor] = {}
+        shifts: dict[str, tuple[Array, float]] = {}
+
+        def noting(layer: Layer) -> Watch:
+            def watch(y: torch.Tensor) -> torch.Tensor:
+                means[layer.op] = _means(y, layer)
+                return y
+
+            return watch
+
+        def shifting(layer: Layer) -> Watch:
+            def watch(y: torch.Tensor) -> torch.Tensor:
+                if layer.op not in means:
+                    return y
+                shift = _means(y, layer) - means[layer.op]
+                shifts[layer.op] = shift.cpu().numpy(), y.numel() / max(1, shift.numel())
+                shape = [-1 if axis == layer.channel_axis else 1 for axis in range(y.dim())]
+                return y - shift.to(y.dtype).reshape(shape)
+
+            return watch
+
+        self._run("float", batch, {layer.adder or layer.op: noting(layer) for layer in layers})
+        self._run("simulate", batch, {layer.adder or layer.op: shifting(layer) for layer in layers})
+        return shifts
+
+    def _run(self, stage: Stage, batch: Any, watches: Mapping[str, Watch]) -> None:
+        simulator, interceptor = self.sim._simulator, self.sim._interceptor
+        handler, before = interceptor.handler, simulator.stage
+        interceptor.handler, simulator.stage = Watching(simulator, watches), stage
+        args, kwargs = as_call(batch)
+        try:
+            with torch.no_grad(), evaluation(self.sim.model):
+                self.sim.model(*args, **kwargs)
+        finally:
+            interceptor.handler, simulator.stage = handler, before
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        tensor = self.sim._interceptor.named_tensor(name)
+        assert tensor is not None
+        return tensor
+
+    def weight(self, layer: Layer) -> tuple[Array, Array]:
+        """As the protocol says."""
+        W = self._tensor(layer.weight).detach().float().cpu().numpy()
+        site = next(
+            (s for s in self.sim.quantizers.values() if s.op == layer.op and s.role == "weight"), None
+        )
+        live = site is not None and site.enabled and site.encoding is not None
+        return W, np.asarray(fake_quantize(W, site.encoding)) if live else W  # type: ignore[union-attr]
+
+    def bias(self, layer: Layer) -> Array:
+        """As the protocol says."""
+        assert layer.bias is not None
+        return self._tensor(layer.bias).detach().float().cpu().numpy()
+
+    def set_bias(self, layer: Layer, value: Array) -> None:
+        """As the protocol says."""
+        assert layer.bias is not None
+        with torch.no_grad():
+            self._tensor(layer.bias).copy_(torch.from_numpy(np.ascontiguousarray(value)))
+
+
+def _means(y: torch.Tensor, layer: Layer) -> torch.Tensor:
+    axes = [axis for axis in range(y.dim()) if axis != layer.channel_axis]
+    return y.mean(axes, dtype=torch.float64)
