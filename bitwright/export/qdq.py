@@ -33,6 +33,7 @@ from bitwright.core.encoding import Encoding
 from bitwright.core.formats import IntFormat
 from bitwright.core.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.ops import op_row, weight_axes
+from bitwright.core.recurrence import CELLS
 from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.atomic import atomic_files
 from bitwright.export.builder import (
@@ -196,6 +197,14 @@ _CONDITIONS: dict[str, Callable[[ir.Node, Callable[[ir.Value], NDArray[Any] | No
     "Pad": _pads_with_zero,
     "Resize": _is_nearest,
 }
+
+
+def moves_data(node: ir.Node, constant: Callable[[ir.Value], NDArray[Any] | None]) -> bool:
+    """Whether ``node`` passes on elements of its first input, unchanged; ``constant`` gives a value known before."""
+    condition = _CONDITIONS.get(node.op_type)
+    return condition(node, constant) if condition else op_row(node.op_type).kind == "movement"
+
+
 # Joins of equal grids: which inputs carry data.
 _JOINS: dict[str, slice] = {"Concat": slice(None), "Where": slice(1, 3)}
 # Several scales that integer kernels of ONNX Runtime handle: (operator, port) -> any, or (axis, rank).
@@ -205,6 +214,8 @@ _KERNEL_AXES: dict[tuple[str, int], tuple[int, int | None] | Literal["any"]] = {
     ("Gemm", 1): "any",
     ("ConvTranspose", 1): "any",
     ("Gather", 0): "any",
+    # no integer kernel reads a DequantizeLinear in front of these
+    **{(op_type, port): "any" for op_type in CELLS for port in (1, 2)},
 }
 _NUMPY_FLOATS = (None, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
 _WITH_BIAS = frozenset(("Conv", "ConvTranspose", "Gemm"))
@@ -212,7 +223,7 @@ _RANDOM = frozenset(("RandomNormal", "RandomUniform", "RandomNormalLike", "Rando
 # Ports of weights, whose signedness integer kernels take as it comes.
 _WEIGHT_PORTS = {
     **dict.fromkeys(("Conv", "ConvTranspose", "Gemm", "MatMul"), (1,)),
-    **dict.fromkeys(("LSTM", "GRU", "RNN"), (1, 2)),
+    **dict.fromkeys(CELLS, (1, 2)),
     **dict.fromkeys(("Gather", "Transpose"), (0,)),
 }
 
@@ -390,9 +401,8 @@ class _Writer:
             first = joined[0]
             same = first is not None and all(_same_grid(first, other) for other in joined[1:])
             return first if same else None
-        source, condition = node.inputs[0], _CONDITIONS.get(node.op_type)
-        moves = condition(node, self._array) if condition else op_row(node.op_type).kind == "movement"
-        return known.get(source) if moves and source is not None else None
+        source = node.inputs[0]
+        return known.get(source) if moves_data(node, self._array) and source is not None else None
 
     def _array(self, value: ir.Value) -> NDArray[Any] | None:
         tensor = self.constants.get(value)

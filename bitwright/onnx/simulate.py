@@ -36,6 +36,7 @@ from bitwright.export.markers import (
 )
 from bitwright.export.qdq import find_constants
 from bitwright.export.recurrent import INNER_SITES, expand_recurrent
+from bitwright.onnx.recurrent import is_layer
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,10 @@ def mark_sites(model: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str,
             _mark_returned(values[site.value], site.name, names, outputs)
         else:
             _mark_input(node, site.port, site.name, names)
-    for node, pairs in inner.items():
-        node.domain = DOMAIN
-        node.attributes.add(ir.AttrStrings(INNER_SITES, pairs))
+    for node in nodes.values():  # ONNX Runtime has no kernels for layout 1, and none with quantizers inside
+        if node in inner or (is_layer(node) and node.attributes.get_int("layout", 0)):
+            node.domain = DOMAIN
+            node.attributes.add(ir.AttrStrings(INNER_SITES, inner.get(node, [])))
     for graph in copy.graphs():
         graph.opset_imports[DOMAIN] = 1
     return copy
