@@ -17,13 +17,16 @@ from torch import nn
 
 from bitwright.core.encoding import Encoding
 from bitwright.core.ops import op_row
+from bitwright.core.recurrence import CELLS
 from bitwright.errors import CalibrationError, ConfigError, ExportError, close_matches
 from bitwright.export.artefacts import Exported, Samples, bias_form, check_encoding_version, write_artefacts
 from bitwright.export.qdq import QdqResult, rename_values, site_names, to_qdq
+from bitwright.export.recurrent import RecurrentForm, write_recurrent
 from bitwright.export.verify import VerifyReport, verify_layers
 from bitwright.torch.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.intercept import forward_signature
 from bitwright.torch.record import Slot, named_inputs, output_name
+from bitwright.torch.recurrent import GATED, WEIGHT_PORTS, onnx_encoding
 from bitwright.torch.trees import flatten_tensors, map_tensors, named_state
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ def export_sim(
     encoding_version: str = "1.0.0",
     bias: Literal["int32", "float"] = "int32",
     activation: Literal["unsigned", "as_is"] = "unsigned",
+    recurrent: RecurrentForm = "scan",
     dynamic_batch: bool = False,
     dynamic_shapes: Any = None,
     samples: bool = True,
@@ -61,6 +65,8 @@ def export_sim(
         encoding_version: ``"0.6.1"``, ``"1.0.0"`` or ``"2.0.0"``.
         bias: ``"int32"`` writes biases on the grid integer kernels use, ``"float"`` leaves them alone.
         activation: ``"unsigned"`` writes signed activation grids as equal unsigned ones.
+        recurrent: ``"scan"`` writes recurrent layers as Scan with quantizers inside the steps, ``"native"`` as the ONNX
+            operators, whose insides are in float; the float model has the operators.
         dynamic_batch: let the first axis of every input vary.
         dynamic_shapes: instead, a dict from input names to axes as ``torch.export`` takes them: ``{"x": {0: Dim.AUTO}}``.
         samples: write the samples; they are left out with a note when they would pass 64 MiB.
@@ -81,6 +87,7 @@ def export_sim(
         encoding_version=encoding_version,
         bias=bias_form(sim, bias),
         activation=activation,
+        recurrent=recurrent,
         data=[t.detach().cpu().numpy() for _, t in flatten_tensors(dummy_input)],
         samples=(lambda result: _samples(sim, dummy_input, result)) if samples else None,
     )
@@ -126,9 +133,19 @@ def _check_exportable(sim: QuantizationSimModel) -> None:
 
 
 def site_encodings(sim: QuantizationSimModel) -> dict[str, Encoding]:
-    """Site -> encoding of every enabled, calibrated site."""
+    """Site -> encoding of every enabled, calibrated site, those of recurrent weights for ONNX's order of gates."""
     sim._simulator.refresh_biases()
-    return {s.name: s.encoding for s in sim.quantizers.values() if s.enabled and s.encoding is not None}
+    found = {}
+    for site in sim.quantizers.values():
+        if site.enabled and site.encoding is not None:
+            op = sim.graph.op(site.op)
+            recurrent = op.type in CELLS and site.role == "weight"
+            shape = sim.graph.values[site._plan.value].shape
+            gated = recurrent and site._plan.port in GATED
+            found[site.name] = (
+                onnx_encoding(site.encoding, op.type if gated else "", shape) if recurrent else site.encoding
+            )
+    return found
 
 
 # ------------------------------------------------------------------------------------- through the exporter
@@ -190,7 +207,7 @@ def marked_onnx(
     _rename_io(
         model, [names.get(id(t), f"input.{i}") for i, t in enumerate(tensors)], list(sim.output_values)
     )
-    return rename_values(model, _readable(sim, model))
+    return rename_values(model, _readable(sim, model) | _gate_names(sim, model))
 
 
 def own_copy(sim: QuantizationSimModel, batch: Any) -> Any:
@@ -293,6 +310,16 @@ def _readable(sim: QuantizationSimModel, model: ir.Model) -> dict[str, str]:
     }
 
 
+def _gate_names(sim: QuantizationSimModel, model: ir.Model) -> dict[str, str]:
+    """The weights of recurrent layers, put into ONNX's order of gates, are called as in ONNX: ``lstm.l0.forward.W``."""
+    marked = set(site_names(model))
+    return {
+        site.name: f"{site.op}.{WEIGHT_PORTS[site._plan.port]}"
+        for site in sim.quantizers.values()
+        if site.role == "weight" and site.name in marked and sim.graph.op(site.op).type in CELLS
+    }
+
+
 # ---------------------------------------------------------------------------------------------------- values
 
 
@@ -344,13 +371,14 @@ def verify_sim(sim: QuantizationSimModel, batch: Any, **options: Any) -> VerifyR
     Args:
         sim: calibrated.
         batch: input to compare on.
-        options: of :func:`export_sim` that change the graph: ``bias``, ``activation``, ``dynamic_batch``.
+        options: of :func:`export_sim` that change the graph: ``bias``, ``activation``, ``recurrent``, ``dynamic_batch``.
 
     Raises: as :func:`export_sim`.
     """
     _check(sim, "1.0.0")
     bias, activation = options.pop("bias", "int32"), options.pop("activation", "unsigned")
-    marked = marked_onnx(sim, batch, **options)
+    recurrent = options.pop("recurrent", "scan")
+    marked = write_recurrent(marked_onnx(sim, batch, **options), recurrent)
     result = to_qdq(marked, site_encodings(sim), bias=bias_form(sim, bias), activation=activation)
     values = site_values(sim, batch, result)
     return verify_layers(result.model, values, _graph_inputs(sim, batch), outputs=outputs_of(sim, batch))

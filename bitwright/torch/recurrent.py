@@ -8,15 +8,19 @@ per step, with a function to call on each tensor inside it. Nothing inside it is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import torch.onnx.ops
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from bitwright.core.encoding import Encoding
+from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.core.recurrence import CELLS, Variant, step
 from bitwright.errors import ExportError, ModelError
 
@@ -209,7 +213,9 @@ def _fused(
 
 # ---------------------------------------------------------------------------------------------------- for export
 
-WEIGHT_PORTS = (1, 2, 8)
+#: port of a weight -> ONNX's name for it; a projection has none there
+WEIGHT_PORTS = {1: "W", 2: "R", 8: "projection"}
+GATED = (1, 2)  # rows of gates
 
 
 def onnx_rows(cell: str) -> tuple[int, ...]:
@@ -221,6 +227,38 @@ def _onnx(cell: str, weight: Tensor) -> Tensor:
     """A weight or bias in ONNX's order of gates, with the axis of directions."""
     parts = weight.chunk(len(GATES[cell]))
     return torch.cat([parts[i] for i in onnx_rows(cell)]).unsqueeze(0)
+
+
+def onnx_encoding(encoding: Encoding, cell: str, shape: tuple[int, ...]) -> Encoding:
+    """The encoding of a weight ``[rows, columns]`` as it stands in ONNX: rows in its order of gates, an axis before them.
+
+    Args:
+        encoding: of the weight in torch's order.
+        cell: ``LSTM``, ``GRU`` or ``RNN``; empty for a projection, whose rows keep their order.
+        shape: of the weight in torch.
+    """
+    granularity, scale, zero_point = encoding.granularity, encoding.scale, encoding.zero_point
+    if isinstance(granularity, PerTensor):
+        return encoding
+    assert granularity.axis is not None
+    axis = granularity.axis % 2
+    if isinstance(granularity, PerBlock) and granularity.channel_axis is None and axis == 0:  # per gate
+        granularity = PerChannel(0)
+        size = shape[0] // len(scale)
+        scale, zero_point = np.repeat(scale[:, 0], size), np.repeat(zero_point[:, 0], size)
+    wanted: Granularity = PerChannel(axis + 1)
+    if isinstance(granularity, PerBlock):
+        channel = None if granularity.channel_axis is None else granularity.channel_axis % 2 + 1
+        wanted = PerBlock(granularity.size, axis + 1, channel)
+
+    def moved(values: NDArray[Any]) -> NDArray[Any]:
+        by_row = axis == 0 or (isinstance(granularity, PerBlock) and len(values) > 1)
+        if cell and by_row:
+            parts = np.array_split(values, len(GATES[cell]))
+            values = np.concatenate([parts[i] for i in onnx_rows(cell)])
+        return values if isinstance(wanted, PerChannel) else values[None]
+
+    return replace(encoding, granularity=wanted, scale=moved(scale), zero_point=moved(zero_point))
 
 
 def marked_layer(
@@ -240,7 +278,8 @@ def marked_layer(
             "it reads a packed sequence, whose layout is computed from the values of the lengths",
             "export the model with padded input: pass the padded tensor to the layer and mask its outputs",
         )
-    given = {1: _onnx(cell, weight_ih), 2: _onnx(cell, weight_hh), 8: weight_hr}
+    projection = None if weight_hr is None else weight_hr.unsqueeze(0)
+    given = {1: _onnx(cell, weight_ih), 2: _onnx(cell, weight_hh), 8: projection}
     w, r, p = (
         mark(x, weights[port]) if x is not None and port in weights else x for port, x in given.items()
     )
@@ -248,7 +287,7 @@ def marked_layer(
     if bias_ih is not None and bias_hh is not None:
         bias = torch.cat([_onnx(cell, bias_ih), _onnx(cell, bias_hh)], 1)
     c = None if initial_c is None else initial_c.unsqueeze(0)
-    inputs = [input, w, r, bias, None, initial_h.unsqueeze(0), c, None, None if p is None else p.unsqueeze(0)]
+    inputs = [input, w, r, bias, None, initial_h.unsqueeze(0), c, None, p]
     while inputs[-1] is None:
         inputs.pop()
     attrs: dict[str, Any] = {
@@ -389,11 +428,22 @@ def _celled(cell: str, activation: str, place: str) -> Callable[..., Any]:
     return run
 
 
-#: fused call -> (cell, activation): whole stacks of layers, and single steps
-STACKS: dict[Callable[..., Any], tuple[str, str]] = {torch.lstm: ("LSTM", "Tanh"), torch.gru: ("GRU", "Tanh"), torch.rnn_tanh: ("RNN", "Tanh"),
-          torch.rnn_relu: ("RNN", "Relu")}  # fmt: skip
-CELL_CALLS: dict[Callable[..., Any], tuple[str, str]] = {torch.lstm_cell: ("LSTM", "Tanh"), torch.gru_cell: ("GRU", "Tanh"),
-              torch.rnn_tanh_cell: ("RNN", "Tanh"), torch.rnn_relu_cell: ("RNN", "Relu")}  # fmt: skip
+_Calls = dict[Callable[..., Any], tuple[str, str]]
+
+#: fused calls of whole stacks of layers -> (cell, activation)
+STACKS: _Calls = {
+    torch.lstm: ("LSTM", "Tanh"),
+    torch.gru: ("GRU", "Tanh"),
+    torch.rnn_tanh: ("RNN", "Tanh"),
+    torch.rnn_relu: ("RNN", "Relu"),
+}
+#: fused calls of single steps
+CELL_CALLS: _Calls = {
+    torch.lstm_cell: ("LSTM", "Tanh"),
+    torch.gru_cell: ("GRU", "Tanh"),
+    torch.rnn_tanh_cell: ("RNN", "Tanh"),
+    torch.rnn_relu_cell: ("RNN", "Relu"),
+}
 
 
 def decompositions() -> Iterator[tuple[Any, Callable[..., Any], bool]]:
