@@ -332,23 +332,6 @@ def test_old_operator_that_cannot_be_converted_is_named():
         QuantizationSimModel(model, feeds_for(model))
 
 
-def test_quantized_models_are_refused_and_stored_weights_are_not(sim, tmp_path):
-    exported = sim.export(tmp_path, "net", samples=False)
-    with pytest.raises(
-        ModelError, match="the model is quantized already: this QuantizeLinear quantizes an activation"
-    ):
-        QuantizationSimModel(exported.qdq, DATA[0])
-    n = Net(4)
-    codes, scale = (
-        n.const(np.arange(-8, 8, dtype=np.int8).reshape(4, 4), "codes"),
-        n.const(np.float32(0.1), "scale"),
-    )
-    y = n("MatMul", n.input("x", (2, 4)), n("DequantizeLinear", codes, scale, name="dq"), name="m", out="y")
-    stored = QuantizationSimModel(n.model(y), None, threads=1)
-    stored.compute_encodings([feeds_for(n.model(y))])
-    assert any(site.role == "weight" for site in stored.quantizers.values())
-
-
 def test_a_chain_of_3000_blocks_is_placed_at_linear_cost():
     """12,000 nodes at the default recursion limit."""
 
