@@ -37,7 +37,13 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
 }
 # Single files that may import more than their part, inside their functions: configuration files may be YAML,
 # and calibration data pictures.
-EXTRA: dict[str, set[str]] = {"core/config.py": {"yaml"}, "onnx/data.py": {"PIL"}}
+# Methods that learn weights are written in torch, which both front ends load when one of them is called.
+_LEARNED = ("adaround", "flexround", "gptq", "matrices", "methods", "program", "propagate", "reconstruct", "rounding")
+EXTRA: dict[str, set[str]] = {
+    "core/config.py": {"yaml"},
+    "onnx/data.py": {"PIL"},
+    **{f"algorithms/{name}.py": {"torch"} for name in (*_LEARNED, "seq_mse")},
+}
 # The command line answers `--help` at once: only these load with it, the rest inside the commands.
 LIGHT_FOR_CLI = {"typer", "rich", "bitwright.errors"}
 

@@ -7,9 +7,18 @@ from bitwright.torch.health import check_model
 from bitwright.torch.pipeline import Result, quantize
 from bitwright.torch.prepare import prepare_model
 from bitwright.torch.quantsim import QuantizationDataType, QuantizationSimModel, QuantScheme
+from bitwright.torch.reconstruct import (
+    Adaround,
+    AdaroundParameters,
+    apply_gptq,
+    apply_reconstruction,
+    apply_seq_mse,
+)
 from bitwright.torch.view import TorchView
 
 __all__ = [
+    "Adaround",
+    "AdaroundParameters",
     "Inputs",
     "QuantScheme",
     "QuantizationDataType",
@@ -19,6 +28,9 @@ __all__ = [
     "SiteGroup",
     "SiteMap",
     "TorchView",
+    "apply_gptq",
+    "apply_reconstruction",
+    "apply_seq_mse",
     "check_model",
     "fold_all_batch_norms",
     "prepare_model",

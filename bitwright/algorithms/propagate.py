@@ -1,0 +1,235 @@
+"""Values of calibration data as they pass through a model once, in float and quantized, within a stated memory.
+
+A :class:`Walk` keeps, for every batch, the values that steps ahead still read, and moves on unit by unit: a layer or
+block is handed what its predecessors really made, and nothing is computed twice from the model's input. What does not
+fit the budget lies in files of a temporary folder, mapped into memory, so that tensors are tensors wherever they are.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bitwright.algorithms.program import Program, SimulatedModel, State, Step, run, run_step
+from bitwright.errors import CalibrationError
+
+_SMALL = 1 << 16  # bytes below which a tensor is not worth a file
+
+
+class Store:
+    """Keeps tensors: in memory up to ``budget`` bytes, beyond that in mapped files that go with it.
+
+    Args:
+        budget: bytes in memory; ``None`` sets no limit.
+        folder: where the temporary folder is made; the system's choice by default.
+
+    Raises:
+        CalibrationError: (from :meth:`keep`) the disk has no room either.
+    """
+
+    def __init__(self, budget: int | None = None, folder: str | Path | None = None) -> None:
+        self.budget, self.used, self.spilled, self.peak = budget, 0, 0, 0
+        self._parent = None if folder is None else Path(folder)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._count = 0
+        self._sizes: dict[int, int] = {}
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """``tensor`` itself, or an equal one whose numbers lie in a file."""
+        storage = tensor.untyped_storage()
+        if self.budget is None or tensor.device.type != "cpu" or storage.data_ptr() in self._sizes:
+            return tensor
+        size = storage.nbytes()
+        if self.used + size > self.budget and size > _SMALL:
+            return self._spill(tensor)
+        self._note(storage.data_ptr(), size, tensor)
+        return tensor
+
+    def _note(self, pointer: int, size: int, tensor: Tensor) -> None:
+        self._sizes[pointer] = size
+        self.used += size
+        self.peak = max(self.peak, self.used)
+        weakref.finalize(tensor, self._forget, pointer)
+
+    def _forget(self, pointer: int) -> None:
+        self.used -= self._sizes.pop(pointer, 0)
+
+    def empty(self, shape: Sequence[int]) -> Tensor:
+        """A float32 tensor to be filled in, in memory or in a file."""
+        size = 4 * int(np.prod(shape))
+        if self.budget is None or self.used + size <= self.budget:
+            tensor = torch.empty(tuple(shape))
+            if self.budget is not None:
+                self._note(tensor.untyped_storage().data_ptr(), size, tensor)
+            return tensor
+        return torch.from_numpy(self._map(tuple(shape), np.dtype(np.float32)))
+
+    def _spill(self, tensor: Tensor) -> Tensor:
+        source = tensor.detach().contiguous()
+        if source.dtype == torch.bfloat16:  # numpy has no such numbers
+            bits = self._map(tuple(source.shape), np.dtype(np.int16))
+            bits[...] = source.view(torch.int16).numpy()
+            return torch.from_numpy(bits).view(torch.bfloat16)
+        array = source.numpy()
+        mapped = self._map(array.shape, array.dtype)
+        mapped[...] = array
+        return torch.from_numpy(mapped)
+
+    def _map(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.memmap[Any, Any]:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="bitwright-", dir=self._parent)
+        size = int(np.prod(shape)) * dtype.itemsize
+        free = shutil.disk_usage(self._folder.name).free
+        if size > free:
+            raise CalibrationError(
+                str(self._parent or tempfile.gettempdir()),
+                f"activations need {size >> 20} MiB more than the memory budget of {(self.budget or 0) >> 20} MiB, and "
+                f"the disk has {free >> 20} MiB left",
+                "give fewer samples, a larger memory_budget, or a spill_dir on a larger disk; layers that are done are "
+                "kept in cache_dir when one is given",
+            )
+        self._count += 1
+        path = Path(self._folder.name, f"{self._count}.bin")
+        mapped = np.memmap(path, dtype, "w+", shape=shape)
+        self.spilled += size
+        path.unlink()  # the map keeps the file as long as a tensor reads it
+        return mapped
+
+    def close(self) -> None:
+        """Remove the temporary folder."""
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+@dataclass
+class Run:
+    """One batch on its way: its program, both states, and the index of the next step of each."""
+
+    program: Program
+    real: State
+    quantized: State
+    real_at: int = 0
+    quantized_at: int = 0
+
+
+class Walk:
+    """Calibration batches on their way through a model.
+
+    Args:
+        model: the simulation.
+        batches: as the front end takes them.
+        store: where values are kept.
+
+    Raises:
+        CalibrationError: no batch came.
+    """
+
+    def __init__(self, model: SimulatedModel, batches: Iterable[Any], store: Store) -> None:
+        self.model, self.store = model, store
+        self.runs: list[Run] = []
+        for batch in batches:
+            program, state = model.program(batch)
+            kept = {value: store.keep(tensor) for value, tensor in state.items()}
+            self.runs.append(Run(program, kept, dict(kept)))
+        if not self.runs:
+            raise CalibrationError(
+                "reconstruction",
+                "the data held no batch",
+                "give a non-empty list or loader (a generator can be used only once); 256 to 1024 samples are enough",
+            )
+
+    @property
+    def samples(self) -> int:
+        """Rows of the batches' inputs, all together."""
+        return sum(_rows(run) for run in self.runs)
+
+    @property
+    def program(self) -> Program:
+        """The program of the first batch."""
+        return self.runs[0].program
+
+    @property
+    def one_program(self) -> bool:
+        """Whether every batch takes the same steps, with tensors of the same shapes."""
+        return all(r.program is self.program for r in self.runs)
+
+    def advance(self, ops: Sequence[str]) -> None:
+        """Bring both streams to the first step of ``ops``."""
+        for r in self.runs:
+            span = r.program.span(ops)
+            if span is not None:
+                run(r.program, r.real, r.real_at, span[0], None, self.store.keep)
+                run(r.program, r.quantized, r.quantized_at, span[0], self.model.quantize, self.store.keep)
+                r.real_at = r.quantized_at = span[0]
+
+    def pass_real(self, ops: Sequence[str]) -> None:
+        """Take the float stream over the steps of ``ops``; to be called while the weights are the float ones."""
+        for r in self.runs:
+            span = r.program.span(ops)
+            if span is not None:
+                run(r.program, r.real, r.real_at, span[1], None, self.store.keep)
+                r.real_at = span[1]
+
+    def pass_quantized(self, ops: Sequence[str]) -> None:
+        """Take the quantized stream over the steps of ``ops``; to be called when their weights are chosen."""
+        for r in self.runs:
+            span = r.program.span(ops)
+            if span is not None:
+                run(r.program, r.quantized, r.quantized_at, span[1], self.model.quantize, self.store.keep)
+                r.quantized_at = span[1]
+
+    def inputs(self, op: str, port: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """What ``op`` reads at ``port``, float and quantized, for every batch and every run of it in a batch."""
+        for r in self.runs:
+            span = r.program.span([op])
+            if span is not None:
+                real = _reads(r.program, r.real, span, op, port, None)
+                quantized = _reads(r.program, r.quantized, span, op, port, self.model)
+                yield from zip(real, quantized, strict=True)
+
+    def step(self, op: str) -> Step:
+        """The first step of ``op`` in the first batch that has one."""
+        return next(r.program.steps[r.program.places[op][0]] for r in self.runs if op in r.program.places)
+
+    def constants(self, op: str) -> Program:
+        """The program whose constants :meth:`step` reads."""
+        return next(r.program for r in self.runs if op in r.program.places)
+
+
+def _rows(run: Run) -> int:
+    tensors = [t for t in run.real.values() if t.dim()]
+    return int(tensors[0].shape[0]) if tensors else 1
+
+
+def _reads(
+    program: Program, state: State, span: tuple[int, int], op: str, port: int, model: SimulatedModel | None
+) -> list[Tensor]:
+    """What the steps of ``op`` read at ``port``; the steps between are run on a copy of the state."""
+    quantize = None if model is None else model.quantize
+    found, scratch, wanted = [], dict(state), program.places[op]
+    with torch.no_grad():
+        for i in range(*span):
+            step = program.steps[i]
+            if i in wanted:
+                slot = step.ports[port]
+                value = step.reads[slot]
+                x = scratch[value] if value in scratch else program.constants[value]
+                for place, site in step.operands if quantize is not None else ():
+                    if place == slot:
+                        x = quantize(site, x)  # type: ignore[misc]
+                found.append(x.detach())
+                if i == wanted[-1]:
+                    break
+            results = run_step(step, scratch, program.constants, quantize)
+            scratch.update(zip(step.writes, results, strict=True))
+    return found

@@ -1,0 +1,416 @@
+"""Layers one after another, each from what its predecessors really made: what all rounding methods have in common.
+
+A method is a function that chooses the weights of one unit; finding the layers, bringing float and quantized values to
+them, keeping finished work and reporting is done here.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bitwright.algorithms.blocks import Unit
+from bitwright.algorithms.matrices import Grid, Layer
+from bitwright.algorithms.program import SimulatedModel
+from bitwright.algorithms.propagate import Store, Walk
+from bitwright.core.encoding import Encoding
+from bitwright.core.formats import IntFormat
+from bitwright.core.graph import Graph, Op
+from bitwright.core.ops import op_row
+from bitwright.core.sites import Site
+from bitwright.errors import CalibrationError, ConfigError, close_matches
+
+logger = logging.getLogger("bitwright")
+
+TREATED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a method found for one layer.
+
+    Attributes:
+        op: the layer.
+        weight: its new weights, on the grid of ``encoding``; ``None`` leaves them as they are.
+        encoding: its grid.
+        before, after: the error of its output with weights rounded to nearest, and with these; in units of the method.
+    """
+
+    op: str
+    weight: Tensor | None
+    encoding: Encoding
+    before: float
+    after: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A unit that is to be treated, and what the method may look at.
+
+    Attributes:
+        unit: operators and layers.
+        layers: the layers as matrix products, by operator.
+        walk: both streams, standing before the unit.
+        generator: the unit's own source of random numbers.
+    """
+
+    unit: Unit
+    layers: Mapping[str, Layer]
+    walk: Walk
+    generator: torch.Generator
+
+    def encoding(self, layer: Layer) -> Encoding:
+        """The encoding in force of a layer's weight."""
+        encoding = self.walk.model.sites()[layer.site].encoding
+        assert encoding is not None, layer.site
+        return encoding
+
+    def grid(self, layer: Layer, weight: Tensor) -> Grid:
+        """The grid in force, as matrices on the device of ``weight``."""
+        return Grid.of(self.encoding(layer), layer, weight.device)
+
+    def weight(self, layer: Layer) -> Tensor:
+        """The float weights of a layer as a matrix, float32."""
+        return layer.matrix(self.walk.model.weight(layer.site).float()).contiguous()
+
+
+Method = Callable[[Task], Sequence[Choice]]
+
+
+class Cache(Protocol):
+    """Where finished layers are kept between runs."""
+
+    def get(self, key: str) -> dict[str, NDArray[Any]] | None:
+        """What was kept under ``key``."""
+
+    def put(self, key: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Keep ``arrays`` under ``key``, whole or not at all."""
+
+
+@dataclass(frozen=True)
+class RoundingReport(Sequence[Choice]):
+    """What became of every layer; a table when printed.
+
+    Attributes:
+        method: its name.
+        rows: the layers that were treated, in order.
+        skipped: layer -> why it keeps its nearest rounding.
+    """
+
+    method: str
+    rows: tuple[Choice, ...]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, index: int) -> Choice:  # type: ignore[override]
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def gain(self) -> float:
+        """Geometric mean of the error after over the error before; below 1 is better."""
+        ratios = [max(r.after, 1e-12) / r.before for r in self.rows if r.before > 0]
+        return float(np.exp(np.mean(np.log(ratios)))) if ratios else 1.0
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        left = f", {len(self.skipped)} left at nearest rounding" if self.skipped else ""
+        return f"{len(self.rows)} layers, output error x {self.gain:.2f}{left}"
+
+    def __str__(self) -> str:
+        lines = [("layer", "nearest", self.method, "", "")]
+        for r in self.rows:
+            ratio = f"x {r.after / r.before:.3f}" if r.before > 0 else ""
+            lines.append((r.op, f"{r.before:.5g}", f"{r.after:.5g}", ratio, r.note))
+        widths = [max(len(line[i]) for line in lines) for i in range(4)]
+        table = [
+            f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}  {d.rjust(widths[3])}  {e}".rstrip()
+            for a, b, c, d, e in lines
+        ]
+        return "\n".join([*table, *(f"{op}: nearest rounding, {why}" for op, why in self.skipped.items())])
+
+
+def find_layers(
+    model: SimulatedModel, include: Iterable[str] | None = None, exclude: Iterable[str] = ()
+) -> tuple[dict[str, Layer], dict[str, str]]:
+    """The layers whose weights a method can choose, in execution order, and why not the others.
+
+    Args:
+        model: the simulation.
+        include, exclude: operator names or globs.
+
+    Raises:
+        ConfigError: a name or glob that matches no layer.
+    """
+    graph = model.graph()
+    weights = {
+        s.op: s for s in model.sites().values() if s.role in ("weight", "constant") and _is_layer(graph, s)
+    }
+    wanted = set(weights) if include is None else _matching(include, weights, "include")
+    unwanted = _matching(exclude, weights, "exclude")
+    readers = _readers(graph)
+    found: dict[str, Layer] = {}
+    skipped: dict[str, str] = {}
+    for op in graph.ops:
+        site = weights.get(op.name)
+        if site is None:
+            continue
+        if op.name not in wanted or op.name in unwanted:
+            reason: str | None = "excluded"
+        else:
+            reason = _why_not(graph, op, site, readers)
+        if reason is not None:
+            skipped[op.name] = reason
+        else:
+            shape = graph.values[site._plan.value].shape
+            found[op.name] = Layer(op.name, op.type, dict(op.attrs), shape, site.name)
+    return found, skipped
+
+
+def _is_layer(graph: Graph, site: Site) -> bool:
+    op = graph.op(site.op)
+    return op_row(op.type).kind == "compute" and site._plan.port == op_row(op.type).weight
+
+
+def _matching(patterns: Iterable[str], names: Iterable[str], argument: str) -> set[str]:
+    known, found = list(names), set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        hits = [n for n in known if n == pattern or fnmatch.fnmatchcase(n, pattern.replace("[", "[[]"))]
+        if not hits:
+            raise ConfigError(
+                argument,
+                f"{pattern!r} matches no layer with a quantized weight{close_matches(pattern, known)}",
+                "use names as sim.coverage() lists them, or globs like 'layers.*'",
+            )
+        found.update(hits)
+    return found
+
+
+def _readers(graph: Graph) -> dict[str, set[str]]:
+    """Parameter -> operators that read it, also through constants computed from it."""
+    found: dict[str, set[str]] = {}
+    for op in graph.ops:
+        for _, name in op.sources():
+            value = graph.values[name]
+            for param in (value.param,) if value.param else value.sources:
+                found.setdefault(param, set()).add(op.name)
+    return found
+
+
+def _why_not(graph: Graph, op: Op, site: Site, readers: Mapping[str, set[str]]) -> str | None:
+    value = graph.values[site._plan.value]
+    if not site.enabled or site.encoding is None:
+        return "its weight is in float"
+    if not isinstance(site.encoding.format, IntFormat) or site.encoding.format.bits > 16:
+        return f"{site.encoding.format.name} is no integer grid of at most 16 bits"
+    if op.type not in TREATED:
+        return f"a {op.type} is no matrix product of its input"
+    if value.param is None:
+        return "its weight is computed in the model and no parameter"
+    others = readers.get(value.param, set()) - {op.name}
+    if others:
+        return f"its weight is also read by {sorted(others)[0]}, which would change with it"
+    if op.attrs.get("varies"):
+        return "it runs with different attributes"
+    plain = {"alpha": 1.0, "beta": 1.0, "transA": 0}
+    changed = next((k for k, v in plain.items() if op.type == "Gemm" and op.attrs.get(k, v) != v), None)
+    if changed is not None:
+        return f"{changed} is {op.attrs[changed]}"
+    if op.type in ("Gemm", "MatMul") and len(value.shape) != 2:
+        return f"its weight has {len(value.shape)} axes"
+    if len(op.inputs) > 2 and op.inputs[2] is not None:
+        bias = graph.values[op.inputs[2]]
+        if not bias.is_static or np.prod(bias.shape) != max(bias.shape, default=0):
+            return "what it adds is no vector of biases"
+    return None
+
+
+def apply(
+    model: SimulatedModel,
+    batches: Iterable[Any],
+    method: Method,
+    *,
+    name: str,
+    units: Callable[[Graph, Sequence[str]], Sequence[Unit]],
+    include: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
+    seed: int = 0,
+    memory_budget: int | None = None,
+    spill_dir: str | None = None,
+    cache: Cache | None = None,
+    settings: str = "",
+    progress: Callable[[Sequence[Unit]], Iterable[Unit]] = lambda items: items,
+) -> RoundingReport:
+    """Choose the weights of every layer by ``method``, unit after unit.
+
+    The chosen weights replace the float ones and their encodings are frozen. What was finished when Ctrl-C or an error
+    comes stays in force; with a ``cache``, a later call with the same model, data and settings takes it from there.
+
+    Args:
+        model: the simulation; changed in place.
+        batches: calibration data.
+        method: chooses the weights of a unit.
+        name: of the method, for the report.
+        units: which layers are treated together.
+        include, exclude: names or globs of layers.
+        seed: same seed, same result.
+        memory_budget: bytes of activations held in memory; the rest lies on disk.
+        spill_dir: where on disk.
+        cache: finished layers.
+        settings: everything that changes what ``method`` finds; part of the cache's keys.
+        progress: shows a bar.
+
+    Raises:
+        CalibrationError: no batch, activations that are not finite, or no room for them.
+        ConfigError: ``include`` or ``exclude`` match nothing.
+    """
+    layers, skipped = find_layers(model, include, exclude)
+    if not layers:
+        logger.warning("%s has no layer to work on: %s", name, _some(skipped))
+        return RoundingReport(name, (), skipped)
+    store = Store(memory_budget, spill_dir)
+    rows: list[Choice] = []
+    try:
+        walk = Walk(model, batches, store)
+        key = hashlib.sha256(f"{name} {settings} {seed}".encode() + _fingerprint(walk))
+        for unit in progress(_reached(walk, units(model.graph(), list(layers)), skipped)):
+            for op in unit.layers:
+                key.update(_weight_key(model, layers[op]))
+            rows += _treat(walk, unit, layers, method, cache, key.hexdigest(), seed)
+    except KeyboardInterrupt:
+        logger.warning(
+            "%s interrupted after %d of %d layers; these stay in force", name, len(rows), len(layers)
+        )
+        raise
+    finally:
+        store.close()
+    _warn(name, layers, walk, skipped)
+    return RoundingReport(name, tuple(rows), skipped)
+
+
+def _treat(
+    walk: Walk,
+    unit: Unit,
+    layers: Mapping[str, Layer],
+    method: Method,
+    cache: Cache | None,
+    key: str,
+    seed: int,
+) -> list[Choice]:
+    """Choose the weights of one unit, put them in force, and take both streams behind it."""
+    walk.advance(unit.ops)
+    mine = {op: layers[op] for op in unit.layers}
+    kept = None if cache is None else cache.get(key)
+    if kept is not None:
+        choices = [_unpacked(kept, i, layers[op], walk.model) for i, op in enumerate(unit.layers)]
+    else:
+        digest = int.from_bytes(hashlib.sha256(f"{seed} {unit.name}".encode()).digest()[:7], "big")
+        choices = list(method(Task(unit, mine, walk, torch.Generator().manual_seed(digest))))
+        if cache is not None:
+            cache.put(key, {k: v for i, c in enumerate(choices) for k, v in _packed(c, i).items()})
+    walk.pass_real(unit.ops)
+    for choice in choices:
+        site = walk.model.sites()[layers[choice.op].site]
+        site.encoding, site.frozen = choice.encoding, True
+        if choice.weight is not None:
+            walk.model.set_weight(site.name, choice.weight)
+    walk.pass_quantized(unit.ops)
+    return choices
+
+
+def _packed(choice: Choice, index: int) -> dict[str, NDArray[Any]]:
+    weight = {} if choice.weight is None else {f"{index}.weight": choice.weight.float().cpu().numpy()}
+    return {
+        **weight,
+        f"{index}.scale": np.asarray(choice.encoding.scale),
+        f"{index}.zero_point": np.asarray(choice.encoding.zero_point, np.int64),
+        f"{index}.errors": np.array([choice.before, choice.after]),
+    }
+
+
+def _unpacked(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model: SimulatedModel) -> Choice:
+    known = model.sites()[layer.site].encoding
+    assert known is not None
+    encoding = Encoding(known.format, kept[f"{index}.scale"], kept[f"{index}.zero_point"], known.granularity)
+    before, after = kept[f"{index}.errors"].tolist()
+    weight = kept.get(f"{index}.weight")
+    return Choice(layer.op, None if weight is None else torch.from_numpy(weight), encoding, before, after)
+
+
+def _reached(walk: Walk, units: Sequence[Unit], skipped: dict[str, str]) -> list[Unit]:
+    """The units that some batch runs; layers of the others are listed."""
+    found = []
+    for unit in units:
+        if any(r.program.span(unit.ops) is not None for r in walk.runs):
+            found.append(unit)
+        else:
+            skipped.update(dict.fromkeys(unit.layers, "no batch reached it"))
+    return found
+
+
+def _fingerprint(walk: Walk) -> bytes:
+    """Of the data: the inputs of every batch."""
+    digest = hashlib.sha256()
+    for r in walk.runs:
+        for tensor in r.real.values():
+            digest.update(str((tuple(tensor.shape), tensor.dtype)).encode())
+            digest.update(tensor.detach().double().cpu().numpy().tobytes())
+    return digest.digest()
+
+
+def _weight_key(model: SimulatedModel, layer: Layer) -> bytes:
+    encoding = model.sites()[layer.site].encoding
+    weight = model.weight(layer.site).float().cpu().numpy()
+    assert encoding is not None, layer.site
+    grid = encoding.scale.tobytes() + encoding.zero_point.tobytes()
+    return f"{layer.op} {encoding.format.name}".encode() + grid + weight.tobytes()
+
+
+def _warn(name: str, layers: Mapping[str, Layer], walk: Walk, skipped: Mapping[str, str]) -> None:
+    unusual = {op: why for op, why in skipped.items() if why != "excluded"}
+    if unusual:
+        logger.warning("%s left %d layer(s) at nearest rounding: %s", name, len(unusual), _some(unusual))
+
+
+def _some(reasons: Mapping[str, str]) -> str:
+    shown = "; ".join(f"{op} ({why})" for op, why in list(reasons.items())[:4])
+    return (
+        shown + (f"; and {len(reasons) - 4} more" if len(reasons) > 4 else "")
+        or "none has a quantized weight"
+    )
+
+
+def check_rows(name: str, layer: Layer, rows: int, inputs: int) -> None:
+    """Warn where there are fewer samples than a layer has inputs, so that any rounding looks good on them."""
+    if rows < inputs:
+        logger.warning(
+            "%s: %s sees %d samples for %d inputs per output, too few to tell good roundings from bad ones; "
+            "256 to 1024 samples are enough for most networks",
+            name, layer.op, rows, inputs,
+        )  # fmt: skip
+
+
+def check_finite(layer: Layer, tensor: Tensor) -> None:
+    """Refuse inputs that are not finite.
+
+    Raises:
+        CalibrationError: naming the layer.
+    """
+    if not bool(torch.isfinite(tensor).all()):
+        raise CalibrationError(
+            layer.op,
+            "its input or output on the calibration data holds NaN or infinite numbers",
+            "find the batch or the operator before it that makes them; the layers before this one are done",
+        )

@@ -1,0 +1,259 @@
+"""Methods that choose weights on the grid, for torch simulations: AdaRound, BRECQ, QDrop, FlexRound, GPTQ, SeqMSE."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bitwright.algorithms.methods import choose_weights
+from bitwright.algorithms.rounding import RoundingReport
+from bitwright.core.formats import IntFormat
+from bitwright.core.scheme import QuantScheme
+from bitwright.core.sites import Site
+from bitwright.errors import ConfigError
+from bitwright.export.encodings import write_encodings
+from bitwright.export.finished import FinishedLayers
+from bitwright.export.simulation import site_records
+from bitwright.progress import progress as bar
+from bitwright.torch.program import Forward, TorchSimulation
+from bitwright.torch.quantsim import QuantizationSimModel
+from bitwright.torch.trees import walk_modules
+
+logger = logging.getLogger("bitwright")
+
+
+def apply_reconstruction(
+    sim: QuantizationSimModel,
+    data: Iterable[Any],
+    method: str = "adaround",
+    *,
+    include: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
+    blocks: Sequence[Sequence[str]] | None = None,
+    seed: int = 0,
+    memory_budget: int | None = None,
+    spill_dir: str | Path | None = None,
+    cache_dir: str | Path | None = None,
+    forward_fn: Forward | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> RoundingReport:
+    """Choose the weights of a simulation so that its layers or blocks compute what they compute in float.
+
+    The weights of ``sim.model`` become numbers on their grids, whose encodings are frozen: a later ``compute_encodings``
+    finds the ranges of the activations anew and leaves the weights. Where ``sim`` is calibrated, activations are
+    quantized meanwhile; else only weights are.
+
+    ===============  =======================================================================================
+    method           what it does
+    ===============  =======================================================================================
+    ``adaround``     learns each weight's rounding, layer after layer (arXiv:2004.10568)
+    ``brecq``        the same, block after block (arXiv:2102.05426, without its Fisher weights)
+    ``qdrop``        as ``brecq``, with activation quantizers dropped at random (arXiv:2203.05740)
+    ``flexround``    learns what each weight is divided by, and the scale (arXiv:2306.00317)
+    ``gptq``         rounds column by column with error feedback (arXiv:2210.17323)
+    ``seq_mse``      chooses the range only, by the layer's output error
+    ===============  =======================================================================================
+
+    Args:
+        sim: changed in place.
+        data: batches, each a tensor, a tuple of positional arguments, or a dict of keyword arguments; 256 to 1024 samples.
+        method: see above.
+        include, exclude: names or globs of layers; every layer by default.
+        blocks: for block-wise methods, names of the operators that belong together; found from the graph by default.
+        seed: same seed, same result.
+        memory_budget: bytes of activations that are held in memory; what goes beyond lies in temporary files.
+        spill_dir: where these are made.
+        cache_dir: folder that keeps finished layers: a call with the same model, data and options takes them from there.
+        forward_fn: ``forward_fn(model, batch)``, when the model is not called as ``model(batch)``.
+        progress: show a progress bar on a terminal.
+        options: of the method: ``iterations``, ``batch``, ``lr``, ``reg_param``, ``beta_range``, ``warm_start``, ``rows``,
+            ``drop`` (learned methods); ``damping``, ``act_order``, ``block``, ``match_float`` (``gptq``);
+            ``num_candidates`` (``seq_mse``).
+
+    Returns:
+        The error of every layer before and after, and the layers that were left with the reason; a table when printed.
+
+    Raises:
+        ConfigError: an unknown method, option or layer.
+        CalibrationError: no batch, activations that are not finite, or no memory and disk for them.
+        ModelError: the model fails on a batch.
+    """
+    return choose_weights(
+        TorchSimulation(sim, forward_fn),
+        data,
+        method,
+        options,
+        include=include,
+        exclude=exclude,
+        blocks=blocks,
+        seed=seed,
+        memory_budget=memory_budget,
+        spill_dir=None if spill_dir is None else str(spill_dir),
+        cache=None if cache_dir is None else FinishedLayers(cache_dir),
+        progress=lambda units: bar(units, method, progress),
+    )
+
+
+def apply_gptq(sim: QuantizationSimModel, data: Iterable[Any], **options: Any) -> RoundingReport:
+    """:func:`apply_reconstruction` with ``gptq``."""
+    return apply_reconstruction(sim, data, "gptq", **options)
+
+
+def apply_seq_mse(
+    sim: QuantizationSimModel,
+    data_loader: Iterable[Any],
+    num_candidates: int = 20,
+    forward_fn: Forward | None = None,
+    modules_to_exclude: Iterable[nn.Module] | None = None,
+    checkpoints_config: Any = None,
+    cache_dir: str | Path | None = None,
+    **options: Any,
+) -> RoundingReport:
+    """Choose the range of every weight by its layer's output error; under AIMET's name and arguments.
+
+    Args:
+        sim: changed in place: encodings of weights are set and frozen.
+        data_loader: batches, as the model's forward takes them.
+        num_candidates: fractions of the range that are tried per channel.
+        forward_fn: ``forward_fn(model, batch)``, when the model is not called as ``model(batch)``.
+        modules_to_exclude: modules of ``sim.model`` whose weights keep their ranges.
+        checkpoints_config: not needed here: no layer is computed from the model's input again.
+        cache_dir: as for :func:`apply_reconstruction`, which also says what ``options`` there are.
+
+    Raises:
+        ConfigError, CalibrationError, ModelError: see :func:`apply_reconstruction`.
+    """
+    if checkpoints_config is not None:
+        logger.info("apply_seq_mse: checkpoints_config is not needed, values are kept from layer to layer")
+    names = {id(module): path for path, module in walk_modules(sim.model)}
+    excluded = list(options.pop("exclude", ()))
+    for module in modules_to_exclude or ():
+        excluded += [site.op for site in _weights_at(sim, names, module, "modules_to_exclude")]
+    return apply_reconstruction(
+        sim,
+        data_loader,
+        "seq_mse",
+        num_candidates=num_candidates,
+        cache_dir=cache_dir,
+        exclude=excluded,
+        forward_fn=forward_fn,
+        **options,
+    )
+
+
+@dataclass
+class AdaroundParameters:
+    """What :meth:`Adaround.apply_adaround` is to do; AIMET's names and defaults.
+
+    Attributes:
+        data_loader: batches.
+        num_batches: how many of them are used.
+        default_num_iterations: per layer; 10,000, or 15,000 below 8 bits.
+        default_reg_param, default_beta_range, default_warm_start: of the rounding regulariser.
+        forward_fn: ``forward_fn(model, batch)``, when the model is not called as ``model(batch)``.
+    """
+
+    data_loader: Iterable[Any]
+    num_batches: int
+    default_num_iterations: int | None = None
+    default_reg_param: float = 0.01
+    default_beta_range: tuple[float, float] = (20.0, 2.0)
+    default_warm_start: float = 0.2
+    forward_fn: Forward | None = None
+
+
+class Adaround:
+    """AdaRound on a float model, under AIMET's name."""
+
+    @staticmethod
+    def apply_adaround(
+        model: nn.Module,
+        dummy_input: Any,
+        params: AdaroundParameters,
+        path: str | Path,
+        filename_prefix: str,
+        default_param_bw: int = 4,
+        param_bw_override_list: Sequence[tuple[nn.Module, int]] | None = None,
+        ignore_quant_ops_list: Sequence[nn.Module] | None = None,
+        default_quant_scheme: str | QuantScheme = QuantScheme.post_training_tf_enhanced,
+        default_config_file: str | Path | None = None,
+        **options: Any,
+    ) -> nn.Module:
+        """A copy of ``model`` with rounded weights; ``<path>/<filename_prefix>.encodings`` has their grids.
+
+        Give that file to ``sim.set_and_freeze_param_encodings`` of a simulation of the returned model.
+
+        Args:
+            model: left as it is.
+            dummy_input: one input, as :class:`QuantizationSimModel` takes it.
+            params: data and hyper-parameters.
+            path, filename_prefix: where the encodings are written.
+            default_param_bw: bits of the weights.
+            param_bw_override_list: ``(module, bits)`` of modules with another width.
+            ignore_quant_ops_list: modules whose weights stay in float.
+            default_quant_scheme: how the ranges are chosen.
+            default_config_file: rules, as for :class:`QuantizationSimModel`.
+            options: as for :func:`apply_reconstruction`.
+
+        Raises:
+            ConfigError: a module that has no quantized weight.
+            CalibrationError, ModelError: see :func:`apply_reconstruction`.
+            ExportError: the encodings cannot be written.
+        """
+        work = copy.deepcopy(model)
+        sim = QuantizationSimModel(
+            work,
+            dummy_input,
+            default_quant_scheme,
+            default_param_bw=default_param_bw,
+            config_file=default_config_file,
+            in_place=True,
+        )
+        names = {id(module): path for path, module in walk_modules(model)}
+        for site in sim.quantizers.values():
+            site.enabled = site.enabled and site.role in ("weight", "constant")
+        for module, bits in param_bw_override_list or ():
+            for site in _weights_at(sim, names, module, "param_bw_override_list"):
+                site.spec = replace(site.quantizer.spec, format=IntFormat(bits))
+        for module in ignore_quant_ops_list or ():
+            for site in _weights_at(sim, names, module, "ignore_quant_ops_list"):
+                site.enabled = False
+        iterations = params.default_num_iterations or (15000 if default_param_bw < 8 else 10000)
+        batches = itertools.islice(params.data_loader, params.num_batches)
+        apply_reconstruction(
+            sim,
+            batches,
+            iterations=iterations,
+            reg_param=params.default_reg_param,
+            beta_range=params.default_beta_range,
+            warm_start=params.default_warm_start,
+            forward_fn=params.forward_fn,
+            **options,
+        )
+        records = [r for r in site_records(sim) if r.kind == "param"]
+        write_encodings(Path(path, f"{filename_prefix}.encodings"), records, "2.0.0", quantizer_args={})
+        return sim.remove()
+
+
+def _weights_at(
+    sim: QuantizationSimModel, names: Mapping[int, str], module: nn.Module, argument: str
+) -> list[Site]:
+    """The weight sites of a module and of everything below it."""
+    path = names.get(id(module))
+    sites = [s for s in sim.quantizers.values() if s.role in ("weight", "constant")]
+    found = [s for s in sites if path is not None and f"{sim.graph.op(s.op).module}.".startswith(f"{path}.")]
+    if not found:
+        raise ConfigError(
+            argument,
+            f"this {type(module).__name__} {'is no module of the model' if path is None else 'has no quantized weight'}",
+            "name modules of the model that was given, such as model.conv1",
+        )
+    return found

@@ -1,0 +1,326 @@
+"""Reconstruction of small networks: what it promises of weights, encodings, data, interruptions and memory."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bitwright.algorithms.blocks import block_units, layer_units
+from bitwright.algorithms.propagate import Store, Walk
+from bitwright.errors import CalibrationError, ConfigError
+from bitwright.torch import QuantizationSimModel
+from bitwright.torch.program import TorchSimulation
+from bitwright.torch.reconstruct import apply_reconstruction
+
+METHODS = {
+    "adaround": {"iterations": 300},
+    "brecq": {"iterations": 150},
+    "qdrop": {"iterations": 150},
+    "flexround": {"iterations": 150},
+    "gptq": {},
+    "seq_mse": {},
+}
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(channels, channels, 3, padding=1)
+        self.b = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
+
+    def forward(self, x):
+        return F.relu(x + self.b(F.relu(self.a(x))))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(Residual(8), Residual(8))
+        self.up = nn.ConvTranspose2d(8, 6, 2, stride=2)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = self.up(self.blocks(F.relu(self.stem(x))))
+        return self.head(x.mean((2, 3)))
+
+
+def data(batches: int = 4, size: int = 16, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    smooth = torch.randn(batches * size, 3, 4, 4, generator=generator)
+    return list(F.interpolate(smooth, (8, 8)).split(size))  # neighbours alike, as in pictures
+
+
+def simulated(preset: str = "w4a8", calibrate: bool = True, model: nn.Module | None = None):
+    torch.manual_seed(5)
+    model = (model or Small()).eval()
+    sim = QuantizationSimModel(model, data()[0], preset=preset)
+    if calibrate:
+        sim.compute_encodings(data())
+    return model, sim
+
+
+def error(model: nn.Module, sim: QuantizationSimModel) -> float:
+    """Mean squared error of the simulation on data that no method has seen."""
+    with torch.no_grad():
+        parts = [(model(x) - sim.model(x)).square().mean() for x in data(seed=1)]
+    return float(torch.stack(parts).mean())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_simulation_comes_nearer_to_the_float_model(method):
+    model, sim = simulated()
+    before = error(model, sim)
+    report = apply_reconstruction(sim, data(), method, **METHODS[method])
+    assert error(model, sim) < before
+    assert report.gain < 1 and len(report) == 7 and not report.skipped, str(report)
+    assert "stem" in str(report) and report.summary.startswith("7 layers")
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "seq_mse"])
+def test_weights_lie_on_frozen_grids(method):
+    _, sim = simulated()
+    apply_reconstruction(
+        sim, data(), method, **{**METHODS[method], **({} if method == "gptq" else {"iterations": 20})}
+    )
+    for site in sim.quantizers.values():
+        if site.role == "weight":
+            w = sim._interceptor.named_tensor(sim.graph.values[site._plan.value].param).detach()
+            assert torch.equal(site.quantizer(w), w), site.name
+            assert site.frozen
+    before = {s.name: s.encoding for s in sim.quantizers.values() if s.role == "weight"}
+    sim.compute_encodings(data(seed=2))
+    assert all(sim.quantizers[name].encoding is encoding for name, encoding in before.items())
+
+
+def test_seq_mse_changes_ranges_and_leaves_the_weights():
+    model, sim = simulated()
+    before = {n: p.clone() for n, p in sim.model.named_parameters()}
+    scales = {s.name: s.encoding.scale for s in sim.quantizers.values() if s.role == "weight"}
+    apply_reconstruction(sim, data(), "seq_mse")
+    assert all(torch.equal(before[n], p) for n, p in sim.model.named_parameters())
+    now = {name: sim.quantizers[name].encoding.scale for name in scales}
+    assert all((now[n] <= scales[n]).all() for n in scales)
+    assert any((now[n] < scales[n]).any() for n in scales)
+
+
+def test_seq_mse_then_adaround_beats_either():
+    model, sim = simulated()
+    apply_reconstruction(sim, data(), "seq_mse")
+    alone = error(model, sim)
+    apply_reconstruction(sim, data(), "adaround", iterations=300)
+    assert error(model, sim) < alone
+
+
+@pytest.mark.parametrize("method", ["adaround", "qdrop", "gptq"])
+def test_same_seed_same_result(method):
+    found = []
+    for seed in (3, 3, 4):
+        _, sim = simulated()
+        options = {} if method == "gptq" else {"iterations": 30}
+        apply_reconstruction(sim, data(), method, seed=seed, **options)
+        found.append(torch.cat([p.detach().flatten() for p in sim.model.parameters()]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2]) == (method == "gptq")
+
+
+def test_weights_alone_are_chosen_without_calibration():
+    model, sim = simulated(calibrate=False)
+    report = apply_reconstruction(sim, data(), "adaround", iterations=100)
+    assert report.gain < 1
+    sim.compute_encodings(data())
+    assert torch.isfinite(sim.model(data()[0])).all()
+
+
+# ------------------------------------------------------------------------------------------------------------ blocks
+
+
+def test_blocks_are_the_residual_blocks():
+    _, sim = simulated()
+    layers = ["stem", "blocks.0.a", "blocks.0.b", "blocks.1.a", "blocks.1.b", "up", "head"]
+    units = block_units(sim.graph, layers)
+    assert [u.layers for u in units] == [
+        ("stem",), ("blocks.0.a", "blocks.0.b"), ("blocks.1.a", "blocks.1.b"), ("up", "head")
+    ]  # fmt: skip
+    assert units[1].ops[-1] == "blocks.0.relu_1"  # the function behind the sum belongs to the block
+
+
+def test_a_layer_takes_the_function_behind_it_along():
+    _, sim = simulated()
+    units = {u.layers[0]: u.ops for u in layer_units(sim.graph, ["stem", "blocks.0.b", "head"])}
+    assert units == {"stem": ("stem", "relu"), "blocks.0.b": ("blocks.0.b",), "head": ("head",)}
+
+
+def test_blocks_can_be_given():
+    _, sim = simulated()
+    blocks = [["blocks.0.a", "blocks.1.relu_1"]]
+    report = apply_reconstruction(sim, data(), "brecq", blocks=blocks, iterations=20)
+    assert [row.op for row in report][1:5] == ["blocks.0.a", "blocks.0.b", "blocks.1.a", "blocks.1.b"]
+    assert len({row.before for row in report.rows[1:5]}) == 1  # one error for all of them
+    with pytest.raises(ConfigError, match="no operator 'blocks.0.aa'.*did you mean 'blocks.0.a'"):
+        apply_reconstruction(sim, data(), "brecq", blocks=[["blocks.0.aa"]])
+
+
+# ---------------------------------------------------------------------------------------------------- data and memory
+
+
+def test_batches_of_different_sizes():
+    model, sim = simulated()
+    before = error(model, sim)
+    uneven = [*data()[:3], data()[3][:5]]
+    apply_reconstruction(sim, uneven, "brecq", iterations=100)
+    assert error(model, sim) < before
+
+
+def test_a_small_memory_budget_gives_the_same_result(tmp_path):
+    found = []
+    for budget in (None, 10_000):
+        _, sim = simulated()
+        apply_reconstruction(sim, data(), "brecq", iterations=20, memory_budget=budget, spill_dir=tmp_path)
+        found.append(torch.cat([p.detach().flatten() for p in sim.model.parameters()]))
+    assert torch.equal(*found)
+    assert not list(tmp_path.iterdir())  # nothing is left on the disk
+
+
+def test_what_is_kept_stays_within_the_budget(tmp_path):
+    store = Store(1 << 20, tmp_path)
+    tensors = [store.keep(torch.full((1 << 16,), float(i))) for i in range(12)]  # 3 MiB
+    assert store.used <= 1 << 20 and store.spilled >= 2 << 20
+    assert all(bool((t == i).all()) for i, t in enumerate(tensors))
+    del tensors
+    assert store.used == 0
+
+
+def test_no_room_on_the_disk_says_what_to_change(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 20})())
+    store = Store(0, tmp_path)
+    with pytest.raises(
+        CalibrationError, match="activations need 4 MiB more.*larger memory_budget, or a spill_dir"
+    ):
+        store.keep(torch.zeros(1 << 20))
+
+
+def test_every_step_runs_once_in_each_stream():
+    _, sim = simulated()
+    calls: list[str] = []
+    model = TorchSimulation(sim)
+    original = model.quantize
+    model.quantize = lambda site, x: (calls.append(site), original(site, x))[1]  # type: ignore[method-assign]
+    walk = Walk(model, data()[:1], Store())
+    layers = [s.op for s in sim.quantizers.values() if s.role == "weight"]
+    for unit in layer_units(sim.graph, layers):
+        walk.advance(unit.ops)
+        walk.pass_real(unit.ops)
+        walk.pass_quantized(unit.ops)
+    assert len(calls) == len(set(calls))
+
+
+def test_interrupted_work_is_not_done_twice(tmp_path):
+    whole = simulated()[1]
+    apply_reconstruction(whole, data(), "adaround", iterations=30)
+    _, sim = simulated()
+
+    def interrupted(units):
+        for i, unit in enumerate(units):
+            if i == 3:
+                raise KeyboardInterrupt
+            yield unit
+
+    from bitwright.algorithms.methods import choose_weights
+    from bitwright.export.finished import FinishedLayers
+
+    cache = FinishedLayers(tmp_path / "done")
+    with pytest.raises(KeyboardInterrupt):
+        choose_weights(
+            TorchSimulation(sim), data(), "adaround", {"iterations": 30}, cache=cache, progress=interrupted
+        )
+    assert sum(s.frozen for s in sim.quantizers.values()) == 3  # what was done is in force
+    assert len(list((tmp_path / "done").iterdir())) == 3
+    _, again = simulated()
+    apply_reconstruction(again, data(), "adaround", iterations=30, cache_dir=tmp_path / "done")
+    for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    times = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "done").iterdir()}
+    _, third = simulated()
+    apply_reconstruction(third, data(), "adaround", iterations=30, cache_dir=tmp_path / "done")
+    assert times == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "done").iterdir()}
+    apply_reconstruction(simulated()[1], data(seed=9), "adaround", iterations=30, cache_dir=tmp_path / "done")
+    assert len(list((tmp_path / "done").iterdir())) == 14  # other data, other files
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_no_data():
+    with pytest.raises(CalibrationError, match="the data held no batch.*256 to 1024 samples"):
+        apply_reconstruction(simulated()[1], [])
+
+
+def test_few_samples_are_warned_about(caplog):
+    with caplog.at_level(logging.WARNING, "bitwright"):
+        apply_reconstruction(simulated()[1], [data()[0][:2]], "gptq", include=["head"])
+    assert (
+        "head sees 2 samples for 6 inputs per output" in caplog.text and "256 to 1024 samples" in caplog.text
+    )
+
+
+def test_data_that_is_not_finite_names_the_layer():
+    _, sim = simulated()
+    bad = [data()[0].clone()]
+    bad[0][3, 1, 2, 2] = np.nan
+    with pytest.raises(CalibrationError, match="stem: its input or output .* holds NaN"):
+        apply_reconstruction(sim, bad, "gptq")
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        ({"method": "adarund"}, "there is no method 'adarund'.*did you mean 'adaround'"),
+        ({"iteration": 3}, "adaround: there is no option 'iteration'.*did you mean 'iterations'"),
+        ({"include": ["stam"]}, "include: 'stam' matches no layer.*did you mean 'stem'"),
+        ({"iterations": 0}, "iterations: it is 0"),
+        ({"warm_start": 1.0}, "warm_start: it is 1.0"),
+    ],
+)
+def test_impossible_arguments(call, message):
+    with pytest.raises(ConfigError, match=message):
+        apply_reconstruction(simulated()[1], data(), **call)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, 8)
+        self.middle = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8, 1))
+        self.out = nn.Linear(8, 12, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.middle(self.embedding(tokens))
+        return self.out(F.linear(x, self.middle.weight * self.scale))
+
+
+def test_layers_that_cannot_be_treated_are_listed(caplog):
+    tokens = torch.arange(24).reshape(4, 6) % 12
+    sim = QuantizationSimModel(Tied(), tokens, preset="w4")
+    sim.compute_encodings([tokens])
+    report = apply_reconstruction(sim, [tokens], "gptq")
+    assert report.skipped["embedding"] == "a Embedding is no matrix product of its input"
+    assert report.skipped["out"] == "its weight is also read by embedding, which would change with it"
+    assert "is also read by" in report.skipped["middle"]
+    assert "embedding: nearest rounding, a Embedding" in str(report)
+    assert "left" in caplog.text or "no layer to work on" in caplog.text
+
+
+def test_excluded_layers_are_listed_as_such():
+    _, sim = simulated()
+    report = apply_reconstruction(sim, data(), "gptq", exclude=["blocks.*"])
+    assert [row.op for row in report] == ["stem", "up", "head"]
+    assert report.skipped["blocks.0.a"] == "excluded"
+    assert not sim.quantizers["blocks.0.a.weight"].frozen
