@@ -382,6 +382,13 @@ _CHOOSES = frozenset(
 )
 
 
+#: operators in which some runtimes lose a NaN: ``max(NaN, 0)`` may be 0
+_SWALLOWS = frozenset(
+    "Relu LeakyRelu ThresholdedRelu PRelu Clip Max Min MaxPool GlobalMaxPool ReduceMax ReduceMin Sigmoid HardSigmoid "
+    "HardSwish Tanh Softmax QuantizeLinear DynamicQuantizeLinear LSTM GRU RNN".split()
+)
+
+
 @dataclass
 class Event:
     """One origin of non-finite values in one run.
@@ -415,7 +422,7 @@ class Tracker:
     - reach an output of the model, unless they are infinities that somebody meant;
     - are infinite by overflow and a division turns them into an innocent zero (``x * rsqrt(mean(x * x))`` in half
       precision), an exponential excepted: ``1 / (1 + exp(-x))`` is right;
-    - are NaN and an operator chooses an index by them;
+    - are NaN and an operator chooses an index by them, or loses them (``max(NaN, 0)`` is 0 in some runtimes);
     - stand in the data, not masked yet when they are multiplied with a weight.
 
     Everything else is harmless: nothing of it is left at the end.
@@ -534,7 +541,7 @@ class Tracker:
             if event is None or event.meant:
                 continue
             divided = _DIVIDES.get(op_type) == port and not flags.nan and event.op_type != "Exp"
-            if divided or (flags.nan and op_type in _CHOOSES):
+            if divided or (flags.nan and (op_type in _CHOOSES or op_type in _SWALLOWS)):
                 event.accused = True
 
 

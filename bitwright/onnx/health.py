@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.diagnosis import REMEDIES, diagnose
 from bitwright.core.health import (
+    CLEAN,
     HALVES,
     Culprit,
     Event,
@@ -35,7 +36,7 @@ from bitwright.errors import CalibrationError
 from bitwright.onnx.data import InputSpec, as_feeds, input_specs, random_array
 from bitwright.onnx.graph import canonical_op
 from bitwright.onnx.load import Source, load_model
-from bitwright.onnx.probe import Frame, Level, Probe, array_of, run_wide, scan_inputs
+from bitwright.onnx.probe import Frame, Probe, array_of, flags_of, run_wide, scan_inputs
 from bitwright.onnx.recurrent_steps import first_bad_step
 from bitwright.onnx.session import Providers, check_providers
 from bitwright.progress import progress as shown
@@ -172,12 +173,12 @@ class Doctor:
         where = f"batch {self.batches}"
         root = Frame(self.probe, as_feeds(batch, self.specs, where))
         for name, array in root.feeds.items():
-            if root.level(name) != Level():
+            if root.flags(name).bad:
                 self._bad_inputs.append(
                     replace(measure_tensor(name, array, "input"), name=f"{name}, {where}")
                 )
-        outputs = {name: Level.of(array) for name, array in root.outputs.items()}
-        if root.suspects or any(level != Level() for level in outputs.values()):
+        outputs = {name: flags_of(array) for name, array in root.outputs.items()}
+        if root.suspects or any(flags.bad for flags in outputs.values()):
             self._follow(root, outputs)
         self.batches += 1
 
@@ -196,16 +197,16 @@ class Doctor:
 
     # -- one batch
 
-    def _follow(self, root: Frame, outputs: Mapping[str, Level]) -> None:
+    def _follow(self, root: Frame, outputs: Mapping[str, Flags]) -> None:
         tracker, origins = Tracker(), {}
         kinds: list[tuple[str, TensorKind]] = [(name, "input") for name in root.feeds]
         for name, kind in (*kinds, *self._constants.items()):
-            event = tracker.source(name, name, kind, Flags(*map(bool, root.level(name))))
+            event = tracker.source(name, name, kind, root.flags(name))
             if event is not None:
                 origins[event.index] = _Origin(root, None, name)
         _Replay(tracker, origins).run(root)
-        for name, level in outputs.items():
-            tracker.output(name, name, Flags(*map(bool, level)))
+        for name, flags in outputs.items():
+            tracker.output(name, name, flags)
         for event in tracker.events:
             if event.accused:
                 self._accuse(event, origins[event.index], root)
@@ -370,7 +371,7 @@ class _Replay:
                 yield self._frame(child)
             sources = made[leaving : leaving + len(states)]
             for name, inner in zip(results[len(states) :], made[leaving + len(states) :], strict=True):
-                if name and not self.tracker.knows(name) and Level.of(child.outputs[inner]) != Level():
+                if name and not self.tracker.knows(name) and flags_of(child.outputs[inner]).bad:
                     self.tracker.move(inner, name)
         for name, source in zip(results, sources, strict=False):
             if name:
@@ -398,7 +399,7 @@ def _slices(node: ir.Node, own: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _flags(frame: Frame, value: ir.Value | None) -> Flags:
-    return Flags() if value is None or not value.name else Flags(*map(bool, frame.level(value.name)))
+    return CLEAN if value is None or not value.name else frame.flags(value.name)
 
 
 # ---------------------------------------------------------------------------------------------------- constants

@@ -5,8 +5,8 @@ one that failed. Nothing but scalars leaves the runtime until someone asks for a
 
 1. beside every float value stands its sum. ReduceSum carries NaN and Inf through, which ReduceMin and ReduceMax do
    not; a sum may overflow over finite values, so what it reports is a suspicion.
-2. Suspected values are counted exactly in a second run of the batch: NaN, +Inf and -Inf each, by comparisons that
-   every opset knows.
+2. Of suspected values the sum of magnitudes, the maximum and the minimum are taken in a second run of the batch: the
+   first shows every NaN, and where there is none the others show every infinity.
 3. Tensors are fetched by name, the few that a diagnosis is about.
 
 Half precision: ONNX Runtime computes chains of half operators on a CPU in float32 and drops the roundings between
@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.core.health import CLEAN, Flags
 from bitwright.errors import CalibrationError, ModelError
 from bitwright.export.builder import Builder, after
 from bitwright.export.runtime import refusals
@@ -53,29 +54,11 @@ BODY_ATTRIBUTES = {
 }
 
 
-class Level(NamedTuple):
-    """How many elements of a value are NaN, +Inf and -Inf."""
-
-    nan: int = 0
-    pos_inf: int = 0
-    neg_inf: int = 0
-
-    @property
-    def kind(self) -> str:
-        """``nan`` where there is one, else ``inf`` or ``finite``."""
-        return "nan" if self.nan else "inf" if self.pos_inf or self.neg_inf else "finite"
-
-    @classmethod
-    def of(cls, x: Array) -> Level:
-        """The level of an array; of anything but floats it is finite."""
-        if x.dtype.kind not in "fV" or np.isfinite(x).all():
-            return FINITE
-        nan = int(np.isnan(x).sum())
-        pos = int((x == np.inf).sum())
-        return cls(nan, pos, int((~np.isfinite(x)).sum()) - nan - pos)
-
-
-FINITE = Level()
+def flags_of(x: Array) -> Flags:
+    """Which non-finite values an array holds; of anything but floats it is none."""
+    if x.dtype.kind != "f" or np.isfinite(x).all():
+        return CLEAN
+    return Flags(*(bool(bad.any()) for bad in (np.isnan(x), x == np.inf, x == -np.inf)))
 
 
 def is_body_op(node: ir.Node, opset: int) -> bool:
@@ -123,7 +106,7 @@ class Probe:
         self._types: dict[str, ir.DataType] | None = None
         self._watched: tuple[Any, dict[str, str]] | None = None  # value -> its sum
         self._fetching: dict[tuple[str, ...], Any] = {}
-        self._counting: dict[tuple[str, ...], Any] = {}
+        self._judging: dict[tuple[str, ...], Any] = {}
         self._bodies: dict[tuple[ir.Node, str], Body] = {}
 
     # -- runs
@@ -139,17 +122,18 @@ class Probe:
         suspects = [name for name, total in totals if not np.isfinite(total).all()]
         return dict(zip(outputs, found[: len(outputs)], strict=True)), suspects
 
-    def levels(self, names: Sequence[str], feeds: Feeds) -> dict[str, Level]:
-        """Exact counts of values of this graph that nodes make."""
+    def flags(self, names: Sequence[str], feeds: Feeds) -> dict[str, Flags]:
+        """What values of this graph that nodes make hold; infinities beside a NaN are not told."""
+        key = tuple(names)
         if not names:
             return {}
-        if tuple(names) not in self._counting:
+        if key not in self._judging:
             copy = self._copy()
-            counts = [scalar for name in names for scalar in _count(copy, name)]
-            self._counting = {tuple(names): (self._open(copy, counts), [str(v.name) for v in counts])}
-        session, outputs = self._counting[tuple(names)]
-        found = [int(n) for n in session.run(outputs, self._fed(feeds))]
-        return {name: Level(*found[3 * i : 3 * i + 3]) for i, name in enumerate(names)}
+            scalars = [scalar for name in names for scalar in _bounds(copy, name)]
+            self._judging = {key: (self._open(copy, scalars), [str(v.name) for v in scalars])}
+        session, outputs = self._judging[key]
+        found = iter(session.run(outputs, self._fed(feeds)))
+        return {name: _judge(*bounds) for name, *bounds in zip(names, found, found, found, strict=True)}
 
     def fetch(self, names: Iterable[str], feeds: Feeds) -> dict[str, Array]:
         """Tensors by name: inputs, constants, and what nodes of this graph make; bfloat16 arrives as float32."""
@@ -236,7 +220,6 @@ class _Copy:
                     self.floats.append(value)
                 if value.dtype in _HALVES:
                     self._keep_rounding(node, value)
-        self._limits: dict[tuple[str, ir.DataType], ir.Value] = {}
 
     def value(self, name: str) -> ir.Value:
         return self._values[name]
@@ -263,55 +246,38 @@ class _Copy:
         node = _producer(wide)
         graph = node.graph
         assert isinstance(graph, ir.Graph) and wide.dtype is not None
-        total = self.builder.emit(
-            after(node), "ReduceSum", [wide], f"{value.name}_sum", wide.dtype, keepdims=0
-        )
-        total.shape = ir.Shape([])
+        total = self.reduce("ReduceSum", wide)
         lifted, _ = self.instrument.lift(total, graph, np.zeros((), wide.dtype.numpy()), "ReduceSum")
         return lifted
 
-    def limit(self, number: float, dtype: ir.DataType) -> ir.Value:
-        """A constant."""
-        key = (repr(number), dtype)
-        if key not in self._limits:
-            self._limits[key] = self.builder.initializer("probe_limit", np.asarray(number, dtype.numpy()))
-        return self._limits[key]
+    def reduce(self, op: str, x: ir.Value) -> ir.Value:
+        """A scalar of the main graph, made right behind ``x``."""
+        assert x.dtype is not None
+        scalar = self.builder.emit(after(_producer(x)), op, [x], f"{x.name}_{op}", x.dtype, keepdims=0)
+        scalar.shape = ir.Shape([])
+        return scalar
 
-    def add(self, op: str, inputs: Sequence[ir.Value], dtype: ir.DataType, **attributes: int) -> ir.Value:
-        """A node behind the one that makes its first input."""
-        name = f"{inputs[0].name}_{op}"
-        return self.builder.emit(after(_producer(inputs[0])), op, inputs, name, dtype, **attributes)
+    def magnitude(self, x: ir.Value) -> ir.Value:
+        """``|x|``."""
+        assert x.dtype is not None
+        return self.builder.emit(after(_producer(x)), "Abs", [x], f"{x.name}_abs", x.dtype)
 
 
-def _count(copy: _Copy, name: str) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """NaN, +Inf and -Inf of a value of the main graph, each counted by a node.
-
-    A number is above zero or below one; what is neither is NaN.
-    """
+def _bounds(copy: _Copy, name: str) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """The sum of magnitudes, the maximum and the minimum of a value of the main graph."""
     x = copy.wide(copy.value(name))
-    assert x.dtype is not None
-    largest = float(np.finfo(x.dtype.numpy()).max)
-    boolean = ir.DataType.BOOL
-    above = copy.add("Greater", [x, copy.limit(0, x.dtype)], boolean)
-    below = copy.add("Less", [x, copy.limit(1, x.dtype)], boolean)
-    number = copy.builder.emit(_behind_both(above, below), "Or", [above, below], f"{name}_number", boolean)
-    masks = (
-        copy.add("Not", [number], boolean),
-        copy.add("Greater", [x, copy.limit(largest, x.dtype)], boolean),
-        copy.add("Less", [x, copy.limit(-largest, x.dtype)], boolean),
+    return (
+        copy.reduce("ReduceSum", copy.magnitude(x)),
+        copy.reduce("ReduceMax", x),
+        copy.reduce("ReduceMin", x),
     )
-    counts = []
-    for mask in masks:
-        ones = copy.add("Cast", [mask], ir.DataType.INT64, to=int(ir.DataType.INT64))
-        count = copy.add("ReduceSum", [ones], ir.DataType.INT64, keepdims=0)
-        count.shape = ir.Shape([])
-        counts.append(count)
-    return counts[0], counts[1], counts[2]
 
 
-def _behind_both(above: ir.Value, below: ir.Value) -> Any:
-    # both were put right behind their producer, so the first one made stands last
-    return after(_producer(above))
+def _judge(total: Array, largest: Array, smallest: Array) -> Flags:
+    """A sum of magnitudes is NaN if an element is; without one, the maximum and the minimum are exact."""
+    if np.isnan(total):
+        return Flags(nan=True)
+    return Flags(pos_inf=bool(largest == np.inf), neg_inf=bool(smallest == -np.inf))
 
 
 def _readable(copy: _Copy, value: ir.Value) -> ir.Value:
@@ -445,8 +411,8 @@ class Frame:
     body: Body | None = None
     outputs: dict[str, Array] = field(init=False)
     suspects: list[str] = field(init=False)
-    _made: dict[str, Level] | None = None
-    _given: dict[str, Level] = field(default_factory=dict)
+    _made: dict[str, Flags] | None = None
+    _given: dict[str, Flags] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         try:
@@ -471,23 +437,23 @@ class Frame:
     @property
     def touched(self) -> bool:
         """Whether anything that is not finite enters this run or is suspected in it."""
-        return bool(self.suspects) or any(self.level(name) != FINITE for name in self.feeds)
+        return bool(self.suspects) or any(self.flags(name).bad for name in self.feeds)
 
-    def level(self, name: str) -> Level:
-        """The level of a value of this graph."""
+    def flags(self, name: str) -> Flags:
+        """What a value of this graph holds."""
         given = self.feeds.get(name)
         if given is None and name in self.probe.constants:
             given = array_of(self.probe.constants[name])
         if given is not None:
             if name not in self._given:
-                self._given[name] = Level.of(given)
+                self._given[name] = flags_of(given)
             return self._given[name]
         if self._made is None:
-            self._made = self.probe.levels(self._asked(), self.feeds)
-        return self._made.get(name, FINITE)
+            self._made = self.probe.flags(self._asked(), self.feeds)
+        return self._made.get(name, CLEAN)
 
     def _asked(self) -> list[str]:
-        """What to count: a body is run again and again, always with the same question."""
+        """What to judge: a body is run again and again, always with the same question."""
         own = [name for name in self.suspects if name in self.probe.maker]
         return own if self.parent is None or not own else self.probe.floats
 

@@ -565,6 +565,14 @@ def _cast() -> Any:
     return net.model(("y", INT64, None)), two_batches(np.float32(MINUS))
 
 
+@fault("NaN that a Relu hides", "logarithm of a non-positive number", **SECOND)
+def _relu() -> Any:
+    net = Net()
+    return tail(net, net("Relu", net("Log", head(net), name="culprit"), name="relu")), two_batches(
+        np.float32(MINUS)
+    )
+
+
 @fault("Where that takes the wrong side", "logarithm of a non-positive number", **SECOND)
 def _wrong_side() -> Any:
     net = Net()
