@@ -356,7 +356,8 @@ def _stacked(cell: str, activation: str, fused: Callable[..., Any]) -> Callable[
         call = _read(args, kwargs)
         time = 1 if call.batch_first else 0
         if call.batch_sizes is None and call.input.shape[time] == 0:
-            return fused(*args, **kwargs)  # torch's own refusal of an empty sequence
+            with torch._C.DisableTorchFunction():
+                return fused(*args, **kwargs)  # torch's own refusal of an empty sequence
         return _run_stack(call, cell, activation)
 
     return run
