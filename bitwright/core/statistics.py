@@ -301,8 +301,13 @@ def _merge_minmax(a: MinMax, b: MinMax) -> MinMax:
 
 
 def _at_least_float32(x: Array) -> Array:
+    return cast(x, _float_of(x))
+
+
+def _float_of(x: Array) -> str:
+    """The float type that holds what ``x`` can hold, half types aside."""
     wide = dtype_name(x) in ("float64", "int32", "int64", "uint32", "uint64")
-    return cast(x, "float64" if wide else "float32")
+    return "float64" if wide else "float32"
 
 
 # ---- histograms
@@ -324,11 +329,12 @@ def _count_in(stats: Histogram, x: Array) -> Histogram:
     """
     counts, exponent, zeros = stats.counts.copy(), int(stats.exponent), int(stats.zeros)
     lo, hi, regular, bounds = np.inf, -np.inf, 0, stats.bounds
+    dtype = _float_of(x)
     for piece in _pieces(x.reshape(-1)):
-        values = _at_least_float32(piece)
+        values = cast(piece, dtype)
         low, high = (float(end[0]) for end in row_bounds(values[None]))
         excluded = 0
-        if not (np.isfinite(low) and np.isfinite(high)):
+        if not (math.isfinite(low) and math.isfinite(high)):
             found = row_minmax(values[None], ())
             bounds, low, high = _merge_minmax(bounds, found), float(found.lo), float(found.hi)
             xp, excluded = namespace(values), values.shape[0] - int(found.count)
