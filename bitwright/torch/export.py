@@ -21,7 +21,7 @@ from bitwright.core.recurrence import CELLS
 from bitwright.errors import CalibrationError, ConfigError, ExportError, close_matches
 from bitwright.export.artefacts import Exported, Samples, bias_form, check_encoding_version, write_artefacts
 from bitwright.export.qdq import QdqResult, rename_values, site_names, to_qdq
-from bitwright.export.recurrent import RecurrentForm, write_recurrent
+from bitwright.export.recurrent import RecurrentForm, expand_recurrent
 from bitwright.export.verify import VerifyReport, verify_layers
 from bitwright.torch.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.intercept import forward_signature
@@ -371,14 +371,14 @@ def verify_sim(sim: QuantizationSimModel, batch: Any, **options: Any) -> VerifyR
     Args:
         sim: calibrated.
         batch: input to compare on.
-        options: of :func:`export_sim` that change the graph: ``bias``, ``activation``, ``recurrent``, ``dynamic_batch``.
+        options: of :func:`export_sim` that change the graph: ``bias``, ``activation``, ``dynamic_batch``. Recurrent layers
+            are compared step by step, with quantizers inside.
 
     Raises: as :func:`export_sim`.
     """
     _check(sim, "1.0.0")
     bias, activation = options.pop("bias", "int32"), options.pop("activation", "unsigned")
-    recurrent = options.pop("recurrent", "scan")
-    marked = write_recurrent(marked_onnx(sim, batch, **options), recurrent)
+    marked = expand_recurrent(marked_onnx(sim, batch, **options))
     result = to_qdq(marked, site_encodings(sim), bias=bias_form(sim, bias), activation=activation)
     values = site_values(sim, batch, result)
     return verify_layers(result.model, values, _graph_inputs(sim, batch), outputs=outputs_of(sim, batch))

@@ -216,6 +216,7 @@ class Simulator:
             if self.stage == "observe":
                 place.quantizer.observe(torch.cat(steps))
             elif self.taps is not None:
+                steps = steps[::-1] if kwargs.get("reverse") else steps  # in the order of time, as the output is
                 self.taps[place.site].append(torch.cat(steps) if args[4] is not None else torch.stack(steps))
         return output
 
