@@ -196,6 +196,8 @@ def _is_nearest(node: ir.Node, constant: Callable[[ir.Value], NDArray[Any] | Non
 _CONDITIONS: dict[str, Callable[[ir.Node, Callable[[ir.Value], NDArray[Any] | None]], bool]] = {
     "Pad": _pads_with_zero,
     "Resize": _is_nearest,
+    # what comes out is what the body made; its first input is only where it starts
+    **dict.fromkeys(("Loop", "Scan"), lambda node, constant: False),
 }
 
 

@@ -32,6 +32,7 @@ from bitwright.export.markers import (
     copy_model,
     move_uses,
 )
+from bitwright.export.steps import note_states
 
 RecurrentForm = Literal["scan", "native"]
 INNER_SITES = "inner_sites"
@@ -516,6 +517,11 @@ def _expand(node: ir.Node, builder: Builder) -> None:
     results = outer.emit(
         "Scan", [*states, *scanned], "scan", None, count=len(states) + wants_sequence, **attributes
     )
+    scan = results[0].producer()
+    assert scan is not None
+    # beyond the end of a sequence a state is not what its step made
+    sites = [None if valid is not None else layer.sites.get(name) for name in CELLS[node.op_type].states]
+    note_states(scan, sites)
     finals = [_final_state(outer, value) for value in results[: len(states)]]
     _take_over(outer, [results[-1] if wants_sequence else None, *finals])
 

@@ -29,6 +29,7 @@ from bitwright.errors import ExportError, close_matches
 from bitwright.export.builder import read_metadata
 from bitwright.export.cut import OUTPUT_FORMAT, WITH_BIAS, Cut, Place
 from bitwright.export.runtime import MODES, Mode, refusals, run_model
+from bitwright.export.steps import side_by_side
 
 Array = NDArray[Any]
 
@@ -204,7 +205,8 @@ def verify_layers(
         model: QDQ model as ``to_qdq`` wrote it, or its path.
         values: site (or name of the dequantized tensor) -> what the simulation had there, quantized, in
             float; a list of arrays, in execution order, for a site that ran several times. Weights and
-            biases may be given too and are then compared with what the file stores.
+            biases may be given too and are then compared with what the file stores. Of a site inside a recurrent
+            layer all steps, ``[length, batch, hidden]``, in the order of time.
         graph_inputs: name -> value of every graph input.
         outputs: name -> what the simulation returned, for the comparison end to end.
 
@@ -219,11 +221,13 @@ def verify_layers(
     """
     loaded = _load(model)
     _check_inputs(loaded, graph_inputs)
-    cut = Cut(loaded, values, outputs or {})
+    laid_out = side_by_side(loaded, values)
+    open_outputs = {name: array for name, array in (outputs or {}).items() if name not in laid_out.settled}
+    cut = Cut(laid_out.model, laid_out.values, open_outputs)
     failures: dict[Mode, str] = {}
     found: dict[Place, list[Row]] = {}
     for part, places, feeds in cut.parts():
-        found |= _compare_part(part, places, {**graph_inputs, **feeds}, failures)
+        found |= _compare_part(part, places, {**graph_inputs, **laid_out.feeds, **feeds}, failures)
     rows = [row for place in cut.places for row in found[place]]
     rows += [row for node in cut.constants for row in _constant_rows(node, values)]
     ends = _compare_outputs(loaded, outputs or {}, graph_inputs, failures)

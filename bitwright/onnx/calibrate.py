@@ -32,7 +32,7 @@ from bitwright.export.builder import Builder, Place, after, before
 from bitwright.export.runtime import refusals
 from bitwright.onnx.data import Feeds, InputSpec, as_feeds, input_specs
 from bitwright.onnx.schedule import open_watching
-from bitwright.onnx.session import Providers, first_line, open_session
+from bitwright.onnx.session import Providers, first_line, open_session, weight_bytes
 from bitwright.onnx.simulate import Simulation
 
 Array = NDArray[Any]
@@ -148,6 +148,7 @@ class Calibrator:
         self._reduced = [tap for tap in self.taps if tap.scalars]
         self._fetched = [tap for tap in self.taps if not tap.scalars]
         self._bounds = _Bounds.of(len(self._reduced))
+        self._weights = weight_bytes(model)
 
     def _find_taps(self) -> list[Tap]:
         found: dict[tuple[int, ir.Value, ir.Graph], Tap] = {}
@@ -191,8 +192,9 @@ class Calibrator:
         outputs: list[Array] = []
         try:
             sizes = self._tap_sizes(feeds)
-            for i, group in enumerate(self._groups(sizes)):
-                found = self._session(group, first=i == 0).run(feeds)
+            groups = self._groups(sizes)
+            for i, group in enumerate(groups):
+                found = self._session(group, first=i == 0, arena=len(groups) == 1).run(feeds)
                 if i == 0:
                     outputs, found = found[: len(self._outputs)], found[len(self._outputs) :]
                     self._read_scalars(found[: 4 * len(self._reduced)], feeds)
@@ -229,7 +231,7 @@ class Calibrator:
         self._bounds.add(lo, hi, count.astype(np.int64), there & finite)
         odd = tuple(self._reduced[i] for i in np.flatnonzero(there & ~finite))
         for tap in odd:  # one at a time: nobody planned memory for these
-            self._read_arrays((tap,), self._session((tap,), first=False).run(feeds), feeds)
+            self._read_arrays((tap,), self._session((tap,), first=False, arena=False).run(feeds), feeds)
 
     def _read_arrays(self, group: Sequence[Tap], found: Sequence[Array], feeds: Feeds) -> None:
         fetched = iter(found)
@@ -239,28 +241,36 @@ class Calibrator:
 
     # -- sessions and memory
 
-    def _session(self, arrays: Sequence[Tap], *, first: bool) -> _Session:
-        key = (tuple(map(id, arrays)), first)
-        if key not in self._sessions:
-            fetched = [tap for tap in arrays if not tap.value.is_graph_input()]
-            ordered = {tap.value for tap in fetched if not tap.unordered}
-            scalars = [v for tap in self._reduced for v in tap.scalars] if first else []
-            reduced = {str(v.name) for v in scalars}
-            unordered = {str(tap.value.name) for tap in fetched if tap.value not in ordered}
-            watching = self._instrument.open(
-                [*scalars, *(tap.value for tap in fetched)],
-                lambda model: open_watching(
-                    model,
-                    self.providers,
-                    threads=self.threads,
-                    scalars=reduced,
-                    unordered=unordered.difference(self._outputs),
-                ),
-            )
-            names = [*(self._outputs if first else ()), *(str(v.name) for v in scalars)]
-            names += [watching.name(str(tap.value.name)) for tap in fetched]
-            self._sessions[key] = _Session(watching.session, tuple(arrays), names)
-        return self._sessions[key]
+    def _session(self, arrays: Sequence[Tap], *, first: bool, arena: bool) -> _Session:
+        """The session for a run; those are kept of which the weights together stay within the budget."""
+        key = (tuple(map(id, arrays)), first, arena)
+        if key in self._sessions:
+            return self._sessions[key]
+        made = self._open(arrays, first=first, arena=arena)
+        if len(self._sessions) * self._weights <= self.budget:
+            self._sessions[key] = made
+        return made
+
+    def _open(self, arrays: Sequence[Tap], *, first: bool, arena: bool) -> _Session:
+        fetched = [tap for tap in arrays if not tap.value.is_graph_input()]
+        ordered = {tap.value for tap in fetched if not tap.unordered}
+        scalars = [v for tap in self._reduced for v in tap.scalars] if first else []
+        reduced = {str(v.name) for v in scalars}
+        unordered = {str(tap.value.name) for tap in fetched if tap.value not in ordered}
+        watching = self._instrument.open(
+            [*scalars, *(tap.value for tap in fetched)],
+            lambda model: open_watching(
+                model,
+                self.providers,
+                threads=self.threads,
+                scalars=reduced,
+                unordered=unordered.difference(self._outputs),
+                arena=arena,
+            ),
+        )
+        names = [*(self._outputs if first else ()), *(str(v.name) for v in scalars)]
+        names += [watching.name(str(tap.value.name)) for tap in fetched]
+        return _Session(watching.session, tuple(arrays), names)
 
     def _groups(self, sizes: Mapping[Tap, int]) -> list[tuple[Tap, ...]]:
         """The fetched taps in runs that stay within the budget; at least one run."""
@@ -313,6 +323,10 @@ class Instrument:
             for graph in (attribute.as_graph(),)
         }
         self._first = next(iter(model.graph), None)
+
+    def owner(self, graph: ir.Graph) -> ir.Node | None:
+        """The node that ``graph`` is a body of; ``None`` for the main graph."""
+        return self._owners.get(graph)
 
     def tap(self, quantizer: Quantizer, value: ir.Value, graph: ir.Graph) -> Tap:
         """The tap of ``value`` as it stands in ``graph``, with everything that brings it into the main graph."""
@@ -444,11 +458,15 @@ class Instrument:
 
 
 def _extend_scan(node: ir.Node) -> None:
-    """Tell a Scan that names the axes of its scan outputs about one more of them."""
-    for name in ("scan_output_axes", "scan_output_directions"):
+    """Tell a Scan about one more scan output; one that runs backwards puts it into the order of what it reads."""
+    directions = node.attributes.get_ints("scan_input_directions", ())
+    backwards = int(bool(directions) and all(directions))
+    states = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
+    for name, last in (("scan_output_axes", 0), ("scan_output_directions", backwards)):
         attribute = node.attributes.get(name)
-        if attribute is not None:
-            node.attributes.add(ir.AttrInt64s(name, [*attribute.as_ints(), 0]))
+        if attribute is not None or last:
+            known = [0] * (len(node.outputs) - states) if attribute is None else list(attribute.as_ints())
+            node.attributes.add(ir.AttrInt64s(name, [*known, last]))
 
 
 def _type_of(value: ir.Value) -> ir.DataType:

@@ -26,8 +26,9 @@ from bitwright.export.artefacts import Exported, Samples, bias_form, check_encod
 from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, to_qdq
 from bitwright.export.recurrent import RecurrentForm, expand_recurrent
 from bitwright.export.simulation import load_encodings, save_encodings, set_and_freeze_param_encodings
+from bitwright.export.steps import STATES
 from bitwright.export.verify import VerifyReport, verify_layers
-from bitwright.onnx.calibrate import Calibrator
+from bitwright.onnx.calibrate import Calibrator, Instrument
 from bitwright.onnx.data import Feeds, as_feeds, input_specs, random_feeds
 from bitwright.onnx.given_sites import Adopted, adopt
 from bitwright.onnx.graph import build_graph
@@ -170,7 +171,9 @@ class QuantizationSimModel:
             self.quantizers[name].enabled = False
         missing = [s for s in self.quantizers.values() if s.enabled and s.encoding is None]
         self.calibrated = all(site.quantizer.derived for site in missing)
-        more = f"; {len(adopted.idle)} other sites of the rules are in float, as there" if adopted.idle else ""
+        more = (
+            f"; {len(adopted.idle)} other sites of the rules are in float, as there" if adopted.idle else ""
+        )
         note = f"the model brought {len(adopted.encodings)} encodings with it, which are in force and frozen{more}"
         self.notes = (*self.notes, note)
         logger.info("%s", note)
@@ -192,6 +195,29 @@ class QuantizationSimModel:
                 self._biases.append(
                     DerivedBias(planned.name, quantizer, source, weight, self.constants.get(planned.name))
                 )
+
+    def set_parameter(self, name: str, value: Array) -> None:
+        """Give an initializer a new value of the same shape; its dtype stays, and so do all encodings.
+
+        Raises:
+            KeyError: the model has no such initializer.
+            ModelError: the shape differs.
+        """
+        holder = self.marked.graph.initializers[name]
+        tensor = holder.const_value
+        assert tensor is not None, name
+        if tuple(value.shape) != tuple(tensor.shape.numpy()):
+            raise ModelError(
+                name,
+                f"the new value has shape {value.shape}, the parameter {tuple(tensor.shape.numpy())}",
+                "keep the shape",
+            )
+        array = np.ascontiguousarray(value).astype(tensor.dtype.numpy())
+        holder.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
+        for site in self.plan.sites.values():
+            if site.name in self.constants and self.graph.values[site.value].param == name:
+                self.constants[site.name] = np.asarray(array, np.float32) if array.dtype.kind == "V" else array
+        self._simulations.clear()
 
     # -- calibration
 
@@ -408,12 +434,23 @@ class QuantizationSimModel:
         return found
 
     def capture(self, names: Sequence[str], feeds: Any) -> dict[str, list[Array]]:
-        """Quantized values at activation sites of the main graph, one array per place the site marks."""
+        """Quantized values at activation sites, one array per place the site marks.
+
+        Those inside recurrent layers of the main graph have all steps, ``[length, 1, batch, hidden]`` in the order of
+        time; sites in other bodies have none.
+        """
         simulation = self.simulation()
         graph = simulation.model.graph
+        instrument = Instrument(simulation.model)
         there, places = set(graph.outputs), []
         for name in names:
-            places += [(name, v) for v in simulation.results.get(name, ()) if v.graph is graph]
+            for value in simulation.results.get(name, ()):
+                owner = None if value.graph is None else instrument.owner(value.graph)
+                if value.graph is graph:
+                    places.append((name, value))
+                elif owner is not None and owner.graph is graph and STATES in owner.metadata_props:
+                    assert value.graph is not None
+                    places.append((name, instrument.lift(value, value.graph, np.zeros(0), None)[0]))
         added = [v for v in dict.fromkeys(v for _, v in places) if v not in there and not v.is_graph_input()]
         graph.outputs.extend(added)
         checked = as_feeds(feeds, self.specs)

@@ -14,6 +14,7 @@ from bitwright.export.recurrent import (
     INITIAL_C,
     INITIAL_H,
     LENGTHS,
+    OUTPUTS,
     Activation,
     X,
     layer_activations,
@@ -75,7 +76,7 @@ class _Splitter:
                 continue
             halves = [part.outputs[i] for part in parts]
             axis = (2 if i == 0 else 1) if batch_first else (1 if i == 0 else 0)
-            joined = self._before(node, "Concat", halves, f"{old.name}.directions", axis=axis)
+            joined = self._before(node, "Concat", halves, f"{node.name}.{OUTPUTS[i]}", axis=axis)
             move_uses(old, joined)
             self.outputs.replace(old, joined)
             joined.type, joined.shape, joined.name, old.name = old.type, old.shape, old.name, None

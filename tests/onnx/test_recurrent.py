@@ -16,8 +16,13 @@ from bitwright.core.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.model import sqnr
 from bitwright.core.recurrence import CELLS, inner_names, step, variant_of
 from bitwright.errors import ConfigError
+from bitwright.export.builder import read_metadata
+from bitwright.export.qdq import to_qdq
+from bitwright.export.recurrent import expand_recurrent
+from bitwright.export.verify import verify_layers
 from bitwright.onnx import QuantizationSimModel
 from bitwright.onnx.load import load_model
+from tests.onnx import flow
 from tests.recurrent_nets import GATES, Variant, feeds, layer_model, native_outputs, run_model
 
 TYPES = tuple(CELLS)
@@ -412,3 +417,56 @@ def test_an_unknown_form_is_refused(tmp_path):
 
 def test_gates_of_weights_are_those_of_onnx():
     assert {op: len(CELLS[op].gates) for op in TYPES} == GATES
+
+
+# ------------------------------------------------------------------------------------------------ verification
+
+
+@pytest.mark.parametrize("op_type", TYPES)
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+def test_verify_compares_every_step(op_type, direction):
+    v = Variant(op_type, direction, length=7, batch=4, hidden=8, states=True, layout=int(op_type == "GRU"))
+    sim = simulated(v)
+    report = sim.verify(feeds(v, 9))
+    assert report.ok, str(report)
+    sites = {row.site for row in report.rows} - set(sim.output_names if v.layout else ())
+    assert sites == set(sim.quantizers) - set(sim.constants)
+
+
+def test_verify_names_the_tensor_inside_a_step_that_differs():
+    v = Variant("LSTM", length=7, batch=4, hidden=8)
+    sim = simulated(v)
+    result = to_qdq(expand_recurrent(sim.marked), sim._encodings())
+    samples = sim._samples(result, feeds(v, 9))
+    (facts,) = [
+        facts for node in result.model.graph.all_nodes()
+        if (facts := read_metadata(node)) and facts["places"] == [["rnn.cell", 0]]
+    ]  # fmt: skip
+    scale = result.model.graph.initializers[facts["scale"]]
+    scale.const_value = ir.Tensor(scale.const_value.numpy() * np.float32(1.5), name=scale.name)
+    report = verify_layers(result.model, samples.sites, samples.inputs, outputs=samples.outputs)
+    assert [row.site for row in report.rows if not row.ok] == ["rnn.cell"]
+
+
+def test_verify_lists_what_it_cannot_compare():
+    v = Variant("GRU", length=7, batch=3, lengths=(7, 2, 5))
+    report = simulated(v).verify(feeds(v, 9))
+    assert "inside the body" in report.unchecked["rnn.update.pre"] and not report.ok
+
+
+def test_a_hand_written_recurrence_ends_on_its_own_grid(tmp_path):
+    """The last state of a Scan lies on the grid of what the body makes, not of what it starts from."""
+    model = ir.from_proto(flow.scan())
+    start = model.graph.initializers.pop("start")
+    start.const_value = None
+    model.graph.inputs.append(start)
+    rng = np.random.default_rng(0)
+    given = [
+        {"x": rng.standard_normal((5, 1, 3)).astype(np.float32), "start": np.full((1, 4), 50, np.float32) * i}
+        for i in range(3)
+    ]
+    sim = QuantizationSimModel(model, given[0], threads=1)
+    sim.compute_encodings(given)
+    exported = ir.load(sim.export(tmp_path, "net").qdq)
+    for one, other in zip(run_model(exported, given[1], exact=False), sim.run(given[1]), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
