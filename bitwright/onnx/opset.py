@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 
 from bitwright.core.model import sqnr
 from bitwright.errors import ModelError
+from bitwright.export.markers import Names
 from bitwright.export.runtime import refusals
 from bitwright.onnx.data import Feeds, InputSpec, as_feeds, input_specs, random_array
 from bitwright.onnx.load import Loaded, load_model
 from bitwright.onnx.session import first_line, open_session
+from bitwright.onnx.view import OnnxView
 
 logger = logging.getLogger("bitwright")
 
@@ -112,6 +114,7 @@ def _convert(loaded: Loaded) -> Loaded:
     )
     kept = _park_tensors(skeleton)
     parked = _park_nodes(skeleton, loaded.opset)
+    _spread_groups(skeleton, site)
     try:
         proto = onnx.version_converter.convert_version(ir.to_proto(skeleton), OPSET)
     except (RuntimeError, onnx.version_converter.ConvertError) as error:
@@ -131,6 +134,47 @@ def _convert(loaded: Loaded) -> Loaded:
     for key, version in loaded.model.opset_imports.items():
         model.opset_imports.setdefault(key, version)
     return load_model(model)
+
+
+def _spread_groups(model: ir.Model, site: str) -> None:
+    """GroupNormalization takes scale and bias per channel from opset 21 on, per group before; the converter forgets it."""
+    names: Names | None = None
+    for node in model.graph.all_nodes():
+        if node.op_type != "GroupNormalization" or node.domain not in ("", "ai.onnx"):
+            continue
+        shape = None if node.inputs[0] is None else node.inputs[0].shape
+        groups = node.attributes.get_int("num_groups", 1)
+        if shape is None or len(shape) < 2 or not isinstance(shape[1], int):
+            raise ModelError(
+                site,
+                f"the GroupNormalization {node.name!r} cannot be converted to opset {OPSET}: how many channels it has is "
+                "not known",
+                "export the model again with opset 21",
+            )
+        names = names or Names(model)
+        for port in (1, 2):
+            _repeat(model, node, port, int(shape[1]) // groups, names)
+
+
+def _repeat(model: ir.Model, node: ir.Node, port: int, times: int, names: Names) -> None:
+    """Let ``node`` read each element of the vector at ``port`` ``times`` times in a row."""
+    value = node.inputs[port]
+    assert value is not None and node.graph is not None
+    constants = []
+    for label, numbers in (("column", [-1, 1]), ("repeats", [1, times]), ("vector", [-1])):
+        name = names.value(f"{value.name}_{label}")
+        tensor = ir.Tensor(np.asarray(numbers, np.int64), name=name)
+        constant = ir.Value(
+            name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+        )
+        model.graph.register_initializer(constant)
+        constants.append(constant)
+    for op, constant in zip(("Reshape", "Tile", "Reshape"), constants, strict=True):
+        step = ir.Node("", op, [value, constant], name=names.node(f"{node.name}/{op}"))
+        step.outputs[0].name = names.value(f"{node.name}_{op.lower()}")
+        node.graph.insert_before(node, step)
+        value = step.outputs[0]
+    node.replace_input_with(port, value)
 
 
 def _park_tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
@@ -216,17 +260,49 @@ def _compare(old: Loaded, new: Loaded, dummy_input: Any) -> str:
                 "check model and input",
             ) from error
         return ", unchecked: it does not run on random input"
-    found = open_session(new.model).run(None, feeds)
+    try:
+        found = open_session(new.model).run(None, feeds)
+    except failures as error:
+        raise ModelError(
+            site,
+            f"conversion from opset {old.opset} to {OPSET} makes a model that ONNX Runtime refuses: {first_line(error)}; "
+            f"one of its operators ({', '.join(_converted_kinds(old))}) is converted wrongly",
+            "export the model again with opset 21",
+        ) from error
     for name, one, other in zip((v.name for v in old.model.graph.outputs), expected, found, strict=True):
         if not _equal(one, other):
-            kinds = sorted({node.op_type for node in old.model.graph.all_nodes()})
             raise ModelError(
                 site,
-                f"conversion from opset {old.opset} to {OPSET} changes its output {name!r}; one of its operators "
-                f"({', '.join(kinds)}) is converted wrongly",
+                f"conversion from opset {old.opset} to {OPSET} changes its output {name!r}: {_culprit(old, new, feeds)} "
+                "is converted wrongly",
                 "export the model again with opset 21",
             )
     return ""
+
+
+def _converted_kinds(old: Loaded) -> list[str]:
+    """Types of the operators that are not the same at both opsets."""
+    return sorted(k for k in _standard_operators(old.model) if _UNCHANGED_SINCE.get(k, OPSET) > old.opset)
+
+
+def _culprit(old: Loaded, new: Loaded, feeds: Feeds) -> str:
+    """The first operator whose result differs; where that cannot be told, those that were converted."""
+    there = {str(value.name) for node in new.model.graph for value in node.outputs if value.name}
+    names = [str(v.name) for node in old.model.graph for v in node.outputs if v.name in there and v.uses()]
+    values = []
+    failures: tuple[type[Exception], ...] = (ModelError, *refusals())
+    for loaded in (old, new):
+        try:
+            (found,) = OnnxView(loaded).capture(names, [feeds])
+        except failures:
+            return f"one of {', '.join(_converted_kinds(old))}"
+        values.append(found)
+    for node in old.model.graph:
+        for value in node.outputs:
+            name = str(value.name)
+            if name in values[0] and not _equal(values[0][name][0], values[1][name][0]):
+                return f"{node.op_type} ({node.name})"
+    return f"one of {', '.join(_converted_kinds(old))}"
 
 
 def _equal(one: Any, other: Any) -> bool:
