@@ -8,7 +8,7 @@ ends with ``raise typer.Exit(1)`` where its answer is no.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -23,8 +23,10 @@ from bitwright.errors import BitwrightError, ConfigError, ExportError
 if TYPE_CHECKING:
     from bitwright.core.encoding import Encoding
     from bitwright.core.granularity import Granularity
+    from bitwright.core.health import HealthReport
     from bitwright.core.rules import Rule
     from bitwright.core.spec import QuantSpec
+    from bitwright.onnx.data import Pictures
 
 NO, USER_ERROR = 1, 2
 
@@ -108,6 +110,7 @@ def _options(
     \b
     Examples:
       bitwright quantize m.onnx --data d.npz --out exported/
+      bitwright doctor m.onnx --data d.npz   where do NaN and Inf come from?
       bitwright inspect m.onnx        what would be quantized, and why not the rest
       bitwright verify exported/         does it compute what the simulation did?
       bitwright show exported/           every site: format, scale, range
@@ -220,9 +223,19 @@ def show(
     out.print(table(f"{path.name}, version {file.version}", _FILE_HEAD, records))
 
 
+OnnxFile = Annotated[Path, typer.Argument(help="An .onnx file.", show_default=False)]
+BatchSize = Annotated[int, typer.Option(min=1, help="Samples per run, where the model leaves it open.")]
+Limit = Annotated[int, typer.Option(min=1, help="Use at most so many batches.")]
+Layout = Annotated[str, typer.Option(help="Of pictures: NCHW or NHWC.")]
+Colours = Annotated[str, typer.Option(help="Of pictures: RGB, BGR or L (grey).")]
+Scale = Annotated[float, typer.Option(help="Pixels, 0 to 255, are multiplied by this first.")]
+Mean = Annotated[str, typer.Option(help="Then this is subtracted: one number, or one per colour.")]
+Std = Annotated[str, typer.Option(help="Then it is divided by this.")]
+
+
 @app.command("quantize")
 def quantize_model(
-    model: Annotated[Path, typer.Argument(help="An .onnx file.", show_default=False)],
+    model: OnnxFile,
     out: Annotated[Path, typer.Option(help="Folder for the files; made if need be.", show_default=False)],
     data: Annotated[
         str | None,
@@ -232,15 +245,16 @@ def quantize_model(
     config: Annotated[str | None, typer.Option(help="Rules: a file, or the name of a target.")] = None,
     scheme: Annotated[str | None, typer.Option(help="Range method: see `bitwright presets`.")] = None,
     prefix: Annotated[str | None, typer.Option(help="Stem of the files; the model's by default.")] = None,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Samples per run, where the model leaves it open.")
-    ] = 1,
-    limit: Annotated[int, typer.Option(min=1, help="Use at most so many batches.")] = 256,
-    layout: Annotated[str, typer.Option(help="Of pictures: NCHW or NHWC.")] = "NCHW",
-    colours: Annotated[str, typer.Option(help="Of pictures: RGB, BGR or L (grey).")] = "RGB",
-    scale: Annotated[float, typer.Option(help="Pixels, 0 to 255, are multiplied by this first.")] = 1 / 255,
-    mean: Annotated[str, typer.Option(help="Then this is subtracted: one number, or one per colour.")] = "0",
-    std: Annotated[str, typer.Option(help="Then it is divided by this.")] = "1",
+    non_finite: Annotated[
+        str, typer.Option(help="A batch that gives NaN or Inf: error, skip it, or clamp to what is finite.")
+    ] = "error",
+    batch_size: BatchSize = 1,
+    limit: Limit = 256,
+    layout: Layout = "NCHW",
+    colours: Colours = "RGB",
+    scale: Scale = 1 / 255,
+    mean: Mean = "0",
+    std: Std = "1",
 ) -> None:
     """Fold, calibrate and export an ONNX model.
 
@@ -257,9 +271,11 @@ def quantize_model(
     """
     from itertools import islice
 
+    from bitwright.core.spec import check_policy
     from bitwright.onnx import Pictures, load_data, load_model, quantize
     from bitwright.onnx.data import input_specs, random_feeds
 
+    policy = check_policy(non_finite, "--non-finite")
     loaded = load_model(model)
     specs = input_specs(loaded.model)
     if data is None:
@@ -275,6 +291,7 @@ def quantize_model(
         quant_scheme=scheme,
         path=out,
         filename_prefix=prefix or model.stem,
+        non_finite=policy,
     )
     assert result.exported is not None
     shown = console()
@@ -282,6 +299,9 @@ def quantize_model(
         shown.print(Text(f"note: {note}"))
     counts = ", ".join(f"{n} {status}" for status, n in result.sim.coverage().counts.items())
     shown.print(Text(f"{len(list(result.folds))} batch norms folded; values: {counts}"))
+    assert result.sim.calibration_log is not None
+    for line in result.sim.calibration_log.lines():
+        shown.print(Text(line))
     for path in result.exported.files:
         shown.print(Text(f"wrote {path}"))
 
@@ -294,8 +314,123 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
 
 
 @app.command()
+def doctor(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="An .onnx file, or module:function that makes a PyTorch model.", show_default=False
+        ),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(help="Batches, as for quantize. Without it, random values.", show_default=False),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the report here, as JSON; - prints it."),
+    ] = None,
+    batch_size: BatchSize = 1,
+    limit: Limit = 256,
+    layout: Layout = "NCHW",
+    colours: Colours = "RGB",
+    scale: Scale = 1 / 255,
+    mean: Mean = "0",
+    std: Std = "1",
+) -> None:
+    """Find the operator that makes NaN or Inf, and say why.
+
+    Every batch is run. The report names the first operator that turned finite
+    numbers into others, also inside loops and branches, with what it read and
+    wrote, the batch and the sample, how far the values spread, and a remedy.
+    Masks of -Inf and NaN that the model itself removes are no faults. A
+    parameter that is not finite is named before anything runs.
+
+    Exit code 0 when the model is healthy, 1 when an operator, a parameter or
+    the data is at fault.
+
+    \b
+    Examples:
+      bitwright doctor model.onnx --data samples.npz
+      bitwright doctor model.onnx --data photos/ --json report.json
+      bitwright doctor mypackage.models:make --data mypackage.data:batches
+    """
+    if Path(model).suffix == ".onnx" or ":" not in model:
+        from bitwright.onnx.data import Pictures
+
+        pictures = Pictures(layout, colours, scale, _numbers("--mean", mean), _numbers("--std", std))
+        report = _check_onnx(Path(model), data, batch_size, limit, pictures)
+    else:
+        report = _check_torch(model, data, limit)
+    if json_file is None or str(json_file) != "-":
+        _print_health(report)
+    else:
+        typer.echo(report.to_json())
+    if json_file is not None and str(json_file) != "-":
+        from bitwright.export.atomic import atomic_write
+
+        with atomic_write(json_file) as temporary:
+            temporary.write_text(report.to_json(), encoding="utf-8")
+    if not report.ok:
+        raise typer.Exit(NO)
+
+
+def _check_onnx(
+    path: Path, data: str | None, batch_size: int, limit: int, pictures: Pictures
+) -> HealthReport:
+    from dataclasses import replace
+    from itertools import islice
+
+    from bitwright.onnx import check_model, load_data, load_model
+    from bitwright.onnx.data import input_specs
+
+    if data is None:
+        report = check_model(path)
+        return replace(report, notes=(*report.notes, "random values were fed, no data was given"))
+    specs = input_specs(load_model(path).model)
+    return check_model(path, islice(load_data(data, specs, batch_size=batch_size, pictures=pictures), limit))
+
+
+def _check_torch(model: str, data: str | None, limit: int) -> HealthReport:
+    from itertools import islice
+
+    from bitwright.core.entry_points import load_entry_point
+    from bitwright.torch import check_model
+
+    if data is None:
+        raise ConfigError(
+            "--data", "a PyTorch model does not say what it takes", "name a function: --data module:function"
+        )
+    make, batches = load_entry_point(model, "makes a model"), load_entry_point(data, "yields batches")
+    made = _called(model, make)
+    return check_model(made, islice(_called(data, batches), limit))
+
+
+def _called(text: str, function: Callable[[], Any]) -> Any:
+    """What the user's function returns; where it fails, the error names it."""
+    try:
+        return function()
+    except Exception as error:
+        raise ConfigError(
+            text, f"it failed: {type(error).__name__}: {error}", "call it yourself first; --debug shows where"
+        ) from error
+
+
+def _print_health(report: HealthReport) -> None:
+    """The report, its verdict and the remedies in colour."""
+    out = console()
+    for i, line in enumerate(report.text().splitlines()):
+        text = Text(line)
+        if i == 0:
+            text.stylize("bold green" if report.ok else "bold red")
+        for word, style in (("remedy:", "bold green"), ("note:", "dim")):
+            if line.lstrip().startswith(word):
+                text.stylize(style)
+        out.print(text, soft_wrap=True)
+
+
+@app.command()
 def inspect(
-    model: Annotated[Path, typer.Argument(help="An .onnx file.", show_default=False)],
+    model: OnnxFile,
     preset: Annotated[str, typer.Option(help="See `bitwright presets`.")] = "w8a8",
     config: Annotated[str | None, typer.Option(help="Rules: a file, or the name of a target.")] = None,
     match: Annotated[str, typer.Option(metavar="GLOB", help="Only values of names like this.")] = "*",

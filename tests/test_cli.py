@@ -57,7 +57,7 @@ def folder(exported: Path, tmp_path: Path) -> Path:
 
 def test_help_shows_every_command_with_an_example():
     text = run("--help").output
-    for name in ("verify", "show", "presets", "check-config"):
+    for name in ("verify", "show", "doctor", "presets", "check-config"):
         assert name in text
         assert "Examples:" in run(name, "--help").output
     assert "bitwright verify exported/" in text
@@ -251,3 +251,126 @@ def test_help_loads_no_framework():
     code = "import sys, bitwright.cli; print({'torch', 'onnx', 'numpy', 'pydantic'} & sys.modules.keys())"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert process.stdout.strip() == "set()", process.stderr
+
+
+# -- doctor
+
+
+@pytest.fixture
+def zeros(tmp_path: Path) -> Path:
+    """``divide.onnx`` and ``data.npz``, whose third sample is divided by zero."""
+    import numpy as np
+    import onnx
+
+    from tests.onnx.nets import Net
+
+    net = Net()
+    x = net.input("x", ("n", 2))
+    share = net("Div", x, net("Relu", x, name="relu"), name="share")
+    onnx.save(
+        net.model(net("MatMul", share, net.weights(2, 2), name="last", out="y")), tmp_path / "divide.onnx"
+    )
+    np.savez(tmp_path / "data.npz", x=np.float32([[1, 2], [3, 4], [-1, 5], [6, 7]]))
+    return tmp_path
+
+
+def test_doctor_names_the_operator_and_the_sample(zeros):
+    result = run("doctor", zeros / "divide.onnx", "--data", zeros / "data.npz", "--batch-size", 2)
+    assert result.exit_code == 1
+    lines = result.output.splitlines()
+    assert lines[0] == "divide.onnx: not healthy (2 batches, 6 calls)"
+    assert lines[1].startswith("1. share (Div): the divisor relu1 holds 1 zero")
+    assert "   first in batch 1, sample 0" in lines and "   reaches y" in lines
+    assert lines[-1].startswith("   remedy: add a small epsilon")
+
+
+def test_doctor_on_data_without_the_sample(zeros):
+    result = run("doctor", zeros / "divide.onnx", "--data", zeros / "data.npz", "--limit", 2)
+    assert result.exit_code == 0
+    assert result.output == "divide.onnx: healthy (2 batches, 6 calls)\n"
+
+
+def test_doctor_writes_json(zeros):
+    arguments = ("doctor", zeros / "divide.onnx", "--data", zeros / "data.npz", "--json")
+    assert run(*arguments, zeros / "report.json").exit_code == 1
+    printed = run(*arguments, "-")
+    assert printed.exit_code == 1
+    report = json.loads(printed.output)
+    assert report == json.loads((zeros / "report.json").read_text())
+    assert report["ok"] is False and report["culprits"][0]["cause"] == "division by zero"
+
+
+def test_doctor_without_data_says_so(zeros):
+    result = run("doctor", zeros / "divide.onnx")
+    assert "note: random values were fed, no data was given" in result.output
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's with models and data."""
+    (tmp_path / "doctored.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    class Share(torch.nn.Module):\n"
+        "        def forward(self, x):\n"
+        "            return x / x.sum(-1, keepdim=True)\n"
+        "    return Share()\n"
+        "def good(): return [torch.ones(2, 3)]\n"
+        "def bad():\n"
+        "    yield torch.ones(2, 3)\n"
+        "    yield torch.zeros(2, 3)\n"
+        "def broken(): raise ValueError('no weights here')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "doctored", raising=False)
+    return "doctored"
+
+
+def test_doctor_of_a_pytorch_model(own_module):
+    assert run("doctor", f"{own_module}:make", "--data", f"{own_module}:good").exit_code == 0
+    result = run("doctor", f"{own_module}:make", "--data", f"{own_module}:bad")
+    assert result.exit_code == 1
+    assert "at doctored.py:5: return x / x.sum(-1, keepdim=True)" in result.output
+    assert "first in batch 1, sample 0" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (("nothing.onnx",), "the model file does not exist"),
+        (("doctored:make",), "a PyTorch model does not say what it takes"),
+        (("doctored:make", "--data", "doctored:nothing"), "has no attribute 'nothing'"),
+        (("doctored:broken", "--data", "doctored:good"), "it failed: ValueError: no weights here"),
+        (("doctored:make", "--data", "doctored:broken"), "it failed: ValueError: no weights here"),
+    ],
+    ids=["no-file", "no-data", "no-function", "failing-model", "failing-data"],
+)
+def test_doctor_on_what_it_cannot_use(own_module, arguments, problem):
+    result = run("doctor", *arguments)
+    assert result.exit_code == 2
+    assert problem in result.output and "remedy:" in result.output
+
+
+@pytest.mark.parametrize(
+    "policy, code, text",
+    [
+        ("error", 2, "batch 2, share"),
+        ("skip", 0, "1 of 4 batches left out"),
+        ("clamp", 0, "1 of 4 batches hold values that are not finite"),
+        ("skipp", 2, "did you mean 'skip'?"),
+    ],
+)
+def test_quantize_obeys_the_policy_for_batches_that_are_not_finite(zeros, policy, code, text):
+    result = run(
+        "quantize",
+        zeros / "divide.onnx",
+        "--data",
+        zeros / "data.npz",
+        "--out",
+        zeros / "out",
+        "--non-finite",
+        policy,
+    )
+    assert result.exit_code == code, result.output
+    assert text in result.output
+    assert (zeros / "out").exists() == (code == 0)

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -398,7 +399,7 @@ class Event:
         op, op_type: who made them; for a model input or a parameter its name and ``input`` or ``param``.
         meant: it is a constant that the author wrote, a mask or a fill value.
         accused: the values reached an output, or falsified one.
-        spread, names: operators that carried them on: how many, and the first ones.
+        carriers: operators that carried them on, each once, in order.
         reached: model outputs that hold them.
     """
 
@@ -407,9 +408,18 @@ class Event:
     op_type: str
     meant: bool
     accused: bool = False
-    spread: int = 0
-    names: list[str] = field(default_factory=list)
+    carriers: dict[str, None] = field(default_factory=dict)
     reached: list[str] = field(default_factory=list)
+
+    @property
+    def spread(self) -> int:
+        """How many operators carried the values on."""
+        return len(self.carriers)
+
+    @property
+    def names(self) -> list[str]:
+        """The first of these operators."""
+        return list(islice(self.carriers, _SHOWN))
 
 
 class Tracker:
@@ -495,9 +505,7 @@ class Tracker:
                 self._taint.pop(key, None)
         carried = blamed is not None and origin is None and any(flags.bad for _, flags in written)
         if carried and blamed is not None:
-            blamed.spread += 1
-            if len(blamed.names) < _SHOWN:
-                blamed.names.append(op)
+            blamed.carriers[op] = None
         elif origin is None:
             self._absorbed(op_type, read)
         return origin

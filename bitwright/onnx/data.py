@@ -6,9 +6,8 @@ enough; a tuple or list gives the inputs in the order of the model.
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.core.entry_points import load_entry_point
 from bitwright.errors import CalibrationError, ConfigError, ModelError, close_matches
 
 logger = logging.getLogger("bitwright")
@@ -201,7 +201,7 @@ def load_data(
     elif path.is_file() and path.suffix == ".npy":
         yield from _batches(_one(specs, path).name, [_load(path)], specs, batch_size)
     elif ":" in text and not path.exists():
-        for i, feeds in enumerate(_entry_point(text)()):
+        for i, feeds in enumerate(load_entry_point(text)()):
             yield as_feeds(feeds, specs, f"{text}, item {i}")
     else:
         what = "is neither .npz nor .npy" if path.is_file() else "does not exist"
@@ -396,24 +396,6 @@ def _frame(spec: InputSpec, pictures: Pictures) -> tuple[int, int]:
             "prepare the pictures yourself and give .npy files",
         )
     return height, width
-
-
-def _entry_point(text: str) -> Callable[[], Iterable[Any]]:
-    module, _, name = text.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            text,
-            f"it cannot be imported: {error}",
-            "write module:function, with the module's folder in PYTHONPATH",
-        ) from error
-    if not callable(found):
-        raise ConfigError(
-            text, f"{name} is a {type(found).__name__}, not a function", "name a function that yields feeds"
-        )
-    function: Callable[[], Iterable[Any]] = found
-    return function
 
 
 def random_feeds(specs: Sequence[InputSpec], count: int = 1, seed: int = 0) -> Iterator[Feeds]:

@@ -283,7 +283,7 @@ class Doctor:
         reader = next((node for node, _ in value.uses()), None)
         index = list(tensor.first_bad or ())
         problem = f"it holds {tensor.nan} NaN and {tensor.inf} Inf, the first at {index}"
-        where = "" if reader is None else f"read by {reader.name} ({reader.op_type})"
+        where = "" if reader is None else f"{reader.name} ({reader.op_type})"
         remedy = REMEDIES["bad parameter"]
         self._culprits[tensor.name, "param"] = Culprit(
             tensor.name, "param", where, "bad parameter", problem, remedy, params=(tensor,)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bitwright.core.spec import Preset
+from bitwright.core.spec import NonFinite, Preset
 from bitwright.errors import CalibrationError
 from bitwright.export.artefacts import Exported
 from bitwright.onnx.batch_norm_fold import fold_all_batch_norms
@@ -47,6 +47,7 @@ def quantize(
     path: str | Path | None = None,
     filename_prefix: str = "model",
     progress: bool = True,
+    non_finite: NonFinite = "error",
 ) -> Result:
     """Quantize ``model`` in one line: fold batch norms, simulate under ``preset``, calibrate on ``data``, export.
 
@@ -59,9 +60,11 @@ def quantize(
         path: folder to export to.
         filename_prefix: stem of the files.
         progress: show a progress bar on a terminal.
+        non_finite: what to do with a batch that gives NaN or Inf: ``"error"``, ``"skip"`` or ``"clamp"``, as for
+            :meth:`QuantizationSimModel.compute_encodings`.
 
     Raises:
-        CalibrationError: ``data`` is empty.
+        CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``.
         ModelError: the model cannot be read or run, or a feed does not fit.
     """
     batches = iter(data)
@@ -81,6 +84,6 @@ def quantize(
         preset=preset,
         memory_budget=memory_budget,
     )
-    sim.compute_encodings(itertools.chain([first], batches), progress=progress)
+    sim.compute_encodings(itertools.chain([first], batches), progress=progress, non_finite=non_finite)
     exported = None if path is None else sim.export(path, filename_prefix)
     return Result(sim, folds, exported)

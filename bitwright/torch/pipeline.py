@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from bitwright.core.spec import Preset
+from bitwright.core.spec import NonFinite, Preset
 from bitwright.errors import CalibrationError
 from bitwright.torch.batch_norm_fold import fold_all_batch_norms
 from bitwright.torch.quantsim import QuantizationSimModel, require_module
@@ -54,6 +54,7 @@ def quantize(
     path: str | Path | None = None,
     filename_prefix: str = "model",
     progress: bool = True,
+    non_finite: NonFinite = "error",
 ) -> Result:
     """Quantize ``model`` in one line: fold batch norms, simulate under ``preset``, calibrate on ``data``, export.
 
@@ -68,9 +69,11 @@ def quantize(
         path: folder to export to.
         filename_prefix: stem of the files.
         progress: show a progress bar on a terminal.
+        non_finite: what to do with a batch that gives NaN or Inf: ``"error"``, ``"skip"`` or ``"clamp"``, as for
+            :meth:`QuantizationSimModel.compute_encodings`.
 
     Raises:
-        CalibrationError: ``data`` is empty.
+        CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``.
     """
     require_module(model)
     batches = iter(data)
@@ -87,7 +90,7 @@ def quantize(
     sim = QuantizationSimModel(
         work, first, preset=preset, config_file=config_file, quant_scheme=quant_scheme, in_place=True
     )
-    sim.compute_encodings(itertools.chain([first], batches), progress=progress)
+    sim.compute_encodings(itertools.chain([first], batches), progress=progress, non_finite=non_finite)
     if metric is not None:
         metrics["quantized"] = float(metric(sim.model))
     exported = None if path is None else sim.export(path, filename_prefix, first)

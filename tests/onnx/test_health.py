@@ -79,7 +79,7 @@ def test_several_bad_parameters_are_all_named_and_nothing_is_run():
     report = check_model(net.model("y"), [{"nothing": "that fits"}])
     assert [c.op for c in report.culprits] == ["first.weight", "first.bias"]
     assert [x.first_bad for x in report.bad_params] == [(3, 2, 2, 2), (3,)]
-    assert report.culprit.where == "read by first (Conv)" and report.batches == 0
+    assert report.culprit.where == "first (Conv)" and report.batches == 0
 
 
 def test_bad_data_is_listed_also_where_the_model_takes_it():
