@@ -10,9 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bitwright.core.affine import fake_quantize
+from bitwright.core.encoding import Encoding
+from bitwright.core.formats import parse_format
 from bitwright.core.recurrence import CELLS, inner_names
 from bitwright.errors import ExportError
 from bitwright.export.markers import close, site_names, strip_sites
+from bitwright.export.qdq import to_qdq
 from bitwright.export.recurrent import (
     expand_recurrent,
     layer_activations,
@@ -232,3 +236,19 @@ def test_two_directions_are_refused():
     v = Variant("GRU", direction="bidirectional")
     with pytest.raises(ExportError, match="node 'rnn'.*one direction, and has 'bidirectional'"):
         expand_recurrent(layer_model(v, domain="bitwright"))
+
+
+def test_the_last_state_is_not_put_on_the_grid_of_the_first():
+    v = Variant("GRU", states=True)
+    model = layer_model(v, domain="bitwright")
+    (node,) = model.graph
+    marker = ir.node("Site", [node.inputs[5]], {"site": "start"}, domain="bitwright", name="marker")
+    marker.outputs[0].name, marker.outputs[0].type = "h_site", node.inputs[5].type
+    model.graph.insert_before(node, marker)
+    node.replace_input_with(5, marker.outputs[0])
+    coarse = Encoding(parse_format("uint8"), np.float32(0.5), np.int64(128))
+    written = to_qdq(expand_recurrent(model), {"start": coarse}).model
+    given = feeds(v)
+    expected = run_model(layer_model(v), {**given, "h": fake_quantize(given["h"], coarse)})
+    for one, other in zip(run_model(written, given), expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)

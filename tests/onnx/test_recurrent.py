@@ -22,7 +22,6 @@ from bitwright.export.recurrent import expand_recurrent
 from bitwright.export.verify import verify_layers
 from bitwright.onnx import QuantizationSimModel
 from bitwright.onnx.load import load_model
-from tests.onnx import flow
 from tests.recurrent_nets import GATES, Variant, feeds, layer_model, native_outputs, run_model
 
 TYPES = tuple(CELLS)
@@ -452,21 +451,3 @@ def test_verify_lists_what_it_cannot_compare():
     v = Variant("GRU", length=7, batch=3, lengths=(7, 2, 5))
     report = simulated(v).verify(feeds(v, 9))
     assert "inside the body" in report.unchecked["rnn.update.pre"] and not report.ok
-
-
-def test_a_hand_written_recurrence_ends_on_its_own_grid(tmp_path):
-    """The last state of a Scan lies on the grid of what the body makes, not of what it starts from."""
-    model = ir.from_proto(flow.scan())
-    start = model.graph.initializers.pop("start")
-    start.const_value = None
-    model.graph.inputs.append(start)
-    rng = np.random.default_rng(0)
-    given = [
-        {"x": rng.standard_normal((5, 1, 3)).astype(np.float32), "start": np.full((1, 4), 50, np.float32) * i}
-        for i in range(3)
-    ]
-    sim = QuantizationSimModel(model, given[0], threads=1)
-    sim.compute_encodings(given)
-    exported = ir.load(sim.export(tmp_path, "net").qdq)
-    for one, other in zip(run_model(exported, given[1], exact=False), sim.run(given[1]), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
