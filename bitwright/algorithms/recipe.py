@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -174,6 +174,82 @@ class Runner(Protocol):
 
     def keep(self) -> Undo:
         """Remember the state; the function returned brings it back."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """How a front end carries out one step.
+
+    Attributes:
+        run: (the model in the phase ``float``, the simulation in the other, then options) -> one line on what was done.
+        options: names it takes.
+    """
+
+    run: Callable[..., str]
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    """What a :class:`ModelRunner` asks of a front end.
+
+    Attributes:
+        copy: model -> an independent copy.
+        simulate: model, which it may keep -> calibrated simulation.
+        measure: simulation -> metric.
+        remember: simulation -> how to bring its present state back.
+        actions: by step.
+    """
+
+    copy: Callable[[Any], Any]
+    simulate: Callable[[Any], Any]
+    measure: Callable[[Any], float]
+    remember: Callable[[Any], Undo]
+    actions: Mapping[str, Action]
+
+
+class ModelRunner:
+    """The :class:`Runner` of both front ends.
+
+    Attributes:
+        model: the float model as it stands; its own copy.
+        sim: the calibrated simulation, once there is one.
+    """
+
+    def __init__(self, model: Any, front_end: FrontEnd) -> None:
+        self.model, self.sim, self._front = model, None, front_end
+
+    def check(self, step: Step) -> None:
+        """See :class:`Runner`."""
+        known = self._front.actions[step.name].options
+        for option in step.options:
+            if option not in known:
+                raise ConfigError(
+                    step.name,
+                    f"there is no option {option!r}{close_matches(option, known)}",
+                    f"use {', '.join(known)}" if known else "it takes none",
+                )
+
+    def apply(self, step: Step) -> str:
+        """See :class:`Runner`."""
+        target = self.model if KINDS[step.name].phase == "float" else self.sim
+        return self._front.actions[step.name].run(target, **step.options)
+
+    def simulate(self) -> None:
+        """See :class:`Runner`."""
+        self.sim = self._front.simulate(self.model)
+
+    def measure(self) -> float:
+        """See :class:`Runner`; in the phase ``float`` a simulation is made for it and dropped."""
+        sim = self._front.simulate(self._front.copy(self.model)) if self.sim is None else self.sim
+        return float(self._front.measure(sim))
+
+    def keep(self) -> Undo:
+        """See :class:`Runner`."""
+        if self.sim is not None:
+            return self._front.remember(self.sim)
+        saved = self._front.copy(self.model)
+        return lambda: setattr(self, "model", saved)
 
 
 @dataclass(frozen=True)

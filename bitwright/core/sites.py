@@ -171,6 +171,18 @@ class SiteMap(Mapping[str, Any]):
         """Each quantizer once, in execution order of its first site."""
         return iter({id(site.quantizer): site.quantizer for site in self._sites.values()}.values())
 
+    def remember(self) -> Callable[[], None]:
+        """Keep the state of every quantizer; the function returned brings it back."""
+        kept = [(q, q.spec, q.encoding, q.enabled, q.frozen, q.statistics) for q in self.unique()]
+
+        def restore() -> None:
+            for q, spec, encoding, enabled, frozen, statistics in kept:
+                q.spec, q.encoding, q.enabled, q.frozen, q.statistics = (
+                    spec, encoding, enabled, frozen, statistics
+                )  # fmt: skip
+
+        return restore
+
     def forget(self) -> None:
         """Drop the statistics and encodings of every quantizer that is not frozen."""
         for quantizer in self.unique():

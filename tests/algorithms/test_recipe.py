@@ -5,7 +5,16 @@ import math
 
 import pytest
 
-from bitwright.algorithms.recipe import KINDS, Step, load_recipe, parse_recipe, run_recipe
+from bitwright.algorithms.recipe import (
+    KINDS,
+    Action,
+    FrontEnd,
+    ModelRunner,
+    Step,
+    load_recipe,
+    parse_recipe,
+    run_recipe,
+)
 from bitwright.errors import CalibrationError, ConfigError
 
 
@@ -144,3 +153,46 @@ def test_a_recipe_file(tmp_path):
         ConfigError, match="it holds a list, not keys and values. Remedy: write recipe as key"
     ):
         load_recipe(path)
+
+
+def add(target, amount=1):
+    target["value"] += amount
+    return f"{amount} more"
+
+
+def runner_of_dictionaries():
+    """A front end whose models and simulations are dictionaries; simulating halves the value."""
+
+    def remember(sim):
+        saved = dict(sim)
+        return lambda: sim.update(saved)
+
+    return ModelRunner(
+        {"value": 8},
+        FrontEnd(
+            dict,
+            lambda model: {"value": model["value"] / 2},
+            lambda sim: sim["value"],
+            remember,
+            {"fold": Action(add, ("amount",)), "adaround": Action(add, ("amount",))},
+        ),
+    )
+
+
+def test_the_runner_measures_trials_until_there_is_a_simulation():
+    runner = runner_of_dictionaries()
+    steps = parse_recipe([{"fold": {"amount": 2}}, {"adaround": {"amount": -1}}])
+    report = run_recipe(steps, runner, float_metric=8.0, on_harm="undo")
+    assert [o.metric for o in report] == [8.0, 4.0, 5.0, 4.0]
+    assert runner.model == {"value": 10} and runner.sim == {"value": 5.0}
+
+
+def test_a_float_step_that_hurts_gives_the_model_back():
+    runner = runner_of_dictionaries()
+    run_recipe(parse_recipe([{"fold": {"amount": -2}}]), runner, float_metric=8.0, on_harm="undo")
+    assert runner.model == {"value": 8} and runner.sim == {"value": 4.0}
+
+
+def test_the_runner_knows_the_options_of_its_steps():
+    with pytest.raises(ConfigError, match="fold: there is no option 'amont'.*amount"):
+        run_recipe(parse_recipe([{"fold": {"amont": -2}}]), runner_of_dictionaries())
