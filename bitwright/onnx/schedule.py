@@ -57,6 +57,7 @@ def open_watching(
     threads: int = 0,
     scalars: Collection[str] = (),
     unordered: Collection[str] = (),
+    arena: bool = True,
 ) -> Watching:
     """A session that frees each tensor once its readers are through, reductions to single numbers among them.
 
@@ -66,6 +67,7 @@ def open_watching(
         scalars: outputs that reduce one tensor to one number, whatever the order of its elements.
         unordered: outputs of which the elements are wanted in any order. A convolution's result may come with channels
             in blocks then; nothing is added to it and nothing is missing.
+        arena: keep the memory of one run for the next.
 
     Raises:
         ConfigError: a provider is not available.
@@ -73,7 +75,7 @@ def open_watching(
     """
     plain = check_providers(providers) == check_providers(None)
     if not (plain and fits_a_message(model) and any(node.op_type == "Conv" for node in model.graph)):
-        return Watching(open_session(model, providers, threads=threads, order="frugal"), {})
+        return Watching(open_session(model, providers, threads=threads, order="frugal", arena=arena), {})
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder, "optimized.onnx")
         save_optimized(model, path)
@@ -81,7 +83,7 @@ def open_watching(
         names = watch_blocked(optimized.graph, frozenset(scalars), frozenset(unordered))
         reduce_early(optimized.graph, frozenset(scalars))
         ir.save(optimized, path)
-        return Watching(open_file(path, threads=threads), names)
+        return Watching(open_file(path, threads=threads, arena=arena), names)
 
 
 def watch_blocked(graph: ir.Graph, scalars: Collection[str], unordered: Collection[str]) -> dict[str, str]:

@@ -27,7 +27,12 @@ _NUMPY_TYPES = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT
 
 
 def open_session(
-    model: ir.Model, providers: Providers | None = None, *, threads: int = 0, order: Order = "fast"
+    model: ir.Model,
+    providers: Providers | None = None,
+    *,
+    threads: int = 0,
+    order: Order = "fast",
+    arena: bool = True,
 ) -> Any:
     """An ``onnxruntime.InferenceSession`` that leaves QuantizeLinear and DequantizeLinear as they are.
 
@@ -42,6 +47,7 @@ def open_session(
             layout, so that a tensor is gone once its readers are through; ``"fast"`` is the runtime's default, which
             may keep every tensor that is also an output's source until the end; ``"written"`` is frugal and optimises
             nothing, so that every node of the model runs.
+        arena: keep the memory of one run for the next.
 
     Raises:
         ConfigError: a provider is not available.
@@ -50,7 +56,7 @@ def open_session(
     import onnxruntime as ort
 
     chosen = check_providers(providers)
-    options = _options(threads)
+    options = _options(threads, arena)
     if order != "fast":
         levels = ort.GraphOptimizationLevel
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
@@ -93,22 +99,23 @@ def save_optimized(model: ir.Model, path: Path) -> None:
         ort.InferenceSession(message, options, providers=list(_CPU))
 
 
-def open_file(path: Path, *, threads: int = 0) -> Any:
-    """A session on the CPU that runs the nodes of an optimised file as they stand there."""
+def open_file(path: Path, *, threads: int = 0, arena: bool = True) -> Any:
+    """A session on the CPU that runs the nodes of an optimised file as they stand there; see :func:`open_session`."""
     import onnxruntime as ort
 
-    options = _options(threads)
+    options = _options(threads, arena)
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     with _explained(path.name):
         return ort.InferenceSession(str(path), options, providers=list(_CPU))
 
 
-def _options(threads: int) -> Any:
+def _options(threads: int, arena: bool = True) -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
+    options.enable_cpu_mem_arena = arena
     options.log_severity_level = 4  # refusals arrive as exceptions; the log would only repeat them
     options.add_session_config_entry("session.disable_quant_qdq", "1")
     return options
@@ -211,7 +218,15 @@ def _number(path: Path) -> int | None:
 
 def fits_a_message(model: ir.Model) -> bool:
     """Whether the model can be handed over in memory: small enough, and no tensor in another file."""
+    external = any(isinstance(tensor, ir.ExternalTensor) for tensor in _constants(model))
+    return not external and weight_bytes(model) < _ONE_MESSAGE_LIMIT
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """Bytes of all initializers."""
+    return sum(tensor.nbytes for tensor in _constants(model))
+
+
+def _constants(model: ir.Model) -> Iterator[ir.TensorProtocol]:
     values = (v for graph in model.graphs() for v in graph.initializers.values())
-    tensors = [v.const_value for v in values if v.const_value is not None]
-    external = any(isinstance(tensor, ir.ExternalTensor) for tensor in tensors)
-    return not external and sum(tensor.nbytes for tensor in tensors) < _ONE_MESSAGE_LIMIT
+    return (v.const_value for v in values if v.const_value is not None)

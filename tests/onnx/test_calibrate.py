@@ -142,6 +142,8 @@ def test_memory_is_bounded_by_runs_of_groups():
     groups = calibrator._groups(sizes)
     assert len(groups) > 1
     assert all(len(group) == 1 or sum(sizes[t] for t in group) <= 1600 for group in groups)
+    kept = len(calibrator._sessions)
+    assert kept < len(groups) and (kept - 1) * calibrator._weights <= 1600
 
 
 def test_callback_gets_a_session():
