@@ -142,8 +142,10 @@ def test_memory_is_bounded_by_runs_of_groups():
     groups = calibrator._groups(sizes)
     assert len(groups) > 1
     assert all(len(group) == 1 or sum(sizes[t] for t in group) <= 1600 for group in groups)
-    kept = len(calibrator._sessions)
-    assert kept < len(groups) and (kept - 1) * calibrator._weights <= 1600
+    assert (len(calibrator._sessions) - 1) * calibrator._weights <= 1600
+    frugal = simulate(small(), "percentile", memory_budget=0)._calibrator()
+    frugal.run(feeds)
+    assert len(frugal._sessions) == 1
 
 
 def test_callback_gets_a_session():
