@@ -96,29 +96,28 @@ def watch_blocked(graph: ir.Graph, scalars: Collection[str], unordered: Collecti
     Returns:
         ``unordered`` output -> output that holds its elements in another order.
     """
-    channels, names, unread = _blocked_channels(graph), dict[str, str](), []
-    outputs = {value: i for i, value in enumerate(graph.outputs)}
+    channels, unread, outputs = _blocked_channels(graph), [], set(graph.outputs)
+    found: dict[ir.Value, ir.Value] = {}
     for node in graph:
         if node.domain != _BLOCKED or node.op_type != "ReorderOutput":
             continue
         blocked, plain = node.inputs[0], node.outputs[0]
         assert blocked is not None
-        if (
-            channels.get(blocked) != node.attributes["channels"].as_int()
-        ):  # filled up with zeros, or not known
-            continue
+        if channels.get(blocked) != node.attributes["channels"].as_int():
+            continue  # filled up with zeros, or not known
         for reader, i in tuple(plain.uses()):
             if all(str(value.name) in scalars for value in reader.outputs):
                 reader.replace_input_with(i, blocked)
-        if plain.name in unordered and blocked not in outputs:
-            names[str(plain.name)] = str(blocked.name)
-            outputs[blocked] = outputs.pop(plain)
+        if plain.name in unordered and plain in outputs and blocked not in outputs:
+            found[plain] = blocked
             blocked.type = plain.type
+            outputs.add(blocked)
+            outputs.discard(plain)
         if not plain.uses() and plain not in outputs:
             unread.append(node)
-    graph.outputs[:] = sorted(outputs, key=outputs.__getitem__)
+    graph.outputs[:] = [found.get(value, value) for value in graph.outputs]
     graph.remove(unread, safe=True)
-    return names
+    return {str(plain.name): str(blocked.name) for plain, blocked in found.items()}
 
 
 def _blocked_channels(graph: ir.Graph) -> dict[ir.Value, int]:
