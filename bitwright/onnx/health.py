@@ -245,8 +245,8 @@ class Doctor:
     def _of_node(self, event: Event, origin: _Origin) -> Culprit:
         frame, node = origin.frame, origin.node
         assert node is not None
-        reads = ["" if v is None or v.name is None else v.name for v in node.inputs]
-        writes = [v.name for v in node.outputs if v.name]
+        reads = ["" if v is None or v.name in (None, *frame.assumed) else str(v.name) for v in node.inputs]
+        writes = [v.name for v in node.outputs if v.name and v.name not in frame.assumed]
         arrays = frame.fetch([*(name for name in reads if name), *writes])
         ports = [measure_tensor(n, arrays[n], self._kind(n)) if n else None for n in reads]
         written = [measure_tensor(name, arrays[name]) for name in writes]
@@ -344,6 +344,10 @@ class _Replay:
                 self._call(frame, node)
 
     def _call(self, frame: Frame, node: ir.Node) -> None:
+        inside = Flags(*map(any, zip(CLEAN, *(_flags(frame, v) for v in node.inputs), strict=True)))
+        for value in node.outputs:
+            if value.name and value.type is not None and not isinstance(value.type, ir.TensorType):
+                frame.assumed[value.name] = inside
         op_type, _ = canonical_op(node, frame.probe.opset)
         event = self.tracker.call(
             str(node.name),

@@ -186,7 +186,7 @@ def _private(model: object) -> ir.Model:
     if isinstance(model, onnx.ModelProto):
         copy = _deserialize(model, model.graph.name or "model", None)
     elif isinstance(model, ir.Model):
-        copy = _clone(model)
+        copy = clone_model(model)
     else:
         what = type(model).__name__
         raise ModelError(
@@ -206,7 +206,8 @@ def _private(model: object) -> ir.Model:
     return copy
 
 
-def _clone(model: ir.Model) -> ir.Model:
+def clone_model(model: ir.Model) -> ir.Model:
+    """A copy that shares the tensors, also of a model that is not valid."""
     try:
         return model.clone()
     except (

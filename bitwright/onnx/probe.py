@@ -27,18 +27,19 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.health import CLEAN, Flags
-from bitwright.errors import CalibrationError, ModelError
+from bitwright.errors import BitwrightError, CalibrationError, ModelError
 from bitwright.export.builder import Builder, after
 from bitwright.export.runtime import refusals
 from bitwright.onnx.calibrate import Instrument
 from bitwright.onnx.data import Feeds
+from bitwright.onnx.load import clone_model
 from bitwright.onnx.session import Providers, first_line, open_session
 
 Array = NDArray[Any]
 
 _WIDE = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE))
-_HALVES = frozenset((ir.DataType.FLOAT16, ir.DataType.BFLOAT16))
-_FLOATS = _WIDE | _HALVES
+_FLOATS = frozenset(dtype for dtype in ir.DataType if dtype.is_floating_point())
+_NARROW = _FLOATS - _WIDE
 # what ONNX Runtime calls the types it infers itself
 _RUNTIME_TYPES = {
     "tensor(float)": ir.DataType.FLOAT,
@@ -71,9 +72,8 @@ def is_body_op(node: ir.Node, opset: int) -> bool:
     return all(v.type is None or isinstance(v.type, ir.TensorType) for v in values)
 
 
-def is_float(value: ir.Value | None) -> bool:
-    """Whether a value may be NaN: a float tensor, or of a type nobody knows."""
-    return value is not None and (value.dtype is None or value.dtype in _FLOATS)
+def _is_float(value: ir.Value) -> bool:
+    return isinstance(value.type, ir.TensorType) and value.dtype in _FLOATS
 
 
 class Probe:
@@ -93,7 +93,7 @@ class Probe:
         self.outputs = [str(v.name) for v in graph.outputs]
         self.constants = {str(v.name): v for v in graph.initializers.values()}
         self.opset = max((model.opset_imports.get(domain, 0) for domain in _STANDARD), default=0)
-        self.floats = [str(v.name) for node in graph for v in node.outputs if v.name and v.dtype in _FLOATS]
+        self.floats = [str(v.name) for node in graph for v in node.outputs if v.name and _is_float(v)]
         self.bodies = {node for node in graph if is_body_op(node, self.opset)}
         self.owner = {  # value of a body -> the node of this graph that holds the body
             str(v.name): node
@@ -136,7 +136,7 @@ class Probe:
         return {name: _judge(*bounds) for name, *bounds in zip(names, found, found, found, strict=True)}
 
     def fetch(self, names: Iterable[str], feeds: Feeds) -> dict[str, Array]:
-        """Tensors by name: inputs, constants, and what nodes of this graph make; bfloat16 arrives as float32."""
+        """Inputs, constants and what nodes of this graph make, by name; types that numpy has not come as float32."""
         wanted = list(dict.fromkeys(names))
         found = {name: feeds[name] for name in wanted if name in feeds}
         for name in wanted:
@@ -203,7 +203,7 @@ class _Copy:
     """A private copy of a model to add nodes to; half values are followed by an Identity."""
 
     def __init__(self, model: ir.Model, types: dict[str, ir.DataType]) -> None:
-        self.instrument = Instrument(model.clone())
+        self.instrument = Instrument(clone_model(model))
         self.builder: Builder = self.instrument.builder
         self._values: dict[str, ir.Value] = {}
         self.floats: list[ir.Value] = []
@@ -216,10 +216,10 @@ class _Copy:
                     value.type = ir.TensorType(types[value.name])
                 if node.graph is main:
                     self._values[value.name] = value
-                if value.dtype in _FLOATS:
+                if _is_float(value):
                     self.floats.append(value)
-                if value.dtype in _HALVES:
-                    self._keep_rounding(node, value)
+                    if value.dtype in _NARROW:
+                        self._keep_rounding(node, value)
 
     def value(self, name: str) -> ir.Value:
         return self._values[name]
@@ -281,7 +281,8 @@ def _judge(total: Array, largest: Array, smallest: Array) -> Flags:
 
 
 def _readable(copy: _Copy, value: ir.Value) -> ir.Value:
-    return copy.wide(value) if value.dtype == ir.DataType.BFLOAT16 else value
+    readable = value.dtype in _WIDE or value.dtype == ir.DataType.FLOAT16
+    return value if readable or not _is_float(value) else copy.wide(value)
 
 
 def _producer(value: ir.Value) -> ir.Node:
@@ -401,6 +402,7 @@ class Frame:
         body: of a body.
         outputs: what came out, by name.
         suspects: values whose sum was not finite, those of bodies inside included.
+        assumed: what values hold that cannot be looked into: sequences.
     """
 
     probe: Probe
@@ -411,12 +413,15 @@ class Frame:
     body: Body | None = None
     outputs: dict[str, Array] = field(init=False)
     suspects: list[str] = field(init=False)
+    assumed: dict[str, Flags] = field(default_factory=dict)
     _made: dict[str, Flags] | None = None
     _given: dict[str, Flags] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         try:
             self.outputs, self.suspects = self.probe.run(self.feeds)
+        except BitwrightError:
+            raise
         except refusals() as error:
             raise CalibrationError(
                 "check_model",
@@ -441,6 +446,8 @@ class Frame:
 
     def flags(self, name: str) -> Flags:
         """What a value of this graph holds."""
+        if name in self.assumed:
+            return self.assumed[name]
         given = self.feeds.get(name)
         if given is None and name in self.probe.constants:
             given = array_of(self.probe.constants[name])

@@ -602,6 +602,46 @@ def _two() -> Any:
     return tail(net, net("Add", logs, roots, name="sum")), two_batches(np.float32(MINUS))
 
 
+@fault("NaN that passes through a sequence", "logarithm of a non-positive number", **SECOND)
+def _sequence() -> Any:
+    net = Net()
+    parts = net("SplitToSequence", net("Log", head(net), name="culprit"), name="parts", axis=0, keepdims=1)
+    return tail(net, net("ConcatFromSequence", parts, name="joined", axis=0)), two_batches(np.float32(MINUS))
+
+
+@fault("square root between operators that only ONNX Runtime has", "root of a negative number", **SECOND)
+def _own_domain() -> Any:
+    net = Net()
+    h = net("QuickGelu", head(net), name="gelu", domain="com.microsoft", alpha=0.0)  # half of its input
+    root = net("Sqrt", h, name="culprit")
+    y = net("BiasGelu", root, net.const(np.ones(4, np.float32)), name="bias", domain="com.microsoft")
+    return tail(net, y, domains={"com.microsoft": 1}), two_batches(np.float32(MINUS))
+
+
+@fault(
+    "overflow in a loop that runs while a condition holds", "overflow", where="iteration 1 of growing (Loop)"
+)
+def _while() -> Any:
+    net = Net()
+    h = head(net, rows=4)
+    inner = Net()
+    grown = inner("Mul", "v_in", inner.const(1e20, "big"), name="culprit", out="v_out")
+    going = inner("Less", "i", inner.const(np.int64(4), "four"), name="less", out="going_out")
+    step = body((going, BOOL, ()), grown, net=inner,
+                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (4, 4))])  # fmt: skip
+    net("Loop", "", net.const(np.bool_(True), "yes"), h, name="growing", out=["v"], body=step)
+    return tail(net, "v"), [np.ones((4, 4), np.float32)]
+
+
+@fault("cast to eight bits that does not saturate", "overflow", **SECOND)
+def _eight_bits() -> Any:
+    net = Net()
+    small = net("Cast", head(net), name="culprit", to=TensorProto.FLOAT8E5M2, saturate=0)
+    return tail(net, net("Cast", small, name="back", to=FLOAT), opset=19), two_batches(
+        np.full(4, 1e6, np.float32)
+    )
+
+
 # ================================================================================================== ONNX: look-alikes
 
 
