@@ -136,8 +136,6 @@ OPS: dict[str, OpRow] = {
     # one layer in one direction: X, W, R, B, sequence_lens, initial_h, initial_c, P, and what only torch has:
     # a projection and a second bias
     **dict.fromkeys(CELLS, _RECURRENT),
-    # final states of several layers, side by side
-    "States": OpRow("merge"),
     # one call in torch that the front end takes apart; listed in float where it could not
     "Attention": OpRow("float"),
 }

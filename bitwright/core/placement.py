@@ -21,7 +21,7 @@ from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTen
 from bitwright.core.graph import Graph, Op, Value
 from bitwright.core.ops import OpRow, op_row, resolve_granularity
 from bitwright.core.patterns import Match, find_matches, folds_into
-from bitwright.core.recurrence import CELLS, RETURNS, STATE_PORTS, activation_range, is_wide
+from bitwright.core.recurrence import CELL, CELLS, RETURNS, STATE_PORTS, activation_range, is_wide
 from bitwright.core.rules import Resolver, Rules, Setting
 from bitwright.core.spec import QuantSpec, Symmetry
 from bitwright.errors import ConfigError, close_matches
@@ -212,6 +212,7 @@ class _Placer:
         self.outputs: dict[str, SitePlan] = {}  # value -> the site at its producer
         self.group_of: dict[str, str] = {}  # quantized or riding activation -> group
         self.spec_of: dict[str, QuantSpec] = {}  # group -> spec
+        self.last_states: set[str] = set()  # what recurrent layers end with, also after it was moved
         self.float_ops: set[str] = set()  # operators with an integer kernel that find only floats to work on
         self.origin: dict[str, str] = {}  # float activation that was only moved -> where it came from
         self.why: dict[str, str] = {}  # value -> reason for float; overruled by a site
@@ -273,6 +274,8 @@ class _Placer:
         returns = op.attrs.get("returns", RETURNS)
         for index, (value, state) in enumerate(zip(op.outputs, returns, strict=False)):
             carried = op.inner.get(state)
+            if index or state == CELL:
+                self.last_states.add(value)
             if not self._is_float(value) or (value == carried and value in self.outputs):
                 continue
             group = self.group_of.get(carried) if carried else None
@@ -435,6 +438,9 @@ class _Placer:
         settled = all(self._is_settled(v) for v in sources)
         groups = {self.group_of.get(v) for v in sources}
         group = next(iter(groups)) if settled and len(groups) == 1 else None
+        last = bool(sources) and self.last_states.issuperset(sources)
+        if last:
+            self.last_states.add(value)
         setting = self._output_setting(op, index, value)
         rule = setting.decided_by
         named = setting.quantized is True and rule is not None and rule.types != ("*",)
@@ -447,8 +453,13 @@ class _Placer:
             self._carry_float(op, value, sources)
             self._idle(setting, f"{op.name}.output[{index}]", self.why[value])
         else:
-            default = row.integer or row.kind == "movement"
+            default = (row.integer or row.kind == "movement") and not last
             why = "" if default else f"{op.type} joins values of different grids and {_FLOAT_OP.format('it')}"
+            why = (
+                f"last states of several layers, each on its own grid, put together by {op.type}"
+                if last
+                else why
+            )
             self._decide_output(op, row, index, value, default=default, why=why)
 
     def _complete(self, op: Op, row: OpRow) -> bool:

@@ -383,6 +383,5 @@ FUNCTIONS: dict[Any, Function] = {
         recurrent.attributes,
         named_by="place",
     ),
-    recurrent.states: Function("states", "States", ("*tensors",), ("*tensors",)),
 }
 SET_ITEM = torch.Tensor.__setitem__

@@ -120,13 +120,6 @@ def attributes(bound: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def states(*tensors: Tensor) -> Tensor:
-    """Final states of the layers, ``[layers, ...]``: each on its own grid, so that the whole has none."""
-    if has_torch_function(tensors):
-        return handle_torch_function(states, tensors, *tensors)
-    return torch.stack(tensors)
-
-
 # ------------------------------------------------------------------------------------------------------- the scan
 
 
@@ -380,7 +373,7 @@ def _run_stack(call: _Stack, cell: str, activation: str) -> tuple[Tensor, ...]:
             x = F.dropout(x, call.dropout, True)
     if call.batch_first:
         x = x.transpose(0, 1)
-    return (x, *(states(*parts) for parts in zip(*finals, strict=True)))
+    return (x, *(torch.stack(parts) for parts in zip(*finals, strict=True)))
 
 
 def _one(

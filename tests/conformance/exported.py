@@ -45,6 +45,7 @@ REWRITTEN = {
     "llama-cached": "rotary angles as constants, normalisation as several operators",
     "masked-lm": "the lookup of positions as a constant",
     "masked-lm-sdpa": "the lookup of positions as a constant, attention with factors on queries and on keys",
+    "rnn-projected-lstm": "an LSTM without its projection",
     "norms": "group normalisation as instance normalisation, product and sum",
     "shared-twice": "a module that is called twice as two nodes",
     "siamese": "a module that is called twice as two nodes",

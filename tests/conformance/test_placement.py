@@ -25,7 +25,7 @@ from tests.zoo import ZOO, Case
 
 #: parameters that one of the two has no weight for
 ONLY = {
-    "cell-loop": {"cell.weight_ih", "cell.weight_hh"},
+    "rnn-projected-lstm": {"weight_hr_l0"},
     "masked-lm": {"positions.weight"},
     "masked-lm-sdpa": {"positions.weight"},
     "tuple-io": {"left.weight"},
@@ -56,7 +56,7 @@ def onnx_plan(proto: onnx.ModelProto) -> tuple[Plan, Graph]:
 def weights(
     plan: Plan, graph: Graph, names: dict[str, str]
 ) -> dict[frozenset[str], set[tuple[str, str, int]]]:
-    """Parameters that make up a weight -> its format, symmetry and number of scales."""
+    """Parameters that make up a weight -> its format, symmetry and number of scales; -1 where its shape is unknown."""
     found: dict[frozenset[str], set[tuple[str, str, int]]] = {}
     for site in plan.sites.values():
         if site.role != "weight":
@@ -86,6 +86,10 @@ def test_both_front_ends_plan_alike(name):
         assert (frozenset([only]) in found) != (frozenset([only]) in expected)
         found.pop(frozenset([only]), None)
         expected.pop(frozenset([only]), None)
+    unknown = {key for key, kinds in found.items() if any(scales < 0 for *_, scales in kinds)}
+    for key in unknown:  # computed by the exporter: weights of recurrent layers, put together gate by gate
+        found[key] = {(*kind[:2], -1) for kind in found[key]}
+        expected[key] = {(*kind[:2], -1) for kind in expected[key]}
     assert found == expected
     sites = [sum(s.role in ("input", "output") for s in plan.sites.values()) for plan in (one, other)]
     assert (sites[0] != sites[1]) == (name in REWRITTEN), f"{sites[0]} sites in torch, {sites[1]} in ONNX"

@@ -214,3 +214,16 @@ def test_variants_have_the_inner_tensors_of_their_equations(op_type, attrs, with
 def test_the_states_are_hidden_first():
     assert CELLS["LSTM"].states == ("hidden", "cell") and CELLS["GRU"].states == ("hidden",)
     assert variant_of({}) == Variant()
+
+
+def test_last_states_put_together_keep_their_grids():
+    b = Build()
+    x = b.input(shape=(5, BATCH, INPUTS))
+    first = layer(b, "LSTM", x, "one", b.input("h0", (BATCH, HIDDEN)), b.input("c0", (BATCH, HIDDEN)))
+    other = layer(b, "LSTM", x, "two", b.input("h1", (BATCH, HIDDEN)), b.input("c1", (BATCH, HIDDEN)))
+    moved = b.op("Unsqueeze", first[2], name="moved", shape=(1, BATCH, HIDDEN))
+    cells = b.op("Concat", moved, other[2], name="cells", shape=(2, BATCH, HIDDEN))
+    both = b.op("Concat", first[0], other[0], name="both", shape=(5, BATCH, 2 * HIDDEN))
+    found = plan(b.graph(cells, both))
+    assert found.floats[cells] == "last states of several layers, each on its own grid, put together by Concat"
+    assert "both.output[0]" in found.sites

@@ -245,7 +245,7 @@ def test_dtypes_the_runtime_lacks_get_the_remedy(sim: QuantizationSimModel, data
 NOT_CAPTURED = {"branch": "GuardOnDataDependentSymNode", "gru-packed": "cannot be exported"}
 NOT_RUN = {"resnet18-bfloat16", "vit-bfloat16", "siamese-double"}  # refused by dtype, above
 # the exporter writes a float graph that ONNX Runtime refuses, quantized or not
-RUNTIME_FAULT = {"rnn-projected-lstm": "initial_c", "data-movement": "Squeeze"}
+RUNTIME_FAULT = {"data-movement": "Squeeze"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in ZOO.items()])
