@@ -18,7 +18,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 
@@ -284,11 +284,7 @@ def correct_empirically(
             counts[op] += count
         samples += size
     if not samples:
-        raise CalibrationError(
-            "bias correction",
-            "the data held no batch",
-            f"give about {ENOUGH_SAMPLES} samples, without labels",
-        )
+        refuse_no_data()
     if samples < FEW_SAMPLES:
         logger.warning(
             "bias correction: %d samples leave the means of channels uncertain; %d are enough",
@@ -303,6 +299,32 @@ def correct_empirically(
             refused.append(Refused(layer.op, "no batch reached it"))
     _subtract(sim, layers, corrected)
     return BiasReport(corrected, tuple(refused), samples)
+
+
+def refuse_no_data() -> NoReturn:
+    """Say that there is nothing to measure on."""
+    raise CalibrationError(
+        "bias correction", "the data held no batch", f"give about {ENOUGH_SAMPLES} samples, without labels"
+    )
+
+
+def correct(
+    sim: Correctable, batches: Iterable[tuple[object, int]], moments: Moments, ignore: Iterable[str] = ()
+) -> BiasReport:
+    """Correct analytically what ``moments`` allow, then the other layers on data.
+
+    Args:
+        sim, batches, ignore: as for :func:`correct_empirically`.
+        moments: layer -> mean and standard deviation of its output per channel; may be empty.
+    """
+    expected = expected_inputs(Layers(sim.graph), moments) if moments else {}
+    if not expected:
+        return correct_empirically(sim, batches, ignore)
+    computed = correct_analytically(sim, expected, ignore)
+    measured = correct_empirically(sim, batches, {*ignore, *computed.corrected})
+    refused = tuple(line for line in measured.refused if line.op not in computed.corrected)
+    both = {**computed.corrected, **measured.corrected}
+    return BiasReport(both, refused, measured.samples, computed.analytic)
 
 
 def correct_analytically(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -243,6 +243,11 @@ def _factors(view: ModelView, group: Group, activation: Array, alpha: float) -> 
     )
 
 
+def refuse_no_data() -> NoReturn:
+    """Say that there is nothing to measure on."""
+    raise CalibrationError("smooth", "the data held no batch", f"give about {ENOUGH_SAMPLES} samples")
+
+
 def activation_ranges(
     view: ModelView, values: Sequence[str], axes: Sequence[int], batches: Iterable[Any]
 ) -> tuple[dict[str, Array], int]:
@@ -282,7 +287,7 @@ def activation_ranges(
                     )
                 held[value] = np.maximum(held[value], flat) if value in held else flat
     if not samples:
-        raise CalibrationError("smooth", "the data held no batch", f"give about {ENOUGH_SAMPLES} samples")
+        refuse_no_data()
     if samples < FEW_SAMPLES:
         logger.warning("smooth: %d samples may miss the outliers; %d are enough", samples, ENOUGH_SAMPLES)
     return held, samples

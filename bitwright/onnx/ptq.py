@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
+from bitwright.algorithms import bias_correct, norm_fold
 from bitwright.algorithms import equalize as equalization
+from bitwright.algorithms import rotate as rotation
+from bitwright.algorithms import smooth as smoothing
 from bitwright.algorithms.batch_norm_affine import LAYERS
 from bitwright.algorithms.batch_norm_fold import FoldReport
+from bitwright.algorithms.bias_correct import BiasReport
 from bitwright.algorithms.equalize import EqualizeReport
-from bitwright.algorithms.layers import batch_norm_moments, moments_of_layers
+from bitwright.algorithms.layers import Array, Layers, batch_norm_moments, moments_of_layers
+from bitwright.algorithms.norm_fold import NormReport
+from bitwright.algorithms.rotate import RotateReport
+from bitwright.algorithms.smooth import SmoothReport
 from bitwright.core.graph import Graph
+from bitwright.core.model import AddBias
 from bitwright.errors import ModelError
 from bitwright.onnx.batch_norm_fold import float_outputs, fold_all_batch_norms, give_back, what_changed
+from bitwright.onnx.bias_correct import OnnxCorrectable
 from bitwright.onnx.data import as_feeds, input_specs, random_feeds
 from bitwright.onnx.load import Loaded, load_model
+from bitwright.onnx.quantsim import QuantizationSimModel
 from bitwright.onnx.session import Providers
 from bitwright.onnx.view import OnnxView, measure_shapes
 
@@ -58,6 +69,17 @@ def _backward_pairs(report: FoldReport) -> Iterable[tuple[str, str]]:
     return (pair for fold in report.folded if fold.direction == "backward" for pair in fold.pairs)
 
 
+Report = TypeVar("Report", EqualizeReport, NormReport, SmoothReport, RotateReport)
+
+
+def _finish(report: Report, view: OnnxView, model: Model) -> Report:
+    """Make a change final and write it into what the caller gave."""
+    report.keep()
+    view.tidy()
+    give_back(view.loaded, model)
+    return report
+
+
 def equalize_model(
     model: Model,
     dummy_input: Any = None,
@@ -93,6 +115,133 @@ def equalize_model(
     view, check = _open(loaded, dummy_input, providers)
     statistics = moments_of_layers(moments, _backward_pairs(folds))
     report = equalization.equalize(view, check, statistics=statistics, absorb_bias=absorb_bias)
-    report.keep()
-    give_back(loaded, model)
-    return report
+    return _finish(report, view, model)
+
+
+def fold_norms(
+    model: Model, dummy_input: Any = None, *, untie: bool = True, providers: Providers | None = None
+) -> NormReport:
+    """Fold the weights of layer and RMS norms into the linear layers behind them, in place.
+
+    Args:
+        model: changed in place; its function stays.
+        dummy_input, providers: as for :func:`equalize_model`.
+        untie: give an output layer that shares its weight with the embedding a copy of its own.
+
+    Raises:
+        ModelError: the model cannot be read or run, ``dummy_input`` does not fit, or ``model`` is a path.
+    """
+    view, check = _open(_loaded(model, "fold_norms"), dummy_input, providers)
+    return _finish(norm_fold.fold_norms(view, check, untie=untie), view, model)
+
+
+def smooth_model(
+    model: Model,
+    data: Iterable[Any],
+    dummy_input: Any = None,
+    *,
+    alpha: float = 0.5,
+    providers: Providers | None = None,
+) -> SmoothReport:
+    """Move outliers of activations into the weights that read them (SmoothQuant), in place.
+
+    Treated are norms and linear layers in front of linear layers, gates (SwiGLU) included, and the keys of attention
+    against its queries. The function of the model stays; what changes it is found and left alone.
+
+    Args:
+        model: changed in place.
+        data: feeds of real data, as ``compute_encodings`` takes them; 128 samples are enough.
+        dummy_input: the example input; the first feed by default.
+        alpha: 0 to 1; how much of the difficulty goes to the weights.
+        providers: as ONNX Runtime takes them; the CPU by default.
+
+    Raises:
+        ConfigError: ``alpha`` is not between 0 and 1.
+        CalibrationError: no feed, or an activation that is NaN or infinite.
+        ModelError: the model cannot be read or run, a feed does not fit, or ``model`` is a path.
+
+    Reference: Xiao et al. 2023, arXiv:2211.10438.
+    """
+    batches = list(data)
+    if not batches:
+        smoothing.refuse_no_data()
+    example = batches[0] if dummy_input is None else dummy_input
+    view, check = _open(_loaded(model, "smooth_model"), example, providers)
+    return _finish(smoothing.smooth(view, batches, check, alpha=alpha), view, model)
+
+
+def rotate_model(
+    model: Model, dummy_input: Any = None, *, seed: int = 0, providers: Providers | None = None
+) -> RotateReport:
+    """Spread outliers of a transformer over all channels by Hadamard rotations merged into its weights, in place.
+
+    Norms are folded first. The residual stream is rotated where only RMS norms and linear layers read it, embedding and
+    output layer included (which are untied), and the values of attention per head. Why something was not rotated is in
+    ``report.refused`` and in the log.
+
+    Args:
+        model: changed in place; its function stays.
+        dummy_input, providers: as for :func:`equalize_model`.
+        seed: of the signs.
+
+    Raises:
+        ModelError: the model cannot be read or run, ``dummy_input`` does not fit, or ``model`` is a path.
+
+    Reference: Ashkboos et al. 2024, arXiv:2404.00456.
+    """
+    view, check = _open(_loaded(model, "rotate_model"), dummy_input, providers)
+    return _finish(rotation.rotate(view, check, seed=seed), view, model)
+
+
+def apply_bias_correction(
+    sim: QuantizationSimModel,
+    data: Iterable[Any],
+    *,
+    num_samples: int | None = None,
+    moments: Mapping[str, tuple[Array, Array]] | None = None,
+    layers_to_ignore: Iterable[str] = (),
+) -> BiasReport:
+    """Take the mean error of every layer's output out of its bias, layer after layer; the last step of a recipe.
+
+    Args:
+        sim: calibrated; its biases are changed in place.
+        data: feeds as ``compute_encodings`` takes them; 256 samples are enough.
+        num_samples: use so many; all with ``None``.
+        moments: layer -> mean and standard deviation of its output (from batch norms): layers whose input's mean follows
+            from them are corrected analytically, without data, before the others.
+        layers_to_ignore: names of nodes to leave alone.
+
+    Returns:
+        What was corrected by how much, and what was left, with the reason; a layer without a bias is left.
+
+    Raises:
+        CalibrationError: ``sim`` is not calibrated, no feed came, or a mean is NaN or infinite.
+        ConfigError: a name in ``layers_to_ignore`` is no layer.
+
+    Reference: Nagel et al. 2019, arXiv:1906.04721, section 4.2.
+    """
+    return bias_correct.correct(
+        OnnxCorrectable(sim), bias_correct.first_samples(data, num_samples), moments or {}, layers_to_ignore
+    )
+
+
+def add_biases(
+    model: Model, dummy_input: Any = None, *, providers: Providers | None = None
+) -> tuple[str, ...]:
+    """Give every layer without a bias one of zeros, in place, so that bias correction can treat it.
+
+    Returns:
+        Names of the nodes.
+
+    Raises:
+        ModelError: the model cannot be read or run, ``dummy_input`` does not fit, or ``model`` is a path.
+    """
+    view, _ = _open(_loaded(model, "add_biases"), dummy_input, providers)
+    wanting = [
+        layer for layer in Layers(view.graph()).of.values() if layer.kind == "layer" and not layer.bias
+    ]
+    edits = [AddBias(layer.op, np.zeros(layer.axes.outputs)) for layer in wanting]
+    edits = [edit for edit in edits if view.can_edit(edit) is None]
+    view.edit(edits)
+    give_back(view.loaded, model)
+    return tuple(edit.op for edit in edits)

@@ -50,9 +50,13 @@ class TorchCorrectable:
 
     Args:
         sim: calibrated.
+
+    Raises:
+        CalibrationError: it is not.
     """
 
     def __init__(self, sim: QuantizationSimModel) -> None:
+        sim._simulator.begin((), {})  # refuses one that is not calibrated
         self.sim = sim
         self.graph: Graph = sim.graph
 

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
+from bitwright.algorithms import bias_correct, norm_fold
 from bitwright.algorithms import equalize as equalization
+from bitwright.algorithms import rotate as rotation
+from bitwright.algorithms import smooth as smoothing
 from bitwright.algorithms.batch_norm_fold import FoldReport
+from bitwright.algorithms.bias_correct import BiasReport
 from bitwright.algorithms.equalize import EqualizeReport
-from bitwright.algorithms.layers import batch_norm_moments, moments_of_layers
+from bitwright.algorithms.layers import Array, Layers, batch_norm_moments, moments_of_layers
+from bitwright.algorithms.norm_fold import NormReport
+from bitwright.algorithms.rotate import RotateReport
+from bitwright.algorithms.smooth import SmoothReport
+from bitwright.core.model import AddBias
+from bitwright.core.scheme import QuantScheme
 from bitwright.torch.batch_norm_fold import example_input, float_outputs, fold_all_batch_norms, what_changed
 from bitwright.torch.batches import model_device, to_device
+from bitwright.torch.bias_correct import TorchCorrectable
+from bitwright.torch.quantsim import QuantizationSimModel
 from bitwright.torch.view import TorchView
 
 Shapes = Sequence[int] | Sequence[Sequence[int]] | None
@@ -65,3 +79,193 @@ def equalize_model(
     view, check = _open(model, None, example, "equalize_model")
     statistics = moments_of_layers(moments, _backward_pairs(folds))
     return equalization.equalize(view, check, statistics=statistics, absorb_bias=absorb_bias)
+
+
+def fold_norms(
+    model: nn.Module, input_shapes: Shapes = None, dummy_input: Any = None, *, untie: bool = True
+) -> NormReport:
+    """Fold the weights of layer and RMS norms into the linear layers behind them, in place.
+
+    Args:
+        model: changed in place; its function stays.
+        input_shapes, dummy_input: as for :func:`equalize_model`.
+        untie: give an output layer that shares its weight with the embedding a copy of its own.
+
+    Raises:
+        ModelError: neither ``input_shapes`` nor ``dummy_input``, or the model fails on the input.
+    """
+    view, check = _open(model, input_shapes, dummy_input, "fold_norms")
+    return norm_fold.fold_norms(view, check, untie=untie)
+
+
+def smooth_model(
+    model: nn.Module, data: Iterable[Any], dummy_input: Any = None, *, alpha: float = 0.5
+) -> SmoothReport:
+    """Move outliers of activations into the weights that read them (SmoothQuant), in place.
+
+    Treated are norms and linear layers in front of linear layers, gates (SwiGLU) included, and the keys of attention
+    against its queries. The function of the model stays; what changes it is found and left alone.
+
+    Args:
+        model: changed in place.
+        data: batches of real data, as ``compute_encodings`` takes them; 128 samples are enough.
+        dummy_input: the example input; the first batch by default.
+        alpha: 0 to 1; how much of the difficulty goes to the weights.
+
+    Returns:
+        The report; ``report.undo()`` gives the model back as it was.
+
+    Raises:
+        ConfigError: ``alpha`` is not between 0 and 1.
+        CalibrationError: no batch, or an activation that is NaN or infinite.
+
+    Reference: Xiao et al. 2023, arXiv:2211.10438.
+    """
+    batches = list(data)
+    if not batches:
+        smoothing.refuse_no_data()
+    view, check = _open(model, None, batches[0] if dummy_input is None else dummy_input, "smooth_model")
+    device = model_device(model)
+    return smoothing.smooth(view, (to_device(batch, device) for batch in batches), check, alpha=alpha)
+
+
+def rotate_model(
+    model: nn.Module, input_shapes: Shapes = None, dummy_input: Any = None, *, seed: int = 0
+) -> RotateReport:
+    """Spread outliers of a transformer over all channels by Hadamard rotations merged into its weights, in place.
+
+    Norms are folded first. The residual stream is rotated where only RMS norms and linear layers read it, embedding and
+    output layer included (which are untied), and the values of attention per head. Why something was not rotated is in
+    ``report.refused`` and in the log.
+
+    Args:
+        model: changed in place; its function stays.
+        input_shapes, dummy_input: as for :func:`equalize_model`.
+        seed: of the signs.
+
+    Returns:
+        The report; ``report.undo()`` gives the model back as it was.
+
+    Raises:
+        ModelError: neither ``input_shapes`` nor ``dummy_input``, or the model fails on the input.
+
+    Reference: Ashkboos et al. 2024, arXiv:2404.00456.
+    """
+    view, check = _open(model, input_shapes, dummy_input, "rotate_model")
+    return rotation.rotate(view, check, seed=seed)
+
+
+@dataclass(frozen=True)
+class QuantParams:
+    """What :func:`correct_bias` simulates.
+
+    Attributes:
+        weight_bw, act_bw: bits of weights and activations.
+        round_mode: ``nearest`` is the only one; kept for scripts that name it.
+        quant_scheme: how ranges are chosen, as for :class:`QuantizationSimModel`.
+        config_file: rules, as for :class:`QuantizationSimModel`.
+    """
+
+    weight_bw: int = 8
+    act_bw: int = 8
+    round_mode: str = "nearest"
+    quant_scheme: str | QuantScheme | None = None
+    config_file: str | Path | dict[str, Any] | None = None
+
+
+def correct_bias(
+    model: nn.Module,
+    quant_params: QuantParams,
+    num_quant_samples: int | None,
+    data_loader: Iterable[Any],
+    num_bias_correct_samples: int | None,
+    conv_bn_dict: Mapping[str, tuple[Array, Array]] | None = None,
+    perform_only_empirical_bias_corr: bool = True,
+    layers_to_ignore: Iterable[str] | None = None,
+) -> BiasReport:
+    """Change the biases of a float model so that its quantized self makes no error in the mean.
+
+    A simulation of the model is made and calibrated for it; layers without a bias get one. The corrected model is then
+    simulated as any other.
+
+    Args:
+        model: batch norms folded; changed in place.
+        quant_params: what is simulated.
+        num_quant_samples: calibrate on so many samples; all with ``None``.
+        data_loader: batches without labels; gone through twice.
+        num_bias_correct_samples: measure means on so many samples; all with ``None``.
+        conv_bn_dict: layer -> mean and standard deviation of its output, as :func:`batch_norm_moments` of the unfolded
+            model says; only the analytic form needs it.
+        perform_only_empirical_bias_corr: ``False`` corrects the layers analytically whose input's mean follows from
+            ``conv_bn_dict``, and only the others from data.
+        layers_to_ignore: names of layers to leave alone.
+
+    Returns:
+        What was corrected by how much, and what was left, with the reason.
+
+    Raises:
+        CalibrationError: no batch, or a mean that is NaN or infinite.
+        ConfigError: a name in ``layers_to_ignore`` is no layer.
+
+    Reference: Nagel et al. 2019, arXiv:1906.04721, section 4.2.
+    """
+    batches = list(data_loader)
+    if not batches:
+        bias_correct.refuse_no_data()
+    view = TorchView(model, [batches[0]])
+    layers = Layers(view.graph())
+    zeros = (
+        AddBias(layer.op, np.zeros(layer.axes.outputs))
+        for layer in layers.of.values()
+        if layer.kind == "layer" and not layer.bias
+    )
+    view.edit([edit for edit in zeros if view.can_edit(edit) is None])
+    sim = QuantizationSimModel(
+        model, batches[0], quant_params.quant_scheme, quant_params.act_bw, quant_params.weight_bw,
+        config_file=quant_params.config_file,
+    )  # fmt: skip
+    sim.compute_encodings([batch for batch, _ in bias_correct.first_samples(batches, num_quant_samples)])
+    moments = {} if perform_only_empirical_bias_corr else dict(conv_bn_dict or {})
+    report = apply_bias_correction(
+        sim,
+        batches,
+        num_samples=num_bias_correct_samples,
+        moments=moments,
+        layers_to_ignore=layers_to_ignore or (),
+    )
+    view.refresh()
+    for layer in Layers(view.graph()).of.values():
+        if layer.op in report.corrected and layer.bias is not None:
+            view.set_param(layer.bias, TorchCorrectable(sim).bias(layer))
+    sim.remove()
+    return report
+
+
+def apply_bias_correction(
+    sim: QuantizationSimModel,
+    data: Iterable[Any],
+    *,
+    num_samples: int | None = None,
+    moments: Mapping[str, tuple[Array, Array]] | None = None,
+    layers_to_ignore: Iterable[str] = (),
+) -> BiasReport:
+    """Take the mean error of every layer's output out of its bias, layer after layer; the last step of a recipe.
+
+    Args:
+        sim: calibrated; the biases of ``sim.model`` are changed in place.
+        data: batches as ``compute_encodings`` takes them; 256 samples are enough.
+        num_samples: use so many; all with ``None``.
+        moments: layer -> mean and standard deviation of its output (from batch norms): layers whose input's mean follows
+            from them are corrected analytically, without data, before the others.
+        layers_to_ignore: names of layers to leave alone.
+
+    Returns:
+        What was corrected by how much, and what was left, with the reason; a layer without a bias is left.
+
+    Raises:
+        CalibrationError: ``sim`` is not calibrated, no batch came, or a mean is NaN or infinite.
+        ConfigError: a name in ``layers_to_ignore`` is no layer.
+    """
+    return bias_correct.correct(
+        TorchCorrectable(sim), bias_correct.first_samples(data, num_samples), moments or {}, layers_to_ignore
+    )
