@@ -42,6 +42,8 @@ _LEARNED = ("adaround", "flexround", "gptq", "matrices", "methods", "program", "
 EXTRA: dict[str, set[str]] = {
     "core/config.py": {"yaml"},
     "onnx/data.py": {"PIL"},
+    "onnx/program.py": {"torch"},
+    "onnx/to_torch.py": {"torch"},
     **{f"algorithms/{name}.py": {"torch"} for name in (*_LEARNED, "seq_mse")},
 }
 # The command line answers `--help` at once: only these load with it, the rest inside the commands.

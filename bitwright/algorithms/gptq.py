@@ -33,7 +33,7 @@ class Settings:
     damping: float = 0.01
     act_order: bool = True
     block: int = 128
-    match_float: bool = False
+    match_float: bool = True
 
 
 def round_columns(w: Tensor, hessian: Tensor, grid: Grid, settings: Settings) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,26 @@ from torch import Tensor
 from bitwright.core.encoding import Encoding
 
 _CHUNK = 1 << 24  # numbers of a patch matrix made at once: 64 MiB
+
+
+def conv_pads(attrs: Mapping[str, Any], sizes: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
+    """ONNX ``pads`` (all begins, then all ends) of a convolution or pool, ``auto_pad`` resolved.
+
+    >>> conv_pads({"auto_pad": "SAME_UPPER", "strides": (2,), "dilations": (1,)}, (8,), (3,))
+    (0, 1)
+    """
+    mode = str(attrs.get("auto_pad", "NOTSET"))
+    if mode == "VALID":
+        return (0,) * 2 * len(kernel)
+    if not mode.startswith("SAME"):
+        return tuple(int(p) for p in attrs.get("pads", (0,) * 2 * len(kernel)))
+    strides, dilations = (attrs.get(k, (1,) * len(kernel)) for k in ("strides", "dilations"))
+    totals = [
+        max(0, (-(-n // s) - 1) * s + (k - 1) * d + 1 - n)
+        for n, k, s, d in zip(sizes, kernel, strides, dilations, strict=True)
+    ]
+    less, more = tuple(t // 2 for t in totals), tuple(t - t // 2 for t in totals)
+    return (*less, *more) if mode == "SAME_UPPER" else (*more, *less)
 
 
 @dataclass(frozen=True)
@@ -104,10 +124,15 @@ class Layer:
             grouped = patches.reshape(n, self.groups, -1, length)
             yield grouped.permute(1, 0, 3, 2).reshape(self.groups, n * length, -1)
 
+    def pads(self, x: Tensor) -> tuple[int, ...]:
+        """Padding of a convolution of ``x``: what is given, or what ``auto_pad`` makes of the input's size."""
+        sizes = tuple(int(n) for n in x.shape[2:])
+        return conv_pads(self.attrs, sizes, self.shape[2:])
+
     def _sizes(self, x: Tensor) -> tuple[int, ...]:
         """Output sizes of a convolution."""
-        pads, strides, dilations = (self.attrs[k] for k in ("pads", "strides", "dilations"))
-        n = len(self.shape) - 2
+        strides, dilations = self.attrs["strides"], self.attrs["dilations"]
+        pads, n = self.pads(x), len(self.shape) - 2
         return tuple(
             (int(x.shape[2 + i]) + pads[i] + pads[n + i] - dilations[i] * (self.shape[2 + i] - 1) - 1)
             // strides[i]
@@ -117,8 +142,8 @@ class Layer:
 
     def _patches(self, x: Tensor) -> Tensor:
         """``[N, C * kernel, L]`` of ``[N, C, *spatial]``."""
-        pads, strides, dilations = (self.attrs[k] for k in ("pads", "strides", "dilations"))
-        n, sizes = len(self.shape) - 2, self._sizes(x)
+        strides, dilations = self.attrs["strides"], self.attrs["dilations"]
+        pads, sizes, n = self.pads(x), self._sizes(x), len(self.shape) - 2
         if any(pads):
             x = F.pad(x, [p for i in reversed(range(n)) for p in (pads[i], pads[n + i])])
         parts = []

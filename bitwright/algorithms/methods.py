@@ -10,8 +10,9 @@ from typing import Any
 from bitwright.algorithms import gptq, reconstruct, seq_mse
 from bitwright.algorithms.blocks import Unit, layer_units
 from bitwright.algorithms.program import SimulatedModel
-from bitwright.algorithms.rounding import Cache, Method, RoundingReport, Task, apply
-from bitwright.core.graph import Graph
+from bitwright.algorithms.propagate import Walk
+from bitwright.algorithms.reconstruct import feasible
+from bitwright.algorithms.rounding import Cache, Method, RoundingReport, Task, Units, apply
 from bitwright.errors import ConfigError, close_matches
 
 
@@ -27,11 +28,12 @@ class Row:
 
     settings: type[Any]
     make: Callable[[Any], Method]
-    units: Callable[[Graph, Sequence[str]], Sequence[Unit]]
+    units: Units
 
 
-def _alone(graph: Graph, layers: Sequence[str]) -> list[Unit]:
-    return [Unit((op,), (op,)) for unit in layer_units(graph, layers) for op in unit.layers]
+def _alone(walk: Walk, layers: Sequence[str]) -> list[Unit]:
+    units = layer_units(walk.model.graph(), layers)
+    return [Unit((op,), (op,)) for unit in units for op in unit.layers]
 
 
 def _learned(variant: reconstruct.Variant) -> Row:
@@ -46,6 +48,12 @@ METHODS: dict[str, Row] = {
     "gptq": Row(gptq.Settings, gptq.method, _alone),
     "seq_mse": Row(seq_mse.Settings, seq_mse.method, _alone),
 }
+
+
+def method_options(name: str) -> tuple[str, ...]:
+    """Names of the options of a method, and of those that all methods have."""
+    common = ("include", "exclude", "blocks", "seed", "memory_budget", "spill_dir", "cache_dir")
+    return (*(f.name for f in dataclasses.fields(METHODS[name].settings)), *common)
 
 
 def find_method(name: str, options: Mapping[str, Any]) -> tuple[Row, Any]:
@@ -114,10 +122,11 @@ def choose_weights(
     )
 
 
-def _given(blocks: Sequence[Sequence[str]]) -> Callable[[Graph, Sequence[str]], list[Unit]]:
+def _given(blocks: Sequence[Sequence[str]]) -> Units:
     """Units as the user lists them; layers in none of them stand alone."""
 
-    def units(graph: Graph, layers: Sequence[str]) -> list[Unit]:
+    def units(walk: Walk, layers: Sequence[str]) -> list[Unit]:
+        graph = walk.model.graph()
         position = {op.name: i for i, op in enumerate(graph.ops)}
         unknown = next((name for block in blocks for name in block if name not in position), None)
         if unknown is not None:
@@ -134,9 +143,7 @@ def _given(blocks: Sequence[Sequence[str]]) -> Callable[[Graph, Sequence[str]], 
             if inside:
                 found.append(Unit(ops, inside))
             wanted.difference_update(inside)
-        return sorted(
-            found + layer_units(graph, [name for name in layers if name in wanted]),
-            key=lambda u: position[u.ops[0]],
-        )
+        alone = layer_units(graph, [name for name in layers if name in wanted])
+        return sorted(feasible(walk, found) + alone, key=lambda u: position[u.ops[0]])
 
     return units

@@ -34,6 +34,7 @@ class Step:
         operands: ``(slot, site)`` of what is quantized before the call.
         results: ``(index, site)`` of what is quantized after it.
         differentiable: whether gradients flow through ``function``.
+        inside: what takes the place of ``function`` in the quantized model, where quantizers are inside it.
     """
 
     op: str
@@ -44,6 +45,7 @@ class Step:
     operands: tuple[tuple[int, str], ...] = ()
     results: tuple[tuple[int, str], ...] = ()
     differentiable: bool = True
+    inside: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,8 @@ def run_step(
             tensors[slot] = quantize(site, tensors[slot])  # type: ignore[misc]
     for slot, tensor in (given or {}).items():
         tensors[slot] = tensor
-    results = list(step.function(tensors))
+    function = step.function if quantize is None or step.inside is None else step.inside
+    results = list(function(tensors))
     for index, site in step.results if quantize is not None else ():
         results[index] = quantize(site, results[index])  # type: ignore[misc]
     return results

@@ -8,7 +8,7 @@ random meanwhile (QDrop). Inputs come from the quantized predecessor, targets fr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -20,9 +20,8 @@ from bitwright.algorithms.blocks import Unit, block_units, layer_units
 from bitwright.algorithms.flexround import LearnedDivision
 from bitwright.algorithms.matrices import Grid, Layer, grid_encoding, sample_rows
 from bitwright.algorithms.program import Program, State, Step, run_step
-from bitwright.algorithms.propagate import Run
+from bitwright.algorithms.propagate import Run, Walk
 from bitwright.algorithms.rounding import Choice, Task, check_finite, check_rows
-from bitwright.core.graph import Graph
 from bitwright.errors import ConfigError
 
 logger = logging.getLogger("bitwright")
@@ -292,9 +291,16 @@ def _function(task: Task) -> Callable[[Tensor], Tensor] | None:
     if len(others) != 1 or not layer.has_rows_as_outputs:
         return None
     step = task.walk.step(others[0])
-    if len(step.reads) != 1 or not step.differentiable:
+    constants = task.walk.constants(others[0]).constants
+    free = [i for i, value in enumerate(step.reads) if value not in constants]
+    if len(free) != 1 or not step.differentiable:
         return None
-    return lambda y: step.function([y])[0]
+    given = [constants.get(value) for value in step.reads]
+
+    def function(y: Tensor) -> Tensor:
+        return step.function([y if t is None else t for t in given])[0]
+
+    return function
 
 
 # ------------------------------------------------------------------------------------------------------------ blocks
@@ -305,14 +311,14 @@ def _is_block(task: Task) -> bool:
     return len(task.unit.ops) > 2
 
 
-def why_no_block(task: Task) -> str | None:
+def why_no_block(walk: Walk, unit: Unit) -> str | None:
     """Why the operators of a unit cannot be reconstructed together."""
-    for r in task.walk.runs:
-        span = r.program.span(task.unit.ops)
+    for r in walk.runs:
+        span = r.program.span(unit.ops)
         if span is None:
             return "some batches do not run it"
         steps = r.program.steps[span[0] : span[1]]
-        runs = [step.op for step in steps if step.op in task.layers]
+        runs = [step.op for step in steps if step.op in unit.layers]
         if len(runs) > len(set(runs)):
             return "a layer in it runs several times"
         opaque = next((step.op for step in steps if not step.differentiable), None)
@@ -442,36 +448,26 @@ def _border(program: Program, span: tuple[int, int]) -> tuple[list[int], list[in
     return list(read), leaving
 
 
-def variant_units(variant: Variant) -> Callable[[Graph, Sequence[str]], list[Unit]]:
-    """How a variant takes a network apart."""
-    return layer_units if variant.together == "layer" else block_units
+def variant_units(variant: Variant) -> Callable[[Walk, Sequence[str]], list[Unit]]:
+    """How a variant takes a network apart; blocks that cannot be run as one become layers."""
+    if variant.together == "layer":
+        return lambda walk, layers: layer_units(walk.model.graph(), layers)
+    return lambda walk, layers: feasible(walk, block_units(walk.model.graph(), layers))
 
 
-def method(variant: Variant, settings: Settings) -> Callable[[Task], Sequence[Choice]]:
-    """:func:`solve` for :func:`bitwright.algorithms.rounding.apply`; blocks that cannot be run as one become layers."""
-
-    def choose(task: Task) -> Sequence[Choice]:
-        if len(task.layers) > 1 or (variant.together == "block" and _is_block(task)):
-            reason = why_no_block(task)
-            if reason is not None:
-                logger.info("%s: layer by layer, as %s", task.unit.name, reason)
-                return _layer_by_layer(task, variant, settings)
-        return solve(task, variant, settings)
-
-    return choose
-
-
-def _layer_by_layer(task: Task, variant: Variant, settings: Settings) -> list[Choice]:
-    """Every layer of a block from the inputs that it has while the block's own weights are at nearest rounding."""
-    found: list[Choice] = []
-    for op, layer in task.layers.items():
-        alone = Task(Unit((op,), (op,)), {op: layer}, task.walk, task.generator)
-        single = Variant("layer", variant.rounding, variant.drop, variant.lr)
-        found += solve(alone, single, settings)
+def feasible(walk: Walk, units: Sequence[Unit]) -> list[Unit]:
+    """``units``, those of several layers taken apart where their operators cannot be reconstructed together."""
+    found: list[Unit] = []
+    for unit in units:
+        reason = why_no_block(walk, unit) if len(unit.ops) > 1 else None
+        if reason is None:
+            found.append(unit)
+        else:
+            logger.info("%s: layer by layer, as %s", unit.name, reason)
+            found += layer_units(walk.model.graph(), unit.layers)
     return found
 
 
-def describe(variant: Variant, settings: Settings) -> str:
-    """Everything that changes the result, as a text for cache keys."""
-    shown: Mapping[str, Any] = {**vars(settings), "together": variant.together, "drop": variant.drop}
-    return f"{shown} {variant.rounding.__name__}"
+def method(variant: Variant, settings: Settings) -> Callable[[Task], Sequence[Choice]]:
+    """:func:`solve` for :func:`bitwright.algorithms.rounding.apply`."""
+    return lambda task: solve(task, variant, settings)

@@ -85,6 +85,8 @@ class Task:
 
 
 Method = Callable[[Task], Sequence[Choice]]
+Units = Callable[[Walk, Sequence[str]], Sequence[Unit]]
+"""Layers -> which of them are treated together, given the programs of all batches."""
 
 
 class Cache(Protocol):
@@ -243,7 +245,7 @@ def apply(
     method: Method,
     *,
     name: str,
-    units: Callable[[Graph, Sequence[str]], Sequence[Unit]],
+    units: Units,
     include: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
     seed: int = 0,
@@ -285,7 +287,7 @@ def apply(
     try:
         walk = Walk(model, batches, store)
         key = hashlib.sha256(f"{name} {settings} {seed}".encode() + _fingerprint(walk))
-        for unit in progress(_reached(walk, units(model.graph(), list(layers)), skipped)):
+        for unit in progress(_reached(walk, units(walk, list(layers)), skipped)):
             for op in unit.layers:
                 key.update(_weight_key(model, layers[op]))
             rows += _treat(walk, unit, layers, method, cache, key.hexdigest(), seed)

@@ -9,6 +9,7 @@ from bitwright.onnx.health import check_model
 from bitwright.onnx.load import Loaded, load_model
 from bitwright.onnx.pipeline import Result, quantize
 from bitwright.onnx.quantsim import QuantizationSimModel
+from bitwright.onnx.reconstruct import apply_adaround, apply_gptq, apply_reconstruction, apply_seq_mse
 from bitwright.onnx.view import OnnxView
 
 __all__ = [
@@ -23,6 +24,10 @@ __all__ = [
     "Site",
     "SiteGroup",
     "SiteMap",
+    "apply_adaround",
+    "apply_gptq",
+    "apply_reconstruction",
+    "apply_seq_mse",
     "check_model",
     "fold_all_batch_norms",
     "fold_all_batch_norms_to_weight",
