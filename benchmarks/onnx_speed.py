@@ -15,7 +15,7 @@ import onnx
 import onnxruntime as ort
 import torch
 
-from bitwright.onnx import QuantizationSimModel, fold_all_batch_norms
+from bitwright.onnx import QuantizationSimModel, check_model, fold_all_batch_norms
 from tests.zoo import MobileNetV2, ResNet18
 
 HELP = """\
@@ -31,6 +31,8 @@ rows of the table:
   min-max         compute_encodings on some batches / float session on the same batches
   histogram       the same with quant_scheme="percentile"
   export          seconds of sim.export
+  doctor          check_model on some healthy batches / float session on the same batches
+  diagnosis       seconds of check_model on one batch with a NaN in one sample
   integer file    the exported file at the default level / float session: below 1 is a speed-up
 """
 
@@ -105,6 +107,19 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             return measure.seconds(lambda: sim.export(folder, "model"))
 
+    def doctor(self) -> float:
+        check = lambda: check_model(self.model, self.batches, threads=1, progress=False)  # noqa: E731
+        assert check().ok
+        return measure.ratio(self.float_pass, check, max(2, self.rounds // 2))
+
+    def diagnosis(self) -> float:
+        bad = self.batches[0]["x"].copy()
+        bad[2, 0, 5, 5] = np.nan
+        check = lambda: check_model(self.model, [{"x": bad}], threads=1, progress=False)  # noqa: E731
+        culprit = check().culprit
+        assert culprit is not None and culprit.sample == 2
+        return measure.seconds(check)
+
     def integer_file(self) -> float:
         with tempfile.TemporaryDirectory() as folder:
             exported = self.calibrated().export(folder, "model", samples=False)
@@ -127,6 +142,8 @@ ROWS: dict[str, tuple[Callable[[Bench], float], str]] = {
     "min-max": (lambda bench: bench.calibration("min_max"), "{:.2f} x"),
     "histogram": (lambda bench: bench.calibration("percentile"), "{:.2f} x"),
     "export": (Bench.export, "{:.2f} s"),
+    "doctor": (Bench.doctor, "{:.2f} x"),
+    "diagnosis": (Bench.diagnosis, "{:.2f} s"),
     "integer file": (Bench.integer_file, "{:.2f} x"),
 }
 
