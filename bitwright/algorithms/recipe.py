@@ -7,6 +7,8 @@ module knows names, order and bookkeeping; a :class:`Runner` of either front end
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,11 +42,12 @@ class Kind:
     instead_of: tuple[str, ...] = ()
 
 
+_NOISE = 1e-3  # changes of the metric below this share of it are no harm
 _ROUNDING = ("gptq", "adaround", "brecq", "qdrop", "flexround")
 
 
 def _rounding(does: str) -> Kind:
-    return Kind("simulation", does, ("seq_mse", "awq"), _ROUNDING)
+    return Kind("simulation", does, ("seq_mse",), _ROUNDING)
 
 
 KINDS: dict[str, Kind] = {
@@ -53,7 +56,6 @@ KINDS: dict[str, Kind] = {
     "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold",)),
     "smooth": Kind("float", "move activation outliers into weights", ("fold_norms",)),
     "rotate": Kind("float", "spread outliers by Hadamard rotations", ("fold_norms",)),
-    "awq": Kind("float", "search channel scales by output error", ("fold", "fold_norms", "smooth", "rotate")),
     "seq_mse": Kind("simulation", "weight ranges by output error, layer after layer"),
     "gptq": _rounding("round weights column by column with error feedback"),
     "adaround": _rounding("learn each weight's rounding, layer after layer"),
@@ -153,6 +155,44 @@ def _check_order(steps: Sequence[Step], source: str) -> None:
         seen[step.name] = at
 
 
+DEFAULT_RECIPE = ("fold",)
+RecipeLike = str | Path | Iterable[str | Mapping[str, Any] | Step]
+
+
+def as_recipe(recipe: RecipeLike | None) -> tuple[Step, ...]:
+    """Steps from a list, the path of a recipe file, or ``None`` for :data:`DEFAULT_RECIPE`.
+
+    Raises:
+        ConfigError: see :func:`parse_recipe` and :func:`load_recipe`.
+    """
+    if isinstance(recipe, (str, Path)) and Path(recipe).suffix:
+        return load_recipe(recipe)
+    return parse_recipe(DEFAULT_RECIPE if recipe is None else recipe)  # type: ignore[arg-type]
+
+
+def batches_of(data: Iterable[Any], *, again: bool) -> tuple[Any, Iterable[Any]]:
+    """The first batch, and all of them.
+
+    Args:
+        data: batches.
+        again: whether they are to be gone through more than once; those of a generator are then kept.
+
+    Raises:
+        CalibrationError: there is none.
+    """
+    if again and iter(data) is data:
+        data = list(data)
+    source = iter(data)
+    first = next(source, None)
+    if first is None:
+        raise CalibrationError(
+            "quantize",
+            "the data held no batch",
+            "pass a non-empty list or DataLoader; a few hundred samples are enough",
+        )
+    return first, data if again else itertools.chain([first], source)
+
+
 class Runner(Protocol):
     """A model that steps are carried out on; each front end has one."""
 
@@ -182,11 +222,47 @@ class Action:
 
     Attributes:
         run: (the model in the phase ``float``, the simulation in the other, then options) -> one line on what was done.
-        options: names it takes.
+        options: names it takes; asked for when a recipe is checked.
     """
 
     run: Callable[..., str]
-    options: tuple[str, ...] = ()
+    options: Callable[[], tuple[str, ...]]
+
+
+def action(function: Callable[..., Any], **bound: Any) -> Action:
+    """An action that calls ``function(target, **bound, **options)``; its options are the keyword-only parameters.
+
+    What is written down is the ``summary`` of the report that the function returns, or its first line.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    names = tuple(p.name for p in parameters if p.kind == p.KEYWORD_ONLY and p.name not in bound)
+    return Action(lambda target, **options: _said(function(target, **bound, **options)), lambda: names)
+
+
+def weight_actions(
+    choose: Callable[..., Any], calibrate: Callable[[Any], None], options: Callable[[str], tuple[str, ...]]
+) -> dict[str, Action]:
+    """Actions of the steps that choose weights on the grid.
+
+    Args:
+        choose: ``choose(sim, method=name, **options)``.
+        calibrate: finds the ranges of the activations anew for the weights chosen.
+        options: of a method.
+    """
+
+    def one(name: str) -> Action:
+        def run(sim: Any, **given: Any) -> str:
+            report = choose(sim, method=name, **given)
+            calibrate(sim)
+            return _said(report)
+
+        return Action(run, lambda: options(name))
+
+    return {name: one(name) for name in ("seq_mse", *_ROUNDING)}
+
+
+def _said(report: object) -> str:
+    return str(getattr(report, "summary", None) or str(report).partition("\n")[0])
 
 
 @dataclass(frozen=True)
@@ -217,11 +293,12 @@ class ModelRunner:
     """
 
     def __init__(self, model: Any, front_end: FrontEnd) -> None:
-        self.model, self.sim, self._front = model, None, front_end
+        self.model, self._front = model, front_end
+        self.sim: Any = None
 
     def check(self, step: Step) -> None:
         """See :class:`Runner`."""
-        known = self._front.actions[step.name].options
+        known = self._front.actions[step.name].options()
         for option in step.options:
             if option not in known:
                 raise ConfigError(
@@ -272,8 +349,10 @@ class Outcome:
 
     @property
     def hurts(self) -> bool:
-        """Whether the metric became worse by this step."""
-        return self.change is not None and self.change < 0
+        """Whether the metric became worse by this step, by more than a thousandth of itself."""
+        if self.change is None or self.metric is None:
+            return False
+        return self.change < -_NOISE * abs(self.metric)
 
 
 @dataclass(frozen=True)
@@ -296,6 +375,12 @@ class RecipeReport(Sequence[Outcome]):
 
     def __iter__(self) -> Iterator[Outcome]:
         return iter(self.outcomes)
+
+    @property
+    def metric(self) -> float | None:
+        """The metric in force at the end; ``None`` where none was measured."""
+        kept = [o.metric for o in self.outcomes if o.kept]
+        return kept[-1] if kept else None
 
     def __str__(self) -> str:
         rows = [("step", "metric", "change", "")]

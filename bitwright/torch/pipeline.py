@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from bitwright.algorithms.batch_norm_fold import FoldReport
+from bitwright.algorithms.methods import method_options
+from bitwright.algorithms.recipe import (
+    FrontEnd,
+    ModelRunner,
+    OnHarm,
+    RecipeLike,
+    RecipeReport,
+    action,
+    as_recipe,
+    batches_of,
+    run_recipe,
+    weight_actions,
+)
+from bitwright.core.model import Undo
 from bitwright.core.spec import NonFinite, Preset
-from bitwright.errors import CalibrationError
+from bitwright.torch import ptq
 from bitwright.torch.batch_norm_fold import fold_all_batch_norms
 from bitwright.torch.quantsim import QuantizationSimModel, require_module
+from bitwright.torch.reconstruct import apply_reconstruction
+from bitwright.torch.trees import named_state
 
 if TYPE_CHECKING:
-    from bitwright.algorithms.batch_norm_fold import FoldReport
     from bitwright.export.artefacts import Exported
 
 
@@ -30,12 +47,14 @@ class Result:
         folds: which batch norms were folded, and why the others were not.
         exported: the files written, when a path was given.
         metrics: ``{"float": ..., "quantized": ...}`` when a metric was given.
+        report: what each step of the recipe did; with a recipe and a metric, also to the metric.
     """
 
     sim: QuantizationSimModel
     folds: FoldReport
     exported: Exported | None
     metrics: dict[str, float]
+    report: RecipeReport
 
     @property
     def model(self) -> nn.Module:
@@ -48,9 +67,12 @@ def quantize(
     data: Iterable[Any],
     preset: str | Preset = "w8a8",
     *,
+    recipe: RecipeLike | None = None,
     config_file: str | Path | dict[str, Any] | None = None,
     quant_scheme: str | None = None,
     metric: Callable[[nn.Module], float] | None = None,
+    lower_is_better: bool = False,
+    on_harm: OnHarm = "report",
     path: str | Path | None = None,
     filename_prefix: str = "model",
     progress: bool = True,
@@ -63,9 +85,14 @@ def quantize(
         data: calibration batches, each a tensor, a tuple of positional arguments, or a dict of keyword arguments. The first
             is also the example input; a generator is fine.
         preset: a row of ``PRESETS`` or a :class:`Preset`.
+        recipe: post-training methods in their order, ``["fold", "equalize", {"adaround": {"iterations": 2000}}]``, or the
+            path of a file that lists them; only ``fold`` by default. See :mod:`bitwright.algorithms.recipe`.
         config_file: rules, as for :class:`QuantizationSimModel`.
         quant_scheme: range method, as for :class:`QuantizationSimModel`.
-        metric: ``metric(model) -> float``, measured on the float and on the simulated model.
+        metric: ``metric(model) -> float``, measured on the float and on the simulated model, and after every step of a
+            recipe that is given.
+        lower_is_better: for metrics such as a perplexity.
+        on_harm: ``"undo"`` takes a step back that made the metric worse, ``"report"`` keeps it and says so.
         path: folder to export to.
         filename_prefix: stem of the files.
         progress: show a progress bar on a terminal.
@@ -73,25 +100,69 @@ def quantize(
             :meth:`QuantizationSimModel.compute_encodings`.
 
     Raises:
-        CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``.
+        CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``; or the metric is NaN.
+        ConfigError: a recipe that cannot work.
     """
     require_module(model)
-    batches = iter(data)
-    first = next(batches, None)
-    if first is None:
-        raise CalibrationError(
-            "quantize",
-            "the data held no batch",
-            "pass a non-empty list or DataLoader; a few hundred samples are enough",
-        )
+    steps = as_recipe(recipe)
+    first, batches = batches_of(data, again=recipe is not None)
     metrics = {} if metric is None else {"float": float(metric(model))}
-    work = copy.deepcopy(model)
-    folds = fold_all_batch_norms(work, dummy_input=first)
-    sim = QuantizationSimModel(
-        work, first, preset=preset, config_file=config_file, quant_scheme=quant_scheme, in_place=True
+    folds: list[FoldReport] = []
+
+    def fold(target: nn.Module) -> FoldReport:
+        folds.append(fold_all_batch_norms(target, dummy_input=first))
+        return folds[-1]
+
+    def calibrate(sim: QuantizationSimModel) -> None:
+        sim.compute_encodings(batches, progress=progress, non_finite=non_finite)
+
+    def simulate(work: nn.Module) -> QuantizationSimModel:
+        sim = QuantizationSimModel(
+            work, first, preset=preset, config_file=config_file, quant_scheme=quant_scheme, in_place=True
+        )
+        calibrate(sim)
+        return sim
+
+    actions = {
+        "fold": action(fold),
+        "fold_norms": action(ptq.fold_norms, dummy_input=first),
+        "equalize": action(ptq.equalize_model, dummy_input=first),
+        "smooth": action(ptq.smooth_model, data=batches, dummy_input=first),
+        "rotate": action(ptq.rotate_model, dummy_input=first),
+        "bias_correction": action(ptq.apply_bias_correction, data=batches),
+        **weight_actions(
+            partial(apply_reconstruction, data=batches, progress=progress), calibrate, method_options
+        ),
+    }
+    front_end = FrontEnd(copy.deepcopy, simulate, lambda sim: _measured(sim, metric), _remember, actions)
+    runner = ModelRunner(copy.deepcopy(model), front_end)
+    report = run_recipe(
+        steps,
+        runner,
+        float_metric=None if recipe is None else metrics.get("float"),
+        on_harm=on_harm,
+        lower_is_better=lower_is_better,
     )
-    sim.compute_encodings(itertools.chain([first], batches), progress=progress, non_finite=non_finite)
     if metric is not None:
-        metrics["quantized"] = float(metric(sim.model))
-    exported = None if path is None else sim.export(path, filename_prefix, first)
-    return Result(sim, folds, exported, metrics)
+        metrics["quantized"] = float(metric(runner.sim.model)) if report.metric is None else report.metric
+    exported = None if path is None else runner.sim.export(path, filename_prefix, first)
+    return Result(runner.sim, folds[-1] if folds else FoldReport(), exported, metrics, report)
+
+
+def _measured(sim: QuantizationSimModel, metric: Callable[[nn.Module], float] | None) -> float:
+    assert metric is not None  # without one, no recipe asks
+    return float(metric(sim.model))
+
+
+def _remember(sim: QuantizationSimModel) -> Undo:
+    """Keep parameters, buffers and quantizers of a simulation; the function returned brings them back."""
+    state = {name: tensor.detach().clone() for name, tensor in named_state(sim.model)}
+    quantizers = sim.quantizers.remember()
+
+    def restore() -> None:
+        with torch.no_grad():
+            for name, tensor in named_state(sim.model):
+                tensor.copy_(state[name])
+        quantizers()
+
+    return restore
