@@ -163,6 +163,8 @@ class BatchGate:
             if any(now):
                 then = _bad(before) if isinstance(before, MinMax | Histogram) else (0, 0, 0)
                 nan, above, below = (a - b for a, b in zip(now, then, strict=True))
+                if quantizer.masking:  # -Inf is a mask there
+                    below = 0
                 if nan or above or below:
                     policy = quantizer.spec.non_finite or self.policy
                     found.append(Offence(quantizer.name, nan, above, below, policy))

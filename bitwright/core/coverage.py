@@ -39,7 +39,7 @@ class Coverage(Sequence[Row]):
         rows = []
         for row in plan.coverage(graph):
             if row.name in touched:
-                disabled = all(text.endswith(": disabled") for text in touched[row.name])
+                disabled = all(": disabled" in text for text in touched[row.name])
                 row = replace(
                     row, status="float" if disabled else row.status, how="; ".join(touched[row.name])
                 )

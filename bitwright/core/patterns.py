@@ -75,6 +75,7 @@ _MASKING = ("Add", "Where", "MaskedFill")
 _SCALING = ("Mul", "Div")
 MASKED_SOFTMAX: tuple[Pattern, ...] = (
     *(Pattern((scale, mask, "Softmax"), "masked_softmax") for scale in _SCALING for mask in _MASKING),
+    *(Pattern((mask, scale, "Softmax"), "masked_softmax") for scale in _SCALING for mask in _MASKING),
     *(Pattern((head, "Softmax"), "masked_softmax") for head in (*_MASKING, *_SCALING)),
 )
 MATMUL_ADD: tuple[Pattern, ...] = (

@@ -917,7 +917,10 @@ def _masks(graph: Graph, matches: list[Match], static: set[str]) -> tuple[set[st
         return set(), {}
     computed: set[str] = set()
     for op in graph.ops:
-        if op_row(op.type).kind == "compute" or any(value in computed for _, value in op.sources()):
+        product = (
+            op_row(op.type).kind == "compute" and op.type != "Embedding"
+        )  # a bias by position is looked up
+        if product or any(value in computed for _, value in op.sources()):
             computed.update(op.outputs)
     values: dict[str, str] = {}
     ports: set[tuple[str, str]] = set()  # (operator, value) where a mask enters

@@ -31,6 +31,8 @@ class Quantizer:
         enabled: a disabled quantizer lets the tensor through.
         frozen: a frozen encoding survives calibration.
         derived: the encoding follows from others (an int32 bias) and is never calibrated.
+        masking: its values go to a softmax or the like, to which a large negative number is nothing (``masks``).
+        why_float: why calibration switched it off, if it did.
     """
 
     def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
@@ -39,6 +41,7 @@ class Quantizer:
         self._encoding: Encoding | None = None
         self.enabled, self.frozen, self.derived = True, False, False
         self.statistics: statistics.Statistics | None = None
+        self.masking, self.why_float = False, ""
 
     # -- what is asked for and what came out
 
@@ -87,6 +90,13 @@ class Quantizer:
                 "or allow it to run in float with compute_encodings(..., allow_unreached=True)",
             )
         return self._encoding
+
+    @property
+    def state(self) -> str:
+        """``enabled``, or ``disabled`` with the reason if calibration did it."""
+        if self.enabled:
+            return "enabled"
+        return f"disabled, because {self.why_float}" if self.why_float else "disabled"
 
     # -- calibration
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from bitwright.core.encoding import Encoding
 from bitwright.core.graph import Graph
+from bitwright.core.masks import MASKED, holds_mask, mask_values
 from bitwright.core.ops import resolve_granularity
 from bitwright.core.placement import Role, SitePlan
 from bitwright.core.quantizer import Quantizer
@@ -151,6 +152,17 @@ class SiteMap(Mapping[str, Any]):
 
     def __init__(self, sites: dict[str, Site]) -> None:
         self._sites = sites
+        self._find_masks()
+
+    def _find_masks(self) -> None:
+        """Mark the quantizers whose values only go to a softmax or the like."""
+        graphs = {id(site._graph): site._graph for site in self._sites.values()}
+        values = {key: mask_values(graph) for key, graph in graphs.items()}
+        for quantizer in self.unique():
+            quantizer.masking = True
+        for site in self._sites.values():
+            on_the_way = site.role in ("input", "output") and site._plan.value in values[id(site._graph)]
+            site.quantizer.masking = site.quantizer.masking and on_the_way
 
     def __getitem__(self, name: str) -> Any:
         if name in self._sites:
@@ -188,18 +200,28 @@ class SiteMap(Mapping[str, Any]):
         for quantizer in self.unique():
             if not quantizer.frozen:
                 quantizer.statistics = quantizer.encoding = None
+                if quantizer.why_float:
+                    quantizer.enabled, quantizer.why_float = True, ""
 
     def freeze_activations(self) -> None:
-        """Turn the statistics of every enabled activation site into its encoding; say where values were not finite."""
+        """Turn the statistics of every enabled activation site into its encoding; say where values were not finite.
+
+        A site that saw mask constants is left in float: on a grid that holds them nothing else could be told apart.
+        """
         for quantizer in self.unique():
-            if quantizer.enabled and quantizer.role in ("input", "output"):
+            if not quantizer.enabled or quantizer.role not in ("input", "output"):
+                continue
+            if quantizer.masking and not quantizer.frozen and holds_mask(quantizer.statistics):
+                quantizer.enabled, quantizer.why_float = False, MASKED
+                logger.info("%s: left in float, because %s", quantizer.name, MASKED)
+            else:
                 quantizer.freeze()
         self._warn_of_non_finite()
 
     def _warn_of_non_finite(self) -> None:
         found = []
         for quantizer in self.unique():
-            if isinstance(quantizer.statistics, MinMax | Histogram):
+            if quantizer.enabled and isinstance(quantizer.statistics, MinMax | Histogram):
                 bounds = bounds_of(quantizer.statistics)
                 nan, inf = int(bounds.nan_count.sum()), int(bounds.inf_count.sum())
                 if nan or inf:

@@ -343,7 +343,8 @@ class QuantizationSimModel:
 
     def _feed(self, calibrator: Calibrator, data: Any, args: Any, show: bool) -> None:
         if data is None:
-            data = [self.example()]
+            self._calibrate_on_example(calibrator)
+            return
         if callable(data):
             session = CalibrationSession(calibrator, self.output_names)
             data(session) if args is None else data(session, args)
@@ -356,6 +357,20 @@ class QuantizationSimModel:
             )
         for batch in progress(data, "calibrating", show):
             calibrator.run(batch)
+
+    def _calibrate_on_example(self, calibrator: Calibrator) -> None:
+        made_up = self._dummy is None and any(spec.is_open for spec in self.specs)
+        try:
+            calibrator.run(self.example())
+        except CalibrationError as error:
+            if not made_up:
+                raise
+            shapes = ", ".join(f"{name} {'x'.join(map(str, a.shape))}" for name, a in self.example().items())
+            raise CalibrationError(
+                "the example input",
+                f"the model leaves lengths of axes open, and fails on random values of shape {shapes}: {error.problem}",
+                "pass dummy_input=..., one feed of the shapes that the model is made for, or data",
+            ) from error
 
     def example(self) -> Feeds:
         """The example input: ``dummy_input``, or random values where none was given."""
@@ -467,7 +482,7 @@ class QuantizationSimModel:
         changed = {}
         for name, site in self.quantizers.items():
             if not site.enabled:
-                changed[name] = "disabled"
+                changed[name] = site.quantizer.state
             elif site.quantizer.spec != self.plan.sites[site.quantizer.name].spec:
                 changed[name] = site.quantizer.spec.describe()
         return Coverage.of(self.plan, self.graph, changed, {})

@@ -318,7 +318,7 @@ class QuantizationSimModel:
         changed = {}
         for name, site in self.quantizers.items():
             if not site.enabled:
-                changed[name] = "disabled"
+                changed[name] = site.quantizer.state
             elif site.quantizer.spec != self.plan.sites[site.quantizer.name].spec:
                 changed[name] = site.quantizer.spec.describe()
         return Coverage.of(self.plan, self.graph, changed, self._simulator.unseen)
