@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bitwright.algorithms.batch_norm_fold import FoldReport
+from bitwright.algorithms.recipe import (
+    FrontEnd,
+    ModelRunner,
+    OnHarm,
+    RecipeLike,
+    RecipeReport,
+    action,
+    as_recipe,
+    batches_of,
+    run_recipe,
+    weight_actions,
+)
+from bitwright.core.model import Undo
 from bitwright.core.spec import NonFinite, Preset
-from bitwright.errors import CalibrationError
 from bitwright.export.artefacts import Exported
+from bitwright.onnx import ptq
 from bitwright.onnx.batch_norm_fold import fold_all_batch_norms
-from bitwright.onnx.load import Source, load_model
+from bitwright.onnx.load import Loaded, Source, load_model
 from bitwright.onnx.quantsim import QuantizationSimModel
-from bitwright.onnx.session import Providers
-
-if TYPE_CHECKING:
-    from bitwright.algorithms.batch_norm_fold import FoldReport
+from bitwright.onnx.reconstruct import apply_reconstruction, require_torch
+from bitwright.onnx.session import Providers, open_session
 
 
 @dataclass(frozen=True)
@@ -28,11 +40,15 @@ class Result:
         sim: the calibrated simulation; ``sim.run(feeds)`` runs it.
         folds: which batch norms were folded, and why the others were not.
         exported: the files written, when a path was given.
+        metrics: ``{"float": ..., "quantized": ...}`` when a metric was given.
+        report: what each step of the recipe did; with a recipe and a metric, also to the metric.
     """
 
     sim: QuantizationSimModel
     folds: FoldReport
     exported: Exported | None
+    metrics: dict[str, float]
+    report: RecipeReport
 
 
 def quantize(
@@ -40,10 +56,14 @@ def quantize(
     data: Iterable[Any],
     preset: str | Preset = "w8a8",
     *,
+    recipe: RecipeLike | None = None,
     config_file: str | Path | dict[str, Any] | None = None,
     quant_scheme: str | None = None,
     providers: Providers | None = None,
     memory_budget: int | None = None,
+    metric: Callable[[Any], float] | None = None,
+    lower_is_better: bool = False,
+    on_harm: OnHarm = "report",
     path: str | Path | None = None,
     filename_prefix: str = "model",
     progress: bool = True,
@@ -56,7 +76,13 @@ def quantize(
         data: feeds, each a dict, an array for a model with one input, or a tuple in the model's order. The first is also
             the example input; a generator is fine.
         preset: a row of ``PRESETS`` or a :class:`Preset`.
+        recipe: post-training methods in their order, ``["fold", "equalize", {"adaround": {"iterations": 2000}}]``, or the
+            path of a file that lists them; only ``fold`` by default. See :mod:`bitwright.algorithms.recipe`.
         config_file, quant_scheme, providers, memory_budget: as for :class:`QuantizationSimModel`.
+        metric: ``metric(session) -> float`` of an ``InferenceSession``, measured on the float and on the simulated model,
+            and after every step of a recipe that is given.
+        lower_is_better: for metrics such as a perplexity.
+        on_harm: ``"undo"`` takes a step back that made the metric worse, ``"report"`` keeps it and says so.
         path: folder to export to.
         filename_prefix: stem of the files.
         progress: show a progress bar on a terminal.
@@ -64,26 +90,89 @@ def quantize(
             :meth:`QuantizationSimModel.compute_encodings`.
 
     Raises:
-        CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``.
+        CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``; or the metric is NaN.
+        ConfigError: a recipe that cannot work.
         ModelError: the model cannot be read or run, or a feed does not fit.
     """
-    batches = iter(data)
-    first = next(batches, None)
-    if first is None:
-        raise CalibrationError(
-            "quantize", "the data held no batch", "give at least one; a few hundred samples are enough"
-        )
+    steps = as_recipe(recipe)
+    first, batches = batches_of(data, again=recipe is not None)
     loaded = load_model(model)
-    folds = fold_all_batch_norms(loaded, first, providers=providers)
-    sim = QuantizationSimModel(
-        loaded.model,
-        first,
-        quant_scheme,
-        config_file=config_file,
-        providers=providers,
-        preset=preset,
-        memory_budget=memory_budget,
+    metrics = {} if metric is None else {"float": float(metric(open_session(loaded.model, providers)))}
+    folds: list[FoldReport] = []
+
+    def fold(target: Loaded) -> FoldReport:
+        folds.append(fold_all_batch_norms(target, first, providers=providers))
+        return folds[-1]
+
+    def calibrate(sim: QuantizationSimModel) -> None:
+        sim.compute_encodings(batches, progress=progress, non_finite=non_finite)
+
+    def simulate(work: Loaded) -> QuantizationSimModel:
+        sim = QuantizationSimModel(
+            work.model,
+            first,
+            quant_scheme,
+            config_file=config_file,
+            providers=providers,
+            preset=preset,
+            memory_budget=memory_budget,
+        )
+        calibrate(sim)
+        return sim
+
+    common = {"dummy_input": first, "providers": providers}
+    actions = {
+        "fold": action(fold),
+        "fold_norms": action(ptq.fold_norms, **common),
+        "equalize": action(ptq.equalize_model, **common),
+        "smooth": action(ptq.smooth_model, data=batches, **common),
+        "rotate": action(ptq.rotate_model, **common),
+        "bias_correction": action(ptq.apply_bias_correction, data=batches),
+        **weight_actions(
+            partial(apply_reconstruction, inputs=batches, progress=progress), calibrate, _method_options
+        ),
+    }
+    runner = ModelRunner(
+        loaded, FrontEnd(_copied, simulate, lambda sim: _measured(sim, metric), _remember, actions)
     )
-    sim.compute_encodings(itertools.chain([first], batches), progress=progress, non_finite=non_finite)
-    exported = None if path is None else sim.export(path, filename_prefix)
-    return Result(sim, folds, exported)
+    report = run_recipe(
+        steps,
+        runner,
+        float_metric=None if recipe is None else metrics.get("float"),
+        on_harm=on_harm,
+        lower_is_better=lower_is_better,
+    )
+    if metric is not None:
+        metrics["quantized"] = float(metric(runner.sim.session)) if report.metric is None else report.metric
+    exported = None if path is None else runner.sim.export(path, filename_prefix)
+    return Result(runner.sim, folds[-1] if folds else FoldReport(), exported, metrics, report)
+
+
+def _method_options(name: str) -> tuple[str, ...]:
+    require_torch(name)  # what chooses weights is written on it
+    from bitwright.algorithms.methods import method_options
+
+    return method_options(name)
+
+
+def _copied(loaded: Loaded) -> Loaded:
+    return replace(loaded, model=loaded.model.clone())
+
+
+def _measured(sim: QuantizationSimModel, metric: Callable[[Any], float] | None) -> float:
+    assert metric is not None  # without one, no recipe asks
+    return float(metric(sim.session))
+
+
+def _remember(sim: QuantizationSimModel) -> Undo:
+    """Keep initializers and quantizers of a simulation; the function returned brings them back."""
+    tensors = {name: value.const_value for name, value in sim.marked.graph.initializers.items()}
+    quantizers = sim.quantizers.remember()
+
+    def restore() -> None:
+        for name, tensor in tensors.items():
+            if tensor is not None and sim.marked.graph.initializers[name].const_value is not tensor:
+                sim.set_parameter(name, tensor.numpy())
+        quantizers()
+
+    return restore

@@ -47,7 +47,7 @@ def apply_reconstruction(
         CalibrationError: no batch, activations that are not finite, or no memory and disk for them.
         ModelError: a feed does not fit, or the model fails on it.
     """
-    _require_torch(method)
+    require_torch(method)
     from bitwright.algorithms.methods import choose_weights
     from bitwright.onnx.program import OnnxSimulation
 
@@ -67,7 +67,12 @@ def apply_reconstruction(
     )
 
 
-def _require_torch(method: str) -> None:
+def require_torch(method: str) -> None:
+    """Refuse ``method`` where torch is not installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
     from importlib.util import find_spec
 
     if find_spec("torch") is None:
