@@ -172,13 +172,13 @@ class Doctor:
         """Check one batch."""
         where = f"batch {self.batches}"
         root = Frame(self.probe, as_feeds(batch, self.specs, where))
-        for name, array in root.feeds.items():
-            if root.flags(name).bad:
-                self._bad_inputs.append(
-                    replace(measure_tensor(name, array, "input"), name=f"{name}, {where}")
-                )
+        bad = {name: array for name, array in root.feeds.items() if root.flags(name).bad}
+        self._bad_inputs += [
+            replace(measure_tensor(name, array, "input"), name=f"{name}, {where}")
+            for name, array in bad.items()
+        ]
         outputs = {name: flags_of(array) for name, array in root.outputs.items()}
-        if root.suspects or any(flags.bad for flags in outputs.values()):
+        if bad or root.suspects or any(flags.bad for flags in outputs.values()):
             self._follow(root, outputs)
         self.batches += 1
 
@@ -292,9 +292,11 @@ class Doctor:
 
 def _harmless(event: Event, origin: _Origin) -> str:
     where = f" in {origin.frame.where}" if origin.frame.where else ""
+    left = "nothing of them is left at the end" if not event.reached else "they reach an output"
     if event.op_type in ("input", "param", "constant"):
-        return f"the {event.op_type} {event.op!r} holds values that are not finite; they reach no output"
-    return f"{event.op} ({event.op_type}){where} makes values that are not finite; they reach no output"
+        what = "a mask or a bound: its values are not finite" if event.meant else "not finite"
+        return f"the {event.op_type} {event.op} is {what}; {left}"
+    return f"{event.op} ({event.op_type}){where} makes values that are not finite; {left}"
 
 
 def _sample(tensors: Sequence[TensorHealth], frame: Frame, root: Frame) -> int | None:

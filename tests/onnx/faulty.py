@@ -237,6 +237,13 @@ def _inf_sample() -> Any:
     return y, batches
 
 
+@fault("NaN in a sample, lost by the first operator", "bad input data", op="x", batch=1, sample=2)
+def _lost_sample() -> Any:
+    net = Net()
+    y = net("Relu", net.input("x", ("n", 4)), name="relu", out="y")
+    return net.model(y), two_batches(np.full(4, np.nan, np.float32))
+
+
 @fault("-Inf in the pixels of one picture", "bad input data", op="x", batch=0, sample=1)
 def _inf_pixel() -> Any:
     net = Net()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import onnx
@@ -66,7 +67,31 @@ def test_what_is_harmless_is_noted():
     case = next(c for c in faulty.LOOK_ALIKES if c.name == "logarithm kept where it is defined")
     report = check_model(*case.build())
     assert report.ok
-    assert report.notes == ("log (Log) makes values that are not finite; they reach no output",)
+    assert report.notes == ("log (Log) makes values that are not finite; nothing of them is left at the end",)
+
+
+@pytest.mark.parametrize(
+    "name, note",
+    [
+        (
+            "-inf mask before a softmax",
+            "the constant causal is a mask or a bound: its values are not finite; nothing",
+        ),
+        (
+            "words that a model must not say",
+            "the constant never is a mask or a bound: .* they reach an output",
+        ),
+        (
+            "missing values in the data, filled in by the model",
+            "the input x is not finite; nothing of them is left",
+        ),
+        ("running maximum that starts at -inf in a loop", "the constant start is a mask or a bound"),
+    ],
+)
+def test_masks_are_noted(name, note):
+    case = next(c for c in faulty.LOOK_ALIKES if c.name == name)
+    report = check_model(*case.build())
+    assert report.ok and any(re.match(note, line) for line in report.notes), report.notes
 
 
 def test_several_bad_parameters_are_all_named_and_nothing_is_run():
