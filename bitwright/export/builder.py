@@ -120,8 +120,11 @@ class Builder:
 
     def initializer(self, base: str, array: NDArray[Any]) -> ir.Value:
         """A new constant of the main graph, visible in the graphs nested in it."""
-        name = self.names.value(base)
-        tensor = ir.Tensor(array, name=name)
+        return self.initializer_of(base, ir.Tensor(array))
+
+    def initializer_of(self, base: str, tensor: ir.Tensor | ir.LazyTensor) -> ir.Value:
+        """The same of a tensor, which takes on the name."""
+        tensor.name = name = self.names.value(base)
         value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
         self.graph.register_initializer(value)
         return value

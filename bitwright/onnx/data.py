@@ -38,6 +38,11 @@ class InputSpec:
     dtype: str | None
     shape: tuple[int | None, ...] | None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the length of an axis is not known, or not even how many there are."""
+        return self.shape is None or None in self.shape
+
     def __str__(self) -> str:
         axes = (
             "any shape" if self.shape is None else "x".join("?" if n is None else str(n) for n in self.shape)

@@ -84,7 +84,8 @@ def load_model(model: Source) -> Loaded:
 
     Raises:
         ModelError: the file is missing, is no ONNX model or is truncated; external data is missing; the opset is below
-            7; an output is no tensor; a name is given to two values, is read but made by nothing, or depends on itself.
+            7 or not known yet; an output is no tensor; a name is given to two values, is read but made by nothing, or
+            depends on itself.
     """
     path = Path(model) if isinstance(model, (str, os.PathLike)) else None
     copy = _read(path) if path is not None else _private(model)
@@ -242,6 +243,13 @@ def _check_opset(model: ir.Model, site: str) -> int:
             site,
             f"it has {found}, and ONNX Runtime has no kernels below opset {LOWEST_OPSET}",
             "export the model again with opset 13 or newer, or convert it with onnx.version_converter",
+        )
+    newest = onnx.defs.onnx_opset_version()
+    if opset > newest:
+        raise ModelError(
+            site,
+            f"it has opset {opset}, and the installed onnx {onnx.__version__} knows operators up to opset {newest}",
+            "export the model again with opset 21, or install newer versions of onnx and onnxruntime",
         )
     return int(opset)
 

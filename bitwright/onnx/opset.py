@@ -19,7 +19,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.model import sqnr
-from bitwright.errors import ModelError
+from bitwright.errors import ModelError, close_matches
 from bitwright.export.markers import Names
 from bitwright.export.runtime import refusals
 from bitwright.onnx.data import Feeds, InputSpec, as_feeds, input_specs, random_array
@@ -108,6 +108,7 @@ def _stamp(model: ir.Model) -> None:
 
 def _convert(loaded: Loaded) -> Loaded:
     site = str(loaded.path or loaded.model.graph.name or "model")
+    _refuse_unknown(loaded, site)
     skeleton = loaded.model.clone()
     skeleton.ir_version = (
         _IR_VERSION  # before 4 every initializer had to be an input too, which the converter insists on
@@ -134,6 +135,19 @@ def _convert(loaded: Loaded) -> Loaded:
     for key, version in loaded.model.opset_imports.items():
         model.opset_imports.setdefault(key, version)
     return load_model(model)
+
+
+def _refuse_unknown(loaded: Loaded, site: str) -> None:
+    """Refuse operators that the standard does not have, which the converter answers with its own source line."""
+    for node in loaded.model.graph.all_nodes():
+        if node.domain in ("", "ai.onnx") and not onnx.defs.has(node.op_type, loaded.opset):
+            known = {schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}
+            raise ModelError(
+                site,
+                f"node {node.name!r} is a {node.op_type}, and opset {loaded.opset} has no such operator"
+                f"{close_matches(node.op_type, known)}",
+                "correct the operator's type or its domain",
+            )
 
 
 def _spread_groups(model: ir.Model, site: str) -> None:

@@ -18,8 +18,9 @@ from bitwright.export.runtime import refusals
 Order = Literal["fast", "frugal", "written"]
 Providers = Sequence[str | tuple[str, dict[str, Any]]]
 
-# Protobuf refuses messages of 2 GiB; larger models go to the runtime as files.
-_ONE_MESSAGE_LIMIT = 3 << 29
+
+#: bytes of weights up to which a model is handed over in memory, which takes several copies of it
+IN_MEMORY = 1 << 28
 _CPU = ("CPUExecutionProvider",)
 _LARGE = 1024  # bytes of a tensor that is kept out of messages and optimised files
 # what numpy and the runtime call the same
@@ -219,7 +220,7 @@ def _number(path: Path) -> int | None:
 def fits_a_message(model: ir.Model) -> bool:
     """Whether the model can be handed over in memory: small enough, and no tensor in another file."""
     external = any(isinstance(tensor, ir.ExternalTensor) for tensor in _constants(model))
-    return not external and weight_bytes(model) < _ONE_MESSAGE_LIMIT
+    return not external and weight_bytes(model) <= IN_MEMORY
 
 
 def weight_bytes(model: ir.Model) -> int:

@@ -6,6 +6,7 @@ from it, by the same writer of quantizers (:mod:`bitwright.export.builder`), so 
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ from bitwright.export.markers import (
 from bitwright.export.qdq import find_constants
 from bitwright.export.recurrent import INNER_SITES, expand_recurrent
 from bitwright.onnx.recurrent import is_layer
+from bitwright.onnx.session import IN_MEMORY, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ def simulation_model(
     copy = copy_model(expand_recurrent(marked))
     builder, constants = Builder(copy), find_constants(copy)
     simulation = Simulation(copy)
+    large = weight_bytes(copy) > IN_MEMORY
     folded: dict[tuple[ir.Value, Encoding], ir.Value] = {}
     replaced: dict[ir.Value, None] = {}
     for node in site_nodes(copy):
@@ -174,8 +177,8 @@ def simulation_model(
             if encoding is not None:
                 key = (source, encoding)
                 if key not in folded:
-                    array = _folded(constants[source].numpy(), encoding, bias=site in biases)
-                    folded[key] = builder.initializer(f"{source.name}_simulated", array)
+                    tensor = _simulated(constants[source], encoding, bias=site in biases, later=large)
+                    folded[key] = builder.initializer_of(f"{source.name}_simulated", tensor)
                 node.replace_input_with(0, folded[key])
                 replaced[source] = None
             bypass(node, builder.outputs)
@@ -198,6 +201,26 @@ def _bypass_activation(node: ir.Node, builder: Builder) -> ir.Node | None:
     """Take a marker out; the node that stays where an output's name needs one, or ``None``."""
     bypass(node, builder.outputs)
     return node if node.graph is not None else None
+
+
+def _simulated(
+    tensor: ir.TensorProtocol, encoding: Encoding, *, bias: bool, later: bool
+) -> ir.Tensor | ir.LazyTensor:
+    """What a constant becomes; ``later`` computes it whenever it is written, so that a large model is never held whole."""
+
+    def fold() -> ir.Tensor:
+        array = _folded(tensor.numpy(), encoding, bias=bias)
+        let_go(tensor)
+        return ir.Tensor(array, dtype=tensor.dtype)
+
+    return ir.LazyTensor(fold, tensor.dtype, ir.Shape(tensor.shape.numpy())) if later else fold()
+
+
+def let_go(tensor: ir.TensorProtocol | None) -> None:
+    """Let the system take back the memory of a tensor that lies in a file; it is read again when it is needed."""
+    raw = tensor.raw if isinstance(tensor, ir.ExternalTensor) else None
+    if isinstance(raw, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        raw.madvise(mmap.MADV_DONTNEED)
 
 
 def _folded(array: NDArray[Any], encoding: Encoding, *, bias: bool) -> NDArray[Any]:

@@ -264,6 +264,17 @@ def old() -> onnx.ModelProto:
     return net.model(net("Relu", net.input("x", (2, 4)), out="y"), opset=6)
 
 
+def unheard_of() -> onnx.ModelProto:
+    net = Net()
+    return net.model(net("Relu", net.input("x", (2, 4)), out="y"), opset=99)
+
+
+def input_twice() -> onnx.ModelProto:
+    net = Net()
+    net.input("x", (2, 4))
+    return net.model(net("Relu", net.input("x", (2, 4)), out="y"))
+
+
 BAD = {
     circle: "net: its nodes form a circle, at node 'one' (Add). Remedy: no value can depend on itself; use Loop or "
     "Scan for what is repeated",
@@ -276,6 +287,11 @@ BAD = {
     "classifiers of scikit-learn: convert with zipmap=False)",
     sequence_output: "net: its output 'y' is no tensor but a sequence. Remedy: cut the model in front of this value "
     "(for classifiers of scikit-learn: convert with zipmap=False)",
+    input_twice: "net: two values of one graph bear the name 'x'. Remedy: give every node output its own name; a graph "
+    "like this has no defined meaning",
+    unheard_of: f"net: it has opset 99, and the installed onnx {onnx.__version__} knows operators up to opset "
+    f"{onnx.defs.onnx_opset_version()}. Remedy: export the model again with opset 21, or install newer versions of onnx "
+    "and onnxruntime",
     old: "net: it has opset 6, and ONNX Runtime has no kernels below opset 7. Remedy: export the model again with opset "
     "13 or newer, or convert it with onnx.version_converter",
 }

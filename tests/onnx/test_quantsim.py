@@ -315,6 +315,80 @@ def test_model_that_the_runtime_refuses_names_the_node():
         sim.compute_encodings([{"x": np.zeros(2, np.float32)}])
 
 
+def test_an_operator_that_does_not_exist_is_named():
+    n = Net()
+    model = n.model(n("Reluu", n.input("x", (2,)), name="strange", out="y"))
+    problem = (
+        r"net: node 'strange' is a Reluu, and opset 17 has no such operator \(did you mean '(Relu|PRelu)'"
+    )
+    with pytest.raises(ModelError, match=problem):
+        QuantizationSimModel(model, None)
+
+
+def test_operators_of_unknown_domains_stay_in_float_and_are_listed():
+    n = Net()
+    h = n.conv(n.input(), name="c")
+    model = n.model(n("Mystery", h, name="strange", out="y", domain="my.ops"), domains={"my.ops": 1})
+    sim = QuantizationSimModel(model, None)
+    assert sim.notes == (
+        "operators of the domain 'my.ops' (Mystery) stay in float; ONNX Runtime runs them only with the library that "
+        "implements them",
+    )
+    row = sim.coverage().find("y")
+    assert (row.status, row.how) == ("float", "my.ops::Mystery runs in float on integer runtimes")
+    assert "c.output[0]" in sim.quantizers, "what enters it is quantized as for any operator in float"
+
+
+def test_open_axes_that_no_example_resolves():
+    n = Net()
+    model = n.model(n("MatMul", n.input("x", ("n", "c")), n.weights(8, 3), name="m", out="y"))
+    sim = QuantizationSimModel(model, None)
+    problem = (
+        r"^the example input: the model leaves lengths of axes open, and fails on random values of shape x 1x1: .*MatMul"
+        r".*Remedy: pass dummy_input=\.\.\., one feed of the shapes that the model is made for, or data$"
+    )
+    with pytest.raises(CalibrationError, match=problem):
+        sim.compute_encodings()
+    assert not sim.calibrated
+    QuantizationSimModel(model, np.zeros((2, 8), np.float32)).compute_encodings()
+
+
+def test_an_input_of_unknown_rank_needs_data():
+    n = Net()
+    n.inputs.append(onnx.helper.make_tensor_value_info("x", TensorProto.FLOAT, None))
+    sim = QuantizationSimModel(n.model(n("Relu", "x", out="y")), None)
+    with pytest.raises(
+        ModelError, match=r"x: no random data can be made for the input x \(float32, any shape\)"
+    ):
+        sim.compute_encodings()
+
+
+@pytest.mark.parametrize(
+    "data, problem", [([], "the data held no batch"), (lambda session: None, "the callback never ran")]
+)
+def test_empty_data(data, problem):
+    with pytest.raises(CalibrationError, match=problem):
+        QuantizationSimModel(net(), DATA[0], threads=1).compute_encodings(data)
+
+
+def test_batches_without_samples_calibrate_nothing(caplog):
+    sim = QuantizationSimModel(net(), DATA[0], threads=1)
+    sim.compute_encodings([{"x": np.zeros((0, 3, 8, 8), np.float32)}])
+    assert "calibration never reached" in caplog.text
+    with pytest.raises(CalibrationError, match="calibration never reached this site"):
+        sim.run(DATA[0])
+
+
+def test_models_without_anything_to_quantize_run():
+    n = Net()
+    x = n.input("x", (2, 4), TensorProto.INT64)
+    model = n.model((n("Add", x, x, out="y"), TensorProto.INT64, (2, 4)))
+    feeds = {"x": np.arange(8).reshape(2, 4)}
+    sim = QuantizationSimModel(model, feeds)
+    sim.compute_encodings([feeds])
+    assert len(sim.quantizers) == 0 and np.array_equal(sim.run(feeds)[0], 2 * feeds["x"])
+
+
 def test_failed_export_leaves_nothing(sim, tmp_path):
     (tmp_path / "folder.onnx").mkdir()
     with pytest.raises(Exception, match="folder.onnx"):
