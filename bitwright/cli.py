@@ -245,6 +245,18 @@ def quantize_model(
     config: Annotated[str | None, typer.Option(help="Rules: a file, or the name of a target.")] = None,
     scheme: Annotated[str | None, typer.Option(help="Range method: see `bitwright presets`.")] = None,
     prefix: Annotated[str | None, typer.Option(help="Stem of the files; the model's by default.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="Methods in their order: fold,equalize,adaround or a YAML file; see `bitwright presets`."
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="module:function that rates an InferenceSession, after each step of the recipe."),
+    ] = None,
+    lower_is_better: Annotated[bool, typer.Option(help="For metrics such as a perplexity.")] = False,
+    undo_harm: Annotated[bool, typer.Option(help="Take steps back that make the metric worse.")] = False,
     non_finite: Annotated[
         str, typer.Option(help="A batch that gives NaN or Inf: error, skip it, or clamp to what is finite.")
     ] = "error",
@@ -268,9 +280,12 @@ def quantize_model(
       bitwright quantize model.onnx --data photos/ --mean 0.485,0.456,0.406 \\
           --std 0.229,0.224,0.225 --preset w8a16 --out exported/
       bitwright quantize model.onnx --data mypackage.data:feeds --out exported/
+      bitwright quantize model.onnx --data samples.npz --preset w4a8 \\
+          --recipe fold,equalize,adaround --metric mypackage.test:accuracy --out exported/
     """
     from itertools import islice
 
+    from bitwright.core.entry_points import load_entry_point
     from bitwright.core.spec import check_policy
     from bitwright.onnx import Pictures, load_data, load_model, quantize
     from bitwright.onnx.data import input_specs, random_feeds
@@ -287,8 +302,12 @@ def quantize_model(
         loaded.model,
         islice(feeds, limit),
         preset,
+        recipe=recipe if recipe is None or Path(recipe).suffix else recipe.split(","),
         config_file=config,
         quant_scheme=scheme,
+        metric=None if metric is None else load_entry_point(metric, "rates a session"),
+        lower_is_better=lower_is_better,
+        on_harm="undo" if undo_harm else "report",
         path=out,
         filename_prefix=prefix or model.stem,
         non_finite=policy,
@@ -302,6 +321,9 @@ def quantize_model(
     assert result.sim.calibration_log is not None
     for line in result.sim.calibration_log.lines():
         shown.print(Text(line))
+    if recipe is not None or result.metrics:
+        shown.print(Text(str(result.report)))
+        shown.print(Text(", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())))
     for path in result.exported.files:
         shown.print(Text(f"wrote {path}"))
 
@@ -533,13 +555,14 @@ def presets() -> None:
     """List the names that the Python calls and the configuration files know.
 
     Presets go into preset=, range methods into quant_scheme= and method:,
-    configurations into config_file=.
+    configurations into config_file=, steps into recipe=.
 
     \b
     Examples:
       quantize(model, data, preset="w4a8")
       QuantizationSimModel(model, x, "percentile", config_file="htp_v73")
     """
+    from bitwright.algorithms.recipe import KINDS
     from bitwright.core.aimet_config import ALIASES, SHIPPED
     from bitwright.core.ranges import RANGE_METHODS, method_aliases
     from bitwright.core.spec import PRESETS
@@ -554,6 +577,8 @@ def presets() -> None:
     out.print(table("Range methods", ("method", "reads", "options", "also called"), methods))
     targets = [(name, ", ".join(a for a, to in ALIASES.items() if to == name)) for name in SHIPPED]
     out.print(table("Configurations", ("configuration", "also called"), targets))
+    kinds = [(name, kind.phase, kind.does) for name, kind in KINDS.items()]
+    out.print(table("Steps of recipes", ("step", "works on", "does"), kinds))
 
 
 def _spec(spec: QuantSpec | None) -> str:

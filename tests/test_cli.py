@@ -9,12 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
 from bitwright import __version__
+from bitwright.algorithms.recipe import KINDS
 from bitwright.cli import app
 from bitwright.core.aimet_config import SHIPPED
 from bitwright.core.ranges import RANGE_METHODS
@@ -23,6 +26,7 @@ from bitwright.errors import ExportError
 from bitwright.export.manifest import write_manifest
 from bitwright.export.samples import read_samples, write_samples
 from bitwright.torch import QuantizationSimModel
+from tests.onnx.nets import Net
 
 ROOT = Path(__file__).parents[1]
 
@@ -190,11 +194,34 @@ def test_show_names_a_sites_file_that_is_damaged(folder):
     assert "net_sites.json" in result.output and "remedy: export the model again" in result.output
 
 
+def test_quantize_follows_a_recipe_and_shows_what_each_step_did(tmp_path, monkeypatch):
+    net = Net()
+    x = net.input("x", (1, 3, 8, 8))
+    y = net("Relu", net.bn(net.conv(x, 3, 8, name="c1", bias=False), 8), name="r1")
+    onnx.save(net.model(net.conv(y, 8, 4, name="c2")), tmp_path / "net.onnx")
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).standard_normal((8, 3, 8, 8), np.float32))
+    (tmp_path / "rating.py").write_text(
+        "import numpy as np\ndef rate(session):\n"
+        "    return float(session.run(None, {'x': np.ones((1, 3, 8, 8), np.float32)})[0].mean())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    common = ("quantize", tmp_path / "net.onnx", "--data", tmp_path / "data.npz", "--out", tmp_path / "out")
+    result = run(*common, "--recipe", "fold,gptq", "--metric", "rating:rate", "--undo-harm")
+    assert result.exit_code == 0, result.output
+    assert (
+        "no step" in result.output and "gptq()" in result.output and "layers, output error x" in result.output
+    )
+    result = run(*common, "--recipe", "fold,gtpq")
+    assert result.exit_code == 2 and "there is no step 'gtpq'" in result.output
+
+
 # -- presets and configurations
 
 
 def test_presets_lists_every_name():
     result = run("presets")
+    for name in KINDS:
+        assert name in result.output
     assert result.exit_code == 0
     for name in (*PRESETS, *RANGE_METHODS, *SHIPPED, "tf_enhanced", "default_config"):
         assert name in result.output

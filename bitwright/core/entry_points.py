@@ -9,7 +9,7 @@ from typing import Any
 from bitwright.errors import ConfigError
 
 
-def load_entry_point(text: str, what: str = "yields feeds") -> Callable[[], Any]:
+def load_entry_point(text: str, what: str = "yields feeds") -> Callable[..., Any]:
     """The function that ``text`` names.
 
     Args:
@@ -35,5 +35,5 @@ def load_entry_point(text: str, what: str = "yields feeds") -> Callable[[], Any]
         raise ConfigError(
             text, f"{name} is a {type(found).__name__}, not a function", f"name a function that {what}"
         )
-    function: Callable[[], Any] = found
+    function: Callable[..., Any] = found
     return function
