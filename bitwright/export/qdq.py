@@ -17,6 +17,7 @@ table of :mod:`bitwright.export.builder`.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -580,6 +581,7 @@ class _Writer:
             array = self._array(source)
             assert array is not None
             small = store_constant(array.transpose(perm) if perm else array, encoding, shown, site, wide=wide)
+            let_go(self.constants[source])
             self.builder.need(ir.DataType.from_numpy(small.array.dtype), site, small.block is not None)
             base = f"{source.name}_transposed" if perm else str(source.name)
             self.stored[key] = (small, self._parameters(small, base))
@@ -752,6 +754,13 @@ def find_constants(model: ir.Model) -> dict[ir.Value, ir.TensorProtocol]:
         v for v in marked if v is not None and v in constant and v not in known and v.dtype in _NUMPY_FLOATS
     ]
     return {**known, **(_evaluate(model, wanted) if wanted else {})}
+
+
+def let_go(tensor: ir.TensorProtocol | None) -> None:
+    """Let the system take back the memory of a tensor that lies in a file; it is read again when it is needed."""
+    raw = tensor.raw if isinstance(tensor, ir.ExternalTensor) else None
+    if isinstance(raw, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        raw.madvise(mmap.MADV_DONTNEED)
 
 
 def _is_pure(node: ir.Node) -> bool:

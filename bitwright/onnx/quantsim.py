@@ -36,7 +36,14 @@ from bitwright.onnx.graph import build_graph
 from bitwright.onnx.load import Source, load_model
 from bitwright.onnx.opset import modernize
 from bitwright.onnx.read_qdq import take_quantizers
-from bitwright.onnx.session import Providers, check_providers, free_memory, open_session
+from bitwright.onnx.session import (
+    IN_MEMORY,
+    Providers,
+    check_providers,
+    free_memory,
+    open_session,
+    weight_bytes,
+)
 from bitwright.onnx.simulate import Simulation, mark_sites, marked_constants, simulation_model
 from bitwright.progress import collector_paused, progress
 
@@ -528,6 +535,8 @@ class QuantizationSimModel:
         check_encoding_version(encoding_version)
         encodings = self._encodings()
         example = self.example()
+        if weight_bytes(self.marked) > IN_MEMORY:
+            self._simulations.clear()  # what is written takes memory too; a session is opened again when it is needed
         return write_artefacts(
             self,
             path,

@@ -6,7 +6,6 @@ from it, by the same writer of quantizers (:mod:`bitwright.export.builder`), so 
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +34,7 @@ from bitwright.export.markers import (
     site_nodes,
     site_of,
 )
-from bitwright.export.qdq import find_constants
+from bitwright.export.qdq import find_constants, let_go
 from bitwright.export.recurrent import INNER_SITES, expand_recurrent
 from bitwright.onnx.recurrent import is_layer
 from bitwright.onnx.session import IN_MEMORY, weight_bytes
@@ -214,13 +213,6 @@ def _simulated(
         return ir.Tensor(array, dtype=tensor.dtype)
 
     return ir.LazyTensor(fold, tensor.dtype, ir.Shape(tensor.shape.numpy())) if later else fold()
-
-
-def let_go(tensor: ir.TensorProtocol | None) -> None:
-    """Let the system take back the memory of a tensor that lies in a file; it is read again when it is needed."""
-    raw = tensor.raw if isinstance(tensor, ir.ExternalTensor) else None
-    if isinstance(raw, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        raw.madvise(mmap.MADV_DONTNEED)
 
 
 def _folded(array: NDArray[Any], encoding: Encoding, *, bias: bool) -> NDArray[Any]:
