@@ -385,8 +385,8 @@ class RecipeReport(Sequence[Outcome]):
     def __str__(self) -> str:
         rows = [("step", "metric", "change", "")]
         for o in self.outcomes:
-            metric = "" if o.metric is None else f"{o.metric:.4f}"
-            change = "" if o.change is None else f"{o.change:+.4f}"
+            metric = "" if o.metric is None else f"{o.metric:.5g}"
+            change = "" if o.change is None else f"{o.change:+.3g}"
             state = "" if o.kept else "taken back: "
             rows.append((o.step, metric, change, f"{state}{o.note}"))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -448,7 +448,7 @@ def run_recipe(
             break
         outcome = book.add(str(step), value, note)
         if outcome.hurts:
-            logger.warning("%s made the metric worse by %.4f%s", step, -(outcome.change or 0), _fate(on_harm))
+            logger.warning("%s made the metric worse by %.4g%s", step, -(outcome.change or 0), _fate(on_harm))
             if on_harm == "undo":
                 undo()
                 book.take_back()
