@@ -108,7 +108,7 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     (layer,) = task.layers.values()
     w = task.weight(layer)
     grid = task.grid(layer, w)
-    hessian, rows = second_moment(layer, (quantized for _, quantized in task.walk.inputs(layer.op)))
+    hessian, rows = second_moment(layer, (quantized for _, quantized in task.walk.inputs(layer)))
     check_finite(layer, hessian)
     check_rows("gptq", layer, rows, int(w.shape[2]))
     target = _least_squares(task, layer, w, hessian, settings) if settings.match_float else w
@@ -122,13 +122,13 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     if error[1] > error[0]:
         codes, error[1], note = nearest, error[0], "nearest rounding kept"
     return [
-        Choice(layer.op, layer.tensor(grid.values(codes)), task.encoding(layer), error[0], error[1], note)
+        Choice(layer.name, layer.tensor(grid.values(codes)), task.encoding(layer), error[0], error[1], note)
     ]
 
 
 def _least_squares(task: Task, layer: Layer, w: Tensor, hessian: Tensor, settings: Settings) -> Tensor:
     """Weights whose outputs on the quantized predecessor's values come nearest to the float model's."""
-    cross = cross_moment(layer, task.walk.inputs(layer.op))  # sum of x x_q^T
+    cross = cross_moment(layer, task.walk.inputs(layer))  # sum of x x_q^T
     diagonal = torch.diagonal(hessian, dim1=1, dim2=2)
     damped = hessian + torch.diag_embed(
         (settings.damping * diagonal.mean(1, keepdim=True)).expand(diagonal.shape)

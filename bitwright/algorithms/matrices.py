@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bitwright.core.encoding import Encoding
 
+RECURRENT = ("LSTM", "GRU", "RNN")
 _CHUNK = 1 << 24  # numbers of a patch matrix made at once: 64 MiB
 
 
@@ -48,18 +49,27 @@ class Layer:
     """A layer that can be written as a matrix product.
 
     Attributes:
+        name: the operator's, or the site's where an operator has several weights.
         op: operator.
-        type: ``Conv``, ``ConvTranspose``, ``Gemm`` or ``MatMul``.
+        type: ``Conv``, ``ConvTranspose``, ``Gemm``, ``MatMul``, or a recurrent layer.
         attrs: of the operator.
         shape: of the weight tensor.
         site: of the weight.
+        port: of the weight.
     """
 
+    name: str
     op: str
     type: str
     attrs: Mapping[str, Any]
     shape: tuple[int, ...]
     site: str
+    port: int = 1
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it multiplies the hidden state of the step before, and not the operator's input."""
+        return self.type in RECURRENT and self.port == 2
 
     @property
     def groups(self) -> int:
@@ -81,8 +91,11 @@ class Layer:
         ConvTranspose  ``[G*K, O', *kernel]``              O = O' * kernel
         Gemm           ``[O, K]`` if ``transB`` else ``[K, O]``
         MatMul         ``[K, O]``
+        LSTM, GRU, RNN ``[O, K]`` or ``[1, O, K]``         O = gates * hidden
         ============== =================================== ==============
         """
+        if self.type in RECURRENT:
+            return weight.reshape(1, -1, self.shape[-1])
         if self.type == "Conv":
             return weight.reshape(self.groups, self.shape[0] // self.groups, -1)
         if self.type == "ConvTranspose":
@@ -93,7 +106,7 @@ class Layer:
 
     def tensor(self, matrix: Tensor) -> Tensor:
         """The weight tensor that :meth:`matrix` makes ``matrix`` of."""
-        if self.type == "Conv":
+        if self.type == "Conv" or self.type in RECURRENT:
             return matrix.reshape(self.shape)
         if self.type == "ConvTranspose":
             return matrix.transpose(1, 2).reshape(self.shape)
@@ -220,7 +233,7 @@ def second_moment(layer: Layer, inputs: Iterable[Tensor]) -> tuple[Tensor, int]:
             part = (rows.transpose(1, 2) @ rows).double()
             total = part if total is None else total.add_(part)
             count += int(rows.shape[1])
-    assert total is not None, layer.op
+    assert total is not None, layer.name
     return total, count
 
 
@@ -231,7 +244,7 @@ def cross_moment(layer: Layer, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor
         for x, x_q in zip(layer.rows(real), layer.rows(quantized), strict=True):
             part = (x.transpose(1, 2) @ x_q).double()
             total = part if total is None else total.add_(part)
-    assert total is not None, layer.op
+    assert total is not None, layer.name
     return total
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bitwright.algorithms.matrices import Layer
 from bitwright.algorithms.program import Program, SimulatedModel, State, Step, run, run_step
 from bitwright.errors import CalibrationError
 
@@ -188,13 +189,16 @@ class Walk:
                 run(r.program, r.quantized, r.quantized_at, span[1], self.model.quantize, self.store.keep)
                 r.quantized_at = span[1]
 
-    def inputs(self, op: str, port: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """What ``op`` reads at ``port``, float and quantized, for every batch and every run of it in a batch."""
+    def inputs(self, layer: Layer) -> Iterator[tuple[Tensor, Tensor]]:
+        """What a layer multiplies, float and quantized, for every batch and every run of it in a batch.
+
+        For the recurrent weights of a layer these are the hidden states of the step before, without the first step.
+        """
         for r in self.runs:
-            span = r.program.span([op])
+            span = r.program.span([layer.op])
             if span is not None:
-                real = _reads(r.program, r.real, span, op, port, None)
-                quantized = _reads(r.program, r.quantized, span, op, port, self.model)
+                real = _reads(r.program, r.real, span, layer, None)
+                quantized = _reads(r.program, r.quantized, span, layer, self.model)
                 yield from zip(real, quantized, strict=True)
 
     def step(self, op: str) -> Step:
@@ -212,16 +216,16 @@ def _rows(run: Run) -> int:
 
 
 def _reads(
-    program: Program, state: State, span: tuple[int, int], op: str, port: int, model: SimulatedModel | None
+    program: Program, state: State, span: tuple[int, int], layer: Layer, model: SimulatedModel | None
 ) -> list[Tensor]:
-    """What the steps of ``op`` read at ``port``; the steps between are run on a copy of the state."""
+    """What ``layer`` multiplies in each of its steps; the steps between are run on a copy of the state."""
     quantize = None if model is None else model.quantize
-    found, scratch, wanted = [], dict(state), program.places[op]
+    found, scratch, wanted = [], dict(state), program.places[layer.op]
     with torch.no_grad():
         for i in range(*span):
             step = program.steps[i]
-            if i in wanted:
-                slot = step.ports[port]
+            if i in wanted and not layer.reads_hidden:
+                slot = step.ports[0]
                 value = step.reads[slot]
                 x = scratch[value] if value in scratch else program.constants[value]
                 for place, site in step.operands if quantize is not None else ():
@@ -231,5 +235,8 @@ def _reads(
                 if i == wanted[-1]:
                     break
             results = run_step(step, scratch, program.constants, quantize)
+            if i in wanted and layer.reads_hidden:
+                hidden = results[0].detach()
+                found.append(hidden[1:] if layer.attrs.get("direction") == "reverse" else hidden[:-1])
             scratch.update(zip(step.writes, results, strict=True))
     return found

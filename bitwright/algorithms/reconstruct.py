@@ -18,7 +18,7 @@ from torch import Tensor
 from bitwright.algorithms.adaround import AdaptiveRounding, annealed_beta
 from bitwright.algorithms.blocks import Unit, block_units, layer_units
 from bitwright.algorithms.flexround import LearnedDivision
-from bitwright.algorithms.matrices import Grid, Layer, grid_encoding, sample_rows
+from bitwright.algorithms.matrices import RECURRENT, Grid, Layer, grid_encoding, sample_rows
 from bitwright.algorithms.program import Program, State, Step, run_step
 from bitwright.algorithms.propagate import Run, Walk
 from bitwright.algorithms.rounding import Choice, Task, check_finite, check_rows
@@ -198,7 +198,7 @@ def solve(task: Task, variant: Variant, settings: Settings) -> list[Choice]:
         hard = [(grid.nearest(w), grid) for grid, w in zip(grids, weights, strict=True)]
     return [
         Choice(
-            layer.op, layer.tensor(w), grid_encoding(grid, task.encoding(layer), layer), before, after, note
+            layer.name, layer.tensor(w), grid_encoding(grid, task.encoding(layer), layer), before, after, note
         )
         for layer, w, (_, grid) in zip(layers, learned, hard, strict=True)
     ]
@@ -255,13 +255,13 @@ def predict(x: Tensor, w: Tensor, bias: Tensor | None, function: Callable[[Tenso
 def layer_problem(task: Task, layer: Layer, w: Tensor, settings: Settings) -> LayerProblem:
     """Draw rows of the layer's inputs and compute their targets."""
     walk = task.walk
-    total = sum(layer.positions(real) for real, _ in walk.inputs(layer.op))
+    total = sum(layer.positions(real) for real, _ in walk.inputs(layer))
     groups, _, inputs = (int(n) for n in w.shape)
     check_rows("reconstruction", layer, total, inputs)
     most = min(total, settings.rows)
     places = (walk.store.empty((groups, most, inputs)), walk.store.empty((groups, most, inputs)))
     places = (places[0].to(w.device), places[1].to(w.device))
-    sample_rows(layer, walk.inputs(layer.op), total, most, task.generator, places)
+    sample_rows(layer, walk.inputs(layer), total, most, task.generator, places)
     real, quantized = layer_biases(task, layer, w)
     function = _function(task)
     with torch.no_grad():
@@ -274,7 +274,7 @@ def layer_problem(task: Task, layer: Layer, w: Tensor, settings: Settings) -> La
 def layer_biases(task: Task, layer: Layer, w: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The bias in float and as the simulation adds it, ``[G, 1, O]``."""
     step, model = task.walk.step(layer.op), task.walk.model
-    if 2 not in step.ports or not layer.has_rows_as_outputs:
+    if 2 not in step.ports or not layer.has_rows_as_outputs or layer.type in RECURRENT:
         return None, None
     slot = step.ports[2]
     bias = task.walk.constants(layer.op).constants[step.reads[slot]].detach()
@@ -318,6 +318,9 @@ def why_no_block(walk: Walk, unit: Unit) -> str | None:
         if span is None:
             return "some batches do not run it"
         steps = r.program.steps[span[0] : span[1]]
+        looped = next((op for op in unit.layers if walk.model.graph().op(op).type in RECURRENT), None)
+        if looped is not None:
+            return f"{looped} is a loop over time"
         runs = [step.op for step in steps if step.op in unit.layers]
         if len(runs) > len(set(runs)):
             return "a layer in it runs several times"

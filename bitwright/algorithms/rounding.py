@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitwright.algorithms.blocks import Unit
-from bitwright.algorithms.matrices import Grid, Layer
+from bitwright.algorithms.matrices import RECURRENT, Grid, Layer
 from bitwright.algorithms.program import SimulatedModel
 from bitwright.algorithms.propagate import Store, Walk
 from bitwright.core.encoding import Encoding
@@ -31,7 +31,7 @@ from bitwright.errors import CalibrationError, ConfigError, close_matches
 
 logger = logging.getLogger("bitwright")
 
-TREATED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+TREATED = ("Conv", "ConvTranspose", "Gemm", "MatMul", *RECURRENT)
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Choice:
     """What a method found for one layer.
 
     Attributes:
-        op: the layer.
+        layer: its name: of the operator, or of the site where an operator has several weights.
         weight: its new weights, on the grid of ``encoding``; ``None`` leaves them as they are.
         encoding: its grid.
         before, after: the error of its output with weights rounded to nearest, and with these; in units of the method.
     """
 
-    op: str
+    layer: str
     weight: Tensor | None
     encoding: Encoding
     before: float
@@ -59,7 +59,7 @@ class Task:
 
     Attributes:
         unit: operators and layers.
-        layers: the layers as matrix products, by operator.
+        layers: the layers as matrix products, by name.
         walk: both streams, standing before the unit.
         generator: the unit's own source of random numbers.
     """
@@ -135,7 +135,7 @@ class RoundingReport(Sequence[Choice]):
         lines = [("layer", "nearest", self.method, "", "")]
         for r in self.rows:
             ratio = f"x {r.after / r.before:.3f}" if r.before > 0 else ""
-            lines.append((r.op, f"{r.before:.5g}", f"{r.after:.5g}", ratio, r.note))
+            lines.append((r.layer, f"{r.before:.5g}", f"{r.after:.5g}", ratio, r.note))
         widths = [max(len(line[i]) for line in lines) for i in range(4)]
         table = [
             f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}  {d.rjust(widths[3])}  {e}".rstrip()
@@ -157,32 +157,34 @@ def find_layers(
         ConfigError: a name or glob that matches no layer.
     """
     graph = model.graph()
-    weights = {
-        s.op: s for s in model.sites().values() if s.role in ("weight", "constant") and _is_layer(graph, s)
-    }
+    weights: dict[str, list[Site]] = {}
+    for site in model.sites().values():
+        if site.role in ("weight", "constant") and _is_layer(graph, site):
+            weights.setdefault(site.op, []).append(site)
     wanted = set(weights) if include is None else _matching(include, weights, "include")
     unwanted = _matching(exclude, weights, "exclude")
     readers = _readers(graph)
     found: dict[str, Layer] = {}
     skipped: dict[str, str] = {}
     for op in graph.ops:
-        site = weights.get(op.name)
-        if site is None:
-            continue
-        if op.name not in wanted or op.name in unwanted:
-            reason: str | None = "excluded"
-        else:
-            reason = _why_not(graph, op, site, readers)
-        if reason is not None:
-            skipped[op.name] = reason
-        else:
-            shape = graph.values[site._plan.value].shape
-            found[op.name] = Layer(op.name, op.type, dict(op.attrs), shape, site.name)
+        for site in weights.get(op.name, ()):
+            name = site.name if op.type in RECURRENT else op.name
+            if op.name not in wanted or op.name in unwanted:
+                reason: str | None = "excluded"
+            else:
+                reason = _why_not(graph, op, site, readers)
+            if reason is not None:
+                skipped[name] = reason
+            else:
+                shape = graph.values[site._plan.value].shape
+                found[name] = Layer(name, op.name, op.type, dict(op.attrs), shape, site.name, site._plan.port)
     return found, skipped
 
 
 def _is_layer(graph: Graph, site: Site) -> bool:
     op = graph.op(site.op)
+    if op.type in RECURRENT:
+        return site.role == "weight"
     return op_row(op.type).kind == "compute" and site._plan.port == op_row(op.type).weight
 
 
@@ -219,6 +221,8 @@ def _why_not(graph: Graph, op: Op, site: Site, readers: Mapping[str, set[str]]) 
         return f"{site.encoding.format.name} is no integer grid of at most 16 bits"
     if op.type not in TREATED:
         return f"a {op.type} is no matrix product of its input"
+    if op.type in RECURRENT:
+        return _why_not_recurrent(op, site, readers.get(value.param or "", set()))
     if value.param is None:
         return "its weight is computed in the model and no parameter"
     others = readers.get(value.param, set()) - {op.name}
@@ -237,6 +241,15 @@ def _why_not(graph: Graph, op: Op, site: Site, readers: Mapping[str, set[str]]) 
         if not bias.is_static or np.prod(bias.shape) != max(bias.shape, default=0):
             return "what it adds is no vector of biases"
     return None
+
+
+def _why_not_recurrent(op: Op, site: Site, readers: set[str]) -> str | None:
+    if site._plan.port not in (1, 2):
+        return "it is no product of the input or the hidden state"
+    if len(op.inputs) > 4 and op.inputs[4] is not None and site._plan.port == 2:
+        return "its sequences are of different lengths, so that the hidden states before each step do not lie in a row"
+    others = readers - {op.name}
+    return f"its weight is also read by {sorted(others)[0]}, which would change with it" if others else None
 
 
 def apply(
@@ -287,10 +300,14 @@ def apply(
     try:
         walk = Walk(model, batches, store)
         key = hashlib.sha256(f"{name} {settings} {seed}".encode() + _fingerprint(walk))
-        for unit in progress(_reached(walk, units(walk, list(layers)), skipped)):
-            for op in unit.layers:
-                key.update(_weight_key(model, layers[op]))
-            rows += _treat(walk, unit, layers, method, cache, key.hexdigest(), seed)
+        by_op: dict[str, list[Layer]] = {}
+        for layer in layers.values():
+            by_op.setdefault(layer.op, []).append(layer)
+        for unit in progress(_reached(walk, units(walk, list(by_op)), by_op, skipped)):
+            mine = [layer for op in unit.layers for layer in by_op[op]]
+            for layer in mine:
+                key.update(_weight_key(model, layer))
+            rows += _treat(walk, unit, mine, method, cache, key.hexdigest(), seed)
     except KeyboardInterrupt:
         logger.warning(
             "%s interrupted after %d of %d layers; these stay in force", name, len(rows), len(layers)
@@ -303,33 +320,33 @@ def apply(
 
 
 def _treat(
-    walk: Walk,
-    unit: Unit,
-    layers: Mapping[str, Layer],
-    method: Method,
-    cache: Cache | None,
-    key: str,
-    seed: int,
+    walk: Walk, unit: Unit, layers: Sequence[Layer], method: Method, cache: Cache | None, key: str, seed: int
 ) -> list[Choice]:
     """Choose the weights of one unit, put them in force, and take both streams behind it."""
     walk.advance(unit.ops)
-    mine = {op: layers[op] for op in unit.layers}
     kept = None if cache is None else cache.get(key)
     if kept is not None:
-        choices = [_unpacked(kept, i, layers[op], walk.model) for i, op in enumerate(unit.layers)]
+        choices = [_unpacked(kept, i, layer, walk.model) for i, layer in enumerate(layers)]
+    elif layers[0].type in RECURRENT:  # one weight after the other, each from the same states
+        choices = [c for layer in layers for c in _chosen(walk, unit, [layer], method, seed)]
     else:
-        digest = int.from_bytes(hashlib.sha256(f"{seed} {unit.name}".encode()).digest()[:7], "big")
-        choices = list(method(Task(unit, mine, walk, torch.Generator().manual_seed(digest))))
-        if cache is not None:
-            cache.put(key, {k: v for i, c in enumerate(choices) for k, v in _packed(c, i).items()})
+        choices = _chosen(walk, unit, layers, method, seed)
+    if kept is None and cache is not None:
+        cache.put(key, {k: v for i, c in enumerate(choices) for k, v in _packed(c, i).items()})
     walk.pass_real(unit.ops)
-    for choice in choices:
-        site = walk.model.sites()[layers[choice.op].site]
+    for choice, layer in zip(choices, layers, strict=True):
+        site = walk.model.sites()[layer.site]
         site.encoding, site.frozen = choice.encoding, True
         if choice.weight is not None:
             walk.model.set_weight(site.name, choice.weight)
     walk.pass_quantized(unit.ops)
     return choices
+
+
+def _chosen(walk: Walk, unit: Unit, layers: Sequence[Layer], method: Method, seed: int) -> list[Choice]:
+    named = {layer.name: layer for layer in layers}
+    digest = int.from_bytes(hashlib.sha256(f"{seed} {' '.join(named)}".encode()).digest()[:7], "big")
+    return list(method(Task(unit, named, walk, torch.Generator().manual_seed(digest))))
 
 
 def _packed(choice: Choice, index: int) -> dict[str, NDArray[Any]]:
@@ -348,17 +365,20 @@ def _unpacked(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model:
     encoding = Encoding(known.format, kept[f"{index}.scale"], kept[f"{index}.zero_point"], known.granularity)
     before, after = kept[f"{index}.errors"].tolist()
     weight = kept.get(f"{index}.weight")
-    return Choice(layer.op, None if weight is None else torch.from_numpy(weight), encoding, before, after)
+    return Choice(layer.name, None if weight is None else torch.from_numpy(weight), encoding, before, after)
 
 
-def _reached(walk: Walk, units: Sequence[Unit], skipped: dict[str, str]) -> list[Unit]:
+def _reached(
+    walk: Walk, units: Sequence[Unit], by_op: Mapping[str, Sequence[Layer]], skipped: dict[str, str]
+) -> list[Unit]:
     """The units that some batch runs; layers of the others are listed."""
     found = []
     for unit in units:
         if any(r.program.span(unit.ops) is not None for r in walk.runs):
             found.append(unit)
         else:
-            skipped.update(dict.fromkeys(unit.layers, "no batch reached it"))
+            names = [layer.name for op in unit.layers for layer in by_op[op]]
+            skipped.update(dict.fromkeys(names, "no batch reached it"))
     return found
 
 
@@ -377,7 +397,7 @@ def _weight_key(model: SimulatedModel, layer: Layer) -> bytes:
     weight = model.weight(layer.site).float().cpu().numpy()
     assert encoding is not None, layer.site
     grid = encoding.scale.tobytes() + encoding.zero_point.tobytes()
-    return f"{layer.op} {encoding.format.name}".encode() + grid + weight.tobytes()
+    return f"{layer.name} {encoding.format.name}".encode() + grid + weight.tobytes()
 
 
 def _warn(name: str, layers: Mapping[str, Layer], walk: Walk, skipped: Mapping[str, str]) -> None:
@@ -400,7 +420,7 @@ def check_rows(name: str, layer: Layer, rows: int, inputs: int) -> None:
         logger.warning(
             "%s: %s sees %d samples for %d inputs per output, too few to tell good roundings from bad ones; "
             "256 to 1024 samples are enough for most networks",
-            name, layer.op, rows, inputs,
+            name, layer.name, rows, inputs,
         )  # fmt: skip
 
 
@@ -412,7 +432,7 @@ def check_finite(layer: Layer, tensor: Tensor) -> None:
     """
     if not bool(torch.isfinite(tensor).all()):
         raise CalibrationError(
-            layer.op,
+            layer.name,
             "its input or output on the calibration data holds NaN or infinite numbers",
             "find the batch or the operator before it that makes them; the layers before this one are done",
         )

@@ -37,7 +37,7 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     """Choose the range of a layer's weights; the weights stay as they are, and later methods may round them."""
     (layer,) = task.layers.values()
     w = task.weight(layer)
-    hessian, rows = second_moment(layer, (quantized for _, quantized in task.walk.inputs(layer.op)))
+    hessian, rows = second_moment(layer, (quantized for _, quantized in task.walk.inputs(layer)))
     check_finite(layer, hessian)
     start = task.encoding(layer)
     spec = task.walk.model.sites()[layer.site].spec
@@ -58,7 +58,7 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
             better = found < errors
             best, errors = _chosen(best, candidate, better), np.where(better, found, errors)
     assert errors is not None and before is not None
-    return [Choice(layer.op, None, best, float(before.sum()), float(errors.sum()))]
+    return [Choice(layer.name, None, best, float(before.sum()), float(errors.sum()))]
 
 
 def _errors(w: Tensor, metric: Callable[[Tensor], Tensor], encoding: Encoding, layer: Layer) -> np.ndarray:

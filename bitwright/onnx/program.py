@@ -166,7 +166,8 @@ class OnnxSimulation:
             opaque = _Opaque(self.sim, node, fixed)
             return Step(
                 name, tuple(ids(v) for v in opaque.inputs), tuple(ids(v) for v in outputs), opaque.real,
-                {}, tuple((i, pending[v]) for i, v in enumerate(opaque.inputs) if v in pending), (), False,
+                {port: opaque.inputs.index(v) for port, v in enumerate(node.inputs) if v in opaque.inputs},
+                tuple((i, pending[v]) for i, v in enumerate(opaque.inputs) if v in pending), (), False,
                 opaque.quantized,
             )  # fmt: skip
         return Step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,9 +15,10 @@ from bitwright.core.graph import Graph
 from bitwright.core.model import sqnr
 from bitwright.core.sites import Site
 from bitwright.errors import ModelError
+from bitwright.torch import recurrent
 from bitwright.torch.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.functions import FUNCTIONS, SET_ITEM, Function
-from bitwright.torch.intercept import Frame, Interceptor, Key
+from bitwright.torch.intercept import Frame, Key
 from bitwright.torch.quantizer import Quantizer
 from bitwright.torch.quantsim import QuantizationSimModel
 from bitwright.torch.record import Slot
@@ -32,8 +34,8 @@ _EXACT_ENOUGH = 80.0  # dB between a model and its steps; they make the same cal
 class _Tracer:
     """A handler that carries out every call unchanged and writes it down as a :class:`Step`."""
 
-    def __init__(self, plans: Mapping[Key, CallPlan], interceptor: Interceptor) -> None:
-        self._plans, self._interceptor = plans, interceptor
+    def __init__(self, plans: Mapping[Key, CallPlan], quantize: Callable[[str, Tensor], Tensor]) -> None:
+        self._plans, self._quantize = plans, quantize
         self.steps: list[Step] = []
         self.constants: dict[int, Tensor] = {}
         self.inputs: State = {}
@@ -98,9 +100,17 @@ class _Tracer:
                 places,
                 tuple((places[p.at], p.site) for p in plan.operands if p.at in places),
                 tuple((p.at, p.site) for p in plan.outputs if p.at < len(produced)),
+                inside=self._inside(plan, func, template),
             )
         )
         return output
+
+    def _inside(self, plan: CallPlan, func: Callable[..., Any], template: Any) -> _Replay | None:
+        """A recurrent layer with its quantizers inside."""
+        if func is not recurrent.layer or not plan.inside:
+            return None
+        inside = {name: functools.partial(self._quantize, p.site) for name, p in plan.inside.items()}
+        return _Replay(func, (template[0], {**template[1], "inside": inside}), False)
 
     def _places(
         self, row: Function | None, args: tuple[Any, ...], kwargs: dict[str, Any], slots: Mapping[int, int]
@@ -207,7 +217,7 @@ class TorchSimulation:
         """
         sim = self.sim
         self.sim._simulator.refresh_biases()
-        tracer = _Tracer(sim._simulator.plans, sim._interceptor)
+        tracer = _Tracer(sim._simulator.plans, self.quantize)
         before, sim._interceptor.handler = sim._interceptor.handler, tracer
         try:
             with torch.no_grad(), evaluation(sim.model):

@@ -19,7 +19,7 @@ def conv(shape: tuple[int, ...], group: int = 1, pads=None, strides=None, dilati
     attrs = {
         "group": group, "pads": pads or (0,) * 2 * n, "strides": strides or (1,) * n, "dilations": dilations or (1,) * n
     }  # fmt: skip
-    return Layer("conv", "Conv", attrs, shape, "conv.weight")
+    return Layer("conv", "conv", "Conv", attrs, shape, "conv.weight")
 
 
 CONVS = [
@@ -53,9 +53,9 @@ def test_convolution(layer: Layer, shape):
 @pytest.mark.parametrize(
     "layer",
     [
-        Layer("l", "Gemm", {"transB": 1}, (5, 7), "l.weight"),
-        Layer("l", "Gemm", {"transB": 0}, (7, 5), "l.weight"),
-        Layer("l", "MatMul", {}, (7, 5), "l.weight"),
+        Layer("l", "l", "Gemm", {"transB": 1}, (5, 7), "l.weight"),
+        Layer("l", "l", "Gemm", {"transB": 0}, (7, 5), "l.weight"),
+        Layer("l", "l", "MatMul", {}, (7, 5), "l.weight"),
     ],
     ids=["gemm-transposed", "gemm", "matmul"],
 )
@@ -69,7 +69,7 @@ def test_linear(layer: Layer):
 
 @pytest.mark.parametrize("group", [1, 2])
 def test_transposed_convolution_is_a_product_before_its_outputs_are_added_up(group):
-    layer = Layer("t", "ConvTranspose", {"group": group}, (4, 3, 2, 2), "t.weight")
+    layer = Layer("t", "t", "ConvTranspose", {"group": group}, (4, 3, 2, 2), "t.weight")
     x, w = torch.randn(2, 4, 5, 5), torch.randn(layer.shape)
     (rows,) = layer.rows(x)
     found = rows @ layer.matrix(w).transpose(1, 2)  # [G, N * L, O * kernel]

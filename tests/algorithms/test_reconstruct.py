@@ -160,7 +160,7 @@ def test_blocks_can_be_given():
     _, sim = simulated()
     blocks = [["blocks.0.a", "blocks.1.relu_1"]]
     report = apply_reconstruction(sim, data(), "brecq", blocks=blocks, iterations=20)
-    assert [row.op for row in report][1:5] == ["blocks.0.a", "blocks.0.b", "blocks.1.a", "blocks.1.b"]
+    assert [row.layer for row in report][1:5] == ["blocks.0.a", "blocks.0.b", "blocks.1.a", "blocks.1.b"]
     assert len({row.before for row in report.rows[1:5]}) == 1  # one error for all of them
     with pytest.raises(ConfigError, match="no operator 'blocks.0.aa'.*did you mean 'blocks.0.a'"):
         apply_reconstruction(sim, data(), "brecq", blocks=[["blocks.0.aa"]])
@@ -321,6 +321,6 @@ def test_layers_that_cannot_be_treated_are_listed(caplog):
 def test_excluded_layers_are_listed_as_such():
     _, sim = simulated()
     report = apply_reconstruction(sim, data(), "gptq", exclude=["blocks.*"])
-    assert [row.op for row in report] == ["stem", "up", "head"]
+    assert [row.layer for row in report] == ["stem", "up", "head"]
     assert report.skipped["blocks.0.a"] == "excluded"
     assert not sim.quantizers["blocks.0.a.weight"].frozen

@@ -170,7 +170,7 @@ def test_operators_without_a_torch_row_are_run_by_the_runtime(caplog):
     report = onnx_front.apply_reconstruction(
         sim, feeds, "brecq", blocks=[["first", "second"]], iterations=100
     )
-    assert [row.op for row in report] == [
+    assert [row.layer for row in report] == [
         "first",
         "second",
     ]  # there is no gradient through Resize: one by one
@@ -208,4 +208,8 @@ def test_aimet_names(both, caplog):
         one = onnx_front.apply_seq_mse(sim, feeds, num_candidates=5, nodes_to_exclude=["/head/*"])
         two = onnx_front.apply_adaround(sim, feeds, num_iterations=20, nodes_to_include=["/stem/*"])
         three = onnx_front.apply_gptq(sim, feeds, include=["/head/*"])
-    assert len(one) == 3 and [r.op for r in two] == ["/stem/Conv"] and [r.op for r in three] == ["/head/Gemm"]
+    assert (
+        len(one) == 3
+        and [r.layer for r in two] == ["/stem/Conv"]
+        and [r.layer for r in three] == ["/head/Gemm"]
+    )
