@@ -34,6 +34,7 @@ from bitwright.onnx.calibrate import Instrument
 from bitwright.onnx.data import Feeds
 from bitwright.onnx.load import clone_model
 from bitwright.onnx.session import Providers, first_line, open_session
+from bitwright.progress import collector_paused
 
 Array = NDArray[Any]
 
@@ -128,9 +129,7 @@ class Probe:
         if not names:
             return {}
         if key not in self._judging:
-            copy = self._copy()
-            scalars = [scalar for name in names for scalar in _bounds(copy, name)]
-            self._judging = {key: (self._open(copy, scalars), [str(v.name) for v in scalars])}
+            self._judging = {key: self._judge(names)}
         session, outputs = self._judging[key]
         found = iter(session.run(outputs, self._fed(feeds)))
         return {name: _judge(*bounds) for name, *bounds in zip(names, found, found, found, strict=True)}
@@ -145,9 +144,7 @@ class Probe:
         made = tuple(name for name in wanted if name not in found)
         if made:
             if made not in self._fetching:
-                copy = self._copy()
-                values = [_readable(copy, copy.value(name)) for name in made]
-                self._fetching = {made: (self._open(copy, values), [str(v.name) for v in values])}
+                self._fetching = {made: self._hand_out(made)}
             session, outputs = self._fetching[made]
             found.update(zip(made, session.run(outputs, self._fed(feeds)), strict=True))
         return found
@@ -180,10 +177,23 @@ class Probe:
         types = {out.name: _RUNTIME_TYPES.get(out.type) for out in session.get_outputs()}
         return {name: found for name in names if (found := types.get(name)) is not None}
 
+    @collector_paused()
     def _watch(self) -> tuple[Any, dict[str, str]]:
         copy = self._copy()
         sums = {str(value.name): copy.sum(value) for value in copy.floats}
         return self._open(copy, list(sums.values())), {name: str(v.name) for name, v in sums.items()}
+
+    @collector_paused()
+    def _judge(self, names: Sequence[str]) -> tuple[Any, list[str]]:
+        copy = self._copy()
+        scalars = [scalar for name in names for scalar in _bounds(copy, name)]
+        return self._open(copy, scalars), [str(v.name) for v in scalars]
+
+    @collector_paused()
+    def _hand_out(self, names: Sequence[str]) -> tuple[Any, list[str]]:
+        copy = self._copy()
+        values = [_readable(copy, copy.value(name)) for name in names]
+        return self._open(copy, values), [str(v.name) for v in values]
 
     def _open(self, copy: _Copy, wanted: Sequence[ir.Value]) -> Any:
         return copy.instrument.open(

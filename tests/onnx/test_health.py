@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
 from bitwright.core.health import CLEAN
@@ -279,6 +280,42 @@ def test_trained_models_are_healthy_and_a_broken_one_is_not(shared_data, name):
         array.reshape(-1)[7] = np.nan
     culprit = check_model(path, batches).culprit
     assert culprit is None if not floats else (culprit.cause, culprit.batch) == ("bad input data", 1)
+
+
+def with_root(model: onnx.ModelProto, value: str) -> onnx.ModelProto:
+    """A copy in which ``sqrt(-1 - |value|)`` takes the place of ``value`` for all that read it."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    nodes = copy.graph.node
+    at = next(i for i, node in enumerate(nodes) if value in node.output)
+    for node in nodes[at + 1 :]:
+        node.input[:] = ["planted_d" if name == value else name for name in node.input]
+    make = onnx.helper.make_node
+    chain = [
+        make("Abs", [value], ["planted_a"], name="magnitude"),
+        make("Neg", ["planted_a"], ["planted_b"], name="minus"),
+        make("Sub", ["planted_b", "planted_one"], ["planted_c"], name="less"),
+        make("Sqrt", ["planted_c"], ["planted_d"], name="planted"),
+    ]
+    copy.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(1), "planted_one"))
+    for i, node in enumerate(chain):
+        nodes.insert(at + 1 + i, node)
+    return copy
+
+
+@pytest.mark.parametrize("name", ["mnist_cntk", "face_slim_320", "resnet20_aux", "lstm_char"])
+def test_a_root_put_anywhere_into_a_trained_model_is_named(shared_data, name):
+    loaded = load_model(real.onnx_file(name)).model
+    model, rng = ir.to_proto(loaded), np.random.default_rng(0)
+    feeds = {spec.name: random_array(spec, rng) for spec in input_specs(loaded)}
+    outputs = set(loaded.graph.outputs)
+    inner = [
+        v for node in loaded.graph for v in node.outputs if v.dtype == ir.DataType.FLOAT and v not in outputs
+    ]
+    for value in rng.choice([str(v.name) for v in inner if v.uses()], 3, replace=False):
+        culprit = check_model(with_root(model, value), [feeds]).culprit
+        assert culprit is not None and culprit.op == "planted", value
+        assert culprit.cause == "root of a negative number"
 
 
 # -- calibration
