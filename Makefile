@@ -52,6 +52,7 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/torch_speed.py
 	$(BIN)/python benchmarks/onnx_speed.py
+	$(BIN)/python benchmarks/recurrent_speed.py
 	$(BIN)/python benchmarks/scaling.py
 
 clean:

@@ -74,7 +74,11 @@ def test_files_hold_the_table_and_the_machine(measure, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "words"),
-    [("torch_speed.py", "--models mobilenet_v2 --rows forward"), ("scaling.py", "--sizes 500 1000")],
+    [
+        ("torch_speed.py", "--models mobilenet_v2 --rows forward"),
+        ("recurrent_speed.py", "--length 20 --hidden 64"),
+        ("scaling.py", "--sizes 500 1000"),
+    ],
 )
 def test_help_shows_an_example(script, words):
     shown = run(script, "--help")
@@ -88,6 +92,15 @@ def test_scaling_runs(tmp_path):
     assert ran.returncode == 0, ran.stderr
     results = json.loads((tmp_path / "s.json").read_text())["results"]
     assert [r["folded"] for r in results] == [20, 20]
+
+
+@pytest.mark.slow
+def test_recurrent_speed_runs(tmp_path):
+    sizes = ["--length", "4", "--batch", "2", "--hidden", "8", "--rounds", "1"]
+    ran = run("recurrent_speed.py", *sizes, "--json", str(tmp_path / "s.json"))
+    assert ran.returncode == 0, ran.stderr
+    results = json.loads((tmp_path / "s.json").read_text())["results"]
+    assert list(results) == ["LSTM", "GRU", "RNN"] and all(r["training step"] > 0 for r in results.values())
 
 
 @pytest.mark.slow

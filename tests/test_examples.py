@@ -45,6 +45,18 @@ def test_network_learns_the_digits(quickstart):
 
 
 @pytest.mark.slow
+def test_training_a_quantized_lstm_gains_accuracy():
+    spec = importlib.util.spec_from_file_location("recurrent_qat", ROOT / "examples" / "recurrent_qat.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    percent = module.main()
+    assert percent["float"] >= 94.0
+    assert percent["W8A8, after training"] >= percent["float"] - 1.0
+    assert percent["W4A8, trained quantized"] >= percent["W4A8, after training"] + 2.0
+
+
+@pytest.mark.slow
 def test_script_prints_its_five_rows(tmp_path):
     run = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path / "out")],
