@@ -22,6 +22,8 @@ Providers = Sequence[str | tuple[str, dict[str, Any]]]
 #: bytes of weights up to which a model is handed over in memory, which takes several copies of it
 IN_MEMORY = 1 << 28
 _CPU = ("CPUExecutionProvider",)
+SPILLED = "bitwright.spilled"  # what a model notes the folder of its weights under
+_PAGE = 4096  # bytes; what lies at a multiple of it can be mapped into memory
 _LARGE = 1024  # bytes of a tensor that is kept out of messages and optimised files
 # what numpy and the runtime call the same
 _NUMPY_TYPES = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64))
@@ -67,6 +69,10 @@ def open_session(
     with _explained(model.graph.name or "model"):
         if fits_a_message(model):
             return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=chosen)
+        if SPILLED in model.meta:
+            with tempfile.NamedTemporaryFile(suffix=".onnx", dir=model.meta[SPILLED]) as file:
+                ir.save(model, file.name)
+                return ort.InferenceSession(file.name, options, providers=chosen)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "model.onnx")
             ir.save(model, path, external_data="model.onnx.data")
@@ -215,6 +221,28 @@ def _number(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):  # no control group, or no limit ("max")
         return None
+
+
+def spill(model: ir.Model, folder: str) -> None:
+    """Write the weights of ``model`` to a file in ``folder``, one after the other, and let it read them from there.
+
+    Sessions of the model then share the file; it must stay as long as one is to be opened.
+    """
+    path = Path(folder, "weights.data")
+    with path.open("wb") as file:
+        for graph in model.graphs():
+            for value in graph.initializers.values():
+                tensor = value.const_value
+                if tensor is None or tensor.nbytes < _LARGE or tensor.dtype == ir.DataType.STRING:
+                    continue
+                file.write(b"\0" * (-file.tell() % _PAGE))
+                start = file.tell()
+                file.write(tensor.tobytes())
+                value.const_value = ir.ExternalTensor(
+                    path.name, start, file.tell() - start, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()),
+                    name=str(value.name), base_dir=folder,
+                )  # fmt: skip
+    model.meta[SPILLED] = folder
 
 
 def fits_a_message(model: ir.Model) -> bool:

@@ -6,8 +6,9 @@ from it, by the same writer of quantizers (:mod:`bitwright.export.builder`), so 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from bitwright.export.markers import (
 from bitwright.export.qdq import find_constants, let_go
 from bitwright.export.recurrent import INNER_SITES, expand_recurrent
 from bitwright.onnx.recurrent import is_layer
-from bitwright.onnx.session import IN_MEMORY, weight_bytes
+from bitwright.onnx.session import IN_MEMORY, spill, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,13 @@ class Simulation:
         model: standard ONNX; graph inputs and outputs keep their names and order.
         taps: activation site -> the float tensors that enter it, each with the graph in which the site stands.
         results: activation site -> what its readers see.
+        folder: where the weights of a large model lie while this exists; sessions share them.
     """
 
     model: ir.Model
     taps: dict[str, list[tuple[ir.Value, ir.Graph]]] = field(default_factory=dict)
     results: dict[str, list[ir.Value]] = field(default_factory=dict)
+    folder: tempfile.TemporaryDirectory[str] | None = None
 
 
 def mark_sites(model: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str, ir.Node]) -> ir.Model:
@@ -165,7 +168,7 @@ def simulation_model(
     copy = copy_model(expand_recurrent(marked))
     builder, constants = Builder(copy), find_constants(copy)
     simulation = Simulation(copy)
-    large = weight_bytes(copy) > IN_MEMORY
+    large = weight_bytes(marked) > IN_MEMORY
     folded: dict[tuple[ir.Value, Encoding], ir.Value] = {}
     replaced: dict[ir.Value, None] = {}
     for node in site_nodes(copy):
@@ -193,7 +196,13 @@ def simulation_model(
     for source in replaced:
         remove_unread(source)
     close(copy)
-    return simulation
+    return _spilled(simulation) if large else simulation
+
+
+def _spilled(simulation: Simulation) -> Simulation:
+    folder = tempfile.TemporaryDirectory(prefix="bitwright-", ignore_cleanup_errors=True)
+    spill(simulation.model, folder.name)
+    return replace(simulation, folder=folder)
 
 
 def _bypass_activation(node: ir.Node, builder: Builder) -> ir.Node | None:
