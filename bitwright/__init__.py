@@ -22,6 +22,7 @@ _HOME = {
     "PerTensor": "bitwright.core.granularity",
     "PerChannel": "bitwright.core.granularity",
     "PerBlock": "bitwright.core.granularity",
+    "PerGate": "bitwright.core.granularity",
     "BitwrightError": "bitwright.errors",
     "CalibrationError": "bitwright.errors",
     "ConfigError": "bitwright.errors",

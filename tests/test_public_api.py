@@ -12,7 +12,7 @@ import bitwright
 PUBLIC = {
     "__version__", "quantize",
     "QuantSpec", "RangeMethod", "Preset", "PRESETS", "Rule",
-    "IntFormat", "FloatFormat", "PerTensor", "PerChannel", "PerBlock",
+    "IntFormat", "FloatFormat", "PerTensor", "PerChannel", "PerBlock", "PerGate",
     "BitwrightError", "CalibrationError", "ConfigError", "EncodingsError", "ExportError", "FormatError",
     "GranularityError", "ModelError", "RangeError",
 }  # fmt: skip
