@@ -43,6 +43,7 @@ from bitwright.progress import progress as shown
 
 Array = NDArray[Any]
 
+_NOTES = 16
 # Operators that hand a constant on as it is, to what reads it.
 _CARRIES = frozenset(
     (
@@ -143,7 +144,7 @@ class Doctor:
     bad_params: tuple[TensorHealth, ...] = field(init=False)
     _culprits: dict[tuple[str, str], Culprit] = field(default_factory=dict)
     _bad_inputs: list[TensorHealth] = field(default_factory=list)
-    _harmless: dict[str, None] = field(default_factory=dict)
+    _harmless: dict[str, str] = field(default_factory=dict)  # operator -> the note about it
     _notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -184,13 +185,15 @@ class Doctor:
 
     def report(self) -> HealthReport:
         """What was found."""
+        accused = {culprit.op for culprit in self._culprits.values()}
+        notes = [note for op, note in self._harmless.items() if op not in accused]
         calls = sum(1 for _ in self.model.graph.all_nodes()) * self.batches
         return HealthReport(
             self.name,
             tuple(self._culprits.values()),
             tuple(self._bad_inputs),
             self.bad_params,
-            (*self._notes, *self._harmless),
+            (*self._notes, *notes),
             self.batches,
             calls,
         )
@@ -210,8 +213,8 @@ class Doctor:
         for event in tracker.events:
             if event.accused:
                 self._accuse(event, origins[event.index], root)
-            else:
-                self._harmless[_harmless(event, origins[event.index])] = None
+            elif len(self._harmless) < _NOTES:
+                self._harmless.setdefault(event.op, _harmless(event, origins[event.index]))
 
     def _accuse(self, event: Event, origin: _Origin, root: Frame) -> None:
         key = (event.op, event.op_type)
@@ -245,8 +248,8 @@ class Doctor:
     def _of_node(self, event: Event, origin: _Origin) -> Culprit:
         frame, node = origin.frame, origin.node
         assert node is not None
-        reads = ["" if v is None or v.name in (None, *frame.assumed) else str(v.name) for v in node.inputs]
-        writes = [v.name for v in node.outputs if v.name and v.name not in frame.assumed]
+        reads = [_readable_name(v) for v in node.inputs]
+        writes = [v.name for v in node.outputs if v.name and not isinstance(v.type, ir.SequenceType)]
         arrays = frame.fetch([*(name for name in reads if name), *writes])
         ports = [measure_tensor(n, arrays[n], self._kind(n)) if n else None for n in reads]
         written = [measure_tensor(name, arrays[name]) for name in writes]
@@ -346,10 +349,6 @@ class _Replay:
                 self._call(frame, node)
 
     def _call(self, frame: Frame, node: ir.Node) -> None:
-        inside = Flags(*map(any, zip(CLEAN, *(_flags(frame, v) for v in node.inputs), strict=True)))
-        for value in node.outputs:
-            if value.name and value.type is not None and not isinstance(value.type, ir.TensorType):
-                frame.assumed[value.name] = inside
         op_type, _ = canonical_op(node, frame.probe.opset)
         event = self.tracker.call(
             str(node.name),
@@ -402,6 +401,12 @@ def _slices(node: ir.Node, own: Sequence[str]) -> list[tuple[str, int]]:
         return []
     first = len(node.inputs) - scan_inputs(node)
     return [(own[port], port) for port in range(first, len(node.inputs))]
+
+
+def _readable_name(value: ir.Value | None) -> str:
+    """Of a tensor; empty for a port without one, or with a sequence."""
+    tensor = value is not None and value.name and not isinstance(value.type, ir.SequenceType)
+    return str(value.name) if value is not None and tensor else ""
 
 
 def _flags(frame: Frame, value: ir.Value | None) -> Flags:

@@ -56,21 +56,43 @@ BODY_ATTRIBUTES = {
 }
 
 
-def flags_of(x: Array) -> Flags:
-    """Which non-finite values an array holds; of anything but floats it is none."""
+def flags_of(x: Array | list[Array]) -> Flags:
+    """Which non-finite values an array, or a sequence of arrays, holds; of anything but floats it is none."""
+    if isinstance(x, list):
+        return Flags(*map(any, zip(CLEAN, *map(flags_of, x), strict=True)))
     if x.dtype.kind != "f" or np.isfinite(x).all():
         return CLEAN
     return Flags(*(bool(bad.any()) for bad in (np.isnan(x), x == np.inf, x == -np.inf)))
 
 
 def is_body_op(node: ir.Node, opset: int) -> bool:
-    """Whether ``node`` is an If, Loop or Scan over tensors, whose steps can be run one by one."""
+    """Whether ``node`` is an If, Loop or Scan over tensors and sequences, whose steps can be run one by one."""
     if node.op_type not in BODY_ATTRIBUTES or node.domain not in _STANDARD:
         return False
     if node.op_type == "Scan" and opset < 9:  # it had a batch axis then, and lengths
         return False
     values = [v for v in (*node.inputs, *node.outputs) if v is not None]
-    return all(v.type is None or isinstance(v.type, ir.TensorType) for v in values)
+    return all(v.type is None or isinstance(v.type, ir.TensorType | ir.SequenceType) for v in values)
+
+
+def opset_of(model: ir.Model) -> int:
+    """Version of the standard operators."""
+    return max((model.opset_imports.get(domain, 0) for domain in _STANDARD), default=0)
+
+
+def _bodies(node: ir.Node) -> list[ir.Graph]:
+    return [node.attributes[name].as_graph() for name in BODY_ATTRIBUTES[node.op_type]]
+
+
+def _nodes(graph: ir.Graph, opset: int) -> list[ir.Node]:
+    """The nodes of a graph and of the bodies in it that can be run step by step."""
+    found: list[ir.Node] = []
+    waiting = [graph]
+    while waiting:
+        nodes = list(waiting.pop())
+        found += nodes
+        waiting += [body for node in nodes if is_body_op(node, opset) for body in _bodies(node)]
+    return found
 
 
 def _is_float(value: ir.Value) -> bool:
@@ -93,14 +115,20 @@ class Probe:
         self.inputs = {str(v.name) for v in graph.inputs}
         self.outputs = [str(v.name) for v in graph.outputs]
         self.constants = {str(v.name): v for v in graph.initializers.values()}
-        self.opset = max((model.opset_imports.get(domain, 0) for domain in _STANDARD), default=0)
+        self.opset = opset_of(model)
         self.floats = [str(v.name) for node in graph for v in node.outputs if v.name and _is_float(v)]
+        self.sequences = {
+            str(v.name)
+            for node in graph
+            for v in node.outputs
+            if v.name and isinstance(v.type, ir.SequenceType)
+        }
         self.bodies = {node for node in graph if is_body_op(node, self.opset)}
         self.owner = {  # value of a body -> the node of this graph that holds the body
             str(v.name): node
             for node in self.bodies
-            for attribute in BODY_ATTRIBUTES[node.op_type]
-            for inner in node.attributes[attribute].as_graph().all_nodes()
+            for body in _bodies(node)
+            for inner in _nodes(body, self.opset)
             for v in inner.outputs
             if v.name
         }
@@ -218,7 +246,7 @@ class _Copy:
         self._values: dict[str, ir.Value] = {}
         self.floats: list[ir.Value] = []
         main = self.instrument.model.graph
-        for node in list(main.all_nodes()):
+        for node in _nodes(main, opset_of(model)):
             for value in node.outputs:
                 if not value.name:
                     continue
@@ -412,7 +440,6 @@ class Frame:
         body: of a body.
         outputs: what came out, by name.
         suspects: values whose sum was not finite, those of bodies inside included.
-        assumed: what values hold that cannot be looked into: sequences.
     """
 
     probe: Probe
@@ -423,7 +450,6 @@ class Frame:
     body: Body | None = None
     outputs: dict[str, Array] = field(init=False)
     suspects: list[str] = field(init=False)
-    assumed: dict[str, Flags] = field(default_factory=dict)
     _made: dict[str, Flags] | None = None
     _given: dict[str, Flags] = field(default_factory=dict)
 
@@ -456,14 +482,14 @@ class Frame:
 
     def flags(self, name: str) -> Flags:
         """What a value of this graph holds."""
-        if name in self.assumed:
-            return self.assumed[name]
         given = self.feeds.get(name)
+        if given is None and name in self.probe.sequences and name not in self._given:
+            given = self.fetch([name])[name]
         if given is None and name in self.probe.constants:
             given = array_of(self.probe.constants[name])
-        if given is not None:
-            if name not in self._given:
-                self._given[name] = flags_of(given)
+        if given is not None and name not in self._given:
+            self._given[name] = flags_of(given)
+        if name in self._given:
             return self._given[name]
         if self._made is None:
             self._made = self.probe.flags(self._asked(), self.feeds)

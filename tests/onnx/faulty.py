@@ -640,6 +640,35 @@ def _while() -> Any:
     return tail(net, "v"), [np.ones((4, 4), np.float32)]
 
 
+@fault("logarithm in a loop that fills a sequence", "logarithm of a non-positive number",
+       where="iteration 0 of filling (Loop)")  # fmt: skip
+def _sequence_loop() -> Any:
+    net = Net()
+    h = head(net)
+    inner = Net()
+    logs = inner("Log", h, name="culprit")
+    inner("SequenceInsert", "s_in", logs, name="insert", out="s_out")
+    inner("Identity", "going_in", out="going_out")
+    step = helper.make_graph(
+        inner.nodes,
+        "body",
+        [
+            helper.make_tensor_value_info("i", INT64, ()),
+            helper.make_tensor_value_info("going_in", BOOL, ()),
+            helper.make_tensor_sequence_value_info("s_in", FLOAT, None),
+        ],
+        [
+            helper.make_tensor_value_info("going_out", BOOL, ()),
+            helper.make_tensor_sequence_value_info("s_out", FLOAT, None),
+        ],
+    )
+    count, yes = net.const(np.int64(3), "times"), net.const(np.bool_(True), "yes")
+    net("Loop", count, yes, net("SequenceEmpty", name="empty"), name="filling", out=["parts"], body=step)
+    return tail(net, net("ConcatFromSequence", "parts", name="joined", axis=0)), [
+        np.full((4, 4), -1, np.float32)
+    ]
+
+
 @fault("cast to eight bits that does not saturate", "overflow", **SECOND)
 def _eight_bits() -> Any:
     net = Net()
