@@ -43,6 +43,8 @@ _SCALARS = (
     ("Size", ir.DataType.INT64, np.int64(0), "ReduceSum"),
 )  # operator, its type, its value where nothing ran, how the iterations of a loop are joined
 
+_KEPT = 32  # sessions beyond this many are made anew for every batch
+
 
 @dataclass(eq=False)
 class Tap:
@@ -137,7 +139,7 @@ class Calibrator:
     runs: int = 0
     specs: tuple[InputSpec, ...] = field(init=False)
     _sessions: dict[tuple[Any, ...], _Session] = field(default_factory=dict)
-    _sizes: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
+    _sizes: dict[tuple[Any, ...], dict[Tap, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         model = self.simulation.model
@@ -191,8 +193,7 @@ class Calibrator:
     def _watch(self, feeds: Feeds, where: str) -> list[Array]:
         outputs: list[Array] = []
         try:
-            sizes = self._tap_sizes(feeds)
-            groups = self._groups(sizes)
+            groups = self._groups(self._tap_sizes(feeds))
             for i, group in enumerate(groups):
                 found = self._session(group, first=i == 0, arena=len(groups) == 1).run(feeds)
                 if i == 0:
@@ -229,9 +230,9 @@ class Calibrator:
         there = count > 0
         finite = np.isfinite(lo) & np.isfinite(hi) & np.isfinite(total)
         self._bounds.add(lo, hi, count.astype(np.int64), there & finite)
-        odd = tuple(self._reduced[i] for i in np.flatnonzero(there & ~finite))
-        for tap in odd:  # one at a time: nobody planned memory for these
-            self._read_arrays((tap,), self._session((tap,), first=False, arena=False).run(feeds), feeds)
+        odd = [self._reduced[i] for i in np.flatnonzero(there & ~finite)]
+        for group in self._groups(self._tap_sizes(feeds, odd)) if odd else ():
+            self._read_arrays(group, self._session(group, first=False, arena=False).run(feeds), feeds)
 
     def _read_arrays(self, group: Sequence[Tap], found: Sequence[Array], feeds: Feeds) -> None:
         fetched = iter(found)
@@ -242,12 +243,12 @@ class Calibrator:
     # -- sessions and memory
 
     def _session(self, arrays: Sequence[Tap], *, first: bool, arena: bool) -> _Session:
-        """The session for a run; those are kept of which the weights together stay within the budget."""
+        """The session for a run; a few are kept, of which the weights together stay within the budget."""
         key = (tuple(map(id, arrays)), first, arena)
         if key in self._sessions:
             return self._sessions[key]
         made = self._open(arrays, first=first, arena=arena)
-        if len(self._sessions) * self._weights <= self.budget:
+        if len(self._sessions) < _KEPT and len(self._sessions) * self._weights <= self.budget:
             self._sessions[key] = made
         return made
 
@@ -273,30 +274,29 @@ class Calibrator:
         return _Session(watching.session, tuple(arrays), names)
 
     def _groups(self, sizes: Mapping[Tap, int]) -> list[tuple[Tap, ...]]:
-        """The fetched taps in runs that stay within the budget; at least one run."""
+        """The taps in runs that stay within the budget; at least one run."""
         groups: list[list[Tap]] = [[]]
         held = 0
-        for tap in self._fetched:
-            if groups[-1] and held + sizes[tap] > self.budget:
+        for tap, size in sizes.items():
+            if groups[-1] and held + size > self.budget:
                 groups.append([])
                 held = 0
             groups[-1].append(tap)
-            held += sizes[tap]
+            held += size
         return [tuple(group) for group in groups]
 
-    def _tap_sizes(self, feeds: Feeds) -> dict[Tap, int]:
+    def _tap_sizes(self, feeds: Feeds, taps: Sequence[Tap] | None = None) -> dict[Tap, int]:
         """Bytes of every tensor that is fetched: from the shapes in the model, else measured in a run of its own."""
-        key = tuple((name, array.shape) for name, array in feeds.items())
-        if key not in self._sizes:
-            symbols = self._instrument.symbols(feeds)
-            known = [_static_bytes(tap.value, symbols) for tap in self._fetched]
-            open_taps = [tap for tap, size in zip(self._fetched, known, strict=True) if size is None]
-            measured = dict(zip(open_taps, self._measure(open_taps, feeds), strict=True))
-            self._sizes[key] = [
-                measured[tap] if size is None else size
-                for tap, size in zip(self._fetched, known, strict=True)
-            ]
-        return dict(zip(self._fetched, self._sizes[key], strict=True))
+        taps = self._fetched if taps is None else taps
+        shapes = tuple((name, array.shape) for name, array in feeds.items())
+        known = self._sizes.setdefault(shapes, {})
+        new = [tap for tap in taps if tap not in known]
+        symbols = self._instrument.symbols(feeds)
+        static = {tap: _static_bytes(tap.value, symbols) for tap in new}
+        unknown = [tap for tap, size in static.items() if size is None]
+        known.update((tap, size) for tap, size in static.items() if size is not None)
+        known.update(zip(unknown, self._measure(unknown, feeds), strict=True))
+        return {tap: known[tap] for tap in taps}
 
     def _measure(self, taps: Sequence[Tap], feeds: Feeds) -> list[int]:
         if not taps:

@@ -148,6 +148,14 @@ def test_memory_is_bounded_by_runs_of_groups():
     assert len(frugal._sessions) == 1
 
 
+def test_tensors_that_are_not_finite_are_fetched_together():
+    calibrator = simulate(small())._calibrator()
+    calibrator.run({"x": np.full((2, 3, 8, 8), np.nan, np.float32)})
+    assert len(calibrator._reduced) > 2 and len(calibrator._sessions) == 2
+    seen = [tap.quantizer.statistics for tap in calibrator._reduced]
+    assert all(isinstance(s, MinMax) and s.count == 0 and s.nan_count > 0 for s in seen[:2])
+
+
 def test_callback_gets_a_session():
     data, seen = batches(2), []
     model = small()
