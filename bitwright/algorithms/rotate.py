@@ -49,11 +49,11 @@ def hadamard(n: int) -> Array:
                [ 1., -1.]])
     """
     doublings, core = 0, n
-    while core not in (1, 2) and _paley(core) is None and core % 2 == 0:
+    while core > 2 and _paley(core) is None and core % 2 == 0:
         core, doublings = core // 2, doublings + 1
     base = np.array([[1.0, 1.0], [1.0, -1.0]])
     H = np.ones((1, 1)) if core == 1 else base if core == 2 else _paley(core)
-    if n < 1 or H is None:
+    if H is None:
         raise ConfigError(
             "hadamard",
             f"no construction here gives a Hadamard matrix of size {n}",

@@ -97,7 +97,12 @@ class TorchView:
     def capture(self, values: Sequence[str], batches: Iterable[Any]) -> Iterator[dict[str, list[Array]]]:
         """Run the batches one by one; yield the named op outputs of each, one array per run of the op."""
         self.graph()
-        simulator = Simulator({key: CallPlan(call.name) for key, call in self._recorder.calls.items()})
+        simulator = Simulator(
+            {
+                **dict.fromkeys(self._recorder.static, CallPlan("")),
+                **{key: CallPlan(call.name) for key, call in self._recorder.calls.items()},
+            }
+        )
         simulator.stage = "float"
         interceptor = Interceptor(self.model, simulator)
         interceptor.attach()
