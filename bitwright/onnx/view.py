@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ import onnx_ir as ir
 from bitwright.core.graph import Graph
 from bitwright.core.model import AddBias, Array, Bypass, Clamp, Edit, SetParam, Undo, Untie, carry_out
 from bitwright.errors import ModelError, close_matches
+from bitwright.export.builder import Place, after, before
 from bitwright.export.markers import Names, Outputs, bypass, move_uses, remove_unread
+from bitwright.onnx.calibrate import Instrument
 from bitwright.onnx.data import as_feeds, input_specs
 from bitwright.onnx.graph import GraphView, build_graph
 from bitwright.onnx.load import Loaded, Source, load_model
@@ -20,6 +23,7 @@ from bitwright.onnx.session import Providers, first_line, open_session, refusals
 #: operators whose third input is a bias that may be left out
 _WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
 _CONTROL_FLOW = ("If", "Loop", "Scan")
+_NOT_TAKEN = [-1]  # stands for the shape of what lies in a branch that is not taken
 
 
 class OnnxView:
@@ -104,53 +108,35 @@ class OnnxView:
     def capture(self, values: Sequence[str], batches: Iterable[Any]) -> Iterator[dict[str, list[Array]]]:
         """Run the batches one by one; yield the named values of each, every one in a list of its own.
 
+        A value of the main graph has one array per batch; one in the body of a Loop or Scan as many as there are
+        iterations, one in a branch of an If none where the other branch is taken.
+
         Args:
-            values: of the main graph; any kind.
+            values: names of any kind of value.
             batches: feeds, as :func:`bitwright.onnx.data.as_feeds` takes them.
 
         Raises:
-            ModelError: a value is unknown or belongs to a body of If, Loop or Scan, or a feed does not fit.
+            ModelError: a value is unknown, or changes its shape from one iteration to the next; or a feed does not fit.
         """
-        session, specs = self._capture_session(values), input_specs(self.model)
+        self.graph()
+        for name in values:
+            self._check_value(name)
+        session, leading = _capture_session(self.model, values, self.providers)
+        specs = input_specs(self.model)
         for i, batch in enumerate(batches):
             feeds = as_feeds(batch, specs, f"batch {i}")
             arrays = _run(session, feeds, f"batch {i}")
-            yield {name: [_wide(array)] for name, array in zip(values, arrays, strict=True)}
+            yield {
+                name: [_wide(part) for part in _iterations(array, axes)]
+                for name, array, axes in zip(values, arrays, leading, strict=True)
+            }
 
-    def _capture_session(self, values: Sequence[str]) -> Any:
-        self.graph()
-        for name in values:
-            self._main_value(name)
-        copy = self.model.clone()
-        held = {str(v.name): v for v in (*copy.graph.inputs, *copy.graph.initializers.values())}
-        held.update((str(v.name), v) for node in copy.graph for v in node.outputs)
-        names = Names(copy)
-        outputs = []
-        for name in values:
-            # an Identity each, so that inputs, initializers and values named twice can be returned too
-            node = ir.Node("", "Identity", [held[name]], name=names.node(f"{name}/captured"))
-            node.outputs[0].name = names.value(f"{name}_captured")
-            node.outputs[0].type = held[name].type
-            copy.graph.append(node)
-            outputs.append(node.outputs[0])
-        copy.graph.outputs.clear()
-        copy.graph.outputs.extend(outputs)
-        return open_session(copy, self.providers)
-
-    def _main_value(self, name: str) -> ir.Value:
-        value = self._read().value.get(name)
-        if value is None:
+    def _check_value(self, name: str) -> None:
+        if name not in self._read().value:
             some = list(self._read().value)[:2000]
             raise ModelError(
                 name, f"the model has no such value{close_matches(name, some)}", "name a graph value"
             )
-        if value.graph is not self.model.graph:
-            raise ModelError(
-                name,
-                "it belongs to a body of If, Loop or Scan, and one run of the model has it never or many times",
-                "capture what the body returns",
-            )
-        return value
 
     def local(self, op: str) -> Callable[..., Array]:
         """The op as a function of its activation inputs, in port order; parameters are read at each call.
@@ -457,38 +443,94 @@ class OnnxView:
         return metric(self.model)
 
 
+def _capture_session(
+    model: ir.Model, values: Sequence[str], providers: Providers | None
+) -> tuple[Any, list[int | None]]:
+    """A session that returns ``values``, and how many axes loops put in front of each; ``None`` in the main graph."""
+    copy = model.clone()
+    held = _values_by_name(copy)
+    instrument = Instrument(copy)
+    outputs, leading = [], []
+    for name in values:
+        value, axes = held[name], None
+        inner = value.graph
+        if inner is not None and inner is not copy.graph:
+            value, axes = instrument.lift(
+                value, inner, np.zeros(0, (value.dtype or ir.DataType.FLOAT).numpy()), None
+            )
+        # an Identity each, so that inputs, initializers and values named twice can be returned too
+        node = ir.Node("", "Identity", [value], name=instrument.builder.names.node(f"{name}/captured"))
+        node.outputs[0].name = instrument.builder.names.value(f"{name}_captured")
+        node.outputs[0].type = value.type
+        copy.graph.append(node)
+        outputs.append(node.outputs[0])
+        leading.append(axes)
+    copy.graph.outputs.clear()
+    copy.graph.outputs.extend(outputs)
+    return open_session(copy, providers), leading
+
+
+def _values_by_name(model: ir.Model) -> dict[str, ir.Value]:
+    held = {str(v.name): v for g in model.graphs() for v in (*g.inputs, *g.initializers.values())}
+    held.update((str(v.name), v) for node in model.graph.all_nodes() for v in node.outputs if v.name)
+    return held
+
+
+def _iterations(array: Array, axes: int | None) -> list[Array]:
+    """What one run has of a value: loops put ``axes`` axes in front of it."""
+    if axes is None:
+        return [array]
+    if axes == 0:  # of a branch; one that was not taken gives nothing
+        return [array] if array.shape != (0,) else []
+    return list(array.reshape(math.prod(array.shape[:axes]), *array.shape[axes:]))
+
+
+def _behind(value: ir.Value, graph: ir.Graph) -> Place:
+    """The place where ``value`` has just been made, in the graph that makes it or is given it."""
+    node = value.producer()
+    if node is not None:
+        return after(node)
+    first = next(iter(graph), None)
+    return graph.append if first is None else before(first)
+
+
 def measure_shapes(
     model: ir.Model, feeds: Any, providers: Providers | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of every value of the main graph in one run: for models whose shapes cannot be inferred.
+    """Shapes of every value in one run: for models whose shapes cannot be inferred.
 
-    The tensors themselves are not kept: the run returns their shapes.
+    The tensors themselves are not kept: the run returns their shapes. Of a value inside a loop the shape in its last
+    iteration is given, of one in a branch that is not taken nothing.
 
     Args:
         model: as :func:`load_model` gives it; left as it is.
         feeds: one batch.
     """
     copy = model.clone()
-    names, asked = Names(copy), []
-    inputs = [*copy.graph.inputs]
-    for node in (None, *list(copy.graph)):
-        for value in inputs if node is None else node.outputs:
-            if not value.name or not isinstance(
-                value.type or ir.TensorType(ir.DataType.FLOAT), ir.TensorType
-            ):
-                continue
-            shape = ir.Node("", "Shape", [value], name=names.node(f"{value.name}/shape"))
-            shape.outputs[0].name = names.value(f"{value.name}_shape")
-            shape.outputs[0].type = ir.TensorType(ir.DataType.INT64)
-            if node is None:
-                copy.graph.append(shape)
-            else:
-                copy.graph.insert_after(node, shape)
-            asked.append((str(value.name), shape.outputs[0]))
+    instrument = Instrument(copy)
+    asked: list[tuple[str, ir.Value, int | None]] = []
+    for value in [v for v in _values_by_name(copy).values() if not v.is_initializer()]:
+        graph = value.graph
+        if graph is None or not isinstance(value.type or ir.TensorType(ir.DataType.FLOAT), ir.TensorType):
+            continue
+        shape = instrument.builder.emit(
+            _behind(value, graph), "Shape", [value], f"{value.name}_shape", ir.DataType.INT64
+        )
+        shape.shape, axes = None, None
+        if graph is not copy.graph:
+            shape, axes = instrument.lift(shape, graph, np.asarray(_NOT_TAKEN, np.int64), None)
+        asked.append((str(value.name), shape, axes))
     copy.graph.outputs.clear()
-    copy.graph.outputs.extend(value for _, value in asked)
+    copy.graph.outputs.extend(shape for _, shape, _ in asked)
     arrays = _run(open_session(copy, providers), as_feeds(feeds, input_specs(model)), "feeds")
-    return {name: tuple(int(n) for n in array) for (name, _), array in zip(asked, arrays, strict=True)}
+    found = {}
+    for (name, _, axes), array in zip(asked, arrays, strict=True):
+        if array.tolist() == _NOT_TAKEN:
+            continue
+        seen = _iterations(array, axes) if axes else [array]
+        if seen and seen[-1].tolist() != _NOT_TAKEN:
+            found[name] = tuple(int(n) for n in seen[-1])
+    return found
 
 
 def _no_bias_place(node: ir.Node) -> str | None:

@@ -63,8 +63,47 @@ def test_capture_gives_what_the_model_computes():
 def test_capture_says_what_it_cannot_do():
     with pytest.raises(ModelError, match=r"^hh: the model has no such value"):
         next(OnnxView(model()).capture(["hh"], []), None)
-    with pytest.raises(ModelError, match="^h_out: it belongs to a body of If, Loop or Scan, and one run"):
-        next(OnnxView(flow.scan()).capture(["h_out"], []), None)
+
+
+def test_capture_gives_every_iteration_of_a_loop():
+    proto = flow.scan()
+    view, feeds = OnnxView(proto), feeds_for(proto)
+    (found,) = view.capture(["x_t", "h_out", "h_in", "each", "W"], [feeds])
+    assert [len(found[name]) for name in ("x_t", "h_out", "h_in", "each", "W")] == [5, 5, 5, 1, 1]
+    np.testing.assert_array_equal(np.stack(found["x_t"]), feeds["x"])
+    np.testing.assert_array_equal(np.stack(found["h_out"]), found["each"][0])
+    np.testing.assert_array_equal(found["h_in"][1], found["h_out"][0])
+    assert [len(node.outputs) for node in view.model.graph][0] == 2, "the model is as before"
+
+
+def test_capture_gives_nothing_of_a_branch_that_is_not_taken():
+    proto = flow.branches()
+    x = feeds_for(proto)["x"]
+    one, other = (next(iter(OnnxView(proto).graph().op(n).outputs)) for n in ("product_1", "product"))
+    batches = [{"x": x, "choose": np.bool_(choice)} for choice in (True, False)]
+    found = list(OnnxView(proto).capture([one, other, "chosen"], batches))
+    assert [(len(f[one]), len(f[other])) for f in found] == [(1, 0), (0, 1)]
+    np.testing.assert_array_equal(found[0][one][0], found[0]["chosen"][0])
+    np.testing.assert_array_equal(found[1][other][0], found[1]["chosen"][0])
+
+
+def test_capture_reaches_a_loop_in_a_branch():
+    proto = flow.loop()
+    feeds = {**feeds_for(proto), "choose": np.bool_(True)}
+    (found,) = OnnxView(proto).capture(["v_out", "v_in", "y"], [feeds])
+    assert [v.shape for v in found["v_out"]] == [(2, 4)] * 3
+    np.testing.assert_array_equal(found["v_in"][2], found["v_out"][1])
+    np.testing.assert_array_equal(found["v_out"][2], found["y"][0])
+
+
+def test_shapes_are_measured_in_bodies_too():
+    proto = flow.loop()
+    model = OnnxView(proto).model
+    taken, other = ({**feeds_for(proto), "choose": np.bool_(choice)} for choice in (True, False))
+    assert {n: s for n, s in measure_shapes(model, taken).items() if n in ("v_in", "v_out", "looped", "minus", "i")} == {
+        "v_in": (2, 4), "v_out": (2, 4), "looped": (2, 4), "i": ()
+    }  # fmt: skip
+    assert measure_shapes(model, other)["minus"] == (2, 4)
 
 
 def test_operators_alone_compute_what_they_compute_in_the_model():
