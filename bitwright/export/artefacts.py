@@ -6,7 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -163,6 +163,7 @@ def write_artefacts(
             "recurrent": recurrent,
             "prefix": prefix,
             **quantizer_args(sim),
+            **_health(sim),
         }
         write_manifest(
             staging / names["manifest"],
@@ -174,6 +175,13 @@ def write_artefacts(
     for note in notes:
         logger.info(note)
     return Exported(**{key: folder / name for key, name in names.items()}, notes=tuple(notes))
+
+
+def _health(sim: Simulated) -> dict[str, Any]:
+    """What was repaired, and which batches of the calibration data were not taken as they were."""
+    found: dict[str, Any] = {"repairs": [asdict(repair) for repair in sim.repairs]} if sim.repairs else {}
+    lines = [] if sim.calibration_log is None else sim.calibration_log.lines()
+    return {**found, "non_finite": lines} if lines else found
 
 
 def _tensors_of(sim: Simulated, tensors: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from bitwright.core.calibration import CalibrationLog
 from bitwright.core.formats import IntFormat
 from bitwright.core.ops import weight_axes
 from bitwright.core.placement import Plan
+from bitwright.core.repair import Repair
 from bitwright.core.rules import Rules
 from bitwright.core.sites import Site, SiteMap
 from bitwright.core.spec import QuantSpec
@@ -33,6 +35,14 @@ class Simulated(Protocol):
     @property
     def plan(self) -> Plan:
         """Where the rules put quantizers, and why not elsewhere."""
+
+    @property
+    def repairs(self) -> Sequence[Repair]:
+        """What keeps the model's operators from handing on NaN and Inf."""
+
+    @property
+    def calibration_log(self) -> CalibrationLog | None:
+        """What became of the batches of the last calibration."""
 
     @property
     def output_values(self) -> Mapping[str, str]:

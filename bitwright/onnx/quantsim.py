@@ -18,6 +18,7 @@ from bitwright.core.graph import Graph
 from bitwright.core.health import HealthReport, check_parameters
 from bitwright.core.placement import Plan, place
 from bitwright.core.quantizer import DerivedBias, Quantizer
+from bitwright.core.repair import Repair
 from bitwright.core.rules import Rules
 from bitwright.core.scheme import QuantizationDataType, QuantScheme, make_rules
 from bitwright.core.sites import Site, SiteMap
@@ -141,6 +142,7 @@ class QuantizationSimModel:
         self.memory_budget = free_memory() // 4 if memory_budget is None else int(memory_budget)
         self.calibrated = False
         self.calibration_log: CalibrationLog | None = None
+        self.repairs: tuple[Repair, ...] = ()
         self.output_values: dict[str, str] = {}  # an exported model's outputs are called as the graph's are
         with collector_paused():
             self._place(model, dummy_input)
@@ -224,7 +226,9 @@ class QuantizationSimModel:
         holder.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
         for site in self.plan.sites.values():
             if site.name in self.constants and self.graph.values[site.value].param == name:
-                self.constants[site.name] = np.asarray(array, np.float32) if array.dtype.kind == "V" else array
+                self.constants[site.name] = (
+                    np.asarray(array, np.float32) if array.dtype.kind == "V" else array
+                )
         self._simulations.clear()
 
     # -- calibration

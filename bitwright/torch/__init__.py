@@ -14,6 +14,7 @@ from bitwright.torch.reconstruct import (
     apply_reconstruction,
     apply_seq_mse,
 )
+from bitwright.torch.stabilize import Stabilized, progressive, stabilize
 from bitwright.torch.view import TorchView
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Site",
     "SiteGroup",
     "SiteMap",
+    "Stabilized",
     "TorchView",
     "apply_gptq",
     "apply_reconstruction",
@@ -34,5 +36,7 @@ __all__ = [
     "check_model",
     "fold_all_batch_norms",
     "prepare_model",
+    "progressive",
     "quantize",
+    "stabilize",
 ]

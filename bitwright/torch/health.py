@@ -143,11 +143,18 @@ def _run_callback(model: nn.Module, callback: Callable[..., Any], doctor: Doctor
 
 
 def diagnose_batch(
-    interceptor: Interceptor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    interceptor: Interceptor,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mended: Callable[[Key, Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> HealthReport:
-    """The report of one batch on the float model of a simulation, also in the middle of its own forward."""
+    """The report of one batch on the float model of a simulation, also in the middle of its own forward.
+
+    ``mended`` gives the function that takes the place of another at a call, where repairs are in force.
+    """
     model = interceptor.model
     doctor = Doctor(lambda: interceptor, forward_signature(model), type(model).__name__)
+    doctor.mended = mended
     with interceptor.suspended(doctor), torch.no_grad():
         model(*args, **kwargs)
     return doctor.report()
@@ -196,6 +203,7 @@ class Doctor(Recorder):
     ) -> None:
         super().__init__(interceptor_of, signature)
         self.name, self.batches, self.count = name, 0, 0
+        self.mended: Callable[[Key, Callable[..., Any]], Callable[..., Any]] | None = None
         self.bad_params: list[TensorHealth] = []
         self.bad_inputs: list[TensorHealth] = []
         self.notes: list[str] = []
@@ -306,7 +314,8 @@ class Doctor(Recorder):
         before = written.detach().clone() if written is not None and _is_readable(written) else None
         reads = _operands(func, op_type, args, kwargs)
         values = [self._known(t) if isinstance(t, torch.Tensor) else None for t in reads]
-        output = super()._note(frame, key, label, op_type, inputs, attrs, func, args, kwargs)
+        run = func if self.mended is None or func is SET_ITEM else self.mended(key, func)
+        output = super()._note(frame, key, label, op_type, inputs, attrs, run, args, kwargs)
         made = [t for _, t in flatten_tensors(args[0] if func is SET_ITEM else output) if _is_readable(t)]
         if label in _EMPTY:
             for tensor in made:

@@ -29,6 +29,8 @@ from bitwright.torch.functions import FUNCTIONS, Function
 from bitwright.torch.trees import flatten_tensors, named_state, walk_modules
 
 Key = Hashable
+#: reading and writing attributes of tensors: nothing that a model computes
+ACCESS = ("__get__", "__set__")
 
 
 @dataclass(slots=True)
@@ -50,6 +52,10 @@ class Frame:
     def movement_key(self, label: str) -> Key:
         """The key of a call that only moves data; such calls are counted apart, as most handlers pass them by."""
         return (self.key, self.anchor, label, self.next(("moves", label)))
+
+    def other_key(self, name: str) -> Key:
+        """The key of a call that is in no table; such calls are counted apart too."""
+        return (self.key, self.anchor, name, self.next(("other", name)))
 
     def set_anchor(self, anchor: Hashable) -> None:
         """Count from here on."""

@@ -20,6 +20,7 @@ from bitwright.core.health import HealthReport, check_parameters
 from bitwright.core.ops import op_row
 from bitwright.core.placement import Plan, place
 from bitwright.core.quantizer import DerivedBias
+from bitwright.core.repair import Repair
 from bitwright.core.rules import Rules
 from bitwright.core.scheme import QuantizationDataType, QuantScheme, make_rules
 from bitwright.core.sites import Site, SiteMap
@@ -226,7 +227,11 @@ class QuantizationSimModel:
         def blame(batch: Any) -> HealthReport | None:
             from bitwright.torch.health import diagnose_batch
 
-            return None if batch is None else diagnose_batch(self._interceptor, *batch)
+            return (
+                None
+                if batch is None
+                else diagnose_batch(self._interceptor, *batch, self._simulator.mended_at)
+            )
 
         watched = [q for q in self.quantizers.unique() if q.enabled and q.role in ("input", "output")]
         return BatchGate(watched, policy, blame)
@@ -296,6 +301,11 @@ class QuantizationSimModel:
             yield
         finally:
             self._simulator.stage = stage
+
+    @property
+    def repairs(self) -> tuple[Repair, ...]:
+        """What :func:`~bitwright.torch.stabilize` put in force, in order."""
+        return tuple(self._simulator.repairs.values())
 
     @property
     def calibrated(self) -> bool:

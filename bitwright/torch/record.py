@@ -21,7 +21,7 @@ from bitwright.core.recurrence import CELLS, inner_values
 from bitwright.errors import ModelError
 from bitwright.torch.batches import as_call, evaluation
 from bitwright.torch.functions import FUNCTIONS, SET_ITEM, Function
-from bitwright.torch.intercept import Frame, Interceptor, Key, forward_signature
+from bitwright.torch.intercept import ACCESS, Frame, Interceptor, Key, forward_signature
 from bitwright.torch.trees import flatten_tensors, map_tensors
 
 
@@ -144,10 +144,10 @@ class Recorder:
             key = frame.movement_key(row.label)
             return self.call(frame, key, row, func, args, kwargs)
         name = getattr(func, "__name__", "call")
-        if name in ("__get__", "__set__"):
+        if name in ACCESS:
             return func(*args, **kwargs)
         tensors = [t for _, t in flatten_tensors((args, kwargs))]
-        key = (frame.key, frame.anchor, name, frame.next(("other", name)))
+        key = frame.other_key(name)
         inputs = [self._value(t) for t in tensors]
         return self._note(frame, key, name.strip("_"), name.strip("_"), inputs, {}, func, args, kwargs)
 

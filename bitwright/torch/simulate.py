@@ -15,13 +15,14 @@ from bitwright.core.calibration import BatchGate
 from bitwright.core.ops import op_row
 from bitwright.core.quantizer import DerivedBias
 from bitwright.core.recurrence import HIDDEN
+from bitwright.core.repair import Repair
 from bitwright.errors import CalibrationError
 from bitwright.torch import recurrent
 from bitwright.torch.decompose import EXPORTABLE
 from bitwright.torch.functions import FUNCTIONS, Function
-from bitwright.torch.intercept import Frame, Key
+from bitwright.torch.intercept import ACCESS, Frame, Key
 from bitwright.torch.quantizer import Quantizer
-from bitwright.torch.trees import flatten_tensors
+from bitwright.torch.trees import flatten_tensors, map_tensors
 
 logger = logging.getLogger("bitwright")
 
@@ -66,6 +67,7 @@ class Simulator:
         self.longer: dict[str, int] = {}  # recurrent layer -> steps of a longer sequence that was simulated
         self.runs = 0
         self.gate: BatchGate | None = None  # while calibrating
+        self.repairs: dict[str, Repair] = {}  # op -> what becomes of its output
         self.moving = False  # whether a call that only moves data has a quantizer: it joins different grids
 
     # -- handler
@@ -100,10 +102,14 @@ class Simulator:
         self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Calls that hold no quantizer, but for movements of data that come from several grids."""
-        row = FUNCTIONS.get(func) if self.moving or self.taps is not None else None
+        watching = self.moving or self.taps is not None or self.repairs
+        row = FUNCTIONS.get(func) if watching else None
         if row is None:
+            if self.repairs and func not in FUNCTIONS and getattr(func, "__name__", "__get__") not in ACCESS:
+                func = self._mended(self.plans.get(frame.other_key(func.__name__)), func)
             return func(*args, **kwargs)
         plan = self.plans.get(frame.movement_key(row.label))
+        func = self._mended(plan, func)
         if plan is not None and (plan.outputs or plan.operands):
             output = self._planned(plan, row, func, args, kwargs)
         else:
@@ -125,6 +131,8 @@ class Simulator:
         plan = self.plans.get(key)
         if self.stage == "mark":
             func = EXPORTABLE.get(func, func)
+        if self.repairs and func is not recurrent.layer:
+            func = self._mended(plan, func)
         if plan is None:
             output = func(*args, **kwargs)
             # a batch norm that counts its batches has an integer result
@@ -139,6 +147,14 @@ class Simulator:
         if self.taps is not None:
             self._tap(plan, output)
         return output
+
+    def mended_at(self, key: Key, func: Callable[..., Any]) -> Callable[..., Any]:
+        """``func`` with the repair of the call ``key``, if there is one."""
+        return self._mended(self.plans.get(key), func)
+
+    def _mended(self, plan: CallPlan | None, func: Callable[..., Any]) -> Callable[..., Any]:
+        repair = None if plan is None else self.repairs.get(plan.op)
+        return func if repair is None else mended(func, repair)
 
     def _planned(
         self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -216,7 +232,9 @@ class Simulator:
             if self.stage == "observe":
                 place.quantizer.observe(torch.cat(steps))
             elif self.taps is not None:
-                steps = steps[::-1] if kwargs.get("reverse") else steps  # in the order of time, as the output is
+                steps = (
+                    steps[::-1] if kwargs.get("reverse") else steps
+                )  # in the order of time, as the output is
                 self.taps[place.site].append(torch.cat(steps) if args[4] is not None else torch.stack(steps))
         return output
 
@@ -337,6 +355,24 @@ def _is_live(place: Place) -> bool:
 def _keep(steps: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     steps.append(x)
     return x
+
+
+def mended(func: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
+    """``func`` with its results repaired; a result that is an argument is repaired in its place."""
+
+    def mend(x: torch.Tensor, given: tuple[Any, ...]) -> torch.Tensor:
+        if not x.is_floating_point():
+            return x
+        new = x.nan_to_num(repair.nan, repair.hi, repair.lo)
+        if repair.kind == "clamp":
+            new = new.clamp(repair.lo, repair.hi)
+        return x.copy_(new) if any(x is argument for argument in given) else new
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        return map_tensors(func(*args, **kwargs), lambda x: mend(x, given))
+
+    return run
 
 
 def mark(x: torch.Tensor, site: str) -> torch.Tensor:

@@ -1,0 +1,110 @@
+"""From a diagnosis to the repairs that a simulation applies.
+
+A repair changes what one operator hands on, and nothing in the user's model: it can be listed, written to a manifest and
+taken back.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from bitwright.core.health import LIMITS, Culprit, HealthReport
+from bitwright.errors import ConfigError
+
+RepairKind = Literal["clamp", "replace", "float"]
+REPAIR_KINDS: tuple[RepairKind, ...] = ("clamp", "replace", "float")
+
+#: cause -> how it is repaired; a cause that is missing here cannot be: the data or the parameter is what is wrong
+REPAIRS: dict[str, RepairKind] = {
+    "exponential overflow": "clamp",
+    "overflow": "clamp",
+    "half-precision overflow": "clamp",
+    "power out of domain": "replace",
+    "division by zero": "replace",
+    "root of a negative number": "replace",
+    "reciprocal root of zero": "replace",
+    "logarithm of a non-positive number": "replace",
+    "argument out of domain": "replace",
+    "every element of a row is masked": "replace",
+    "zero variance": "replace",
+    "negative variance": "replace",
+    "reduction over nothing": "replace",
+    "zero times infinity": "replace",
+    "infinity minus infinity": "replace",
+    "NaN constant": "replace",
+    "unknown": "replace",
+}
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What becomes of the output of one operator.
+
+    Attributes:
+        op: its name in the simulation.
+        kind: ``clamp`` bounds finite and infinite values, ``replace`` exchanges only those that are not finite, ``float``
+            leaves the operator's sites in float and its values alone.
+        lo, hi: what ``-inf`` and ``inf`` become, and for ``clamp`` the bounds of everything else.
+        nan: what NaN becomes.
+        cause: of the diagnosis it answers.
+    """
+
+    op: str
+    kind: RepairKind
+    lo: float = 0.0
+    hi: float = 0.0
+    nan: float = 0.0
+    cause: str = ""
+
+    def __post_init__(self) -> None:
+        finite = all(math.isfinite(value) for value in (self.lo, self.hi, self.nan))
+        if self.kind not in REPAIR_KINDS or not finite or self.lo > self.hi:
+            raise ConfigError(
+                f"Repair({self.op!r})",
+                f"kind={self.kind!r}, lo={self.lo!r}, hi={self.hi!r}, nan={self.nan!r} is no repair",
+                f"use one of {', '.join(REPAIR_KINDS)}, and finite numbers with lo <= hi",
+            )
+
+    def __str__(self) -> str:
+        if self.kind == "float":
+            return f"{self.op}: its sites stay in float"
+        what = "all values" if self.kind == "clamp" else "NaN and Inf"
+        return (
+            f"{self.op}: {what} brought into [{self.lo:g}, {self.hi:g}], NaN to {self.nan:g} ({self.cause})"
+        )
+
+
+def propose(report: HealthReport) -> tuple[tuple[Repair, ...], tuple[str, ...]]:
+    """The repairs that answer a report, and a sentence for every fault that no repair can answer.
+
+    An overflow is clamped to the largest numbers of its type. Elsewhere ``+inf`` and ``-inf`` become the bounds of what the
+    operator made of the other elements, so that ranges stay what they are, and NaN becomes 0 or the nearest of these.
+
+    >>> from bitwright.core.health import measure_tensor
+    >>> import numpy as np
+    >>> y = measure_tensor("y", np.float32([1, 4, np.inf]))
+    >>> culprit = Culprit("d", "Div", "", "division by zero", "", "", outputs=(y,))
+    >>> print(propose(HealthReport("m", (culprit,)))[0][0])
+    d: NaN and Inf brought into [1, 4], NaN to 1 (division by zero)
+    """
+    repairs, refused = [], []
+    for culprit in report.culprits:
+        kind = REPAIRS.get(culprit.cause)
+        if kind is None or culprit.op_type in ("input", "param"):
+            refused.append(f"{culprit.op}: {culprit.cause}; {culprit.remedy}")
+        else:
+            repairs.append(_repair(culprit, kind))
+    return tuple(repairs), tuple(refused)
+
+
+def _repair(culprit: Culprit, kind: RepairKind) -> Repair:
+    finite = [out for out in culprit.outputs if out.min is not None and out.max is not None]
+    if kind == "clamp":
+        limit = LIMITS.get(culprit.outputs[0].dtype if culprit.outputs else "float32", LIMITS["float32"])[0]
+        lo, hi = -limit, limit
+    else:
+        lo = min((out.min for out in finite if out.min is not None), default=0.0)
+        hi = max((out.max for out in finite if out.max is not None), default=0.0)
+    return Repair(culprit.op, kind, lo, hi, min(max(0.0, lo), hi), culprit.cause)

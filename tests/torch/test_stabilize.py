@@ -1,0 +1,219 @@
+"""Repairs from a diagnosis; quantizing group by group."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bitwright.algorithms.progressive import quantize_progressively
+from bitwright.core.repair import REPAIRS, Repair
+from bitwright.errors import CalibrationError, ConfigError
+from bitwright.torch import QuantizationSimModel, check_model, progressive, stabilize
+
+
+class Net(nn.Module):
+    def __init__(self, middle: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.out, self.middle = nn.Linear(8, 8), nn.Linear(8, 4), middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.middle(torch.relu(self.fc(x))))
+
+
+def batches(n: int = 2) -> list[Tensor]:
+    random = torch.Generator().manual_seed(3)
+    return [torch.randn(4, 8, generator=random) for _ in range(n)]
+
+
+def simulation(middle: Callable[[Tensor], Tensor]) -> QuantizationSimModel:
+    torch.manual_seed(0)
+    return QuantizationSimModel(Net(middle), batches()[0])
+
+
+MIDDLES = {
+    "division": lambda x: x / (x.sum(-1, keepdim=True) * (x.sum(-1, keepdim=True) > 1.8)),
+    "logarithm": lambda x: torch.log(x),
+    "root-in-place": lambda x: x.sub(0.1).sqrt_(),
+    "power": lambda x: (x - 0.2) ** 0.5,
+    "exponential": lambda x: torch.exp(200 * x),
+    "view-method": lambda x: torch.logit(x + 0.5),
+}
+
+
+@pytest.mark.parametrize("middle", MIDDLES.values(), ids=MIDDLES)
+def test_a_repaired_simulation_calibrates_and_stays_finite(middle: Callable[[Tensor], Tensor]) -> None:
+    sim = simulation(middle)
+    report = _check(middle)
+    assert not report.ok
+    with pytest.raises(CalibrationError):
+        sim.compute_encodings(batches())
+    done = stabilize(sim, report)
+    assert [r.op for r in sim.repairs] == [c.op for c in report.culprits] and not done.refused
+    sim.compute_encodings(batches())
+    assert sim.calibration_log is not None and not sim.calibration_log.clamped
+    assert torch.isfinite(sim.model(batches()[0])).all()
+    assert check_model(sim.model, batches()).ok
+
+
+def _check(middle: Callable[[Tensor], Tensor]) -> Any:
+    torch.manual_seed(0)
+    return check_model(Net(middle), batches())
+
+
+def test_finite_values_stay_what_they_are() -> None:
+    middle = MIDDLES["logarithm"]
+    sim = simulation(middle)
+    stabilize(sim, _check(middle))
+    sim.compute_encodings(batches())
+    torch.manual_seed(0)
+    model = Net(middle)
+    with sim.in_float(), torch.no_grad():
+        x = batches()[0]
+        good = torch.log(torch.relu(model.fc(x))).isfinite().all(-1)
+        assert torch.equal(sim.model(x)[good], model(x)[good])
+
+
+def test_repairs_can_be_taken_back() -> None:
+    middle = MIDDLES["division"]
+    sim = simulation(middle)
+    done = stabilize(sim, _check(middle))
+    assert "div: NaN and Inf brought into" in str(done)
+    done.undo()
+    assert sim.repairs == ()
+    with pytest.raises(CalibrationError, match="batch 0, div"):
+        sim.compute_encodings(batches())
+
+
+def test_a_repair_of_ones_own() -> None:
+    middle = MIDDLES["logarithm"]
+    sim = simulation(middle)
+    stabilize(sim, repairs=[Repair("log", "clamp", -4.0, 2.0, -4.0)])
+    sim.compute_encodings(batches())
+    assert float(sim.quantizers["out.input[0]"].encoding.min) == pytest.approx(-4, abs=0.05)
+    done = stabilize(sim, repairs=[Repair("fc", "float")])
+    assert not sim.quantizers["fc.weight"].enabled
+    done.undo()
+    assert sim.quantizers["fc.weight"].enabled and [r.op for r in sim.repairs] == ["log"]
+    with pytest.raises(
+        ConfigError, match=r"the simulation has no operator of this name \(did you mean 'log'"
+    ):
+        stabilize(sim, repairs=[Repair("logg", "clamp", -1, 1)])
+    with pytest.raises(ConfigError, match="is no repair"):
+        Repair("log", "clamp", 1, -1)
+    with pytest.raises(ConfigError, match="neither a report nor repairs"):
+        stabilize(sim)
+
+
+def test_bad_data_is_not_repaired() -> None:
+    data = batches()
+    data[0][1, 2] = math.nan
+    torch.manual_seed(0)
+    report = check_model(Net(nn.Identity()), data)
+    sim = simulation(nn.Identity())
+    done = stabilize(sim, report)
+    assert done.repairs == () and done.refused[0].startswith("x: bad input data; clean the data")
+    assert "not repaired: x" in str(done)
+
+
+def test_every_repair_answers_a_known_cause() -> None:
+    from bitwright.core.diagnosis import REMEDIES
+
+    assert REPAIRS.keys() <= REMEDIES.keys()
+
+
+def test_repairs_go_into_the_artefact_and_its_manifest(tmp_path: Path) -> None:
+    import onnxruntime as ort
+
+    middle = MIDDLES["division"]
+    sim = simulation(middle)
+    stabilize(sim, _check(middle))
+    sim.compute_encodings(batches())
+    exported = sim.export(tmp_path, "net", batches()[0])
+    manifest = json.loads(exported.manifest.read_text())
+    assert manifest["settings"]["repairs"][0]["op"] == "div"
+    session = ort.InferenceSession(str(exported.qdq))
+    x = batches()[1]
+    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    step = float(sim.quantizers["out.output[0]"].encoding.scale)
+    assert torch.allclose(torch.from_numpy(y), sim.model(x).detach(), atol=1.01 * step)
+
+
+# ---- group by group
+
+
+def test_progressive_stops_at_the_group_that_breaks() -> None:
+    class Spread(nn.Module):
+        """Its middle layer has channels of very different size: 8 bits per tensor cannot hold both."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+            with torch.no_grad():
+                self.b.weight[0] *= 1e5
+                self.c.weight[:, 0] = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.b(torch.relu(self.a(x))))
+
+    torch.manual_seed(0)
+    sim = QuantizationSimModel(Spread(), batches()[0])
+    sim.compute_encodings(batches())
+    found = progressive(sim, batches(1), threshold=15)
+    assert found.stopped_at is not None and found.stopped_at.ops == ("b",)
+    assert [step.ops for step in found.steps] == [("a",), ("relu",), ("b",)]
+    assert "below 15 dB" in str(found)
+    assert sim.quantizers["a.weight"].enabled and not sim.quantizers["b.output[0]"].enabled
+    assert not sim.quantizers["c.weight"].enabled
+    sim.quantizers["*"].enabled = True
+    found = progressive(sim, batches(1), threshold=15, keep_going=True)
+    assert [step.good for step in found.steps] == [True, True, False, True]
+    assert sim.quantizers["c.weight"].enabled and not sim.quantizers["b.output[0]"].enabled
+    with torch.no_grad(), sim.in_float():
+        expected = sim.model(batches()[0])
+    with torch.no_grad():
+        noise = (sim.model(batches()[0]) - expected).pow(2).sum() / expected.pow(2).sum()
+    assert float(noise) < 1e-2
+
+
+def test_progressive_sees_what_is_not_finite() -> None:
+    sim = simulation(lambda x: 1 / (x + 1e-3))
+    sim.compute_encodings(batches())
+    with torch.no_grad():
+        found = progressive(sim, batches(1), threshold=-100)
+    assert all(step.good or "NaN or Inf" in step.reason for step in found.steps)
+
+
+def test_progressive_keeps_what_was_found_when_interrupted() -> None:
+    sim = simulation(nn.Identity())
+    sim.compute_encodings(batches())
+    ops = list(dict.fromkeys(site.op for site in sim.quantizers.values()))
+
+    calls = iter(range(10))
+
+    def outputs() -> list[Any]:
+        if next(calls) == 2:  # the reference and one group came before
+            raise KeyboardInterrupt
+        return [np.ones(3)]
+
+    found = quantize_progressively(sim.quantizers, outputs)
+    assert [step.ops for step in found.steps] == [(ops[0],)] and found.stopped_at is None
+    assert all(
+        site.enabled == (site.op == ops[0]) for site in sim.quantizers.values() if site.role == "weight"
+    )
+
+
+def test_progressive_needs_a_calibrated_simulation_and_data() -> None:
+    sim = simulation(nn.Identity())
+    with pytest.raises(CalibrationError, match="the simulation has no encodings yet"):
+        progressive(sim, batches())
+    sim.compute_encodings(batches())
+    with pytest.raises(CalibrationError, match="the data held no batch"):
+        progressive(sim, [])
