@@ -46,6 +46,7 @@ Array = NDArray[Any]
 
 _DOMAINS = ("", "ai.onnx", "com.microsoft")
 _BODIES = ("If", "Loop", "Scan")
+_SHAPE_ONLY = ("Shape", "Size")  # read no elements
 _FLOATS: dict[ir.DataType, FloatFormat] = {
     ir.DataType.FLOAT8E4M3FN: FLOAT8_E4M3,
     ir.DataType.FLOAT8E5M2: FLOAT8_E5M2,
@@ -320,7 +321,9 @@ class _Taker:
         value, result = self._kept(pair.entry), pair.result
         alone = {node for node, _ in value.uses()} <= pair.nodes and not value.is_graph_output()
         whole = alone and value.producer() is not None and value not in settled
-        readers = [(node, port) for node, port in result.uses()]
+        readers = [
+            (node, port) for node, port in result.uses() if node.op_type not in _SHAPE_ONLY or node.domain
+        ]
         apart = [node for node, _ in readers if node.op_type in _BODIES or node in self.inner]
         if not whole and (apart or result.is_graph_output()):
             self._keep_identity(pair, value, readers)

@@ -125,6 +125,17 @@ def test_bodies_are_read_back(tmp_path, build):
     assert enabled(again) == enabled(sim)
 
 
+def test_recurrent_layers_are_read_back_as_the_scans_they_became(tmp_path):
+    n = Net(3)
+    parts = [n.weights(1, 20, 3, name="W"), n.weights(1, 20, 5, name="R"), n.weights(1, 40, name="B")]
+    y = n("LSTM", n.input("x", (4, 2, 3)), *parts, hidden_size=5, name="lstm", out=["y", "", ""])[0]
+    model = n.model(y)
+    data = [feeds_for(model, seed) for seed in range(2)]
+    sim = calibrated(model, data)
+    again = QuantizationSimModel(written(sim, tmp_path, "net"), data[0], threads=1)
+    np.testing.assert_array_equal(again.run(data[1])[0], sim.run(data[1])[0])
+
+
 def transposed() -> onnx.ModelProto:
     """A weight that is read transposed by one operator and as it is by another, and two readers that share one."""
     n = Net(3)
