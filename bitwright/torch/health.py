@@ -392,13 +392,17 @@ class Doctor(Recorder):
             detail.needed = _in_float32(*call[:3])
         if detail.label in _EMPTY:
             detail.attrs = {**detail.attrs, "uninitialised": True}
+        recurrent = detail.op_type in _RECURRENT or detail.op_type == "RNN"
+        if recurrent:
+            detail.addition = _first_step(call[1], made)
         for seen in detail.outputs:
             first = seen.health.first_bad
+            if first and recurrent and len(first) == 3:
+                detail.sample = first[1 - _step_axis(call[1], made)]
+                break
             if first and seen.health.shape[0] == self._rows:
                 detail.sample = first[0]
                 break
-        if detail.op_type in _RECURRENT or detail.op_type == "RNN":
-            detail.addition = _first_step(call[1], made)
 
     def _seen(self, x: Any, value: int | None) -> _Seen | None:
         if isinstance(x, (int, float)) and not isinstance(x, bool):
@@ -573,13 +577,18 @@ def _in_float32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 def _first_step(args: tuple[Any, ...], made: Sequence[torch.Tensor]) -> str:
     """``"; the first step that shows it is 7 of 20"`` for a fused recurrent layer."""
-    flags = [value for value in args if isinstance(value, bool)]
     if not made or made[0].dim() < 2:
         return ""
-    axis = made[0].dim() - 2 if made[0].dim() == 2 else int(bool(flags and flags[-1] and len(flags) >= 4))
+    axis = _step_axis(args, made)
     bad = ~made[0].isfinite()
     steps = bad.movedim(axis, 0).reshape(made[0].shape[axis], -1).any(1)
     return f"; the first step that shows it is {int(steps.int().argmax())} of {steps.numel()}"
+
+
+def _step_axis(args: tuple[Any, ...], made: Sequence[torch.Tensor]) -> int:
+    """The axis of the time steps in what a fused recurrent layer returns first."""
+    flags = [value for value in args if isinstance(value, bool)]
+    return 0 if made[0].dim() == 2 else int(bool(flags and flags[-1] and len(flags) >= 4))
 
 
 def source_line(frame: FrameType | None) -> str | None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import warnings
 
 import pytest
+import torch
 
 from bitwright.core.diagnosis import REMEDIES
+from bitwright.onnx import check_model as onnx_check
 from tests.health_zoo import FAULTS, LOOK_ALIKES, check
 
 
@@ -37,6 +41,31 @@ def test_the_planted_operator_is_named(front, case):
 def test_what_only_looks_like_a_fault_is_not_accused(front, case):
     report = check(front, case)
     assert report.ok and report.exit_code == 0, report
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "softmax without its maximum taken off",
+        "a row that is masked throughout",
+        "batch norm with negative variance",
+        "half-precision norm that becomes zero",
+    ],
+)
+def test_a_model_and_its_export_are_diagnosed_alike(name):
+    """Operator, cause, batch and sample; where the exporter writes the same operator."""
+    case = next(case for case in FAULTS["torch"] if case.name == name)
+    model, batches = case.build()
+    calls = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(model, calls[0], dynamo=True, verbose=False, optimize=False)
+    assert program is not None
+    ours = check("torch", case).culprit
+    theirs = onnx_check(program.model_proto, [tuple(x.numpy() for x in call) for call in calls]).culprit
+    for field in ("op_type", "cause", "batch", "sample"):
+        assert getattr(ours, field) == getattr(theirs, field)
 
 
 def test_there_are_as_many_cases_as_promised():

@@ -357,11 +357,26 @@ def _inf_recurrent() -> Any:
     return Recurrent(layer).eval(), [normal(5, 2, 3)]
 
 
-@fault("RNN whose state grows without bound", "overflow", problem="step that shows it is 5 of 8")
+@fault("RNN whose state grows without bound", "overflow", sample=1, problem="step that shows it is 5 of 8")
 def _rnn() -> Any:
     layer = nn.RNN(3, 4, nonlinearity="relu")
     nn.init.ones_(layer.weight_ih_l0), nn.init.constant_(layer.weight_hh_l0, 1e8)
-    return Recurrent(layer).eval(), [torch.ones(8, 2, 3)]
+    x = torch.ones(8, 2, 3)
+    x[:, 0] = 0.0
+    layer.bias_ih_l0.data.zero_(), layer.bias_hh_l0.data.zero_()
+    return Recurrent(layer).eval(), [x]
+
+
+@fault(
+    "RNN that is given its batch first and grows",
+    "overflow",
+    sample=1,
+    problem="step that shows it is 5 of 8",
+)
+def _batch_first() -> Any:
+    model, (x,) = _rnn()
+    model.culprit.batch_first = True
+    return model, [x.transpose(0, 1)]
 
 
 @fault("NaN in the data of an LSTM", "bad input data", op="x", batch=1)
