@@ -149,6 +149,7 @@ class Calibrator:
         self.taps = self._find_taps()
         self._reduced = [tap for tap in self.taps if tap.scalars]
         self._fetched = [tap for tap in self.taps if not tap.scalars]
+        self._joined = self._instrument.join([tap.scalars for tap in self._reduced])
         self._bounds = _Bounds.of(len(self._reduced))
         self._weights = weight_bytes(model)
 
@@ -198,8 +199,8 @@ class Calibrator:
                 found = self._session(group, first=i == 0, arena=len(groups) == 1).run(feeds)
                 if i == 0:
                     outputs, found = found[: len(self._outputs)], found[len(self._outputs) :]
-                    self._read_scalars(found[: 4 * len(self._reduced)], feeds)
-                    found = found[4 * len(self._reduced) :]
+                    self._read_scalars(found[: len(self._joined)], feeds)
+                    found = found[len(self._joined) :]
                 self._read_arrays(group, found, feeds)
         except BitwrightError:
             raise
@@ -226,7 +227,7 @@ class Calibrator:
     def _read_scalars(self, found: Sequence[Array], feeds: Feeds) -> None:
         if not self._reduced:
             return
-        lo, hi, total, count = (np.array([float(x) for x in found[k::4]]) for k in range(4))
+        lo, hi, total, count = (vector.astype(np.float64) for vector in found)
         there = count > 0
         finite = np.isfinite(lo) & np.isfinite(hi) & np.isfinite(total)
         self._bounds.add(lo, hi, count.astype(np.int64), there & finite)
@@ -255,11 +256,11 @@ class Calibrator:
     def _open(self, arrays: Sequence[Tap], *, first: bool, arena: bool) -> _Session:
         fetched = [tap for tap in arrays if not tap.value.is_graph_input()]
         ordered = {tap.value for tap in fetched if not tap.unordered}
-        scalars = [v for tap in self._reduced for v in tap.scalars] if first else []
-        reduced = {str(v.name) for v in scalars}
+        joined = self._joined if first else []
+        reduced = {str(v.name) for tap in self._reduced for v in tap.scalars}
         unordered = {str(tap.value.name) for tap in fetched if tap.value not in ordered}
         watching = self._instrument.open(
-            [*scalars, *(tap.value for tap in fetched)],
+            [*joined, *(tap.value for tap in fetched)],
             lambda model: open_watching(
                 model,
                 self.providers,
@@ -269,7 +270,7 @@ class Calibrator:
                 arena=arena,
             ),
         )
-        names = [*(self._outputs if first else ()), *(str(v.name) for v in scalars)]
+        names = [*(self._outputs if first else ()), *(str(v.name) for v in joined)]
         names += [watching.name(str(tap.value.name)) for tap in fetched]
         return _Session(watching.session, tuple(arrays), names)
 
@@ -350,6 +351,21 @@ class Instrument:
         if graph is not self.model.graph:  # its scalars came out; the tensor itself, should it be asked for
             whole, leading = self.lift(value, graph, np.zeros(0, np.float32), None)
         return Tap(quantizer, whole, leading=leading, scalars=tuple(scalars))
+
+    def join(self, rows: Sequence[Sequence[ir.Value]]) -> list[ir.Value]:
+        """The columns of a table of scalars as vectors: four outputs to hand over, whatever the number of tensors."""
+        joined = []
+        for column in zip(*rows, strict=True):
+            place, name = self.model.graph.append, str(column[0].name)
+            dtype = _type_of(column[0])
+            several = self.builder.emit(place, "SequenceConstruct", column, f"{name}_several", dtype)
+            several.type, several.shape = ir.SequenceType(ir.TensorType(dtype)), None
+            vector = self.builder.emit(
+                place, "ConcatFromSequence", [several], f"{name}_joined", dtype, axis=0, new_axis=1
+            )
+            vector.shape = ir.Shape([len(column)])
+            joined.append(vector)
+        return joined
 
     def _behind(self, value: ir.Value, graph: ir.Graph) -> Place:
         """The place right behind ``value``: there it is still warm, and gone before its last readers run."""
