@@ -57,6 +57,18 @@ def test_training_a_quantized_lstm_gains_accuracy():
 
 
 @pytest.mark.slow
+def test_training_with_a_guard_gains_accuracy_and_leaves_the_damaged_batch_out():
+    spec = importlib.util.spec_from_file_location("qat", ROOT / "examples" / "qat.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    percent, guard = module.main()
+    assert percent["float"] >= 95.0
+    assert percent["W4A8, trained quantized"] >= percent["W4A8, after training"] + 1.0
+    assert (guard.steps, guard.skipped, guard.reasons) == (78, 3, {"loss": 3})
+
+
+@pytest.mark.slow
 def test_script_prints_its_five_rows(tmp_path):
     run = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path / "out")],

@@ -15,6 +15,7 @@ from bitwright.torch.reconstruct import (
     apply_seq_mse,
 )
 from bitwright.torch.stabilize import Stabilized, progressive, stabilize
+from bitwright.torch.training import TrainingGuard
 from bitwright.torch.view import TorchView
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "SiteMap",
     "Stabilized",
     "TorchView",
+    "TrainingGuard",
     "apply_gptq",
     "apply_reconstruction",
     "apply_seq_mse",

@@ -1,0 +1,88 @@
+"""Training steps that a NaN cannot get through."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from bitwright.errors import ConfigError, ModelError
+
+
+class TrainingGuard:
+    """Takes optimizer steps with clipped gradients, and leaves out those whose loss or gradients are not finite.
+
+    A step that is left out changes nothing: parameters, ranges that are learned and the state of the optimizer stay finite,
+    as one NaN in any of them would spoil every later step. It is counted, so that it does not pass unseen.
+
+    Args:
+        optimizer: its parameters are those that are trained.
+        max_norm: gradients are scaled down where their common 2-norm is larger; ``None`` leaves them.
+        patience: so many steps in a row may be left out.
+
+    Attributes:
+        steps: how many were taken.
+        skipped: how many were left out.
+        reasons: ``"loss"`` or ``"gradient"`` -> how many were left out because of it.
+        norm: of the gradients of the last step taken, before clipping.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> guard = TrainingGuard(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> guard.step(model(torch.full((1, 2), torch.nan)).sum()), guard.step(model(torch.ones(1, 2)).sum())
+        (False, True)
+        >>> guard
+        TrainingGuard(1 steps, 1 skipped: 1 loss)
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None = 1.0, *, patience: int = 20
+    ) -> None:
+        if max_norm is not None and not 0 < max_norm < float("inf"):
+            raise ConfigError(
+                "TrainingGuard", f"max_norm={max_norm!r} is no norm", "use 1.0, or None not to clip"
+            )
+        self.optimizer, self.max_norm, self.patience = optimizer, max_norm, patience
+        self.steps = self.skipped = 0
+        self.reasons: dict[str, int] = {}
+        self.norm = 0.0
+        self._in_a_row = 0
+
+    def step(self, loss: torch.Tensor) -> bool:
+        """Backward pass, clipping and optimizer step of ``loss``, a scalar; returns whether the step was taken.
+
+        Raises:
+            ModelError: more than ``patience`` steps in a row were left out.
+        """
+        self.optimizer.zero_grad()
+        if not bool(torch.isfinite(loss.detach()).all()):
+            return self._skip("loss")
+        loss.backward()
+        parameters = [
+            p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        bound = float("inf") if self.max_norm is None else self.max_norm
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if not bool(torch.isfinite(norm)):
+            return self._skip("gradient")
+        nn.utils.clip_grads_with_norm_(parameters, bound, norm)
+        self.optimizer.step()
+        self.norm, self._in_a_row = float(norm), 0
+        self.steps += 1
+        return True
+
+    def _skip(self, reason: str) -> bool:
+        self.optimizer.zero_grad()
+        self.skipped += 1
+        self._in_a_row += 1
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        if self._in_a_row > self.patience:
+            raise ModelError(
+                "training",
+                f"{self._in_a_row} steps in a row had a {reason} that is not finite",
+                "run check_model(model, [batch]) to find the operator; lower the learning rate if it began well",
+            )
+        return False
+
+    def __repr__(self) -> str:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self.reasons.items())
+        return f"TrainingGuard({self.steps} steps, {self.skipped} skipped{': ' if reasons else ''}{reasons})"
