@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bitwright.algorithms.layers import Layer, Layers
+from bitwright.algorithms.layers import Layer, Layers, data_readers, sole_reader
 from bitwright.core.graph import Graph, Op
 
 _MOVES = frozenset(
@@ -29,6 +29,7 @@ _MOVES = frozenset(
     )
     + ("Clone", "Dropout", "Concat", "Stack", "Gather")
 )
+_JOINS = frozenset(("Concat", "Stack", "Mul", "Add", "Sub"))
 _LINEAR = _MOVES | {"Mul", "Div", "Add", "Sub", "Neg"}
 _BEFORE_SOFTMAX = frozenset(("Mul", "Div", "Add", "Where", "MaskedFill", "Clip", "Identity"))
 
@@ -80,7 +81,7 @@ def _product_before(graph: Graph, value: str) -> Op | None:
 
 def _reader(graph: Graph, value: str) -> Op | None:
     """The product whose first operand is ``value``, across operators that only move it."""
-    while (op := graph.sole_consumer(value)) is not None and op.type in _MOVES and len(op.outputs) == 1:
+    while (op := sole_reader(graph, value)) is not None and op.type in _MOVES and len(op.outputs) == 1:
         value = op.outputs[0]
     return op if op is not None and op.type == "MatMul" and op.inputs[0] == value else None
 
@@ -118,12 +119,12 @@ def _origin(layers: Layers, reader: Op, port: int, through: frozenset[str]) -> L
         if layer is not None and layer.kind == "layer":
             origins[layer.op] = layer
         elif op is None or op.type not in through or op.also:
-            return None
+            del values[value]  # angles of rotary positions and the like: not of this layer
         else:
             passed[op.name] = op
-            open_values.extend(op.inputs)
+            open_values.extend(op.inputs if op.type in _JOINS else op.inputs[:1])
     inside = passed.keys() | {reader.name}
-    private = all(op.name in inside for value in values for op, _ in graph.consumers(value))
+    private = all(op.name in inside for value in values for op, _ in data_readers(graph, value))
     returned = any(graph.is_output(value) for value in values)
     if len(origins) != 1 or not private or returned:
         return None
@@ -144,7 +145,7 @@ def _behind(layers: Layers, product: Op, dim: int) -> Layer | None:
 def _chain(graph: Graph, op: Op) -> Iterator[Op]:
     """Readers behind ``op``, one after the other, as long as there is only one and it moves data."""
     while len(op.outputs) == 1:
-        reader = graph.sole_consumer(op.outputs[0])
+        reader = sole_reader(graph, op.outputs[0])
         if reader is None:
             return
         yield reader

@@ -169,7 +169,7 @@ class Layers:
         values, output = self.graph.values, op.outputs[0]
         name = _at(op, 2)
         if name is None:
-            add = self.graph.sole_consumer(output) if op.type in ("MatMul", "Gemm") else None
+            add = sole_reader(self.graph, output) if op.type in ("MatMul", "Gemm") else None
             found = None if add is None else _added_bias(self.graph, add, output, channels)
             return (None, output, None) if found is None or add is None else (found, add.outputs[0], add.name)
         value = values[name]
@@ -189,7 +189,7 @@ class Layers:
             return None
         output, adder = op.outputs[0], None
         bias = values[str(op.inputs[2])].param if 2 in ports and op.type != "Mul" else None
-        if bias is None and op.type == "Mul" and (add := self.graph.sole_consumer(output)) is not None:
+        if bias is None and op.type == "Mul" and (add := sole_reader(self.graph, output)) is not None:
             bias = _added_bias(self.graph, add, output, channels)
             output, adder = (add.outputs[0], add.name) if bias else (output, None)
         axes = ChannelAxes(1, channels, channels, False)
@@ -211,6 +211,17 @@ class Layers:
 @dataclass(frozen=True)
 class _Odd:
     reason: str
+
+
+def data_readers(graph: Graph, value: str) -> list[tuple[Op, int]]:
+    """Each ``(op, port)`` that reads the elements of ``value``, not only its shape."""
+    return [(op, port) for op, port in graph.consumers(value) if op.type not in ("Shape", "Size")]
+
+
+def sole_reader(graph: Graph, value: str) -> Op | None:
+    """The only op that reads the elements of ``value``; ``None`` when there are several or the model returns it."""
+    readers = data_readers(graph, value)
+    return readers[0][0] if len(readers) == 1 and not graph.is_output(value) else None
 
 
 def _at(op: Op, port: int) -> str | None:
@@ -383,7 +394,7 @@ class _Walk:
         """Look at what reads ``value``."""
         if self.graph.is_output(value):
             return f"{value} is an output of the model"
-        for op, port in self.graph.consumers(value):
+        for op, port in data_readers(self.graph, value):
             reason = self._reader(op, port, value)
             if reason:
                 return reason

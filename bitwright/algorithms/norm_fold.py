@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bitwright.algorithms.layers import Array, Group, Layer, Layers, Refused, find_groups
+from bitwright.algorithms.layers import Array, Group, Layer, Layers, Refused, data_readers, find_groups
 from bitwright.algorithms.trial import Check, joined, sift
 from bitwright.core.model import AddBias, Edit, ModelView, SetParam, Undo, Untie
 
@@ -118,7 +118,7 @@ def untie_heads(view: ModelView, undos: list[Undo]) -> tuple[str, ...]:
 
 def _why_not(view: ModelView, layers: Layers, group: Group) -> str | None:
     norm, *more = group.producers
-    readers = {op.name for op, _ in layers.graph.consumers(norm.output)}
+    readers = {op.name for op, _ in data_readers(layers.graph, norm.output)}
     direct = readers == {layer.op for layer, _ in group.consumers}
     if more or not direct or any(repeat != 1 for _, repeat in group.consumers):
         return "between it and the layers behind it is another operator"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bitwright.algorithms.attention import Attention, find_attention
-from bitwright.algorithms.layers import Array, Layer, Layers, Refused
+from bitwright.algorithms.layers import Array, Layer, Layers, Refused, data_readers, sole_reader
 from bitwright.algorithms.norm_fold import NormReport, fold_norms
 from bitwright.algorithms.trial import Check, joined, sift
 from bitwright.core.graph import Op
@@ -246,7 +246,7 @@ class _StreamWalk:
     def _behind(self, value: str) -> str | None:
         if self.graph.is_output(value):
             return f"{value} in it is an output of the model"
-        for op, port in self.graph.consumers(value):
+        for op, port in data_readers(self.graph, value):
             if not (layer := self.layers.of.get(op.name)) or layer.adder != op.name:
                 reason = self._reader(op, port, value)
                 if reason:
@@ -291,7 +291,7 @@ class _StreamWalk:
         others = {source for source in op.inputs if source is not None and source != value}
         if op.type == "Mul" and others or any(not self.graph.values[o].is_static for o in others):
             return False
-        mean = self.graph.sole_consumer(op.outputs[0])
+        mean = sole_reader(self.graph, op.outputs[0])
         reduced = mean is not None and mean.type in ("ReduceMean", "ReduceSum")
         return reduced and not self._is_wide(mean.outputs[0])  # type: ignore[union-attr]
 
