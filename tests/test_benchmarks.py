@@ -77,6 +77,7 @@ def test_files_hold_the_table_and_the_machine(measure, tmp_path):
     [
         ("torch_speed.py", "--models mobilenet_v2 --rows forward"),
         ("recurrent_speed.py", "--length 20 --hidden 64"),
+        ("ptq_speed.py", "--iterations 100 --features 256"),
         ("scaling.py", "--sizes 500 1000"),
     ],
 )
@@ -92,6 +93,14 @@ def test_scaling_runs(tmp_path):
     assert ran.returncode == 0, ran.stderr
     results = json.loads((tmp_path / "s.json").read_text())["results"]
     assert [r["folded"] for r in results] == [20, 20]
+
+
+@pytest.mark.slow
+def test_ptq_speed_runs(tmp_path):
+    ran = run("ptq_speed.py", "--iterations", "10", "--features", "32", "--json", str(tmp_path / "s.json"))
+    assert ran.returncode == 0, ran.stderr
+    results = json.loads((tmp_path / "s.json").read_text())
+    assert len(results) == 3 and all(parts["whole"] > 0 for parts in results.values())
 
 
 @pytest.mark.slow

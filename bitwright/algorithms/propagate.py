@@ -192,13 +192,15 @@ class Walk:
     def inputs(self, layer: Layer) -> Iterator[tuple[Tensor, Tensor]]:
         """What a layer multiplies, float and quantized, for every batch and every run of it in a batch.
 
-        For the recurrent weights of a layer these are the hidden states of the step before, without the first step.
+        For the recurrent weights of a layer these are the hidden states of the step before, without the first step, and
+        the quantized ones in both places: they change with the weights, so that weights which made up for their errors
+        would make up for errors that are no longer there.
         """
         for r in self.runs:
             span = r.program.span([layer.op])
             if span is not None:
-                real = _reads(r.program, r.real, span, layer, None)
                 quantized = _reads(r.program, r.quantized, span, layer, self.model)
+                real = quantized if layer.reads_hidden else _reads(r.program, r.real, span, layer, None)
                 yield from zip(real, quantized, strict=True)
 
     def step(self, op: str) -> Step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from torch import nn
 
 from bitwright.algorithms.blocks import block_units, layer_units
 from bitwright.algorithms.propagate import Store, Walk
+from bitwright.core.formats import IntFormat
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.torch import QuantizationSimModel
+from bitwright.torch import Adaround, AdaroundParameters, QuantizationSimModel, apply_seq_mse
 from bitwright.torch.program import TorchSimulation
 from bitwright.torch.reconstruct import apply_reconstruction
 
@@ -324,3 +326,62 @@ def test_excluded_layers_are_listed_as_such():
     assert [row.layer for row in report] == ["stem", "up", "head"]
     assert report.skipped["blocks.0.a"] == "excluded"
     assert not sim.quantizers["blocks.0.a.weight"].frozen
+
+
+# ---------------------------------------------------------------------------------------------------- AIMET's entries
+
+
+def test_adaround_writes_encodings_that_the_rounded_model_is_simulated_with(tmp_path):
+    model = Small().eval()
+    params = AdaroundParameters(data(), 2, default_num_iterations=20, forward_fn=lambda m, batch: m(batch))
+    rounded = Adaround.apply_adaround(
+        model, data()[0], params, tmp_path, "net", 4,
+        param_bw_override_list=[(model.stem, 8)], ignore_quant_ops_list=[model.head],
+    )  # fmt: skip
+    assert type(rounded) is Small and not torch.equal(rounded.up.weight, model.up.weight)
+    assert torch.equal(rounded.head.weight, model.head.weight)
+    sim = QuantizationSimModel(rounded, data()[0], default_param_bw=4)
+    sim.quantizers["stem.weight"].spec = replace(sim.quantizers["stem.weight"].spec, format=IntFormat(8))
+    sim.set_and_freeze_param_encodings(tmp_path / "net.encodings")
+    sim.compute_encodings(data())
+    for name in ("stem", "blocks.0.a", "up"):
+        site = sim.quantizers[f"{name}.weight"]
+        w = rounded.get_submodule(name).weight.detach()
+        assert site.frozen and torch.equal(site.quantizer(w), w)
+    assert sim.quantizers["stem.weight"].encoding.format.bits == 8
+
+
+def test_a_module_of_another_model_is_refused(tmp_path):
+    params = AdaroundParameters(data(), 1, default_num_iterations=1)
+    with pytest.raises(ConfigError, match="ignore_quant_ops_list: this Linear is no module of the model"):
+        Adaround.apply_adaround(
+            Small(), data()[0], params, tmp_path, "net", ignore_quant_ops_list=[nn.Linear(2, 2)]
+        )
+    model = Small()
+    with pytest.raises(ConfigError, match="this ReLU has no quantized weight|no module of the model"):
+        apply_seq_mse(QuantizationSimModel(model, data()[0]), data(), modules_to_exclude=[nn.ReLU()])
+
+
+def test_seq_mse_under_aimets_name(tmp_path):
+    _, sim = simulated()
+    loader = [(x, torch.zeros(len(x))) for x in data()]
+    report = apply_seq_mse(
+        sim, loader, num_candidates=4, forward_fn=lambda m, batch: m(batch[0]),
+        modules_to_exclude=[sim.model.blocks[0]], cache_dir=tmp_path,
+    )  # fmt: skip
+    assert [row.layer for row in report] == ["stem", "blocks.1.a", "blocks.1.b", "up", "head"]
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_recurrent_layers_are_two_products(tmp_path):
+    torch.manual_seed(0)
+    model = nn.LSTM(6, 8, batch_first=True)
+    batches = list(torch.randn(4, 8, 12, 6))
+    sim = QuantizationSimModel(model, batches[0], preset="w4a16")
+    sim.compute_encodings(batches)
+    held = torch.randn(16, 12, 6)
+    expected = model(held)[0]
+    before = (sim.model(held)[0] - expected).square().mean()
+    report = apply_reconstruction(sim, batches, "gptq", cache_dir=tmp_path)
+    assert [row.layer for row in report] == ["weight_ih_l0", "weight_hh_l0"] and report.gain < 0.9
+    assert (sim.model(held)[0] - expected).square().mean() < before
