@@ -351,6 +351,10 @@ def doctor(
         Path | None,
         typer.Option("--json", metavar="FILE", help="Write the report here, as JSON; - prints it."),
     ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(help="With skip or clamp, data that are not finite are no fault: calibration goes on."),
+    ] = "error",
     batch_size: BatchSize = 1,
     limit: Limit = 256,
     layout: Layout = "NCHW",
@@ -376,6 +380,9 @@ def doctor(
       bitwright doctor model.onnx --data photos/ --json report.json
       bitwright doctor mypackage.models:make --data mypackage.data:batches
     """
+    from bitwright.core.spec import check_policy
+
+    tolerant = check_policy(policy, "--policy") != "error"
     if Path(model).suffix == ".onnx" or ":" not in model:
         from bitwright.onnx.data import Pictures
 
@@ -392,7 +399,8 @@ def doctor(
 
         with atomic_write(json_file) as temporary:
             temporary.write_text(report.to_json(), encoding="utf-8")
-    if not report.ok:
+    faults = [c for c in report.culprits if not (tolerant and c.cause == "bad input data")]
+    if faults or report.bad_params:
         raise typer.Exit(NO)
 
 

@@ -332,6 +332,18 @@ def test_doctor_without_data_says_so(zeros):
     assert "note: random values were fed, no data was given" in result.output
 
 
+@pytest.mark.parametrize("policy, code", [("error", 1), ("skip", 0), ("clamp", 0), ("skipp", 2)])
+def test_doctor_forgives_bad_data_under_a_policy_that_does(zeros, policy, code):
+    import numpy as np
+
+    np.savez(zeros / "bad.npz", x=np.float32([[1, 2], [np.nan, 4]]))
+    result = run("doctor", zeros / "divide.onnx", "--data", zeros / "bad.npz", "--policy", policy)
+    assert result.exit_code == code
+    assert "x (input): it holds 1 NaN" in result.output or code == 2
+    other = run("doctor", zeros / "divide.onnx", "--data", zeros / "data.npz", "--policy", policy)
+    assert other.exit_code == max(code, 1), "what an operator makes is a fault under every policy"
+
+
 @pytest.fixture
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module of the user's with models and data."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from bitwright.core.health import HALVES, LIMITS, MAKERS, TensorHealth
+from bitwright.core.health import HALVES, LIMITS, MAKERS, TensorHealth, counted
 
 
 class Finding(NamedTuple):
@@ -133,7 +133,7 @@ def _made(run: Run) -> str:
 def _zero(port: int, noun: str) -> When:
     def when(run: Run) -> str | None:
         x = run.port(port)
-        return f"{noun} {x.name} holds {x.zeros} zeros" if x is not None and x.zeros else None
+        return f"{noun} {x.name} holds {counted(x.zeros, 'zero')}" if x is not None and x.zeros else None
 
     return when
 
@@ -185,7 +185,7 @@ def _power_of_zero(run: Run) -> str | None:
     base, exponent = run.port(0), run.port(1)
     if base is None or exponent is None or exponent.min is None or not (base.zeros and exponent.min < 0):
         return None
-    return f"{base.name} holds {base.zeros} zeros, raised to {exponent.min:g}"
+    return f"{base.name} holds {counted(base.zeros, 'zero')}, raised to {exponent.min:g}"
 
 
 def _power_of_negative(run: Run) -> str | None:
@@ -222,7 +222,7 @@ def _zero_variance(run: Run) -> str | None:
     variance, epsilon = run.port(4), float(run.attrs.get("epsilon", 1e-5))
     if epsilon > 0 or run.attrs.get("training") or variance is None or not variance.zeros:
         return None
-    return f"the variance {variance.name} holds {variance.zeros} zeros, and epsilon is {epsilon:g}"
+    return f"the variance {variance.name} holds {counted(variance.zeros, 'zero')}, and epsilon is {epsilon:g}"
 
 
 def _constant_rows(run: Run) -> str | None:
@@ -337,7 +337,7 @@ def _zero_times_infinity(run: Run) -> str | None:
     if a is None or b is None or not ((a.inf and b.zeros) or (b.inf and a.zeros)):
         return None
     infinite, zero = (a, b) if a.inf else (b, a)
-    return f"{infinite.name} holds {infinite.inf} Inf, and {zero.name} holds {zero.zeros} zeros"
+    return f"{infinite.name} holds {infinite.inf} Inf, and {zero.name} holds {counted(zero.zeros, 'zero')}"
 
 
 def _infinities_meet(run: Run) -> str | None:

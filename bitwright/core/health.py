@@ -257,7 +257,7 @@ class Culprit:
             found += [f"  {title} {tensor}" for tensor in tensors]
         if self.spread:
             found.append(
-                f"  carried on by {self.spread} operators: {_shortened(self.spread_names, self.spread)}"
+                f"  carried on by {counted(self.spread, 'operator')}: {_shortened(self.spread_names, self.spread)}"
             )
         if self.reached:
             found.append(f"  reaches {_shortened(self.reached, len(self.reached))}")
@@ -302,9 +302,9 @@ class HealthReport:
 
     def text(self) -> str:
         """The report as lines for a terminal."""
-        found = [
-            f"{self.model}: {'healthy' if self.ok else 'not healthy'} ({self.batches} batches, {self.calls} calls)"
-        ]
+        verdict = "healthy" if self.ok else "not healthy"
+        seen = f"{counted(self.batches, 'batch', 'batches')}, {counted(self.calls, 'call')}"
+        found = [f"{self.model}: {verdict} ({seen})"]
         for title, tensors in (("parameters", self.bad_params), ("inputs", self.bad_inputs)):
             if tensors:
                 found.append(f"{title} that are not finite:")
@@ -323,6 +323,11 @@ class HealthReport:
 
     def __str__(self) -> str:
         return self.text()
+
+
+def counted(number: int, one: str, more: str = "") -> str:
+    """``1 zero``, ``3 zeros``."""
+    return f"{number} {one if number == 1 else more or f'{one}s'}"
 
 
 def _shortened(names: Sequence[str], count: int) -> str:

@@ -83,17 +83,17 @@ def health(name, values, kind="activation"):
 
 
 CAUSES = {
-    "div": ("Div", {}, [A([1, 2]), A([0, 1])], "division by zero", "the divisor b holds 1 zeros"),
+    "div": ("Div", {}, [A([1, 2]), A([0, 1])], "division by zero", "the divisor b holds 1 zero"),
     "div-tiny": ("Div", {}, [A([1e30]), A([1e-30])], "division by zero", "comes down to 1e-30"),
-    "div-number": ("Div", {}, [A([1.0]), 0], "division by zero", "holds 1 zeros"),
-    "reciprocal": ("Reciprocal", {}, [A([0.0])], "division by zero", "the divisor a holds 1 zeros"),
+    "div-number": ("Div", {}, [A([1.0]), 0], "division by zero", "holds 1 zero"),
+    "reciprocal": ("Reciprocal", {}, [A([0.0])], "division by zero", "the divisor a holds 1 zero"),
     "sqrt": ("Sqrt", {}, [A([-1e-3])], "root of a negative number", "comes down to -0.001"),
-    "rsqrt-zero": ("Rsqrt", {}, [A([0, 1])], "reciprocal root of zero", "the argument a holds 1 zeros"),
+    "rsqrt-zero": ("Rsqrt", {}, [A([0, 1])], "reciprocal root of zero", "the argument a holds 1 zero"),
     "rsqrt-negative": ("Rsqrt", {}, [A([-1])], "root of a negative number", "comes down to -1"),
     "log": ("Log", {}, [A([0, 1])], "logarithm of a non-positive number", "comes down to 0"),
     "log1p": ("Log1p", {}, [A([-1])], "logarithm of a non-positive number", "comes down to -1"),
     "exp": ("Exp", {}, [A([120])], "exponential overflow", "a reaches 120, and the exponential overflows float32 above 88.7"),
-    "pow-zero": ("Pow", {}, [A([0]), -1], "division by zero", "holds 1 zeros, raised to -1"),
+    "pow-zero": ("Pow", {}, [A([0]), -1], "division by zero", "holds 1 zero, raised to -1"),
     "pow-negative": ("Pow", {}, [A([-8]), 0.5], "power out of domain", "comes down to -8, raised to 0.5"),
     "softmax-dead-row": ("Softmax", {}, [A([[-INF, -INF], [1, 2]])], "every element of a row is masked", "2 of 4 elements"),
     "batch-norm": (
@@ -102,13 +102,13 @@ CAUSES = {
     ),
     "batch-norm-zero": (
         "BatchNormalization", {"epsilon": 0.0}, [A([1]), A([1]), A([0]), A([0]), A([0])],
-        "zero variance", "holds 1 zeros, and epsilon is 0",
+        "zero variance", "holds 1 zero, and epsilon is 0",
     ),
     "layer-norm": ("LayerNormalization", {"epsilon": 0.0}, [A([1, 1])], "zero variance", "epsilon is 0"),
     "acos": ("Acos", {}, [A([1.5])], "argument out of domain", r"needs \[-1, 1\]"),
     "empty-mean": ("ReduceMean", {}, [np.zeros((2, 0), A)], "reduction over nothing", "has no element to reduce"),
     "variance-of-one": ("var", {}, [A([[1]])], "reduction over nothing", "0 / 0"),
-    "zero-times-inf": ("Mul", {}, [A([INF]), A([0])], "zero times infinity", "a holds 1 Inf, and b holds 1 zeros"),
+    "zero-times-inf": ("Mul", {}, [A([INF]), A([0])], "zero times infinity", "a holds 1 Inf, and b holds 1 zero"),
     "inf-minus-inf": ("Sub", {}, [A([INF]), A([INF])], "infinity minus infinity", "which cancel out"),
     "overflow": ("Mul", {}, [A([1e30]), A([1e30])], "overflow", "the result passes 3.403e"),
     "unknown": ("Floor", {}, [A([1])], "unknown", "finite inputs became 1 NaN"),
@@ -245,7 +245,7 @@ def test_the_report_reads_well_and_travels_as_json():
     assert not report.ok and report.exit_code == 1 and report.culprit is culprit
     assert str(report).splitlines()[:5] == [
         "Net: not healthy (4 batches, 20 calls)",
-        "1. head.div (Div): the divisor n holds 1 zeros",
+        "1. head.div (Div): the divisor n holds 1 zero",
         "   at net.py:12: y = x / n",
         "   in head",
         "   first in batch 3, sample 0",
