@@ -79,6 +79,7 @@ def test_files_hold_the_table_and_the_machine(measure, tmp_path):
         ("recurrent_speed.py", "--length 20 --hidden 64"),
         ("ptq_speed.py", "--iterations 100 --features 256"),
         ("scaling.py", "--sizes 500 1000"),
+        ("memory.py", "--scale 0.1"),
     ],
 )
 def test_help_shows_an_example(script, words):
@@ -113,6 +114,17 @@ def test_recurrent_speed_runs(tmp_path):
 
 
 @pytest.mark.slow
+def test_memory_runs(tmp_path):
+    options = ["--models", "pictures", "--scale", "0.01", "--json", str(tmp_path / "m.json")]
+    ran = run("memory.py", *options, "--folder", str(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    results = json.loads((tmp_path / "m.json").read_text())["results"]
+    assert [r["phase"] for r in results] == ["min-max", "histogram"]
+    assert all(r["ours"] > 1 and r["float"] > 1 for r in results)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.json"]
+
+
+@pytest.mark.slow
 def test_speed_runs(tmp_path):
     rows = ["creation", "min-max", "forward", "training step", "memory"]
     options = [
@@ -139,6 +151,7 @@ def test_speed_runs(tmp_path):
     [
         ("torch_speed.py", ["--rounds", "0"], "--rounds is 0"),
         ("scaling.py", ["--sizes", "0"], "--sizes has 0"),
+        ("memory.py", ["--scale", "0"], "--scale is 0"),
     ],
 )
 def test_impossible_arguments_are_refused(script, arguments, message):
