@@ -385,3 +385,55 @@ def test_a_bad_weight_is_refused_by_name_before_anything_runs():
 def test_an_unknown_policy():
     with pytest.raises(ConfigError, match="'skipp' .*did you mean 'skip'"):
         fails_in_batch_2("skipp")
+
+
+def test_a_rule_gives_a_site_a_policy_of_its_own():
+    model, batches = divides()
+    rules = {"preset": "w8a8", "rules": [{"match": "tail", "all": {"non_finite": "clamp"}}]}
+    sim = QuantizationSimModel(model, batches[0], config_file=rules)
+    sim.compute_encodings(batches)
+    assert sim.calibration_log.clamped == [2, 3]
+
+
+def test_a_callback_is_stopped_too():
+    model, batches = divides()
+    sim = QuantizationSimModel(model, batches[0])
+
+    def feed(session):
+        for batch in batches:
+            session.run(None, {"x": batch})
+
+    with pytest.raises(CalibrationError, match="batch 2, share: Div made values that are not finite"):
+        sim.compute_encodings(feed)
+    sim.compute_encodings(feed, non_finite="skip")
+    assert sim.calibration_log.skipped == [2, 3]
+
+
+def test_ctrl_c_keeps_the_batches_that_count():
+    model, batches = divides()
+
+    def feed():
+        yield from (batches[0], batches[2])
+        raise KeyboardInterrupt
+
+    sim = QuantizationSimModel(model, batches[0])
+    with pytest.raises(KeyboardInterrupt):
+        sim.compute_encodings(feed(), non_finite="skip")
+    one = QuantizationSimModel(model, batches[0])
+    one.compute_encodings(batches[:1])
+    assert {n: s.encoding for n, s in sim.quantizers.items()} == {
+        n: s.encoding for n, s in one.quantizers.items()
+    }
+
+
+def test_when_every_batch_is_left_out():
+    model, batches = divides()
+    with pytest.raises(CalibrationError, match="all 2 batches were left out"):
+        QuantizationSimModel(model, batches[0]).compute_encodings(batches[2:], non_finite="skip")
+
+
+def test_a_model_that_was_quantized_in_a_loop_body_stops_with_the_node_inside():
+    case = next(c for c in faulty.FAULTS if c.name == "logarithm in a scan")
+    model, batches = case.build()
+    with pytest.raises(CalibrationError, match="batch 0, culprit: Log made values that are not finite"):
+        QuantizationSimModel(model, batches[0]).compute_encodings(batches)
