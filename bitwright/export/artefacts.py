@@ -6,7 +6,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,7 +154,11 @@ def write_artefacts(
         notes += _write_encodings(sim, encodings, tensors, staging / names["encodings"], encoding_version)
         (staging / names["sites"]).write_text(json.dumps(_sites(sim, result, tensors), indent=1))
         if samples is not None:
-            notes += _write_samples(samples(result), staging / f"{prefix}_samples.npz")
+            kept = samples(result)
+            if recurrent == "native":  # the operators compute in float what the simulation rounds at every step
+                sites = {name: v for name, v in kept.sites.items() if sim.quantizers[name].inner is None}
+                kept = replace(kept, sites=sites)
+            notes += _write_samples(kept, staging / f"{prefix}_samples.npz")
         settings = {
             "rules": sim.rules.source,
             "encoding_version": encoding_version,
