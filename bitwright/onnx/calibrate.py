@@ -248,8 +248,10 @@ class Calibrator:
         key = (tuple(map(id, arrays)), first, arena)
         if key in self._sessions:
             return self._sessions[key]
+        if len(self._sessions) * self._weights > self.budget:
+            self._sessions.clear()  # before the next one takes its memory
         made = self._open(arrays, first=first, arena=arena)
-        if len(self._sessions) < _KEPT and len(self._sessions) * self._weights <= self.budget:
+        if len(self._sessions) < _KEPT:
             self._sessions[key] = made
         return made
 
