@@ -15,8 +15,9 @@ iteration, and a branch that was not taken contributes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,10 +53,11 @@ class Tap:
 
     Attributes:
         quantizer: gets the statistics.
-        value: of the main graph: the tensor, or what carries it out of a body.
+        value: of the main graph: the tensor, or what carries it out of a body (after :meth:`settle`).
         times: how many sites of the quantizer see this tensor; each counts.
         leading: axes that loops put in front of the tensor's own.
         scalars: minimum, maximum, sum and size, of the main graph; empty where the tensor itself is fetched.
+        bring_out: makes the value that carries a reduced tensor out of its body, and counts the axes in front.
     """
 
     quantizer: Quantizer
@@ -63,6 +65,13 @@ class Tap:
     times: int = 1
     leading: int = 0
     scalars: tuple[ir.Value, ...] = ()
+    bring_out: Callable[[], tuple[ir.Value, int]] | None = None
+
+    def settle(self) -> None:
+        """Bring a reduced tensor out of its body, where a loop would keep it for all iterations."""
+        if self.bring_out is not None:
+            self.value, self.leading = self.bring_out()
+            self.bring_out = None
 
     @property
     def unordered(self) -> bool:
@@ -232,6 +241,8 @@ class Calibrator:
         finite = np.isfinite(lo) & np.isfinite(hi) & np.isfinite(total)
         self._bounds.add(lo, hi, count.astype(np.int64), there & finite)
         odd = [self._reduced[i] for i in np.flatnonzero(there & ~finite)]
+        for tap in odd:
+            tap.settle()
         for group in self._groups(self._tap_sizes(feeds, odd)) if odd else ():
             self._read_arrays(group, self._session(group, first=False, arena=False).run(feeds), feeds)
 
@@ -348,11 +359,10 @@ class Instrument:
             scalar = self.builder.emit(place, op, [value], f"{value.name}_{op}", dtype, **attributes)
             scalar.shape = ir.Shape([])
             scalars.append(self.lift(scalar, graph, np.asarray(neutral), merge)[0])
-        whole = value
-        leading = 0
-        if graph is not self.model.graph:  # its scalars came out; the tensor itself, should it be asked for
-            whole, leading = self.lift(value, graph, np.zeros(0, np.float32), None)
-        return Tap(quantizer, whole, leading=leading, scalars=tuple(scalars))
+        tap = Tap(quantizer, value, scalars=tuple(scalars))
+        if graph is not self.model.graph:  # its scalars came out; the tensor itself only if it is asked for
+            tap.bring_out = partial(self.lift, value, graph, np.zeros(0, np.float32), None)
+        return tap
 
     def join(self, rows: Sequence[Sequence[ir.Value]]) -> list[ir.Value]:
         """The columns of a table of scalars as vectors: four outputs to hand over, whatever the number of tensors."""
