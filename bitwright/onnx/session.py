@@ -154,7 +154,7 @@ def _beside(model: ir.Model) -> tuple[bytes, list[str], list[Any]]:
     }
     try:
         for value, tensor in large.items():
-            shape = ir.Shape(tensor.numpy().shape)
+            shape = ir.Shape(tensor.shape.numpy())
             value.const_value = ir.ExternalTensor(
                 "beside", 0, tensor.nbytes, tensor.dtype, shape=shape, name=str(value.name)
             )
