@@ -175,8 +175,8 @@ class QuantizationSimModel:
     def _adopt(self, adopted: Adopted) -> None:
         """Take over the encodings of a model that was quantized already; they survive calibration."""
         for name, encoding in adopted.encodings.items():
-            self.quantizers[name].encoding = encoding
-            self.quantizers[name].frozen = True
+            quantizer = self.quantizers[name].quantizer
+            quantizer.encoding, quantizer.frozen = encoding, True
         for name in adopted.idle:
             self.quantizers[name].enabled = False
         missing = [s for s in self.quantizers.values() if s.enabled and s.encoding is None]

@@ -175,6 +175,7 @@ class _Taker:
     )
     pairs: list[_Pair] = field(default_factory=list)
     same: list[tuple[_Pair, ir.Value]] = field(default_factory=list)  # changes no bit of the value beside it
+    static: set[ir.Value] = field(default_factory=set)
     stored: dict[ir.Value, Encoding] = field(default_factory=dict)  # constants -> their grid
     grids: dict[ir.Value, Encoding] = field(default_factory=dict)  # what is quantized -> the grid as written
     turned: dict[ir.Value, ir.Value] = field(default_factory=dict)  # transposed constants -> as they were
@@ -188,6 +189,7 @@ class _Taker:
         self.values.update((str(v.name), v) for graph in self.model.graphs() for v in graph.inputs)
         self.values.update((name, v) for g in self.model.graphs() for name, v in g.initializers.items())
         self._take_constants()
+        self._find_static()
         self._find()
         for pair, value in self.same:
             self._drop(pair, value)
@@ -214,7 +216,7 @@ class _Taker:
         first: dict[tuple[ir.Value, Encoding, ir.Graph | None], _Pair] = {}
         for node in self.model.graph.all_nodes():
             pair = own.get(node) or (None if node in inside else self._pair(node))
-            if pair is None:
+            if pair is None or not self._can_be_taken(pair):
                 self._carry(node)
                 continue
             twin = first.setdefault((pair.entry, pair.encoding, node.graph), pair)
@@ -233,6 +235,28 @@ class _Taker:
                 self.pairs.append(pair)
             if written is not None:
                 self.grids[pair.result] = written
+
+    def _find_static(self) -> None:
+        """Values that are the same in every run."""
+        self.static = {v for graph in self.model.graphs() for v in graph.initializers.values()}
+        for node in self.model.graph.all_nodes():
+            if node.inputs and all(value is None or value in self.static for value in node.inputs):
+                self.static.update(node.outputs)
+
+    def _can_be_taken(self, pair: _Pair) -> bool:
+        """A quantizer of a constant stays in the graph, as part of a constant, where no site could hold it."""
+        if pair.entry not in self.static:
+            return True
+        waiting = [pair.result] if pair.entry.is_initializer() else []
+        while waiting:
+            value = waiting.pop()
+            for node, _ in value.uses():
+                moved = _moved(node, pair.encoding)
+                if moved is not None:
+                    waiting.append(node.outputs[0])
+                elif node.outputs[0] in self.static:
+                    return False
+        return pair.entry.is_initializer()
 
     def _own_pair(self, node: ir.Node) -> _Pair | None:
         """A quantizer that this package wrote and noted on its last node."""
@@ -359,7 +383,7 @@ class _Taker:
 
     def _check_rest(self) -> None:
         for node in list(self.model.graph.all_nodes()):
-            if not _is(node, "QuantizeLinear"):
+            if not _is(node, "QuantizeLinear") or node.outputs[0] in self.static:
                 continue
             reader = next((n for n, _ in node.outputs[0].uses()), None)
             if reader is None and not node.outputs[0].is_graph_output():

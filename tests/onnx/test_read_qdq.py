@@ -345,6 +345,21 @@ def hand_made() -> dict[str, onnx.ModelProto]:
     )
 
     n = Net(1)
+    w = n("Mul", n.weights(8, 4), n.const(np.float32(0.5)), name="half")
+    x = q(n, n.input("x", ("n", 8)), 0.1, np.uint8(3))
+    add("a-pair-on-a-computed-weight", n, n("MatMul", x, q(n, w, 0.05, np.int8(0)), name="m", out="y"))
+
+    n = Net(1)
+    w = q(n, n.weights(4, 8), [0.1, 0.2, 0.3, 0.4], np.int8([0] * 4), axis=0)
+    flat = n("Reshape", w, n.const(np.int64([8, 4])))
+    x = q(n, n.input("x", ("n", 8)), 0.1, np.uint8(3))
+    add("a-weight-whose-channels-are-lost", n, n("MatMul", x, flat, name="m", out="y"))
+
+    n = Net(1)
+    x = q(n, n.input("x", ("n", "c")), [0.1, 0.2, 0.3], np.int8([0, 1, -2]), axis=1)
+    add("channels-of-unknown-number", n, n("Relu", x, name="r", out="y"))
+
+    n = Net(1)
     x = q(n, n.input("x", (1, 3, 8, 8)), 0.02, np.uint8(128))
     w = q(n, n.weights(4, 3, 3, 3), [0.01] * 4, np.int8([0] * 4), axis=0)
     bias = n(
@@ -404,14 +419,15 @@ HAND_MADE = hand_made()
 @pytest.mark.parametrize("name", HAND_MADE)
 def test_quantizers_in_odd_places(tmp_path, name):
     model = HAND_MADE[name]
-    feeds = feeds_for(model)
+    feeds = feeds_for(model, n=2, c=3)
     sim = check_same_function(model, feeds)
     check_round_trip(sim, [feeds], tmp_path)
 
 
 def test_where_the_encodings_lie():
     sims = {
-        name: QuantizationSimModel(model, feeds_for(model), threads=1) for name, model in HAND_MADE.items()
+        name: QuantizationSimModel(model, feeds_for(model, n=2, c=3), threads=1)
+        for name, model in HAND_MADE.items()
     }
     kinds = {
         name: {k: e.granularity for k, e in enabled(sim).items() if e is not None}
