@@ -225,7 +225,8 @@ class Probe:
 
     def _open(self, copy: _Copy, wanted: Sequence[ir.Value]) -> Any:
         return copy.instrument.open(
-            wanted, lambda m: open_session(m, self.providers, threads=self.threads, order="written")
+            wanted,
+            lambda m: open_session(m, self.providers, threads=self.threads, order="written", arena=False),
         )
 
 
