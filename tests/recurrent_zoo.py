@@ -241,6 +241,7 @@ RECURRENT_ZOO: dict[str, Recurrent] = {
     "teacher-forcing": Recurrent(Translator, _source_and_target),
     "beams": Recurrent(Beams, lambda length, seed: (torch.tensor([seed % 10]), torch.tensor(length))),
     "conv-lstm": Recurrent(ConvLstm, _floats(2, None, 3, 6, 6)),
+    "quasi-rnn": Recurrent(QuasiRnn, _floats(2, None, 6), sqnr=16.0),
     "halting": Recurrent(Halting, lambda length, seed: _floats(4, 6)(length, seed)),
     "residual": Recurrent(Residual, _floats(2, None, 6)),
     "siamese": Recurrent(Siamese, _floats(2, None, 6)),

@@ -6,7 +6,8 @@ A :class:`TorchFunctionMode` sees the calls, forward hooks tell which module is 
 - a module that owns parameters or buffers is one place, however often it runs (time steps share their sites);
 - a call that reads a parameter directly is the place of that parameter;
 - anything else counts from the last such place in the same forward: ``for l in self.layers: x = x + l(x)`` gives one
-  addition per layer, ``h = tanh(self.ih(x) + self.hh(h))`` the same addition at every time step.
+  addition per layer, ``h = tanh(self.ih(x) + self.hh(h))`` the same addition at every time step. Only in a loop that uses
+  no parameters is it the line of code that counts (:mod:`bitwright.torch.loops`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from bitwright.core.ops import op_row
 from bitwright.errors import ModelError
 from bitwright.torch.decompose import DECOMPOSITIONS, Decomposition
 from bitwright.torch.functions import FUNCTIONS, Function
+from bitwright.torch.loops import Where, line_of_code
 from bitwright.torch.trees import flatten_tensors, named_state, walk_modules
 
 Key = Hashable
@@ -42,6 +44,11 @@ class Frame:
     module: nn.Module | None
     anchor: Hashable = None
     counts: dict[Hashable, int] = field(default_factory=dict)
+    where: Hashable = None
+
+    def __post_init__(self) -> None:
+        if self.where is None:
+            self.where = self.key
 
     def next(self, label: Hashable) -> int:
         """How often ``label`` was seen since the anchor; counts this time."""
@@ -149,6 +156,8 @@ class Interceptor:
         self._original: Callable[..., Any] = model.forward
         self._outer_error: BaseException | None = None
         self.failed_in: str | None = None
+        self.loops: frozenset[Where] = frozenset()  # places that are told apart by the line of code
+        self.seen: dict[Key, Where] | None = None  # where counted places stand, while a model is recorded
 
     # -- attaching
 
@@ -200,6 +209,7 @@ class Interceptor:
             "_attributes": None,
             "_handles": [],
             "_outer_error": None,
+            "seen": None,
         }
 
     # -- running
@@ -289,11 +299,11 @@ class Interceptor:
             )
         parent = self.frames[-1]
         if hook.owns:
-            key: Key = hook.path
             parent.set_anchor(hook.path)
+            self.frames.append(Frame(hook.path, hook.path, module))
         else:
-            key = (parent.key, parent.anchor, hook.path, parent.next(hook.path))
-        self.frames.append(Frame(key, hook.path, module))
+            key, where = self._counted(parent, hook.path, modules=1)
+            self.frames.append(Frame(key, hook.path, module, where=where))
 
     def leave(self, module: nn.Module) -> None:
         """It returned or raised; the innermost module that raised is kept in ``failed_in``."""
@@ -374,7 +384,21 @@ class Interceptor:
                 if name is not None:
                     frame.set_anchor(name)
                     return (frame.key, name, label)
-        return (frame.key, frame.anchor, label, frame.next(label))
+        return self._counted(frame, label)[0]
+
+    def _counted(self, frame: Frame, label: str, modules: int = 0) -> tuple[Key, Hashable]:
+        """Key of the next ``label`` of a frame, or of this line of code in a loop; and where it stands."""
+        if not self.loops and self.seen is None:
+            key = (frame.key, frame.anchor, label, frame.next(label))
+            return key, key
+        line = line_of_code(_FORWARD, modules)
+        where: Where = (frame.where, frame.anchor, label, line)
+        if where in self.loops:
+            return where, where
+        key = (frame.key, frame.anchor, label, frame.next(label))
+        if self.seen is not None:
+            self.seen[key] = where
+        return key, where
 
     def _decompose(self, decomposition: Decomposition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parent, label = self.frames[-1], decomposition.label
@@ -386,8 +410,9 @@ class Interceptor:
             module = parent.module if decomposition.owner == "module" else None
             self.frames.append(Frame(key, parent.path, module))
         else:
-            key = (parent.key, parent.anchor, label, parent.next(label))
-            self.frames.append(Frame(key, f"{parent.path}.{label}" if parent.path else label, None))
+            key, where = self._counted(parent, label)
+            path = f"{parent.path}.{label}" if parent.path else label
+            self.frames.append(Frame(key, path, None, where=where))
         depth = len(self.frames)
         assert self._mode is not None
         try:
@@ -395,6 +420,9 @@ class Interceptor:
                 return decomposition.run(*args, **kwargs)
         finally:
             del self.frames[depth - 1 :]
+
+
+_FORWARD = Interceptor.forward.__code__
 
 
 def forward_signature(model: nn.Module) -> inspect.Signature | None:

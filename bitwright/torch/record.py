@@ -22,6 +22,7 @@ from bitwright.errors import ModelError
 from bitwright.torch.batches import as_call, evaluation
 from bitwright.torch.functions import FUNCTIONS, SET_ITEM, Function
 from bitwright.torch.intercept import ACCESS, Frame, Interceptor, Key, forward_signature
+from bitwright.torch.loops import Where, find_loops
 from bitwright.torch.trees import flatten_tensors, map_tensors
 
 
@@ -84,6 +85,7 @@ class Recorder:
         self.outputs: dict[int, None] = {}
         self.returned: dict[str, int] = {}
         self.static: set[Key] = set()
+        self.loops: frozenset[Where] = frozenset()  # the interceptor's, for others that run the model
         self._params: dict[str, int] = {}
         self._live: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
@@ -368,24 +370,21 @@ def record(model: nn.Module, examples: Sequence[Any], interceptor: Interceptor |
     Raises:
         ModelError: the model fails on an example; its own error is the cause, and the message names the module it was in.
     """
-    holder: list[Interceptor] = []
-    recorder = Recorder(lambda: holder[0], forward_signature(model), keep_arguments=interceptor is None)
-    holder.append(interceptor or Interceptor(model, recorder))
-    handler, holder[0].handler = holder[0].handler, recorder
+    # the handler is replaced by that of each run
+    running = interceptor or Interceptor(model, Recorder(lambda: running, None))
+    handler = running.handler
     if interceptor is None:
-        holder[0].attach()
+        running.attach()
     try:
-        with torch.no_grad(), evaluation(model):
-            for example in examples:
-                args, kwargs = as_call(example)
-                try:
-                    model(*args, **kwargs)
-                except Exception as error:
-                    raise explained(model, holder[0].failed_in, args, kwargs, error) from error
+        running.loops, running.seen = frozenset(), {}
+        recorder = _run(model, examples, running, keep_arguments=interceptor is None)
+        running.loops, running.seen = find_loops(recorder.calls.values(), running.seen), None
+        if running.loops:  # the places of a loop over time are one place each
+            recorder = _run(model, examples, running, keep_arguments=interceptor is None)
     finally:
-        holder[0].handler = handler
+        running.handler, running.seen = handler, None
         if interceptor is None:
-            holder[0].detach()
+            running.detach()
     if not recorder.calls:
         raise ModelError(
             type(model).__name__,
@@ -393,6 +392,20 @@ def record(model: nn.Module, examples: Sequence[Any], interceptor: Interceptor |
             "pass an example input on which the model computes something; a forward with `yield` computes only when it is "
             "iterated, so wrap it in a module that returns list(generator)",
         )
+    return recorder
+
+
+def _run(model: nn.Module, examples: Sequence[Any], running: Interceptor, keep_arguments: bool) -> Recorder:
+    recorder = Recorder(lambda: running, forward_signature(model), keep_arguments)
+    recorder.loops = running.loops
+    running.handler = recorder
+    with torch.no_grad(), evaluation(model):
+        for example in examples:
+            args, kwargs = as_call(example)
+            try:
+                model(*args, **kwargs)
+            except Exception as error:
+                raise explained(model, running.failed_in, args, kwargs, error) from error
     return recorder
 
 

@@ -14,7 +14,7 @@ import torch.onnx.ops
 from bitwright.core.calibration import BatchGate
 from bitwright.core.ops import op_row
 from bitwright.core.quantizer import DerivedBias
-from bitwright.core.recurrence import HIDDEN
+from bitwright.core.recurrence import CELLS
 from bitwright.core.repair import Repair
 from bitwright.errors import CalibrationError
 from bitwright.torch import recurrent
@@ -219,23 +219,16 @@ class Simulator:
             return self._marked_layer(plan, row, args, kwargs)
         self._note_length(plan.op, args)
         kept: dict[str, list[torch.Tensor]] = {}
-        functions = {}
-        if self.stage != "float":
-            for name, place in plan.inside.items():
-                function = self._step_function(name, place, kept)
-                if function is not None:
-                    functions[name] = function
-        inside = functions if plan.inside and self.stage != "float" else None
+        functions = {} if self.stage == "float" else self._step_functions(plan, kept)
+        tapped = self._tap_steps(plan.op, kwargs["cell"], functions, kept) if self.taps is not None else {}
+        inside = functions if tapped or (plan.inside and self.stage != "float") else None
         output = self._planned(plan, row, recurrent.layer, args, {**kwargs, "inside": inside})
         for name, steps in kept.items():
-            place = plan.inside[name]
-            if self.stage == "observe":
-                place.quantizer.observe(torch.cat(steps))
-            elif self.taps is not None:
-                steps = (
-                    steps[::-1] if kwargs.get("reverse") else steps
-                )  # in the order of time, as the output is
-                self.taps[place.site].append(torch.cat(steps) if args[4] is not None else torch.stack(steps))
+            if name not in tapped:
+                plan.inside[name].quantizer.observe(torch.cat(steps))
+        for name, taken in tapped.items():
+            steps = kept[name][::-1] if kwargs.get("reverse") else kept[name]  # in the order of time
+            taken.append(torch.cat(steps) if args[4] is not None else torch.stack(steps))
         return output
 
     def _marked_layer(
@@ -248,24 +241,40 @@ class Simulator:
         layer = functools.partial(recurrent.marked_layer, mark=mark, weights=weights, sites=sites)
         return self._planned(replace(plan, operands=tuple(operands)), row, layer, args, kwargs)
 
-    def _step_function(
-        self, name: str, place: Place, kept: dict[str, list[torch.Tensor]]
-    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What happens at every step to the inner tensor ``name``."""
-        quantizer = place.quantizer
-        if not quantizer.enabled:
-            return None
-        quantize = functools.partial(quantizer, overwrite=True)
-        if self.stage == "observe":
-            if quantizer.frozen:
-                return quantize
-            if quantizer.is_fixed:
-                return None
-            return functools.partial(_keep, kept.setdefault(name, []))
-        if self.taps is not None and place.site in self.taps and name != HIDDEN:
-            steps = kept.setdefault(name, [])
-            return lambda x: _keep(steps, quantize(x).detach().clone())
-        return quantize
+    def _step_functions(
+        self, plan: CallPlan, kept: dict[str, list[torch.Tensor]]
+    ) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+        """What happens at every step to the inner tensors; ``kept`` takes in what is to be observed."""
+        found: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+        for name, place in plan.inside.items():
+            quantizer = place.quantizer
+            if not quantizer.enabled:
+                continue
+            if self.stage != "observe" or quantizer.frozen:
+                found[name] = functools.partial(quantizer, overwrite=True)
+            elif not quantizer.is_fixed:
+                found[name] = functools.partial(_keep, kept.setdefault(name, []))
+        return found
+
+    def _tap_steps(
+        self,
+        op: str,
+        cell: str,
+        functions: dict[str, Callable[[torch.Tensor], torch.Tensor]],
+        kept: dict[str, list[torch.Tensor]],
+    ) -> dict[str, list[torch.Tensor]]:
+        """Inner tensors that somebody asked for, and where they go; ``functions`` keep them from now on."""
+        assert self.taps is not None
+        tapped = {}
+        for inner in CELLS[cell].inner:
+            taken = self.taps.get(f"{op}.{inner.name}")
+            if taken is not None and inner.name not in kept:
+                tapped[inner.name] = taken
+                copies = functools.partial(
+                    _keep_copy, kept.setdefault(inner.name, []), functions.get(inner.name)
+                )
+                functions[inner.name] = copies
+        return tapped
 
     def _note_length(self, op: str, args: tuple[Any, ...]) -> None:
         """Keep the longest sequence of calibration; tell once of a longer one."""
@@ -355,6 +364,14 @@ def _is_live(place: Place) -> bool:
 def _keep(steps: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     steps.append(x)
     return x
+
+
+def _keep_copy(
+    steps: list[torch.Tensor], function: Callable[[torch.Tensor], torch.Tensor] | None, x: torch.Tensor
+) -> torch.Tensor:
+    out = x if function is None else function(x)
+    steps.append(out.detach().clone())
+    return out
 
 
 def mended(func: Callable[..., Any], repair: Repair) -> Callable[..., Any]:

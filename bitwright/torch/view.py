@@ -105,6 +105,7 @@ class TorchView:
         )
         simulator.stage = "float"
         interceptor = Interceptor(self.model, simulator)
+        interceptor.loops = self._recorder.loops
         interceptor.attach()
         device = model_device(self.model)
         try:

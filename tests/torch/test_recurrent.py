@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 from bitwright.core import affine
 from bitwright.errors import CalibrationError, ModelError
-from bitwright.torch import QuantizationSimModel, prepare_model
+from bitwright.torch import QuantizationSimModel, TorchView, prepare_model
 from tests.cost import steps
 
 INPUTS, HIDDEN = 3, 4
@@ -510,3 +510,14 @@ def test_straight_through_gradients_are_near_those_of_the_float_layer() -> None:
         m(x)[0].square().mean().backward()
     for a, b in zip(module.parameters(), sim.model.parameters(), strict=True):
         assert torch.nn.functional.cosine_similarity(a.grad.flatten(), b.grad.flatten(), 0) > 0.99
+
+
+def test_a_view_captures_inner_tensors_of_the_float_model() -> None:
+    module, x = nn.GRU(3, 4, bidirectional=True), torch.randn(6, 2, 3)
+    sim = simulated(module, x)
+    sim.quantizers["*"].enabled = False
+    names = ["l0.forward.reset.gate", "l0.reverse.candidate.pre"]
+    (found,) = TorchView(module, [x]).capture(names, [x])
+    for name, (expected,) in sim.capture(names, x).items():
+        np.testing.assert_allclose(found[name][0], expected.numpy(), atol=1e-6)
+        assert expected.shape == (6, 2, 4)

@@ -1,0 +1,104 @@
+"""Loops over time that use no parameters: their places are told apart by the line of code, not by counting.
+
+A place without parameters is the n-th of its kind since parameters were last used. In ``c = f[t] * c + (1 - f[t]) * z[t]``
+that would be another place at every step. While a model is recorded, the line of code of each such call is noted; lines
+that ran several times and fed themselves are a loop, and with them what ran between. Those are one place from then on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import nn
+
+Where = tuple[Hashable, ...]
+"""``(where the frame stands, its anchor, label, line of code)``; the first is a ``Where`` itself, or a module's path."""
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def line_of_code(stop: CodeType, modules: int = 0) -> Where:
+    """The instructions at which the functions stand that lead from the running forward to this call.
+
+    Args:
+        stop: code of the function that starts a model's forward.
+        modules: calls of modules to pass by: 1 in a hook of the module that is called.
+    """
+    found: list[tuple[int, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not stop:
+        if frame.f_code is _CALL:
+            if not modules:
+                break
+            modules -= 1
+            found.clear()
+        else:
+            found.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def find_loops(calls: Iterable[Any], seen: Mapping[Hashable, Where]) -> frozenset[Where]:
+    """The places that are one place however often they run, the frames around them included.
+
+    Args:
+        calls: those of a recorder, in execution order: ``key``, ``inputs``, ``also`` and ``outputs`` are read.
+        seen: key of a call -> where it stands; calls that are told apart by their parameters are not in it.
+    """
+    order = list(calls)
+    spans: dict[Where, list[int]] = {}
+    for i, call in enumerate(order):
+        if call.key in seen:
+            spans.setdefault(seen[call.key], []).append(i)
+    several = {where: (found[0], found[-1]) for where, found in spans.items() if len(found) > 1}
+    carried = _feeding_themselves(order, seen, several) if several else []
+    loops: dict[
+        Where, tuple[int, int]
+    ] = {}  # frame and anchor -> from the first to the last of what is carried there
+    for where in carried:
+        first, last = several[where]
+        for context in _contexts(where):
+            known = loops.get(context, (first, last))
+            loops[context] = (min(known[0], first), max(known[1], last))
+    shared: set[Where] = set()
+    for where, (first, last) in several.items():
+        spans_of = [loops[context] for context in _contexts(where) if context in loops]
+        if any(first < end and last > start for start, end in spans_of):
+            shared.update(_around(where))
+    return frozenset(shared)
+
+
+def _feeding_themselves(
+    order: list[Any], seen: Mapping[Hashable, Where], several: Mapping[Where, tuple[int, int]]
+) -> list[Where]:
+    """Lines whose later runs read, through whatever operators, what their earlier runs made."""
+    bits = {where: 1 << n for n, where in enumerate(several)}
+    reached: dict[int, int] = {}  # value -> the lines it comes from
+    carried: dict[Where, None] = {}
+    for call in order:
+        mask = 0
+        for value in (*call.inputs, *(value for _, value in call.also)):
+            mask |= reached.get(value, 0) if value is not None else 0
+        where = seen.get(call.key)
+        if where in bits:
+            if mask & bits[where]:
+                carried[where] = None
+            mask |= bits[where]
+        for value in call.outputs if mask else ():
+            reached[value] = mask
+    return list(carried)
+
+
+def _around(where: Where) -> Iterator[Where]:
+    """``where``, and the frames without parameters that it lies in."""
+    while isinstance(where, tuple):
+        yield where
+        where = where[0]  # type: ignore[assignment]
+
+
+def _contexts(where: Where) -> Iterator[Where]:
+    """Frame and anchor of a place, and of the frames around it."""
+    return (place[:2] for place in _around(where))
