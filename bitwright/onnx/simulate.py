@@ -85,7 +85,7 @@ def mark_sites(model: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str,
         else:
             _mark_input(node, site.port, site.name, names)
     for node in nodes.values():  # ONNX Runtime has no kernels for layout 1, and none with quantizers inside
-        if node in inner or (is_layer(node) and node.attributes.get_int("layout", 0)):
+        if node in inner or (is_layer(node) and node.attributes.get_int("layout", 0) == 1):
             node.domain = DOMAIN
             node.attributes.add(ir.AttrStrings(INNER_SITES, inner.get(node, [])))
     for graph in copy.graphs():
