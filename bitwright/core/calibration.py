@@ -177,7 +177,10 @@ class BatchGate:
 
 def _bad(stats: MinMax | Histogram) -> tuple[int, int, int]:
     bounds = bounds_of(stats)
-    return int(bounds.nan_count.sum()), int(bounds.pos_inf_count.sum()), int(bounds.neg_inf_count.sum())
+    counts = (bounds.nan_count, bounds.pos_inf_count, bounds.neg_inf_count)
+    # a sum takes twenty times as long as reading the one number that most sites have
+    nan, above, below = (int(count) if count.ndim == 0 else int(count.sum()) for count in counts)
+    return nan, above, below
 
 
 def _refusal(number: int, offence: Offence, report: HealthReport | None) -> CalibrationError:

@@ -56,7 +56,7 @@ class TensorHealth:
         smallest: least magnitude of the finite elements that are not zero; ``None`` without any.
         subnormals: in half precision, elements that are not zero and below the smallest normal number.
         saturated: in half precision, finite elements at the largest number of the type.
-        first_bad: index of the first element that is not finite.
+        first_bad: index of the first element that is NaN or +Inf, or of the first -Inf where there is neither.
         kind: ``input`` of the model, ``param``, ``constant`` or ``activation``.
     """
 
@@ -138,7 +138,8 @@ def measure_tensor(name: str, x: Any, kind: TensorKind = "activation") -> Tensor
     some = values if not nan + pos + neg else values[finite]
     first_bad = None
     if nan + pos + neg:
-        flat = int(to_numpy(~finite).argmax())
+        worst = ~finite if not nan + pos else ~finite & (values != -math.inf)
+        flat = int(to_numpy(worst).argmax())
         first_bad = tuple(int(i) for i in np.unravel_index(flat, shape)) if shape else ()
     low = high = smallest = None
     zeros = subnormals = saturated = 0
@@ -166,8 +167,9 @@ def first_non_finite(x: Array) -> tuple[tuple[int, ...], float] | None:
     if not is_floating(x) or 0 in tuple(x.shape):
         return None
     if is_torch(x):
-        if bool(namespace(x).isfinite(x.sum(dtype=namespace(x).float64))):
-            return None  # a sum of finite float32 numbers cannot overflow float64
+        wide = namespace(x).float32 if dtype_name(x) in HALVES else None
+        if bool(x.sum(dtype=wide).isfinite()):  # a tenth of what isfinite costs; one that overflows is no proof
+            return None
         bad: NDArray[np.bool_] = to_numpy(~namespace(x).isfinite(x))
     else:
         bad = ~np.isfinite(x)
@@ -432,7 +434,7 @@ class Tracker:
 
     Tensors go by any hashable key of the front end's. An operator is the origin of an :class:`Event` when it
     writes non-finite values and read none, or writes NaN and read only infinities that somebody meant (a
-    softmax over a row that is masked throughout). An event is accused when its values
+    softmax over a row that is masked throughout), or adds up to +Inf beside a mask of -Inf. An event is accused when its values
 
     - reach an output of the model, unless they are infinities that somebody meant;
     - are infinite by overflow and a division turns them into an innocent zero (``x * rsqrt(mean(x * x))`` in half
@@ -545,7 +547,9 @@ class Tracker:
         unknown = bool(read) and all(event is None for _, event, _ in read)
         if read and not unknown:
             innocent = all(event is None or event.meant for _, event, _ in read)
-            if not (made.nan and innocent and not any(flags.nan for _, _, flags in read)):
+            before = Flags(*map(any, zip(*(flags for _, _, flags in read), strict=True)))
+            overflows = op_type == "Add" and made.pos_inf and not before.pos_inf  # beside a mask
+            if not innocent or before.nan or not (made.nan or overflows):
                 return None
         return self._event(op, op_type, meant=op_type in MAKERS and not made.nan)
 
