@@ -53,6 +53,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/torch_speed.py
 	$(BIN)/python benchmarks/onnx_speed.py
 	$(BIN)/python benchmarks/recurrent_speed.py
+	$(BIN)/python benchmarks/recurrent_speed_onnx.py
 	$(BIN)/python benchmarks/ptq_speed.py
 	$(BIN)/python benchmarks/scaling.py
 
