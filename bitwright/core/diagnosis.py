@@ -347,9 +347,17 @@ def _infinities_meet(run: Run) -> str | None:
     return f"{' and '.join(f'{x.name} holds {x.inf} Inf' for x in infinite)}, which cancel out to NaN"
 
 
+def _given(run: Run) -> bool:
+    """Whether the bad values may come from an operand; -Inf of a mask does not explain +Inf."""
+    operands = [x for x in run.operands if x is not None]
+    if any(out.pos_inf for out in run.outputs) and run.op_type == "Add":
+        return any(x.nan or x.pos_inf for x in operands)
+    return any(x.bad for x in operands)
+
+
 def _half_overflow(run: Run) -> str | None:
     limit = LIMITS.get(run.dtype, (math.inf, 0.0))[0]
-    if run.dtype not in HALVES or any(x.bad for x in run.operands if x is not None):
+    if run.dtype not in HALVES or _given(run):
         return None
     needed = run.needed if run.needed is not None else _estimate(run)
     if not needed > limit:
@@ -358,9 +366,7 @@ def _half_overflow(run: Run) -> str | None:
 
 
 def _overflow(run: Run) -> str | None:
-    if any(x.bad for x in run.operands if x is not None) or not any(
-        out.inf or out.nan for out in run.outputs
-    ):
+    if _given(run) or not any(out.inf or out.nan for out in run.outputs):
         return None
     reach = [f"{x.name} reaches {x.magnitude:.4g}" for x in run.operands if x is not None and x.size]
     limit = LIMITS.get(run.dtype, LIMITS["float32"])[0]

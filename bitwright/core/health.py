@@ -168,7 +168,9 @@ def first_non_finite(x: Array) -> tuple[tuple[int, ...], float] | None:
         return None
     if is_torch(x):
         wide = namespace(x).float32 if dtype_name(x) in HALVES else None
-        if bool(x.sum(dtype=wide).isfinite()):  # a tenth of what isfinite costs; one that overflows is no proof
+        if bool(
+            x.sum(dtype=wide).isfinite()
+        ):  # a tenth of what isfinite costs; one that overflows is no proof
             return None
         bad: NDArray[np.bool_] = to_numpy(~namespace(x).isfinite(x))
     else:

@@ -362,6 +362,7 @@ def run_wide(node: ir.Node, operands: Sequence[Array | None], probe: Probe) -> f
         return None
     except refusals():
         return None
+    found = found[found != -np.inf]  # masks aside
     return float(np.abs(found).max()) if found.size else None
 
 

@@ -571,8 +571,8 @@ def _in_float32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         output = func(*wide_args, **wide_kwargs)
     except (RuntimeError, TypeError, ValueError):
         return None  # it insists on its type: the estimate from the operands stands
-    sizes = [float(t.abs().max()) for _, t in flatten_tensors(output) if t.is_floating_point() and t.numel()]
-    return max(sizes, default=None)
+    floats = [t[t != -torch.inf] for _, t in flatten_tensors(output) if t.is_floating_point()]  # masks aside
+    return max((float(t.abs().max()) for t in floats if t.numel()), default=None)
 
 
 def _first_step(args: tuple[Any, ...], made: Sequence[torch.Tensor]) -> str:

@@ -326,6 +326,17 @@ def _half_product() -> Any:
     return tail(net, y, dtype=HALF), two_batches(np.full(4, 500, np.float16))
 
 
+@fault("half-precision scores that overflow where a mask is added", "half-precision overflow",
+       problem="reaches", **SECOND)  # fmt: skip
+def _half_bias() -> Any:
+    net = Net()
+    h = head(net, dtype=HALF)
+    net.initializers.append(onnx.numpy_helper.from_array(np.float16([4e4, 4e4, 4e4, -np.inf]), "bias"))
+    masked = net("Add", net("Mul", h, h, name="scores"), "bias", name="culprit")
+    bad = after_head(np.full((1, 4), 200.0))[0].astype(np.float16)
+    return tail(net, net("Softmax", masked, name="softmax", axis=-1), dtype=HALF), two_batches(bad)
+
+
 @fault("cast to half precision", "half-precision overflow", problem="1e+06", **SECOND)
 def _half_cast() -> Any:
     net = Net()

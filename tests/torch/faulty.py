@@ -418,6 +418,11 @@ def half_norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True))  # culprit
 
 
+def half_bias(x: Tensor) -> Tensor:
+    bias = torch.tensor([4e4, 4e4, 4e4, -torch.inf], dtype=HALF)
+    return (x * x + bias).softmax(-1)  # culprit
+
+
 def to_half(x: Tensor) -> Tensor:
     return x.half().float()  # culprit
 
@@ -429,6 +434,8 @@ fault("half-precision square", "half-precision overflow", problem="reaches 8.9",
 fault("half-precision norm that becomes zero", "half-precision overflow", **CALLED, **SECOND)(
     net(half_norm, after_head(300.0, HALF))
 )
+fault("half-precision scores that overflow where a mask is added", "half-precision overflow", problem="reaches",
+      **CALLED, **SECOND)(net(half_bias, after_head(200.0, HALF)))  # fmt: skip
 fault("cast to half precision", "half-precision overflow", **CALLED, **SECOND)(net(to_half, after_head(1e6)))
 fault("bfloat16 square", "half-precision overflow", **CALLED, **SECOND)(
     net(half_square, after_head(1e25, BRAIN))
