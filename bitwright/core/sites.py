@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from bitwright.core.arrays import Array
 from bitwright.core.encoding import Encoding
 from bitwright.core.graph import Graph
 from bitwright.core.masks import MASKED, holds_mask, mask_values
 from bitwright.core.ops import resolve_granularity
 from bitwright.core.placement import Role, SitePlan
 from bitwright.core.quantizer import Quantizer
+from bitwright.core.site_health import SiteHealth, site_health
 from bitwright.core.spec import QuantSpec
-from bitwright.core.statistics import Histogram, MinMax, bounds_of
+from bitwright.core.statistics import Histogram, MinMax, Statistics, bounds_of, measure
 from bitwright.errors import ConfigError, close_matches
 
 logger = logging.getLogger("bitwright")
@@ -233,6 +235,22 @@ class SiteMap(Mapping[str, Any]):
                 found[0],
                 more,
             )
+
+    def health(self, parameters: Mapping[str, Array]) -> list[SiteHealth]:
+        """The health of every enabled activation site that was calibrated, and of the weights among ``parameters``.
+
+        Args:
+            parameters: site -> its values.
+        """
+        found = []
+        for name, site in self._sites.items():
+            quantizer, value = site.quantizer, site._graph.values[site._plan.value]
+            seen: Statistics | None = quantizer.statistics
+            if site.role == "weight" and name in parameters and site.enabled:
+                seen = measure("minmax", parameters[name], quantizer.spec.granularity)
+            if site.enabled and isinstance(seen, MinMax | Histogram):
+                found.append(site_health(name, seen, value.dtype))
+        return found
 
     def settle_unreached(self, *, allow: bool, quiet: bool = False) -> None:
         """Log the enabled sites without an encoding after calibration; switch them off if that is allowed."""

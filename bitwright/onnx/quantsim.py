@@ -21,6 +21,7 @@ from bitwright.core.quantizer import DerivedBias, Quantizer
 from bitwright.core.repair import Repair
 from bitwright.core.rules import Rules
 from bitwright.core.scheme import QuantizationDataType, QuantScheme, make_rules
+from bitwright.core.site_health import SiteHealth
 from bitwright.core.sites import Site, SiteMap
 from bitwright.core.spec import NonFinite, Preset, RangeMethod, check_policy
 from bitwright.errors import CalibrationError, ConfigError, ModelError
@@ -388,6 +389,10 @@ class QuantizationSimModel:
         if self._dummy is None:
             self._dummy = next(random_feeds(self.specs))
         return self._dummy
+
+    def health(self) -> list[SiteHealth]:
+        """What calibration saw at every site, and what the weights hold: NaN, Inf, zero and constant channels, saturation."""
+        return self.quantizers.health(self.constants)
 
     def _freeze(self, allow_unreached: bool, quiet: bool = False) -> None:
         self.quantizers.freeze_activations()

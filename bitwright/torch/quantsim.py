@@ -23,6 +23,7 @@ from bitwright.core.quantizer import DerivedBias
 from bitwright.core.repair import Repair
 from bitwright.core.rules import Rules
 from bitwright.core.scheme import QuantizationDataType, QuantScheme, make_rules
+from bitwright.core.site_health import SiteHealth
 from bitwright.core.sites import Site, SiteMap
 from bitwright.core.spec import NonFinite, Preset, RangeMethod, check_policy
 from bitwright.errors import BitwrightError, CalibrationError, ModelError
@@ -301,6 +302,12 @@ class QuantizationSimModel:
             yield
         finally:
             self._simulator.stage = stage
+
+    def health(self) -> list[SiteHealth]:
+        """What calibration saw at every site, and what the weights hold: NaN, Inf, zero and constant channels, saturation."""
+        found = self._quantized_parameters()
+        sites = {n: self.graph.values[s._plan.value].param for n, s in self.quantizers.items()}
+        return self.quantizers.health({n: found[p] for n, p in sites.items() if p in found})
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
