@@ -8,6 +8,14 @@ from bitwright.onnx.data import Pictures, load_data
 from bitwright.onnx.health import check_model
 from bitwright.onnx.load import Loaded, load_model
 from bitwright.onnx.pipeline import Result, quantize
+from bitwright.onnx.ptq import (
+    add_biases,
+    apply_bias_correction,
+    equalize_model,
+    fold_norms,
+    rotate_model,
+    smooth_model,
+)
 from bitwright.onnx.quantsim import QuantizationSimModel
 from bitwright.onnx.reconstruct import apply_adaround, apply_gptq, apply_reconstruction, apply_seq_mse
 from bitwright.onnx.view import OnnxView
@@ -24,14 +32,20 @@ __all__ = [
     "Site",
     "SiteGroup",
     "SiteMap",
+    "add_biases",
     "apply_adaround",
+    "apply_bias_correction",
     "apply_gptq",
     "apply_reconstruction",
     "apply_seq_mse",
     "check_model",
+    "equalize_model",
     "fold_all_batch_norms",
     "fold_all_batch_norms_to_weight",
+    "fold_norms",
     "load_data",
     "load_model",
     "quantize",
+    "rotate_model",
+    "smooth_model",
 ]

@@ -26,10 +26,11 @@ class OnnxCorrectable:
 
     Args:
         sim: calibrated.
+        reference: of the float model whose means are the goal; the simulation itself in float by default.
     """
 
-    def __init__(self, sim: QuantizationSimModel) -> None:
-        self.sim = sim
+    def __init__(self, sim: QuantizationSimModel, reference: QuantizationSimModel | None = None) -> None:
+        self.sim, self.reference = sim, reference or sim
         self.graph: Graph = sim.graph
         self._sessions: tuple[Any, Any] | None = None
 
@@ -37,7 +38,7 @@ class OnnxCorrectable:
         """As the protocol says; a session each."""
         if self._sessions is None:
             sim = self.sim
-            reference = _with_means(simulation_model(sim.marked, {}).model, layers, shift=False)
+            reference = _with_means(simulation_model(self.reference.marked, {}).model, layers, shift=False)
             shifted = _with_means(sim.simulation().model, layers, shift=True)
             self._sessions = tuple(
                 open_session(model, sim.providers, threads=sim.threads) for model in (reference, shifted)

@@ -27,7 +27,7 @@ from bitwright.errors import ModelError
 from bitwright.onnx.batch_norm_fold import float_outputs, fold_all_batch_norms, give_back, what_changed
 from bitwright.onnx.bias_correct import OnnxCorrectable
 from bitwright.onnx.data import as_feeds, input_specs, random_feeds
-from bitwright.onnx.load import Loaded, load_model
+from bitwright.onnx.load import Loaded, Source, load_model
 from bitwright.onnx.quantsim import QuantizationSimModel
 from bitwright.onnx.session import Providers
 from bitwright.onnx.view import OnnxView, measure_shapes
@@ -200,6 +200,7 @@ def apply_bias_correction(
     num_samples: int | None = None,
     moments: Mapping[str, tuple[Array, Array]] | None = None,
     layers_to_ignore: Iterable[str] = (),
+    reference: Source | None = None,
 ) -> BiasReport:
     """Take the mean error of every layer's output out of its bias, layer after layer; the last step of a recipe.
 
@@ -210,6 +211,8 @@ def apply_bias_correction(
         moments: layer -> mean and standard deviation of its output (from batch norms): layers whose input's mean follows
             from them are corrected analytically, without data, before the others.
         layers_to_ignore: names of nodes to leave alone.
+        reference: the float model that ``sim`` was made from; needed where a method has changed the weights of ``sim``
+            since (AdaRound, GPTQ) or biases were corrected before. By default ``sim`` in float is the goal.
 
     Returns:
         What was corrected by how much, and what was left, with the reason; a layer without a bias is left.
@@ -220,8 +223,14 @@ def apply_bias_correction(
 
     Reference: Nagel et al. 2019, arXiv:1906.04721, section 4.2.
     """
+    goal = (
+        None if reference is None else QuantizationSimModel(reference, sim.example(), providers=sim.providers)
+    )
     return bias_correct.correct(
-        OnnxCorrectable(sim), bias_correct.first_samples(data, num_samples), moments or {}, layers_to_ignore
+        OnnxCorrectable(sim, goal),
+        bias_correct.first_samples(data, num_samples),
+        moments or {},
+        layers_to_ignore,
     )
 
 

@@ -6,6 +6,15 @@ from bitwright.torch.batches import Inputs
 from bitwright.torch.health import check_model
 from bitwright.torch.pipeline import Result, quantize
 from bitwright.torch.prepare import prepare_model
+from bitwright.torch.ptq import (
+    QuantParams,
+    apply_bias_correction,
+    correct_bias,
+    equalize_model,
+    fold_norms,
+    rotate_model,
+    smooth_model,
+)
 from bitwright.torch.quantsim import QuantizationDataType, QuantizationSimModel, QuantScheme
 from bitwright.torch.reconstruct import (
     Adaround,
@@ -22,6 +31,7 @@ __all__ = [
     "Adaround",
     "AdaroundParameters",
     "Inputs",
+    "QuantParams",
     "QuantScheme",
     "QuantizationDataType",
     "QuantizationSimModel",
@@ -32,13 +42,19 @@ __all__ = [
     "Stabilized",
     "TorchView",
     "TrainingGuard",
+    "apply_bias_correction",
     "apply_gptq",
     "apply_reconstruction",
     "apply_seq_mse",
     "check_model",
+    "correct_bias",
+    "equalize_model",
     "fold_all_batch_norms",
+    "fold_norms",
     "prepare_model",
     "progressive",
     "quantize",
+    "rotate_model",
+    "smooth_model",
     "stabilize",
 ]

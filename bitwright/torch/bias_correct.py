@@ -41,7 +41,12 @@ class Watching:
         watch = None if plan is None else self._watches.get(plan.op)
         if watch is None:
             return self._simulator.call(frame, key, row, func, args, kwargs)
-        raw = lambda *a, **k: watch(func(*a, **k))  # noqa: E731
+
+        def raw(*args: Any, **kwargs: Any) -> Any:
+            result = func(*args, **kwargs)
+            with torch._C.DisableTorchFunction():  # what is called here is not the model's
+                return watch(result)
+
         return self._simulator.call(frame, key, row, raw, args, kwargs)
 
 
@@ -50,14 +55,15 @@ class TorchCorrectable:
 
     Args:
         sim: calibrated.
+        reference: the float model whose means are the goal; the simulation itself in float by default.
 
     Raises:
         CalibrationError: it is not.
     """
 
-    def __init__(self, sim: QuantizationSimModel) -> None:
+    def __init__(self, sim: QuantizationSimModel, reference: QuantizationSimModel | None = None) -> None:
         sim._simulator.begin((), {})  # refuses one that is not calibrated
-        self.sim = sim
+        self.sim, self.reference = sim, reference or sim
         self.graph: Graph = sim.graph
 
     def errors(self, layers: Sequence[Layer], batch: object) -> dict[str, tuple[Array, float]]:
@@ -84,18 +90,20 @@ class TorchCorrectable:
 
             return watch
 
-        self._run("float", batch, {layer.adder or layer.op: noting(layer) for layer in layers})
-        self._run("simulate", batch, {layer.adder or layer.op: shifting(layer) for layer in layers})
+        self._run(
+            self.reference, "float", batch, {layer.adder or layer.op: noting(layer) for layer in layers}
+        )
+        self._run(self.sim, "simulate", batch, {layer.adder or layer.op: shifting(layer) for layer in layers})
         return shifts
 
-    def _run(self, stage: Stage, batch: Any, watches: Mapping[str, Watch]) -> None:
-        simulator, interceptor = self.sim._simulator, self.sim._interceptor
+    def _run(self, sim: QuantizationSimModel, stage: Stage, batch: Any, watches: Mapping[str, Watch]) -> None:
+        simulator, interceptor = sim._simulator, sim._interceptor
         handler, before = interceptor.handler, simulator.stage
         interceptor.handler, simulator.stage = Watching(simulator, watches), stage
         args, kwargs = as_call(batch)
         try:
-            with torch.no_grad(), evaluation(self.sim.model):
-                self.sim.model(*args, **kwargs)
+            with torch.no_grad(), evaluation(sim.model):
+                sim.model(*args, **kwargs)
         finally:
             interceptor.handler, simulator.stage = handler, before
 

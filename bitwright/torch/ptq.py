@@ -248,6 +248,7 @@ def apply_bias_correction(
     num_samples: int | None = None,
     moments: Mapping[str, tuple[Array, Array]] | None = None,
     layers_to_ignore: Iterable[str] = (),
+    reference: nn.Module | None = None,
 ) -> BiasReport:
     """Take the mean error of every layer's output out of its bias, layer after layer; the last step of a recipe.
 
@@ -258,6 +259,8 @@ def apply_bias_correction(
         moments: layer -> mean and standard deviation of its output (from batch norms): layers whose input's mean follows
             from them are corrected analytically, without data, before the others.
         layers_to_ignore: names of layers to leave alone.
+        reference: the float model that ``sim`` was made from; needed where a method has changed the weights of ``sim``
+            since (AdaRound, GPTQ) or biases were corrected before. By default ``sim`` in float is the goal.
 
     Returns:
         What was corrected by how much, and what was left, with the reason; a layer without a bias is left.
@@ -266,6 +269,14 @@ def apply_bias_correction(
         CalibrationError: ``sim`` is not calibrated, no batch came, or a mean is NaN or infinite.
         ConfigError: a name in ``layers_to_ignore`` is no layer.
     """
+    goal = (
+        None
+        if reference is None
+        else QuantizationSimModel(reference, sim.examples[0], examples=sim.examples[1:])
+    )
     return bias_correct.correct(
-        TorchCorrectable(sim), bias_correct.first_samples(data, num_samples), moments or {}, layers_to_ignore
+        TorchCorrectable(sim, goal),
+        bias_correct.first_samples(data, num_samples),
+        moments or {},
+        layers_to_ignore,
     )

@@ -18,6 +18,7 @@ import bitwright.onnx.ptq as onnx_ptq
 import bitwright.torch.ptq as torch_ptq
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.onnx.bias_correct import OnnxCorrectable, set_constant
 from bitwright.torch import QuantizationSimModel as TorchSim
 from tests.algorithms.transformer import Decoder, tokens
 from tests.data import Images, accuracy, perplexity, stories, trained
@@ -124,6 +125,27 @@ def test_bias_correction_measures_the_same():
     assert (quantized.mean(0) - reference).abs().max() < 0.02 * reference.abs().max() + 0.01
     report = theirs.verify(X[:4].numpy())
     assert report.ok, report.to_text()  # the corrected biases are in the exported file as well
+
+
+def test_a_reference_is_the_goal_where_weights_have_changed_since(caplog):
+    model = small()
+    torch_ptq.fold_all_batch_norms(model, dummy_input=X[:2])
+    other = exported(model, X[:2])
+    sim, theirs = TorchSim(model, X[:2]), simulated(other, [X])
+    sim.compute_encodings([X])
+    with torch.no_grad():
+        sim.model[3].weight *= 1.2  # as a method does that writes weights
+    layer = list(torch_ptq.Layers(theirs.graph).of.values())[1]
+    set_constant(theirs, layer.weight, OnnxCorrectable(theirs).weight(layer)[0] * 1.2)
+    goal = model(X).mean(0)
+    for _ in range(2):  # again does no harm
+        torch_ptq.apply_bias_correction(sim, [X], reference=model)
+        onnx_ptq.apply_bias_correction(theirs, [X.numpy()], reference=other)
+    for found in (sim.model(X), torch.from_numpy(theirs.run(X.numpy())[0])):
+        assert (found.mean(0) - goal).abs().max() < 0.02 * goal.abs().max() + 0.01
+    assert (
+        "did not happen" not in caplog.text and not sim._simulator.unseen
+    )  # measuring is not part of the model
 
 
 def test_the_analytic_form_computes_the_same():
