@@ -454,12 +454,13 @@ class Tracker:
     def source(self, key: Hashable, name: str, kind: TensorKind, flags: Flags) -> Event | None:
         """A tensor enters the run: a model input, a parameter, a constant. Returns the event if it is bad.
 
-        ``-inf`` alone is a mask, whoever made it.
+        ``-inf`` alone is a mask, whoever made it; in a constant of the model any infinity is meant.
         """
         if not flags.bad:
             self._taint.pop(key, None)
             return None
-        event = self._event(name, kind, meant=flags == Flags(neg_inf=True))
+        meant = flags == Flags(neg_inf=True) or (kind == "constant" and not flags.nan)
+        event = self._event(name, kind, meant=meant)
         self._taint[key] = event
         return event
 

@@ -143,6 +143,9 @@ class Doctor:
     specs: tuple[InputSpec, ...] = field(init=False)
     bad_params: tuple[TensorHealth, ...] = field(init=False)
     _culprits: dict[tuple[str, str], Culprit] = field(default_factory=dict)
+    _last: dict[tuple[str, str], int] = field(
+        default_factory=dict
+    )  # culprit -> the last batch that showed it
     _bad_inputs: list[TensorHealth] = field(default_factory=list)
     _harmless: dict[str, str] = field(default_factory=dict)  # operator -> the note about it
     _notes: list[str] = field(default_factory=list)
@@ -219,8 +222,9 @@ class Doctor:
     def _accuse(self, event: Event, origin: _Origin, root: Frame) -> None:
         key = (event.op, event.op_type)
         known = self._culprits.get(key)
-        if known is not None:
-            self._culprits[key] = replace(known, batches=known.batches + 1)
+        if known is not None:  # at a later batch, or at a later step of a loop
+            more = self._last[key] != self.batches
+            self._culprits[key], self._last[key] = replace(known, batches=known.batches + more), self.batches
             return
         record = self._of_input(event, origin) if origin.node is None else self._of_node(event, origin)
         sample = record.sample
@@ -234,6 +238,7 @@ class Doctor:
             spread_names=tuple(event.names),
             reached=tuple(event.reached),
         )
+        self._last[key] = self.batches
 
     def _of_input(self, event: Event, origin: _Origin) -> Culprit:
         kind: TensorKind = "input" if event.op_type == "input" else "constant"

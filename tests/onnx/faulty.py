@@ -835,3 +835,14 @@ def _large() -> Any:
     net = Net()
     big = net("Mul", net("Sigmoid", head(net), name="gate"), net.const(3e38), name="big")
     return tail(net, net("Div", big, net.const(3e38), name="small")), [normal(4, 4)]
+
+
+@look_alike("distances that are infinite where there is nobody")
+def _nobody() -> Any:
+    net = Net()
+    h = net("Abs", head(net), name="distance")
+    there = net.const(np.bool_([1, 1, 0, 1]), "there")
+    apart = net("Where", there, h, net.const(np.float32(np.inf), "nobody"), name="where")
+    return tail(net, net("Reciprocal", net("Add", apart, net.const(1.0), name="plus"), name="weight")), [
+        normal(4, 4)
+    ]

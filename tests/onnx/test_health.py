@@ -141,6 +141,18 @@ def test_several_epochs_of_the_same_fault_are_one_culprit():
     assert len(report.culprits) == 1 and report.culprit.batches == 6 and report.culprit.batch == 2
 
 
+def test_batches_are_counted_and_not_the_steps_of_a_loop():
+    model, batches = next(
+        f for f in faulty.FAULTS if f.name.startswith("overflow in a loop that runs")
+    ).build()
+    assert check_model(model, batches).culprit.batches == 1
+    assert check_model(model, batches * 2).culprit.batches == 2
+    model, batches = next(
+        f for f in faulty.FAULTS if f.name.startswith("logarithm in a loop that fills")
+    ).build()
+    assert check_model(model, batches * 2).culprit.batches == 2
+
+
 def test_ctrl_c_keeps_what_was_found():
     model, batches = divides()
 
