@@ -408,14 +408,17 @@ def _check_states(call: _Stack, cell: str) -> None:
             )
 
 
-def _celled(cell: str, activation: str, place: str) -> Callable[..., Any]:
+def _celled(cell: str, activation: str, fused: Callable[..., Any]) -> Callable[..., Any]:
     def run(
         input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
     ) -> Any:  # fmt: skip
         h, c = (hx, None) if isinstance(hx, Tensor) else hx
+        if any(len(s) != len(input) for s in (h, c) if s is not None):
+            with torch._C.DisableTorchFunction():
+                return fused(input, hx, w_ih, w_hh, b_ih, b_hh)  # torch's own refusal of another batch
         _, *last = layer(
             input.unsqueeze(0), w_ih, w_hh, b_ih, None, h, c, None, None, b_hh,
-            cell=cell, activation=activation, place=place,
+            cell=cell, activation=activation, place=fused.__name__,
         )  # fmt: skip
         return tuple(last) if len(last) > 1 else last[0]
 
@@ -445,4 +448,4 @@ def decompositions() -> Iterator[tuple[Any, Callable[..., Any], bool]]:
     for function, (cell, activation) in STACKS.items():
         yield function, _stacked(cell, activation, function), False
     for function, (cell, activation) in CELL_CALLS.items():
-        yield function, _celled(cell, activation, function.__name__), True
+        yield function, _celled(cell, activation, function), True

@@ -436,6 +436,20 @@ def test_a_state_that_would_broadcast_is_refused_in_functional_calls() -> None:
         QuantizationSimModel(Raw(), torch.randn(5, 2, 3))
 
 
+def test_a_state_of_another_batch_keeps_torchs_message() -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.LSTMCell(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.cell(x, (torch.zeros(1, 4), torch.zeros(1, 4)))[0]
+            return out
+
+    with pytest.raises(ModelError, match="in cell: .*batch size 2 doesn't match hidden0? batch size 1"):
+        QuantizationSimModel(Loop(), torch.randn(2, 3))
+
+
 def test_a_packed_sequence_of_the_other_layout_keeps_torchs_message() -> None:
     class Packs(nn.Module):
         def __init__(self) -> None:
