@@ -30,6 +30,7 @@ import bitwright.onnx.ptq as onnx_ptq
 import bitwright.torch.ptq as torch_ptq
 from bitwright import onnx as bw_onnx
 from bitwright import torch as bw_torch
+from bitwright.algorithms.methods import METHODS
 from tests import data
 
 
@@ -90,6 +91,16 @@ ROWS: list[tuple[str, Sequence[str], str, Sequence[str]]] = [
     ("+ bias correction", CONVOLUTIONAL, "w8a8", ["fold", "simulate", "correct"]),
     ("W4A8 per channel", CONVOLUTIONAL, "w4a8", ["fold"]),
     ("+ bias correction (W4A8)", CONVOLUTIONAL, "w4a8", ["fold", "simulate", "correct"]),
+    ("+ seq_mse (W4A8)", CONVOLUTIONAL, "w4a8", ["fold", "simulate", "seq_mse"]),
+    ("+ gptq (W4A8)", CONVOLUTIONAL, "w4a8", ["fold", "simulate", "gptq"]),
+    ("+ adaround (W4A8)", CONVOLUTIONAL, "w4a8", ["fold", "simulate", "adaround"]),
+    ("+ seq_mse, brecq (W4A8)", CONVOLUTIONAL, "w4a8", ["fold", "simulate", "seq_mse", "brecq"]),
+    ("W4A16", LANGUAGE, "w4a16", []),
+    ("+ seq_mse", LANGUAGE, "w4a16", ["simulate", "seq_mse"]),
+    ("+ gptq", LANGUAGE, "w4a16", ["simulate", "gptq"]),
+    ("+ seq_mse, gptq", LANGUAGE, "w4a16", ["simulate", "seq_mse", "gptq"]),
+    ("+ adaround", LANGUAGE, "w4a16", ["simulate", "adaround"]),
+    ("+ brecq", LANGUAGE, "w4a16", ["simulate", "brecq"]),
     ("W8A8, every activation", LANGUAGE, "w8a8", []),
     ("+ smoothing", LANGUAGE, "w8a8", ["smooth"]),
     ("+ rotation", LANGUAGE, "w8a8", ["rotate"]),
@@ -98,6 +109,10 @@ ROWS: list[tuple[str, Sequence[str], str, Sequence[str]]] = [
     ("+ smoothing (inputs)", LANGUAGE, "w8a8", ["smooth", "simulate", "only_linear"]),
     ("+ rotation, smoothing (inputs)", LANGUAGE, "w8a8", ["rotate", "smooth", "simulate", "only_linear"]),
 ]
+
+
+#: options of the methods that learn; blocks take whole samples and gain nothing from more
+LEARNED: dict[str, dict[str, int]] = {"adaround": {"iterations": 1000}, "brecq": {"iterations": 300}}
 
 
 class TorchRun:
@@ -126,6 +141,11 @@ class TorchRun:
 
     def correct(self) -> None:
         torch_ptq.apply_bias_correction(self.sim, self.task.batches)
+
+    def choose_weights(self, method: str) -> None:
+        batches = [part for batch in self.task.batches for part in batch.split(32)]
+        bw_torch.apply_reconstruction(self.sim, batches, method, **LEARNED.get(method, {}))
+        self.sim.compute_encodings(self.task.batches)
 
     def only_linear(self) -> None:
         _only_linear(self.sim)
@@ -167,6 +187,11 @@ class OnnxRun:
 
     def correct(self) -> None:
         onnx_ptq.apply_bias_correction(self.sim, self.feeds)
+
+    def choose_weights(self, method: str) -> None:
+        feeds = [part.numpy() for batch in self.task.batches for part in batch.split(32)]
+        bw_onnx.apply_reconstruction(self.sim, feeds, method, **LEARNED.get(method, {}))
+        self.sim.compute_encodings(self.feeds)
 
     def only_linear(self) -> None:
         _only_linear(self.sim)
@@ -225,7 +250,12 @@ def score(task: Task, front_end: str, preset: str, steps: Sequence[str]) -> floa
     """The metric after the steps; the simulation is made where ``simulate`` stands, or at the end."""
     run = FRONT_ENDS[front_end](task)
     for step in steps:
-        run.simulate(preset) if step == "simulate" else getattr(run, step)()
+        if step == "simulate":
+            run.simulate(preset)
+        elif step in METHODS:
+            run.choose_weights(step)
+        else:
+            getattr(run, step)()
     if "simulate" not in steps:
         run.simulate(preset)
     return task.score(run.run)

@@ -111,10 +111,11 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     hessian, rows = second_moment(layer, (quantized for _, quantized in task.walk.inputs(layer)))
     check_finite(layer, hessian)
     check_rows("gptq", layer, rows, int(w.shape[2]))
-    target = _least_squares(task, layer, w, hessian, settings) if settings.match_float else w
+    seen = bool(hessian.any())
+    target = _least_squares(task, layer, w, hessian, settings) if settings.match_float and seen else w
     nearest = grid.nearest(w)
     note = ""
-    if not bool(hessian.any()):
+    if not seen:
         codes, note = nearest, "its inputs are all zero: nearest rounding kept"
     else:
         codes = round_columns(target.clone(), hessian, grid, settings)

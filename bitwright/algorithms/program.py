@@ -138,17 +138,20 @@ def run(
     last: int,
     quantize: Callable[[str, Tensor], Tensor] | None = None,
     keep: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    constants: Mapping[int, Tensor] | None = None,
 ) -> None:
     """Run the steps ``[first, last)``; ``state`` loses what nobody reads any more and gains what is still read.
 
     Args:
         keep: called on every tensor that enters the state, for example to put it on disk.
+        constants: instead of the program's own.
     """
     end = program.last_read
+    constants = program.constants if constants is None else constants
     with torch.no_grad():
         for i in range(first, last):
             step = program.steps[i]
-            results = run_step(step, state, program.constants, quantize)
+            results = run_step(step, state, constants, quantize)
             for value in step.reads:
                 if end.get(value) == i:
                     state.pop(value, None)

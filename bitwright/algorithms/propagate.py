@@ -10,7 +10,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,7 @@ class Walk:
     def __init__(self, model: SimulatedModel, batches: Iterable[Any], store: Store) -> None:
         self.model, self.store = model, store
         self.runs: list[Run] = []
+        self._float: dict[int, dict[int, Tensor]] = {}
         for batch in batches:
             program, state = model.program(batch)
             kept = {value: store.keep(tensor) for value, tensor in state.items()}
@@ -153,6 +155,11 @@ class Walk:
     def samples(self) -> int:
         """Rows of the batches' inputs, all together."""
         return sum(_rows(run) for run in self.runs)
+
+    @property
+    def programs(self) -> list[Program]:
+        """The programs of all batches, each once."""
+        return list({id(r.program): r.program for r in self.runs}.values())
 
     @property
     def program(self) -> Program:
@@ -173,34 +180,49 @@ class Walk:
                 run(r.program, r.quantized, r.quantized_at, span[0], self.model.quantize, self.store.keep)
                 r.real_at = r.quantized_at = span[0]
 
-    def pass_real(self, ops: Sequence[str]) -> None:
-        """Take the float stream over the steps of ``ops``; to be called while the weights are the float ones."""
-        for r in self.runs:
-            span = r.program.span(ops)
-            if span is not None:
-                run(r.program, r.real, r.real_at, span[1], None, self.store.keep)
-                r.real_at = span[1]
+    def replace(self, layer: Layer, weight: Tensor) -> None:
+        """Give the simulation a layer's new weight; the float stream keeps the old one until :meth:`leave`."""
+        for program in self.programs:
+            if layer.op in program.places:
+                step = program.steps[program.places[layer.op][0]]
+                value = step.reads[step.ports[layer.port]] if layer.port in step.ports else None
+                if value is not None and value in program.constants:
+                    self._float.setdefault(id(program), {})[value] = program.constants[value].detach().clone()
+        self.model.set_weight(layer.site, weight)
 
-    def pass_quantized(self, ops: Sequence[str]) -> None:
-        """Take the quantized stream over the steps of ``ops``; to be called when their weights are chosen."""
+    def leave(self, ops: Sequence[str]) -> None:
+        """Take both streams over the steps of ``ops``, whose weights are chosen."""
         for r in self.runs:
             span = r.program.span(ops)
             if span is not None:
-                run(r.program, r.quantized, r.quantized_at, span[1], self.model.quantize, self.store.keep)
-                r.quantized_at = span[1]
+                keep, constants = self.store.keep, self._constants(r.program)
+                run(r.program, r.real, r.real_at, span[1], None, keep, constants)
+                run(r.program, r.quantized, r.quantized_at, span[1], self.model.quantize, keep)
+                r.real_at = r.quantized_at = span[1]
+        self._float.clear()
+
+    def _constants(self, program: Program) -> Mapping[int, Tensor]:
+        """Those of the float stream: with the weights from before this unit."""
+        held = self._float.get(id(program))
+        return ChainMap(held, program.constants) if held else program.constants  # type: ignore[arg-type]
 
     def inputs(self, layer: Layer) -> Iterator[tuple[Tensor, Tensor]]:
         """What a layer multiplies, float and quantized, for every batch and every run of it in a batch.
 
-        For the recurrent weights of a layer these are the hidden states of the step before, without the first step, and
-        the quantized ones in both places: they change with the weights, so that weights which made up for their errors
-        would make up for errors that are no longer there.
+        For the recurrent weights of a layer these are the hidden states of the step before, and the quantized ones in
+        both places: they change with the weights, so that weights which made up for their errors would make up for
+        errors that are no longer there.
         """
         for r in self.runs:
             span = r.program.span([layer.op])
             if span is not None:
-                quantized = _reads(r.program, r.quantized, span, layer, self.model)
-                real = quantized if layer.reads_hidden else _reads(r.program, r.real, span, layer, None)
+                last = span[1]
+                quantized = _reads(r.program, r.quantized, (r.quantized_at, last), layer, self.model.quantize)
+                real = (
+                    quantized
+                    if layer.reads_hidden
+                    else _reads(r.program, r.real, (r.real_at, last), layer, None, self._constants(r.program))
+                )
                 yield from zip(real, quantized, strict=True)
 
     def step(self, op: str) -> Step:
@@ -218,27 +240,53 @@ def _rows(run: Run) -> int:
 
 
 def _reads(
-    program: Program, state: State, span: tuple[int, int], layer: Layer, model: SimulatedModel | None
+    program: Program,
+    state: State,
+    span: tuple[int, int],
+    layer: Layer,
+    quantize: Callable[[str, Tensor], Tensor] | None,
+    constants: Mapping[int, Tensor] | None = None,
 ) -> list[Tensor]:
     """What ``layer`` multiplies in each of its steps; the steps between are run on a copy of the state."""
-    quantize = None if model is None else model.quantize
+    constants = program.constants if constants is None else constants
     found, scratch, wanted = [], dict(state), program.places[layer.op]
     with torch.no_grad():
         for i in range(*span):
             step = program.steps[i]
             if i in wanted and not layer.reads_hidden:
-                slot = step.ports[0]
-                value = step.reads[slot]
-                x = scratch[value] if value in scratch else program.constants[value]
-                for place, site in step.operands if quantize is not None else ():
-                    if place == slot:
-                        x = quantize(site, x)  # type: ignore[misc]
-                found.append(x.detach())
+                found.append(_read(step, 0, scratch, constants, quantize))
                 if i == wanted[-1]:
                     break
-            results = run_step(step, scratch, program.constants, quantize)
+            results = run_step(step, scratch, constants, quantize)
             if i in wanted and layer.reads_hidden:
                 hidden = results[0].detach()
-                found.append(hidden[1:] if layer.attrs.get("direction") == "reverse" else hidden[:-1])
+                start = _read(step, 5, scratch, constants, quantize) if 5 in step.ports else None
+                found.append(_before(hidden, start, layer.attrs.get("direction") == "reverse"))
             scratch.update(zip(step.writes, results, strict=True))
     return found
+
+
+def _read(
+    step: Step,
+    port: int,
+    state: Mapping[int, Tensor],
+    constants: Mapping[int, Tensor],
+    quantize: Callable[[str, Tensor], Tensor] | None,
+) -> Tensor:
+    """What ``step`` reads at ``port``."""
+    slot = step.ports[port]
+    value = step.reads[slot]
+    x = state[value] if value in state else constants[value]
+    for place, site in step.operands if quantize is not None else ():
+        if place == slot:
+            x = quantize(site, x)  # type: ignore[misc]
+    return x.detach()
+
+
+def _before(hidden: Tensor, start: Tensor | None, reverse: bool) -> Tensor:
+    """The hidden state before each step: ``[T, ...]`` of all steps moved by one, with the initial state where known."""
+    kept = hidden[1:] if reverse else hidden[:-1]
+    if start is None:
+        return kept
+    first = start.reshape(1, *hidden.shape[1:])
+    return torch.cat([kept, first] if reverse else [first, kept])

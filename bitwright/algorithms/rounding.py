@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bitwright.algorithms.blocks import Unit
+from bitwright.algorithms.blocks import Unit, layer_units
 from bitwright.algorithms.matrices import RECURRENT, Grid, Layer
 from bitwright.algorithms.program import SimulatedModel
 from bitwright.algorithms.propagate import Store, Walk
@@ -303,11 +303,18 @@ def apply(
         by_op: dict[str, list[Layer]] = {}
         for layer in layers.values():
             by_op.setdefault(layer.op, []).append(layer)
-        for unit in progress(_reached(walk, units(walk, list(by_op)), by_op, skipped)):
+        stretches = stretch(walk, _reached(walk, units(walk, list(by_op)), by_op, skipped))
+        first = {id(group[0]): [op for unit in group for op in unit.ops] for group in stretches}
+        last = {id(group[-1]): first[id(group[0])] for group in stretches}
+        for unit in progress([unit for group in stretches for unit in group]):
+            if id(unit) in first:
+                walk.advance(first[id(unit)])
             mine = [layer for op in unit.layers for layer in by_op[op]]
             for layer in mine:
                 key.update(_weight_key(model, layer))
             rows += _treat(walk, unit, mine, method, cache, key.hexdigest(), seed)
+            if id(unit) in last:
+                walk.leave(last[id(unit)])
     except KeyboardInterrupt:
         logger.warning(
             "%s interrupted after %d of %d layers; these stay in force", name, len(rows), len(layers)
@@ -322,8 +329,7 @@ def apply(
 def _treat(
     walk: Walk, unit: Unit, layers: Sequence[Layer], method: Method, cache: Cache | None, key: str, seed: int
 ) -> list[Choice]:
-    """Choose the weights of one unit, put them in force, and take both streams behind it."""
-    walk.advance(unit.ops)
+    """Choose the weights of one unit and put them in force."""
     kept = None if cache is None else cache.get(key)
     if kept is not None:
         choices = [_unpacked(kept, i, layer, walk.model) for i, layer in enumerate(layers)]
@@ -333,13 +339,11 @@ def _treat(
         choices = _chosen(walk, unit, layers, method, seed)
     if kept is None and cache is not None:
         cache.put(key, {k: v for i, c in enumerate(choices) for k, v in _packed(c, i).items()})
-    walk.pass_real(unit.ops)
     for choice, layer in zip(choices, layers, strict=True):
         site = walk.model.sites()[layer.site]
         site.encoding, site.frozen = choice.encoding, True
         if choice.weight is not None:
-            walk.model.set_weight(site.name, choice.weight)
-    walk.pass_quantized(unit.ops)
+            walk.replace(layer, choice.weight)
     return choices
 
 
@@ -380,6 +384,29 @@ def _reached(
             names = [layer.name for op in unit.layers for layer in by_op[op]]
             skipped.update(dict.fromkeys(names, "no batch reached it"))
     return found
+
+
+def stretch(walk: Walk, units: Sequence[Unit]) -> list[list[Unit]]:
+    """Units in groups that follow one another in every batch.
+
+    Where a layer runs several times, its steps lie around those of others: such units form a group of layers that stand
+    alone, and the walk stays before all of them until their weights are chosen.
+    """
+    groups: list[list[Unit]] = []
+    ends: dict[int, int] = {}
+    for unit in units:
+        spans = {id(p): span for p in walk.programs if (span := p.span(unit.ops)) is not None}
+        if groups and any(span[0] < ends.get(program, 0) for program, span in spans.items()):
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+        for program, span in spans.items():
+            ends[program] = max(ends.get(program, 0), span[1])
+    graph = walk.model.graph()
+    return [
+        group if len(group) == 1 else layer_units(graph, [op for unit in group for op in unit.layers])
+        for group in groups
+    ]
 
 
 def _fingerprint(walk: Walk) -> bytes:

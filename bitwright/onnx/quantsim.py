@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -225,12 +226,19 @@ class QuantizationSimModel:
             )
         array = np.ascontiguousarray(value).astype(tensor.dtype.numpy())
         holder.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
-        for site in self.plan.sites.values():
-            if site.name in self.constants and self.graph.values[site.value].param == name:
-                self.constants[site.name] = (
-                    np.asarray(array, np.float32) if array.dtype.kind == "V" else array
-                )
+        for site in self._sites_of.get(name, ()):
+            self.constants[site] = np.asarray(array, np.float32) if array.dtype.kind == "V" else array
         self._simulations.clear()
+
+    @cached_property
+    def _sites_of(self) -> dict[str, list[str]]:
+        """Initializer -> the sites at which it is quantized."""
+        found: dict[str, list[str]] = {}
+        for site in self.plan.sites.values():
+            param = self.graph.values[site.value].param
+            if param is not None and site.name in self.constants:
+                found.setdefault(param, []).append(site.name)
+        return found
 
     # -- calibration
 

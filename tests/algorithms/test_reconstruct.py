@@ -18,6 +18,7 @@ from bitwright.errors import CalibrationError, ConfigError
 from bitwright.torch import Adaround, AdaroundParameters, QuantizationSimModel, apply_seq_mse
 from bitwright.torch.program import TorchSimulation
 from bitwright.torch.reconstruct import apply_reconstruction
+from tests.cost import steps
 
 METHODS = {
     "adaround": {"iterations": 300},
@@ -217,8 +218,7 @@ def test_every_step_runs_once_in_each_stream():
     layers = [s.op for s in sim.quantizers.values() if s.role == "weight"]
     for unit in layer_units(sim.graph, layers):
         walk.advance(unit.ops)
-        walk.pass_real(unit.ops)
-        walk.pass_quantized(unit.ops)
+        walk.leave(unit.ops)
     assert len(calls) == len(set(calls))
 
 
@@ -385,3 +385,18 @@ def test_recurrent_layers_are_two_products(tmp_path):
     report = apply_reconstruction(sim, batches, "gptq", cache_dir=tmp_path)
     assert [row.layer for row in report] == ["weight_ih_l0", "weight_hh_l0"] and report.gain < 0.9
     assert (sim.model(held)[0] - expected).square().mean() < before
+
+
+# -------------------------------------------------------------------------------------------------------------- cost
+
+
+def test_cost_is_linear_in_depth():
+    def cost(depth: int) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(depth)))
+        batches = [torch.randn(8, 3)]
+        sim = QuantizationSimModel(model, batches[0], preset="w4a8")
+        sim.compute_encodings(batches)
+        return steps(lambda: apply_reconstruction(sim, batches, "gptq", progress=False))
+
+    assert cost(40) < 2.3 * cost(20)
