@@ -40,7 +40,7 @@ from bitwright.torch.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.functions import FUNCTIONS, SET_ITEM
 from bitwright.torch.intercept import Frame, Interceptor, Key, forward_signature
 from bitwright.torch.record import Recorder, explained, named_inputs, output_name
-from bitwright.torch.trees import flatten_tensors, map_tensors, named_state
+from bitwright.torch.trees import flatten_tensors, map_tensors, named_state, walk_modules
 
 _EMPTY = frozenset(
     ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
@@ -450,7 +450,7 @@ class Doctor(Recorder):
         problem = (
             f"it holds {health.nan} NaN and {health.inf} Inf, the first at {list(health.first_bad or ())}"
         )
-        owner = next((m for path, m in self.interceptor.model.named_modules() if path == module), None)
+        owner = next((m for path, m in walk_modules(self.interceptor.model) if path == module), None)
         gates = _RECURRENT.get(type(owner).__name__.removesuffix("Cell"), "")
         if gates and health.first_bad and not leaf.startswith("weight_hr"):
             gate = gates[health.first_bad[0] * len(gates) // health.shape[0]]

@@ -134,7 +134,7 @@ def tensors(name):
 
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_arbitrary_tensors(dtype, data):
     x = data.draw(tensors(dtype))
     spec = QuantSpec(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bitwright.core.health import HealthReport
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.torch import QuantizationSimModel, check_model
+from tests.cost import steps
 
 NAN, INF = math.nan, math.inf
 
@@ -460,3 +461,28 @@ def test_a_bad_weight_is_refused_before_calibration() -> None:
 def test_policies_have_names() -> None:
     with pytest.raises(ConfigError, match=r"'ignore' is not a policy for NaN and Inf"):
         _simulation().compute_encodings(batches(), non_finite="ignore")  # type: ignore[arg-type]
+
+
+class _Chain(nn.Module):
+    """Blocks of two calls each; the first makes NaN, which all others carry on."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.log(-x.abs())
+        for layer in self.layers:
+            x = torch.relu(layer(x)) + 1
+        return x
+
+
+def test_the_cost_is_linear_in_the_model() -> None:
+    def cost(blocks: int) -> int:
+        net = _Chain(blocks)
+        return steps(lambda: check_model(net, [torch.ones(1, 2)]))
+
+    small, large = cost(30), cost(120)
+    assert large < 4.6 * small
+    report = check_model(_Chain(40), [torch.ones(1, 2)])
+    assert report.culprit is not None and report.culprit.op == "log" and report.culprit.spread == 120
