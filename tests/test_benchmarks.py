@@ -106,7 +106,8 @@ def test_ptq_speed_runs(tmp_path):
 
 @pytest.mark.slow
 def test_recurrent_onnx_speed_runs(tmp_path):
-    ran = run("recurrent_speed_onnx.py", "--quick", "--rows", "scan", "all", "--json", str(tmp_path / "s.json"))
+    options = ["--quick", "--rows", "scan", "all", "--json", str(tmp_path / "s.json")]
+    ran = run("recurrent_speed_onnx.py", *options)
     assert ran.returncode == 0, ran.stderr
     layers = json.loads((tmp_path / "s.json").read_text())["results"]["layers"]
     assert len(layers) == 4 and all(layer["all"] > 0 for layer in layers.values())

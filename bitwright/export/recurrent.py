@@ -519,9 +519,9 @@ def _expand(node: ir.Node, builder: Builder) -> None:
     )
     scan = results[0].producer()
     assert scan is not None
-    # beyond the end of a sequence a state is not what its step made
-    sites = [None if valid is not None else layer.sites.get(name) for name in CELLS[node.op_type].states]
-    note_states(scan, sites)
+    lengths = _input(node, LENGTHS)
+    sites = [layer.sites.get(name) for name in CELLS[node.op_type].states]
+    note_states(scan, sites, None if lengths is None else str(lengths.name))
     finals = [_final_state(outer, value) for value in results[: len(states)]]
     _take_over(outer, [results[-1] if wants_sequence else None, *finals])
 

@@ -25,9 +25,15 @@ Values = Mapping[str, Array | Sequence[Array]]
 STATES = "bitwright.states"  # key of the metadata of a Scan that is a recurrent layer
 
 
-def note_states(scan: ir.Node, sites: Sequence[str | None]) -> None:
-    """Write on a Scan which sites its states pass at every step; ``None`` for a state that passes none."""
-    scan.metadata_props[STATES] = json.dumps(list(sites))
+def note_states(scan: ir.Node, sites: Sequence[str | None], lengths: str | None) -> None:
+    """Write on a Scan which sites its states pass at every step, and the tensor with the lengths of its sequences.
+
+    Args:
+        scan: the loop of a recurrent layer.
+        sites: by state; ``None`` for a state that passes none.
+        lengths: name of the tensor; ``None`` where all sequences have the length of the input.
+    """
+    scan.metadata_props[STATES] = json.dumps({"sites": list(sites), "lengths": lengths})
 
 
 @dataclass
@@ -47,13 +53,16 @@ class SideBySide:
     settled: set[str] = field(default_factory=set)
 
 
-def side_by_side(model: ir.Model, values: Values) -> SideBySide:
+def side_by_side(model: ir.Model, values: Values, graph_inputs: Mapping[str, Array]) -> SideBySide:
     """Lay out every recurrent layer of the main graph whose states the simulation gave values for.
+
+    A layer whose sequences have lengths that are computed inside the model stays as it is.
 
     Args:
         model: as ``to_qdq`` wrote it; left as it is.
         values: site -> the simulation's values, of inner sites for all steps in the order of time: ``[length, batch,
             hidden]``, perhaps with an axis of directions.
+        graph_inputs: name -> value.
     """
     found = SideBySide(model, dict(values))
     if not any(STATES in node.metadata_props for node in model.graph):
@@ -61,7 +70,7 @@ def side_by_side(model: ir.Model, values: Values) -> SideBySide:
     found.model = copy_model(model)
     builder = Builder(found.model)
     for node in [n for n in found.model.graph if STATES in n.metadata_props]:
-        layer = _layer_of(node, values)
+        layer = _layer_of(node, values, graph_inputs)
         if layer is not None:
             _lay_out(layer, builder, found)
     return found
@@ -72,13 +81,15 @@ class _Layer:
     """A Scan and what the simulation says about it.
 
     Attributes:
-        states: of every state all its values, ``[length, batch, width]``.
+        states: of every state what each step made, ``[length, batch, width]``.
+        lengths: of the sequences, ``[batch]``; ``None`` where all have that of the input.
         places: (site, run) of every quantizer in the body.
     """
 
     scan: ir.Node
     body: ir.Graph
     states: tuple[Array, ...]
+    lengths: Array | None
     places: tuple[tuple[str, int], ...]
 
     @property
@@ -86,21 +97,56 @@ class _Layer:
         directions = self.scan.attributes.get_ints("scan_input_directions", ())
         return bool(directions and directions[0])
 
+    @property
+    def ends(self) -> Array:
+        """Number of steps of every sequence, ``[batch]``."""
+        length, batch, _ = self.states[0].shape
+        return np.full(batch, length) if self.lengths is None else self.lengths
 
-def _layer_of(scan: ir.Node, values: Values) -> _Layer | None:
-    """The layer, or ``None`` where a state has no values: it passes no site, or nobody gave them."""
+    def sequence(self) -> Array:
+        """The hidden states as the layer returns them: zero beyond the end of a sequence."""
+        steps = np.arange(len(self.states[0]))[:, None, None]
+        return np.where(steps < self.ends[:, None], self.states[0], np.float32(0))
+
+    def last(self, index: int) -> Array:
+        """A state after the last step, ``[batch, width]``."""
+        state = self.states[index]
+        rows = np.arange(state.shape[1])
+        return state[0] if self.reverse else state[np.maximum(self.ends, 1) - 1, rows]
+
+    def before_steps(self, index: int) -> tuple[Array, Array]:
+        """A state before each step, ``[length, batch, width]``, and where it is the initial one, ``[length, batch, 1]``."""
+        state, ends = self.states[index], self.ends
+        length, batch, _ = state.shape
+        steps, rows = np.arange(length)[:, None], np.arange(batch)[None]
+        source = (
+            steps + 1 if self.reverse else np.minimum(steps, ends) - 1
+        )  # an ended sequence keeps its state
+        first = source >= ends if self.reverse else source < 0
+        return state[np.clip(source, 0, length - 1), rows], first[..., None]
+
+
+def _layer_of(scan: ir.Node, values: Values, graph_inputs: Mapping[str, Array]) -> _Layer | None:
+    """The layer, or ``None`` where a state has no values (it passes no site, or nobody gave them), or lengths are unknown."""
+    noted = json.loads(scan.metadata_props[STATES])
+    name = noted["lengths"]
+    constant = None if name is None or scan.graph is None else scan.graph.initializers.get(name)
+    tensor = None if constant is None else constant.const_value
+    lengths = graph_inputs.get(name) if tensor is None else tensor.numpy()
+    if lengths is None and name is not None:
+        return None
     body = scan.attributes["body"].as_graph()
     facts = [read_metadata(node) for node in body]
     places = tuple((str(site), int(run)) for fact in facts if fact for site, run in fact["places"])
     runs = dict(places)
     states = []
-    for site in json.loads(scan.metadata_props[STATES]):
+    for site in noted["sites"]:
         given = values.get(site or "")
         several = [given] if isinstance(given, np.ndarray) else list(given or ())
         if site not in runs or runs[site] >= len(several):
             return None
         states.append(_rows_of_steps(several[runs[site]]))
-    return _Layer(scan, body, tuple(states), places)
+    return _Layer(scan, body, tuple(states), lengths, places)
 
 
 def _rows_of_steps(x: Array) -> Array:
@@ -122,8 +168,7 @@ def _lay_out(layer: _Layer, builder: Builder, found: SideBySide) -> None:
     for node in list(body):
         body.remove(node)
         scan.graph.insert_before(scan, node)  # type: ignore[union-attr]
-    last = 0 if layer.reverse else -1
-    results = [layer.states[i][last][None] for i in range(count)] + [layer.states[0][:, None]]
+    results = [layer.last(i)[None] for i in range(count)] + [layer.sequence()[:, None]]
     for value, array in zip(scan.outputs, results, strict=False):
         put.replace(value, array)
     scan.graph.remove(scan, safe=True)  # type: ignore[union-attr]
@@ -162,15 +207,15 @@ class _Put:
         """A state before each step, ``[1, length * batch, width]``: the initial one, then those of the simulation."""
         initial = self.scan.inputs[index]
         assert initial is not None
-        states, dtype = layer.states[index], initial.dtype or ir.DataType.FLOAT
-        length, batch, width = states.shape
-        others = self.feed(f"{initial.name}_steps", states[1:] if layer.reverse else states[:-1], dtype)
-        parts = [others, initial] if layer.reverse else [initial, others]
-        joined = self.builder.emit(
-            before(self.scan), "Concat", parts, f"{initial.name}_all_steps", dtype, axis=0
-        )
-        joined.shape = ir.Shape((length, batch, width))
-        return self.reshape(joined, (1, length * batch, width))
+        dtype, place, name = initial.dtype or ir.DataType.FLOAT, before(self.scan), str(initial.name)
+        states, first = layer.before_steps(index)
+        given = [
+            self.feed(f"{name}_first", first, ir.DataType.BOOL),
+            self.feed(f"{name}_steps", states, dtype),
+        ]
+        joined = self.builder.emit(place, "Where", [given[0], initial, given[1]], f"{name}_all_steps", dtype)
+        joined.shape = ir.Shape(states.shape)
+        return self.reshape(joined, (1, -1, states.shape[-1]))
 
     def replace(self, value: ir.Value, array: Array) -> None:
         """Let the readers of ``value`` read what the simulation had there."""

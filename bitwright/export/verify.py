@@ -223,7 +223,7 @@ def verify_layers(
     """
     loaded = _load(model)
     _check_inputs(loaded, graph_inputs)
-    laid_out = side_by_side(loaded, values)
+    laid_out = side_by_side(loaded, values, graph_inputs)
     open_outputs = {name: array for name, array in (outputs or {}).items() if name not in laid_out.settled}
     cut = Cut(laid_out.model, laid_out.values, open_outputs)
     failures: dict[Mode, str] = {}
