@@ -55,6 +55,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/recurrent_speed.py
 	$(BIN)/python benchmarks/recurrent_speed_onnx.py
 	$(BIN)/python benchmarks/ptq_speed.py
+	$(BIN)/python benchmarks/health_cost.py
 	$(BIN)/python benchmarks/scaling.py
 
 clean:

@@ -123,6 +123,26 @@ def test_recurrent_speed_runs(tmp_path):
 
 
 @pytest.mark.slow
+def test_health_cost_runs(tmp_path):
+    rows = ["min-max", "per batch", "weights", "doctor"]
+    options = [
+        "--quick",
+        "--models",
+        "encoder",
+        "--rounds",
+        "1",
+        "--batches",
+        "1",
+        "--json",
+        str(tmp_path / "h.json"),
+    ]
+    ran = run("health_cost.py", *options, "--rows", *rows)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads((tmp_path / "h.json").read_text())["results"]["encoder"]
+    assert list(found) == rows and all(value > 0 for value in found.values())
+
+
+@pytest.mark.slow
 def test_memory_runs(tmp_path):
     options = ["--models", "pictures", "--scale", "0.01", "--json", str(tmp_path / "m.json")]
     ran = run("memory.py", *options, "--folder", str(tmp_path))
