@@ -171,7 +171,7 @@ def _picture(scale: float) -> tuple[int, ...]:
 
 MODELS = {
     "weights": Case(write_weights, lambda s: (4, 5120), 2, 64, ("min-max", "histogram", "export")),
-    "tokens": Case(write_tokens, lambda s: (1, 512, 768), 8, 64, ("min-max", "histogram")),
+    "tokens": Case(write_tokens, lambda s: (1, 512, 768), 4, 64, ("min-max", "histogram")),
     "pictures": Case(write_pictures, _picture, 20, 256, ("min-max", "histogram")),
 }
 
