@@ -24,6 +24,7 @@ from bitwright.export.recurrent import (
     restore_native,
     unknown_activation,
 )
+from tests.cost import steps
 from tests.recurrent_nets import Variant, feeds, layer_model, native_outputs, run_model
 
 TYPES = ("RNN", "GRU", "LSTM")
@@ -252,3 +253,26 @@ def test_the_last_state_is_not_put_on_the_grid_of_the_first():
     expected = run_model(layer_model(v), {**given, "h": fake_quantize(given["h"], coarse)})
     for one, other in zip(run_model(written, given), expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def many(count: int) -> ir.Model:
+    """``count`` layers that read the same input."""
+    model = layer_model(Variant("GRU"), domain="bitwright", inner_sites=("hidden=rnn.output[0]",))
+    (first,) = model.graph
+    for i in range(count - 1):
+        node = ir.node(
+            "GRU", first.inputs, dict(first.attributes), domain="bitwright", num_outputs=2, name=f"rnn_{i}"
+        )
+        for value, name in zip(node.outputs, ("Y", "Y_h"), strict=True):
+            value.name, value.type = f"{name}_{i}", first.outputs[0].type
+        model.graph.append(node)
+        model.graph.outputs.extend(node.outputs)
+    return model
+
+
+def test_cost_is_linear_in_the_number_of_layers():
+    counts = {}
+    for count in (20, 40):
+        model = many(count)
+        counts[count] = steps(lambda model=model: expand_recurrent(model))
+    assert counts[40] < 2.2 * counts[20]
