@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.algorithms.batch_norm_fold import FoldReport
+from bitwright.algorithms.bias_correct import BiasReport
 from bitwright.algorithms.recipe import (
     FrontEnd,
     ModelRunner,
@@ -107,7 +108,17 @@ def quantize(
     def calibrate(sim: QuantizationSimModel) -> None:
         sim.compute_encodings(batches, progress=progress, non_finite=non_finite)
 
+    goals: list[Any] = []  # the float model, which methods of rounding leave in the simulation no longer
+
+    def correct_biases(
+        sim: QuantizationSimModel, *, num_samples: int | None = None, layers_to_ignore: Iterable[str] = ()
+    ) -> BiasReport:
+        return ptq.apply_bias_correction(
+            sim, batches, num_samples=num_samples, layers_to_ignore=layers_to_ignore, reference=goals[-1]
+        )
+
     def simulate(work: Loaded) -> QuantizationSimModel:
+        goals[:] = [work.model]
         sim = QuantizationSimModel(
             work.model,
             first,
@@ -127,7 +138,7 @@ def quantize(
         "equalize": action(ptq.equalize_model, **common),
         "smooth": action(ptq.smooth_model, data=batches, **common),
         "rotate": action(ptq.rotate_model, **common),
-        "bias_correction": action(ptq.apply_bias_correction, data=batches),
+        "bias_correction": action(correct_biases),
         **weight_actions(
             partial(apply_reconstruction, inputs=batches, progress=progress), calibrate, _method_options
         ),

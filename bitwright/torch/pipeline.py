@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bitwright.algorithms.batch_norm_fold import FoldReport
+from bitwright.algorithms.bias_correct import BiasReport
 from bitwright.algorithms.methods import method_options
 from bitwright.algorithms.recipe import (
     FrontEnd,
@@ -116,7 +117,18 @@ def quantize(
     def calibrate(sim: QuantizationSimModel) -> None:
         sim.compute_encodings(batches, progress=progress, non_finite=non_finite)
 
+    goals: list[nn.Module] = []  # the float model, which methods of rounding write into
+
+    def correct_biases(
+        sim: QuantizationSimModel, *, num_samples: int | None = None, layers_to_ignore: Iterable[str] = ()
+    ) -> BiasReport:
+        return ptq.apply_bias_correction(
+            sim, batches, num_samples=num_samples, layers_to_ignore=layers_to_ignore, reference=goals[-1]
+        )
+
     def simulate(work: nn.Module) -> QuantizationSimModel:
+        if any(step.name == "bias_correction" for step in steps):
+            goals[:] = [copy.deepcopy(work)]
         sim = QuantizationSimModel(
             work, first, preset=preset, config_file=config_file, quant_scheme=quant_scheme, in_place=True
         )
@@ -129,7 +141,7 @@ def quantize(
         "equalize": action(ptq.equalize_model, dummy_input=first),
         "smooth": action(ptq.smooth_model, data=batches, dummy_input=first),
         "rotate": action(ptq.rotate_model, dummy_input=first),
-        "bias_correction": action(ptq.apply_bias_correction, data=batches),
+        "bias_correction": action(correct_biases),
         **weight_actions(
             partial(apply_reconstruction, data=batches, progress=progress), calibrate, method_options
         ),
