@@ -131,9 +131,8 @@ def _least_squares(task: Task, layer: Layer, w: Tensor, hessian: Tensor, setting
     """Weights whose outputs on the quantized predecessor's values come nearest to the float model's."""
     cross = cross_moment(layer, task.walk.inputs(layer))  # sum of x x_q^T
     diagonal = torch.diagonal(hessian, dim1=1, dim2=2)
-    damped = hessian + torch.diag_embed(
-        (settings.damping * diagonal.mean(1, keepdim=True)).expand(diagonal.shape)
-    )
+    share = (settings.damping * diagonal.mean(1, keepdim=True)).expand(diagonal.shape)
+    damped = hessian + torch.diag_embed(torch.where(diagonal > 0, share, torch.ones_like(share)))
     wide = w.double()
     # move from W along what the inputs differ by, so that directions without data stay as they are
     step = wide @ (cross - hessian)

@@ -173,10 +173,12 @@ def find_layers(
                 reason: str | None = "excluded"
             else:
                 reason = _why_not(graph, op, site, readers)
+            shape = () if reason is not None else tuple(int(n) for n in model.weight(site.name).shape)
+            if reason is None and op.type in ("Gemm", "MatMul") and len(shape) != 2:
+                reason = f"its weight has {len(shape)} axes"
             if reason is not None:
                 skipped[name] = reason
             else:
-                shape = graph.values[site._plan.value].shape
                 found[name] = Layer(name, op.name, op.type, dict(op.attrs), shape, site.name, site._plan.port)
     return found, skipped
 
@@ -221,10 +223,10 @@ def _why_not(graph: Graph, op: Op, site: Site, readers: Mapping[str, set[str]]) 
         return f"{site.encoding.format.name} is no integer grid of at most 16 bits"
     if op.type not in TREATED:
         return f"a {op.type} is no matrix product of its input"
-    if op.type in RECURRENT:
-        return _why_not_recurrent(op, site, readers.get(value.param or "", set()))
     if value.param is None:
         return "its weight is computed in the model and no parameter"
+    if op.type in RECURRENT:
+        return _why_not_recurrent(op, site, readers.get(value.param, set()))
     others = readers.get(value.param, set()) - {op.name}
     if others:
         return f"its weight is also read by {sorted(others)[0]}, which would change with it"
@@ -234,8 +236,6 @@ def _why_not(graph: Graph, op: Op, site: Site, readers: Mapping[str, set[str]]) 
     changed = next((k for k, v in plain.items() if op.type == "Gemm" and op.attrs.get(k, v) != v), None)
     if changed is not None:
         return f"{changed} is {op.attrs[changed]}"
-    if op.type in ("Gemm", "MatMul") and len(value.shape) != 2:
-        return f"its weight has {len(value.shape)} axes"
     if len(op.inputs) > 2 and op.inputs[2] is not None:
         bias = graph.values[op.inputs[2]]
         if not bias.is_static or np.prod(bias.shape) != max(bias.shape, default=0):

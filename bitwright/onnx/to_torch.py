@@ -170,14 +170,9 @@ def _slice(attrs: Attributes) -> Function | None:
         steps = inputs[4].tolist() if len(inputs) > 4 and inputs[4] is not None else [1] * len(starts)
         for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
             size = int(x.shape[axis])
-            index = torch.arange(size, device=x.device)[
-                slice(int(start), int(end), int(step)) if step > 0 else slice(0, 0)
-            ]
-            if step < 0:
-                index = torch.tensor(
-                    range(size)[slice(int(start), int(end) if end >= -size else None, int(step))]
-                )
-            x = x.index_select(axis, index.to(x.device))
+            stop = None if step < 0 and end < -size else int(end)
+            chosen = range(size)[slice(int(start), stop, int(step))]
+            x = x.index_select(axis, torch.arange(chosen.start, chosen.stop, chosen.step, device=x.device))
         return [x]
 
     return run
