@@ -228,11 +228,10 @@ class QuantizationSimModel:
         def blame(batch: Any) -> HealthReport | None:
             from bitwright.torch.health import diagnose_batch
 
-            return (
-                None
-                if batch is None
-                else diagnose_batch(self._interceptor, *batch, self._simulator.mended_at)
-            )
+            if batch is None:
+                return None
+            args, kwargs = batch
+            return diagnose_batch(self._interceptor, args, kwargs, self._simulator.mended_at)
 
         watched = [q for q in self.quantizers.unique() if q.enabled and q.role in ("input", "output")]
         return BatchGate(watched, policy, blame)
