@@ -94,6 +94,10 @@ def test_equalization_finds_the_same_groups_and_factors():
     torch.testing.assert_close(run(other, X), before, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model(X), before, rtol=1e-4, atol=1e-4)
     assert not {node.op_type for node in other.graph.node} & {"Clip", "BatchNormalization"}
+    sim = TorchSim(model, X[:2])
+    sim.compute_encodings(X.split(32))
+    for verified in (sim.verify(X[:4]), simulated(other, list(X.split(32))).verify(X[:4].numpy())):
+        assert verified.ok, verified.to_text()
     read = {name for node in other.graph.node for name in node.input}
     assert {held.name for held in other.graph.initializer} <= read
 
