@@ -94,6 +94,9 @@ class SimulatedModel(Protocol):
     def weight(self, site: str) -> Tensor:
         """The value of a weight; a copy."""
 
+    def why_fixed(self, site: str) -> str | None:
+        """Why the weight at ``site`` cannot be replaced; ``None`` when it can."""
+
     def set_weight(self, site: str, value: Tensor) -> None:
         """Replace the weight by one of the same shape; its dtype is kept."""
 

@@ -172,7 +172,7 @@ def find_layers(
             if op.name not in wanted or op.name in unwanted:
                 reason: str | None = "excluded"
             else:
-                reason = _why_not(graph, op, site, readers)
+                reason = _why_not(model, op, site, readers)
             shape = () if reason is not None else tuple(int(n) for n in model.weight(site.name).shape)
             if reason is None and op.type in ("Gemm", "MatMul") and len(shape) != 2:
                 reason = f"its weight has {len(shape)} axes"
@@ -215,7 +215,8 @@ def _readers(graph: Graph) -> dict[str, set[str]]:
     return found
 
 
-def _why_not(graph: Graph, op: Op, site: Site, readers: Mapping[str, set[str]]) -> str | None:
+def _why_not(model: SimulatedModel, op: Op, site: Site, readers: Mapping[str, set[str]]) -> str | None:
+    graph = model.graph()
     value = graph.values[site._plan.value]
     if not site.enabled or site.encoding is None:
         return "its weight is in float"
@@ -223,11 +224,17 @@ def _why_not(graph: Graph, op: Op, site: Site, readers: Mapping[str, set[str]]) 
         return f"{site.encoding.format.name} is no integer grid of at most 16 bits"
     if op.type not in TREATED:
         return f"a {op.type} is no matrix product of its input"
-    if value.param is None:
-        return "its weight is computed in the model and no parameter"
+    fixed = model.why_fixed(site.name)
+    if fixed is not None:
+        return fixed
+    if not value.shape or min(value.shape) < 0:
+        return "the model does not tell the shape of its weight"
+    sharing = {reader.name for reader, _ in graph.consumers(value.name)}
+    if value.param is not None:
+        sharing |= readers.get(value.param, set())
     if op.type in RECURRENT:
-        return _why_not_recurrent(op, site, readers.get(value.param, set()))
-    others = readers.get(value.param, set()) - {op.name}
+        return _why_not_recurrent(op, site, sharing)
+    others = sharing - {op.name}
     if others:
         return f"its weight is also read by {sorted(others)[0]}, which would change with it"
     if op.attrs.get("varies"):

@@ -19,7 +19,7 @@ from bitwright.core.graph import Graph
 from bitwright.core.model import sqnr
 from bitwright.core.sites import Site
 from bitwright.errors import ModelError
-from bitwright.export.markers import is_site, site_of
+from bitwright.export.markers import Names, is_site, remove_unread, site_of
 from bitwright.onnx.data import as_feeds
 from bitwright.onnx.quantsim import QuantizationSimModel
 from bitwright.onnx.session import open_session
@@ -54,7 +54,9 @@ class OnnxSimulation:
         self.sim = sim
         self._program: Program | None = None
         self._inputs: dict[str, int] = {}
-        self._constant_of: dict[str, int] = {}
+        self._source_of: dict[str, int] = {}  # site of a constant -> the value in the program
+        self._names: Names | None = None
+        self._markers = {site_of(node): node for node in sim.marked.graph if is_site(node)}
         for site in sim.quantizers.values():
             if site.name in sim.constants and site.enabled and not site.quantizer.derived:
                 site.quantizer.observe_once(sim.constants[site.name])
@@ -71,14 +73,42 @@ class OnnxSimulation:
         """A copy of the initializer at a weight site."""
         return to_tensor(self.sim.constants[site]).clone()
 
+    def why_fixed(self, site: str) -> str | None:
+        """Weights of the main graph can be written, also those that nodes compute from initializers."""
+        known = site in self.sim.constants and site in self._markers
+        return (
+            None
+            if known
+            else "its weight is computed from the input, or belongs to a body of If, Loop or Scan"
+        )
+
     def set_weight(self, site: str, value: Tensor) -> None:
         """Replace an initializer of the simulation's model."""
         param = self.sim.graph.values[self.sim.plan.sites[site].value].param
-        assert param is not None, site
-        self.sim.set_parameter(param, value.detach().cpu().numpy())
-        if self._program is not None and param in self._constant_of:
-            constant = self._program.constants[self._constant_of[param]]
+        array = value.detach().cpu().numpy()
+        if param is not None:
+            self.sim.set_parameter(param, array)
+        else:
+            self._set_computed(site, array)
+        if self._program is not None and site in self._source_of:
+            constant = self._program.constants[self._source_of[site]]
             constant.copy_(value.to(constant.dtype))
+
+    def _set_computed(self, site: str, array: NDArray[Any]) -> None:
+        """Let the operator read an initializer of its own in the place of what nodes computed from others."""
+        marker = self._markers[site]
+        source, before = marker.inputs[0], self.sim.constants[site]
+        assert source is not None
+        if self._names is None:
+            self._names = Names(self.sim.marked)
+        name = self._names.value(f"{source.name}_chosen")
+        tensor = ir.Tensor(np.ascontiguousarray(array).astype(before.dtype), name=name)
+        new = ir.Value(name=name, shape=source.shape, type=source.type, const_value=tensor)
+        self.sim.marked.graph.register_initializer(new)
+        marker.replace_input_with(0, new)
+        remove_unread(source)
+        self.sim.constants[site] = tensor.numpy()
+        self.sim._simulations.clear()
 
     def quantize(self, site: str, x: Tensor) -> Tensor:
         """``x`` as the quantizer of ``site`` leaves it."""
@@ -119,10 +149,9 @@ class OnnxSimulation:
     def _build(self) -> Program:
         model, ids = self.sim.marked, _Ids()
         constants: dict[int, Tensor] = {}
-        for name, value in model.graph.initializers.items():
+        for value in model.graph.initializers.values():
             if value.const_value is not None and not value.is_graph_input():
                 constants[ids(value)] = to_tensor(value.const_value.numpy()).clone()
-                self._constant_of[name] = ids(value)
         self._inputs = {str(v.name): ids(v) for v in model.graph.inputs}
         ops = {op.name for op in self.sim.graph.ops}
         fixed = _constants_of(model)
@@ -136,6 +165,8 @@ class OnnxSimulation:
                 assert source is not None
                 if self.sim.plan.sites[site_of(node)].role != "output":
                     pending[node.outputs[0]] = site_of(node)
+                    if ids(source) in constants:
+                        self._source_of[site_of(node)] = ids(source)
                 elif ids(source) in made:
                     at, index = made[ids(source)]
                     results.setdefault(at, []).append((index, site_of(node)))
@@ -265,7 +296,14 @@ class _Opaque:
             )
         session = self._sessions[kind]
         feeds = {i.name: t.detach().cpu().numpy() for i, t in zip(session.get_inputs(), tensors, strict=True)}
-        return [to_tensor(array) for array in session.run(None, feeds)]
+        results = session.run(None, feeds)
+        if not all(isinstance(array, np.ndarray) for array in results):
+            raise ModelError(
+                str(self._node.name),
+                f"this {self._node.op_type} makes a sequence of tensors, which no step of a walk through the model can hold",
+                "export the model without sequences (a split into separate tensors), or choose the weights in torch",
+            )
+        return [to_tensor(array) for array in results]
 
 
 def _encodings(sim: QuantizationSimModel) -> dict[str, Any]:

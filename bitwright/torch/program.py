@@ -195,6 +195,11 @@ class TorchSimulation:
         """A copy of the parameter at a weight site."""
         return self._tensor(site).detach().clone()
 
+    def why_fixed(self, site: str) -> str | None:
+        """Only parameters and buffers can be written."""
+        known = self.sim.graph.values[self.sim.plan.sites[site].value].param is not None
+        return None if known else "its weight is computed in the model and no parameter"
+
     def set_weight(self, site: str, value: Tensor) -> None:
         """Write a parameter in place."""
         with torch.no_grad():

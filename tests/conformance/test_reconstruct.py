@@ -213,3 +213,23 @@ def test_aimet_names(both, caplog):
         and [r.layer for r in two] == ["/stem/Conv"]
         and [r.layer for r in three] == ["/head/Gemm"]
     )
+
+
+def test_a_weight_that_a_node_computes_becomes_an_initializer_of_its_own(tmp_path):
+    net = Net()
+    stored = net.weights(6, 8, name="stored")
+    turned = net("Transpose", stored, name="turn", perm=[1, 0])
+    x = net("MatMul", net.input(shape=(16, 8)), turned, name="layer")
+    proto = net.model(net("Relu", x, name="act"))
+    random = np.random.default_rng(0)
+    feeds = [random.standard_normal((16, 8)).astype(np.float32) for _ in range(4)]
+    sim = onnx_front.QuantizationSimModel(proto, feeds[0], preset="w4a8")
+    sim.compute_encodings(feeds)
+    before = sim.run(feeds[0])[0]
+    report = onnx_front.apply_gptq(sim, feeds)
+    assert [row.layer for row in report] == ["layer"] and report.gain < 1
+    assert not np.array_equal(sim.run(feeds[0])[0], before)
+    sim.compute_encodings(feeds)
+    assert sim.verify(feeds[0]).ok
+    files = sim.export(tmp_path, "net")
+    assert "Transpose" not in [node.op_type for node in onnx.load(files.qdq).graph.node]
