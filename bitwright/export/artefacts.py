@@ -155,7 +155,8 @@ def write_artefacts(
         (staging / names["sites"]).write_text(json.dumps(_sites(sim, result, tensors), indent=1))
         if samples is not None:
             kept = samples(result)
-            if recurrent == "native":  # the operators compute in float what the simulation rounds at every step
+            if recurrent == "native":
+                # the operators compute in float what the simulation rounds at every step
                 sites = {name: v for name, v in kept.sites.items() if sim.quantizers[name].inner is None}
                 kept = replace(kept, sites=sites)
             notes += _write_samples(kept, staging / f"{prefix}_samples.npz")
