@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bitwright.algorithms.adaround import AdaptiveRounding, annealed_beta
-from bitwright.algorithms.blocks import Unit, block_units, layer_units
+from bitwright.algorithms.blocks import ACTIVATIONS, Unit, block_units, layer_units
 from bitwright.algorithms.flexround import LearnedDivision
 from bitwright.algorithms.matrices import RECURRENT, Grid, Layer, grid_encoding, sample_rows
 from bitwright.algorithms.program import Program, State, Step, run_step
@@ -289,6 +289,10 @@ def _function(task: Task) -> Callable[[Tensor], Tensor] | None:
     (layer,) = task.layers.values()
     others = [op for op in task.unit.ops if op != layer.op]
     if len(others) != 1 or not layer.has_rows_as_outputs:
+        return None
+    if (
+        task.walk.model.graph().op(others[0]).type not in ACTIVATIONS
+    ):  # a flatten, say: no function of one number
         return None
     step = task.walk.step(others[0])
     constants = task.walk.constants(others[0]).constants

@@ -159,6 +159,15 @@ def test_a_layer_takes_the_function_behind_it_along():
     assert units == {"stem": ("stem", "relu"), "blocks.0.b": ("blocks.0.b",), "head": ("head",)}
 
 
+def test_what_stands_behind_a_layer_and_is_no_function_of_one_number_is_left_out():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 5, 1), nn.Flatten())
+    sim = QuantizationSimModel(model, data()[0], preset="w4a8")
+    sim.compute_encodings(data())
+    report = apply_reconstruction(sim, data(), "brecq", iterations=50)
+    assert [row.layer for row in report] == ["1"] and report.gain <= 1
+
+
 def test_blocks_can_be_given():
     _, sim = simulated()
     blocks = [["blocks.0.a", "blocks.1.relu_1"]]
