@@ -9,8 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests import data
+
+# The same examples on every run, and no example fails because the machine was busy.
+settings.register_profile(
+    "suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
 
 # Two warnings of torch about its own speed, raised by models that are meant to be that way.
 _EXPECTED = (

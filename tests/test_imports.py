@@ -38,7 +38,17 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
 # Single files that may import more than their part, inside their functions: configuration files may be YAML,
 # and calibration data pictures.
 # Methods that learn weights are written in torch, which both front ends load when one of them is called.
-_LEARNED = ("adaround", "flexround", "gptq", "matrices", "methods", "program", "propagate", "reconstruct", "rounding")
+_LEARNED = (
+    "adaround",
+    "flexround",
+    "gptq",
+    "matrices",
+    "methods",
+    "program",
+    "propagate",
+    "reconstruct",
+    "rounding",
+)
 EXTRA: dict[str, set[str]] = {
     "core/config.py": {"yaml"},
     "onnx/data.py": {"PIL"},

@@ -225,5 +225,7 @@ def test_last_states_put_together_keep_their_grids():
     cells = b.op("Concat", moved, other[2], name="cells", shape=(2, BATCH, HIDDEN))
     both = b.op("Concat", first[0], other[0], name="both", shape=(5, BATCH, 2 * HIDDEN))
     found = plan(b.graph(cells, both))
-    assert found.floats[cells] == "last states of several layers, each on its own grid, put together by Concat"
+    assert (
+        found.floats[cells] == "last states of several layers, each on its own grid, put together by Concat"
+    )
     assert "both.output[0]" in found.sites
