@@ -195,6 +195,10 @@ class DerivedBias:
         self._derived_from: tuple[Encoding | None, Encoding | None] | None = None
         self.reason: str | None = None
 
+    def replace(self, operand: Array) -> None:
+        """The bias has other values; its grid is derived anew when it is next asked for."""
+        self.operand, self._derived_from = operand, None
+
     def refresh(self) -> None:
         """Derive the grid anew if the input's or the weight's encoding changed; raise the weight's scale where it must be.
 

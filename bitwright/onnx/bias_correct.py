@@ -72,30 +72,10 @@ class OnnxCorrectable:
     def set_bias(self, layer: Layer, value: Array) -> None:
         """As the protocol says."""
         assert layer.bias is not None
-        set_constant(self.sim, layer.bias, value)
+        self.sim.set_parameter(layer.bias, value)
 
     def _initializer(self, name: str) -> ir.Value:
         return self.sim.marked.graph.initializers[name]
-
-
-def set_constant(sim: QuantizationSimModel, name: str, value: Array) -> None:
-    """Give an initializer of a simulation a new value; grids that follow from it are derived anew."""
-    holder = sim.marked.graph.initializers[name]
-    assert holder.const_value is not None
-    dtype = holder.const_value.dtype
-    array = np.ascontiguousarray(value).astype(dtype.numpy())
-    holder.const_value = ir.Tensor(array, dtype=dtype, name=name)
-    sites = [
-        site.name
-        for site in sim.quantizers.values()
-        if site._plan.value == name and site.name in sim.constants
-    ]
-    for site in sites:
-        sim.constants[site] = array
-    for bias in sim._biases:
-        if bias.site in sites:
-            bias.operand, bias._derived_from = array, None
-    sim._simulations.clear()
 
 
 def _name(layer: Layer) -> str:

@@ -209,7 +209,7 @@ class QuantizationSimModel:
                 )
 
     def set_parameter(self, name: str, value: Array) -> None:
-        """Give an initializer a new value of the same shape; its dtype stays, and so do all encodings.
+        """Give an initializer a new value of the same shape; its dtype stays, and so do all calibrated encodings.
 
         Raises:
             KeyError: the model has no such initializer.
@@ -228,7 +228,14 @@ class QuantizationSimModel:
         holder.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
         for site in self._sites_of.get(name, ()):
             self.constants[site] = np.asarray(array, np.float32) if array.dtype.kind == "V" else array
+            if site in self._bias_at:
+                self._bias_at[site].replace(self.constants[site])
         self._simulations.clear()
+
+    @cached_property
+    def _bias_at(self) -> dict[str, DerivedBias]:
+        """Site -> the bias whose grid is derived there."""
+        return {bias.site: bias for bias in self._biases}
 
     @cached_property
     def _sites_of(self) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ import bitwright.onnx.ptq as onnx_ptq
 import bitwright.torch.ptq as torch_ptq
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.onnx import QuantizationSimModel as OnnxSim
-from bitwright.onnx.bias_correct import OnnxCorrectable, set_constant
+from bitwright.onnx.bias_correct import OnnxCorrectable
 from bitwright.torch import QuantizationSimModel as TorchSim
 from tests.algorithms.transformer import Decoder, tokens
 from tests.data import Images, accuracy, perplexity, stories, trained
@@ -140,7 +140,7 @@ def test_a_reference_is_the_goal_where_weights_have_changed_since(caplog):
     with torch.no_grad():
         sim.model[3].weight *= 1.2  # as a method does that writes weights
     layer = list(torch_ptq.Layers(theirs.graph).of.values())[1]
-    set_constant(theirs, layer.weight, OnnxCorrectable(theirs).weight(layer)[0] * 1.2)
+    theirs.set_parameter(layer.weight, OnnxCorrectable(theirs).weight(layer)[0] * 1.2)
     goal = model(X).mean(0)
     for _ in range(2):  # again does no harm
         torch_ptq.apply_bias_correction(sim, [X], reference=model)

@@ -46,7 +46,8 @@ def test_each_step_has_its_line_and_the_whole_gains(model, batches):
     assert result.report[4].change > 0
 
 
-def test_a_step_that_hurts_is_taken_back(model, batches):
+@pytest.mark.parametrize("step", ["gptq", "bias_correction"])
+def test_a_step_that_hurts_is_taken_back(model, batches, step):
     wanted, calls = error_against(model, batches), []
 
     def metric(session):
@@ -54,7 +55,7 @@ def test_a_step_that_hurts_is_taken_back(model, batches):
         return wanted(session) + (1e6 if len(calls) == 4 else 0)
 
     result = quantize(
-        model, batches, "w4a8", recipe=["fold", "gptq"], metric=metric, lower_is_better=True, on_harm="undo"
+        model, batches, "w4a8", recipe=["fold", step], metric=metric, lower_is_better=True, on_harm="undo"
     )
     assert [o.kept for o in result.report] == [True, True, True, False]
     plain = quantize(model, batches, "w4a8", recipe=["fold"])

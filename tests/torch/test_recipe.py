@@ -57,21 +57,21 @@ def test_each_step_has_its_line_and_the_whole_gains(batches):
     assert result.report[4].change > 0
 
 
-def test_a_step_that_hurts_is_taken_back(batches):
+@pytest.mark.parametrize("step", ["seq_mse", "bias_correction"])
+def test_a_step_that_hurts_is_taken_back(batches, step):
     model = network()
     wanted = error_against(model, batches)
-    worse = {"seq_mse": 1e6}
     calls = []
 
     def metric(m):
         calls.append(m)
-        return wanted(m) + (worse["seq_mse"] if len(calls) == 4 else 0)
+        return wanted(m) + (1e6 if len(calls) == 4 else 0)
 
     result = bitwright.quantize(
         model,
         batches,
         "w4a8",
-        recipe=["fold", "seq_mse"],
+        recipe=["fold", step],
         metric=metric,
         lower_is_better=True,
         on_harm="undo",
