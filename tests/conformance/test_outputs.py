@@ -67,7 +67,9 @@ def test_both_simulations_compute_alike(name):
     found, expected = ours.run(feeds), arrays(case.run(theirs.model, 0))
     noise = [distance(plain, found), distance(plain, expected)]
     assert abs(noise[0] - noise[1]) < 3, "equally far from float"
-    assert distance(expected, found) > min(noise) - (3 if name in REWRITTEN else 1.5)
+    # two independent roundings are 3 dB further from each other than from float; a dB and a half for chance
+    apart = 3 if name in REWRITTEN else 0
+    assert distance(expected, found) > min(noise) - apart - 1.5
 
 
 @pytest.mark.slow
