@@ -7,11 +7,12 @@ taken back.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from bitwright.core.health import LIMITS, Culprit, HealthReport
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, close_matches
 
 RepairKind = Literal["clamp", "replace", "float"]
 REPAIR_KINDS: tuple[RepairKind, ...] = ("clamp", "replace", "float")
@@ -74,6 +75,56 @@ class Repair:
         return (
             f"{self.op}: {what} brought into [{self.lo:g}, {self.hi:g}], NaN to {self.nan:g} ({self.cause})"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Stabilized:
+    """What ``stabilize`` of a front end did to a simulation.
+
+    Attributes:
+        sim: the simulation.
+        repairs: in force until :meth:`undo`.
+        refused: a sentence for every fault that no repair can answer: bad data, a bad parameter.
+    """
+
+    sim: Any
+    repairs: tuple[Repair, ...]
+    refused: tuple[str, ...]
+    _undo: Callable[[], None]
+
+    def undo(self) -> None:
+        """Take the repairs back; the simulation computes as before."""
+        self._undo()
+
+    def __str__(self) -> str:
+        lines = [str(repair) for repair in self.repairs]
+        return "\n".join([*lines, *(f"not repaired: {sentence}" for sentence in self.refused)])
+
+
+def choose(
+    report: HealthReport | None, repairs: Iterable[Repair] | None, known: set[str]
+) -> tuple[tuple[Repair, ...], tuple[str, ...]]:
+    """The repairs to apply, and what no repair can answer, as :func:`propose` gives them.
+
+    Args:
+        report, repairs: what ``stabilize`` was given; ``repairs`` win over those that the report proposes.
+        known: operators of the simulation.
+
+    Raises:
+        ConfigError: neither was given, or a repair names no operator of the simulation.
+    """
+    if report is None and repairs is None:
+        raise ConfigError("stabilize", "it got neither a report nor repairs", "pass check_model(model, data)")
+    proposed, refused = propose(report) if report is not None else ((), ())
+    chosen = proposed if repairs is None else tuple(repairs)
+    for repair in chosen:
+        if repair.op not in known:
+            raise ConfigError(
+                f"Repair({repair.op!r})",
+                f"the simulation has no operator of this name{close_matches(repair.op, known)}",
+                "run check_model on the model that is simulated; sim.graph lists its operators",
+            )
+    return chosen, refused
 
 
 def propose(report: HealthReport) -> tuple[tuple[Repair, ...], tuple[str, ...]]:

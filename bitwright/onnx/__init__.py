@@ -1,6 +1,7 @@
 """The front end for ONNX models, on ``onnx_ir`` and ONNX Runtime."""
 
 from bitwright.core.health import HealthReport
+from bitwright.core.repair import Stabilized
 from bitwright.core.scheme import QuantizationDataType, QuantScheme
 from bitwright.core.sites import Site, SiteGroup, SiteMap
 from bitwright.onnx.batch_norm_fold import fold_all_batch_norms, fold_all_batch_norms_to_weight
@@ -18,6 +19,7 @@ from bitwright.onnx.ptq import (
 )
 from bitwright.onnx.quantsim import QuantizationSimModel
 from bitwright.onnx.reconstruct import apply_adaround, apply_gptq, apply_reconstruction, apply_seq_mse
+from bitwright.onnx.stabilize import progressive, stabilize
 from bitwright.onnx.view import OnnxView
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "Site",
     "SiteGroup",
     "SiteMap",
+    "Stabilized",
     "add_biases",
     "apply_adaround",
     "apply_bias_correction",
@@ -45,7 +48,9 @@ __all__ = [
     "fold_norms",
     "load_data",
     "load_model",
+    "progressive",
     "quantize",
     "rotate_model",
     "smooth_model",
+    "stabilize",
 ]

@@ -144,7 +144,8 @@ class QuantizationSimModel:
         self.memory_budget = free_memory() // 4 if memory_budget is None else int(memory_budget)
         self.calibrated = False
         self.calibration_log: CalibrationLog | None = None
-        self.repairs: tuple[Repair, ...] = ()
+        self.repairs: tuple[Repair, ...] = ()  # what stabilize put in force
+        self.mended: list[Any] = []  # where in the marked model they stand
         self.output_values: dict[str, str] = {}  # an exported model's outputs are called as the graph's are
         with collector_paused():
             self._place(model, dummy_input)
@@ -440,6 +441,10 @@ class QuantizationSimModel:
         if kept is None or not _same(kept[0], state):
             self._simulations[kind] = kept = (state, make())
         return kept[1]
+
+    def forget_simulations(self) -> None:
+        """Let sessions be made anew: the marked model was changed."""
+        self._simulations.clear()
 
     def _encodings(self) -> dict[str, Encoding]:
         """Site -> encoding of every enabled site.

@@ -1,5 +1,6 @@
 """The PyTorch front end: simulation, folding and export of eager modules, without tracing or rewriting them."""
 
+from bitwright.core.repair import Stabilized
 from bitwright.core.sites import Site, SiteGroup, SiteMap
 from bitwright.torch.batch_norm_fold import fold_all_batch_norms
 from bitwright.torch.batches import Inputs
@@ -23,7 +24,7 @@ from bitwright.torch.reconstruct import (
     apply_reconstruction,
     apply_seq_mse,
 )
-from bitwright.torch.stabilize import Stabilized, progressive, stabilize
+from bitwright.torch.stabilize import progressive, stabilize
 from bitwright.torch.training import TrainingGuard
 from bitwright.torch.view import TorchView
 

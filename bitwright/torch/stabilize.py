@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,38 +11,12 @@ from numpy.typing import NDArray
 
 from bitwright.algorithms.progressive import Progression, quantize_progressively
 from bitwright.core.health import HealthReport
-from bitwright.core.repair import Repair, propose
-from bitwright.errors import CalibrationError, ConfigError, close_matches
+from bitwright.core.repair import Repair, Stabilized, choose
+from bitwright.errors import CalibrationError
 from bitwright.progress import progress as shown
 from bitwright.torch.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.quantsim import QuantizationSimModel
 from bitwright.torch.trees import flatten_tensors
-
-
-@dataclass(eq=False)
-class Stabilized:
-    """What :func:`stabilize` did to a simulation.
-
-    Attributes:
-        repairs: in force until :meth:`undo`.
-        refused: a sentence for every fault that no repair can answer: bad data, a bad parameter.
-    """
-
-    sim: QuantizationSimModel
-    repairs: tuple[Repair, ...]
-    refused: tuple[str, ...]
-    _before: dict[str, Repair] = field(default_factory=dict)
-    _disabled: tuple[str, ...] = ()
-
-    def undo(self) -> None:
-        """Take the repairs back; the simulation computes as before."""
-        self.sim._simulator.repairs = dict(self._before)
-        for name in self._disabled:
-            self.sim.quantizers[name].enabled = True
-
-    def __str__(self) -> str:
-        lines = [str(repair) for repair in self.repairs]
-        return "\n".join([*lines, *(f"not repaired: {sentence}" for sentence in self.refused)])
 
 
 def stabilize(
@@ -62,18 +35,7 @@ def stabilize(
     Raises:
         ConfigError: a repair names no operator of the simulation, or neither a report nor repairs were given.
     """
-    proposed, refused = propose(report) if report is not None else ((), ())
-    chosen = proposed if repairs is None else tuple(repairs)
-    if report is None and repairs is None:
-        raise ConfigError("stabilize", "it got neither a report nor repairs", "pass check_model(model, data)")
-    known = {plan.op for plan in sim._simulator.plans.values()}
-    for repair in chosen:
-        if repair.op not in known:
-            raise ConfigError(
-                f"Repair({repair.op!r})",
-                f"the simulation has no operator of this name{close_matches(repair.op, known)}",
-                "run check_model on the model that is simulated; sim.graph lists its operators",
-            )
+    chosen, refused = choose(report, repairs, {plan.op for plan in sim._simulator.plans.values()})
     before = dict(sim._simulator.repairs)
     floats = {repair.op for repair in chosen if repair.kind == "float"}
     disabled = tuple(name for name, site in sim.quantizers.items() if site.op in floats and site.enabled)
@@ -83,7 +45,13 @@ def stabilize(
         **before,
         **{repair.op: repair for repair in chosen if repair.kind != "float"},
     }
-    return Stabilized(sim, chosen, refused, before, disabled)
+
+    def undo() -> None:
+        sim._simulator.repairs = dict(before)
+        for name in disabled:
+            sim.quantizers[name].enabled = True
+
+    return Stabilized(sim, chosen, refused, undo)
 
 
 def progressive(
