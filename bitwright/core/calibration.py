@@ -91,6 +91,7 @@ class BatchGate:
         self.diagnose = diagnose
         self.log = CalibrationLog()
         self._before: list[Statistics | None] | None = None
+        self._empty: list[int] = []
         self._batch: Any = None
 
     def open(self, batch: Any = None) -> None:
@@ -99,6 +100,7 @@ class BatchGate:
             self.close()
         self._batch = batch
         self._before = [quantizer.statistics for quantizer in self.quantizers]
+        self._empty = [quantizer.empty for quantizer in self.quantizers]
 
     def close(self) -> bool:
         """The batch is through; returns whether it counts. Does nothing when none is open.
@@ -171,8 +173,8 @@ class BatchGate:
         return found
 
     def _restore(self, before: list[Statistics | None]) -> None:
-        for quantizer, statistics in zip(self.quantizers, before, strict=True):
-            quantizer.statistics = statistics
+        for quantizer, statistics, empty in zip(self.quantizers, before, self._empty, strict=True):
+            quantizer.statistics, quantizer.empty = statistics, empty
 
 
 def _bad(stats: MinMax | Histogram) -> tuple[int, int, int]:

@@ -33,6 +33,7 @@ class Quantizer:
         derived: the encoding follows from others (an int32 bias) and is never calibrated.
         masking: its values go to a softmax or the like, to which a large negative number is nothing (``masks``).
         why_float: why calibration switched it off, if it did.
+        empty: how many tensors without elements calibration met; they are in no statistics.
     """
 
     def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
@@ -42,6 +43,7 @@ class Quantizer:
         self.enabled, self.frozen, self.derived = True, False, False
         self.statistics: statistics.Statistics | None = None
         self.masking, self.why_float = False, ""
+        self.empty = 0
 
     # -- what is asked for and what came out
 
@@ -108,7 +110,10 @@ class Quantizer:
     def observe(self, x: Array) -> None:
         """Add the values of ``x`` (numpy array or torch tensor) to the statistics."""
         shape = tuple(x.shape)
-        if self.frozen or 0 in shape:
+        if self.frozen:
+            return
+        if 0 in shape:
+            self.empty += 1
             return
         if self.statistics is None:
             self.statistics = statistics.start(

@@ -20,6 +20,7 @@ class SiteHealth:
         zero, constant: how many of them held nothing but zeros, and nothing but one other value.
         saturated: in half precision, whether a value reached the largest number of the type.
         underflow: in half precision, whether all values lay below its smallest normal number.
+        empty: how many tensors without elements came; they count nowhere else.
     """
 
     site: str
@@ -35,6 +36,7 @@ class SiteHealth:
     constant: int
     saturated: bool
     underflow: bool
+    empty: int = 0
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -52,6 +54,8 @@ class SiteHealth:
             found.append(f"it reaches the largest number of {self.dtype}")
         if self.underflow:
             found.append(f"all its values are below the smallest normal number of {self.dtype}")
+        if self.empty:
+            found.append(f"{self.empty} empty tensor{'s' if self.empty > 1 else ''}")
         if not self.count:
             found.append("no finite value was seen")
         return tuple(found)
@@ -60,13 +64,16 @@ class SiteHealth:
         return f"{self.site}: {'; '.join(self.notes) or f'in [{self.lo:.4g}, {self.hi:.4g}]'}"
 
 
-def site_health(site: str, statistics: MinMax | Histogram, dtype: str = "float32") -> SiteHealth:
+def site_health(
+    site: str, statistics: MinMax | Histogram, dtype: str = "float32", empty: int = 0
+) -> SiteHealth:
     """The health of a site.
 
     Args:
         site: its name.
         statistics: of everything that was seen there.
         dtype: of its tensor; halves are watched for saturation and underflow.
+        empty: how many tensors without elements came.
 
     >>> import numpy as np
     >>> from bitwright.core.statistics import measure
@@ -98,4 +105,5 @@ def site_health(site: str, statistics: MinMax | Histogram, dtype: str = "float32
         int((same & ~zero).sum()),
         half and magnitude >= largest,
         half and 0 < magnitude < normal,
+        empty,
     )

@@ -17,7 +17,7 @@ from bitwright.core.placement import Role, SitePlan
 from bitwright.core.quantizer import Quantizer
 from bitwright.core.site_health import SiteHealth, site_health
 from bitwright.core.spec import QuantSpec
-from bitwright.core.statistics import Histogram, MinMax, Statistics, bounds_of, measure
+from bitwright.core.statistics import Histogram, MinMax, Statistics, bounds_of, measure, start
 from bitwright.errors import ConfigError, close_matches
 
 logger = logging.getLogger("bitwright")
@@ -201,7 +201,7 @@ class SiteMap(Mapping[str, Any]):
         """Drop the statistics and encodings of every quantizer that is not frozen."""
         for quantizer in self.unique():
             if not quantizer.frozen:
-                quantizer.statistics = quantizer.encoding = None
+                quantizer.statistics, quantizer.encoding, quantizer.empty = None, None, 0
                 if quantizer.why_float:
                     quantizer.enabled, quantizer.why_float = True, ""
 
@@ -248,8 +248,10 @@ class SiteMap(Mapping[str, Any]):
             seen: Statistics | None = quantizer.statistics
             if site.role == "weight" and name in parameters and site.enabled:
                 seen = measure("minmax", parameters[name], quantizer.spec.granularity)
+            elif seen is None and quantizer.empty:
+                seen = start("minmax")
             if site.enabled and isinstance(seen, MinMax | Histogram):
-                found.append(site_health(name, seen, value.dtype))
+                found.append(site_health(name, seen, value.dtype, quantizer.empty))
         return found
 
     def settle_unreached(self, *, allow: bool, quiet: bool = False) -> None:

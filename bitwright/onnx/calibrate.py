@@ -58,6 +58,7 @@ class Tap:
         leading: axes that loops put in front of the tensor's own.
         scalars: minimum, maximum, sum and size, of the main graph; empty where the tensor itself is fetched.
         bring_out: makes the value that carries a reduced tensor out of its body, and counts the axes in front.
+        inside: whether the tensor stands in a body, where no elements may also mean that the body did not run.
     """
 
     quantizer: Quantizer
@@ -66,6 +67,7 @@ class Tap:
     leading: int = 0
     scalars: tuple[ir.Value, ...] = ()
     bring_out: Callable[[], tuple[ir.Value, int]] | None = None
+    inside: bool = False
 
     def settle(self) -> None:
         """Bring a reduced tensor out of its body, where a loop would keep it for all iterations."""
@@ -78,9 +80,17 @@ class Tap:
         """Whether the order of the tensor's elements is of no interest."""
         return isinstance(self.quantizer.spec.granularity, PerTensor)
 
+    def note_empty(self) -> None:
+        """The tensor has no elements."""
+        if not self.inside:
+            self.quantizer.empty += self.times
+
     def observe(self, x: Array) -> None:
         """Give the tensor to the quantizer."""
-        if self.quantizer.frozen or x.size == 0:
+        if self.quantizer.frozen:
+            return
+        if x.size == 0:
+            self.note_empty()
             return
         parts: Iterable[Array] = (x,)
         if self.leading and not self.unordered:
@@ -240,6 +250,8 @@ class Calibrator:
         there = count > 0
         finite = np.isfinite(lo) & np.isfinite(hi) & np.isfinite(total)
         self._bounds.add(lo, hi, count.astype(np.int64), there & finite)
+        for i in np.flatnonzero(~there):
+            self._reduced[i].note_empty()
         odd = [self._reduced[i] for i in np.flatnonzero(there & ~finite)]
         for tap in odd:
             tap.settle()
@@ -351,7 +363,7 @@ class Instrument:
         )
         if not reducible:
             outer, leading = self.lift(value, graph, np.zeros(0, _numpy_type(value)), None)
-            return Tap(quantizer, outer, leading=leading)
+            return Tap(quantizer, outer, leading=leading, inside=graph is not self.model.graph)
         place = self._behind(value, graph)
         scalars = []
         for op, dtype, neutral, merge in _SCALARS:
@@ -361,6 +373,7 @@ class Instrument:
             scalars.append(self.lift(scalar, graph, np.asarray(neutral), merge)[0])
         tap = Tap(quantizer, value, scalars=tuple(scalars))
         if graph is not self.model.graph:  # its scalars came out; the tensor itself only if it is asked for
+            tap.inside = True
             tap.bring_out = partial(self.lift, value, graph, np.zeros(0, np.float32), None)
         return tap
 

@@ -53,3 +53,31 @@ def test_a_simulation_reports_its_sites():
     assert found["0.weight"].notes == ("1 of 6 channels or blocks are zero throughout",)
     assert found["2.weight"].zero == 2 and found["2.output[0]"].notes == ("it is zero throughout",)
     assert found["0.input[0]"].notes == () and found["0.input[0]"].count == 32
+
+
+def test_empty_tensors_are_counted():
+    assert site_health("s", measure("minmax", np.float32([-1, 2])), empty=2).notes == ("2 empty tensors",)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    sim = QuantizationSimModel(model, torch.randn(3, 4))
+    sim.compute_encodings([torch.randn(8, 4), torch.zeros(0, 4)])
+    found = {health.site: health for health in sim.health()}
+    assert found["0.input[0]"].notes == ("1 empty tensor",) and found["0.input[0]"].count == 32
+    assert found["0.weight"].empty == 0
+    sim.compute_encodings([torch.randn(8, 4)])
+    assert not any(health.empty for health in sim.health()), "a new calibration starts from nothing"
+
+
+def test_an_empty_tensor_in_a_batch_that_is_left_out_is_not_counted():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, y):
+            return self.a(x), self.b(y)
+
+    sim = QuantizationSimModel(Parts(), (torch.randn(3, 4), torch.randn(3, 4)))
+    good, bad, none = torch.randn(3, 4), torch.full((3, 4), torch.nan), torch.zeros(0, 4)
+    sim.compute_encodings([(good, good), (bad, none), (good, none)], non_finite="skip")
+    found = {health.site: health for health in sim.health()}
+    assert found["b.input[0]"].empty == 1 and found["a.input[0]"].empty == 0

@@ -344,3 +344,22 @@ def test_scans_merge_their_iterations(scheme):
     assert inside and all(s.encoding is not None for s in inside)
     for want, found in zip(run(scanning(), feeds), sim.run(feeds), strict=True):
         assert np.allclose(want, found, atol=0.1)
+
+
+@pytest.mark.parametrize("scheme", ["min_max", "mse"])
+def test_empty_tensors_are_counted_and_bodies_that_did_not_run_are_not(scheme):
+    net, then, other = Net(), Net(), Net()
+    h = net("MatMul", net.input("x", ("n", 4)), net.weights(4, 4), name="head")
+    choose = net.input("choose", (), BOOL)
+    graphs = {
+        "then_branch": body(then("MatMul", h, then.weights(4, 4), name="left", out="a"), net=then),
+        "else_branch": body(other("MatMul", h, other.weights(4, 4), name="right", out="b"), net=other),
+    }
+    net("Relu", net("If", choose, name="choice", **graphs), name="last", out="y")
+    full, none = np.ones((3, 4), np.float32), np.zeros((0, 4), np.float32)
+    feeds = [{"x": x, "choose": np.array(c)} for x, c in ((full, True), (none, True), (full, False))]
+    sim = QuantizationSimModel(net.model("y"), feeds[0], quant_scheme=scheme)
+    sim.compute_encodings(feeds)
+    found = {health.site: health.empty for health in sim.health()}
+    assert found["head.input[0]"] == found["head.output[0]"] == 1
+    assert not any(n for site, n in found.items() if site.startswith(("left", "right")))
