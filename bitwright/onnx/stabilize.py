@@ -46,7 +46,8 @@ def stabilize(
         repairs: what to apply instead of what the report proposes: a choice of these, or :class:`Repair` objects of your own.
 
     Raises:
-        ConfigError: a repair names no operator of the simulation, or one without floating-point results, or neither a
+        ConfigError: a repair names no operator of the simulation, or one without results in a type that is repaired (float8 is
+            not), or neither a
             report nor repairs were given.
     """
     chosen, refused = choose(report, repairs, {op.name for op in sim.graph.ops})
@@ -55,7 +56,7 @@ def stabilize(
         if repair.kind != "float" and not _results(nodes.get(repair.op)):
             raise ConfigError(
                 f"Repair({repair.op!r})",
-                "the operator has no floating-point result that anything reads",
+                f"the operator has no result in {', '.join(_LIMITS.values())} that anything reads",
                 "repair the operator that makes the tensor",
             )
     before = sim.repairs

@@ -149,7 +149,7 @@ def test_an_operator_without_numbers_cannot_be_repaired() -> None:
     h = head(net)
     net("ArgMax", h, name="best", axis=1, out="y")
     sim = QuantizationSimModel(net.model(("y", onnx.TensorProto.INT64, None)), np.ones((2, 4), np.float32))
-    with pytest.raises(ConfigError, match="no floating-point result that anything reads"):
+    with pytest.raises(ConfigError, match="no result in float16, .*float64 that anything reads"):
         stabilize(sim, repairs=[Repair("best", "replace")])
     assert sim.repairs == ()
 
