@@ -46,9 +46,8 @@ def stabilize(
         repairs: what to apply instead of what the report proposes: a choice of these, or :class:`Repair` objects of your own.
 
     Raises:
-        ConfigError: a repair names no operator of the simulation, or one without results in a type that is repaired (float8 is
-            not), or neither a
-            report nor repairs were given.
+        ConfigError: a repair names no operator of the simulation, or one without results in a type that is repaired (float8
+            is not), or neither a report nor repairs were given.
     """
     chosen, refused = choose(report, repairs, {op.name for op in sim.graph.ops})
     nodes = _nodes(sim)
