@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,13 +11,18 @@ from typing import Any, Protocol
 
 from bitwright.core.calibration import CalibrationLog
 from bitwright.core.formats import IntFormat
+from bitwright.core.granularity import PerTensor
 from bitwright.core.ops import weight_axes
 from bitwright.core.placement import Plan
+from bitwright.core.recurrence import CELLS
 from bitwright.core.repair import Repair
 from bitwright.core.rules import Rules
 from bitwright.core.sites import Site, SiteMap
 from bitwright.core.spec import QuantSpec
+from bitwright.errors import EncodingsError
+from bitwright.export.atomic import file_error
 from bitwright.export.encodings import NamedEncoding, names_error, read_encodings, write_encodings
+from bitwright.export.gate_order import GATED, from_onnx_order, gate_order
 
 logger = logging.getLogger("bitwright")
 
@@ -94,7 +100,8 @@ def load_encodings(sim: Simulated, source: str | Path | dict[str, Any], strict: 
     """Give every site of ``sim`` the encoding the file has for it; sites without one are switched off.
 
     A record belongs to the site of its name, or, in a file written for an exported model, to the sites that read the
-    tensor of its name (``x`` for the input ``x``).
+    tensor of its name (``x`` for the input ``x``). The ``<prefix>_sites.json`` that an export writes beside
+    ``<prefix>.encodings`` is read too: it knows the tensors whose names only the exported model has.
 
     Raises:
         EncodingsError: the file is malformed; or, when ``strict``, it names what the model does not have, or has nothing
@@ -125,7 +132,8 @@ def _matched(
 ) -> dict[str, NamedEncoding]:
     sites = [s for s in sim.quantizers.values() if not s.quantizer.derived]
     params = {s.name for s in sites if s.role in ("weight", "bias", "constant")}
-    file = read_encodings(source, params=params)
+    exported = _exported_names(source)
+    file = read_encodings(source, params=params.union(*(exported.get(name, ()) for name in params)))
     by_value: dict[str, list[str]] = {}
     for site in sites:
         by_value.setdefault(site._plan.value, []).append(site.name)
@@ -135,16 +143,21 @@ def _matched(
         by_value.setdefault(output, by_value.get(value, []))
     derived = {s.name for s in sim.quantizers.values() if s.quantizer.derived}
     derived |= {s._plan.value for s in sim.quantizers.values() if s.quantizer.derived}
-    found: dict[str, NamedEncoding] = {}
+    derived = derived.union(*(exported.get(name, ()) for name in derived))
+    records = [
+        r for r in file.records if r.name not in derived and not (params_only and r.kind == "activation")
+    ]
+    by_tensor = _by_tensor(sites, exported, {record.name: record for record in records})
+    known = {tensor for site in sites for tensor in exported.get(site.name, ())}
+    found = dict(by_tensor)
     extra: list[str] = []
-    for record in file.records:
-        if record.name in derived or (params_only and record.kind == "activation"):
-            continue
-        names = [record.name] if record.name in sim.quantizers else by_value.get(record.name, [])
-        if not names:
+    for record in records:
+        names = [name for name in by_value.get(record.name, []) if name not in by_tensor]
+        if record.name in sim.quantizers:
+            names = [record.name]
+        if not names and record.name not in known:
             extra.append(record.name)
-        for name in names:
-            found[name] = record
+        found.update(dict.fromkeys(names, record))
     # a site is served when any site of its sharing group is
     served = {id(sim.quantizers[name].quantizer) for name in found}
     expected = [s.name for s in sites if s.enabled and (not params_only or s.name in params)]
@@ -156,6 +169,69 @@ def _matched(
             raise problem
         logger.warning("%s", problem)
     return found
+
+
+def _exported_names(source: str | Path | dict[str, Any]) -> dict[str, list[str]]:
+    """Site -> names of its tensors in the exported model, from ``<prefix>_sites.json``; empty where there is none.
+
+    A tensor that several sites mark has the record of the first in the encodings file; it is no name of a site whose
+    encoding was another.
+    """
+    if isinstance(source, dict) or Path(source).suffix != ".encodings":
+        return {}
+    path = Path(source).with_name(f"{Path(source).stem}_sites.json")
+    if not path.is_file():
+        return {}
+    first: dict[str, Any] = {}
+    found: dict[str, list[str]] = {}
+    try:
+        for name, site in json.loads(path.read_bytes())["sites"].items():
+            tensors, encoding = site["tensors"], site["encoding"]
+            found[name] = [tensor for tensor in tensors if first.setdefault(tensor, encoding) == encoding]
+    except OSError as error:
+        raise file_error(path, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise EncodingsError(
+            str(path),
+            "it does not list the sites of an export with their tensors",
+            "export the model again; without this file the encodings are taken by the names of the model alone",
+        ) from error
+    return found
+
+
+def _by_tensor(
+    sites: Sequence[Site], exported: Mapping[str, Sequence[str]], records: Mapping[str, NamedEncoding]
+) -> dict[str, NamedEncoding]:
+    """Site -> the record of its first tensor that has one, as it stands in the simulated model."""
+    found = {}
+    for site in sites:
+        for tensor in exported.get(site.name, ()):
+            if tensor in records:
+                found[site.name] = _from_exported(site, records[tensor])
+                break
+    return found
+
+
+def _from_exported(site: Site, record: NamedEncoding) -> NamedEncoding:
+    """``record``, with a recurrent weight's scales in the order of gates and with the axes of the simulated model.
+
+    Raises:
+        EncodingsError: the scales do not fit the weight, or lie along the axis of directions.
+    """
+    op, shape = site._graph.op(site.op), site._graph.values[site._plan.value].shape
+    if op.type not in CELLS or site.role != "weight" or len(shape) != 2:
+        return record
+    port, there = site._plan.port, (1, *shape)
+    order = gate_order(CELLS[op.type].gates, op.attrs["gates"]) if port in GATED else ()
+    whole = record.resolve(there, *weight_axes(op.type, op.attrs, port, len(there)))
+    granularity = whole.encoding.granularity
+    if not isinstance(granularity, PerTensor) and granularity.axis == 0:
+        raise EncodingsError(
+            record.name,
+            "its scales lie along axis 0, the one direction of a recurrent weight",
+            "write one scale for the whole weight without an axis",
+        )
+    return replace(whole, encoding=from_onnx_order(whole.encoding, order))
 
 
 def _take(site: Site, record: NamedEncoding) -> None:

@@ -20,13 +20,14 @@ from bitwright.core.ops import op_row
 from bitwright.core.recurrence import CELLS
 from bitwright.errors import CalibrationError, ConfigError, ExportError, close_matches
 from bitwright.export.artefacts import Exported, Samples, bias_form, check_encoding_version, write_artefacts
+from bitwright.export.gate_order import GATED, to_onnx_order
 from bitwright.export.qdq import QdqResult, rename_values, site_names, to_qdq
 from bitwright.export.recurrent import RecurrentForm, expand_recurrent
 from bitwright.export.verify import VerifyReport, verify_layers
 from bitwright.torch.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.intercept import forward_signature
 from bitwright.torch.record import Slot, named_inputs, output_name
-from bitwright.torch.recurrent import GATED, WEIGHT_PORTS, onnx_encoding
+from bitwright.torch.recurrent import WEIGHT_PORTS, onnx_rows
 from bitwright.torch.trees import flatten_tensors, map_tensors, named_state
 
 if TYPE_CHECKING:
@@ -139,12 +140,11 @@ def site_encodings(sim: QuantizationSimModel) -> dict[str, Encoding]:
     for site in sim.quantizers.values():
         if site.enabled and site.encoding is not None:
             op = sim.graph.op(site.op)
-            recurrent = op.type in CELLS and site.role == "weight"
-            shape = sim.graph.values[site._plan.value].shape
-            gated = recurrent and site._plan.port in GATED
-            found[site.name] = (
-                onnx_encoding(site.encoding, op.type if gated else "", shape) if recurrent else site.encoding
-            )
+            encoding = site.encoding
+            if op.type in CELLS and site.role == "weight":
+                order = onnx_rows(op.type) if site._plan.port in GATED else ()
+                encoding = to_onnx_order(encoding, order, sim.graph.values[site._plan.value].shape)
+            found[site.name] = encoding
     return found
 
 

@@ -8,21 +8,18 @@ per step, with a function to call on each tensor inside it. Nothing inside it is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 import torch.onnx.ops
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from bitwright.core.encoding import Encoding
-from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.core.recurrence import CELLS, Variant, step
 from bitwright.errors import ExportError, ModelError
+from bitwright.export.gate_order import gate_order
 
 #: what happens to a tensor inside the steps: inner name -> function of the tensor, which it may write over
 Inside = Mapping[str, Callable[[Tensor], Tensor]]
@@ -208,50 +205,17 @@ def _fused(
 
 #: port of a weight -> ONNX's name for it; a projection has none there
 WEIGHT_PORTS = {1: "W", 2: "R", 8: "projection"}
-GATED = (1, 2)  # rows of gates
 
 
 def onnx_rows(cell: str) -> tuple[int, ...]:
     """Which gate of torch's weights stands at each place of ONNX's."""
-    return tuple(GATES[cell].index(gate) for gate in CELLS[cell].gates)
+    return gate_order(GATES[cell], CELLS[cell].gates)
 
 
 def _onnx(cell: str, weight: Tensor) -> Tensor:
     """A weight or bias in ONNX's order of gates, with the axis of directions."""
     parts = weight.chunk(len(GATES[cell]))
     return torch.cat([parts[i] for i in onnx_rows(cell)]).unsqueeze(0)
-
-
-def onnx_encoding(encoding: Encoding, cell: str, shape: tuple[int, ...]) -> Encoding:
-    """The encoding of a weight ``[rows, columns]`` as it stands in ONNX: rows in its order of gates, an axis before them.
-
-    Args:
-        encoding: of the weight in torch's order.
-        cell: ``LSTM``, ``GRU`` or ``RNN``; empty for a projection, whose rows keep their order.
-        shape: of the weight in torch.
-    """
-    granularity, scale, zero_point = encoding.granularity, encoding.scale, encoding.zero_point
-    if isinstance(granularity, PerTensor):
-        return encoding
-    assert granularity.axis is not None
-    axis = granularity.axis % 2
-    if isinstance(granularity, PerBlock) and granularity.channel_axis is None and axis == 0:  # per gate
-        granularity = PerChannel(0)
-        size = shape[0] // len(scale)
-        scale, zero_point = np.repeat(scale[:, 0], size), np.repeat(zero_point[:, 0], size)
-    wanted: Granularity = PerChannel(axis + 1)
-    if isinstance(granularity, PerBlock):
-        channel = None if granularity.channel_axis is None else granularity.channel_axis % 2 + 1
-        wanted = PerBlock(granularity.size, axis + 1, channel)
-
-    def moved(values: NDArray[Any]) -> NDArray[Any]:
-        by_row = axis == 0 or (isinstance(granularity, PerBlock) and len(values) > 1)
-        if cell and by_row:
-            parts = np.array_split(values, len(GATES[cell]))
-            values = np.concatenate([parts[i] for i in onnx_rows(cell)])
-        return values if isinstance(wanted, PerChannel) else values[None]
-
-    return replace(encoding, granularity=wanted, scale=moved(scale), zero_point=moved(zero_point))
 
 
 def marked_layer(

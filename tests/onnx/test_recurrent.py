@@ -346,6 +346,18 @@ def test_encodings_go_through_a_file(tmp_path, version):
 
 
 @pytest.mark.parametrize("op_type", TYPES)
+@pytest.mark.parametrize("form, version", [("scan", "0.6.1"), ("native", "1.0.0"), ("scan", "2.0.0")])
+def test_exported_encodings_load_back(op_type, version, form, tmp_path):
+    v = Variant(op_type, "bidirectional", states=True)
+    sim = simulated(v)
+    exported = sim.export(tmp_path, "net", recurrent=form, encoding_version=version)
+    other = QuantizationSimModel(layer_model(v), feeds(v), threads=1)
+    other.load_encodings(exported.encodings)
+    for one, again in zip(sim.run(feeds(v, 5)), other.run(feeds(v, 5)), strict=True):
+        np.testing.assert_array_equal(one, again)
+
+
+@pytest.mark.parametrize("op_type", TYPES)
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
 @pytest.mark.parametrize("exact", [True, False], ids=["float-kernels", "default-mode"])
 def test_exported_scan_gives_the_codes_of_the_simulation(op_type, direction, exact, tmp_path):

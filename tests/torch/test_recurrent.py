@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 from bitwright.core import affine
-from bitwright.errors import CalibrationError, ModelError
+from bitwright.errors import CalibrationError, EncodingsError, ModelError
 from bitwright.torch import QuantizationSimModel, TorchView, prepare_model
 from tests.cost import steps
 
@@ -389,6 +391,91 @@ def test_encodings_survive_a_file(tmp_path: Any) -> None:
         again = QuantizationSimModel(module, x)
         again.load_encodings(sim.save_encodings(tmp_path / version, version))
         assert torch.equal(again.model(x)[0], sim.model(x)[0])
+
+
+class Tagger(nn.Module):
+    """A recurrent module and a linear layer."""
+
+    def __init__(self, layer: Callable[..., nn.Module], both: bool = False, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.rnn = layer(4, 6, 1 + both, bidirectional=both, batch_first=True, **options)
+        self.head = nn.Linear((1 + both) * options.get("proj_size", 6), 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.rnn(x)[0])
+        return y
+
+
+def loads_back(sim: QuantizationSimModel, module: nn.Module, x: Tensor, file: Path) -> QuantizationSimModel:
+    """A new simulation with the encodings of ``file``, which computes what ``sim`` computes, bit for bit."""
+    again = QuantizationSimModel(module, x)
+    again.load_encodings(file)
+    assert torch.equal(again.model(x), sim.model(x))
+    return again
+
+
+@pytest.mark.parametrize(
+    "kind, form, version",
+    [("LSTM", "scan", "0.6.1"), ("LSTM", "native", "1.0.0"), ("GRU", "native", "2.0.0"), ("GRU", "scan", "1.0.0"),
+     ("RNN", "scan", "2.0.0")],
+)  # fmt: skip
+def test_exported_encodings_load_back(kind: str, form: Any, version: str, tmp_path: Path) -> None:
+    x, module = torch.randn(2, 3, 4), Tagger(getattr(nn, kind), both=True).eval()
+    sim = simulated(module, x)
+    exported = sim.export(tmp_path, "a.b", x, recurrent=form, encoding_version=version, samples=False)
+    again = loads_back(sim, module, x, exported.encodings)
+    for site in sim.quantizers.values():
+        if not site.quantizer.derived:
+            assert again.quantizers[site.name].encoding == site.encoding, site.name
+
+
+@pytest.mark.parametrize(
+    "granularity, version", [("per_gate", "1.0.0"), ({"per_block": 2}, "1.0.0"), ({"per_block": 2}, "2.0.0")]
+)
+def test_exported_encodings_load_back_at_every_granularity(
+    granularity: Any, version: str, tmp_path: Path
+) -> None:
+    x, module = torch.randn(2, 3, 4), Tagger(nn.LSTM, proj_size=2).eval()
+    rules = {"rules": [{"op": "LSTM", "weight": {"granularity": granularity}}]}
+    sim = simulated(module, x, config_file=rules)
+    loads_back(
+        sim, module, x, sim.export(tmp_path, "m", x, encoding_version=version, samples=False).encodings
+    )
+
+
+def test_exported_parameters_are_frozen(tmp_path: Path) -> None:
+    x, module = torch.randn(2, 3, 4), Tagger(nn.GRU).eval()
+    sim = simulated(module, x)
+    file = sim.export(tmp_path, "m", x, encoding_version="2.0.0", samples=False).encodings
+    again = QuantizationSimModel(module, x)
+    again.set_and_freeze_param_encodings(file)
+    frozen = {site.name for site in again.quantizers.values() if site.frozen}
+    assert frozen == {site.name for site in sim.quantizers.values() if site.role == "weight"}
+    again.compute_encodings([x])
+    assert torch.equal(again.model(x), sim.model(x))
+
+
+def test_exported_encodings_need_the_sites_beside_them(tmp_path: Path) -> None:
+    x, module = torch.randn(2, 3, 4), Tagger(nn.LSTM).eval()
+    exported = simulated(module, x).export(tmp_path, "m", x, encoding_version="2.0.0", samples=False)
+    again = QuantizationSimModel(module, x)
+    document = json.loads(exported.encodings.read_text())
+    for entry in document["encodings"]:
+        if entry["name"] == "rnn.l0.forward.W":
+            entry.update(y_scale=entry["y_scale"][:1], axis=0)
+    changed = json.dumps(document)
+    exported.encodings.write_text(changed)
+    with pytest.raises(
+        EncodingsError, match="rnn.l0.forward.W: its scales lie along axis 0, the one direction"
+    ):
+        again.load_encodings(exported.encodings)
+    exported.sites.write_text('{"sites": {"rnn": []}}')
+    with pytest.raises(EncodingsError, match="m_sites.json: it does not list the sites of an export"):
+        again.load_encodings(exported.encodings)
+    exported.sites.unlink()
+    with pytest.raises(EncodingsError, match="names of the model are missing.*'rnn.l0.forward.W'"):
+        again.load_encodings(exported.encodings)
 
 
 def test_inner_tensors_can_be_captured() -> None:
