@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from bitwright.algorithms.batch_norm_affine import LAYERS, ChannelAxes, channel_axes
 from bitwright.core.graph import Graph, Op
 from bitwright.core.model import Clamp, Edit, ModelView, SetParam
+from bitwright.core.ops import CELLS, op_row
 
 Array = NDArray[Any]
 Kind = Literal["layer", "norm", "embedding"]
@@ -224,6 +225,22 @@ def sole_reader(graph: Graph, value: str) -> Op | None:
     return readers[0][0] if len(readers) == 1 and not graph.is_output(value) else None
 
 
+def holds_layer_weight(graph: Graph, op: str, role: str, port: int) -> bool:
+    """Whether an operand is the stored weight of a layer: of a matrix product, a convolution, a recurrent layer.
+
+    Args:
+        graph: of the model.
+        op: name of the operator that reads it.
+        role: of its site.
+        port: where it is read.
+    """
+    kind = graph.op(op).type
+    if kind in CELLS:
+        return role == "weight"
+    row = op_row(kind)
+    return role in ("weight", "constant") and row.kind == "compute" and port == row.weight
+
+
 def _at(op: Op, port: int) -> str | None:
     return op.inputs[port] if port < len(op.inputs) else None
 
@@ -271,12 +288,23 @@ class Group:
             (a flattened image).
         clips: operators between them that cut at fixed bounds, each with the axis of the channels.
         channels: how many.
+        block: channels that are repeated together: the size of a head where several query heads read one value head.
     """
 
     producers: tuple[Layer, ...]
     consumers: tuple[tuple[Layer, int], ...]
     clips: tuple[tuple[Op, int], ...]
     channels: int
+    block: int = 1
+
+    def spread(self, values: Array, repeat: int) -> Array:
+        """One number per channel, shape [channels], as one per input of a consumer, shape [channels * repeat]."""
+        return np.repeat(np.asarray(values).reshape(-1, self.block), repeat, axis=0).reshape(-1)
+
+    def gathered(self, values: Array, repeat: int) -> Array:
+        """One number per input of a consumer, shape [channels * repeat], in a row per channel: [channels, repeat]."""
+        blocks = np.asarray(values).reshape(-1, repeat, self.block)
+        return blocks.transpose(0, 2, 1).reshape(self.channels, repeat)
 
     def __str__(self) -> str:
         names = [
@@ -481,7 +509,7 @@ def rescaling(
                 edits.append(SetParam(layer.bias, (b.reshape(-1) / s).reshape(b.shape)))
         for layer, repeat in group.consumers:
             W = weights.get(layer.weight)
-            spread = np.repeat(s, repeat)
+            spread = group.spread(s, repeat)
             weights[layer.weight] = layer.times_inputs(view.param(layer.weight) if W is None else W, spread)
         for op, axis in group.clips:
             low, high = (op.attrs.get(end) for end in ("min", "max"))

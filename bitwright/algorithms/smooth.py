@@ -149,25 +149,16 @@ def smooth(
     if not 0 <= alpha <= 1:
         raise ConfigError("alpha", f"it is {alpha}", "give a number from 0 to 1; 0.5 is the usual choice")
     layers = Layers(view.graph())
-    starts = [
-        layer for layer in layers.of.values() if layer.kind == "norm" or layer.type in ("Gemm", "MatMul")
-    ]
-    found, refused = find_groups(layers, starts)
-    groups = []
-    for group in found:
-        if group.clips:
-            refused.append(
-                Refused(group.producers[0].op, f"{group.clips[0][0].name} cuts at fixed bounds; equalize it")
-            )
-        else:
-            groups.append(group)
+    groups, refused = linear_groups(layers)
     values = [str(layers.graph.op(group.consumers[0][0].op).inputs[0]) for group in groups]
     axes = [1 if group.consumers[0][0].type in ("Conv", "ConvTranspose") else -1 for group in groups]
     attentions = [heads for heads in find_attention(layers) if _why_not_heads(layers, heads) is None]
     for heads in attentions:
         values += [layer.output for layer in (heads.query, heads.key) if layer is not None]
     axes += [-1] * (len(values) - len(axes))
-    ranges, samples = activation_ranges(view, values, axes, batches)
+    if not values:
+        return SmoothReport(refused=tuple(refused))  # nothing to measure
+    ranges, samples = activation_ranges(view, dict(zip(values, axes, strict=True)), batches)
     factors = {
         id(group): _factors(view, group, ranges[value], alpha)
         for group, value in zip(groups, values, strict=False)
@@ -235,34 +226,76 @@ def _head_edits(
 
 def _factors(view: ModelView, group: Group, activation: Array, alpha: float) -> Array:
     weights = [
-        layer.input_range(view.param(layer.weight)).reshape(-1, repeat).max(axis=1)
+        group.gathered(layer.input_range(view.param(layer.weight)), repeat).max(axis=1)
         for layer, repeat in group.consumers
     ]
-    return smoothing_factors(
-        activation.reshape(group.channels, -1).max(axis=1), np.max(weights, axis=0), alpha
-    )
+    magnitude = group.gathered(activation, activation.size // group.channels).max(axis=1)
+    return smoothing_factors(magnitude, np.max(weights, axis=0), alpha)
 
 
-def refuse_no_data() -> NoReturn:
+def linear_groups(layers: Layers) -> tuple[list[Group], list[Refused]]:
+    """The groups that begin at a norm or linear layer, and why some norms and linear layers begin none."""
+    starts = [
+        layer for layer in layers.of.values() if layer.kind == "norm" or layer.type in ("Gemm", "MatMul")
+    ]
+    found, refused = find_groups(layers, starts)
+    groups = []
+    for group in found:
+        if group.clips:
+            refused.append(
+                Refused(group.producers[0].op, f"{group.clips[0][0].name} cuts at fixed bounds; equalize it")
+            )
+        else:
+            groups.append(group)
+    return groups, refused
+
+
+def refuse_no_data(method: str = "smooth") -> NoReturn:
     """Say that there is nothing to measure on."""
-    raise CalibrationError("smooth", "the data held no batch", f"give about {ENOUGH_SAMPLES} samples")
+    raise CalibrationError(method, "the data held no batch", f"give about {ENOUGH_SAMPLES} samples")
 
 
 def activation_ranges(
-    view: ModelView, values: Sequence[str], axes: Sequence[int], batches: Iterable[Any]
+    view: ModelView, values: Mapping[str, int], batches: Iterable[Any]
 ) -> tuple[dict[str, Array], int]:
     """Largest magnitude per channel of some values, and the number of samples it was taken over.
 
     Args:
         view: the model.
-        values: of the graph.
-        axes: of the channels, one per value.
+        values: of the graph, each with the axis of its channels.
         batches: run one by one.
 
     Raises:
         CalibrationError: no batch, or a value that is NaN or infinite.
     """
     held: dict[str, Array] = {}
+
+    def note(value: str, rows: Array) -> None:
+        largest = np.abs(rows).max(axis=0, initial=0.0)
+        held[value] = np.maximum(held[value], largest) if value in held else largest
+
+    return held, observe(view, values, batches, note)
+
+
+def observe(
+    view: ModelView, values: Mapping[str, int], batches: Iterable[Any], note: Callable[[str, Array], None],
+    method: str = "smooth",
+) -> int:  # fmt: skip
+    """Run the batches and hand ``note`` what values were, as rows with a column per channel.
+
+    Args:
+        view: the model.
+        values: of the graph, each with the axis of its channels.
+        batches: run one by one.
+        note: called with the name of a value and an array [rows, channels], for every run of its place.
+        method: who asks, for messages.
+
+    Returns:
+        The number of samples.
+
+    Raises:
+        CalibrationError: no batch, or a value that is NaN or infinite.
+    """
     samples = 0
 
     def counted() -> Iterable[Any]:
@@ -271,23 +304,24 @@ def activation_ranges(
             samples += samples_in(batch)
             yield batch
 
-    for captured in view.capture(list(dict.fromkeys(values)), counted()):
-        for value, axis in zip(values, axes, strict=True):
+    for captured in view.capture(list(values), counted()):
+        for value, axis in values.items():
             for array in captured[value]:
-                flat = (
-                    np.abs(np.moveaxis(array, axis, -1))
-                    .reshape(-1, array.shape[axis])
-                    .max(axis=0, initial=0.0)
-                )
-                if not np.isfinite(flat).all():
-                    raise CalibrationError(
-                        value,
-                        f"channel {int(np.argmin(np.isfinite(flat)))} is NaN or infinite on this data",
-                        "look for the first such value in the float model, and leave out the samples that cause it",
-                    )
-                held[value] = np.maximum(held[value], flat) if value in held else flat
+                rows = np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis])
+                _check_finite(value, rows)
+                note(value, rows)
     if not samples:
-        refuse_no_data()
+        refuse_no_data(method)
     if samples < FEW_SAMPLES:
-        logger.warning("smooth: %d samples may miss the outliers; %d are enough", samples, ENOUGH_SAMPLES)
-    return held, samples
+        logger.warning("%s: %d samples may miss the outliers; %d are enough", method, samples, ENOUGH_SAMPLES)
+    return samples
+
+
+def _check_finite(value: str, rows: Array) -> None:
+    good = np.isfinite(rows).all(axis=0)
+    if not good.all():
+        raise CalibrationError(
+            value,
+            f"channel {int(np.argmin(good))} is NaN or infinite on this data",
+            "look for the first such value in the float model, and leave out the samples that cause it",
+        )
