@@ -33,7 +33,7 @@ from bitwright.export.builder import Builder, Place, after, before
 from bitwright.export.runtime import refusals
 from bitwright.onnx.data import Feeds, InputSpec, as_feeds, input_specs
 from bitwright.onnx.schedule import open_watching
-from bitwright.onnx.session import Providers, first_line, open_session, weight_bytes
+from bitwright.onnx.session import Providers, first_line, open_session, return_memory, weight_bytes
 from bitwright.onnx.simulate import Simulation
 
 Array = NDArray[Any]
@@ -218,9 +218,10 @@ class Calibrator:
                 found = self._session(group, first=i == 0, arena=len(groups) == 1).run(feeds)
                 if i == 0:
                     outputs, found = found[: len(self._outputs)], found[len(self._outputs) :]
-                    self._read_scalars(found[: len(self._joined)], feeds)
-                    found = found[len(self._joined) :]
+                    scalars, found = found[: len(self._joined)], found[len(self._joined) :]
                 self._read_arrays(group, found, feeds)
+                if i == 0:  # may take runs of its own
+                    self._read_scalars(scalars, feeds)
         except BitwrightError:
             raise
         except refusals() as error:
@@ -256,13 +257,19 @@ class Calibrator:
         for tap in odd:
             tap.settle()
         for group in self._groups(self._tap_sizes(feeds, odd)) if odd else ():
-            self._read_arrays(group, self._session(group, first=False, arena=False).run(feeds), feeds)
+            given = all(
+                tap.value.is_graph_input() for tap in group
+            )  # no run needed: they came with the batch
+            found = [] if given else self._session(group, first=False, arena=False).run(feeds)
+            self._read_arrays(group, found, feeds)
 
-    def _read_arrays(self, group: Sequence[Tap], found: Sequence[Array], feeds: Feeds) -> None:
-        fetched = iter(found)
+    def _read_arrays(self, group: Sequence[Tap], found: list[Array], feeds: Feeds) -> None:
+        """Count the tensors of one run; ``found`` gives up each once it is counted, so that nothing waits for the next."""
+        found.reverse()
         for tap in group:
             name = str(tap.value.name)
-            tap.observe(feeds[name] if name in feeds else next(fetched))
+            tap.observe(feeds[name] if name in feeds else found.pop())
+        assert not found, "more was fetched than is watched"
 
     # -- sessions and memory
 
@@ -273,6 +280,7 @@ class Calibrator:
             return self._sessions[key]
         if len(self._sessions) * self._weights > self.budget:
             self._sessions.clear()  # before the next one takes its memory
+            return_memory()
         made = self._open(arrays, first=first, arena=arena)
         if len(self._sessions) < _KEPT:
             self._sessions[key] = made
@@ -304,7 +312,7 @@ class Calibrator:
         groups: list[list[Tap]] = [[]]
         held = 0
         for tap, size in sizes.items():
-            if groups[-1] and held + size > self.budget:
+            if held and held + size > self.budget:
                 groups.append([])
                 held = 0
             groups[-1].append(tap)
@@ -312,13 +320,16 @@ class Calibrator:
         return [tuple(group) for group in groups]
 
     def _tap_sizes(self, feeds: Feeds, taps: Sequence[Tap] | None = None) -> dict[Tap, int]:
-        """Bytes of every tensor that is fetched: from the shapes in the model, else measured in a run of its own."""
+        """Bytes that fetching every tensor takes: from the shapes in the model, else measured in a run of its own.
+
+        An input takes none, it is there already.
+        """
         taps = self._fetched if taps is None else taps
         shapes = tuple((name, array.shape) for name, array in feeds.items())
         known = self._sizes.setdefault(shapes, {})
         new = [tap for tap in taps if tap not in known]
         symbols = self._instrument.symbols(feeds)
-        static = {tap: _static_bytes(tap.value, symbols) for tap in new}
+        static = {tap: 0 if tap.value.is_graph_input() else _static_bytes(tap.value, symbols) for tap in new}
         unknown = [tap for tap, size in static.items() if size is None]
         known.update((tap, size) for tap, size in static.items() if size is not None)
         known.update(zip(unknown, self._measure(unknown, feeds), strict=True))

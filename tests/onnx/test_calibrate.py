@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,8 @@ from bitwright.core.granularity import PerChannel
 from bitwright.core.ranges import choose_range
 from bitwright.core.statistics import MinMax
 from bitwright.errors import CalibrationError, ConfigError, ModelError
+from bitwright.onnx import calibrate
+from bitwright.onnx.calibrate import Calibrator, Tap
 from bitwright.onnx.quantsim import QuantizationSimModel
 from tests.onnx.nets import Net, body, run
 
@@ -29,6 +32,15 @@ def small(batch: Any = "n") -> onnx.ModelProto:
     y = net("Relu", net.conv(x, name="c1"), name="r1", out="r1.out")
     y = net("MaxPool", y, name="pool", kernel_shape=[2, 2], strides=[2, 2])
     return net.model(net.conv(y, 4, 5, name="c2", out="y"))
+
+
+def deep(layers: int = 6) -> onnx.ModelProto:
+    """Every layer's result is watched and as large as the input."""
+    net = Net(4)
+    y = net.input("x", ("n", 3, 8, 8))
+    for i in range(layers):
+        y = net("Relu", net.conv(y, 3, 3, name=f"c{i}", pads=[1] * 4), name=f"t{i}")
+    return net.model(net("GlobalAveragePool", y, name="pool", out="y"))
 
 
 def batches(count: int = 3, shape: Sequence[int] = (2, 3, 8, 8)) -> list[dict[str, np.ndarray]]:
@@ -134,7 +146,7 @@ def test_shapes_may_change_from_batch_to_batch():
 
 
 def test_memory_is_bounded_by_runs_of_groups():
-    sim = simulate(small(), "percentile", memory_budget=1600)
+    sim = simulate(deep(), "percentile", memory_budget=1600)
     calibrator = sim._calibrator()
     feeds = batches(1)[0]
     calibrator.run(feeds)
@@ -143,9 +155,90 @@ def test_memory_is_bounded_by_runs_of_groups():
     assert len(groups) > 1
     assert all(len(group) == 1 or sum(sizes[t] for t in group) <= 1600 for group in groups)
     assert (len(calibrator._sessions) - 1) * calibrator._weights <= 1600
-    frugal = simulate(small(), "percentile", memory_budget=0)._calibrator()
+    frugal = simulate(deep(), "percentile", memory_budget=0)._calibrator()
     frugal.run(feeds)
     assert len(frugal._sessions) == 1
+
+
+class Held:
+    """Bytes of the arrays that runs handed out and that somebody still holds; the runtime itself is not asked."""
+
+    def __init__(self, calibrator: Calibrator, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.alive: list[tuple[int, Any]] = []
+        self.before: list[int] = []
+        self.most = 0
+        open_ = calibrator._open
+
+        def opened(*args: Any, **options: Any) -> Any:
+            made = open_(*args, **options)
+            run_ = made.run
+            made.run = lambda feeds: self.note(run_, feeds)
+            return made
+
+        monkeypatch.setattr(calibrator, "_open", opened)
+
+    def bytes(self) -> int:
+        return sum(n for n, ref in self.alive if ref() is not None)
+
+    def note(self, run_: Any, feeds: Any) -> Any:
+        self.before.append(self.bytes())
+        found = run_(feeds)
+        self.alive += [(array.nbytes, weakref.ref(array)) for array in found]
+        self.most = max(self.most, self.bytes())
+        return found
+
+
+@pytest.mark.parametrize("budget", [1600, 3200])
+def test_the_tensors_of_one_run_are_gone_before_the_next(monkeypatch, budget):
+    calibrator = simulate(deep(), "percentile", memory_budget=budget)._calibrator()
+    held, feeds = Held(calibrator, monkeypatch), batches(1)[0]
+    outputs = sum(array.nbytes for array in calibrator.run(feeds))
+    assert len(held.before) > 2 and held.before[0] == 0
+    assert set(held.before[1:]) == {outputs}, "the caller is given the model's outputs, all else is counted"
+    largest = max(calibrator._tap_sizes(feeds).values())
+    assert held.most <= outputs + max(budget, largest)
+
+
+def test_each_tensor_of_a_run_is_gone_once_it_is_counted(monkeypatch):
+    calibrator = simulate(deep(), "percentile")._calibrator()
+    held, left = Held(calibrator, monkeypatch), []
+    observe = Tap.observe
+
+    def counted(tap: Tap, x: np.ndarray) -> None:
+        left.append(held.bytes())
+        observe(tap, x)
+
+    monkeypatch.setattr(Tap, "observe", counted)
+    calibrator.run(batches(1)[0])
+    assert len(held.before) == 1 and len(left) > 3
+    assert sorted(left, reverse=True) == left and left[0] > left[-1]
+
+
+def test_what_a_session_freed_goes_back_before_the_next_is_opened(monkeypatch):
+    calibrator = simulate(deep(), "percentile", memory_budget=0)._calibrator()
+    steps: list[str] = []
+    open_ = calibrator._open
+
+    def opened(*args: Any, **options: Any) -> Any:
+        assert not calibrator._sessions
+        steps.append("open")
+        return open_(*args, **options)
+
+    monkeypatch.setattr(calibrator, "_open", opened)
+    monkeypatch.setattr(calibrate, "return_memory", lambda: steps.append("return"))
+    calibrator.run(batches(1)[0])
+    assert steps == ["open", *["return", "open"] * (steps.count("open") - 1)] and len(steps) > 3
+
+
+def test_inputs_that_are_not_finite_need_no_run_of_their_own():
+    calibrator = simulate(small())._calibrator()
+    calibrator._reduced = [tap for tap in calibrator._reduced if tap.value.is_graph_input()]
+    feeds = {"x": np.full((2, 3, 8, 8), np.nan, np.float32)}
+    vectors = [np.float32([np.inf]), np.float32([-np.inf]), np.float32([np.nan]), np.int64([384])]
+    calibrator._bounds = calibrator._bounds.of(1)
+    calibrator._read_scalars(vectors, feeds)
+    assert not calibrator._sessions
+    assert calibrator._reduced[0].quantizer.statistics.nan_count == 384
 
 
 def test_tensors_that_are_not_finite_are_fetched_together():
