@@ -28,6 +28,8 @@ from bitwright.algorithms.batch_norm_affine import (
     unit_variance,
 )
 from bitwright.algorithms.batch_norm_search import Chain, Fold, Refusal, find_folds, operand
+from bitwright.algorithms.layers import batch_norm_moments, moments_of_layers
+from bitwright.algorithms.trial import Bar, no_bar
 from bitwright.core.graph import Graph, Op
 from bitwright.core.model import AddBias, Bypass, Edit, ModelView, SetParam, Undo
 
@@ -65,6 +67,8 @@ class FoldReport(Sequence[tuple[str, str]]):
         folded: the folds that were carried out.
         refused: the batch norms that stay, with the reasons.
         max_error: largest relative difference measured on a folded layer, 0 when nothing was folded.
+        moments: layer -> mean and standard deviation of its output per channel, as the batch norm folded into it
+            said (beta and \\|gamma\\|); what high-bias absorption and analytic bias correction start from.
     """
 
     def __init__(
@@ -73,10 +77,13 @@ class FoldReport(Sequence[tuple[str, str]]):
         refused: Iterable[Refusal] = (),
         max_error: float = 0.0,
         undos: Iterable[Undo] = (),
+        norms: Mapping[str, tuple[Array, Array]] | None = None,
     ) -> None:
         self.folded, self.refused, self.max_error = tuple(folded), tuple(refused), max_error
         self._undos = list(undos)
         self._pairs = tuple(pair for fold in self.folded for pair in fold.pairs)
+        behind = (pair for fold in self.folded if fold.direction == "backward" for pair in fold.pairs)
+        self.moments = moments_of_layers(norms or {}, behind)
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
@@ -122,7 +129,9 @@ class FoldReport(Sequence[tuple[str, str]]):
         return f"FoldReport({counts}, max_error={self.max_error:.1e})"
 
 
-def fold_all_batch_norms(view: ModelView, check: Callable[[], str | None] | None = None) -> FoldReport:
+def fold_all_batch_norms(
+    view: ModelView, check: Callable[[], str | None] | None = None, *, bar: Bar = no_bar
+) -> FoldReport:
     """Fold every batch norm that can be folded, check each fold, undo those that changed the function.
 
     A folded batch norm is bypassed; where the model offers no way to that (a functional call) it becomes an
@@ -135,16 +144,18 @@ def fold_all_batch_norms(view: ModelView, check: Callable[[], str | None] | None
             shows: code that reads an attribute of a batch norm, parameters that share memory. The folds that
             it objects to are found by halving and undone, within ``MAX_CHECKS`` calls; what is still under
             suspicion then is not folded.
+        bar: shows the folds.
 
     Returns:
         The report; ``report.undo()`` gives the model back as it was.
     """
     graph = view.graph()
     folds, refusals = find_folds(graph, view)
+    norms = batch_norm_moments(view, graph)
     folder = _Folder(graph, view)
     done: list[tuple[Fold, float]] = []
     try:
-        for fold, outcome in _sift(folder, folds, check):
+        for fold, outcome in _sift(folder, folds, check, bar):
             if isinstance(outcome, float):
                 done.append((fold, outcome))
                 logger.info("batch norm folded: %s", fold)
@@ -159,18 +170,18 @@ def fold_all_batch_norms(view: ModelView, check: Callable[[], str | None] | None
     for refusal in refusals:
         logger.info("batch norm kept: %s", refusal)
     max_error = max((error for _, error in done), default=0.0)
-    return FoldReport((fold for fold, _ in done), refusals, max_error, folder.undos)
+    return FoldReport((fold for fold, _ in done), refusals, max_error, folder.undos, norms)
 
 
 def _sift(
-    folder: _Folder, folds: Sequence[Fold], check: Callable[[], str | None] | None
+    folder: _Folder, folds: Sequence[Fold], check: Callable[[], str | None] | None, bar: Bar
 ) -> Iterator[tuple[Fold, float | str]]:
     """Carry out ``folds``; each with its measured error, or the reason why it was not done or was undone."""
     groups, checks = [list(folds)], 0
     while groups:
         group, mark = groups.pop(), len(folder.undos)
         done: list[tuple[Fold, float]] = []
-        for fold in group:
+        for fold in bar(group, "folding batch norms"):
             outcome = folder.carry_out(fold)
             if isinstance(outcome, float):
                 done.append((fold, outcome))

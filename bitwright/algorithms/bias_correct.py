@@ -18,12 +18,15 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
 from bitwright.algorithms.layers import Array, Layer, Layers, Refused
+from bitwright.algorithms.trial import Bar, no_bar
 from bitwright.core.graph import Graph, Op
+from bitwright.core.scheme import QuantScheme
 from bitwright.errors import CalibrationError, ConfigError
 
 logger = logging.getLogger("bitwright")
@@ -176,6 +179,30 @@ def _passed(op: Op, known: Moments) -> tuple[Array, Array] | None:
 # ---------------------------------------------------------------------------------------------- on a model
 
 
+@dataclass(frozen=True)
+class QuantParams:
+    """What ``correct_bias`` simulates; AIMET's names.
+
+    Attributes:
+        weight_bw, act_bw: bits of weights and activations.
+        round_mode: ``nearest`` is the only one; kept for scripts that name it.
+        quant_scheme, config_file: as for ``QuantizationSimModel``.
+
+    Raises:
+        ConfigError: another ``round_mode``.
+    """
+
+    weight_bw: int = 8
+    act_bw: int = 8
+    round_mode: str = "nearest"
+    quant_scheme: str | QuantScheme | None = None
+    config_file: str | Path | dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.round_mode != "nearest":
+            raise ConfigError("round_mode", f"it is {self.round_mode!r}", "use 'nearest', the only one")
+
+
 class Correctable(Protocol):
     """A simulation as bias correction sees it: float and quantized in one."""
 
@@ -256,7 +283,10 @@ def correctable(layers: Layers, ignore: Iterable[str] = ()) -> tuple[list[Layer]
 
 
 def correct_empirically(
-    sim: Correctable, batches: Iterable[tuple[object, int]], ignore: Iterable[str] = ()
+    sim: Correctable,
+    batches: Iterable[tuple[object, int]],
+    ignore: Iterable[str] = (),
+    bar: Bar = no_bar,
 ) -> BiasReport:
     """Correct every bias by the mean error measured on data.
 
@@ -264,6 +294,7 @@ def correct_empirically(
         sim: calibrated; its biases are changed in place.
         batches: each with its number of samples.
         ignore: layers to leave alone.
+        bar: shows the batches.
 
     Raises:
         CalibrationError: no batch, or a mean that is NaN or infinite; nothing was changed then.
@@ -272,7 +303,7 @@ def correct_empirically(
     sums = {layer.op: np.zeros(layer.axes.outputs) for layer in layers}
     counts = dict.fromkeys(sums, 0.0)
     samples = 0
-    for batch, size in batches:
+    for batch, size in bar(batches, "bias correction"):
         for op, (shift, count) in sim.errors(layers, batch).items():
             if not np.isfinite(shift).all():
                 raise CalibrationError(
@@ -309,19 +340,23 @@ def refuse_no_data() -> NoReturn:
 
 
 def correct(
-    sim: Correctable, batches: Iterable[tuple[object, int]], moments: Moments, ignore: Iterable[str] = ()
+    sim: Correctable,
+    batches: Iterable[tuple[object, int]],
+    moments: Moments,
+    ignore: Iterable[str] = (),
+    bar: Bar = no_bar,
 ) -> BiasReport:
     """Correct analytically what ``moments`` allow, then the other layers on data.
 
     Args:
-        sim, batches, ignore: as for :func:`correct_empirically`.
+        sim, batches, ignore, bar: as for :func:`correct_empirically`.
         moments: layer -> mean and standard deviation of its output per channel; may be empty.
     """
     expected = expected_inputs(Layers(sim.graph), moments) if moments else {}
     if not expected:
-        return correct_empirically(sim, batches, ignore)
+        return correct_empirically(sim, batches, ignore, bar)
     computed = correct_analytically(sim, expected, ignore)
-    measured = correct_empirically(sim, batches, {*ignore, *computed.corrected})
+    measured = correct_empirically(sim, batches, {*ignore, *computed.corrected}, bar)
     refused = tuple(line for line in measured.refused if line.op not in computed.corrected)
     both = {**computed.corrected, **measured.corrected}
     return BiasReport(both, refused, measured.samples, computed.analytic)

@@ -19,7 +19,7 @@ import numpy as np
 
 from bitwright.algorithms.batch_norm_affine import forward_obstacle
 from bitwright.algorithms.layers import Array, Group, Layer, Layers, Refused, find_groups, rescaling
-from bitwright.algorithms.trial import Check, joined, sift
+from bitwright.algorithms.trial import Bar, Check, joined, no_bar, sift
 from bitwright.core.model import AddBias, Clamp, Edit, ModelView, SetParam, Undo
 
 logger = logging.getLogger("bitwright")
@@ -48,7 +48,9 @@ def equalizing_factors(r1: Array, r2: Array) -> Array:
     return np.where(np.isfinite(s) & (s > 0), s, 1.0)
 
 
-def converged_factors(groups: Sequence[Group], weights: Mapping[str, Array]) -> tuple[list[Array], int]:
+def converged_factors(
+    groups: Sequence[Group], weights: Mapping[str, Array], bar: Bar = no_bar
+) -> tuple[list[Array], int]:
     """Factors of every group such that all of them are equalized at once.
 
     A layer between two groups changes both, so the groups are equalized in turn until the factors stop to change.
@@ -56,6 +58,7 @@ def converged_factors(groups: Sequence[Group], weights: Mapping[str, Array]) -> 
     Args:
         groups: to equalize, in execution order.
         weights: of their layers, by name.
+        bar: shows the rounds.
 
     Returns:
         Per group the factors that its channels are divided by, shape [channels]; and the number of rounds.
@@ -64,7 +67,9 @@ def converged_factors(groups: Sequence[Group], weights: Mapping[str, Array]) -> 
     total = [np.ones(group.channels) for group in groups]
     rounds = 0
     change = np.inf
-    while change > TOLERANCE and rounds < MAX_ROUNDS and groups:
+    for _ in bar(iter(range(MAX_ROUNDS)), "equalize: rounds"):
+        if change <= TOLERANCE or not groups:
+            break
         change, rounds = 0.0, rounds + 1
         for i, group in enumerate(groups):
             r1 = np.max([state.outputs(layer) for layer in group.producers], axis=0)
@@ -138,6 +143,7 @@ class EqualizeReport:
         absorbed: layers whose high biases moved into the next layer.
         statistics: of the layers' outputs, mean and standard deviation per channel, brought up to date.
         spread: largest range of a channel over the smallest, the worst group, before and after.
+        view: the model.
     """
 
     groups: tuple[Group, ...] = ()
@@ -149,6 +155,7 @@ class EqualizeReport:
     statistics: dict[str, tuple[Array, Array]] = field(default_factory=dict, repr=False)
     spread: tuple[float, float] = (1.0, 1.0)
     _undos: list[Undo] = field(default_factory=list, repr=False)
+    view: ModelView | None = field(default=None, repr=False)
 
     def undo(self) -> None:
         """Give the model back as it was; a second call does nothing."""
@@ -177,6 +184,7 @@ def equalize(
     *,
     statistics: Mapping[str, tuple[Array, Array]] | None = None,
     absorb_bias: bool = False,
+    bar: Bar = no_bar,
 ) -> EqualizeReport:
     """Equalize every group of layers that can be, leaving the function of the model as it is.
 
@@ -187,26 +195,43 @@ def equalize(
         statistics: mean and standard deviation per channel of the outputs of layers, by op name (beta and \\|gamma\\|
             of the folded batch norm).
         absorb_bias: also absorb high biases, where ``statistics`` has the layer. That changes the function a little.
+        bar: shows checks and rounds.
 
     Returns:
         The report; ``report.undo()`` gives the model back as it was.
     """
     layers = Layers(view.graph())
     groups, refused = equalizable(view, layers)
-    kept, rejected = sift(groups, lambda some: _divide(view, some)[0], check)
+    kept, rejected = sift(groups, lambda some: _divide(view, some)[0], check, bar)
     refused += [Refused(group.producers[0].op, reason) for group, reason in rejected]
-    undo, factors, rounds, spread = _divide(view, kept)
+    undo, factors, rounds, spread = _divide(view, kept, bar)
     order = {op.name: i for i, op in enumerate(layers.graph.ops)}
     report = EqualizeReport(
         tuple(kept), tuple(sorted(refused, key=lambda r: order[r.op])), tuple(factors), rounds,
         tuple(op.name for group in kept for op, _ in group.clips), spread=spread, _undos=[undo],
-        statistics=_divided(statistics or {}, kept, factors),
+        statistics=_divided(statistics or {}, kept, factors), view=view,
     )  # fmt: skip
     for line in report.refused:
         logger.info("not equalized: %s", line)
     if absorb_bias:
         _absorb(view, layers, report)
     return report
+
+
+def absorb_biases(
+    report: EqualizeReport, statistics: Mapping[str, tuple[Array, Array]], view: ModelView | None = None
+) -> None:
+    """Move high biases of groups that were equalized before into the next layers; noted in ``report``.
+
+    Args:
+        report: of :func:`equalize`.
+        statistics: as for :func:`equalize`, from before the layers were equalized.
+        view: the model, where it is no longer the one that was equalized but a copy of it.
+    """
+    view = view or report.view
+    assert view is not None
+    report.statistics = _divided(statistics, report.groups, report.factors)
+    _absorb(view, Layers(view.graph()), report)
 
 
 def equalizable(view: ModelView, layers: Layers) -> tuple[list[Group], list[Refused]]:
@@ -233,13 +258,15 @@ def _why_no_clamp(view: ModelView, op: str, group: Group, axis: int) -> str | No
     return reason and f"{op} cuts all channels at the same bounds and cannot be changed: {reason}"
 
 
-def _divide(view: ModelView, groups: Sequence[Group]) -> tuple[Undo, list[Array], int, tuple[float, float]]:
+def _divide(
+    view: ModelView, groups: Sequence[Group], bar: Bar = no_bar
+) -> tuple[Undo, list[Array], int, tuple[float, float]]:
     """Equalize the groups; how to undo it, the factors, the rounds and the spread before and after."""
     names = dict.fromkeys(
         layer.weight for group in groups for layer in (*group.producers, *(c for c, _ in group.consumers))
     )
     weights = {name: view.param(name) for name in names}
-    factors, rounds = converged_factors(groups, weights)
+    factors, rounds = converged_factors(groups, weights, bar)
     edits, _ = rescaling(view, groups, factors)
     before = _spread(groups, weights)
     weights.update(

@@ -522,12 +522,12 @@ def _bound(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else float(value)
 
 
-def batch_norm_moments(view: ModelView) -> dict[str, tuple[Array, Array]]:
+def batch_norm_moments(view: ModelView, graph: Graph | None = None) -> dict[str, tuple[Array, Array]]:
     """Mean and standard deviation per channel behind every batch norm, as its parameters say: beta and \\|gamma\\|.
 
     To be asked before the batch norms are folded; :func:`moments_of_layers` then says them of the layers.
     """
-    graph, found = view.graph(), {}
+    graph, found = graph or view.graph(), {}
     for op in graph.ops:
         if op.type != "BatchNormalization" or op.attrs.get("training") or len(op.inputs) < 5:
             continue

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bitwright.algorithms.layers import Array, Group, Layer, Layers, Refused, data_readers, find_groups
-from bitwright.algorithms.trial import Check, joined, sift
+from bitwright.algorithms.trial import Bar, Check, joined, no_bar, sift
 from bitwright.core.model import AddBias, Edit, ModelView, SetParam, Undo, Untie
 
 logger = logging.getLogger("bitwright")
@@ -71,7 +71,9 @@ class NormReport:
         return "\n".join(lines)
 
 
-def fold_norms(view: ModelView, check: Check | None = None, *, untie: bool = True) -> NormReport:
+def fold_norms(
+    view: ModelView, check: Check | None = None, *, untie: bool = True, bar: Bar = no_bar
+) -> NormReport:
     """Fold the weight and bias of every norm that only linear layers read.
 
     Args:
@@ -79,11 +81,20 @@ def fold_norms(view: ModelView, check: Check | None = None, *, untie: bool = Tru
         check: says what is wrong with the model's function, or ``None``.
         untie: give an output layer that shares its weight with the embedding a copy of its own. Without it the
             norm before such a layer keeps its weight.
+        bar: shows the checks.
 
     Returns:
         The report; ``report.undo()`` gives the model back as it was.
     """
     undos: list[Undo] = []
+    try:
+        return _fold(view, check, untie, undos, bar)
+    except BaseException:
+        joined(undos)()
+        raise
+
+
+def _fold(view: ModelView, check: Check | None, untie: bool, undos: list[Undo], bar: Bar) -> NormReport:
     untied = untie_heads(view, undos) if untie else ()
     layers = Layers(view.graph())
     found, refused = find_groups(layers, [layer for layer in layers.of.values() if layer.kind == "norm"])
@@ -94,7 +105,7 @@ def fold_norms(view: ModelView, check: Check | None = None, *, untie: bool = Tru
             groups.append(group)
         else:
             refused.append(Refused(group.producers[0].op, reason))
-    kept, rejected = sift(groups, lambda some: view.edit(_edits(view, some)), check)
+    kept, rejected = sift(groups, lambda some: view.edit(_edits(view, some)), check, bar)
     refused += [Refused(group.producers[0].op, reason) for group, reason in rejected]
     undos.append(view.edit(_edits(view, kept)))
     for line in refused:

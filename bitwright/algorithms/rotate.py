@@ -20,7 +20,7 @@ import numpy as np
 from bitwright.algorithms.attention import Attention, find_attention
 from bitwright.algorithms.layers import Array, Layer, Layers, Refused, data_readers, sole_reader
 from bitwright.algorithms.norm_fold import NormReport, fold_norms
-from bitwright.algorithms.trial import Check, joined, sift
+from bitwright.algorithms.trial import Bar, Check, joined, no_bar, sift
 from bitwright.core.graph import Op
 from bitwright.core.model import Edit, ModelView, SetParam, Undo
 from bitwright.errors import ConfigError
@@ -372,38 +372,51 @@ class RotateReport:
         return "\n".join(lines)
 
 
-def rotate(view: ModelView, check: Check | None = None, *, seed: int = 0) -> RotateReport:
+def rotate(
+    view: ModelView,
+    check: Check | None = None,
+    *,
+    seed: int = 0,
+    streams: bool = True,
+    heads: bool = True,
+    bar: Bar = no_bar,
+) -> RotateReport:
     """Fold norms, then rotate every residual stream and the values of every attention that allow it.
 
     Args:
         view: the model; changed in place, its function stays.
         check: says what is wrong with the model's function, or ``None``.
         seed: of the signs.
+        streams: rotate residual streams (R1 of SpinQuant); norms are folded for them.
+        heads: rotate the values of attention heads (R2).
+        bar: shows the checks.
 
     Returns:
         The report; ``report.undo()`` gives the model back as it was. Where no stream can be rotated the norms are
-        left as they were, too.
+        left as they were, and the heads too.
     """
-    norms = fold_norms(view, check)
+    norms = fold_norms(view, check, bar=bar) if streams else NormReport()
+    undos: list[Undo] = []
     try:
         layers = Layers(view.graph())
-        streams, refused = find_streams(view, layers)
-        kept, rejected = sift(streams, lambda some: _rotate_streams(view, some, seed), check)
+        found, refused = find_streams(view, layers) if streams else ([], [])
+        kept, rejected = sift(found, lambda some: _rotate_streams(view, some, seed), check, bar)
         refused += [Refused(stream.producers[0].op, reason) for stream, reason in rejected]
-        undos = [_rotate_streams(view, kept, seed)]
-        heads, failed = sift(rotatable_heads(layers), lambda some: _rotate_heads(view, some, seed), check)
+        undos.append(_rotate_streams(view, kept, seed))
+        values = rotatable_heads(layers) if heads and (kept or not streams) else []
+        turned, failed = sift(values, lambda some: _rotate_heads(view, some, seed), check, bar)
         refused += [Refused(h.value.op, reason) for h, reason in failed if h.value]
-        undos.append(_rotate_heads(view, heads, seed))
+        undos.append(_rotate_heads(view, turned, seed))
     except BaseException:
+        joined(undos)()
         norms.undo()
         raise
     if not kept:
-        joined(undos)()
         norms.undo()
-        kept, heads, norms = [], [], NormReport()
+        norms = NormReport()
     for line in refused:
         logger.info("not rotated: %s", line)
-    return RotateReport(norms, tuple(kept), tuple(heads), tuple(refused), undos)
+    return RotateReport(norms, tuple(kept), tuple(turned), tuple(refused), undos)
 
 
 def rotatable_heads(layers: Layers) -> list[Attention]:

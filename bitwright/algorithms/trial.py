@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from bitwright.core.model import Undo
 
@@ -13,10 +13,20 @@ T = TypeVar("T")
 Check = Callable[[], str | None]
 #: how often the check of the whole model is asked at most
 MAX_CHECKS = 100
+#: shows how far the work is: items and a title -> the same items
+Bar = Callable[[Iterable[Any], str], Iterable[Any]]
+
+
+def no_bar(items: Iterable[Any], title: str) -> Iterable[Any]:
+    """The :data:`Bar` that shows nothing."""
+    return items
 
 
 def sift(
-    items: Sequence[T], carry_out: Callable[[Sequence[T]], Undo], check: Check | None
+    items: Sequence[T],
+    carry_out: Callable[[Sequence[T]], Undo],
+    check: Check | None,
+    bar: Bar = no_bar,
 ) -> tuple[list[T], list[tuple[T, str]]]:
     """Which of ``items`` can be carried out without an objection of ``check``; the model is left as it was.
 
@@ -24,6 +34,7 @@ def sift(
         items: changes that are independent as far as anybody knows.
         carry_out: makes some of them together and returns how to take them back.
         check: of the model as a whole; without one everything is accepted untried.
+        bar: shows the checks.
 
     Returns:
         The accepted ones, and the others, each with the objection.
@@ -33,8 +44,7 @@ def sift(
     accepted: list[T] = []
     rejected: list[tuple[T, str]] = []
     groups, checks = [list(items)], 0
-    while groups:
-        group = groups.pop()
+    for group in bar(_popped(groups), "checking the model's function"):
         undo = carry_out(group)
         try:
             problem = check()
@@ -49,6 +59,12 @@ def sift(
             half = len(group) // 2
             groups += [group[half:], group[:half]]
     return accepted, rejected
+
+
+def _popped(items: list[list[T]]) -> Iterator[list[T]]:
+    """The last of ``items``, again and again, while others come in."""
+    while items:
+        yield items.pop()
 
 
 def joined(undos: list[Undo]) -> Undo:

@@ -10,8 +10,14 @@ from bitwright.onnx.health import check_model
 from bitwright.onnx.load import Loaded, load_model
 from bitwright.onnx.pipeline import Result, quantize
 from bitwright.onnx.ptq import (
+    CrossLayerScaling,
+    HighBiasFold,
+    QuantParams,
     add_biases,
     apply_bias_correction,
+    apply_spinquant,
+    correct_bias,
+    equalize_bn_folded_model,
     equalize_model,
     fold_norms,
     rotate_model,
@@ -23,10 +29,13 @@ from bitwright.onnx.stabilize import progressive, stabilize
 from bitwright.onnx.view import OnnxView
 
 __all__ = [
+    "CrossLayerScaling",
     "HealthReport",
+    "HighBiasFold",
     "Loaded",
     "OnnxView",
     "Pictures",
+    "QuantParams",
     "QuantScheme",
     "QuantizationDataType",
     "QuantizationSimModel",
@@ -41,7 +50,10 @@ __all__ = [
     "apply_gptq",
     "apply_reconstruction",
     "apply_seq_mse",
+    "apply_spinquant",
     "check_model",
+    "correct_bias",
+    "equalize_bn_folded_model",
     "equalize_model",
     "fold_all_batch_norms",
     "fold_all_batch_norms_to_weight",

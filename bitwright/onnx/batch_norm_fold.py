@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,18 @@ from bitwright.onnx.data import as_feeds, input_specs
 from bitwright.onnx.load import Loaded, load_model
 from bitwright.onnx.session import Providers, open_session
 from bitwright.onnx.view import OnnxView, Undo, measure_shapes
+from bitwright.progress import progress as bar
 
 _LEAST_AGREEMENT = 60.0  # dB between the outputs before and after: beyond it only rounding differs
 _LEAST_IN_HALF = 30.0
 
 
 def fold_all_batch_norms(
-    model: onnx.ModelProto | ir.Model | Loaded, dummy_input: Any = None, *, providers: Providers | None = None
+    model: onnx.ModelProto | ir.Model | Loaded,
+    dummy_input: Any = None,
+    *,
+    providers: Providers | None = None,
+    progress: bool = True,
 ) -> algorithm.FoldReport:
     """Fold every batch norm that can be folded into the layer beside it, in place.
 
@@ -39,6 +45,7 @@ def fold_all_batch_norms(
         dummy_input: feeds of one run. With them shapes are measured where they cannot be inferred, and the outputs before
             and after are compared; folds that changed them are found and undone.
         providers: as ONNX Runtime takes them; the CPU by default.
+        progress: show a progress bar on a terminal.
 
     Returns:
         A report; iterating it gives the folded ``(layer, batch norm)`` pairs of node names.
@@ -65,7 +72,7 @@ def fold_all_batch_norms(
         def check() -> str | None:
             return what_changed(view, feeds, before)
 
-    report = algorithm.fold_all_batch_norms(view, check)
+    report = algorithm.fold_all_batch_norms(view, check, bar=partial(bar, enabled=progress))
     report.keep()
     view.tidy()
     give_back(loaded, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,14 +16,14 @@ from bitwright.algorithms import rotate as rotation
 from bitwright.algorithms import smooth as smoothing
 from bitwright.algorithms.batch_norm_affine import LAYERS
 from bitwright.algorithms.batch_norm_fold import FoldReport
-from bitwright.algorithms.bias_correct import BiasReport
+from bitwright.algorithms.bias_correct import BiasReport, QuantParams
 from bitwright.algorithms.equalize import EqualizeReport
-from bitwright.algorithms.layers import Array, Layers, batch_norm_moments, moments_of_layers
+from bitwright.algorithms.layers import Array, Layers
 from bitwright.algorithms.norm_fold import NormReport
 from bitwright.algorithms.rotate import RotateReport
 from bitwright.algorithms.smooth import SmoothReport
 from bitwright.core.graph import Graph
-from bitwright.core.model import AddBias
+from bitwright.core.model import AddBias, Undo
 from bitwright.errors import ModelError
 from bitwright.onnx.batch_norm_fold import float_outputs, fold_all_batch_norms, give_back, what_changed
 from bitwright.onnx.bias_correct import OnnxCorrectable
@@ -31,6 +32,7 @@ from bitwright.onnx.load import Loaded, Source, load_model
 from bitwright.onnx.quantsim import QuantizationSimModel
 from bitwright.onnx.session import Providers
 from bitwright.onnx.view import OnnxView, measure_shapes
+from bitwright.progress import progress as bar
 
 Model = onnx.ModelProto | ir.Model | Loaded
 
@@ -65,10 +67,6 @@ def _computed_weights(graph: Graph) -> Iterator[str]:
                 yield value
 
 
-def _backward_pairs(report: FoldReport) -> Iterable[tuple[str, str]]:
-    return (pair for fold in report.folded if fold.direction == "backward" for pair in fold.pairs)
-
-
 Report = TypeVar("Report", EqualizeReport, NormReport, SmoothReport, RotateReport)
 
 
@@ -86,6 +84,7 @@ def equalize_model(
     *,
     absorb_bias: bool = False,
     providers: Providers | None = None,
+    progress: bool = True,
 ) -> EqualizeReport:
     """Fold batch norms, then balance the channel ranges of neighbouring layers, in place.
 
@@ -99,6 +98,7 @@ def equalize_model(
         absorb_bias: also move high biases into the next layer, where the batch norm tells how high they are. This
             changes the function a little (one activation in 740).
         providers: as ONNX Runtime takes them; the CPU by default.
+        progress: show a progress bar on a terminal.
 
     Returns:
         The report. The change is final: load the file again to have the model as it was.
@@ -109,30 +109,116 @@ def equalize_model(
     Reference: Nagel et al. 2019, arXiv:1906.04721, section 4.1.
     """
     loaded = _loaded(model, "equalize_model")
-    view, _ = _open(loaded, dummy_input, providers)
-    moments = batch_norm_moments(view)
-    folds = fold_all_batch_norms(loaded, dummy_input, providers=providers)
-    view, check = _open(loaded, dummy_input, providers)
-    statistics = moments_of_layers(moments, _backward_pairs(folds))
-    report = equalization.equalize(view, check, statistics=statistics, absorb_bias=absorb_bias)
+    _open(loaded, dummy_input, providers)  # an input that does not fit is refused before anything is folded
+    folds = fold_all_batch_norms(loaded, dummy_input, providers=providers, progress=progress)
+    report = equalize_bn_folded_model(
+        loaded, folds, dummy_input, absorb_bias=absorb_bias, providers=providers, progress=progress
+    )
+    give_back(loaded, model)
+    return report
+
+
+def equalize_bn_folded_model(
+    model: Model,
+    folded_pairs: FoldReport | Mapping[str, tuple[Array, Array]] | None = None,
+    dummy_input: Any = None,
+    *,
+    absorb_bias: bool = False,
+    providers: Providers | None = None,
+    progress: bool = True,
+) -> EqualizeReport:
+    """As :func:`equalize_model`, for a model whose batch norms are folded.
+
+    Args:
+        model, dummy_input, absorb_bias, providers, progress: as for :func:`equalize_model`.
+        folded_pairs: what ``fold_all_batch_norms`` returned, or layer -> mean and standard deviation of its output; only
+            ``absorb_bias`` needs it.
+
+    Raises:
+        ModelError: as for :func:`equalize_model`.
+    """
+    view, check = _open(_loaded(model, "equalize_bn_folded_model"), dummy_input, providers)
+    moments = folded_pairs.moments if isinstance(folded_pairs, FoldReport) else folded_pairs
+    report = equalization.equalize(
+        view, check, statistics=moments, absorb_bias=absorb_bias, bar=partial(bar, enabled=progress)
+    )
     return _finish(report, view, model)
 
 
+class CrossLayerScaling:
+    """Equalization without anything before or after it, under AIMET's name.
+
+    Args:
+        model: batch norms folded; changed in place.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def scale_model(self, dummy_input: Any = None, **options: Any) -> EqualizeReport:
+        """:func:`equalize_bn_folded_model` without high biases.
+
+        Returns:
+            The report, which :meth:`HighBiasFold.bias_fold` takes.
+
+        Raises:
+            ModelError: as for :func:`equalize_model`.
+        """
+        return equalize_bn_folded_model(self.model, None, dummy_input, **options)
+
+
+class HighBiasFold:
+    """High-bias absorption after equalization, under AIMET's name.
+
+    Args:
+        model: equalized; changed in place.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def bias_fold(
+        self, cls_set_info_list: EqualizeReport, bn_layers: FoldReport | Mapping[str, tuple[Array, Array]]
+    ) -> EqualizeReport:
+        """Move what lies three standard deviations above zero into the next layer.
+
+        Args:
+            cls_set_info_list: what :meth:`CrossLayerScaling.scale_model` returned.
+            bn_layers: what ``fold_all_batch_norms`` returned, or layer -> mean and standard deviation of its output.
+
+        Returns:
+            The same report; ``absorbed`` has the layers.
+
+        Raises:
+            ModelError: the model cannot be read or run.
+        """
+        moments = bn_layers.moments if isinstance(bn_layers, FoldReport) else bn_layers
+        view, _ = _open(_loaded(self.model, "bias_fold"), None, None)
+        equalization.absorb_biases(cls_set_info_list, moments, view)
+        return _finish(cls_set_info_list, view, self.model)
+
+
 def fold_norms(
-    model: Model, dummy_input: Any = None, *, untie: bool = True, providers: Providers | None = None
+    model: Model,
+    dummy_input: Any = None,
+    *,
+    untie: bool = True,
+    providers: Providers | None = None,
+    progress: bool = True,
 ) -> NormReport:
     """Fold the weights of layer and RMS norms into the linear layers behind them, in place.
 
     Args:
         model: changed in place; its function stays.
-        dummy_input, providers: as for :func:`equalize_model`.
+        dummy_input, providers, progress: as for :func:`equalize_model`.
         untie: give an output layer that shares its weight with the embedding a copy of its own.
 
     Raises:
         ModelError: the model cannot be read or run, ``dummy_input`` does not fit, or ``model`` is a path.
     """
     view, check = _open(_loaded(model, "fold_norms"), dummy_input, providers)
-    return _finish(norm_fold.fold_norms(view, check, untie=untie), view, model)
+    report = norm_fold.fold_norms(view, check, untie=untie, bar=partial(bar, enabled=progress))
+    return _finish(report, view, model)
 
 
 def smooth_model(
@@ -171,7 +257,14 @@ def smooth_model(
 
 
 def rotate_model(
-    model: Model, dummy_input: Any = None, *, seed: int = 0, providers: Providers | None = None
+    model: Model,
+    dummy_input: Any = None,
+    *,
+    seed: int = 0,
+    streams: bool = True,
+    heads: bool = True,
+    providers: Providers | None = None,
+    progress: bool = True,
 ) -> RotateReport:
     """Spread outliers of a transformer over all channels by Hadamard rotations merged into its weights, in place.
 
@@ -181,8 +274,10 @@ def rotate_model(
 
     Args:
         model: changed in place; its function stays.
-        dummy_input, providers: as for :func:`equalize_model`.
+        dummy_input, providers, progress: as for :func:`equalize_model`.
         seed: of the signs.
+        streams: rotate residual streams.
+        heads: rotate the values of attention heads.
 
     Raises:
         ModelError: the model cannot be read or run, ``dummy_input`` does not fit, or ``model`` is a path.
@@ -190,7 +285,17 @@ def rotate_model(
     Reference: Ashkboos et al. 2024, arXiv:2404.00456.
     """
     view, check = _open(_loaded(model, "rotate_model"), dummy_input, providers)
-    return _finish(rotation.rotate(view, check, seed=seed), view, model)
+    report = rotation.rotate(
+        view, check, seed=seed, streams=streams, heads=heads, bar=partial(bar, enabled=progress)
+    )
+    return _finish(report, view, model)
+
+
+def apply_spinquant(
+    model: Model, dummy_input: Any = None, *, enable_r1: bool = True, enable_r2: bool = False, **options: Any
+) -> RotateReport:
+    """Rotations under AIMET's name: :func:`rotate_model`, of residual streams (R1) and of attention heads' values (R2)."""
+    return rotate_model(model, dummy_input, streams=enable_r1, heads=enable_r2, **options)
 
 
 def apply_bias_correction(
@@ -201,6 +306,7 @@ def apply_bias_correction(
     moments: Mapping[str, tuple[Array, Array]] | None = None,
     layers_to_ignore: Iterable[str] = (),
     reference: Source | None = None,
+    progress: bool = True,
 ) -> BiasReport:
     """Take the mean error of every layer's output out of its bias, layer after layer; the last step of a recipe.
 
@@ -213,6 +319,7 @@ def apply_bias_correction(
         layers_to_ignore: names of nodes to leave alone.
         reference: the float model that ``sim`` was made from; needed where a method has changed the weights of ``sim``
             since (AdaRound, GPTQ) or biases were corrected before. By default ``sim`` in float is the goal.
+        progress: show a progress bar on a terminal.
 
     Returns:
         What was corrected by how much, and what was left, with the reason; a layer without a bias is left.
@@ -231,7 +338,81 @@ def apply_bias_correction(
         bias_correct.first_samples(data, num_samples),
         moments or {},
         layers_to_ignore,
+        partial(bar, enabled=progress),
     )
+
+
+def correct_bias(
+    model: Model,
+    quant_params: QuantParams,
+    num_quant_samples: int | None,
+    data_loader: Iterable[Any],
+    num_bias_correct_samples: int | None,
+    conv_bn_dict: Mapping[str, tuple[Array, Array]] | None = None,
+    perform_only_empirical_bias_corr: bool = True,
+    layers_to_ignore: Iterable[str] | None = None,
+    *,
+    providers: Providers | None = None,
+    progress: bool = True,
+) -> BiasReport:
+    """Change the biases of a float model so that its quantized self makes no error in the mean.
+
+    A simulation of the model is made and calibrated for it; layers without a bias get one. The corrected model is then
+    simulated as any other.
+
+    Args:
+        model: batch norms folded; changed in place.
+        quant_params: what is simulated.
+        num_quant_samples: calibrate on so many samples; all with ``None``.
+        data_loader: feeds as ``compute_encodings`` takes them; gone through twice.
+        num_bias_correct_samples: measure means on so many samples; all with ``None``.
+        conv_bn_dict: layer -> mean and standard deviation of its output, as ``moments`` of the report of
+            :func:`fold_all_batch_norms` says; only the analytic form needs it.
+        perform_only_empirical_bias_corr: ``False`` corrects the layers analytically whose input's mean follows from
+            ``conv_bn_dict``, and only the others from data.
+        layers_to_ignore: names of nodes to leave alone.
+        providers: as ONNX Runtime takes them; the CPU by default.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        What was corrected by how much, and what was left, with the reason.
+
+    Raises:
+        CalibrationError: no feed, or a mean that is NaN or infinite; the model is left as it was.
+        ConfigError: a name in ``layers_to_ignore`` is no layer.
+        ModelError: the model cannot be read or run, or a feed does not fit.
+
+    Reference: Nagel et al. 2019, arXiv:1906.04721, section 4.2.
+    """
+    feeds = list(data_loader)
+    if not feeds:
+        bias_correct.refuse_no_data()
+    view, _ = _open(_loaded(model, "correct_bias"), feeds[0], providers)
+    _, undo = _add_zeros(view)
+    try:
+        sim = QuantizationSimModel(
+            view.model, feeds[0], quant_params.quant_scheme, quant_params.weight_bw, quant_params.act_bw,
+            quant_params.config_file, providers,
+        )  # fmt: skip
+        wanted = [feed for feed, _ in bias_correct.first_samples(feeds, num_quant_samples)]
+        sim.compute_encodings(wanted, progress=progress)
+        report = apply_bias_correction(
+            sim,
+            feeds,
+            num_samples=num_bias_correct_samples,
+            moments={} if perform_only_empirical_bias_corr else conv_bn_dict,
+            layers_to_ignore=layers_to_ignore or (),
+            progress=progress,
+        )
+    except BaseException:
+        undo()
+        raise
+    corrected = OnnxCorrectable(sim)
+    for layer in Layers(sim.graph).of.values():
+        if layer.op in report.corrected and layer.bias is not None:
+            view.set_param(layer.bias, corrected.bias(layer))
+    give_back(view.loaded, model)
+    return report
 
 
 def add_biases(
@@ -246,11 +427,16 @@ def add_biases(
         ModelError: the model cannot be read or run, ``dummy_input`` does not fit, or ``model`` is a path.
     """
     view, _ = _open(_loaded(model, "add_biases"), dummy_input, providers)
+    added, _ = _add_zeros(view)
+    give_back(view.loaded, model)
+    return added
+
+
+def _add_zeros(view: OnnxView) -> tuple[tuple[str, ...], Undo]:
+    """Biases of zeros where layers have none: names of the layers, and how to take them back."""
     wanting = [
         layer for layer in Layers(view.graph()).of.values() if layer.kind == "layer" and not layer.bias
     ]
     edits = [AddBias(layer.op, np.zeros(layer.axes.outputs)) for layer in wanting]
     edits = [edit for edit in edits if view.can_edit(edit) is None]
-    view.edit(edits)
-    give_back(view.loaded, model)
-    return tuple(edit.op for edit in edits)
+    return tuple(edit.op for edit in edits), view.edit(edits)

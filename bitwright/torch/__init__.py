@@ -4,13 +4,16 @@ from bitwright.core.repair import Stabilized
 from bitwright.core.sites import Site, SiteGroup, SiteMap
 from bitwright.torch.batch_norm_fold import fold_all_batch_norms
 from bitwright.torch.batches import Inputs
+from bitwright.torch.cross_layer import CrossLayerScaling, HighBiasFold
 from bitwright.torch.health import check_model
 from bitwright.torch.pipeline import Result, quantize
 from bitwright.torch.prepare import prepare_model
 from bitwright.torch.ptq import (
     QuantParams,
     apply_bias_correction,
+    apply_spinquant,
     correct_bias,
+    equalize_bn_folded_model,
     equalize_model,
     fold_norms,
     rotate_model,
@@ -31,6 +34,8 @@ from bitwright.torch.view import TorchView
 __all__ = [
     "Adaround",
     "AdaroundParameters",
+    "CrossLayerScaling",
+    "HighBiasFold",
     "Inputs",
     "QuantParams",
     "QuantScheme",
@@ -47,8 +52,10 @@ __all__ = [
     "apply_gptq",
     "apply_reconstruction",
     "apply_seq_mse",
+    "apply_spinquant",
     "check_model",
     "correct_bias",
+    "equalize_bn_folded_model",
     "equalize_model",
     "fold_all_batch_norms",
     "fold_norms",

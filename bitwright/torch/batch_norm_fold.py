@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from bitwright.algorithms import batch_norm_fold as algorithm
 from bitwright.core.model import sqnr
 from bitwright.errors import ModelError
+from bitwright.progress import progress as bar
 from bitwright.torch.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.trees import flatten_tensors, map_tensors
 from bitwright.torch.view import TorchView
@@ -23,6 +25,8 @@ def fold_all_batch_norms(
     model: nn.Module,
     input_shapes: Sequence[int] | Sequence[Sequence[int]] | None = None,
     dummy_input: Any = None,
+    *,
+    progress: bool = True,
 ) -> algorithm.FoldReport:
     """Fold every batch norm that can be folded into the convolution or linear layer beside it, in place.
 
@@ -34,6 +38,7 @@ def fold_all_batch_norms(
         model: changed in place: weights and biases are rewritten, folded batch norms become ``nn.Identity``.
         input_shapes: shape of the input, or a list of shapes for several; random inputs are made of them.
         dummy_input: one input instead: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        progress: show a progress bar on a terminal.
 
     Returns:
         A report; iterating it gives the folded ``(layer, batch norm)`` name pairs.
@@ -50,7 +55,9 @@ def fold_all_batch_norms(
     view = TorchView(model, [example])
     view.graph()  # explains an example that does not fit, before anything runs
     before = float_outputs(model, example)
-    report = algorithm.fold_all_batch_norms(view, lambda: what_changed(model, example, before))
+    report = algorithm.fold_all_batch_norms(
+        view, lambda: what_changed(model, example, before), bar=partial(bar, enabled=progress)
+    )
     report.keep()
     return report
 

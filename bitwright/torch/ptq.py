@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,14 @@ from bitwright.algorithms import equalize as equalization
 from bitwright.algorithms import rotate as rotation
 from bitwright.algorithms import smooth as smoothing
 from bitwright.algorithms.batch_norm_fold import FoldReport
-from bitwright.algorithms.bias_correct import BiasReport
+from bitwright.algorithms.bias_correct import BiasReport, QuantParams
 from bitwright.algorithms.equalize import EqualizeReport
-from bitwright.algorithms.layers import Array, Layers, batch_norm_moments, moments_of_layers
+from bitwright.algorithms.layers import Array, Layers
 from bitwright.algorithms.norm_fold import NormReport
 from bitwright.algorithms.rotate import RotateReport
 from bitwright.algorithms.smooth import SmoothReport
 from bitwright.core.model import AddBias
-from bitwright.core.scheme import QuantScheme
+from bitwright.progress import progress as bar
 from bitwright.torch.batch_norm_fold import example_input, float_outputs, fold_all_batch_norms, what_changed
 from bitwright.torch.batches import model_device, to_device
 from bitwright.torch.bias_correct import TorchCorrectable
@@ -44,12 +43,13 @@ def _open(
     return view, lambda: what_changed(model, example, before)
 
 
-def _backward_pairs(report: FoldReport) -> Iterable[tuple[str, str]]:
-    return (pair for fold in report.folded if fold.direction == "backward" for pair in fold.pairs)
-
-
 def equalize_model(
-    model: nn.Module, input_shapes: Shapes = None, dummy_input: Any = None, *, absorb_bias: bool = False
+    model: nn.Module,
+    input_shapes: Shapes = None,
+    dummy_input: Any = None,
+    *,
+    absorb_bias: bool = False,
+    progress: bool = True,
 ) -> EqualizeReport:
     """Fold batch norms, then balance the channel ranges of neighbouring layers, in place.
 
@@ -63,6 +63,7 @@ def equalize_model(
         dummy_input: one input instead: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
         absorb_bias: also move high biases into the next layer, where the batch norm tells how high they are. This
             changes the function a little (one activation in 740).
+        progress: show a progress bar on a terminal.
 
     Returns:
         The report; ``report.undo()`` gives the folded model back.
@@ -73,16 +74,43 @@ def equalize_model(
     Reference: Nagel et al. 2019, arXiv:1906.04721, section 4.1.
     """
     example = example_input(model, input_shapes, "equalize_model") if dummy_input is None else dummy_input
-    view, _ = _open(model, None, example, "equalize_model")
-    moments = batch_norm_moments(view)
-    folds = fold_all_batch_norms(model, dummy_input=example)
-    view, check = _open(model, None, example, "equalize_model")
-    statistics = moments_of_layers(moments, _backward_pairs(folds))
-    return equalization.equalize(view, check, statistics=statistics, absorb_bias=absorb_bias)
+    folds = fold_all_batch_norms(model, dummy_input=example, progress=progress)
+    return equalize_bn_folded_model(model, None, folds, example, absorb_bias=absorb_bias, progress=progress)
+
+
+def equalize_bn_folded_model(
+    model: nn.Module,
+    input_shapes: Shapes = None,
+    folded_pairs: FoldReport | Mapping[str, tuple[Array, Array]] | None = None,
+    dummy_input: Any = None,
+    *,
+    absorb_bias: bool = False,
+    progress: bool = True,
+) -> EqualizeReport:
+    """As :func:`equalize_model`, for a model whose batch norms are folded.
+
+    Args:
+        model, input_shapes, dummy_input, absorb_bias, progress: as for :func:`equalize_model`.
+        folded_pairs: what ``fold_all_batch_norms`` returned, or layer -> mean and standard deviation of its output; only
+            ``absorb_bias`` needs it.
+
+    Raises:
+        ModelError: as for :func:`equalize_model`.
+    """
+    view, check = _open(model, input_shapes, dummy_input, "equalize_bn_folded_model")
+    moments = folded_pairs.moments if isinstance(folded_pairs, FoldReport) else folded_pairs
+    return equalization.equalize(
+        view, check, statistics=moments, absorb_bias=absorb_bias, bar=partial(bar, enabled=progress)
+    )
 
 
 def fold_norms(
-    model: nn.Module, input_shapes: Shapes = None, dummy_input: Any = None, *, untie: bool = True
+    model: nn.Module,
+    input_shapes: Shapes = None,
+    dummy_input: Any = None,
+    *,
+    untie: bool = True,
+    progress: bool = True,
 ) -> NormReport:
     """Fold the weights of layer and RMS norms into the linear layers behind them, in place.
 
@@ -90,12 +118,13 @@ def fold_norms(
         model: changed in place; its function stays.
         input_shapes, dummy_input: as for :func:`equalize_model`.
         untie: give an output layer that shares its weight with the embedding a copy of its own.
+        progress: show a progress bar on a terminal.
 
     Raises:
         ModelError: neither ``input_shapes`` nor ``dummy_input``, or the model fails on the input.
     """
     view, check = _open(model, input_shapes, dummy_input, "fold_norms")
-    return norm_fold.fold_norms(view, check, untie=untie)
+    return norm_fold.fold_norms(view, check, untie=untie, bar=partial(bar, enabled=progress))
 
 
 def smooth_model(
@@ -130,7 +159,14 @@ def smooth_model(
 
 
 def rotate_model(
-    model: nn.Module, input_shapes: Shapes = None, dummy_input: Any = None, *, seed: int = 0
+    model: nn.Module,
+    input_shapes: Shapes = None,
+    dummy_input: Any = None,
+    *,
+    seed: int = 0,
+    streams: bool = True,
+    heads: bool = True,
+    progress: bool = True,
 ) -> RotateReport:
     """Spread outliers of a transformer over all channels by Hadamard rotations merged into its weights, in place.
 
@@ -142,6 +178,9 @@ def rotate_model(
         model: changed in place; its function stays.
         input_shapes, dummy_input: as for :func:`equalize_model`.
         seed: of the signs.
+        streams: rotate residual streams.
+        heads: rotate the values of attention heads.
+        progress: show a progress bar on a terminal.
 
     Returns:
         The report; ``report.undo()`` gives the model back as it was.
@@ -152,25 +191,21 @@ def rotate_model(
     Reference: Ashkboos et al. 2024, arXiv:2404.00456.
     """
     view, check = _open(model, input_shapes, dummy_input, "rotate_model")
-    return rotation.rotate(view, check, seed=seed)
+    return rotation.rotate(
+        view, check, seed=seed, streams=streams, heads=heads, bar=partial(bar, enabled=progress)
+    )
 
 
-@dataclass(frozen=True)
-class QuantParams:
-    """What :func:`correct_bias` simulates.
-
-    Attributes:
-        weight_bw, act_bw: bits of weights and activations.
-        round_mode: ``nearest`` is the only one; kept for scripts that name it.
-        quant_scheme: how ranges are chosen, as for :class:`QuantizationSimModel`.
-        config_file: rules, as for :class:`QuantizationSimModel`.
-    """
-
-    weight_bw: int = 8
-    act_bw: int = 8
-    round_mode: str = "nearest"
-    quant_scheme: str | QuantScheme | None = None
-    config_file: str | Path | dict[str, Any] | None = None
+def apply_spinquant(
+    model: nn.Module,
+    dummy_input: Any = None,
+    *,
+    enable_r1: bool = True,
+    enable_r2: bool = False,
+    **options: Any,
+) -> RotateReport:
+    """Rotations under AIMET's name: :func:`rotate_model`, of residual streams (R1) and of attention heads' values (R2)."""
+    return rotate_model(model, None, dummy_input, streams=enable_r1, heads=enable_r2, **options)
 
 
 def correct_bias(
@@ -182,6 +217,8 @@ def correct_bias(
     conv_bn_dict: Mapping[str, tuple[Array, Array]] | None = None,
     perform_only_empirical_bias_corr: bool = True,
     layers_to_ignore: Iterable[str] | None = None,
+    *,
+    progress: bool = True,
 ) -> BiasReport:
     """Change the biases of a float model so that its quantized self makes no error in the mean.
 
@@ -194,11 +231,12 @@ def correct_bias(
         num_quant_samples: calibrate on so many samples; all with ``None``.
         data_loader: batches without labels; gone through twice.
         num_bias_correct_samples: measure means on so many samples; all with ``None``.
-        conv_bn_dict: layer -> mean and standard deviation of its output, as :func:`batch_norm_moments` of the unfolded
-            model says; only the analytic form needs it.
+        conv_bn_dict: layer -> mean and standard deviation of its output, as ``moments`` of the report of
+            :func:`fold_all_batch_norms` says; only the analytic form needs it.
         perform_only_empirical_bias_corr: ``False`` corrects the layers analytically whose input's mean follows from
             ``conv_bn_dict``, and only the others from data.
         layers_to_ignore: names of layers to leave alone.
+        progress: show a progress bar on a terminal.
 
     Returns:
         What was corrected by how much, and what was left, with the reason.
@@ -219,20 +257,25 @@ def correct_bias(
         for layer in layers.of.values()
         if layer.kind == "layer" and not layer.bias
     )
-    view.edit([edit for edit in zeros if view.can_edit(edit) is None])
-    sim = QuantizationSimModel(
-        model, batches[0], quant_params.quant_scheme, quant_params.act_bw, quant_params.weight_bw,
-        config_file=quant_params.config_file,
-    )  # fmt: skip
-    sim.compute_encodings([batch for batch, _ in bias_correct.first_samples(batches, num_quant_samples)])
-    moments = {} if perform_only_empirical_bias_corr else dict(conv_bn_dict or {})
-    report = apply_bias_correction(
-        sim,
-        batches,
-        num_samples=num_bias_correct_samples,
-        moments=moments,
-        layers_to_ignore=layers_to_ignore or (),
-    )
+    undo = view.edit([edit for edit in zeros if view.can_edit(edit) is None])
+    try:
+        sim = QuantizationSimModel(
+            model, batches[0], quant_params.quant_scheme, quant_params.act_bw, quant_params.weight_bw,
+            config_file=quant_params.config_file,
+        )  # fmt: skip
+        wanted = [batch for batch, _ in bias_correct.first_samples(batches, num_quant_samples)]
+        sim.compute_encodings(wanted, progress=progress)
+        report = apply_bias_correction(
+            sim,
+            batches,
+            num_samples=num_bias_correct_samples,
+            moments={} if perform_only_empirical_bias_corr else dict(conv_bn_dict or {}),
+            layers_to_ignore=layers_to_ignore or (),
+            progress=progress,
+        )
+    except BaseException:
+        undo()
+        raise
     view.refresh()
     for layer in Layers(view.graph()).of.values():
         if layer.op in report.corrected and layer.bias is not None:
@@ -249,6 +292,7 @@ def apply_bias_correction(
     moments: Mapping[str, tuple[Array, Array]] | None = None,
     layers_to_ignore: Iterable[str] = (),
     reference: nn.Module | None = None,
+    progress: bool = True,
 ) -> BiasReport:
     """Take the mean error of every layer's output out of its bias, layer after layer; the last step of a recipe.
 
@@ -261,6 +305,7 @@ def apply_bias_correction(
         layers_to_ignore: names of layers to leave alone.
         reference: the float model that ``sim`` was made from; needed where a method has changed the weights of ``sim``
             since (AdaRound, GPTQ) or biases were corrected before. By default ``sim`` in float is the goal.
+        progress: show a progress bar on a terminal.
 
     Returns:
         What was corrected by how much, and what was left, with the reason; a layer without a bias is left.
@@ -279,4 +324,5 @@ def apply_bias_correction(
         bias_correct.first_samples(data, num_samples),
         moments or {},
         layers_to_ignore,
+        partial(bar, enabled=progress),
     )

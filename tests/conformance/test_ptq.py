@@ -154,12 +154,9 @@ def test_a_reference_is_the_goal_where_weights_have_changed_since(caplog):
 
 def test_the_analytic_form_computes_the_same():
     model = small()
-    view = torch_ptq.TorchView(model, [X[:2]])
-    moments = torch_ptq.batch_norm_moments(view)
     other = exported(model, X[:2])
-    folds = torch_ptq.fold_all_batch_norms(model, dummy_input=X[:2])
-    onnx_ptq.fold_all_batch_norms(other, X[:2].numpy())
-    ours = torch_ptq.moments_of_layers(moments, folds.pairs)
+    ours = torch_ptq.fold_all_batch_norms(model, dummy_input=X[:2]).moments
+    folds = onnx_ptq.fold_all_batch_norms(other, X[:2].numpy())
     sim = TorchSim(model, X[:2], default_param_bw=4)
     sim.compute_encodings([X])
     theirs = simulated(other, [X], default_param_bw=4)
@@ -167,7 +164,7 @@ def test_the_analytic_form_computes_the_same():
     ignore = ["0"]
     a = torch_ptq.apply_bias_correction(sim, [X], moments=ours, layers_to_ignore=ignore)
     b = onnx_ptq.apply_bias_correction(
-        theirs, [X.numpy()], moments={names[op]: held for op, held in ours.items()},
+        theirs, [X.numpy()], moments=folds.moments,
         layers_to_ignore=[names[op] for op in ignore],
     )  # fmt: skip
     assert {names[op] for op in a.analytic} == b.analytic and len(b.analytic) == 3
