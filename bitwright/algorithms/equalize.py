@@ -214,7 +214,11 @@ def equalize(
     for line in report.refused:
         logger.info("not equalized: %s", line)
     if absorb_bias:
-        _absorb(view, layers, report)
+        try:
+            _absorb(view, layers, report)
+        except BaseException:
+            report.undo()
+            raise
     return report
 
 

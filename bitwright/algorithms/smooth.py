@@ -19,7 +19,7 @@ import numpy as np
 from bitwright.algorithms.attention import Attention, find_attention
 from bitwright.algorithms.bias_correct import samples_in
 from bitwright.algorithms.layers import Array, Group, Layers, Refused, find_groups, rescaling
-from bitwright.algorithms.trial import Check, joined, sift
+from bitwright.algorithms.trial import Bar, Check, joined, no_bar, sift
 from bitwright.core.model import Edit, ModelView, SetParam, Undo
 from bitwright.errors import CalibrationError, ConfigError
 
@@ -129,7 +129,12 @@ class SmoothReport:
 
 
 def smooth(
-    view: ModelView, batches: Iterable[Any], check: Check | None = None, *, alpha: float = 0.5
+    view: ModelView,
+    batches: Iterable[Any],
+    check: Check | None = None,
+    *,
+    alpha: float = 0.5,
+    bar: Bar = no_bar,
 ) -> SmoothReport:
     """Smooth every group of a norm or linear layer and the layers behind it.
 
@@ -138,6 +143,7 @@ def smooth(
         batches: a few samples of real data.
         check: says what is wrong with the model's function, or ``None``.
         alpha: 0 to 1; how much of the difficulty goes to the weights.
+        bar: shows batches and checks.
 
     Returns:
         The report; ``report.undo()`` gives the model back as it was.
@@ -158,7 +164,7 @@ def smooth(
     axes += [-1] * (len(values) - len(axes))
     if not values:
         return SmoothReport(refused=tuple(refused))  # nothing to measure
-    ranges, samples = activation_ranges(view, dict(zip(values, axes, strict=True)), batches)
+    ranges, samples = activation_ranges(view, dict(zip(values, axes, strict=True)), bar(batches, "smooth"))
     factors = {
         id(group): _factors(view, group, ranges[value], alpha)
         for group, value in zip(groups, values, strict=False)
@@ -167,12 +173,16 @@ def smooth(
     def divide(some: Sequence[Group]) -> Undo:
         return view.edit(rescaling(view, some, [factors[id(group)] for group in some])[0])
 
-    kept, rejected = sift(groups, divide, check)
+    kept, rejected = sift(groups, divide, check, bar)
     refused += [Refused(group.producers[0].op, reason) for group, reason in rejected]
     for line in refused:
         logger.info("not smoothed: %s", line)
     undos = [divide(kept)]
-    balanced = _balance(view, attentions, ranges, alpha, check, undos)
+    try:
+        balanced = _balance(view, attentions, ranges, alpha, check, undos)
+    except BaseException:
+        joined(undos)()
+        raise
     taken = {layer.op for heads in balanced for layer in (heads.query, heads.key) if layer is not None}
     return SmoothReport(
         tuple(kept), tuple(factors[id(group)] for group in kept), tuple(balanced),

@@ -228,6 +228,7 @@ def smooth_model(
     *,
     alpha: float = 0.5,
     providers: Providers | None = None,
+    progress: bool = True,
 ) -> SmoothReport:
     """Move outliers of activations into the weights that read them (SmoothQuant), in place.
 
@@ -239,6 +240,7 @@ def smooth_model(
         data: feeds of real data, as ``compute_encodings`` takes them; 128 samples are enough.
         dummy_input: the example input; the first feed by default.
         alpha: 0 to 1; how much of the difficulty goes to the weights.
+        progress: show a progress bar on a terminal.
         providers: as ONNX Runtime takes them; the CPU by default.
 
     Raises:
@@ -253,7 +255,8 @@ def smooth_model(
         smoothing.refuse_no_data()
     example = batches[0] if dummy_input is None else dummy_input
     view, check = _open(_loaded(model, "smooth_model"), example, providers)
-    return _finish(smoothing.smooth(view, batches, check, alpha=alpha), view, model)
+    report = smoothing.smooth(view, batches, check, alpha=alpha, bar=partial(bar, enabled=progress))
+    return _finish(report, view, model)
 
 
 def rotate_model(

@@ -128,7 +128,12 @@ def fold_norms(
 
 
 def smooth_model(
-    model: nn.Module, data: Iterable[Any], dummy_input: Any = None, *, alpha: float = 0.5
+    model: nn.Module,
+    data: Iterable[Any],
+    dummy_input: Any = None,
+    *,
+    alpha: float = 0.5,
+    progress: bool = True,
 ) -> SmoothReport:
     """Move outliers of activations into the weights that read them (SmoothQuant), in place.
 
@@ -140,6 +145,7 @@ def smooth_model(
         data: batches of real data, as ``compute_encodings`` takes them; 128 samples are enough.
         dummy_input: the example input; the first batch by default.
         alpha: 0 to 1; how much of the difficulty goes to the weights.
+        progress: show a progress bar on a terminal.
 
     Returns:
         The report; ``report.undo()`` gives the model back as it was.
@@ -154,8 +160,7 @@ def smooth_model(
     if not batches:
         smoothing.refuse_no_data()
     view, check = _open(model, None, batches[0] if dummy_input is None else dummy_input, "smooth_model")
-    device = model_device(model)
-    return smoothing.smooth(view, (to_device(batch, device) for batch in batches), check, alpha=alpha)
+    return smoothing.smooth(view, batches, check, alpha=alpha, bar=partial(bar, enabled=progress))
 
 
 def rotate_model(
