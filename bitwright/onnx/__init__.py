@@ -16,6 +16,7 @@ from bitwright.onnx.ptq import (
     add_biases,
     apply_bias_correction,
     apply_spinquant,
+    awq_model,
     correct_bias,
     equalize_bn_folded_model,
     equalize_model,
@@ -24,7 +25,13 @@ from bitwright.onnx.ptq import (
     smooth_model,
 )
 from bitwright.onnx.quantsim import QuantizationSimModel
-from bitwright.onnx.reconstruct import apply_adaround, apply_gptq, apply_reconstruction, apply_seq_mse
+from bitwright.onnx.reconstruct import (
+    apply_adaround,
+    apply_adascale,
+    apply_gptq,
+    apply_reconstruction,
+    apply_seq_mse,
+)
 from bitwright.onnx.stabilize import progressive, stabilize
 from bitwright.onnx.view import OnnxView
 
@@ -46,11 +53,13 @@ __all__ = [
     "Stabilized",
     "add_biases",
     "apply_adaround",
+    "apply_adascale",
     "apply_bias_correction",
     "apply_gptq",
     "apply_reconstruction",
     "apply_seq_mse",
     "apply_spinquant",
+    "awq_model",
     "check_model",
     "correct_bias",
     "equalize_bn_folded_model",

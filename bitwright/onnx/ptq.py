@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bitwright.algorithms import bias_correct, norm_fold
+from bitwright.algorithms import awq, bias_correct, norm_fold
 from bitwright.algorithms import equalize as equalization
 from bitwright.algorithms import rotate as rotation
 from bitwright.algorithms import smooth as smoothing
+from bitwright.algorithms.awq import AwqReport
 from bitwright.algorithms.batch_norm_affine import LAYERS
 from bitwright.algorithms.batch_norm_fold import FoldReport
 from bitwright.algorithms.bias_correct import BiasReport, QuantParams
@@ -24,6 +26,8 @@ from bitwright.algorithms.rotate import RotateReport
 from bitwright.algorithms.smooth import SmoothReport
 from bitwright.core.graph import Graph
 from bitwright.core.model import AddBias, Undo
+from bitwright.core.scheme import QuantScheme
+from bitwright.core.spec import Preset, QuantSpec, RangeMethod
 from bitwright.errors import ModelError
 from bitwright.onnx.batch_norm_fold import float_outputs, fold_all_batch_norms, give_back, what_changed
 from bitwright.onnx.bias_correct import OnnxCorrectable
@@ -67,7 +71,7 @@ def _computed_weights(graph: Graph) -> Iterator[str]:
                 yield value
 
 
-Report = TypeVar("Report", EqualizeReport, NormReport, SmoothReport, RotateReport)
+Report = TypeVar("Report", EqualizeReport, NormReport, SmoothReport, AwqReport, RotateReport)
 
 
 def _finish(report: Report, view: OnnxView, model: Model) -> Report:
@@ -256,6 +260,57 @@ def smooth_model(
     example = batches[0] if dummy_input is None else dummy_input
     view, check = _open(_loaded(model, "smooth_model"), example, providers)
     report = smoothing.smooth(view, batches, check, alpha=alpha, bar=partial(bar, enabled=progress))
+    return _finish(report, view, model)
+
+
+def awq_model(
+    model: Model,
+    data: Iterable[Any],
+    dummy_input: Any = None,
+    *,
+    weight: str | Preset | QuantSpec = "w4a16",
+    config_file: str | Path | dict[str, Any] | None = None,
+    quant_scheme: str | QuantScheme | RangeMethod | None = None,
+    alphas: int = 20,
+    memory_budget: int = awq.MEMORY_BUDGET,
+    providers: Providers | None = None,
+    progress: bool = True,
+) -> AwqReport:
+    """Scale channels so that the weights which read large activations lose less in rounding (AWQ), in place.
+
+    For weights of 4 bits and less. Treated are norms and linear layers in front of linear layers, gates (SwiGLU) included,
+    and the values of attention. Per group the exponent of the scales is searched that makes the outputs of the layers,
+    with their weights quantized, differ least from the float ones. The function of the model stays.
+
+    Args:
+        model: changed in place.
+        data: feeds of real data, as ``compute_encodings`` takes them; 128 samples are enough.
+        dummy_input: the example input; the first feed by default.
+        weight: what the weights will be quantized to: a preset, its name, or the spec of the weights alone.
+        config_file, quant_scheme: rules and range method of the simulation, as for :class:`QuantizationSimModel`.
+        alphas: steps of the search from 0 to 1.
+        memory_budget: bytes kept of what the layers read; 1 GiB by default.
+        providers: as ONNX Runtime takes them; the CPU by default.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        The report. The change is final: load the file again to have the model as it was.
+
+    Raises:
+        ConfigError: ``alphas`` is below 1, ``memory_budget`` too small, or an unknown preset.
+        CalibrationError: no feed, or an activation that is NaN or infinite.
+        ModelError: the model cannot be read or run, a feed does not fit, or ``model`` is a path.
+
+    Reference: Lin et al. 2023, arXiv:2306.00978.
+    """
+    batches = list(data)
+    if not batches:
+        smoothing.refuse_no_data("awq")
+    rules = awq.weight_rules(weight, config_file, quant_scheme)
+    example = batches[0] if dummy_input is None else dummy_input
+    view, check = _open(_loaded(model, "awq_model"), example, providers)
+    shown = partial(bar, enabled=progress)
+    report = awq.awq(view, batches, rules, check, alphas=alphas, memory_budget=memory_budget, bar=shown)
     return _finish(report, view, model)
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from bitwright.algorithms import bias_correct, norm_fold
+from bitwright.algorithms import awq, bias_correct, norm_fold
 from bitwright.algorithms import equalize as equalization
 from bitwright.algorithms import rotate as rotation
 from bitwright.algorithms import smooth as smoothing
+from bitwright.algorithms.awq import AwqReport
 from bitwright.algorithms.batch_norm_fold import FoldReport
 from bitwright.algorithms.bias_correct import BiasReport, QuantParams
 from bitwright.algorithms.equalize import EqualizeReport
@@ -21,6 +23,8 @@ from bitwright.algorithms.norm_fold import NormReport
 from bitwright.algorithms.rotate import RotateReport
 from bitwright.algorithms.smooth import SmoothReport
 from bitwright.core.model import AddBias
+from bitwright.core.scheme import QuantScheme
+from bitwright.core.spec import Preset, QuantSpec, RangeMethod
 from bitwright.progress import progress as bar
 from bitwright.torch.batch_norm_fold import example_input, float_outputs, fold_all_batch_norms, what_changed
 from bitwright.torch.batches import model_device, to_device
@@ -161,6 +165,52 @@ def smooth_model(
         smoothing.refuse_no_data()
     view, check = _open(model, None, batches[0] if dummy_input is None else dummy_input, "smooth_model")
     return smoothing.smooth(view, batches, check, alpha=alpha, bar=partial(bar, enabled=progress))
+
+
+def awq_model(
+    model: nn.Module,
+    data: Iterable[Any],
+    dummy_input: Any = None,
+    *,
+    weight: str | Preset | QuantSpec = "w4a16",
+    config_file: str | Path | dict[str, Any] | None = None,
+    quant_scheme: str | QuantScheme | RangeMethod | None = None,
+    alphas: int = 20,
+    memory_budget: int = awq.MEMORY_BUDGET,
+    progress: bool = True,
+) -> AwqReport:
+    """Scale channels so that the weights which read large activations lose less in rounding (AWQ), in place.
+
+    For weights of 4 bits and less. Treated are norms and linear layers in front of linear layers, gates (SwiGLU) included,
+    and the values of attention. Per group the exponent of the scales is searched that makes the outputs of the layers,
+    with their weights quantized, differ least from the float ones. The function of the model stays.
+
+    Args:
+        model: changed in place.
+        data: batches of real data, as ``compute_encodings`` takes them; 128 samples are enough.
+        dummy_input: the example input; the first batch by default.
+        weight: what the weights will be quantized to: a preset, its name, or the spec of the weights alone.
+        config_file, quant_scheme: rules and range method of the simulation, as for :class:`QuantizationSimModel`.
+        alphas: steps of the search from 0 to 1.
+        memory_budget: bytes kept of what the layers read; 1 GiB by default.
+        progress: show a progress bar on a terminal.
+
+    Returns:
+        The report; ``report.undo()`` gives the model back as it was.
+
+    Raises:
+        ConfigError: ``alphas`` is below 1, ``memory_budget`` too small, or an unknown preset.
+        CalibrationError: no batch, or an activation that is NaN or infinite.
+
+    Reference: Lin et al. 2023, arXiv:2306.00978.
+    """
+    batches = list(data)
+    if not batches:
+        smoothing.refuse_no_data("awq")
+    rules = awq.weight_rules(weight, config_file, quant_scheme)
+    view, check = _open(model, None, batches[0] if dummy_input is None else dummy_input, "awq_model")
+    shown = partial(bar, enabled=progress)
+    return awq.awq(view, batches, rules, check, alphas=alphas, memory_budget=memory_budget, bar=shown)
 
 
 def rotate_model(
