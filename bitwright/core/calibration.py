@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from bitwright.core.channels import ChannelWatch, ConstantChannels
 from bitwright.core.health import HealthReport
 from bitwright.core.quantizer import Quantizer
 from bitwright.core.spec import NON_FINITE, NonFinite
@@ -75,6 +76,7 @@ class BatchGate:
         policy: for sites whose spec names none: ``error``, ``skip`` or ``clamp``.
         diagnose: finds the operator to blame, given the batch; called under the policy ``error`` only. A report that
             is ``ok`` says that nothing of it matters (values that are masked out before use): the batch is clamped.
+        watches: of the sites of these quantizers.
 
     The strictest policy among the sites that saw something decides for the batch: ``error`` before ``skip`` before
     ``clamp``. So the statistics do not depend on the order of the batches.
@@ -85,13 +87,16 @@ class BatchGate:
         quantizers: Iterable[Quantizer],
         policy: NonFinite = "error",
         diagnose: Callable[[Any], HealthReport | None] | None = None,
+        watches: Iterable[ChannelWatch] = (),
     ) -> None:
         self.quantizers = list(quantizers)
+        self.watches = list(watches)
         self.policy = policy
         self.diagnose = diagnose
         self.log = CalibrationLog()
         self._before: list[Statistics | None] | None = None
         self._empty: list[int] = []
+        self._channels: list[ConstantChannels | None] = []
         self._batch: Any = None
 
     def open(self, batch: Any = None) -> None:
@@ -101,6 +106,7 @@ class BatchGate:
         self._batch = batch
         self._before = [quantizer.statistics for quantizer in self.quantizers]
         self._empty = [quantizer.empty for quantizer in self.quantizers]
+        self._channels = [watch.seen for watch in self.watches]
 
     def close(self) -> bool:
         """The batch is through; returns whether it counts. Does nothing when none is open.
@@ -175,6 +181,8 @@ class BatchGate:
     def _restore(self, before: list[Statistics | None]) -> None:
         for quantizer, statistics, empty in zip(self.quantizers, before, self._empty, strict=True):
             quantizer.statistics, quantizer.empty = statistics, empty
+        for watch, seen in zip(self.watches, self._channels, strict=True):
+            watch.seen = seen
 
 
 def _bad(stats: MinMax | Histogram) -> tuple[int, int, int]:

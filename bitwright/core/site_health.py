@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from bitwright.core.channels import ConstantChannels
 from bitwright.core.health import HALVES, LIMITS
 from bitwright.core.statistics import Histogram, MinMax, bounds_of
+
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -16,11 +21,14 @@ class SiteHealth:
         site, dtype: its name, and the type of its tensor.
         count, nan, pos_inf, neg_inf: how many elements were finite, NaN, +Inf and -Inf.
         lo, hi: bounds of the finite ones; ``nan`` where there were none.
-        groups: how many groups of elements have a scale of their own: one per tensor, or channels, or blocks.
-        zero, constant: how many of them held nothing but zeros, and nothing but one other value.
+        groups: how many groups of elements were looked at one by one: those with a scale of their own (channels or blocks),
+            or the channels of a tensor with one scale, if some of them are constant; else 1.
+        zero, constant: which of them held nothing but zeros, and nothing but one other value.
         saturated: in half precision, whether a value reached the largest number of the type.
         underflow: in half precision, whether all values lay below its smallest normal number.
         empty: how many tensors without elements came; they count nowhere else.
+        layer: the operator that makes the channels, where it is known and not the site's own.
+        kind: what the groups are called: ``channels`` or ``blocks``.
     """
 
     site: str
@@ -32,11 +40,13 @@ class SiteHealth:
     lo: float
     hi: float
     groups: int
-    zero: int
-    constant: int
+    zero: tuple[int, ...]
+    constant: tuple[int, ...]
     saturated: bool
     underflow: bool
     empty: int = 0
+    layer: str = ""
+    kind: str = "channels"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -46,10 +56,11 @@ class SiteHealth:
             for n, what in ((self.nan, "NaN"), (self.pos_inf, "+Inf"), (self.neg_inf, "-Inf"))
             if n
         ]
-        whole = "it is" if self.groups == 1 else f"of {self.groups} channels or blocks"
-        for n, what in ((self.zero, "zero throughout"), (self.constant, "constant")):
-            if n:
-                found.append(f"{whole} {what}" if self.groups == 1 else f"{n} {whole} are {what}")
+        found += [
+            self._told(which, what)
+            for which, what in ((self.zero, "zero throughout"), (self.constant, "constant"))
+            if which
+        ]
         if self.saturated:
             found.append(f"it reaches the largest number of {self.dtype}")
         if self.underflow:
@@ -60,12 +71,28 @@ class SiteHealth:
             found.append("no finite value was seen")
         return tuple(found)
 
+    def _told(self, which: tuple[int, ...], what: str) -> str:
+        if self.lo == self.hi:
+            return f"it is {what}"
+        shown = ", ".join(map(str, which[:_SHOWN]))
+        more = f" and {len(which) - _SHOWN} more" if len(which) > _SHOWN else ""
+        made = f" of {self.layer}" if self.layer else ""
+        verb = "is" if len(which) == 1 else "are"
+        return f"{len(which)} of {self.groups} {self.kind}{made} {verb} {what}: {shown}{more}"
+
     def __str__(self) -> str:
         return f"{self.site}: {'; '.join(self.notes) or f'in [{self.lo:.4g}, {self.hi:.4g}]'}"
 
 
 def site_health(
-    site: str, statistics: MinMax | Histogram, dtype: str = "float32", empty: int = 0
+    site: str,
+    statistics: MinMax | Histogram,
+    dtype: str = "float32",
+    empty: int = 0,
+    *,
+    channels: ConstantChannels | None = None,
+    layer: str = "",
+    kind: str = "channels",
 ) -> SiteHealth:
     """The health of a site.
 
@@ -74,18 +101,24 @@ def site_health(
         statistics: of everything that was seen there.
         dtype: of its tensor; halves are watched for saturation and underflow.
         empty: how many tensors without elements came.
+        channels: of a site with one scale, those that are constant.
+        layer, kind: for messages, see :class:`SiteHealth`.
 
     >>> import numpy as np
     >>> from bitwright.core.statistics import measure
     >>> from bitwright.core.granularity import PerChannel
     >>> x = np.float32([[0, 0], [2, 2], [1, np.nan], [-1, 1]])
     >>> print(site_health("conv1.weight", measure("minmax", x, PerChannel(0))))
-    conv1.weight: 1 NaN; 1 of 4 channels or blocks are zero throughout; 2 of 4 channels or blocks are constant
+    conv1.weight: 1 NaN; 1 of 4 channels is zero throughout: 0; 2 of 4 channels are constant: 1, 2
     """
     bounds = bounds_of(statistics)
     seen = bounds.count > 0
     same = seen & (bounds.lo == bounds.hi)
     zero = same & (bounds.lo == 0)
+    groups = int(bounds.count.size)
+    zeros, constants = (tuple(np.flatnonzero(which).tolist()) for which in (zero, same & ~zero))
+    if groups == 1 and channels is not None and channels.count:
+        groups, zeros, constants = channels.count, channels.zero, channels.constant
     some = bool(seen.any())
     lo = float(bounds.lo[seen].min()) if some else float("nan")
     hi = float(bounds.hi[seen].max()) if some else float("nan")
@@ -100,10 +133,12 @@ def site_health(
         int(bounds.neg_inf_count.sum()),
         lo,
         hi,
-        int(bounds.count.size),
-        int(zero.sum()),
-        int((same & ~zero).sum()),
+        groups,
+        zeros,
+        constants,
         half and magnitude >= largest,
         half and 0 < magnitude < normal,
         empty,
+        layer,
+        kind,
     )

@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from bitwright.core.arrays import Array
+from bitwright.core.channels import ChannelWatch, channel_axes
 from bitwright.core.encoding import Encoding
+from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.core.graph import Graph
 from bitwright.core.masks import MASKED, holds_mask, mask_values
 from bitwright.core.ops import resolve_granularity
@@ -31,6 +33,7 @@ class Site:
 
     def __init__(self, plan: SitePlan, quantizer: Quantizer, graph: Graph) -> None:
         self._plan, self.quantizer, self._graph = plan, quantizer, graph
+        self.channels = ChannelWatch()  # of this site alone, whoever shares the quantizer
 
     @property
     def name(self) -> str:
@@ -155,6 +158,7 @@ class SiteMap(Mapping[str, Any]):
     def __init__(self, sites: dict[str, Site]) -> None:
         self._sites = sites
         self._find_masks()
+        self._find_channels()
 
     def _find_masks(self) -> None:
         """Mark the quantizers whose values only go to a softmax or the like."""
@@ -165,6 +169,14 @@ class SiteMap(Mapping[str, Any]):
         for site in self._sites.values():
             on_the_way = site.role in ("input", "output") and site._plan.value in values[id(site._graph)]
             site.quantizer.masking = site.quantizer.masking and on_the_way
+
+    def _find_channels(self) -> None:
+        """Tell every activation site where its channels are."""
+        graphs = {id(site._graph): site._graph for site in self._sites.values()}
+        places = {key: channel_axes(graph) for key, graph in graphs.items()}
+        for site in self._sites.values():
+            if site.role in ("input", "output"):
+                site.channels.place = places[id(site._graph)].get(site._plan.value)
 
     def __getitem__(self, name: str) -> Any:
         if name in self._sites:
@@ -187,13 +199,16 @@ class SiteMap(Mapping[str, Any]):
 
     def remember(self) -> Callable[[], None]:
         """Keep the state of every quantizer; the function returned brings it back."""
-        kept = [(q, q.spec, q.encoding, q.enabled, q.frozen, q.statistics) for q in self.unique()]
+        kept = [(q, q.spec, q.encoding, q.enabled, q.frozen, q.statistics, q.empty) for q in self.unique()]
+        channels = [(site.channels, site.channels.seen) for site in self._sites.values()]
 
         def restore() -> None:
-            for q, spec, encoding, enabled, frozen, statistics in kept:
-                q.spec, q.encoding, q.enabled, q.frozen, q.statistics = (
-                    spec, encoding, enabled, frozen, statistics
+            for q, spec, encoding, enabled, frozen, statistics, empty in kept:
+                q.spec, q.encoding, q.enabled, q.frozen, q.statistics, q.empty = (
+                    spec, encoding, enabled, frozen, statistics, empty
                 )  # fmt: skip
+            for watch, seen in channels:
+                watch.seen = seen
 
         return restore
 
@@ -204,6 +219,9 @@ class SiteMap(Mapping[str, Any]):
                 quantizer.statistics, quantizer.encoding, quantizer.empty = None, None, 0
                 if quantizer.why_float:
                     quantizer.enabled, quantizer.why_float = True, ""
+        for site in self._sites.values():
+            if not site.frozen:
+                site.channels.seen = None
 
     def freeze_activations(self) -> None:
         """Turn the statistics of every enabled activation site into its encoding; say where values were not finite.
@@ -246,12 +264,19 @@ class SiteMap(Mapping[str, Any]):
         for name, site in self._sites.items():
             quantizer, value = site.quantizer, site._graph.values[site._plan.value]
             seen: Statistics | None = quantizer.statistics
+            granularity = quantizer.spec.granularity
             if site.role == "weight" and name in parameters and site.enabled:
-                seen = measure("minmax", parameters[name], quantizer.spec.granularity)
+                granularity = _channelwise(site, granularity)
+                seen = measure("minmax", parameters[name], granularity)
             elif seen is None and quantizer.empty:
                 seen = start("minmax")
             if site.enabled and isinstance(seen, MinMax | Histogram):
-                found.append(site_health(name, seen, value.dtype, quantizer.empty))
+                found.append(
+                    site_health(
+                        name, seen, value.dtype, quantizer.empty, channels=site.channels.seen, layer=_maker(site),
+                        kind="blocks" if isinstance(granularity, PerBlock) else "channels",
+                    )
+                )  # fmt: skip
         return found
 
     def settle_unreached(self, *, allow: bool, quiet: bool = False) -> None:
@@ -278,3 +303,17 @@ class SiteMap(Mapping[str, Any]):
     def __repr__(self) -> str:
         done = sum(site.encoding is not None for site in self._sites.values())
         return f"SiteMap({len(self)} sites, {done} calibrated)"
+
+
+def _channelwise(site: Site, granularity: Granularity) -> Granularity:
+    """``granularity`` of a weight, or that of its output channels where it has one scale for all of them."""
+    if not isinstance(granularity, PerTensor):
+        return granularity
+    op, value = site._graph.op(site._plan.op), site._graph.values[site._plan.value]
+    return resolve_granularity(op.type, op.attrs, site._plan.port, PerChannel(), value.shape)
+
+
+def _maker(site: Site) -> str:
+    """The layer that makes the channels of an activation, where it is not the site's own operator."""
+    place = site.channels.place
+    return "" if place is None or place.layer == site.op else place.layer

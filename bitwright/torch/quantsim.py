@@ -119,8 +119,8 @@ class QuantizationSimModel:
             quantizer = quantizers.get(planned.group)
             if quantizer is None:
                 quantizer = quantizers[planned.group] = Quantizer(planned.name, planned.role, planned.spec)
-            sites[planned.name] = Site(planned, quantizer, self.graph)
-            held = Place(planned.name, planned.port, quantizer)
+            site = sites[planned.name] = Site(planned, quantizer, self.graph)
+            held = Place(planned.name, planned.port, quantizer, site.channels)
             if planned.inner is not None:
                 inside.setdefault(planned.op, {})[planned.inner] = held
                 continue
@@ -234,7 +234,8 @@ class QuantizationSimModel:
             return diagnose_batch(self._interceptor, args, kwargs, self._simulator.mended_at)
 
         watched = [q for q in self.quantizers.unique() if q.enabled and q.role in ("input", "output")]
-        return BatchGate(watched, policy, blame)
+        watches = [s.channels for s in self.quantizers.values() if s.channels.place is not None]
+        return BatchGate(watched, policy, blame, watches)
 
     def _quantized_parameters(self) -> dict[str, torch.Tensor]:
         """Parameter name -> the parameter, of every enabled weight and bias."""

@@ -12,6 +12,7 @@ import torch
 import torch.onnx.ops
 
 from bitwright.core.calibration import BatchGate
+from bitwright.core.channels import ChannelWatch
 from bitwright.core.ops import op_row
 from bitwright.core.quantizer import DerivedBias
 from bitwright.core.recurrence import CELLS
@@ -31,11 +32,18 @@ Stage = Literal["uncalibrated", "observe", "simulate", "mark", "float"]
 
 @dataclass(frozen=True)
 class Place:
-    """A quantizer at a port (or output index) of a call; ``site`` is its name there."""
+    """A quantizer at a port (or output index) of a call; ``site`` is its name there, ``channels`` what it shows of them."""
 
     site: str
     at: int
     quantizer: Quantizer
+    channels: ChannelWatch
+
+    def observe(self, x: torch.Tensor) -> None:
+        """Add a tensor that passes to what calibration knows."""
+        if not self.quantizer.frozen:
+            self.quantizer.observe(x)
+            self.channels.observe(x)
 
 
 @dataclass(frozen=True)
@@ -225,7 +233,7 @@ class Simulator:
         output = self._planned(plan, row, recurrent.layer, args, {**kwargs, "inside": inside})
         for name, steps in kept.items():
             if name not in tapped:
-                plan.inside[name].quantizer.observe(torch.cat(steps))
+                plan.inside[name].observe(torch.cat(steps))
         for name, taken in tapped.items():
             steps = kept[name][::-1] if kwargs.get("reverse") else kept[name]  # in the order of time
             taken.append(torch.cat(steps) if args[4] is not None else torch.stack(steps))
@@ -320,7 +328,7 @@ class Simulator:
     def _activation(self, place: Place, x: torch.Tensor, *, overwrite: bool) -> torch.Tensor:
         quantizer = place.quantizer
         if self.stage == "observe":
-            quantizer.observe(x)
+            place.observe(x)
             return quantizer(x, overwrite) if quantizer.frozen else x
         result = quantizer(x, overwrite)
         if self.taps is not None and place.site in self.taps:
