@@ -109,6 +109,21 @@ def apply_seq_mse(
     )
 
 
+def apply_adascale(
+    sim: QuantizationSimModel,
+    inputs: Iterable[Any],
+    adascale_model_config: Any = None,
+    num_iterations: int = 1500,
+    **options: Any,
+) -> RoundingReport:
+    """Learned divisions of weights under AIMET's name and arguments: :func:`apply_reconstruction` with ``flexround``.
+
+    Blocks are found from the graph of any network: ``adascale_model_config`` and ``topology`` are not needed.
+    """
+    options.pop("topology", None)
+    return apply_reconstruction(sim, inputs, "flexround", iterations=num_iterations, **options)
+
+
 def apply_gptq(sim: QuantizationSimModel, inputs: Iterable[Any], **options: Any) -> RoundingReport:
     """:func:`apply_reconstruction` with ``gptq``."""
     return apply_reconstruction(sim, inputs, "gptq", **options)

@@ -107,17 +107,46 @@ def apply_gptq(sim: QuantizationSimModel, data: Iterable[Any], **options: Any) -
     return apply_reconstruction(sim, data, "gptq", **options)
 
 
+@dataclass(frozen=True)
+class SeqMseParams:
+    """What the older call ``apply_seq_mse(model, sim, data_loader, params)`` is to do; AIMET's names and defaults.
+
+    Attributes:
+        num_batches: how many batches are used; all with ``None``.
+        num_candidates: fractions of the range that are tried per channel.
+        inp_symmetry: ``symqt``: both sides of the comparison read the quantized predecessor's values.
+        loss_fn: ``mse``.
+        forward_fn: ``forward_fn(model, batch)``, when the model is not called as ``model(batch)``.
+
+    Raises:
+        ConfigError: another ``inp_symmetry`` or ``loss_fn``.
+    """
+
+    num_batches: int | None = 4
+    num_candidates: int = 20
+    inp_symmetry: str = "symqt"
+    loss_fn: str = "mse"
+    forward_fn: Forward | None = None
+
+    def __post_init__(self) -> None:
+        for name, only in (("inp_symmetry", "symqt"), ("loss_fn", "mse")):
+            if getattr(self, name) != only:
+                raise ConfigError(name, f"it is {getattr(self, name)!r}", f"use {only!r}, the only one here")
+
+
 def apply_seq_mse(
     sim: QuantizationSimModel,
     data_loader: Iterable[Any],
-    num_candidates: int = 20,
-    forward_fn: Forward | None = None,
+    num_candidates: int | Iterable[Any] = 20,
+    forward_fn: Forward | SeqMseParams | None = None,
     modules_to_exclude: Iterable[nn.Module] | None = None,
     checkpoints_config: Any = None,
     cache_dir: str | Path | None = None,
     **options: Any,
 ) -> RoundingReport:
     """Choose the range of every weight by its layer's output error; under AIMET's name and arguments.
+
+    AIMET's older call, ``apply_seq_mse(model, sim, data_loader, params)``, is understood too.
 
     Args:
         sim: changed in place: encodings of weights are set and frozen.
@@ -131,6 +160,10 @@ def apply_seq_mse(
     Raises:
         ConfigError, CalibrationError, ModelError: see :func:`apply_reconstruction`.
     """
+    if isinstance(data_loader, QuantizationSimModel) and isinstance(forward_fn, SeqMseParams):
+        params, forward_fn = forward_fn, forward_fn.forward_fn
+        sim, data_loader = data_loader, itertools.islice(num_candidates, params.num_batches)  # type: ignore[arg-type]
+        num_candidates = params.num_candidates
     if checkpoints_config is not None:
         logger.info("apply_seq_mse: checkpoints_config is not needed, values are kept from layer to layer")
     names = {id(module): path for path, module in walk_modules(sim.model)}
@@ -145,6 +178,29 @@ def apply_seq_mse(
         cache_dir=cache_dir,
         exclude=excluded,
         forward_fn=forward_fn,
+        **options,
+    )
+
+
+def apply_adascale(
+    qsim: QuantizationSimModel,
+    data_loader: Iterable[Any],
+    forward_fn: Forward | None = None,
+    num_iterations: int = 1500,
+    checkpoint_dir: str | Path | None = None,
+    **options: Any,
+) -> RoundingReport:
+    """Learned divisions of weights under AIMET's name and arguments: :func:`apply_reconstruction` with ``flexround``.
+
+    Blocks are found in any network, not only in language models; ``checkpoint_dir`` is ``cache_dir``.
+    """
+    return apply_reconstruction(
+        qsim,
+        data_loader,
+        "flexround",
+        iterations=num_iterations,
+        forward_fn=forward_fn,
+        cache_dir=checkpoint_dir,
         **options,
     )
 

@@ -187,3 +187,32 @@ def test_spinquant_rotates_what_is_asked_for(r1, r2, decoder):
     assert {name for name in kept if not torch.equal(kept[name], getattr(model, name).weight)} == set(names)
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(run(other, x), before, rtol=1e-4, atol=1e-4)
+
+
+def prepared(module: nn.Module) -> tuple[bt.QuantizationSimModel, list[torch.Tensor]]:
+    bt.fold_all_batch_norms(module, dummy_input=X[:2])
+    sim = bt.QuantizationSimModel(module, X[:2], preset="w4a8")
+    sim.compute_encodings(X.split(32), progress=False)
+    return sim, list(X.split(32))
+
+
+def test_the_older_call_of_seq_mse():
+    model = small(0.5)
+    sim, batches = prepared(model)
+    other, _ = prepared(small(0.5))
+    params = bt.SeqMseParams(num_batches=2, num_candidates=8)
+    report = bt.apply_seq_mse(model, sim, batches, params)
+    assert str(report) == str(bt.apply_seq_mse(other, batches[:2], num_candidates=8)) and report.gain < 1
+    with pytest.raises(ConfigError, match="inp_symmetry: it is 'asym'. Remedy: use 'symqt'"):
+        bt.SeqMseParams(num_batches=2, inp_symmetry="asym")
+
+
+def test_adascale_is_flexround_in_both_front_ends(tmp_path):
+    module = small(0.5)
+    sim, batches = prepared(module)
+    report = bt.apply_adascale(sim, batches, lambda m, batch: m(batch), 60, tmp_path / "done")
+    assert report.method == "flexround" and report.gain < 1 and list((tmp_path / "done").iterdir())
+    other = bo.QuantizationSimModel(exported(module, X[:2]), X[:2].numpy(), preset="w4a8", threads=1)
+    other.compute_encodings([x.numpy() for x in batches], progress=False)
+    theirs = bo.apply_adascale(other, [x.numpy() for x in batches], None, 60, topology=None)
+    assert theirs.method == "flexround" and theirs.gain < 1 and len(theirs) == len(report) == 4
