@@ -160,10 +160,12 @@ def apply_seq_mse(
     Raises:
         ConfigError, CalibrationError, ModelError: see :func:`apply_reconstruction`.
     """
-    if isinstance(data_loader, QuantizationSimModel) and isinstance(forward_fn, SeqMseParams):
-        params, forward_fn = forward_fn, forward_fn.forward_fn
-        sim, data_loader = data_loader, itertools.islice(num_candidates, params.num_batches)  # type: ignore[arg-type]
-        num_candidates = params.num_candidates
+    if isinstance(forward_fn, SeqMseParams):  # (model, sim, data_loader, params), AIMET's older call
+        older, used = forward_fn, itertools.islice(num_candidates, forward_fn.num_batches)  # type: ignore[arg-type]
+        return apply_seq_mse(
+            data_loader, used, older.num_candidates, older.forward_fn, modules_to_exclude,  # type: ignore[arg-type]
+            checkpoints_config, cache_dir, **options,
+        )  # fmt: skip
     if checkpoints_config is not None:
         logger.info("apply_seq_mse: checkpoints_config is not needed, values are kept from layer to layer")
     names = {id(module): path for path, module in walk_modules(sim.model)}
