@@ -56,6 +56,11 @@ KINDS: dict[str, Kind] = {
     "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold",)),
     "smooth": Kind("float", "move activation outliers into weights", ("fold_norms",)),
     "rotate": Kind("float", "spread outliers by Hadamard rotations", ("fold_norms",)),
+    "awq": Kind(
+        "float",
+        "scale channels so that rounded weights change outputs least",
+        ("fold_norms", "equalize", "smooth", "rotate"),
+    ),
     "seq_mse": Kind("simulation", "weight ranges by output error, layer after layer"),
     "gptq": _rounding("round weights column by column with error feedback"),
     "adaround": _rounding("learn each weight's rounding, layer after layer"),

@@ -138,6 +138,15 @@ def quantize(
         "equalize": action(ptq.equalize_model, **common),
         "smooth": action(ptq.smooth_model, data=batches, **common),
         "rotate": action(ptq.rotate_model, **common),
+        "awq": action(
+            ptq.awq_model,
+            data=batches,
+            weight=preset,
+            config_file=config_file,
+            quant_scheme=quant_scheme,
+            progress=progress,
+            **common,
+        ),
         "bias_correction": action(correct_biases),
         **weight_actions(
             partial(apply_reconstruction, inputs=batches, progress=progress), calibrate, _method_options

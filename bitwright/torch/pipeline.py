@@ -141,6 +141,15 @@ def quantize(
         "equalize": action(ptq.equalize_model, dummy_input=first),
         "smooth": action(ptq.smooth_model, data=batches, dummy_input=first),
         "rotate": action(ptq.rotate_model, dummy_input=first),
+        "awq": action(
+            ptq.awq_model,
+            data=batches,
+            dummy_input=first,
+            weight=preset,
+            config_file=config_file,
+            quant_scheme=quant_scheme,
+            progress=progress,
+        ),
         "bias_correction": action(correct_biases),
         **weight_actions(
             partial(apply_reconstruction, data=batches, progress=progress), calibrate, method_options

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import bitwright.onnx
 import bitwright.onnx.ptq as onnx_ptq
 import bitwright.torch.ptq as torch_ptq
 from bitwright.errors import CalibrationError, ConfigError, ModelError
@@ -191,6 +192,51 @@ def test_smoothing_and_rotation_find_the_same(bias):
     for a, b in zip(ours.factors, theirs.factors, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3)
     torch.testing.assert_close(run(other, x), before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+def test_the_search_of_channel_scales_finds_the_same(bias):
+    model, x = Decoder(tied=False, bias=bias), tokens(32)
+    other = exported(model, x, dynamo=not bias)  # both exporters
+    before = model(x)
+    ours = torch_ptq.awq_model(model, [x], weight="w4")
+    theirs = onnx_ptq.awq_model(other, [x.numpy()], weight="w4")
+    assert len(ours.scaled) == len(theirs.scaled) >= 4
+    for a, b in zip(ours.scaled, theirs.scaled, strict=True):
+        assert a.found.alpha == b.found.alpha, str(a)
+        assert a.found.before == pytest.approx(b.found.before, rel=1e-3)
+        assert a.found.after == pytest.approx(b.found.after, rel=1e-3)
+    for a, b in zip(ours.factors, theirs.factors, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3)
+    torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(run(other, x), before, rtol=1e-4, atol=1e-4)
+
+
+def test_the_search_of_channel_scales_in_a_recipe():
+    model, x = Decoder(tied=False), tokens(32)
+    other = exported(model, x, dynamo=True)
+    wanted = model(x).detach()
+
+    def error(outputs: Tensor) -> float:
+        return float((outputs.detach() - wanted).square().mean())
+
+    recipe = ["fold_norms", {"awq": {"alphas": 10}}, "gptq"]
+    ours = bitwright.quantize(
+        model, [x], "w4", recipe=recipe, metric=lambda m: error(m(x)), lower_is_better=True
+    )
+    theirs = bitwright.onnx.quantize(
+        other, [x.numpy()], "w4", recipe=recipe, lower_is_better=True,
+        metric=lambda session: error(torch.from_numpy(session.run(None, {"x": x.numpy()})[0])),
+    )  # fmt: skip
+    for report in (ours.report, theirs.report):
+        assert [outcome.step for outcome in report][2:] == ["fold_norms()", "awq(alphas=10)", "gptq()"]
+        assert "groups scaled on 32 samples, output error x 0." in report[3].note
+        assert report[3].change > 0  # scaled by the grid of the run's preset
+    assert ours.report[3].note == theirs.report[3].note
+    with pytest.raises(ConfigError, match=r"awq: there is no option 'alpha'.*use alphas, memory_budget"):
+        bitwright.quantize(model, [x], "w4", recipe=[{"awq": {"alpha": 0.5}}])
+    with pytest.raises(ConfigError, match=r"step 2 \(smooth\) comes too late: awq relies on it"):
+        bitwright.quantize(model, [x], "w4", recipe=["awq", "smooth"])
 
 
 def test_biases_of_zeros_can_be_added_to_an_onnx_model():
