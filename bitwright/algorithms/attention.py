@@ -60,14 +60,17 @@ class Attention:
 
 def find_attention(layers: Layers) -> list[Attention]:
     """Every attention written as product, softmax, product; in execution order, linear in the graph."""
-    graph, found = layers.graph, []
+    return [_read(layers, scores, product) for scores, product in attention_products(layers.graph)]
+
+
+def attention_products(graph: Graph) -> Iterator[tuple[Op, Op]]:
+    """The two products of every attention: queries with keys, and what softmax makes of it with values."""
     for op in graph.ops:
         if op.type == "Softmax" and op.inputs[0] is not None and len(op.outputs) == 1:
             scores = _product_before(graph, op.inputs[0])
             product = _reader(graph, op.outputs[0])
             if scores is not None and product is not None:
-                found.append(_read(layers, scores, product))
-    return found
+                yield scores, product
 
 
 def _product_before(graph: Graph, value: str) -> Op | None:

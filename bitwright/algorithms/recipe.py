@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from bitwright.core.config import read_file
+from bitwright.core.formats import IntFormat
 from bitwright.core.model import Undo
-from bitwright.errors import CalibrationError, ConfigError, close_matches
+from bitwright.core.spec import Preset, QuantSpec, find_preset
+from bitwright.errors import BitwrightError, CalibrationError, ConfigError, close_matches
 
 logger = logging.getLogger("bitwright")
 
@@ -47,7 +49,7 @@ _ROUNDING = ("gptq", "adaround", "brecq", "qdrop", "flexround")
 
 
 def _rounding(does: str) -> Kind:
-    return Kind("simulation", does, ("seq_mse",), _ROUNDING)
+    return Kind("simulation", does, ("layer_inputs", "seq_mse"), _ROUNDING)
 
 
 KINDS: dict[str, Kind] = {
@@ -61,7 +63,8 @@ KINDS: dict[str, Kind] = {
         "scale channels so that rounded weights change outputs least",
         ("fold_norms", "equalize", "smooth", "rotate"),
     ),
-    "seq_mse": Kind("simulation", "weight ranges by output error, layer after layer"),
+    "layer_inputs": Kind("simulation", "keep activations in float that no layer with a weight reads"),
+    "seq_mse": Kind("simulation", "weight ranges by output error, layer after layer", ("layer_inputs",)),
     "gptq": _rounding("round weights column by column with error feedback"),
     "adaround": _rounding("learn each weight's rounding, layer after layer"),
     "brecq": _rounding("learn each weight's rounding, block after block"),
@@ -73,10 +76,14 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a recipe: a row of :data:`KINDS` and the options of its function."""
+    """One step of a recipe: a row of :data:`KINDS` and the options of its function.
+
+    A step that is ``optional`` is left out, with the reason in the report, where it cannot be done.
+    """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    optional: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"
@@ -160,19 +167,54 @@ def _check_order(steps: Sequence[Step], source: str) -> None:
         seen[step.name] = at
 
 
-DEFAULT_RECIPE = ("fold",)
+def default_recipe(preset: Preset, *, own_rules: bool = False) -> tuple[Step, ...]:
+    """What is done when no recipe is given: no labels, no settings, seconds to minutes.
+
+    Batch norms are folded; where activations have at most 8 bits, transformers are smoothed and only what their layers
+    read is quantized; integer weights are rounded with error feedback.
+
+    Args:
+        preset: of the simulation.
+        own_rules: whether a configuration of the user's says which activations are quantized.
+
+    Example:
+        >>> from bitwright.core.spec import find_preset
+        >>> [step.name for step in default_recipe(find_preset("w8a8"))]
+        ['fold', 'smooth', 'layer_inputs', 'gptq']
+    """
+    steps = [Step("fold")]
+    if _bits(preset.activation) <= 8:
+        steps.append(Step("smooth", optional=True))
+        if not own_rules:
+            steps.append(Step("layer_inputs", {"only_with_attention": True}))
+    if _bits(preset.weight) < 8:
+        steps.append(Step("seq_mse", optional=True))
+    if _bits(preset.weight) <= 8:
+        steps.append(Step("gptq", optional=True))
+    return tuple(steps)
+
+
+def _bits(spec: QuantSpec | None) -> int:
+    """Width of an integer format; more than any of them for others."""
+    return spec.format.bits if spec is not None and isinstance(spec.format, IntFormat) else 64
+
+
 RecipeLike = str | Path | Iterable[str | Mapping[str, Any] | Step]
 
 
-def as_recipe(recipe: RecipeLike | None) -> tuple[Step, ...]:
-    """Steps from a list, the path of a recipe file, or ``None`` for :data:`DEFAULT_RECIPE`.
+def as_recipe(
+    recipe: RecipeLike | None, preset: str | Preset = "w8a8", *, own_rules: bool = False
+) -> tuple[Step, ...]:
+    """Steps from a list, the path of a recipe file, or ``None`` for :func:`default_recipe`.
 
     Raises:
-        ConfigError: see :func:`parse_recipe` and :func:`load_recipe`.
+        ConfigError: see :func:`parse_recipe` and :func:`load_recipe`; or an unknown preset.
     """
+    if recipe is None:
+        return default_recipe(find_preset(preset), own_rules=own_rules)
     if isinstance(recipe, (str, Path)) and Path(recipe).suffix:
         return load_recipe(recipe)
-    return parse_recipe(DEFAULT_RECIPE if recipe is None else recipe)  # type: ignore[arg-type]
+    return parse_recipe(recipe)  # type: ignore[arg-type]
 
 
 def batches_of(data: Iterable[Any], *, again: bool) -> tuple[Any, Iterable[Any]]:
@@ -392,7 +434,7 @@ class RecipeReport(Sequence[Outcome]):
         for o in self.outcomes:
             metric = "" if o.metric is None else f"{o.metric:.5g}"
             change = "" if o.change is None else f"{o.change:+.3g}"
-            state = "" if o.kept else "taken back: "
+            state = "" if o.kept or o.change is None else "taken back: "
             rows.append((o.step, metric, change, f"{state}{o.note}"))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [
@@ -431,14 +473,16 @@ def run_recipe(
     """
     if on_harm not in ("report", "undo"):
         raise ConfigError("on_harm", f"{on_harm!r} is neither 'report' nor 'undo'", "use one of them")
-    for step in steps:
-        runner.check(step)
+    impossible = _check(steps, runner)
     book = _Book(lower_is_better)
     if float_metric is not None:
         book.add("float", float_metric)
         book.add("no step", runner.measure())
     simulated, interrupted = False, None
-    for step in steps:
+    for index, step in enumerate(steps):
+        if index in impossible:
+            book.leave_out(step, impossible[index])
+            continue
         if KINDS[step.name].phase == "simulation" and not simulated:
             runner.simulate()
             simulated = True
@@ -451,6 +495,12 @@ def run_recipe(
             interrupted = str(step)
             logger.warning("interrupted during %s; the steps before it are in force", step)
             break
+        except BitwrightError as error:
+            undo()
+            if not step.optional:
+                raise
+            book.leave_out(step, error)
+            continue
         outcome = book.add(str(step), value, note)
         if outcome.hurts:
             logger.warning("%s made the metric worse by %.4g%s", step, -(outcome.change or 0), _fate(on_harm))
@@ -460,6 +510,19 @@ def run_recipe(
     if not simulated:
         runner.simulate()
     return RecipeReport(tuple(book.outcomes), interrupted)
+
+
+def _check(steps: Sequence[Step], runner: Runner) -> dict[int, BitwrightError]:
+    """Refuse what the runner cannot do; of optional steps, say why by their place."""
+    impossible = {}
+    for index, step in enumerate(steps):
+        try:
+            runner.check(step)
+        except BitwrightError as error:
+            if not step.optional:
+                raise
+            impossible[index] = error
+    return impossible
 
 
 def _fate(on_harm: OnHarm) -> str:
@@ -490,6 +553,11 @@ class _Book:
         change = None if metric is None or last is None else self.sign * (metric - last)
         self.outcomes.append(Outcome(step, metric, change, note))
         return self.outcomes[-1]
+
+    def leave_out(self, step: Step, why: BitwrightError) -> None:
+        """Write down an optional step that cannot be done."""
+        logger.warning("%s is left out: %s", step, why)
+        self.outcomes.append(Outcome(str(step), None, None, f"left out: {why}", kept=False))
 
     def take_back(self) -> None:
         """The step written last is no longer in force."""

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitwright.algorithms.blocks import Unit, layer_units
+from bitwright.algorithms.layers import holds_layer_weight
 from bitwright.algorithms.matrices import RECURRENT, Grid, Layer
 from bitwright.algorithms.program import SimulatedModel
 from bitwright.algorithms.propagate import Store, Walk
 from bitwright.core.encoding import Encoding
 from bitwright.core.formats import IntFormat
 from bitwright.core.graph import Graph, Op
-from bitwright.core.ops import op_row
 from bitwright.core.sites import Site
 from bitwright.errors import CalibrationError, ConfigError, close_matches
 
@@ -159,7 +159,7 @@ def find_layers(
     graph = model.graph()
     weights: dict[str, list[Site]] = {}
     for site in model.sites().values():
-        if site.role in ("weight", "constant") and _is_layer(graph, site):
+        if holds_layer_weight(graph, site.op, site.role, site._plan.port):
             weights.setdefault(site.op, []).append(site)
     wanted = set(weights) if include is None else _matching(include, weights, "include")
     unwanted = _matching(exclude, weights, "exclude")
@@ -181,13 +181,6 @@ def find_layers(
             else:
                 found[name] = Layer(name, op.name, op.type, dict(op.attrs), shape, site.name, site._plan.port)
     return found, skipped
-
-
-def _is_layer(graph: Graph, site: Site) -> bool:
-    op = graph.op(site.op)
-    if op.type in RECURRENT:
-        return site.role == "weight"
-    return op_row(op.type).kind == "compute" and site._plan.port == op_row(op.type).weight
 
 
 def _matching(patterns: Iterable[str], names: Iterable[str], argument: str) -> set[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from bitwright.algorithms.batch_norm_fold import FoldReport
 from bitwright.algorithms.bias_correct import BiasReport
+from bitwright.algorithms.layer_inputs import layer_inputs
 from bitwright.algorithms.recipe import (
     FrontEnd,
     ModelRunner,
@@ -78,7 +79,7 @@ def quantize(
             the example input; a generator is fine.
         preset: a row of ``PRESETS`` or a :class:`Preset`.
         recipe: post-training methods in their order, ``["fold", "equalize", {"adaround": {"iterations": 2000}}]``, or the
-            path of a file that lists them; only ``fold`` by default. See :mod:`bitwright.algorithms.recipe`.
+            path of a file that lists them; :func:`bitwright.algorithms.recipe.default_recipe` by default.
         config_file, quant_scheme, providers, memory_budget: as for :class:`QuantizationSimModel`.
         metric: ``metric(session) -> float`` of an ``InferenceSession``, measured on the float and on the simulated model,
             and after every step of a recipe that is given.
@@ -95,8 +96,8 @@ def quantize(
         ConfigError: a recipe that cannot work.
         ModelError: the model cannot be read or run, or a feed does not fit.
     """
-    steps = as_recipe(recipe)
-    first, batches = batches_of(data, again=recipe is not None)
+    steps = as_recipe(recipe, preset, own_rules=config_file is not None)
+    first, batches = batches_of(data, again=any(step.name != "fold" for step in steps))
     loaded = load_model(model)
     metrics = {} if metric is None else {"float": float(metric(open_session(loaded.model, providers)))}
     folds: list[FoldReport] = []
@@ -147,6 +148,7 @@ def quantize(
             progress=progress,
             **common,
         ),
+        "layer_inputs": action(layer_inputs),
         "bias_correction": action(correct_biases),
         **weight_actions(
             partial(apply_reconstruction, inputs=batches, progress=progress), calibrate, _method_options

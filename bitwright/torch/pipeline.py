@@ -14,6 +14,7 @@ from torch import nn
 
 from bitwright.algorithms.batch_norm_fold import FoldReport
 from bitwright.algorithms.bias_correct import BiasReport
+from bitwright.algorithms.layer_inputs import layer_inputs
 from bitwright.algorithms.methods import method_options
 from bitwright.algorithms.recipe import (
     FrontEnd,
@@ -87,7 +88,7 @@ def quantize(
             is also the example input; a generator is fine.
         preset: a row of ``PRESETS`` or a :class:`Preset`.
         recipe: post-training methods in their order, ``["fold", "equalize", {"adaround": {"iterations": 2000}}]``, or the
-            path of a file that lists them; only ``fold`` by default. See :mod:`bitwright.algorithms.recipe`.
+            path of a file that lists them; :func:`bitwright.algorithms.recipe.default_recipe` by default.
         config_file: rules, as for :class:`QuantizationSimModel`.
         quant_scheme: range method, as for :class:`QuantizationSimModel`.
         metric: ``metric(model) -> float``, measured on the float and on the simulated model, and after every step of a
@@ -105,8 +106,8 @@ def quantize(
         ConfigError: a recipe that cannot work.
     """
     require_module(model)
-    steps = as_recipe(recipe)
-    first, batches = batches_of(data, again=recipe is not None)
+    steps = as_recipe(recipe, preset, own_rules=config_file is not None)
+    first, batches = batches_of(data, again=any(step.name != "fold" for step in steps))
     metrics = {} if metric is None else {"float": float(metric(model))}
     folds: list[FoldReport] = []
 
@@ -150,6 +151,7 @@ def quantize(
             quant_scheme=quant_scheme,
             progress=progress,
         ),
+        "layer_inputs": action(layer_inputs),
         "bias_correction": action(correct_biases),
         **weight_actions(
             partial(apply_reconstruction, data=batches, progress=progress), calibrate, method_options

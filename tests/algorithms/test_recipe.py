@@ -11,6 +11,7 @@ from bitwright.algorithms.recipe import (
     FrontEnd,
     ModelRunner,
     Step,
+    as_recipe,
     load_recipe,
     parse_recipe,
     run_recipe,
@@ -196,3 +197,47 @@ def test_a_float_step_that_hurts_gives_the_model_back():
 def test_the_runner_knows_the_options_of_its_steps():
     with pytest.raises(ConfigError, match="fold: there is no option 'amont'.*amount"):
         run_recipe(parse_recipe([{"fold": {"amont": -2}}]), runner_of_dictionaries())
+
+
+def test_an_optional_step_that_cannot_be_done_is_left_out_and_said():
+    class Refusing(Fake):
+        def check(self, step):
+            if step.name == "smooth":
+                raise ConfigError("smooth", "there is no library for it", "install one")
+
+        def apply(self, step):
+            if step.name == "gptq":
+                self.state = -5.0  # half done
+                raise CalibrationError("gptq", "layer 3 is not finite", "look at the data")
+            return super().apply(step)
+
+    steps = [
+        Step("fold"),
+        Step("smooth", optional=True),
+        Step("gptq", optional=True),
+        Step("bias_correction"),
+    ]
+    fake = Refusing(bias_correction=1.0)
+    report = run_recipe(steps, fake, float_metric=12.0)
+    assert [o.kept for o in report] == [True, True, True, False, False, True]
+    assert "left out: smooth: there is no library for it" in str(report)
+    assert "left out: gptq: layer 3 is not finite" in str(report)
+    assert fake.state == report.metric == 11.0
+    for step in ("smooth", "gptq"):
+        with pytest.raises((ConfigError, CalibrationError), match=f"^{step}"):
+            run_recipe([Step(step)], Refusing())
+
+
+@pytest.mark.parametrize(
+    ("preset", "own_rules", "steps"),
+    [
+        ("w8a8", False, ["fold", "smooth", "layer_inputs", "gptq"]),
+        ("w8a8", True, ["fold", "smooth", "gptq"]),
+        ("w8a16", False, ["fold", "gptq"]),
+        ("w4a16", False, ["fold", "seq_mse", "gptq"]),
+        ("fp8", False, ["fold"]),
+    ],
+)
+def test_the_default_follows_the_preset(preset, own_rules, steps):
+    assert [step.name for step in as_recipe(None, preset, own_rules=own_rules)] == steps
+    parse_recipe(as_recipe(None, preset))  # an order that works
