@@ -46,7 +46,9 @@ class Store:
         self._sizes: dict[int, int] = {}
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """``tensor`` itself, or an equal one whose numbers lie in a file."""
+        """``tensor`` itself, or an equal one whose numbers lie in a file; of a sequence, each of its tensors."""
+        if not isinstance(tensor, Tensor):
+            return tuple(map(self.keep, tensor)) if isinstance(tensor, tuple) else tensor
         storage = tensor.untyped_storage()
         if self.budget is None or tensor.device.type != "cpu" or storage.data_ptr() in self._sizes:
             return tensor
@@ -152,11 +154,6 @@ class Walk:
             )
 
     @property
-    def samples(self) -> int:
-        """Rows of the batches' inputs, all together."""
-        return sum(_rows(run) for run in self.runs)
-
-    @property
     def programs(self) -> list[Program]:
         """The programs of all batches, each once."""
         return list({id(r.program): r.program for r in self.runs}.values())
@@ -232,11 +229,6 @@ class Walk:
     def constants(self, op: str) -> Program:
         """The program whose constants :meth:`step` reads."""
         return next(r.program for r in self.runs if op in r.program.places)
-
-
-def _rows(run: Run) -> int:
-    tensors = [t for t in run.real.values() if t.dim()]
-    return int(tensors[0].shape[0]) if tensors else 1
 
 
 def _reads(

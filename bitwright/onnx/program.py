@@ -295,15 +295,22 @@ class _Opaque:
                 simulation_model(piece, encodings, _biases(sim)).model, sim.providers
             )
         session = self._sessions[kind]
-        feeds = {i.name: t.detach().cpu().numpy() for i, t in zip(session.get_inputs(), tensors, strict=True)}
-        results = session.run(None, feeds)
-        if not all(isinstance(array, np.ndarray) for array in results):
-            raise ModelError(
-                str(self._node.name),
-                f"this {self._node.op_type} makes a sequence of tensors, which no step of a walk through the model can hold",
-                "export the model without sequences (a split into separate tensors), or choose the weights in torch",
-            )
-        return [to_tensor(array) for array in results]
+        feeds = {i.name: _to_runtime(t) for i, t in zip(session.get_inputs(), tensors, strict=True)}
+        return [_from_runtime(found) for found in session.run(None, feeds)]
+
+
+def _to_runtime(held: Any) -> Any:
+    """A value of a step as ONNX Runtime takes it; a sequence is a tuple of tensors, as only such nodes read it."""
+    if isinstance(held, tuple):
+        return [tensor.detach().cpu().numpy() for tensor in held]
+    return held.detach().cpu().numpy() if isinstance(held, Tensor) else held
+
+
+def _from_runtime(found: Any) -> Any:
+    """What ONNX Runtime returned as the value of a step; what is neither tensor nor sequence stays as it is."""
+    if isinstance(found, list):
+        return tuple(to_tensor(array) for array in found)
+    return to_tensor(found) if isinstance(found, np.ndarray) else found
 
 
 def _encodings(sim: QuantizationSimModel) -> dict[str, Any]:

@@ -177,6 +177,40 @@ def test_operators_without_a_torch_row_are_run_by_the_runtime(caplog):
     assert report.rows[0].before != report.rows[1].before and report.gain < 1
 
 
+def with_sequences() -> onnx.ModelProto:
+    """A tensor is split into a sequence, layers read parts of it, and one puts its result into it."""
+    net = Net()
+    x = net.conv(net.input(shape=(8, 3, 8, 8)), 3, 6, name="first", pads=[1] * 4)
+    parts = net("SplitToSequence", net("Relu", x), net.const(np.int64(2)), name="parts", axis=1)
+    zero, two = net.const(np.int64(0)), net.const(np.int64(2))
+    left = net.conv(net("SequenceAt", parts, zero), 2, 4, name="left", pads=[1] * 4)
+    more = net("SequenceInsert", parts, left, name="more")
+    right = net.conv(net("SequenceAt", more, two), 2, 4, name="right", pads=[1] * 4)
+    joined = net("ConcatFromSequence", more, name="joined", axis=1)
+    x = net.conv(net("Concat", joined, right, axis=1), 14, 4, name="last")
+    x = net("OptionalGetElement", net("Optional", x, name="wrapped"), name="unwrapped")
+    return net.model(net("ReduceMean", x, axes=[2, 3], keepdims=0, name="mean"))
+
+
+@pytest.mark.parametrize("method", ["gptq", "brecq"])
+def test_layers_around_sequences_of_tensors_are_treated(method, tmp_path):
+    random = np.random.default_rng(0)
+    feeds = [random.standard_normal((8, 3, 8, 8)).astype(np.float32) for _ in range(4)]
+    found = []
+    for budget in (None, 1000) if method == "gptq" else (None,):
+        sim = onnx_front.QuantizationSimModel(with_sequences(), feeds[0], preset="w4a8")
+        sim.compute_encodings(feeds, progress=False)
+        options = {} if method == "gptq" else {"iterations": 60}
+        report = onnx_front.apply_reconstruction(
+            sim, feeds, method, memory_budget=budget, spill_dir=tmp_path, **options
+        )
+        assert [row.layer for row in report] == ["first", "left", "right", "last"] and not report.skipped
+        assert report.gain < 1
+        found.append([row.after for row in report])
+        assert sim.verify(feeds[0]).ok
+    assert found[0] == found[-1]  # parts of a sequence go to the disk as other values do
+
+
 @pytest.mark.parametrize("model", [branches, scan], ids=["if", "scan"])
 def test_weights_in_bodies_are_listed_and_the_rest_is_treated(model):
     proto = model()
