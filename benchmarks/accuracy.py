@@ -1,307 +1,173 @@
-"""What post-training methods do to the accuracy of trained networks, in PyTorch and as ONNX.
+"""What recipes of post-training methods do to the accuracy of trained networks, in PyTorch and as ONNX.
 
-    python benchmarks/accuracy.py                       # everything, some twenty minutes on one core
-    python benchmarks/accuracy.py --models mobilenet_v2_cifar --front-ends torch
-    python benchmarks/accuracy.py --quick               # few samples, for a first look
+    python benchmarks/accuracy.py --results accuracy.jsonl                 # everything, some hours on one core
+    python benchmarks/accuracy.py --results accuracy.jsonl --models resnet20_aux --front-ends torch --seeds 0
+    python benchmarks/accuracy.py --results accuracy.jsonl --only-table --markdown table.md
 
-Needs the developer data set (see tests/data.py). A row of ``ROWS`` is a name, the models it is for, the preset and the
-steps; adding a method is adding a row, and a step that is new a function in ``TorchRun`` and ``OnnxRun``.
+Every number is appended to the results file when it is there, and not measured again: an interrupted run goes on where
+it stopped, and several runs may share the file. A seed draws the calibration samples and seeds the methods that learn.
+Needs the developer data set (see tests/data.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import io
+import json
 import logging
+import os
+import statistics
 import sys
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import measure  # first: it puts the repository on the path
-import onnx
-import onnxruntime
-import torch
-from torch import Tensor
 
-import bitwright.onnx.ptq as onnx_ptq
-import bitwright.torch.ptq as torch_ptq
-from bitwright import onnx as bw_onnx
-from bitwright import torch as bw_torch
-from bitwright.algorithms.methods import METHODS
-from tests import data
-
-
-@dataclass(frozen=True)
-class Task:
-    """A trained network with its data.
-
-    Attributes:
-        batches: calibration data.
-        score: (model as a function of a batch) -> metric.
-        dynamo: which exporter writes it.
-    """
-
-    name: str
-    batches: tuple[Tensor, ...]
-    score: Callable[[Callable[[Tensor], Tensor]], float]
-    dynamo: bool = False
-
-
-def image_task(name: str, calibration: Tensor, images: data.Images) -> Task:
-    return Task(name, tuple(calibration.split(64)), lambda model: data.accuracy(model, images))
-
-
-def tasks(quick: bool) -> dict[str, Callable[[], Task]]:
-    """Networks by name; the data are read when one is asked for."""
-    some = 500 if quick else 2000
-    few = slice(0, 16 if quick else 128)
-    return {
-        "mobilenet_v2_cifar": lambda: image_task(
-            "mobilenet_v2_cifar", data.cifar("train").x[:512], data.cifar()[:some]
-        ),
-        "mobilenet_v1_025": lambda: image_task(
-            "mobilenet_v1_025", data.imagenet("calibration").x, data.imagenet()[: some // 5]
-        ),
-        "resnet20_aux": lambda: image_task("resnet20_aux", data.cifar("train").x[:512], data.cifar()[:some]),
-        "stories260k": lambda: Task(
-            "stories260k",
-            tuple(data.stories("calib")[:, :-1].split(8)),
-            lambda model: data.perplexity(model, data.stories()[few]),
-            dynamo=True,
-        ),
-    }
-
+from bitwright.core.spec import Preset, activation_spec, find_preset, weight_spec
+from tests.tasks import TASKS, Task, measured
 
 CONVOLUTIONAL = ("mobilenet_v2_cifar", "mobilenet_v1_025", "resnet20_aux")
-LANGUAGE = ("stories260k",)
-# label, networks, preset, steps
-ROWS: list[tuple[str, Sequence[str], str, Sequence[str]]] = [
-    ("W8A8 per tensor", CONVOLUTIONAL, "w8a8_per_tensor", ["fold"]),
-    ("+ equalization", CONVOLUTIONAL, "w8a8_per_tensor", ["equalize"]),
+LANGUAGE = ("stories260k", "lstm_char")
+FILES = ("mnist_cntk", "mnist_pytorch", "face_slim_320")
+DECODER = ("stories260k",)
+PRESETS: dict[str, Preset] = {"w3a16": Preset(weight_spec("int3"), activation_spec("uint16"))}
+#: of the methods that learn; blocks take whole samples and gain little from more
+ITERATIONS = {"adaround": 500, "brecq": 200, "qdrop": 200, "flexround": 200}
+# networks, preset, recipes; "default" is the one of quantize(model, data)
+ROWS: list[tuple[Sequence[str], str, Sequence[str]]] = [
     (
-        "+ equalization, bias correction",
-        CONVOLUTIONAL,
+        (*CONVOLUTIONAL, *FILES),
         "w8a8_per_tensor",
-        ["equalize", "simulate", "correct"],
+        ["fold", "equalize", "equalize bias_correction", "equalize gptq"],
     ),
-    ("W8A8 per channel", CONVOLUTIONAL, "w8a8", ["fold"]),
-    ("+ bias correction", CONVOLUTIONAL, "w8a8", ["fold", "simulate", "correct"]),
-    ("W4A8 per channel", CONVOLUTIONAL, "w4a8", ["fold"]),
-    ("+ bias correction (W4A8)", CONVOLUTIONAL, "w4a8", ["fold", "simulate", "correct"]),
-    ("+ seq_mse (W4A8)", CONVOLUTIONAL, "w4a8", ["fold", "simulate", "seq_mse"]),
-    ("+ gptq (W4A8)", CONVOLUTIONAL, "w4a8", ["fold", "simulate", "gptq"]),
-    ("+ adaround (W4A8)", CONVOLUTIONAL, "w4a8", ["fold", "simulate", "adaround"]),
-    ("+ seq_mse, brecq (W4A8)", CONVOLUTIONAL, "w4a8", ["fold", "simulate", "seq_mse", "brecq"]),
-    ("W4A16", LANGUAGE, "w4a16", []),
-    ("+ seq_mse", LANGUAGE, "w4a16", ["simulate", "seq_mse"]),
-    ("+ gptq", LANGUAGE, "w4a16", ["simulate", "gptq"]),
-    ("+ seq_mse, gptq", LANGUAGE, "w4a16", ["simulate", "seq_mse", "gptq"]),
-    ("+ adaround", LANGUAGE, "w4a16", ["simulate", "adaround"]),
-    ("+ brecq", LANGUAGE, "w4a16", ["simulate", "brecq"]),
-    ("W8A8, every activation", LANGUAGE, "w8a8", []),
-    ("+ smoothing", LANGUAGE, "w8a8", ["smooth"]),
-    ("+ rotation", LANGUAGE, "w8a8", ["rotate"]),
-    ("+ rotation, smoothing", LANGUAGE, "w8a8", ["rotate", "smooth"]),
-    ("W8A8, inputs of linear layers", LANGUAGE, "w8a8", ["simulate", "only_linear"]),
-    ("+ smoothing (inputs)", LANGUAGE, "w8a8", ["smooth", "simulate", "only_linear"]),
-    ("+ rotation, smoothing (inputs)", LANGUAGE, "w8a8", ["rotate", "smooth", "simulate", "only_linear"]),
+    ((*CONVOLUTIONAL, *FILES), "w8a8", ["fold", "default"]),
+    (LANGUAGE, "w8a8", ["fold", "default"]),
+    (DECODER, "w8a8", ["smooth", "rotate", "layer_inputs", "rotate smooth layer_inputs"]),
+    (CONVOLUTIONAL, "w4a8", ["fold", "fold bias_correction", "fold seq_mse", "fold gptq", "fold adaround"]),
+    (CONVOLUTIONAL, "w4a8", ["fold brecq", "fold seq_mse adaround", "fold seq_mse brecq"]),
+    (LANGUAGE, "w4a16", ["fold", "seq_mse", "gptq", "seq_mse gptq", "adaround", "seq_mse brecq"]),
+    (DECODER, "w4a16", ["awq", "awq seq_mse", "awq seq_mse gptq"]),
+    (LANGUAGE, "w3a16", ["fold", "seq_mse", "gptq", "seq_mse gptq", "seq_mse adaround", "seq_mse brecq"]),
+    (DECODER, "w3a16", ["awq", "awq seq_mse", "awq seq_mse gptq"]),
+    (("resnet20_aux",), "w4a8", ["fold qdrop", "fold flexround"]),
 ]
+FRONT_ENDS = ("torch", "onnx")
 
 
-#: options of the methods that learn; blocks take whole samples and gain nothing from more
-LEARNED: dict[str, dict[str, int]] = {"adaround": {"iterations": 1000}, "brecq": {"iterations": 300}}
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One number of the table."""
+
+    seed: int
+    front_end: str
+    network: str
+    preset: str
+    recipe: str
 
 
-class TorchRun:
-    """The steps on a module."""
-
-    def __init__(self, task: Task) -> None:
-        self.task, self.model = task, data.trained(task.name)
-        self.example = task.batches[0][:1]
-        self.sim: bw_torch.QuantizationSimModel
-
-    def fold(self) -> None:
-        bw_torch.fold_all_batch_norms(self.model, dummy_input=self.example)
-
-    def equalize(self) -> None:
-        torch_ptq.equalize_model(self.model, dummy_input=self.example)
-
-    def smooth(self) -> None:
-        torch_ptq.smooth_model(self.model, self.task.batches)
-
-    def rotate(self) -> None:
-        torch_ptq.rotate_model(self.model, dummy_input=self.example)
-
-    def simulate(self, preset: str) -> None:
-        self.sim = bw_torch.QuantizationSimModel(self.model, self.example, preset=preset)
-        self.sim.compute_encodings(self.task.batches)
-
-    def correct(self) -> None:
-        torch_ptq.apply_bias_correction(self.sim, self.task.batches)
-
-    def choose_weights(self, method: str) -> None:
-        batches = [part for batch in self.task.batches for part in batch.split(32)]
-        bw_torch.apply_reconstruction(self.sim, batches, method, **LEARNED.get(method, {}))
-        self.sim.compute_encodings(self.task.batches)
-
-    def only_linear(self) -> None:
-        _only_linear(self.sim)
-
-    def run_float(self, batch: Tensor) -> Tensor:
-        with torch.no_grad():
-            return _first(self.model(batch))
-
-    def run(self, batch: Tensor) -> Tensor:
-        with torch.no_grad():
-            return _first(self.sim.model(batch))
+def cells(models: Sequence[str], front_ends: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
+    """What is to be measured, quick ones first; the float model is the recipe ``float``."""
+    rows = [(name, "", "float") for name in TASKS]
+    rows += [
+        (name, preset, recipe) for names, preset, recipes in ROWS for name in names for recipe in recipes
+    ]
+    found = [
+        Cell(seed, end, *row)
+        for seed in seeds
+        for end in front_ends
+        for row in rows
+        if row[0] in models and not (end == "torch" and row[0] in FILES) and not (seed and row[2] == "float")
+    ]
+    return sorted(found, key=lambda cell: not ITERATIONS.keys().isdisjoint(cell.recipe.split()))
 
 
-class OnnxRun:
-    """The same on the network as torch exports it."""
-
-    def __init__(self, task: Task) -> None:
-        self.task, self.model = task, exported(task)
-        self.feeds = [batch.numpy() for batch in task.batches]
-        self.example = self.feeds[0][:2]
-        self.sim: bw_onnx.QuantizationSimModel
-        self._session: Any = None
-
-    def fold(self) -> None:
-        bw_onnx.fold_all_batch_norms(self.model, self.example)
-
-    def equalize(self) -> None:
-        onnx_ptq.equalize_model(self.model, self.example)
-
-    def smooth(self) -> None:
-        onnx_ptq.smooth_model(self.model, self.feeds)
-
-    def rotate(self) -> None:
-        onnx_ptq.rotate_model(self.model, self.example)
-
-    def simulate(self, preset: str) -> None:
-        self.sim = bw_onnx.QuantizationSimModel(self.model, self.example, preset=preset, threads=1)
-        self.sim.compute_encodings(self.feeds)
-
-    def correct(self) -> None:
-        onnx_ptq.apply_bias_correction(self.sim, self.feeds)
-
-    def choose_weights(self, method: str) -> None:
-        feeds = [part.numpy() for batch in self.task.batches for part in batch.split(32)]
-        bw_onnx.apply_reconstruction(self.sim, feeds, method, **LEARNED.get(method, {}))
-        self.sim.compute_encodings(self.feeds)
-
-    def only_linear(self) -> None:
-        _only_linear(self.sim)
-
-    def run_float(self, batch: Tensor) -> Tensor:
-        if self._session is None:
-            self._session = onnxruntime.InferenceSession(
-                self.model.SerializeToString(), providers=["CPUExecutionProvider"]
-            )
-        return torch.from_numpy(self._session.run(None, {"x": batch.numpy()})[0])
-
-    def run(self, batch: Tensor) -> Tensor:
-        return torch.from_numpy(self.sim.run(batch.numpy())[0])
+def steps(recipe: str, seed: int) -> list[str | dict[str, Any]] | None:
+    """The recipe as ``quantize`` takes it."""
+    if recipe == "default":
+        return None
+    return [
+        {name: {"iterations": ITERATIONS[name], "seed": seed}} if name in ITERATIONS else name
+        for name in recipe.split()
+    ]
 
 
-FRONT_ENDS: dict[str, Callable[[Task], Any]] = {"torch": TorchRun, "onnx": OnnxRun}
+def value(cell: Cell, task: Task) -> float:
+    """Measure one cell."""
+    preset = PRESETS.get(cell.preset) or find_preset(cell.preset or "w8a8")
+    recipe = "float" if cell.recipe == "float" else steps(cell.recipe, cell.seed)
+    return measured(cell.network, task, cell.front_end, preset, recipe, cell.seed)
 
 
-def _first(result: Any) -> Tensor:
-    return result if isinstance(result, Tensor) else result[0]
+def read(path: Path) -> dict[Cell, float]:
+    """The numbers of a results file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    found = [json.loads(line) for line in lines]
+    return {Cell(**row["cell"]): row["value"] for row in found}
 
 
-def _only_linear(sim: Any) -> None:
-    """Leave all activations in float but those that a layer with a stored weight reads."""
-    read = {
-        op.inputs[0]
-        for op in sim.graph.ops
-        if op.type in ("Conv", "Gemm", "MatMul") and sim.graph.values[op.inputs[1]].is_static
-    }
-    for site in sim.quantizers.values():
-        site.enabled = site.role == "weight" or site._plan.value in read
+def append(path: Path, cell: Cell, number: float, seconds: float) -> None:
+    """Add a number to a results file; several processes may."""
+    line = json.dumps({"cell": cell.__dict__, "value": number, "seconds": round(seconds, 1)}) + "\n"
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(file, line.encode())
+    finally:
+        os.close(file)
 
 
-def exported(task: Task) -> onnx.ModelProto:
-    """The network as ONNX, batch norms kept, with one input ``x`` and an open batch size."""
-    model, x = data.trained(task.name), task.batches[0][:2]
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if task.dynamo:
-            rows = torch.export.Dim("rows", min=1, max=512)
-            program = torch.onnx.export(
-                model, (x,), dynamo=True, verbose=False, input_names=["x"], dynamic_shapes=({0: rows},)
-            )
-            assert program is not None
-            return program.model_proto
-        file = io.BytesIO()
-        torch.onnx.export(
-            model, (x,), file, dynamo=False, opset_version=17, input_names=["x"], dynamic_axes={"x": {0: "rows"}},
-            training=torch.onnx.TrainingMode.PRESERVE, do_constant_folding=False,
-        )  # fmt: skip
-    return onnx.load_from_string(file.getvalue())
+def table(found: dict[Cell, float]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: mean over the seeds, and the extremes where they differ."""
+    numbers: dict[tuple[str, ...], list[float]] = {}
+    for cell, number in found.items():
+        numbers.setdefault((cell.network, cell.preset, cell.recipe, cell.front_end), []).append(number)
+    rows = []
+    for cell in cells(list(TASKS), ("onnx",), (0,)):
+        network, preset, recipe = cell.network, cell.preset, cell.recipe
+        places = 3 if network in LANGUAGE else 2
+        texts = [_spread(numbers.get((network, preset, recipe, end), []), places) for end in FRONT_ENDS]
+        if any(texts):
+            rows.append([network, preset, recipe, *texts])
+    return ["network", "preset", "recipe", *FRONT_ENDS], sorted(
+        rows, key=lambda row: list(TASKS).index(row[0])
+    )
 
 
-def score(task: Task, front_end: str, preset: str, steps: Sequence[str]) -> float:
-    """The metric after the steps; the simulation is made where ``simulate`` stands, or at the end."""
-    run = FRONT_ENDS[front_end](task)
-    for step in steps:
-        if step == "simulate":
-            run.simulate(preset)
-        elif step in METHODS:
-            run.choose_weights(step)
-        else:
-            getattr(run, step)()
-    if "simulate" not in steps:
-        run.simulate(preset)
-    return task.score(run.run)
+def _spread(numbers: Sequence[float], places: int) -> str:
+    if not numbers:
+        return ""
+    mean, low, high = (f"{f(numbers):.{places}f}" for f in (statistics.fmean, min, max))
+    return mean if low == high else f"{mean} ({low} to {high})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--models", nargs="+", choices=[*CONVOLUTIONAL, *LANGUAGE], default=[*CONVOLUTIONAL, *LANGUAGE]
-    )
-    parser.add_argument("--front-ends", nargs="+", choices=list(FRONT_ENDS), default=list(FRONT_ENDS))
-    parser.add_argument("--quick", action="store_true", help="few samples")
+    parser.add_argument("--results", type=Path, required=True, help="file of the numbers, one line each")
+    parser.add_argument("--models", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--front-ends", nargs="+", choices=FRONT_ENDS, default=FRONT_ENDS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--only-table", action="store_true", help="measure nothing")
     parser.add_argument("--markdown", type=Path, help="write the table there")
-    parser.add_argument("--json", type=Path, help="write the numbers there")
     options = parser.parse_args(arguments)
-    known = tasks(options.quick)
-    columns = ["network", "method", *options.front_ends]
-    rows: list[list[str]] = []
-    raw: list[dict[str, Any]] = []
-    for name in options.models:
-        task = known[name]()
-        found = [task.score(FRONT_ENDS[end](task).run_float) for end in options.front_ends]
-        _add(rows, raw, name, "float", options.front_ends, found)
-        for label, networks, preset, steps in ROWS:
-            if name in networks:
-                found = [score(task, end, preset, steps) for end in options.front_ends]
-                _add(rows, raw, name, label, options.front_ends, found)
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    known: dict[str, Task] = {}
+    for cell in [] if options.only_table else cells(options.models, options.front_ends, options.seeds):
+        if cell in read(options.results):
+            continue
+        task = known.setdefault(cell.network, TASKS[cell.network]())
+        start = time.perf_counter()
+        number = value(cell, task)
+        append(options.results, cell, number, time.perf_counter() - start)
+        print(*cell.__dict__.values(), f"{number:.4f}", sep="\t", file=sys.stderr, flush=True)
+    columns, rows = table(read(options.results))
     title = "Accuracy after post-training methods"
     measure.show(title, columns, rows)
-    measure.save(options.json, options.markdown, title, columns, rows, raw)
-
-
-def _add(
-    rows: list[list[str]],
-    raw: list[dict[str, Any]],
-    name: str,
-    label: str,
-    ends: Sequence[str],
-    found: Sequence[float],
-) -> None:
-    digits = 3 if name in LANGUAGE else 2
-    rows.append([name, label, *(f"{value:.{digits}f}" for value in found)])
-    raw.append({"network": name, "method": label, **dict(zip(ends, found, strict=True))})
-    print(*rows[-1], sep="\t", file=sys.stderr, flush=True)
+    measure.save(None, options.markdown, title, columns, rows, None)
 
 
 if __name__ == "__main__":
