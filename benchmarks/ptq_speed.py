@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import measure  # first of ours: it puts the repository on the path
@@ -19,8 +20,11 @@ from bitwright.algorithms.reconstruct import LayerProblem, Settings
 HELP = """\
 Time AdaRound on a 64 x 64 x 3 x 3 convolution (1,000 iterations) and GPTQ on a 1024 x 1024 linear layer.
 
-AdaRound draws rows of the convolution's matrix product, here 256 of those that 32 pictures of 16 x 16 have; the column
-"pictures" is the same loop on all rows of 32 pictures, which is what a loop over whole pictures computes.
+AdaRound draws rows of the convolution's matrix product, here 256 of those that 32 pictures of 16 x 16 have; the row
+"32 pictures" is the same loop on all rows of 32 pictures, which is what a loop over whole pictures computes.
+
+Seconds are CPU time of one thread, the parts measured in turn and the best of several rounds taken, so that what else
+runs on the machine counts little. "products" are bare matrix products of the same sizes: what no method can do without.
 """
 EXAMPLES = """\
 examples:
@@ -28,6 +32,19 @@ examples:
   python benchmarks/ptq_speed.py --iterations 100 --features 256      a quick look
   python benchmarks/ptq_speed.py --markdown benchmarks/results/ptq_speed.md
 """
+TITLE = "One layer of AdaRound and of GPTQ (CPU seconds, one thread)"
+COLUMNS = ("layer", "whole", "of which", "products alone")
+
+
+def best(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """CPU seconds of each step: all of them in turn, ``rounds`` times, the best of each; one unmeasured round first."""
+    found = dict.fromkeys(steps, float("inf"))
+    for i in range(rounds + 1):
+        for name, step in steps.items():
+            start = time.process_time()
+            step()
+            found[name] = min(found[name], time.process_time() - start) if i else found[name]
+    return found
 
 
 def grid_of(w: torch.Tensor) -> Grid:
@@ -45,76 +62,93 @@ def adaround_problem(batch: int) -> tuple[LayerProblem, torch.Tensor]:
     return LayerProblem(x, y, None, torch.relu, batch), w
 
 
-def adaround_rows(iterations: int, batch: int) -> dict[str, float]:
+def adaround_rows(iterations: int, batch: int, rounds: int) -> dict[str, float]:
     """Seconds of the whole loop, and of its parts alone."""
     problem, w = adaround_problem(batch)
     settings = Settings(iterations=iterations, batch=batch)
     generator = torch.Generator().manual_seed(0)
+    rounding = AdaptiveRounding(w, grid_of(w))
+    optimiser = torch.optim.Adam([rounding.v], lr=0.05, fused=True)
+    indices = torch.randint(problem.size, (64, problem.batch), generator=generator)
+    rows = itertools.cycle(indices)  # other rows every time, as in the loop: they lie outside the caches
+    x, y = problem.x.index_select(1, indices[0]), problem.y.index_select(1, indices[0])
+    many = max(1, iterations // 20)
 
     def loop() -> None:
         reconstruct.optimise(problem, [AdaptiveRounding(w, grid_of(w))], settings, 0.05, 1.0, generator)
 
-    rounding = AdaptiveRounding(w, grid_of(w))
-    optimiser = torch.optim.Adam([rounding.v], lr=0.05, fused=True)
-    index = torch.randint(problem.size, (problem.batch,), generator=generator)
-    x, y = problem.x.index_select(1, index), problem.y.index_select(1, index)
+    def repeated(step: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(many):
+                step()
+
+        return run
+
+    def data() -> None:
+        index = next(rows)
+        problem.x.index_select(1, index), problem.y.index_select(1, index)
 
     def forward() -> torch.Tensor:
         return problem._squared(x, y, rounding.soft(1e-4, 4.0))
 
-    def data() -> None:
-        problem.x.index_select(1, index), problem.y.index_select(1, index)
+    def products() -> None:
+        y.transpose(1, 2) @ x, x @ w.transpose(1, 2)
 
-    def both() -> None:
-        forward().backward()
-
-    both()
-    rounds = max(2, min(20, iterations // 20))
+    forward().backward()
     parts = {
-        "data": measure.median_seconds(data, rounds),
-        "forward": measure.median_seconds(forward, rounds),
-        "backward": measure.median_seconds(both, rounds),
-        "optimiser": measure.median_seconds(optimiser.step, rounds),
+        "data": data,
+        "forward": forward,
+        "both": lambda: forward().backward(),
+        "optimiser": optimiser.step,
+        "products": products,
     }
-    parts["backward"] = max(0.0, parts["backward"] - parts["forward"])
-    return {"whole": measure.seconds(loop), **{name: t * iterations for name, t in parts.items()}}
+    found = best({name: repeated(step) for name, step in parts.items()} | {"whole": loop}, rounds)
+    share = {name: t * iterations / many for name, t in found.items() if name != "whole"}
+    backward = max(0.0, share.pop("both") - share["forward"])
+    return {"whole": found["whole"], **share, "backward": backward}
 
 
-def gptq_rows(features: int, samples: int) -> dict[str, float]:
+def gptq_rows(features: int, samples: int, rounds: int) -> dict[str, float]:
     """Seconds of the second moment, the Cholesky factors and the columns."""
     torch.manual_seed(0)
     layer = Layer("l", "l", "Gemm", {"transB": 1}, (features, features), "l.weight")
     x = torch.randn(samples, features) @ torch.randn(features, features)
     w = torch.randn(1, features, features)
     grid, settings = grid_of(w), gptq.Settings()
-    moment: list[torch.Tensor] = []
-    whole = measure.seconds(lambda: moment.append(second_moment(layer, [x])[0]))
-    factor = measure.seconds(lambda: gptq.inverse_factor(moment[0], settings.damping))
-    columns = measure.seconds(lambda: gptq.round_columns(w.clone(), moment[0], grid, settings))
+    moment = second_moment(layer, [x])[0]
+
+    def products() -> None:
+        x.T @ x
+        for stop in range(settings.block, features, settings.block):
+            w[0, :, : settings.block] @ w[0, : settings.block, stop:]
+
+    steps: dict[str, Callable[[], object]] = {
+        "second moment": lambda: second_moment(layer, [x]),
+        "Cholesky factors": lambda: gptq.inverse_factor(moment, settings.damping),
+        "columns": lambda: gptq.round_columns(w.clone(), moment, grid, settings),
+        "products": products,
+    }
+    found = best(steps, rounds)
+    whole = found["second moment"] + found["columns"]
+    return {"whole": whole, **found, "columns": max(0.0, found["columns"] - found["Cholesky factors"])}
+
+
+def measured(iterations: int, features: int, rounds: int) -> dict[str, dict[str, float]]:
+    pictures = adaround_rows(max(1, iterations // 10), 32 * 256, rounds)
     return {
-        "whole": whole + columns,
-        "second moment": whole,
-        "Cholesky factors": factor,
-        "columns": columns - factor,
+        f"AdaRound 64x64x3x3, {iterations} iterations, 256 rows": adaround_rows(iterations, 256, rounds),
+        f"AdaRound 64x64x3x3, {iterations} iterations, 32 pictures": {n: 10 * t for n, t in pictures.items()},
+        f"GPTQ {features}x{features}, {4 * features} samples": gptq_rows(features, 4 * features, rounds),
     }
 
 
-def rows(iterations: int, features: int) -> dict[str, dict[str, float]]:
-    return {
-        f"AdaRound 64x64x3x3, {iterations} iterations, 256 rows": adaround_rows(iterations, 256),
-        f"AdaRound 64x64x3x3, {iterations} iterations, 32 pictures": {
-            name: t * 10 for name, t in adaround_rows(max(1, iterations // 10), 32 * 256).items()
-        },
-        f"GPTQ {features}x{features}, {4 * features} samples": gptq_rows(features, 4 * features),
-    }
-
-
-def table(found: dict[str, dict[str, float]]) -> str:
-    lines = ["| layer | seconds | of which |", "|---|---|---|"]
+def table(found: dict[str, dict[str, float]]) -> list[list[str]]:
+    order = ("data", "forward", "backward", "optimiser", "second moment", "Cholesky factors", "columns")
+    rows = []
     for name, parts in found.items():
-        split = ", ".join(f"{part} {t:.2f}" for part, t in parts.items() if part != "whole")
-        lines.append(f"| {name} | {parts['whole']:.2f} | {split} |")
-    return "\n".join(lines)
+        split = ", ".join(f"{part} {parts[part]:.2f}" for part in order if part in parts)
+        rows.append([name, f"{parts['whole']:.2f}", split, f"{parts['products']:.2f}"])
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,15 +157,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--iterations", type=int, default=1000, help="of AdaRound (1000)")
     parser.add_argument("--features", type=int, default=1024, help="of the linear layer (1024)")
+    parser.add_argument("--rounds", type=int, default=5, help="of which the best is taken (5)")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     chosen = parser.parse_args(arguments)
-    found = rows(chosen.iterations, chosen.features)
-    print(table(found))
-    if chosen.json:
-        chosen.json.write_text(json.dumps(found, indent=1))
-    if chosen.markdown:
-        chosen.markdown.write_text(table(found) + "\n")
+    found = measured(chosen.iterations, chosen.features, chosen.rounds)
+    measure.show(TITLE, COLUMNS, table(found))
+    measure.save(chosen.json, chosen.markdown, TITLE, COLUMNS, table(found), found)
     return 0
 
 

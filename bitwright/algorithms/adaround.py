@@ -57,25 +57,27 @@ class _SoftRound(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, v: Tensor, floor: Tensor, grid: Grid, weight: float, beta: float) -> Tensor:
+    def forward(
+        ctx: Any, v: Tensor, floor: Tensor, gate: Tensor, grid: Grid, weight: float, beta: float
+    ) -> Tensor:
         sigmoid = torch.sigmoid(v)
         h = (sigmoid * (ZETA - GAMMA)).add_(GAMMA).clamp_(0, 1)
         codes = floor + h
-        ctx.save_for_backward(sigmoid, h, codes)
-        ctx.grid, ctx.weight, ctx.beta = grid, weight, beta
+        ctx.save_for_backward(sigmoid, h)
+        ctx.gate, ctx.weight, ctx.beta = gate, weight, beta
         return torch.clamp(codes, grid.lo, grid.hi).mul_(grid.scale)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        sigmoid, h, codes = ctx.saved_tensors
-        inside = (codes >= ctx.grid.lo) & (codes <= ctx.grid.hi)
-        result = grads[0] * ctx.grid.scale * inside
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        sigmoid, h = ctx.saved_tensors
+        result = grads[0] * ctx.gate
         if ctx.weight:
             centred = (h * 2).sub_(1)
-            slope = centred.abs().pow_(ctx.beta - 1).mul_(-2 * ctx.beta * ctx.weight)
-            result.add_(slope.mul_(centred.sign()))
-        slope = sigmoid * (1 - sigmoid) * (ZETA - GAMMA)
-        return result.mul_(slope).mul_((h > 0) & (h < 1)), None, None, None, None
+            slope = centred.abs().pow_(ctx.beta - 1).copysign_(centred)
+            result.add_(slope, alpha=-2 * ctx.beta * ctx.weight)
+        # of the sigmoid, stretched, and of the clamp behind it: one pass each
+        result = torch.ops.aten.sigmoid_backward(result, sigmoid).mul_(ZETA - GAMMA)
+        return torch.ops.aten.hardtanh_backward(result, h, 0, 1), None, None, None, None, None
 
 
 class AdaptiveRounding:
@@ -92,6 +94,8 @@ class AdaptiveRounding:
         self.grid = grid
         ratio = w / grid.scale
         self.floor = ratio.floor()
+        # a step of the scale where both codes are on the grid: elsewhere the output does not depend on the choice
+        self.gate = grid.scale * ((self.floor >= grid.lo) & (self.floor < grid.hi))
         self.v = inverse_rectified_sigmoid(ratio - self.floor).requires_grad_()
 
     def parameters(self) -> list[dict[str, Any]]:
@@ -100,7 +104,7 @@ class AdaptiveRounding:
 
     def soft(self, weight: float = 0.0, beta: float = 2.0) -> Tensor:
         """The weights between two codes; ``weight`` of the regulariser with exponent ``beta`` in their gradient."""
-        result: Tensor = _SoftRound.apply(self.v, self.floor, self.grid, weight, beta)
+        result: Tensor = _SoftRound.apply(self.v, self.floor, self.gate, self.grid, weight, beta)
         return result
 
     @torch.no_grad()
