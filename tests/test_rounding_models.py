@@ -11,7 +11,13 @@ import pytest
 import torch
 
 import bitwright.onnx as onnx_front
-from bitwright.torch import QuantizationSimModel, apply_reconstruction, fold_all_batch_norms
+from bitwright.torch import (
+    QuantizationSimModel,
+    TorchView,
+    apply_reconstruction,
+    awq_model,
+    fold_all_batch_norms,
+)
 from tests.data import accuracy, onnx_file, perplexity, shakespeare, stories, trained
 
 pytestmark = pytest.mark.slow
@@ -99,6 +105,49 @@ def test_a_language_model_with_few_bits_of_weight(width, shared_data):
     assert reference < found["gptq"] < found["nearest"] and found["seq_mse"] < found["nearest"]
     # the tied embedding and output layer keep nearest rounding, which is much of what is left
     assert found["gptq"] - reference < 0.75 * (found["nearest"] - reference)
+
+
+def with_outliers(model, example):
+    """``model`` with four channels of every norm sixteen times larger, as large language models have them, and the
+    weights behind as much smaller: the same function."""
+    from bitwright.algorithms.layers import Layers, rescaling
+    from bitwright.algorithms.smooth import linear_groups
+
+    view = TorchView(model, [example])
+    groups = [group for group in linear_groups(Layers(view.graph()))[0] if group.producers[0].kind == "norm"]
+    factors = []
+    for seed, group in enumerate(groups):
+        factors.append(np.ones(group.channels))
+        factors[-1][np.random.default_rng(seed).choice(group.channels, 4, replace=False)] = 1 / 16
+    view.edit(rescaling(view, groups, factors)[0])
+    return model
+
+
+def test_scales_of_channels_help_a_language_model_with_few_bits_of_weight(shared_data):
+    from bitwright.core.spec import Preset, weight_spec
+
+    calib, test = stories("calib"), stories("test")[:32]
+    batches = [rows[:, :-1] for rows in calib.split(8)]
+    reference = perplexity(trained("stories260k"), test)
+
+    def quantized(model, format, scaled):
+        if scaled:
+            awq_model(model, batches, weight=weight_spec(format))
+            assert perplexity(model, test) == pytest.approx(reference, rel=1e-4)
+        sim = QuantizationSimModel(model, batches[0], preset=Preset(weight_spec(format), None))
+        # the embedding and the output layer share a table that no method here changes
+        sim.quantizers["tok_embeddings.weight"].spec = weight_spec("int8")
+        sim.quantizers["tok_embeddings.weight@output"].spec = weight_spec("int8")
+        sim.compute_encodings(batches)
+        return perplexity(sim.model, test)
+
+    nearest, scaled = (quantized(trained("stories260k"), "int3", scaled) for scaled in (False, True))
+    assert reference < scaled < 0.97 * nearest
+    nearest, scaled = (
+        quantized(with_outliers(trained("stories260k"), batches[0][:1]), "int4", scaled)
+        for scaled in (False, True)
+    )
+    assert nearest > 2 * reference and scaled - reference < 0.25 * (nearest - reference)
 
 
 def test_a_recurrent_language_model_at_four_bits(shared_data):
