@@ -63,49 +63,43 @@ def adaround_problem(batch: int) -> tuple[LayerProblem, torch.Tensor]:
 
 
 def adaround_rows(iterations: int, batch: int, rounds: int) -> dict[str, float]:
-    """Seconds of the whole loop, and of its parts alone."""
+    """Seconds of the whole loop, and of its parts: each by what the loop costs with it less what it costs without."""
     problem, w = adaround_problem(batch)
     settings = Settings(iterations=iterations, batch=batch)
     generator = torch.Generator().manual_seed(0)
     rounding = AdaptiveRounding(w, grid_of(w))
     optimiser = torch.optim.Adam([rounding.v], lr=0.05, fused=True)
-    indices = torch.randint(problem.size, (64, problem.batch), generator=generator)
-    rows = itertools.cycle(indices)  # other rows every time, as in the loop: they lie outside the caches
-    x, y = problem.x.index_select(1, indices[0]), problem.y.index_select(1, indices[0])
-    many = max(1, iterations // 20)
+    indices = torch.randint(problem.size, (max(1, iterations // 10), problem.batch), generator=generator)
+    x, y = (t.index_select(1, indices[0]) for t in (problem.x, problem.y))
 
     def loop() -> None:
         reconstruct.optimise(problem, [AdaptiveRounding(w, grid_of(w))], settings, 0.05, 1.0, generator)
 
-    def repeated(step: Callable[[], object]) -> Callable[[], None]:
+    def until(part: str) -> Callable[[], None]:
         def run() -> None:
-            for _ in range(many):
-                step()
+            for index in indices:
+                if part == "data":
+                    problem.x.index_select(1, index), problem.y.index_select(1, index)
+                    continue
+                loss = problem.loss(index, [rounding.soft(1e-4, 10.5)]) / 3
+                if part != "forward":
+                    optimiser.zero_grad()
+                    loss.backward()
+                if part == "optimiser":
+                    optimiser.step()
 
         return run
 
-    def data() -> None:
-        index = next(rows)
-        problem.x.index_select(1, index), problem.y.index_select(1, index)
-
-    def forward() -> torch.Tensor:
-        return problem._squared(x, y, rounding.soft(1e-4, 4.0))
-
     def products() -> None:
-        y.transpose(1, 2) @ x, x @ w.transpose(1, 2)
+        for _ in indices:
+            y.transpose(1, 2) @ x, x @ w.transpose(1, 2)
 
-    forward().backward()
-    parts = {
-        "data": data,
-        "forward": forward,
-        "both": lambda: forward().backward(),
-        "optimiser": optimiser.step,
-        "products": products,
-    }
-    found = best({name: repeated(step) for name, step in parts.items()} | {"whole": loop}, rounds)
-    share = {name: t * iterations / many for name, t in found.items() if name != "whole"}
-    backward = max(0.0, share.pop("both") - share["forward"])
-    return {"whole": found["whole"], **share, "backward": backward}
+    parts = ("data", "forward", "backward", "optimiser")
+    found = best({**{name: until(name) for name in parts}, "products": products, "whole": loop}, rounds)
+    scale = iterations / len(indices)
+    before = {"data": 0.0} | {one: found[other] for other, one in itertools.pairwise(parts)}
+    share = {name: max(0.0, found[name] - before[name]) * scale for name in parts}
+    return {"whole": found["whole"], "products": found["products"] * scale, **share}
 
 
 def gptq_rows(features: int, samples: int, rounds: int) -> dict[str, float]:

@@ -70,7 +70,7 @@ class _SoftRound(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         sigmoid, h = ctx.saved_tensors
-        result = grads[0] * ctx.gate
+        result = ctx.gate * grads[0]  # in this order: the result lies as the weights do, not transposed
         if ctx.weight:
             centred = (h * 2).sub_(1)
             slope = centred.abs().pow_(ctx.beta - 1).copysign_(centred)
