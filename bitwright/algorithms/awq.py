@@ -72,8 +72,9 @@ def channel_scales(magnitude: Array, alpha: float) -> Array:
 class Inputs:
     """What a layer reads, as far as the error of its output depends on it.
 
-    The sum of squares of ``x @ d.T`` over all rows ``x`` is ``trace(d H d.T)`` with the second moment ``H``. Where
-    ``H`` needs more room than is given, rows are kept instead, evenly spaced in every part.
+    The sum of squares of ``x @ d.T`` over all rows ``x`` is ``trace(d H d.T)`` with the second moment ``H``, which takes
+    the place of the rows as soon as there are more rows than channels. Where ``H`` needs more room than is given, some
+    rows are kept instead, evenly spaced in every part.
 
     Args:
         channels: of a row.
@@ -83,21 +84,30 @@ class Inputs:
 
     def __init__(self, channels: int, room: int, parts: int) -> None:
         self.total, self.rows = np.zeros(channels), 0
-        self._share = -(-room // max(1, parts))
-        self._moment = np.zeros((channels, channels)) if 2 * channels <= room else None
+        self._room, self._parts, self._part = room, parts, 0
+        self._moment: Array | None = None
         self._kept: list[Array] = []
 
     def add(self, rows: Array) -> None:
         """Take rows in, shape [n, channels], float32."""
         self.rows += len(rows)
         self.total += np.abs(rows).sum(axis=0, dtype=np.float64)
-        if self._moment is not None:
-            wide = rows.astype(np.float64)
-            self._moment += wide.T @ wide
-            return
-        if len(rows) > self._share:
-            rows = rows[np.arange(self._share) * len(rows) // self._share]
-        self._kept.append(rows.astype(np.float32))
+        if 2 * len(self.total) > self._room:  # no room for H
+            self._kept.append(self._some(rows))
+        elif self.rows <= len(self.total):
+            self._kept.append(rows.astype(np.float32))
+        else:
+            for part in (*self._kept, rows):
+                wide = part.astype(np.float64)
+                self._moment = wide.T @ wide + (0.0 if self._moment is None else self._moment)
+            self._kept = []
+
+    def _some(self, rows: Array) -> Array:
+        """As many of the rows as are due when so many parts have come."""
+        due = [self._room * min(part, self._parts) // self._parts for part in (self._part, self._part + 1)]
+        self._part += 1
+        share = min(len(rows), due[1] - due[0])
+        return rows[np.arange(share) * len(rows) // max(1, share)].astype(np.float32)
 
     @property
     def magnitude(self) -> Array:
@@ -106,9 +116,8 @@ class Inputs:
 
     def energy(self, delta: Array) -> float:
         """Sum of squares of ``x @ delta.T`` over the rows; ``delta`` has shape [outputs, channels]."""
-        if self._moment is not None:
-            return float(((delta @ self._moment) * delta).sum())
-        return sum(float(np.square(delta @ rows.T).sum()) for rows in self._kept)
+        found = 0.0 if self._moment is None else float(((delta @ self._moment) * delta).sum())
+        return found + sum(float(np.square(delta @ rows.T).sum()) for rows in self._kept)
 
 
 @dataclass(frozen=True)

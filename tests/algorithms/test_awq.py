@@ -62,19 +62,24 @@ def test_channels_without_values_are_harmless(magnitude, expected):
     np.testing.assert_allclose(channel_scales(np.array(magnitude), 0.5), expected)
 
 
-@pytest.mark.parametrize("room", [1 << 20, 23], ids=["second-moment", "rows"])
-def test_energy_is_the_sum_of_squares_over_the_rows(room):
-    x = rows_with_outliers(23)
+@pytest.mark.parametrize(
+    ("rows", "room"),
+    [(50, 1 << 20), (8, 1 << 20), (20, 20)],
+    ids=["second-moment", "few-rows", "little-room"],
+)
+def test_energy_is_the_sum_of_squares_over_the_rows(rows, room):
+    x = rows_with_outliers(rows)
     inputs = inputs_of(x, room)
-    assert (inputs._moment is None) == (room == 23)
+    assert (inputs._moment is None) == (rows != 50) and (not inputs._kept) == (rows == 50)
     delta = np.random.default_rng(1).standard_normal((5, 12))
     assert inputs.energy(delta) == pytest.approx(np.square(x.astype(np.float64) @ delta.T).sum(), rel=1e-6)
     np.testing.assert_allclose(inputs.magnitude, np.abs(x).mean(0), rtol=1e-6)
 
 
-def test_no_more_rows_are_kept_than_there_is_room_for():
+@pytest.mark.parametrize("parts", [3, 400])
+def test_no_more_rows_are_kept_than_there_is_room_for(parts):
     x = rows_with_outliers(400)
-    inputs = inputs_of(x, room=8)
+    inputs = inputs_of(x, 8, parts)
     assert sum(len(rows) for rows in inputs._kept) == 8
     assert {tuple(row) for rows in inputs._kept for row in rows} <= {tuple(row) for row in x}
     np.testing.assert_allclose(inputs.magnitude, np.abs(x).mean(0), rtol=1e-6)  # of all rows all the same

@@ -261,6 +261,10 @@ def test_bad_input_is_named_in_onnx(tmp_path):
             call("model.onnx")
     with pytest.raises(CalibrationError, match="smooth: the data held no batch"):
         onnx_ptq.smooth_model(other, [])
+    with pytest.raises(CalibrationError, match="awq: the data held no batch"):
+        onnx_ptq.awq_model(other, [])
+    with pytest.raises(ModelError, match="awq_model: a str cannot be changed in place"):
+        onnx_ptq.awq_model("model.onnx", [X.numpy()])
     with pytest.raises(CalibrationError, match="bias correction: the data held no batch"):
         onnx_ptq.apply_bias_correction(simulated(other, [X]), [])
     with pytest.raises(ConfigError, match="layers_to_ignore: there is no layer 'conv9'"):
