@@ -529,6 +529,21 @@ def _fate(on_harm: OnHarm) -> str:
     return "; it is taken back" if on_harm == "undo" else "; on_harm='undo' would take it back"
 
 
+def checked_metric(step: str, metric: float) -> float:
+    """``metric`` itself.
+
+    Raises:
+        CalibrationError: it is NaN.
+    """
+    if math.isnan(metric):
+        raise CalibrationError(
+            step,
+            "the metric is NaN",
+            "run the metric on the float model first; check it for empty batches and divisions by zero",
+        )
+    return metric
+
+
 class _Book:
     """The outcomes so far, and the metric in force."""
 
@@ -543,12 +558,7 @@ class _Book:
 
     def add(self, step: str, metric: float | None, note: str = "") -> Outcome:
         """Write down a step."""
-        if metric is not None and math.isnan(metric):
-            raise CalibrationError(
-                step,
-                "the metric is NaN",
-                "run the metric on the float model first; check it for empty batches and divisions by zero",
-            )
+        metric = metric if metric is None else checked_metric(step, metric)
         last = self._last()
         change = None if metric is None or last is None else self.sign * (metric - last)
         self.outcomes.append(Outcome(step, metric, change, note))

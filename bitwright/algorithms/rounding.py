@@ -320,10 +320,24 @@ def apply(
             "%s interrupted after %d of %d layers; these stay in force", name, len(rows), len(layers)
         )
         raise
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise CalibrationError(
+            name,
+            f"the memory is used up after {len(rows)} of {len(layers)} layers: {str(error).splitlines()[0]}",
+            "give fewer samples or smaller batches, a memory_budget (what goes beyond it lies on disk), or fewer rows; the "
+            "layers that are done stay in force, and with cache_dir the next call takes them from there",
+        ) from error
     finally:
         store.close()
     _warn(name, layers, walk, skipped)
     return RoundingReport(name, tuple(rows), skipped)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether the host or a device had no room; torch says so on the CPU by a plain RuntimeError."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
 
 
 def _treat(

@@ -20,6 +20,7 @@ from bitwright.algorithms.recipe import (
     action,
     as_recipe,
     batches_of,
+    checked_metric,
     run_recipe,
     weight_actions,
 )
@@ -97,13 +98,15 @@ def quantize(
         ModelError: the model cannot be read or run, or a feed does not fit.
     """
     steps = as_recipe(recipe, preset, own_rules=config_file is not None)
-    first, batches = batches_of(data, again=any(step.name != "fold" for step in steps))
+    first, batches = batches_of(data, again=recipe is not None or any(step.name != "fold" for step in steps))
     loaded = load_model(model)
-    metrics = {} if metric is None else {"float": float(metric(open_session(loaded.model, providers)))}
+    metrics = {}
+    if metric is not None:
+        metrics["float"] = checked_metric("float", float(metric(open_session(loaded.model, providers))))
     folds: list[FoldReport] = []
 
     def fold(target: Loaded) -> FoldReport:
-        folds.append(fold_all_batch_norms(target, first, providers=providers))
+        folds.append(fold_all_batch_norms(target, first, providers=providers, progress=progress))
         return folds[-1]
 
     def calibrate(sim: QuantizationSimModel) -> None:
@@ -115,7 +118,12 @@ def quantize(
         sim: QuantizationSimModel, *, num_samples: int | None = None, layers_to_ignore: Iterable[str] = ()
     ) -> BiasReport:
         return ptq.apply_bias_correction(
-            sim, batches, num_samples=num_samples, layers_to_ignore=layers_to_ignore, reference=goals[-1]
+            sim,
+            batches,
+            num_samples=num_samples,
+            layers_to_ignore=layers_to_ignore,
+            reference=goals[-1],
+            progress=progress,
         )
 
     def simulate(work: Loaded) -> QuantizationSimModel:
@@ -132,7 +140,7 @@ def quantize(
         calibrate(sim)
         return sim
 
-    common = {"dummy_input": first, "providers": providers}
+    common = {"dummy_input": first, "providers": providers, "progress": progress}
     actions = {
         "fold": action(fold),
         "fold_norms": action(ptq.fold_norms, **common),
@@ -145,7 +153,6 @@ def quantize(
             weight=preset,
             config_file=config_file,
             quant_scheme=quant_scheme,
-            progress=progress,
             **common,
         ),
         "layer_inputs": action(layer_inputs),
@@ -165,7 +172,8 @@ def quantize(
         lower_is_better=lower_is_better,
     )
     if metric is not None:
-        metrics["quantized"] = float(metric(runner.sim.session)) if report.metric is None else report.metric
+        found = float(metric(runner.sim.session)) if report.metric is None else report.metric
+        metrics["quantized"] = checked_metric("quantized", found)
     exported = None if path is None else runner.sim.export(path, filename_prefix)
     return Result(runner.sim, folds[-1] if folds else FoldReport(), exported, metrics, report)
 

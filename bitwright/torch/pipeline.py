@@ -25,6 +25,7 @@ from bitwright.algorithms.recipe import (
     action,
     as_recipe,
     batches_of,
+    checked_metric,
     run_recipe,
     weight_actions,
 )
@@ -107,12 +108,12 @@ def quantize(
     """
     require_module(model)
     steps = as_recipe(recipe, preset, own_rules=config_file is not None)
-    first, batches = batches_of(data, again=any(step.name != "fold" for step in steps))
-    metrics = {} if metric is None else {"float": float(metric(model))}
+    first, batches = batches_of(data, again=recipe is not None or any(step.name != "fold" for step in steps))
+    metrics = {} if metric is None else {"float": checked_metric("float", float(metric(model)))}
     folds: list[FoldReport] = []
 
     def fold(target: nn.Module) -> FoldReport:
-        folds.append(fold_all_batch_norms(target, dummy_input=first))
+        folds.append(fold_all_batch_norms(target, dummy_input=first, progress=progress))
         return folds[-1]
 
     def calibrate(sim: QuantizationSimModel) -> None:
@@ -124,7 +125,12 @@ def quantize(
         sim: QuantizationSimModel, *, num_samples: int | None = None, layers_to_ignore: Iterable[str] = ()
     ) -> BiasReport:
         return ptq.apply_bias_correction(
-            sim, batches, num_samples=num_samples, layers_to_ignore=layers_to_ignore, reference=goals[-1]
+            sim,
+            batches,
+            num_samples=num_samples,
+            layers_to_ignore=layers_to_ignore,
+            reference=goals[-1],
+            progress=progress,
         )
 
     def simulate(work: nn.Module) -> QuantizationSimModel:
@@ -138,10 +144,10 @@ def quantize(
 
     actions = {
         "fold": action(fold),
-        "fold_norms": action(ptq.fold_norms, dummy_input=first),
-        "equalize": action(ptq.equalize_model, dummy_input=first),
-        "smooth": action(ptq.smooth_model, data=batches, dummy_input=first),
-        "rotate": action(ptq.rotate_model, dummy_input=first),
+        "fold_norms": action(ptq.fold_norms, dummy_input=first, progress=progress),
+        "equalize": action(ptq.equalize_model, dummy_input=first, progress=progress),
+        "smooth": action(ptq.smooth_model, data=batches, dummy_input=first, progress=progress),
+        "rotate": action(ptq.rotate_model, dummy_input=first, progress=progress),
         "awq": action(
             ptq.awq_model,
             data=batches,
@@ -167,7 +173,8 @@ def quantize(
         lower_is_better=lower_is_better,
     )
     if metric is not None:
-        metrics["quantized"] = float(metric(runner.sim.model)) if report.metric is None else report.metric
+        found = float(metric(runner.sim.model)) if report.metric is None else report.metric
+        metrics["quantized"] = checked_metric("quantized", found)
     exported = None if path is None else runner.sim.export(path, filename_prefix, first)
     return Result(runner.sim, folds[-1] if folds else FoldReport(), exported, metrics, report)
 

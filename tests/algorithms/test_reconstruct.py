@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bitwright.algorithms import gptq
 from bitwright.algorithms.blocks import block_units, layer_units
 from bitwright.algorithms.propagate import Store, Walk
 from bitwright.core.formats import IntFormat
@@ -262,6 +266,120 @@ def test_interrupted_work_is_not_done_twice(tmp_path):
     assert times == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "done").iterdir()}
     apply_reconstruction(simulated()[1], data(seed=9), "adaround", iterations=30, cache_dir=tmp_path / "done")
     assert len(list((tmp_path / "done").iterdir())) == 14  # other data, other files
+
+
+class Counted:
+    """GPTQ's kernel, which counts its calls and fails at the one asked for."""
+
+    def __init__(self, monkeypatch, fails_at=None, error=None):
+        self.original, self.calls, self.fails_at, self.error = gptq.round_columns, 0, fails_at, error
+        monkeypatch.setattr(gptq, "round_columns", self)
+
+    def __call__(self, *args):
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise self.error
+        return self.original(*args)
+
+
+@pytest.mark.parametrize(
+    "error, seen",
+    [
+        (ValueError("a crash"), "a crash"),
+        (KeyboardInterrupt(), None),
+        (
+            MemoryError("1 GiB"),
+            "gptq: the memory is used up after 3 of 7 layers: 1 GiB.*memory_budget.*cache_dir",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+            "gptq: the memory is used up after 3 of 7",
+        ),
+        (RuntimeError("shapes differ"), "shapes differ"),
+    ],
+    ids=["crash", "ctrl-c", "no memory", "no memory for torch", "another error"],
+)
+def test_no_finished_layer_is_computed_again(error, seen, tmp_path, monkeypatch):
+    whole = simulated()[1]
+    apply_reconstruction(whole, data(), "gptq")
+    _, sim = simulated()
+    with monkeypatch.context() as patched, pytest.raises((type(error), CalibrationError), match=seen):
+        Counted(patched, 4, error)
+        apply_reconstruction(sim, data(), "gptq", cache_dir=tmp_path)
+    assert sum(site.frozen for site in sim.quantizers.values()) == 3  # in force
+    counted = Counted(monkeypatch)
+    _, again = simulated()
+    report = apply_reconstruction(again, data(), "gptq", cache_dir=tmp_path)
+    assert counted.calls == 4 and len(report) == 7
+    for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_its_finished_layers(tmp_path, monkeypatch):
+    script = f"""
+import os
+from bitwright.algorithms import gptq
+from tests.algorithms.test_reconstruct import apply_reconstruction, data, simulated
+original, calls = gptq.round_columns, []
+def kernel(*args):
+    calls.append(1)
+    return original(*args) if len(calls) < 6 else os._exit(9)
+gptq.round_columns = kernel
+apply_reconstruction(simulated()[1], data(), "gptq", cache_dir={str(tmp_path)!r})
+"""
+    assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == 9
+    counted = Counted(monkeypatch)
+    apply_reconstruction(simulated()[1], data(), "gptq", cache_dir=tmp_path)
+    assert counted.calls == 2
+
+
+def test_a_full_disk_leaves_what_is_done(tmp_path, monkeypatch):
+    left = iter([1 << 40] * 9)
+
+    def usage(path):
+        return type("Usage", (), {"free": next(left, 0)})()
+
+    _, sim = simulated()
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", usage)
+        with pytest.raises(CalibrationError, match="the disk has 0 MiB left.*layers that are done are kept"):
+            apply_reconstruction(
+                sim,
+                data(),
+                "adaround",
+                iterations=3,
+                memory_budget=1,
+                spill_dir=tmp_path,
+                cache_dir=tmp_path / "done",
+            )
+    done = len(list((tmp_path / "done").iterdir()))
+    assert 0 < done < 7 and sum(site.frozen for site in sim.quantizers.values()) == done
+    assert [path.name for path in tmp_path.iterdir()] == ["done"]  # no temporary files
+    report = apply_reconstruction(
+        simulated()[1], data(), "adaround", iterations=3, cache_dir=tmp_path / "done"
+    )
+    assert len(report) == 7
+
+
+def test_a_whole_run_stays_within_the_budget(tmp_path, monkeypatch):
+    stores = []
+
+    class Watched(Store):
+        def __init__(self, *args):
+            super().__init__(*args)
+            stores.append(self)
+
+    monkeypatch.setattr("bitwright.algorithms.rounding.Store", Watched)
+    batches, budget = data(4, 128), 1 << 20
+    for memory_budget in (1 << 30, budget):
+        _, sim = simulated()
+        apply_reconstruction(
+            sim, batches, "adaround", iterations=3, memory_budget=memory_budget, spill_dir=tmp_path
+        )
+    free, bounded = stores
+    assert free.peak > 2 * budget and not free.spilled
+    assert bounded.peak <= budget and bounded.spilled > budget
 
 
 # --------------------------------------------------------------------------------------------------------- bad input

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bitwright.errors import ConfigError
+from bitwright.errors import CalibrationError, ConfigError
 from bitwright.onnx import quantize
 from tests.onnx.nets import Net
 
@@ -62,6 +62,37 @@ def test_a_step_that_hurts_is_taken_back(model, batches, step):
     for name, site in plain.sim.quantizers.items():
         assert result.sim.quantizers[name].encoding == site.encoding, name
     assert np.array_equal(result.sim.run(batches[0])[0], plain.sim.run(batches[0])[0])
+
+
+def test_a_metric_that_is_nan_is_an_error(model, batches):
+    for recipe, answers, where in (
+        (None, [], "float"), (None, [1.0], "quantized"), (["fold"], [1.0, 1.0], "fold"),
+    ):  # fmt: skip
+        left = iter(answers)
+        with pytest.raises(CalibrationError, match=f"{where}.*: the metric is NaN"):
+            quantize(
+                model, batches, recipe=recipe, metric=lambda session, left=left: next(left, float("nan"))
+            )
+
+
+def test_finished_layers_are_not_computed_again(model, batches, tmp_path, monkeypatch):
+    from bitwright.algorithms import gptq
+
+    original, calls = gptq.round_columns, []
+
+    def kernel(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("a crash")
+        return original(*args)
+
+    monkeypatch.setattr(gptq, "round_columns", kernel)
+    recipe = ["fold", {"gptq": {"cache_dir": str(tmp_path)}}]
+    with pytest.raises(ValueError, match="a crash"):
+        quantize(model, batches, "w4a8", recipe=recipe)
+    calls[:] = [1] * 3
+    quantize(model, batches, "w4a8", recipe=recipe)
+    assert len(calls) == 3 + 1
 
 
 def test_options_are_checked_before_work(model, batches):

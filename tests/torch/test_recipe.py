@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import bitwright
-from bitwright.errors import ConfigError
+from bitwright.errors import CalibrationError, ConfigError
 
 
 def network():
@@ -89,6 +89,17 @@ def test_a_recipe_file(batches, tmp_path):
     result = bitwright.quantize(network(), batches, "w4a8", recipe=path)
     assert [o.step for o in result.report] == ["fold()", "gptq(damping=0.05)"]
     assert all(o.metric is None for o in result.report)
+
+
+@pytest.mark.parametrize("recipe", [None, ["fold"]], ids=["default", "given"])
+def test_a_metric_that_is_nan_is_an_error(batches, recipe):
+    with pytest.raises(
+        CalibrationError, match="float: the metric is NaN. Remedy: run the metric on the float model"
+    ):
+        bitwright.quantize(network(), batches, recipe=recipe, metric=lambda m: float("nan"))
+    answers = iter([1.0, *[1.0] * (recipe is not None)])
+    with pytest.raises(CalibrationError, match="(quantized|fold.*): the metric is NaN"):
+        bitwright.quantize(network(), batches, recipe=recipe, metric=lambda m: next(answers, float("nan")))
 
 
 def test_options_are_checked_before_work(batches):
