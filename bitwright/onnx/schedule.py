@@ -23,7 +23,6 @@ import onnx_ir as ir
 from bitwright.onnx.session import (
     Providers,
     check_providers,
-    fits_a_message,
     open_file,
     open_session,
     save_optimized,
@@ -74,7 +73,7 @@ def open_watching(
         ModelError: the runtime refuses the model.
     """
     plain = check_providers(providers) == check_providers(None)
-    if not (plain and fits_a_message(model) and any(node.op_type == "Conv" for node in model.graph)):
+    if not (plain and any(node.op_type == "Conv" for node in model.graph)):
         return Watching(open_session(model, providers, threads=threads, order="frugal", arena=arena), {})
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder, "optimized.onnx")

@@ -9,9 +9,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
-import numpy as np
 import onnx_ir as ir
 
 from bitwright.errors import ConfigError, ModelError, close_matches
@@ -21,14 +20,13 @@ Order = Literal["fast", "frugal", "written"]
 Providers = Sequence[str | tuple[str, dict[str, Any]]]
 
 
-#: bytes of weights up to which a model is handed over in memory, which takes several copies of it
-IN_MEMORY = 1 << 28
+#: bytes of weights up to which a model is held whole and handed over as one message, which takes three copies of it and
+#: more time than a file beyond this size
+IN_MEMORY = 1 << 22
 _CPU = ("CPUExecutionProvider",)
 SPILLED = "bitwright.spilled"  # what a model notes the folder of its weights under
 _PAGE = 4096  # bytes; what lies at a multiple of it can be mapped into memory
 _LARGE = 1024  # bytes of a tensor that is kept out of messages and optimised files
-# what numpy and the runtime call the same
-_NUMPY_TYPES = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64))
 
 
 def open_session(
@@ -69,30 +67,39 @@ def open_session(
             levels.ORT_ENABLE_EXTENDED if order == "frugal" else levels.ORT_DISABLE_ALL
         )
     with _explained(model.graph.name or "model"):
-        if fits_a_message(model):
-            return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=chosen)
-        if SPILLED in model.meta:
-            with tempfile.NamedTemporaryFile(suffix=".onnx", dir=model.meta[SPILLED]) as file:
-                ir.save(model, file.name)
-                return ort.InferenceSession(file.name, options, providers=chosen)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "model.onnx")
-            ir.save(model, path, external_data="model.onnx.data")
-            return ort.InferenceSession(str(path), options, providers=chosen)
+        return _open(model, options, chosen)
+
+
+def _open(model: ir.Model, options: Any, providers: list[Any]) -> Any:
+    """A session; what is too large for a message goes through a file, which is gone when this returns."""
+    import onnxruntime as ort
+
+    if fits_a_message(model):
+        return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=providers)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
+        folder = model.meta.get(SPILLED)
+        before = _write_weights(model, own) if folder is None else {}
+        handle, name = tempfile.mkstemp(suffix=".onnx", dir=folder or own)
+        os.close(handle)
+        try:
+            ir.save(model, name)
+            return ort.InferenceSession(name, options, providers=providers)
+        finally:
+            os.unlink(name)
+            for value, tensor in before.items():
+                value.const_value = tensor
 
 
 def save_optimized(model: ir.Model, path: Path) -> None:
     """Write the model as ONNX Runtime optimises it for this CPU; large tensors into a second file beside it.
 
     Args:
-        model: small enough for a message.
+        model: any.
         path: of the file.
 
     Raises:
         ModelError: the runtime refuses the model.
     """
-    import onnxruntime as ort
-
     options = _options(threads=1)
     options.optimized_model_filepath = str(path)
     entries = {
@@ -103,9 +110,8 @@ def save_optimized(model: ir.Model, path: Path) -> None:
     for key, value in entries.items():
         options.add_session_config_entry(key, value)
     with _explained(model.graph.name or "model"):
-        message, names, tensors = _beside(model)
-        options.add_external_initializers(names, tensors)
-        ort.InferenceSession(message, options, providers=list(_CPU))
+        _open(model, options, list(_CPU))
+    return_memory()
 
 
 def open_file(path: Path, *, threads: int = 0, arena: bool = True) -> Any:
@@ -141,35 +147,6 @@ def _explained(name: str) -> Iterator[None]:
             f"ONNX Runtime cannot load it: {first_line(error)}",
             "run the float model in ONNX Runtime first; a model that it refuses cannot be simulated",
         ) from error
-
-
-def _beside(model: ir.Model) -> tuple[bytes, list[str], list[Any]]:
-    """The model as a message without its large initializers, and these by name: a third of the time and memory."""
-    import onnxruntime as ort
-
-    large = {
-        value: value.const_value
-        for value in model.graph.initializers.values()
-        if value.const_value is not None
-        and value.const_value.nbytes >= _LARGE
-        and value.const_value.dtype in _NUMPY_TYPES
-    }
-    try:
-        for value, tensor in large.items():
-            shape = ir.Shape(tensor.shape.numpy())
-            value.const_value = ir.ExternalTensor(
-                "beside", 0, tensor.nbytes, tensor.dtype, shape=shape, name=str(value.name)
-            )
-        message = ir.to_proto(model).SerializeToString()
-    finally:
-        for value, tensor in large.items():
-            value.const_value = tensor
-    arrays = (np.ascontiguousarray(tensor.numpy()) for tensor in large.values())
-    return (
-        message,
-        [str(v.name) for v in large],
-        [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays],
-    )
 
 
 def check_providers(providers: Providers | None) -> list[Any]:
@@ -242,21 +219,34 @@ def spill(model: ir.Model, folder: str) -> None:
 
     Sessions of the model then share the file; it must stay as long as one is to be opened.
     """
-    path = Path(folder, "weights.data")
-    with path.open("wb") as file:
-        for graph in model.graphs():
-            for value in graph.initializers.values():
-                tensor = value.const_value
-                if tensor is None or tensor.nbytes < _LARGE or tensor.dtype == ir.DataType.STRING:
-                    continue
-                file.write(b"\0" * (-file.tell() % _PAGE))
-                start = file.tell()
-                file.write(tensor.tobytes())
-                value.const_value = ir.ExternalTensor(
-                    path.name, start, file.tell() - start, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()),
-                    name=str(value.name), base_dir=folder,
-                )  # fmt: skip
+    _write_weights(model, folder)
     model.meta[SPILLED] = folder
+
+
+def _write_weights(model: ir.Model, folder: str) -> dict[ir.Value, ir.TensorProtocol]:
+    """Let large initializers lie in a file in ``folder``, and none in any other; the tensors that were there before."""
+    path, before = Path(folder, "weights.data"), {}
+    with path.open("wb") as file:
+        for value in (v for graph in model.graphs() for v in graph.initializers.values()):
+            tensor = value.const_value
+            if tensor is None or tensor.dtype == ir.DataType.STRING:
+                continue
+            if tensor.nbytes >= _LARGE:
+                value.const_value = _written(str(value.name), tensor, file, path)
+            elif isinstance(tensor, ir.ExternalTensor):
+                value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=value.name)
+            before[value] = tensor
+    return before
+
+
+def _written(name: str, tensor: ir.TensorProtocol, file: BinaryIO, path: Path) -> ir.ExternalTensor:
+    file.write(b"\0" * (-file.tell() % _PAGE))
+    start = file.tell()
+    file.write(tensor.tobytes())
+    return ir.ExternalTensor(
+        path.name, start, file.tell() - start, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()),
+        name=name, base_dir=str(path.parent),
+    )  # fmt: skip
 
 
 def fits_a_message(model: ir.Model) -> bool:

@@ -25,6 +25,18 @@ def stack(layers: int = 6, size: int = 32) -> onnx.ModelProto:
     return n.model(x, opset=21)
 
 
+def convolutions(layers: int = 6, width: int = 16) -> onnx.ModelProto:
+    """On a CPU with vector units these run on channels in blocks."""
+    n = Net(3)
+    x = n.input("x", ("n", width, 8, 8))
+    for i in range(layers):
+        x = n("Relu", n.conv(x, width, width, name=f"c{i}", pads=[1] * 4), name=f"r{i}")
+    return n.model(n("GlobalAveragePool", x, name="pool"), opset=21)
+
+
+MODELS = {"products": stack, "convolutions": convolutions}
+
+
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let 8 KiB of weights be a large model."""
     for module in (session, simulate, quantsim):
@@ -39,25 +51,57 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 DATA = [feeds_for(stack(), seed, n=3) for seed in range(3)]
 
 
-def outcome(folder: Path, scheme: str, budget: int) -> Any:
+def outcome(folder: Path, model: onnx.ModelProto, scheme: str, budget: int) -> Any:
     folder.mkdir()
-    onnx.save(stack(), folder / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
-    sim = QuantizationSimModel(folder / "m.onnx", DATA[0], scheme, threads=1, memory_budget=budget)
-    sim.compute_encodings(DATA, progress=False)
+    onnx.save(model, folder / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    data = [feeds_for(model, seed, n=3) for seed in range(3)]
+    sim = QuantizationSimModel(folder / "m.onnx", data[0], scheme, threads=1, memory_budget=budget)
+    sim.compute_encodings(data, progress=False)
     exported = sim.export(folder, "out")
     encodings = {name: site.encoding for name, site in sim.quantizers.items()}
-    return encodings, sim.run(DATA[0]), exported
+    return encodings, sim.run(data[0]), exported
 
 
 @pytest.mark.parametrize("scheme", ["min_max", "percentile"])
-def test_large_models_give_the_same_encodings_outputs_and_files(tmp_path, monkeypatch, scheme):
-    small = outcome(tmp_path / "small", scheme, 2000)
+@pytest.mark.parametrize("name, budget", [("products", 2000), ("convolutions", 30_000)])
+def test_large_models_give_the_same_encodings_outputs_and_files(tmp_path, monkeypatch, scheme, name, budget):
+    small = outcome(tmp_path / "small", MODELS[name](), scheme, budget)
     shrink(monkeypatch)
-    large = outcome(tmp_path / "large", scheme, 2000)
+    large = outcome(tmp_path / "large", MODELS[name](), scheme, budget)
     assert large[0] == small[0]
     assert all(np.array_equal(a, b) for a, b in zip(large[1], small[1], strict=True))
     for name in ("qdq", "float_model", "encodings", "sites"):
         assert getattr(large[2], name).read_bytes() == getattr(small[2], name).read_bytes(), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("large", [False, True])
+def test_no_message_holds_the_weights_of_a_large_model(tmp_path, monkeypatch, name, large):
+    import onnxruntime as ort
+
+    given: list[Any] = []
+    session_class = ort.InferenceSession
+
+    def opened(source: Any, *args: Any, **options: Any) -> Any:
+        given.append(len(source) if isinstance(source, bytes) else Path(source).stat().st_size)
+        return session_class(source, *args, **options)
+
+    if large:
+        shrink(monkeypatch)
+    model, files = MODELS[name](), tmp_path / "temporary"
+    files.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(files))
+    weights = sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+    data = [feeds_for(model, 0, n=3)]
+    monkeypatch.setattr(ort, "InferenceSession", opened)
+    sim = QuantizationSimModel(model, data[0], "percentile", threads=1, memory_budget=500)
+    sim.compute_encodings(data, progress=False)
+    sim.run(data[0])
+    assert len(given) > 4
+    assert (max(given) > weights) is not large, "weights go into a second file, which is mapped into memory"
+    del sim
+    gc.collect()
+    assert not list(files.iterdir())
 
 
 def test_simulated_weights_exist_one_at_a_time(small_memory, monkeypatch):
