@@ -307,6 +307,8 @@ def awq(
     specs = _weight_specs(layers, rules)
     groups, refused = linear_groups(layers)
     groups, why_not = _searchable([*groups, *(_value_groups(layers) if check else ())], specs)
+    if not groups:
+        return AwqReport(refused=(*refused, *why_not))  # nothing to measure
     seen, samples = _observed(view, layers, groups, batches, memory_budget, bar)
     searched = [
         Scaled(group, _search(view, layers, group, specs, seen, alphas))
@@ -318,8 +320,8 @@ def awq(
 
     kept, rejected = sift([item for item in searched if item.found.alpha > 0], divide, check, bar)
     treated = {layer.op for item in searched for layer in item.group.producers}
-    refused = [line for line in (*refused, *why_not) if line.op not in treated]
-    refused += [Refused(item.group.producers[0].op, reason) for item, reason in rejected]
+    reasons = {line.op: line for line in (*refused, *why_not) if line.op not in treated}
+    refused = [*reasons.values(), *(Refused(x.group.producers[0].op, reason) for x, reason in rejected)]
     for line in refused:
         logger.info("not scaled: %s", line)
     untouched = tuple(item for item in searched if item.found.alpha == 0)

@@ -232,6 +232,15 @@ def test_fixed_bounds_between_layers_are_a_reason_to_leave_them():
     assert "0: 1 cuts at fixed bounds; equalize it" in map(str, report.refused) and not report.groups
 
 
+def test_a_model_without_groups_is_not_run():
+    def data():
+        yield torch.randn(4, 6)
+        yield torch.full((4, 6), float("nan"))
+
+    report = awq_model(nn.Sequential(nn.Linear(6, 8), nn.Tanh()).eval(), data())
+    assert str(report).startswith("0 groups scaled") and len(report.refused) == 1
+
+
 def test_without_a_check_the_values_of_attention_are_left():
     model, x = outlier_decoder(), tokens(8)
     report = awq(TorchView(model, [x]), [x], weight_rules("w4"))
