@@ -9,15 +9,21 @@ exactly. Everything else (histograms, several scales, half types) fetches the te
 Memory: tensors are fetched in groups whose bytes stay within a budget, one run of the batch per group; the runtime
 frees every other tensor as soon as its readers are through (:mod:`bitwright.onnx.schedule`).
 
+Channels that are constant (:mod:`bitwright.core.channels`) are found by two reductions per channel beside each tensor
+that is reduced. They run until one batch has counted. The session of the next batches, opened from the model that was
+optimised for the first, has them only where a channel was constant in that one, and only the maximum where the constant
+is the least value of the tensor, as behind a ReLU: a channel whose maximum is the minimum of the tensor is constant.
+
 Tensors inside the bodies of If, Loop and Scan leave them as additional outputs; a loop hands out one entry per
 iteration, and a branch that was not taken contributes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -26,13 +32,14 @@ from numpy.typing import NDArray
 
 from bitwright.core import statistics
 from bitwright.core.calibration import BatchGate
+from bitwright.core.channels import ChannelWatch, channels_within
 from bitwright.core.granularity import PerTensor
 from bitwright.core.quantizer import Quantizer
 from bitwright.errors import BitwrightError, CalibrationError
 from bitwright.export.builder import Builder, Place, after, before
 from bitwright.export.runtime import refusals
 from bitwright.onnx.data import Feeds, InputSpec, as_feeds, input_specs
-from bitwright.onnx.schedule import open_watching
+from bitwright.onnx.schedule import Watching, narrow, open_watching
 from bitwright.onnx.session import Providers, first_line, open_session, return_memory, weight_bytes
 from bitwright.onnx.simulate import Simulation
 
@@ -59,6 +66,11 @@ class Tap:
         scalars: minimum, maximum, sum and size, of the main graph; empty where the tensor itself is fetched.
         bring_out: makes the value that carries a reduced tensor out of its body, and counts the axes in front.
         inside: whether the tensor stands in a body, where no elements may also mean that the body did not run.
+        watches: what the sites show of their channels.
+        axis, channels: axis of the channels, counted from the end, and their minima and maxima, of the main graph; samples and
+            iterations of loops may be left in front, axes of length one behind. Empty where the tensor itself is fetched.
+        early: what reads the tensor for that.
+        pooled: the maxima, where a pool takes them, which the runtime has in its own layout of images, too.
     """
 
     quantizer: Quantizer
@@ -68,6 +80,11 @@ class Tap:
     scalars: tuple[ir.Value, ...] = ()
     bring_out: Callable[[], tuple[ir.Value, int]] | None = None
     inside: bool = False
+    watches: list[ChannelWatch] = field(default_factory=list)
+    axis: int = -1
+    channels: tuple[ir.Value, ...] = ()
+    early: tuple[ir.Value, ...] = ()
+    pooled: ir.Value | None = None
 
     def settle(self) -> None:
         """Bring a reduced tensor out of its body, where a loop would keep it for all iterations."""
@@ -76,9 +93,46 @@ class Tap:
             self.bring_out = None
 
     @property
+    def followed(self) -> bool:
+        """Whether more data can change what is known of its channels."""
+        return (bool(self.channels) or not self.scalars) and any(watch.wanted for watch in self.watches)
+
+    @property
     def unordered(self) -> bool:
         """Whether the order of the tensor's elements is of no interest."""
         return isinstance(self.quantizer.spec.granularity, PerTensor)
+
+    def observe_channels_of(self, x: Array) -> None:
+        """Look at the channels of the tensor itself."""
+        for watch in self.watches:
+            watch.observe(x)
+
+    def observe_channels(self, ends: Sequence[Array], least: float) -> bool:
+        """Take minima and maxima per channel, or maxima alone and the least value of the tensor.
+
+        Returns:
+            Whether that was enough to tell which channels are still constant.
+        """
+        if not ends[-1].size or self.quantizer.frozen:  # a body did not run
+            return True
+        *lo, hi = (end.reshape(-1, end.shape[self.axis]) for end in ends)
+        top = hi.max(0)
+        if not lo and any(least < value and top[i] == value for i, value in self._constants()):
+            return False
+        seen = channels_within(lo[0].min(0) if lo else np.full_like(top, least), top)
+        for watch in self.watches:
+            watch.add(seen)
+        return True
+
+    def _constants(self) -> Iterator[tuple[int, float]]:
+        """Channels that are constant so far at any of the sites, and their value."""
+        for watch in self.watches:
+            if watch.seen is not None:
+                yield from zip(watch.seen.index.tolist(), watch.seen.value.tolist(), strict=True)
+
+    def is_least(self, value: float) -> bool:
+        """Whether every channel that is constant so far holds ``value``."""
+        return all(constant == value for _, constant in self._constants())
 
     def note_empty(self) -> None:
         """The tensor has no elements."""
@@ -92,6 +146,7 @@ class Tap:
         if x.size == 0:
             self.note_empty()
             return
+        self.observe_channels_of(x)
         parts: Iterable[Array] = (x,)
         if self.leading and not self.unordered:
             parts = x.reshape(-1, *x.shape[self.leading :])
@@ -128,12 +183,12 @@ class _Bounds:
 class _Session:
     """A session with some taps among its outputs."""
 
-    session: Any
-    arrays: tuple[Tap, ...]
-    names: list[str]  # to fetch: outputs of the model, scalars, arrays
+    watching: Watching
+    followed: dict[Tap, bool]  # the taps that show their channels, and whether their minima too
+    names: list[str]  # to fetch: outputs of the model, scalars, bounds of channels, arrays
 
     def run(self, feeds: Feeds) -> list[Array]:
-        found: list[Array] = self.session.run(self.names, feeds)
+        found: list[Array] = self.watching.session.run(self.names, feeds)
         return found
 
 
@@ -147,6 +202,7 @@ class Calibrator:
         budget: bytes of activations that may be held at once beside what the model itself needs.
         providers, threads: of the sessions.
         gate: decides about batches that are not finite; without one their finite elements are used.
+        channels: site -> what it shows of its channels.
     """
 
     simulation: Simulation
@@ -155,6 +211,7 @@ class Calibrator:
     providers: Providers | None = None
     threads: int = 0
     gate: BatchGate | None = None
+    channels: Mapping[str, ChannelWatch] = field(default_factory=dict)
     runs: int = 0
     specs: tuple[InputSpec, ...] = field(init=False)
     _sessions: dict[tuple[Any, ...], _Session] = field(default_factory=dict)
@@ -170,6 +227,8 @@ class Calibrator:
         self._fetched = [tap for tap in self.taps if not tap.scalars]
         self._joined = self._instrument.join([tap.scalars for tap in self._reduced])
         self._bounds = _Bounds.of(len(self._reduced))
+        self._followed = dict.fromkeys((tap for tap in self.taps if tap.followed), True)
+        self._settled = False  # whether a batch has shown which channels may be constant
         self._weights = weight_bytes(model)
 
     def _find_taps(self) -> list[Tap]:
@@ -180,11 +239,22 @@ class Calibrator:
                 continue
             for value, graph in places:
                 key = (id(quantizer), value, graph)
+                watch = self.channels.get(site, ChannelWatch())
                 if key in found:
                     found[key].times += 1
                 else:
-                    found[key] = self._instrument.tap(quantizer, value, graph)
+                    axis = None if watch.place is None else watch.place.axis
+                    found[key] = self._instrument.tap(quantizer, value, graph, axis)
+                found[key].watches.append(watch)
         return list(found.values())
+
+    def _settle(self) -> None:
+        """From now on look at those channels only of which another batch can still tell something."""
+        if not self._settled:
+            least = dict(zip(self._reduced, self._bounds.lo.tolist(), strict=True))
+            still = (tap for tap in self._followed if tap.followed)
+            self._followed = {tap: tap not in least or not tap.is_least(least[tap]) for tap in still}
+            self._settled = True
 
     # -- running
 
@@ -204,6 +274,8 @@ class Calibrator:
         try:
             outputs = self._watch(feeds, where)
             counts = self.gate is None or self.gate.close()
+            if counts:
+                self._settle()
         finally:
             if not counts:
                 self._bounds = before
@@ -219,9 +291,11 @@ class Calibrator:
                 if i == 0:
                     outputs, found = found[: len(self._outputs)], found[len(self._outputs) :]
                     scalars, found = found[: len(self._joined)], found[len(self._joined) :]
+                    ends, found = self._split(found)
                 self._read_arrays(group, found, feeds)
                 if i == 0:  # may take runs of its own
-                    self._read_scalars(scalars, feeds)
+                    odd = self._read_scalars(scalars, feeds)
+                    self._read_channels({t: ends[t] for t in ends.keys() - set(odd)}, scalars, feeds)
         except BitwrightError:
             raise
         except refusals() as error:
@@ -244,9 +318,22 @@ class Calibrator:
                 )
         self._bounds = _Bounds.of(len(self._reduced))
 
-    def _read_scalars(self, found: Sequence[Array], feeds: Feeds) -> None:
+    def _channel_values(self) -> dict[Tap, tuple[ir.Value, ...]]:
+        """The bounds per channel that a run gives, for every reduced tap whose channels are looked at."""
+        followed = ((tap, self._followed[tap]) for tap in self._reduced if tap in self._followed)
+        return {tap: tap.channels if both else tap.channels[1:] for tap, both in followed}
+
+    def _split(self, found: list[Array]) -> tuple[dict[Tap, list[Array]], list[Array]]:
+        """The bounds per channel that a run gave, and what comes behind them."""
+        rest = iter(found)
+        return {tap: list(islice(rest, len(values))) for tap, values in self._channel_values().items()}, list(
+            rest
+        )
+
+    def _read_scalars(self, found: Sequence[Array], feeds: Feeds) -> list[Tap]:
+        """Take the bounds of the reduced taps; those that were fetched because they are not finite."""
         if not self._reduced:
-            return
+            return []
         lo, hi, total, count = (vector.astype(np.float64) for vector in found)
         there = count > 0
         finite = np.isfinite(lo) & np.isfinite(hi) & np.isfinite(total)
@@ -254,21 +341,38 @@ class Calibrator:
         for i in np.flatnonzero(~there):
             self._reduced[i].note_empty()
         odd = [self._reduced[i] for i in np.flatnonzero(there & ~finite)]
-        for tap in odd:
+        self._look_again(odd, feeds, Tap.observe)
+        return odd
+
+    def _read_channels(self, ends: Mapping[Tap, list[Array]], scalars: Sequence[Array], feeds: Feeds) -> None:
+        """Take the bounds per channel; where they are not enough, look at the tensor."""
+        least = dict(zip(self._reduced, scalars[0].tolist(), strict=True)) if ends else {}
+        unclear = [tap for tap, found in ends.items() if not tap.observe_channels(found, least[tap])]
+        self._look_again(unclear, feeds, Tap.observe_channels_of)
+
+    def _look_again(self, taps: Sequence[Tap], feeds: Feeds, see: Callable[[Tap, Array], None]) -> None:
+        """Fetch reduced tensors of the same batch."""
+        for tap in taps:
             tap.settle()
-        for group in self._groups(self._tap_sizes(feeds, odd)) if odd else ():
+        for group in self._groups(self._tap_sizes(feeds, taps)) if taps else ():
             given = all(
                 tap.value.is_graph_input() for tap in group
             )  # no run needed: they came with the batch
             found = [] if given else self._session(group, first=False, arena=False).run(feeds)
-            self._read_arrays(group, found, feeds)
+            self._read_arrays(group, found, feeds, see)
 
-    def _read_arrays(self, group: Sequence[Tap], found: list[Array], feeds: Feeds) -> None:
+    def _read_arrays(
+        self,
+        group: Sequence[Tap],
+        found: list[Array],
+        feeds: Feeds,
+        see: Callable[[Tap, Array], None] | None = None,
+    ) -> None:
         """Count the tensors of one run; ``found`` gives up each once it is counted, so that nothing waits for the next."""
         found.reverse()
         for tap in group:
             name = str(tap.value.name)
-            tap.observe(feeds[name] if name in feeds else found.pop())
+            (see or Tap.observe)(tap, feeds[name] if name in feeds else found.pop())
         assert not found, "more was fetched than is watched"
 
     # -- sessions and memory
@@ -276,36 +380,51 @@ class Calibrator:
     def _session(self, arrays: Sequence[Tap], *, first: bool, arena: bool) -> _Session:
         """The session for a run; a few are kept, of which the weights together stay within the budget."""
         key = (tuple(map(id, arrays)), first, arena)
-        if key in self._sessions:
-            return self._sessions[key]
+        before = self._sessions.pop(key, None)
+        if before is not None and before.followed == self._followed:
+            self._sessions[key] = before
+            return before
         if len(self._sessions) * self._weights > self.budget:
             self._sessions.clear()  # before the next one takes its memory
             return_memory()
-        made = self._open(arrays, first=first, arena=arena)
+        made = self._open(arrays, first=first, arena=arena, before=before)
         if len(self._sessions) < _KEPT:
             self._sessions[key] = made
         return made
 
-    def _open(self, arrays: Sequence[Tap], *, first: bool, arena: bool) -> _Session:
+    def _open(
+        self, arrays: Sequence[Tap], *, first: bool, arena: bool, before: _Session | None = None
+    ) -> _Session:
+        """A session; ``before`` is the one that showed the channels of more taps."""
         fetched = [tap for tap in arrays if not tap.value.is_graph_input()]
-        ordered = {tap.value for tap in fetched if not tap.unordered}
-        joined = self._joined if first else []
+        ordered = {tap.value for tap in fetched if not tap.unordered or tap in self._followed}
+        channels = chain.from_iterable(self._channel_values().values())
+        small = [*self._joined, *channels] if first else []
+        names = [*(self._outputs if first else ()), *(str(v.name) for v in small)]
+        names += [str(tap.value.name) for tap in fetched]
         reduced = {str(v.name) for tap in self._reduced for v in tap.scalars}
         unordered = {str(tap.value.name) for tap in fetched if tap.value not in ordered}
-        watching = self._instrument.open(
-            [*joined, *(tap.value for tap in fetched)],
-            lambda model: open_watching(
-                model,
-                self.providers,
-                threads=self.threads,
-                scalars=reduced,
-                unordered=unordered.difference(self._outputs),
-                arena=arena,
-            ),
-        )
-        names = [*(self._outputs if first else ()), *(str(v.name) for v in joined)]
-        names += [watching.name(str(tap.value.name)) for tap in fetched]
-        return _Session(watching.session, tuple(arrays), names)
+        unordered = unordered.difference(self._outputs)
+        if before is not None and before.watching.optimized is not None:
+            kept = {*names, *self._outputs}
+            watching = narrow(
+                before.watching, kept, scalars=reduced, unordered=unordered, threads=self.threads, arena=arena
+            )
+        else:
+            watching = self._instrument.open(
+                [*small, *(tap.value for tap in fetched)],
+                lambda model: open_watching(
+                    model,
+                    self.providers,
+                    threads=self.threads,
+                    scalars=reduced,
+                    channels={str(v.name) for tap in self._followed for v in tap.early},
+                    unordered=unordered,
+                    arena=arena,
+                    keep=bool(self._followed) and not self._settled,
+                ),
+            )
+        return _Session(watching, self._followed, [watching.name(name) for name in names])
 
     def _groups(self, sizes: Mapping[Tap, int]) -> list[tuple[Tap, ...]]:
         """The taps in runs that stay within the budget; at least one run."""
@@ -360,13 +479,18 @@ class Instrument:
             for graph in (attribute.as_graph(),)
         }
         self._first = next(iter(model.graph), None)
+        self._axes: dict[tuple[int, ...], ir.Value] = {}
 
     def owner(self, graph: ir.Graph) -> ir.Node | None:
         """The node that ``graph`` is a body of; ``None`` for the main graph."""
         return self._owners.get(graph)
 
-    def tap(self, quantizer: Quantizer, value: ir.Value, graph: ir.Graph) -> Tap:
-        """The tap of ``value`` as it stands in ``graph``, with everything that brings it into the main graph."""
+    def tap(self, quantizer: Quantizer, value: ir.Value, graph: ir.Graph, axis: int | None = None) -> Tap:
+        """The tap of ``value`` as it stands in ``graph``, with everything that brings it into the main graph.
+
+        Args:
+            axis: of its channels, counted from the end, where they are to be looked at.
+        """
         reducible = (
             quantizer.needs == "minmax"
             and isinstance(quantizer.spec.granularity, PerTensor)
@@ -375,18 +499,48 @@ class Instrument:
         if not reducible:
             outer, leading = self.lift(value, graph, np.zeros(0, _numpy_type(value)), None)
             return Tap(quantizer, outer, leading=leading, inside=graph is not self.model.graph)
+        tap = Tap(quantizer, value)
+        if axis is not None:
+            self._add_channels(tap, graph, axis)
         place = self._behind(value, graph)
-        scalars = []
         for op, dtype, neutral, merge in _SCALARS:
+            source, behind = value, place
+            if op == "ReduceMax" and tap.pooled is not None:
+                source, behind = tap.pooled, after(_producer(tap.pooled))
             attributes = {} if op == "Size" else {"keepdims": 0}
-            scalar = self.builder.emit(place, op, [value], f"{value.name}_{op}", dtype, **attributes)
+            scalar = self.builder.emit(behind, op, [source], f"{value.name}_{op}", dtype, **attributes)
             scalar.shape = ir.Shape([])
-            scalars.append(self.lift(scalar, graph, np.asarray(neutral), merge)[0])
-        tap = Tap(quantizer, value, scalars=tuple(scalars))
+            tap.scalars += (self.lift(scalar, graph, np.asarray(neutral), merge)[0],)
         if graph is not self.model.graph:  # its scalars came out; the tensor itself only if it is asked for
             tap.inside = True
             tap.bring_out = partial(self.lift, value, graph, np.zeros(0, np.float32), None)
         return tap
+
+    def _add_channels(self, tap: Tap, graph: ir.Graph, axis: int) -> None:
+        """Bounds of channels over the axes behind them, one after the other in front; of features, over all axes."""
+        value, rank = tap.value, 1 - axis  # of what a convolution makes
+        if value.shape is not None:
+            rank = len(value.shape)
+        axes = tuple(range(axis + 1, 0)) or tuple(range(rank - 1))
+        if not axes or (value.shape is None and axis == -1):
+            return
+        place, floats = self._behind(value, graph), ir.DataType.FLOAT
+        tap.axis = axis
+        for op in ("ReduceMin", "ReduceMax"):
+            name = f"{value.name}_{op}_channels"
+            if op == "ReduceMax" and axis == -3 and _is_image(value):
+                end = tap.pooled = self.builder.emit(place, "GlobalMaxPool", [value], name, floats)
+            else:
+                operands = [value, self._constant_axes(axes)]
+                end = self.builder.emit(place, op, operands, name, floats, keepdims=int(axis != -1))
+            end.shape = None
+            tap.early += (end,)
+            tap.channels += (self.lift(end, graph, np.zeros(0, np.float32), None)[0],)
+
+    def _constant_axes(self, axes: tuple[int, ...]) -> ir.Value:
+        if axes not in self._axes:
+            self._axes[axes] = self.builder.initializer("axes", np.asarray(axes, np.int64))
+        return self._axes[axes]
 
     def join(self, rows: Sequence[Sequence[ir.Value]]) -> list[ir.Value]:
         """The columns of a table of scalars as vectors: four outputs to hand over, whatever the number of tensors."""
@@ -507,6 +661,18 @@ class Instrument:
                     if isinstance(axis, ir.SymbolicDim) and axis.value is not None:
                         found.setdefault(str(axis.value), n)
         return found
+
+
+def _producer(value: ir.Value) -> ir.Node:
+    node = value.producer()
+    assert node is not None, value.name
+    return node
+
+
+def _is_image(value: ir.Value) -> bool:
+    """Whether a tensor is known to have pixels: a pool of none is an error."""
+    shape = value.shape
+    return shape is not None and len(shape) == 4 and all(isinstance(n, int) and n > 0 for n in shape[1:])
 
 
 def _extend_scan(node: ir.Node) -> None:

@@ -325,7 +325,7 @@ class QuantizationSimModel:
             return doctor.report()
 
         watched = {id(q): q for q in calibrator.quantizers.values() if q.enabled}
-        return BatchGate(watched.values(), policy, blame)
+        return BatchGate(watched.values(), policy, blame, calibrator.channels.values())
 
     def _quantized_parameters(self) -> dict[str, Array]:
         """Parameter name -> its elements, of every enabled weight and bias that is a constant."""
@@ -355,7 +355,10 @@ class QuantizationSimModel:
                     quantizer.observe(self.constants[site.name])
         simulation = self._watched()
         watched = {name: site.quantizer for name, site in self.quantizers.items() if name in simulation.taps}
-        return Calibrator(simulation, watched, self.memory_budget, self.providers, self.threads)
+        channels = {name: self.quantizers[name].channels for name in watched}
+        return Calibrator(
+            simulation, watched, self.memory_budget, self.providers, self.threads, channels=channels
+        )
 
     def _watched(self) -> Simulation:
         """What calibration runs: weights quantized, activations in float except the frozen ones."""

@@ -12,9 +12,10 @@ takes 1.27 of a batch without, before 1.70; and only what the model itself keeps
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from bitwright.onnx.session import (
 )
 
 _BLOCKED = "com.microsoft.nchwc"  # operators on channels in blocks
-_REDUCTIONS = frozenset(("ReduceMin", "ReduceMax", "ReduceSum", "Size"))
+_POOL = "GlobalMaxPool"  # which the runtime takes in its own layout
+_REDUCTIONS = frozenset(("ReduceMin", "ReduceMax", "ReduceSum", "Size", _POOL))
 # what leaves the number of channels of all its inputs as it is
 _CHANNELWISE = frozenset(
     ("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool", "Upsample", "Add", "Sum", "Mul")
@@ -39,10 +41,16 @@ _CHANNELWISE = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Watching:
-    """A session, and under which name it gives each output that goes by another one there."""
+    """A session, and under which name it gives each output that goes by another one there.
+
+    ``optimized``, and the folder of its weights, are what :func:`narrow` opens another one from; ``None`` where nothing was
+    kept.
+    """
 
     session: Any
     names: Mapping[str, str]
+    optimized: ir.Model | None = None
+    folder: tempfile.TemporaryDirectory[str] | None = None
 
     def name(self, output: str) -> str:
         """What to fetch in order to get ``output``."""
@@ -55,8 +63,10 @@ def open_watching(
     *,
     threads: int = 0,
     scalars: Collection[str] = (),
+    channels: Collection[str] = (),
     unordered: Collection[str] = (),
     arena: bool = True,
+    keep: bool = False,
 ) -> Watching:
     """A session that frees each tensor once its readers are through, reductions to single numbers among them.
 
@@ -64,9 +74,11 @@ def open_watching(
         model: all that is watched is among its graph outputs.
         providers, threads: of the session.
         scalars: outputs that reduce one tensor to one number, whatever the order of its elements.
+        channels: values that reduce one tensor to numbers per channel.
         unordered: outputs of which the elements are wanted in any order. A convolution's result may come with channels
             in blocks then; nothing is added to it and nothing is missing.
         arena: keep the memory of one run for the next.
+        keep: the optimised model, where there is one, for :func:`narrow`.
 
     Raises:
         ConfigError: a provider is not available.
@@ -75,14 +87,54 @@ def open_watching(
     plain = check_providers(providers) == check_providers(None)
     if not (plain and any(node.op_type == "Conv" for node in model.graph)):
         return Watching(open_session(model, providers, threads=threads, order="frugal", arena=arena), {})
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        path = Path(folder, "optimized.onnx")
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(folder)
+        path = Path(folder.name, "optimized.onnx")
         save_optimized(model, path)
         optimized = ir.load(path)
         names = watch_blocked(optimized.graph, frozenset(scalars), frozenset(unordered))
-        reduce_early(optimized.graph, frozenset(scalars))
+        reduce_early(optimized.graph, frozenset((*scalars, *channels)))
         ir.save(optimized, path)
+        watching = Watching(open_file(path, threads=threads, arena=arena), names)
+        if not keep:
+            return watching
+        stack.pop_all()  # the folder goes with what is kept
+        return replace(watching, optimized=optimized, folder=folder)
+
+
+def narrow(
+    watching: Watching,
+    outputs: Collection[str],
+    *,
+    scalars: Collection[str] = (),
+    unordered: Collection[str] = (),
+    threads: int = 0,
+    arena: bool = True,
+) -> Watching:
+    """A session that gives some of the outputs of an earlier one, for a fifth of what that one took to open.
+
+    Args:
+        watching: from :func:`open_watching` with ``keep``; it gives up what it kept.
+        outputs: those to keep, under the names they had in the model.
+        scalars, unordered, threads, arena: as for :func:`open_watching`; ``unordered`` may name more than before.
+    """
+    assert watching.optimized is not None and watching.folder is not None
+    graph, kept = watching.optimized.graph, {watching.name(name) for name in outputs}
+    graph.outputs[:] = [value for value in graph.outputs if value.name in kept]
+    _remove_unread(graph)
+    names = {**watching.names, **watch_blocked(graph, frozenset(scalars), frozenset(unordered))}
+    with watching.folder as folder:
+        path = Path(folder, "narrowed.onnx")
+        ir.save(watching.optimized, path)
         return Watching(open_file(path, threads=threads, arena=arena), names)
+
+
+def _remove_unread(graph: ir.Graph) -> None:
+    outputs = set(graph.outputs)
+    for node in reversed(graph):
+        if not any(value.uses() or value in outputs for value in node.outputs):
+            graph.remove(node, safe=True)
 
 
 def watch_blocked(graph: ir.Graph, scalars: Collection[str], unordered: Collection[str]) -> dict[str, str]:
@@ -144,7 +196,7 @@ def reduce_early(graph: ir.Graph, scalars: Collection[str]) -> None:
 
     Args:
         graph: in an order in which it can run; stays so.
-        scalars: outputs that reduce one tensor to one number.
+        scalars: values that reduce one tensor to one number, or to one per channel.
     """
     moved = [node for node in graph if _is_early(node, scalars)]
     graph.remove(moved)
@@ -161,12 +213,18 @@ def reduce_early(graph: ir.Graph, scalars: Collection[str]) -> None:
 
 
 def _is_early(node: ir.Node, scalars: Collection[str]) -> bool:
-    if len(node.inputs) != 1 or node.inputs[0] is None:
+    if not node.inputs or node.inputs[0] is None or any(_computed(value) for value in node.inputs[1:]):
         return False
     if node.domain == _BLOCKED:
         readers = [reader for reader, _ in node.outputs[0].uses()]
-        return node.op_type == "ReorderOutput" and any(_reduces(reader, scalars) for reader in readers)
+        if node.op_type == "ReorderOutput":
+            return any(_reduces(reader, scalars) for reader in readers)
+        return node.op_type == _POOL and any(str(reader.outputs[0].name) in scalars for reader in readers)
     return _reduces(node, scalars)
+
+
+def _computed(value: ir.Value | None) -> bool:
+    return value is not None and value.producer() is not None
 
 
 def _reduces(node: ir.Node, scalars: Collection[str]) -> bool:
