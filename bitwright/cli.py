@@ -314,20 +314,22 @@ def quantize_model(
         filename_prefix=prefix or model.stem,
         non_finite=policy,
     )
-    assert result.exported is not None
-    shown = console()
-    for note in (*loaded.notes, *result.exported.notes):
-        shown.print(Text(f"note: {note}"))
+    _print_result(result, loaded.notes)
+
+
+def _print_result(result: Any, notes: Iterable[str]) -> None:
+    """What a conversion did, and the files that it wrote."""
+    assert result.exported is not None and result.sim.calibration_log is not None
     counts = ", ".join(f"{n} {status}" for status, n in result.sim.coverage().counts.items())
-    shown.print(Text(f"{len(list(result.folds))} batch norms folded; values: {counts}"))
-    assert result.sim.calibration_log is not None
-    for line in result.sim.calibration_log.lines():
-        shown.print(Text(line))
-    shown.print(Text(str(result.report)))
+    lines = [f"note: {note}" for note in (*notes, *result.exported.notes)]
+    lines += [f"{len(list(result.folds))} batch norms folded; values: {counts}"]
+    lines += [*result.sim.calibration_log.lines(), str(result.report)]
     if result.metrics:
-        shown.print(Text(", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())))
-    for path in result.exported.files:
-        shown.print(Text(f"wrote {path}"))
+        lines.append(", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items()))
+    lines += [f"wrote {path}" for path in result.exported.files]
+    shown = console()
+    for line in lines:
+        shown.print(Text(line))
 
 
 def _numbers(option: str, text: str) -> tuple[float, ...]:

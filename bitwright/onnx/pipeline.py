@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from bitwright.algorithms.batch_norm_fold import FoldReport
 from bitwright.algorithms.bias_correct import BiasReport
 from bitwright.algorithms.layer_inputs import layer_inputs
 from bitwright.algorithms.recipe import (
+    Action,
     FrontEnd,
     ModelRunner,
     OnHarm,
@@ -103,67 +104,19 @@ def quantize(
     metrics = {}
     if metric is not None:
         metrics["float"] = checked_metric("float", float(metric(open_session(loaded.model, providers))))
-    folds: list[FoldReport] = []
-
-    def fold(target: Loaded) -> FoldReport:
-        folds.append(fold_all_batch_norms(target, first, providers=providers, progress=progress))
-        return folds[-1]
-
-    def calibrate(sim: QuantizationSimModel) -> None:
-        sim.compute_encodings(batches, progress=progress, non_finite=non_finite)
-
-    goals: list[Any] = []  # the float model, which methods of rounding leave in the simulation no longer
-
-    def correct_biases(
-        sim: QuantizationSimModel, *, num_samples: int | None = None, layers_to_ignore: Iterable[str] = ()
-    ) -> BiasReport:
-        return ptq.apply_bias_correction(
-            sim,
-            batches,
-            num_samples=num_samples,
-            layers_to_ignore=layers_to_ignore,
-            reference=goals[-1],
-            progress=progress,
-        )
-
-    def simulate(work: Loaded) -> QuantizationSimModel:
-        goals[:] = [work.model]
-        sim = QuantizationSimModel(
-            work.model,
-            first,
-            quant_scheme,
-            config_file=config_file,
-            providers=providers,
-            preset=preset,
-            memory_budget=memory_budget,
-        )
-        calibrate(sim)
-        return sim
-
-    common = {"dummy_input": first, "providers": providers, "progress": progress}
-    actions = {
-        "fold": action(fold),
-        "fold_norms": action(ptq.fold_norms, **common),
-        "equalize": action(ptq.equalize_model, **common),
-        "smooth": action(ptq.smooth_model, data=batches, **common),
-        "rotate": action(ptq.rotate_model, **common),
-        "awq": action(
-            ptq.awq_model,
-            data=batches,
-            weight=preset,
-            config_file=config_file,
-            quant_scheme=quant_scheme,
-            **common,
-        ),
-        "layer_inputs": action(layer_inputs),
-        "bias_correction": action(correct_biases),
-        **weight_actions(
-            partial(apply_reconstruction, inputs=batches, progress=progress), calibrate, _method_options
-        ),
-    }
-    runner = ModelRunner(
-        loaded, FrontEnd(_copied, simulate, lambda sim: _measured(sim, metric), _remember, actions)
+    methods = _Methods(
+        first=first,
+        batches=batches,
+        rules={"preset": preset, "config_file": config_file, "quant_scheme": quant_scheme},
+        providers=providers,
+        memory_budget=memory_budget,
+        non_finite=non_finite,
+        progress=progress,
     )
+    front_end = FrontEnd(
+        _copied, methods.simulate, lambda sim: _measured(sim, metric), _remember, methods.actions()
+    )
+    runner = ModelRunner(loaded, front_end)
     report = run_recipe(
         steps,
         runner,
@@ -175,7 +128,84 @@ def quantize(
         found = float(metric(runner.sim.session)) if report.metric is None else report.metric
         metrics["quantized"] = checked_metric("quantized", found)
     exported = None if path is None else runner.sim.export(path, filename_prefix)
-    return Result(runner.sim, folds[-1] if folds else FoldReport(), exported, metrics, report)
+    return Result(runner.sim, methods.folds, exported, metrics, report)
+
+
+@dataclass
+class _Methods:
+    """The steps of a recipe on ONNX models, with all that they need beside their own options.
+
+    Attributes:
+        first, batches: the example input, and the calibration data.
+        rules: what is asked for: ``preset``, ``config_file``, ``quant_scheme``.
+        providers, memory_budget, non_finite, progress: as for :func:`quantize`.
+        folds: what the last folding did.
+        float_model: what the last simulation was made of; methods of rounding leave it as it is.
+    """
+
+    first: Any
+    batches: Iterable[Any]
+    rules: dict[str, Any]
+    providers: Providers | None
+    memory_budget: int | None
+    non_finite: NonFinite
+    progress: bool
+    folds: FoldReport = field(default_factory=FoldReport)
+    float_model: Any = None
+
+    def fold(self, loaded: Loaded) -> FoldReport:
+        self.folds = fold_all_batch_norms(
+            loaded, self.first, providers=self.providers, progress=self.progress
+        )
+        return self.folds
+
+    def simulate(self, loaded: Loaded) -> QuantizationSimModel:
+        self.float_model = loaded.model
+        sim = QuantizationSimModel(
+            loaded.model,
+            self.first,
+            **self.rules,
+            providers=self.providers,
+            memory_budget=self.memory_budget,
+        )
+        self.calibrate(sim)
+        return sim
+
+    def calibrate(self, sim: QuantizationSimModel) -> None:
+        sim.compute_encodings(self.batches, progress=self.progress, non_finite=self.non_finite)
+
+    def correct_biases(
+        self,
+        sim: QuantizationSimModel,
+        *,
+        num_samples: int | None = None,
+        layers_to_ignore: Iterable[str] = (),
+    ) -> BiasReport:
+        return ptq.apply_bias_correction(
+            sim,
+            self.batches,
+            num_samples=num_samples,
+            layers_to_ignore=layers_to_ignore,
+            reference=self.float_model,
+            progress=self.progress,
+        )
+
+    def actions(self) -> dict[str, Action]:
+        """By step."""
+        common = {"dummy_input": self.first, "providers": self.providers, "progress": self.progress}
+        awq = {"weight" if name == "preset" else name: given for name, given in self.rules.items()}
+        choose = partial(apply_reconstruction, inputs=self.batches, progress=self.progress)
+        return {
+            "fold": action(self.fold),
+            "fold_norms": action(ptq.fold_norms, **common),
+            "equalize": action(ptq.equalize_model, **common),
+            "smooth": action(ptq.smooth_model, data=self.batches, **common),
+            "rotate": action(ptq.rotate_model, **common),
+            "awq": action(ptq.awq_model, data=self.batches, **awq, **common),
+            "layer_inputs": action(layer_inputs),
+            "bias_correction": action(self.correct_biases),
+            **weight_actions(choose, self.calibrate, _method_options),
+        }
 
 
 def _method_options(name: str) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from bitwright.algorithms.bias_correct import BiasReport
 from bitwright.algorithms.layer_inputs import layer_inputs
 from bitwright.algorithms.methods import method_options
 from bitwright.algorithms.recipe import (
+    Action,
     FrontEnd,
     ModelRunner,
     OnHarm,
@@ -110,60 +111,17 @@ def quantize(
     steps = as_recipe(recipe, preset, own_rules=config_file is not None)
     first, batches = batches_of(data, again=recipe is not None or any(step.name != "fold" for step in steps))
     metrics = {} if metric is None else {"float": checked_metric("float", float(metric(model)))}
-    folds: list[FoldReport] = []
-
-    def fold(target: nn.Module) -> FoldReport:
-        folds.append(fold_all_batch_norms(target, dummy_input=first, progress=progress))
-        return folds[-1]
-
-    def calibrate(sim: QuantizationSimModel) -> None:
-        sim.compute_encodings(batches, progress=progress, non_finite=non_finite)
-
-    goals: list[nn.Module] = []  # the float model, which methods of rounding write into
-
-    def correct_biases(
-        sim: QuantizationSimModel, *, num_samples: int | None = None, layers_to_ignore: Iterable[str] = ()
-    ) -> BiasReport:
-        return ptq.apply_bias_correction(
-            sim,
-            batches,
-            num_samples=num_samples,
-            layers_to_ignore=layers_to_ignore,
-            reference=goals[-1],
-            progress=progress,
-        )
-
-    def simulate(work: nn.Module) -> QuantizationSimModel:
-        if any(step.name == "bias_correction" for step in steps):
-            goals[:] = [copy.deepcopy(work)]
-        sim = QuantizationSimModel(
-            work, first, preset=preset, config_file=config_file, quant_scheme=quant_scheme, in_place=True
-        )
-        calibrate(sim)
-        return sim
-
-    actions = {
-        "fold": action(fold),
-        "fold_norms": action(ptq.fold_norms, dummy_input=first, progress=progress),
-        "equalize": action(ptq.equalize_model, dummy_input=first, progress=progress),
-        "smooth": action(ptq.smooth_model, data=batches, dummy_input=first, progress=progress),
-        "rotate": action(ptq.rotate_model, dummy_input=first, progress=progress),
-        "awq": action(
-            ptq.awq_model,
-            data=batches,
-            dummy_input=first,
-            weight=preset,
-            config_file=config_file,
-            quant_scheme=quant_scheme,
-            progress=progress,
-        ),
-        "layer_inputs": action(layer_inputs),
-        "bias_correction": action(correct_biases),
-        **weight_actions(
-            partial(apply_reconstruction, data=batches, progress=progress), calibrate, method_options
-        ),
-    }
-    front_end = FrontEnd(copy.deepcopy, simulate, lambda sim: _measured(sim, metric), _remember, actions)
+    methods = _Methods(
+        first=first,
+        batches=batches,
+        rules={"preset": preset, "config_file": config_file, "quant_scheme": quant_scheme},
+        keep_float=any(step.name == "bias_correction" for step in steps),
+        non_finite=non_finite,
+        progress=progress,
+    )
+    front_end = FrontEnd(
+        copy.deepcopy, methods.simulate, lambda sim: _measured(sim, metric), _remember, methods.actions()
+    )
     runner = ModelRunner(copy.deepcopy(model), front_end)
     report = run_recipe(
         steps,
@@ -176,7 +134,77 @@ def quantize(
         found = float(metric(runner.sim.model)) if report.metric is None else report.metric
         metrics["quantized"] = checked_metric("quantized", found)
     exported = None if path is None else runner.sim.export(path, filename_prefix, first)
-    return Result(runner.sim, folds[-1] if folds else FoldReport(), exported, metrics, report)
+    return Result(runner.sim, methods.folds, exported, metrics, report)
+
+
+@dataclass
+class _Methods:
+    """The steps of a recipe on modules, with all that they need beside their own options.
+
+    Attributes:
+        first, batches: the example input, and the calibration data.
+        rules: what is asked for: ``preset``, ``config_file``, ``quant_scheme``.
+        keep_float: whether a step asks for the float model.
+        non_finite, progress: as for :func:`quantize`.
+        folds: what the last folding did.
+        float_model: a copy from before the simulation, into which methods of rounding write; ``None`` if no step asks.
+    """
+
+    first: Any
+    batches: Iterable[Any]
+    rules: dict[str, Any]
+    keep_float: bool
+    non_finite: NonFinite
+    progress: bool
+    folds: FoldReport = field(default_factory=FoldReport)
+    float_model: nn.Module | None = None
+
+    def fold(self, model: nn.Module) -> FoldReport:
+        self.folds = fold_all_batch_norms(model, dummy_input=self.first, progress=self.progress)
+        return self.folds
+
+    def simulate(self, model: nn.Module) -> QuantizationSimModel:
+        if self.keep_float:
+            self.float_model = copy.deepcopy(model)
+        sim = QuantizationSimModel(model, self.first, **self.rules, in_place=True)
+        self.calibrate(sim)
+        return sim
+
+    def calibrate(self, sim: QuantizationSimModel) -> None:
+        sim.compute_encodings(self.batches, progress=self.progress, non_finite=self.non_finite)
+
+    def correct_biases(
+        self,
+        sim: QuantizationSimModel,
+        *,
+        num_samples: int | None = None,
+        layers_to_ignore: Iterable[str] = (),
+    ) -> BiasReport:
+        return ptq.apply_bias_correction(
+            sim,
+            self.batches,
+            num_samples=num_samples,
+            layers_to_ignore=layers_to_ignore,
+            reference=self.float_model,
+            progress=self.progress,
+        )
+
+    def actions(self) -> dict[str, Action]:
+        """By step."""
+        common = {"dummy_input": self.first, "progress": self.progress}
+        awq = {"weight" if name == "preset" else name: given for name, given in self.rules.items()}
+        choose = partial(apply_reconstruction, data=self.batches, progress=self.progress)
+        return {
+            "fold": action(self.fold),
+            "fold_norms": action(ptq.fold_norms, **common),
+            "equalize": action(ptq.equalize_model, **common),
+            "smooth": action(ptq.smooth_model, data=self.batches, **common),
+            "rotate": action(ptq.rotate_model, **common),
+            "awq": action(ptq.awq_model, data=self.batches, **awq, **common),
+            "layer_inputs": action(layer_inputs),
+            "bias_correction": action(self.correct_biases),
+            **weight_actions(choose, self.calibrate, method_options),
+        }
 
 
 def _measured(sim: QuantizationSimModel, metric: Callable[[nn.Module], float] | None) -> float:
