@@ -13,11 +13,11 @@ import torch
 import bitwright.onnx as onnx_front
 from bitwright.torch import (
     QuantizationSimModel,
-    TorchView,
     apply_reconstruction,
     awq_model,
     fold_all_batch_norms,
 )
+from tests.algorithms.transformer import with_outliers
 from tests.data import accuracy, onnx_file, perplexity, shakespeare, stories, trained
 
 pytestmark = pytest.mark.slow
@@ -105,22 +105,6 @@ def test_a_language_model_with_few_bits_of_weight(width, shared_data):
     assert reference < found["gptq"] < found["nearest"] and found["seq_mse"] < found["nearest"]
     # the tied embedding and output layer keep nearest rounding, which is much of what is left
     assert found["gptq"] - reference < 0.75 * (found["nearest"] - reference)
-
-
-def with_outliers(model, example):
-    """``model`` with four channels of every norm sixteen times larger, as large language models have them, and the
-    weights behind as much smaller: the same function."""
-    from bitwright.algorithms.layers import Layers, rescaling
-    from bitwright.algorithms.smooth import linear_groups
-
-    view = TorchView(model, [example])
-    groups = [group for group in linear_groups(Layers(view.graph()))[0] if group.producers[0].kind == "norm"]
-    factors = []
-    for seed, group in enumerate(groups):
-        factors.append(np.ones(group.channels))
-        factors[-1][np.random.default_rng(seed).choice(group.channels, 4, replace=False)] = 1 / 16
-    view.edit(rescaling(view, groups, factors)[0])
-    return model
 
 
 def test_scales_of_channels_help_a_language_model_with_few_bits_of_weight(shared_data):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from bitwright.algorithms.layers import Layers, rescaling
+from bitwright.algorithms.smooth import linear_groups
+from bitwright.torch import TorchView
 
 
 class RMSNorm(nn.Module):
@@ -77,6 +82,19 @@ class Decoder(nn.Module):
         h = self.norm2(x)
         x = x + self.down(F.silu(self.gate(h)) * self.up(h))
         return self.head(self.norm(x))
+
+
+def with_outliers(model: nn.Module, example: Tensor) -> nn.Module:
+    """``model`` with four channels of every norm sixteen times larger, as large language models have them, and the
+    weights behind as much smaller: the same function."""
+    view = TorchView(model, [example])
+    groups = [group for group in linear_groups(Layers(view.graph()))[0] if group.producers[0].kind == "norm"]
+    factors = []
+    for seed, group in enumerate(groups):
+        factors.append(np.ones(group.channels))
+        factors[-1][np.random.default_rng(seed).choice(group.channels, 4, replace=False)] = 1 / 16
+    view.edit(rescaling(view, groups, factors)[0])
+    return model
 
 
 def tokens(rows: int = 3) -> Tensor:
