@@ -52,6 +52,8 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, Call, Call]] = {
              lambda m, x: bo.correct_bias(m, bo.QuantParams(4), 8, [x[:32], x[32:64], x[64:]], 96)),
     "norms": (Decoder, TOKENS, lambda m, x: bt.fold_norms(m, dummy_input=x), lambda m, x: bo.fold_norms(m, x)),
     "smooth": (Decoder, TOKENS, lambda m, x: bt.smooth_model(m, [x, x]), lambda m, x: bo.smooth_model(m, [x, x])),
+    "awq": (Decoder, TOKENS, lambda m, x: bt.awq_model(m, [x, x], weight="w4"),
+            lambda m, x: bo.awq_model(m, [x, x], weight="w4")),
     "rotate": (Decoder, TOKENS, lambda m, x: bt.rotate_model(m, dummy_input=x), lambda m, x: bo.rotate_model(m, x)),
 }  # fmt: skip
 
@@ -120,3 +122,22 @@ def test_a_loaded_model_that_is_changed_in_place_computes_the_same(name, monkeyp
         torch.testing.assert_close(run(ir.to_proto(loaded.model), x), reference, rtol=1e-4, atol=1e-4)
 
     assert interruptions(monkeypatch, "onnx", lambda: call(loaded, x.numpy()), check)
+
+
+def test_a_simulation_whose_biases_were_being_corrected_is_as_it_was(monkeypatch, as_onnx):
+    sim, other = (
+        bt.QuantizationSimModel(folded(), X[:2]),
+        bo.QuantizationSimModel(as_onnx[folded], X[:2].numpy()),
+    )
+    batches = X.split(32)
+    sim.compute_encodings(batches, progress=False)
+    other.compute_encodings([x.numpy() for x in batches], progress=False)
+    before, theirs = sim.model(X), other.run(X.numpy())[0]
+    for at in range(3):
+        for front_end in ("torch", "onnx"):
+            monkeypatch.setattr(f"bitwright.{front_end}.ptq.bar", Interrupted(at))
+        with pytest.raises(KeyboardInterrupt):
+            bt.apply_bias_correction(sim, batches)
+        with pytest.raises(KeyboardInterrupt):
+            bo.apply_bias_correction(other, [x.numpy() for x in batches])
+    assert torch.equal(sim.model(X), before) and (other.run(X.numpy())[0] == theirs).all()
