@@ -51,7 +51,7 @@ _SCALARS = (
     ("Size", ir.DataType.INT64, np.int64(0), "ReduceSum"),
 )  # operator, its type, its value where nothing ran, how the iterations of a loop are joined
 
-_KEPT = 32  # sessions beyond this many are made anew for every batch
+_KEPT = 32  # sessions at most
 
 
 @dataclass(eq=False)
@@ -186,6 +186,7 @@ class _Session:
     watching: Watching
     followed: dict[Tap, bool]  # the taps that show their channels, and whether their minima too
     names: list[str]  # to fetch: outputs of the model, scalars, bounds of channels, arrays
+    used: int = 0  # number of the batch that it ran last
 
     def run(self, feeds: Feeds) -> list[Array]:
         found: list[Array] = self.watching.session.run(self.names, feeds)
@@ -378,24 +379,42 @@ class Calibrator:
     # -- sessions and memory
 
     def _session(self, arrays: Sequence[Tap], *, first: bool, arena: bool) -> _Session:
-        """The session for a run; a few are kept, of which the weights together stay within the budget."""
+        """The session for a run; a few are kept for the batches to come."""
         key = (tuple(map(id, arrays)), first, arena)
-        before = self._sessions.pop(key, None)
-        if before is not None and before.followed == self._followed:
-            self._sessions[key] = before
-            return before
-        if len(self._sessions) * self._weights > self.budget:
-            self._sessions.clear()  # before the next one takes its memory
-            return_memory()
-        made = self._open(arrays, first=first, arena=arena, before=before)
-        if len(self._sessions) < _KEPT:
-            self._sessions[key] = made
-        return made
+        found = self._sessions.pop(key, None)
+        if found is None or found.followed != self._followed:
+            before = None if found is None else replace(found.watching, session=None)
+            found = None  # its memory goes before another one takes its own
+            self._make_room()
+            found = self._open(arrays, first=first, arena=arena, before=before)
+        found.used = self.runs
+        self._sessions[key] = found
+        return found
+
+    def _make_room(self) -> None:
+        """Let sessions go until one more may come: those of other shapes first, then the one that ran last.
+
+        Groups come round in the same order with every batch, so what ran last is needed last.
+        """
+        beside = min(self._kept_bytes // max(1, self._weights), _KEPT - 1)
+        if len(self._sessions) <= beside:
+            return
+        for key in [key for key, session in self._sessions.items() if session.used < self.runs - 1]:
+            del self._sessions[key]
+        while len(self._sessions) > beside:
+            self._sessions.popitem()
+        return_memory()
+
+    @property
+    def _kept_bytes(self) -> int:
+        """The part of the budget for the weights of sessions that are kept beside the one that runs."""
+        part = self.budget // 4
+        return part if self._weights <= part else 0
 
     def _open(
-        self, arrays: Sequence[Tap], *, first: bool, arena: bool, before: _Session | None = None
+        self, arrays: Sequence[Tap], *, first: bool, arena: bool, before: Watching | None = None
     ) -> _Session:
-        """A session; ``before`` is the one that showed the channels of more taps."""
+        """A session; ``before`` is what is left of one that showed the channels of more taps."""
         fetched = [tap for tap in arrays if not tap.value.is_graph_input()]
         ordered = {tap.value for tap in fetched if not tap.unordered or tap in self._followed}
         channels = chain.from_iterable(self._channel_values().values())
@@ -405,10 +424,10 @@ class Calibrator:
         reduced = {str(v.name) for tap in self._reduced for v in tap.scalars}
         unordered = {str(tap.value.name) for tap in fetched if tap.value not in ordered}
         unordered = unordered.difference(self._outputs)
-        if before is not None and before.watching.optimized is not None:
+        if before is not None and before.optimized is not None:
             kept = {*names, *self._outputs}
             watching = narrow(
-                before.watching, kept, scalars=reduced, unordered=unordered, threads=self.threads, arena=arena
+                before, kept, scalars=reduced, unordered=unordered, threads=self.threads, arena=arena
             )
         else:
             watching = self._instrument.open(
@@ -427,11 +446,13 @@ class Calibrator:
         return _Session(watching, self._followed, [watching.name(name) for name in names])
 
     def _groups(self, sizes: Mapping[Tap, int]) -> list[tuple[Tap, ...]]:
-        """The taps in runs that stay within the budget; at least one run."""
+        """The taps in runs that stay within the budget together with the sessions that are kept; at least one run."""
         groups: list[list[Tap]] = [[]]
-        held = 0
+        held, room = 0, self.budget
+        if sum(sizes.values()) > room:
+            room -= self._kept_bytes
         for tap, size in sizes.items():
-            if held and held + size > self.budget:
+            if held and held + size > room:
                 groups.append([])
                 held = 0
             groups[-1].append(tap)

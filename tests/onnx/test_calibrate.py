@@ -188,6 +188,33 @@ class Held:
         return found
 
 
+def test_sessions_are_kept_in_a_quarter_of_the_budget(monkeypatch):
+    budget, feeds = 20_000, batches(1, (12, 3, 8, 8))[0]
+    calibrator = simulate(deep(), "percentile", memory_budget=budget)._calibrator()
+    weights, opened = calibrator._weights, []
+    sizes = calibrator._tap_sizes(feeds)
+    groups = calibrator._groups(sizes)
+    assert 2 * weights <= budget // 4 < 3 * weights and len(groups) > 4
+    assert all(len(group) == 1 or sum(sizes[t] for t in group) <= budget - budget // 4 for group in groups)
+    open_ = calibrator._open
+
+    def counted(*args: Any, **options: Any) -> Any:
+        assert len(calibrator._sessions) * weights <= budget // 4
+        opened.append(args)
+        return open_(*args, **options)
+
+    monkeypatch.setattr(calibrator, "_open", counted)
+    for _ in range(2):  # the channels are looked at in the first batch
+        calibrator.run(feeds)
+    opened.clear()
+    calibrator.run(feeds)
+    assert len(opened) < len(groups), "some were kept"
+    wide = {"x": np.concatenate([feeds["x"]] * 2)}
+    for _ in range(3):
+        calibrator.run(wide)
+    assert all(session.used >= 3 for session in calibrator._sessions.values()), "other shapes made way"
+
+
 @pytest.mark.parametrize("budget", [1600, 3200])
 def test_the_tensors_of_one_run_are_gone_before_the_next(monkeypatch, budget):
     calibrator = simulate(deep(), "percentile", memory_budget=budget)._calibrator()
