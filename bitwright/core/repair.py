@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from bitwright.core.health import LIMITS, Culprit, HealthReport
+from bitwright.core.recurrence import CELLS
 from bitwright.errors import ConfigError, close_matches
 
 RepairKind = Literal["clamp", "replace", "float"]
@@ -102,13 +103,17 @@ class Stabilized:
 
 
 def choose(
-    report: HealthReport | None, repairs: Iterable[Repair] | None, known: set[str]
+    report: HealthReport | None,
+    repairs: Iterable[Repair] | None,
+    known: set[str],
+    able: Callable[[str], bool] = bool,
 ) -> tuple[tuple[Repair, ...], tuple[str, ...]]:
     """The repairs to apply, and what no repair can answer, as :func:`propose` gives them.
 
     Args:
         report, repairs: what ``stabilize`` was given; ``repairs`` win over those that the report proposes.
         known: operators of the simulation.
+        able: whether an operator has a result that can be repaired; what the report proposes elsewhere is refused.
 
     Raises:
         ConfigError: neither was given, or a repair names no operator of the simulation.
@@ -116,7 +121,14 @@ def choose(
     if report is None and repairs is None:
         raise ConfigError("stabilize", "it got neither a report nor repairs", "pass check_model(model, data)")
     proposed, refused = propose(report) if report is not None else ((), ())
-    chosen = proposed if repairs is None else tuple(repairs)
+    if repairs is None:
+        refused += tuple(
+            f"{repair.op}: {repair.cause}; the simulation has no result of this name that it can repair"
+            for repair in proposed
+            if not (repair.op in known and able(repair.op))
+        )
+        return tuple(r for r in proposed if r.op in known and able(r.op)), refused
+    chosen = tuple(repairs)
     for repair in chosen:
         if repair.op not in known:
             raise ConfigError(
@@ -130,8 +142,11 @@ def choose(
 def propose(report: HealthReport) -> tuple[tuple[Repair, ...], tuple[str, ...]]:
     """The repairs that answer a report, and a sentence for every fault that no repair can answer.
 
-    An overflow is clamped to the largest numbers of its type. Elsewhere ``+inf`` and ``-inf`` become the bounds of what the
-    operator made of the other elements, so that ranges stay what they are, and NaN becomes 0 or the nearest of these.
+    ``+inf`` and ``-inf`` become the bounds of what the operator made of the other elements, so that ranges stay what they
+    are, and NaN becomes 0 or the nearest of these. Where it overflowed, these bounds are at least the square root of the
+    largest number of the type, either way, and everything is clamped to them: what is computed next (a sum, a product) does
+    not overflow again, as it would from the largest number on. What overflows inside the steps of a recurrent layer cannot be
+    reached from behind it.
 
     >>> from bitwright.core.health import measure_tensor
     >>> import numpy as np
@@ -143,8 +158,10 @@ def propose(report: HealthReport) -> tuple[tuple[Repair, ...], tuple[str, ...]]:
     repairs, refused = [], []
     for culprit in report.culprits:
         kind = REPAIRS.get(culprit.cause)
-        if kind is None or culprit.op_type in ("input", "param"):
-            refused.append(f"{culprit.op}: {culprit.cause}; {culprit.remedy}")
+        inside = kind == "clamp" and culprit.op_type in CELLS
+        if kind is None or inside or culprit.op_type in ("input", "param"):
+            where = " inside its steps" if inside else ""
+            refused.append(f"{culprit.op}: {culprit.cause}{where}; {culprit.remedy}")
         else:
             repairs.append(_repair(culprit, kind))
     return tuple(repairs), tuple(refused)
@@ -152,10 +169,18 @@ def propose(report: HealthReport) -> tuple[tuple[Repair, ...], tuple[str, ...]]:
 
 def _repair(culprit: Culprit, kind: RepairKind) -> Repair:
     finite = [out for out in culprit.outputs if out.min is not None and out.max is not None]
+    lo = min((out.min for out in finite if out.min is not None), default=0.0)
+    hi = max((out.max for out in finite if out.max is not None), default=0.0)
     if kind == "clamp":
-        limit = LIMITS.get(culprit.outputs[0].dtype if culprit.outputs else "float32", LIMITS["float32"])[0]
-        lo, hi = -limit, limit
-    else:
-        lo = min((out.min for out in finite if out.min is not None), default=0.0)
-        hi = max((out.max for out in finite if out.max is not None), default=0.0)
+        room = headroom(culprit.outputs[0].dtype if culprit.outputs else "float32")
+        lo, hi = min(lo, -room), max(hi, room)
     return Repair(culprit.op, kind, lo, hi, min(max(0.0, lo), hi), culprit.cause)
+
+
+def headroom(dtype: str) -> float:
+    """The largest number whose square a type can hold: 256 in float16, 1.8e19 in float32.
+
+    >>> round(headroom("float16"))
+    256
+    """
+    return math.sqrt(LIMITS.get(dtype, LIMITS["float32"])[0])

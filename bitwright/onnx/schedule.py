@@ -112,7 +112,7 @@ def narrow(
     threads: int = 0,
     arena: bool = True,
 ) -> Watching:
-    """A session that gives some of the outputs of an earlier one, for a fifth of what that one took to open.
+    """A session that gives some of the outputs of an earlier one, for a third of what that one took to open.
 
     Args:
         watching: from :func:`open_watching` with ``keep``; it gives up what it kept.

@@ -49,8 +49,9 @@ def stabilize(
         ConfigError: a repair names no operator of the simulation, or one without results in a type that is repaired (float8
             is not), or neither a report nor repairs were given.
     """
-    chosen, refused = choose(report, repairs, {op.name for op in sim.graph.ops})
     nodes = _nodes(sim)
+    known = {op.name for op in sim.graph.ops}
+    chosen, refused = choose(report, repairs, known, lambda op: bool(_results(nodes.get(op))))
     for repair in chosen:
         if repair.kind != "float" and not _results(nodes.get(repair.op)):
             raise ConfigError(

@@ -6,11 +6,16 @@ import json
 import logging
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
+import bitwright.onnx
+import bitwright.torch
 from bitwright.core.diagnosis import REMEDIES
 from bitwright.onnx import check_model as onnx_check
+from bitwright.torch.batches import as_call
+from bitwright.torch.trees import flatten_tensors
 from tests.health_zoo import FAULTS, LOOK_ALIKES, check
 
 
@@ -35,6 +40,41 @@ def test_the_planted_operator_is_named(front, case):
     assert case.batch is None or culprit.batch == case.batch, report
     assert case.sample is None or culprit.sample == case.sample, report
     assert json.loads(report.to_json())["culprits"][0]["op"] == culprit.op
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize("front, case", params(FAULTS))
+def test_what_is_repaired_is_finite(front, case):
+    model, data = case.build()
+    tools = bitwright.onnx if front == "onnx" else bitwright.torch
+    report = tools.check_model(model, data, progress=False)
+    sim = tools.QuantizationSimModel(model, data[0])
+    done = tools.stabilize(sim, report)
+    assert bool(done.repairs) != bool(done.refused), "every fault is repaired or refused, and one is planted"
+    if not done.repairs or case.name in SEVERAL:
+        return
+    sim.compute_encodings(data, progress=False, non_finite="clamp", allow_unreached=True)
+    for batch in data:
+        for y in outputs(sim, batch):
+            assert np.isfinite(y).all()
+
+
+SEVERAL = (
+    "two faults, of which the first is to be named first",
+)  # the second shows when the first is repaired
+
+
+def outputs(sim, batch):
+    """Floating-point outputs of a simulation of either front end."""
+    if isinstance(sim, bitwright.onnx.QuantizationSimModel):
+        return [np.asarray(y, np.float64) for y in sim.run(batch)]
+    args, kwargs = as_call(batch)
+    with torch.no_grad():
+        return [
+            t.double().numpy()
+            for _, t in flatten_tensors(sim.model(*args, **kwargs))
+            if t.is_floating_point()
+        ]
 
 
 @pytest.mark.parametrize("front, case", params(LOOK_ALIKES))

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.algorithms.progressive import quantize_progressively
-from bitwright.core.repair import REPAIRS, Repair
+from bitwright.core.health import Culprit, HealthReport, measure_tensor
+from bitwright.core.repair import REPAIRS, Repair, headroom, propose
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.torch import QuantizationSimModel, check_model, progressive, stabilize
 
@@ -121,6 +122,33 @@ def test_bad_data_is_not_repaired() -> None:
     done = stabilize(sim, report)
     assert done.repairs == () and done.refused[0].startswith("x: bad input data; clean the data")
     assert "not repaired: x" in str(done)
+
+
+def test_an_overflow_leaves_room_for_what_follows() -> None:
+    """A product of two numbers at the bound is finite, and what the operator made of other data stays as it is."""
+    report = _check(MIDDLES["exponential"])
+    (repair,) = stabilize(simulation(MIDDLES["exponential"]), report).repairs
+    seen = report.culprits[0].outputs[0].max
+    assert repair.hi == max(headroom("float32"), seen) and math.isfinite(np.float32(headroom("float32")) ** 2)
+    y = measure_tensor("y", np.float16([-3e4, 1, np.inf]))
+    culprit = Culprit("op", "Mul", "", "half-precision overflow", "", "", outputs=(y,))
+    (repair,), _ = propose(HealthReport("m", (culprit,)))
+    assert repair.lo == np.float16(-3e4) and repair.hi == pytest.approx(255.9, abs=0.1)
+
+
+def test_a_fault_behind_another_is_found_when_the_first_is_repaired() -> None:
+    def middle(x: Tensor) -> Tensor:
+        return torch.log(x).sub(9).sqrt()
+
+    sim = simulation(middle)
+    data = batches()
+    for op in ("log", "sqrt"):
+        with sim.in_float():
+            report = check_model(sim.model, data)
+        assert [c.op for c in report.culprits] == [op]
+        stabilize(sim, report)
+    with sim.in_float():
+        assert check_model(sim.model, data).ok and len(sim.repairs) == 2
 
 
 def test_every_repair_answers_a_known_cause() -> None:
