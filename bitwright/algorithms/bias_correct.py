@@ -133,7 +133,7 @@ def expected_inputs(layers: Layers, moments: Moments) -> dict[str, Array]:
                 mean, std = moments[op.name]
                 known[layer.output] = np.asarray(mean, np.float64), np.abs(np.asarray(std, np.float64))
         elif len(op.outputs) == 1 and op.outputs[0] not in known and not op.also:
-            passed = _passed(op, known)
+            passed = moments_behind(op, known)
             if passed is not None:
                 known[op.outputs[0]] = passed
     return found
@@ -154,8 +154,8 @@ _KEEPS_MEAN = frozenset(
 )
 
 
-def _passed(op: Op, known: Moments) -> tuple[Array, Array] | None:
-    """Moments behind an operator."""
+def moments_behind(op: Op, known: Moments) -> tuple[Array, Array] | None:
+    """Mean and standard deviation behind an operator, from those of its inputs by name; ``None``: not known."""
     sources = [known.get(value) for value in op.inputs if value is not None]
     if not sources or sources[0] is None:
         return None

@@ -2,11 +2,12 @@
 
 Between two layers with nothing but a piecewise-linear activation, channel ``c`` can be divided by ``s[c]`` behind the
 first and multiplied by it in front of the second. The choice ``s = sqrt(r1 / r2)`` gives both weights the same range
-in every channel, so that one grid per tensor serves all channels.
+in every channel, so that one grid per tensor serves all channels. Where batch norms said what the values between the
+layers are, the factors are those of the least rounding noise in weights and activations together (``channel_noise``).
 
-Reference: Nagel et al. 2019, arXiv:1906.04721, sections 4.1 and 4.2. Beyond the paper: groups of any number of
-consumers, transposed and grouped convolutions, linear layers, products with a gate, and activations that cut at
-fixed bounds (ReLU6), whose bounds are divided too instead of being dropped.
+Reference: Nagel et al. 2019, arXiv:1906.04721, sections 4.1 and 4.2. Beyond the paper: factors that look at the
+activations too; groups of any number of consumers, transposed and grouped convolutions, linear layers, products with a
+gate, and activations that cut at fixed bounds (ReLU6), whose bounds are divided too instead of being dropped.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bitwright.algorithms.batch_norm_affine import forward_obstacle
+from bitwright.algorithms.channel_noise import channels_of, quietest_factors
 from bitwright.algorithms.layers import Array, Group, Layer, Layers, Refused, find_groups, rescaling
 from bitwright.algorithms.trial import Bar, Check, joined, no_bar, sift
+from bitwright.core.graph import Graph
 from bitwright.core.model import AddBias, Clamp, Edit, ModelView, SetParam, Undo
 
 logger = logging.getLogger("bitwright")
@@ -143,6 +146,9 @@ class EqualizeReport:
         absorbed: layers whose high biases moved into the next layer.
         statistics: of the layers' outputs, mean and standard deviation per channel, brought up to date.
         spread: largest range of a channel over the smallest, the worst group, before and after.
+        noise: expected of rounding weights and activations to 8 bits with one scale per tensor, before and after: the
+            power of each tensor's rounding over that of the signal, summed over the tensors of groups whose values batch
+            norms tell. ``None`` where none does.
         view: the model.
     """
 
@@ -154,6 +160,7 @@ class EqualizeReport:
     absorbed: tuple[str, ...] = ()
     statistics: dict[str, tuple[Array, Array]] = field(default_factory=dict, repr=False)
     spread: tuple[float, float] = (1.0, 1.0)
+    noise: tuple[float, float] | None = None
     _undos: list[Undo] = field(default_factory=list, repr=False)
     view: ModelView | None = field(default=None, repr=False)
 
@@ -171,6 +178,8 @@ class EqualizeReport:
             f"{count} group{'s' * (count != 1)} of layers equalized in {self.rounds} rounds, {len(self.refused)} layers "
             f"begin none; largest spread of channel ranges {self.spread[0]:.3g} before, {self.spread[1]:.3g} after"
         ]
+        if self.noise is not None:
+            lines[0] += f"; expected noise {self.noise[0]:.3g} before, {self.noise[1]:.3g} after"
         lines += [f"  equalized  {group}" for group in self.groups]
         lines += [f"  clamped    {op}: a bound per channel" for op in self.clamped]
         lines += [f"  absorbed   high biases of {op}" for op in self.absorbed]
@@ -193,7 +202,8 @@ def equalize(
         check: says what is wrong with the model's function, or ``None``; groups it objects to are found by halving
             and left alone.
         statistics: mean and standard deviation per channel of the outputs of layers, by op name (beta and \\|gamma\\|
-            of the folded batch norm).
+            of the folded batch norm). Groups that have them get the factors of the least noise, the others those that
+            give both weights the same ranges.
         absorb_bias: also absorb high biases, where ``statistics`` has the layer. That changes the function a little.
         bar: shows checks and rounds.
 
@@ -202,14 +212,15 @@ def equalize(
     """
     layers = Layers(view.graph())
     groups, refused = equalizable(view, layers)
-    kept, rejected = sift(groups, lambda some: _divide(view, some)[0], check, bar)
+    known = statistics or {}
+    kept, rejected = sift(groups, lambda some: _divide(view, layers.graph, some, known).undo, check, bar)
     refused += [Refused(group.producers[0].op, reason) for group, reason in rejected]
-    undo, factors, rounds, spread = _divide(view, kept, bar)
+    done = _divide(view, layers.graph, kept, known, bar)
     order = {op.name: i for i, op in enumerate(layers.graph.ops)}
     report = EqualizeReport(
-        tuple(kept), tuple(sorted(refused, key=lambda r: order[r.op])), tuple(factors), rounds,
-        tuple(op.name for group in kept for op, _ in group.clips), spread=spread, _undos=[undo],
-        statistics=_divided(statistics or {}, kept, factors), view=view,
+        tuple(kept), tuple(sorted(refused, key=lambda r: order[r.op])), tuple(done.factors), done.rounds,
+        tuple(op.name for group in kept for op, _ in group.clips), spread=done.spread, noise=done.noise,
+        statistics=_divided(known, kept, done.factors), view=view, _undos=[done.undo],
     )  # fmt: skip
     for line in report.refused:
         logger.info("not equalized: %s", line)
@@ -262,21 +273,53 @@ def _why_no_clamp(view: ModelView, op: str, group: Group, axis: int) -> str | No
     return reason and f"{op} cuts all channels at the same bounds and cannot be changed: {reason}"
 
 
+@dataclass(frozen=True)
+class _Done:
+    """Groups that were equalized: how to undo it, and what the report says."""
+
+    undo: Undo
+    factors: list[Array]
+    rounds: int
+    spread: tuple[float, float]
+    noise: tuple[float, float] | None
+
+
 def _divide(
-    view: ModelView, groups: Sequence[Group], bar: Bar = no_bar
-) -> tuple[Undo, list[Array], int, tuple[float, float]]:
-    """Equalize the groups; how to undo it, the factors, the rounds and the spread before and after."""
+    view: ModelView,
+    graph: Graph,
+    groups: Sequence[Group],
+    statistics: Mapping[str, tuple[Array, Array]],
+    bar: Bar = no_bar,
+) -> _Done:
     names = dict.fromkeys(
         layer.weight for group in groups for layer in (*group.producers, *(c for c, _ in group.consumers))
     )
     weights = {name: view.param(name) for name in names}
-    factors, rounds = converged_factors(groups, weights, bar)
+    factors, rounds, noise = _factors(graph, groups, weights, statistics, bar)
     edits, _ = rescaling(view, groups, factors)
     before = _spread(groups, weights)
     weights.update(
         {edit.name: edit.value for edit in edits if isinstance(edit, SetParam) and edit.name in weights}
     )
-    return view.edit(edits), factors, rounds, (before, _spread(groups, weights))
+    return _Done(view.edit(edits), factors, rounds, (before, _spread(groups, weights)), noise)
+
+
+def _factors(
+    graph: Graph,
+    groups: Sequence[Group],
+    weights: Mapping[str, Array],
+    statistics: Mapping[str, tuple[Array, Array]],
+    bar: Bar,
+) -> tuple[list[Array], int, tuple[float, float] | None]:
+    """Factors of every group, the rounds, and the noise where something is known of it."""
+    channels = [channels_of(graph, group, statistics) for group in groups]
+    fixed, rounds = [np.ones(group.channels) for group in groups], 0
+    if any(known is None for known in channels):
+        fixed, rounds = converged_factors(groups, weights, bar)
+    if all(known is None for known in channels):
+        return fixed, rounds, None
+    factors, descents, noise = quietest_factors(groups, weights, channels, statistics, fixed, bar)
+    return factors, rounds + descents, noise
 
 
 def _spread(groups: Sequence[Group], weights: Mapping[str, Array]) -> float:
