@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from bitwright.core.health import HALVES, LIMITS, MAKERS, TensorHealth, counted
 
 
 class Finding(NamedTuple):
-    """``cause``, a key of ``REMEDIES``; ``problem``, what happened with the numbers seen; ``remedy``."""
+    """``cause``, a key of ``REMEDIES``; ``problem``, what happened with the numbers seen; ``remedy``, a sentence."""
 
     cause: str
     problem: str
@@ -52,37 +52,111 @@ class Run:
         return any(out.nan for out in self.outputs)
 
 
-REMEDIES: dict[str, str] = {
-    "division by zero": "add a small epsilon to the divisor, or clamp it away from zero (x.clamp(min=eps))",
-    "root of a negative number": "clamp the argument to zero or more before the root, or add an epsilon to a variance "
-    "that rounding made negative",
-    "reciprocal root of zero": "add an epsilon under the root: rsqrt(x + eps)",
-    "logarithm of a non-positive number": "clamp the argument first: log(x.clamp(min=eps)), or use log_softmax or log1p "
-    "where the argument comes from a softmax or a sum with one",
-    "exponential overflow": "subtract the largest element before the exponential, use softmax, logsumexp or softplus, or "
-    "clamp the argument",
-    "power out of domain": "clamp the base to positive numbers, or use an integer exponent",
-    "argument out of domain": "clamp the argument to the interval on which the function is defined",
-    "every element of a row is masked": "let every row attend to something, or replace the rows without a key after the "
-    "softmax (masked_fill(dead_rows, 0)); a mask of finite numbers (-1e4) avoids the NaN as well",
-    "half-precision overflow": "keep this operator in float32 or bfloat16, or scale its input down before and its result "
-    "up after it",
-    "overflow": "normalise the input or bound the activations; look for the layer before it whose values grow",
-    "negative variance": "the running statistics are damaged: load the checkpoint again, or recompute them by running "
-    "the model in train mode over data",
-    "zero variance": "use an epsilon above zero in the normalisation layer (eps=1e-5)",
-    "reduction over nothing": "skip the reduction where there is nothing to reduce, or divide by a count clamped to one; "
-    "the unbiased variance needs two elements (correction=0 needs one)",
-    "zero times infinity": "mask by selection (where, masked_fill), not by multiplying with zero",
-    "infinity minus infinity": "use a finite mask constant such as -1e4, or combine boolean masks before they become "
-    "numbers",
-    "uninitialised memory": "fill the buffer before it is read: torch.zeros in place of torch.empty",
-    "mask constant": "none is needed: quantization leaves mask constants out of ranges",
-    "NaN constant": "the model writes this NaN itself: write a finite number, or remove it before it is used",
-    "bad input data": "clean the data, or leave such samples out; the report names the first of them",
-    "bad parameter": "load or train the parameter again; no range can be taken from it",
-    "unknown": "look at the inputs above: one of them is outside of what the operator can take",
-}
+class Remedy(NamedTuple):
+    """What to do about a cause: in words, then how it is written in a PyTorch model, and in an ONNX model."""
+
+    text: str
+    torch: str = ""
+    onnx: str = ""
+
+
+Front = Literal["torch", "onnx"]
+
+REMEDIES: dict[str, Remedy] = {
+    "division by zero": Remedy(
+        "add a small epsilon to the divisor, or keep it away from zero",
+        "x / y.clamp(min=eps)",
+        "a Max node with a small constant before the divisor",
+    ),
+    "root of a negative number": Remedy(
+        "keep the argument at zero or above before the root, or add an epsilon to a variance that rounding made negative",
+        "x.clamp(min=0).sqrt()",
+        "a Max node with 0 before the root",
+    ),
+    "reciprocal root of zero": Remedy(
+        "add an epsilon under the root", "torch.rsqrt(x + eps)", "an Add node with a small constant before the root"
+    ),
+    "logarithm of a non-positive number": Remedy(
+        "keep the argument above zero, or use the logarithm of the softmax, or of one more than the argument, where it comes "
+        "from a softmax or a sum with one",
+        "log(x.clamp(min=eps)), log_softmax, log1p",
+        "a Max node with a small constant before the Log; LogSoftmax",
+    ),
+    "exponential overflow": Remedy(
+        "subtract the largest element before the exponential, use a function that does so, or bound the argument",
+        "softmax, logsumexp, softplus, x.clamp(max=80)",
+        "Softmax, ReduceLogSumExp, Softplus, or a Min node with 80 before the Exp",
+    ),
+    "power out of domain": Remedy(
+        "keep the base above zero, or use an integer exponent",
+        "x.clamp(min=eps) ** p",
+        "a Max node with a small constant before the Pow",
+    ),
+    "argument out of domain": Remedy(
+        "keep the argument in the interval on which the function is defined",
+        "x.clamp(-1 + eps, 1 - eps)",
+        "a Clip node before it",
+    ),
+    "every element of a row is masked": Remedy(
+        "let every row attend to something, or replace the rows without a key after the softmax; a mask of finite numbers "
+        "(-1e4) avoids the NaN as well",
+        "masked_fill(dead_rows, 0)",
+        "a Where node behind the Softmax",
+    ),
+    "half-precision overflow": Remedy(
+        "keep this operator in float32 or bfloat16, or scale its input down before and its result up after it",
+        "x.float()",
+        "Cast nodes around it",
+    ),
+    "overflow": Remedy(
+        "normalise the input or bound the activations; look for the layer before it whose values grow",
+        "x.clamp(-1e4, 1e4)",
+        "a Clip node",
+    ),
+    "negative variance": Remedy(
+        "the running statistics are damaged: load the checkpoint again, or compute them anew over data",
+        "run the model in train mode",
+        "export the model again from a checkpoint that is sound",
+    ),
+    "zero variance": Remedy(
+        "use an epsilon above zero in the normalisation layer", "eps=1e-5", "the attribute epsilon, 1e-5"
+    ),
+    "reduction over nothing": Remedy(
+        "skip the reduction where there is nothing to reduce, or divide by a count of at least one; the unbiased variance needs "
+        "two elements",
+        "count.clamp(min=1), correction=0",
+        "a Max node with 1 behind the count",
+    ),
+    "zero times infinity": Remedy(
+        "mask by selection, not by multiplying with zero", "where, masked_fill", "a Where node"
+    ),
+    "infinity minus infinity": Remedy(
+        "use a finite mask constant such as -1e4, or combine boolean masks before they become numbers",
+        "mask_a & mask_b",
+        "an And node on the masks",
+    ),
+    "uninitialised memory": Remedy(
+        "fill the buffer before it is read", "torch.zeros in place of torch.empty"
+    ),
+    "mask constant": Remedy("none is needed: quantization leaves mask constants out of ranges"),
+    "NaN constant": Remedy(
+        "the model writes this NaN itself: write a finite number, or remove it before it is used"
+    ),
+    "bad input data": Remedy("clean the data, or leave such samples out; the report names the first of them"),
+    "bad parameter": Remedy("load or train the parameter again; no range can be taken from it"),
+    "unknown": Remedy("look at the inputs above: one of them is outside of what the operator can take"),
+}  # fmt: skip
+
+
+def remedy(cause: str, front: Front | None = None) -> str:
+    """What to do about a cause, and how that is written in models of a front end.
+
+    >>> remedy("zero times infinity", "onnx")
+    'mask by selection, not by multiplying with zero (a Where node)'
+    """
+    found = REMEDIES[cause]
+    how = "" if front is None else getattr(found, front)
+    return f"{found.text} ({how})" if how else found.text
 
 
 def diagnose(
@@ -91,6 +165,7 @@ def diagnose(
     operands: Sequence[TensorHealth | None],
     outputs: Sequence[TensorHealth],
     needed: float | None = None,
+    front: Front | None = None,
 ) -> Finding:
     """Why this call turned finite values into others.
 
@@ -100,6 +175,7 @@ def diagnose(
         operands: what it read, in port order, parameters at their ports, before it wrote anything.
         outputs: what it wrote.
         needed: largest magnitude of the result computed in a wider type, if it was.
+        front: in whose words the remedy is.
 
     >>> from bitwright.core.health import measure_tensor
     >>> import numpy as np
@@ -111,8 +187,8 @@ def diagnose(
     for cause, when in (*_FIRST, *CASES.get(op_type, ()), *_LAST):
         problem = when(run)
         if problem is not None:
-            return Finding(cause, problem, REMEDIES[cause])
-    return Finding("unknown", f"finite inputs became {_made(run)}", REMEDIES["unknown"])
+            return Finding(cause, problem, remedy(cause, front))
+    return Finding("unknown", f"finite inputs became {_made(run)}", remedy("unknown", front))
 
 
 When = Callable[[Run], str | None]

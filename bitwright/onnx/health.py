@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.core.diagnosis import REMEDIES, diagnose
+from bitwright.core.diagnosis import diagnose, remedy
 from bitwright.core.health import (
     CLEAN,
     HALVES,
@@ -248,7 +248,7 @@ class Doctor:
         problem = (
             f"it holds {tensor.nan} NaN and {tensor.inf} Inf, the first at {list(tensor.first_bad or ())}"
         )
-        return Culprit(event.op, event.op_type, "", cause, problem, REMEDIES[cause], inputs=(tensor,))
+        return Culprit(event.op, event.op_type, "", cause, problem, remedy(cause), inputs=(tensor,))
 
     def _of_node(self, event: Event, origin: _Origin) -> Culprit:
         frame, node = origin.frame, origin.node
@@ -261,7 +261,7 @@ class Doctor:
         op_type, attrs = canonical_op(node, self.probe.opset)
         given = [arrays.get(name) for name in reads]
         needed = run_wide(node, given, self.probe) if any(t.dtype in HALVES for t in written) else None
-        finding = diagnose(op_type, attrs, ports, written, needed)
+        finding = diagnose(op_type, attrs, ports, written, needed, "onnx")
         inside = None
         if op_type in CELLS and all(t is None or t.finite for t in ports):
             inside = first_bad_step(op_type, attrs, given)
@@ -292,9 +292,8 @@ class Doctor:
         index = list(tensor.first_bad or ())
         problem = f"it holds {tensor.nan} NaN and {tensor.inf} Inf, the first at {index}"
         where = "" if reader is None else f"{reader.name} ({reader.op_type})"
-        remedy = REMEDIES["bad parameter"]
         self._culprits[tensor.name, "param"] = Culprit(
-            tensor.name, "param", where, "bad parameter", problem, remedy, params=(tensor,)
+            tensor.name, "param", where, "bad parameter", problem, remedy("bad parameter"), params=(tensor,)
         )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from bitwright.core.diagnosis import REMEDIES, Finding, diagnose
+from bitwright.core.diagnosis import Finding, diagnose, remedy
 from bitwright.core.health import (
     CLEAN,
     HALVES,
@@ -455,8 +455,8 @@ class Doctor(Recorder):
         if gates and health.first_bad and not leaf.startswith("weight_hr"):
             gate = gates[health.first_bad[0] * len(gates) // health.shape[0]]
             problem += f", in the rows of gate {gate}"
-        remedy = REMEDIES["bad parameter"]
-        return Culprit(health.name, "param", module, "bad parameter", problem, remedy, params=(health,))
+        cause = "bad parameter"
+        return Culprit(health.name, "param", module, cause, problem, remedy(cause), params=(health,))
 
     def _culprit(self, detail: _Detail, names: Mapping[str, str]) -> Culprit:
         operands = [None if seen is None else self._named(seen) for seen in detail.operands]
@@ -467,9 +467,9 @@ class Doctor(Recorder):
             problem = (
                 f"it holds {health.nan} NaN and {health.inf} Inf, the first at {list(health.first_bad or ())}"
             )
-            finding = Finding("bad input data", problem, REMEDIES["bad input data"])
+            finding = Finding("bad input data", problem, remedy("bad input data"))
         else:
-            finding = diagnose(detail.op_type, detail.attrs, operands, outputs, detail.needed)
+            finding = diagnose(detail.op_type, detail.attrs, operands, outputs, detail.needed, "torch")
         tensors = [x for x in operands if x is not None]
         event = detail.event
         assert event is not None

@@ -12,7 +12,7 @@ import torch
 
 import bitwright.onnx
 import bitwright.torch
-from bitwright.core.diagnosis import REMEDIES
+from bitwright.core.diagnosis import remedy
 from bitwright.onnx import check_model as onnx_check
 from bitwright.torch.batches import as_call
 from bitwright.torch.trees import flatten_tensors
@@ -34,7 +34,7 @@ def test_the_planted_operator_is_named(front, case):
     culprit = report.culprit
     assert culprit is not None and not report.ok and report.exit_code == 1, report
     assert case.op in f"{culprit.where} {culprit.op}" if front == "torch" else case.op == culprit.op, report
-    assert culprit.cause == case.cause and culprit.remedy == REMEDIES[case.cause], report
+    assert culprit.cause == case.cause and culprit.remedy == remedy(case.cause, front), report
     assert case.where in culprit.where and case.problem in culprit.problem, report
     assert case.line in (culprit.source or ""), report
     assert case.batch is None or culprit.batch == case.batch, report

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitwright.core.diagnosis import CASES, REMEDIES, diagnose
+from bitwright.core.diagnosis import CASES, REMEDIES, diagnose, remedy
 from bitwright.core.health import (
     Culprit,
     Flags,
@@ -126,7 +126,7 @@ def test_the_cause_follows_from_operator_and_operands(op, attrs, operands, cause
     found = diagnose(op, attrs, ports, [health("y", made)])
     assert found.cause == cause
     assert re.search(problem, found.problem), found.problem
-    assert found.remedy == REMEDIES[cause]
+    assert found.remedy == remedy(cause)
 
 
 def test_half_overflow_tells_the_magnitude_that_was_needed():
@@ -156,6 +156,16 @@ def test_every_cause_has_a_remedy_and_every_remedy_a_cause():
 
     named = {cause for cases in (*CASES.values(), diagnosis._FIRST, diagnosis._LAST) for cause, _ in cases}
     assert named | {"unknown"} == REMEDIES.keys()
+
+
+@pytest.mark.parametrize("cause", REMEDIES)
+def test_remedies_speak_the_language_of_the_model(cause):
+    """In words that fit any model; then in calls for PyTorch, in nodes for ONNX."""
+    words, in_torch, in_onnx = (remedy(cause, front) for front in (None, "torch", "onnx"))
+    assert in_torch.startswith(words) and in_onnx.startswith(words)
+    of_torch = re.compile(r"torch|\w\.\w+\(|masked_fill|log1p|logsumexp|eps=|correction=")
+    assert not of_torch.search(words) and not of_torch.search(in_onnx), in_onnx
+    assert not re.search(r"\b(Max|Min|Clip|Where|Cast|Add) node", in_torch), in_torch
 
 
 # ---- who is accused
