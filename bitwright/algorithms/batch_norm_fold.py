@@ -13,7 +13,7 @@ bias.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import overload
 
 import numpy as np
@@ -130,7 +130,11 @@ class FoldReport(Sequence[tuple[str, str]]):
 
 
 def fold_all_batch_norms(
-    view: ModelView, check: Callable[[], str | None] | None = None, *, bar: Bar = no_bar
+    view: ModelView,
+    check: Callable[[], str | None] | None = None,
+    *,
+    only: Collection[str] | None = None,
+    bar: Bar = no_bar,
 ) -> FoldReport:
     """Fold every batch norm that can be folded, check each fold, undo those that changed the function.
 
@@ -144,6 +148,7 @@ def fold_all_batch_norms(
             shows: code that reads an attribute of a batch norm, parameters that share memory. The folds that
             it objects to are found by halving and undone, within ``MAX_CHECKS`` calls; what is still under
             suspicion then is not folded.
+        only: names of batch norms; the others stay. All with ``None``.
         bar: shows the folds.
 
     Returns:
@@ -151,6 +156,9 @@ def fold_all_batch_norms(
     """
     graph = view.graph()
     folds, refusals = find_folds(graph, view)
+    if only is not None:
+        folds = [fold for fold in folds if set(only).issuperset(fold.batch_norms)]
+        refusals = [refusal for refusal in refusals if refusal.bn in only]
     norms = batch_norm_moments(view, graph)
     folder = _Folder(graph, view)
     done: list[tuple[Fold, float]] = []

@@ -2,7 +2,7 @@
 
 from bitwright.core.repair import Stabilized
 from bitwright.core.sites import Site, SiteGroup, SiteMap
-from bitwright.torch.batch_norm_fold import fold_all_batch_norms
+from bitwright.torch.batch_norm_fold import fold_all_batch_norms, fold_given_batch_norms
 from bitwright.torch.batches import Inputs
 from bitwright.torch.cross_layer import CrossLayerScaling, HighBiasFold
 from bitwright.torch.health import check_model
@@ -64,6 +64,7 @@ __all__ = [
     "equalize_bn_folded_model",
     "equalize_model",
     "fold_all_batch_norms",
+    "fold_given_batch_norms",
     "fold_norms",
     "prepare_model",
     "progressive",

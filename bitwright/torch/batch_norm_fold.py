@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ from bitwright.core.model import sqnr
 from bitwright.errors import ModelError
 from bitwright.progress import progress as bar
 from bitwright.torch.batches import as_call, evaluation, model_device, to_device
-from bitwright.torch.trees import flatten_tensors, map_tensors
-from bitwright.torch.view import TorchView
+from bitwright.torch.trees import flatten_tensors, map_tensors, walk_modules
+from bitwright.torch.view import BATCH_NORMS, TorchView
 
 # dB that the outputs before and after must agree to: what the rounding of the weights' own dtype leaves in a deep network
 _FLOORS = {torch.float16: 30.0, torch.bfloat16: 12.0}
@@ -48,15 +48,52 @@ def fold_all_batch_norms(
 
     Reference: Jacob et al. 2018, arXiv:1712.05877, section 3.2.
     """
-    example = (
-        example_input(model, input_shapes, "fold_all_batch_norms") if dummy_input is None else dummy_input
-    )
+    return _fold(model, input_shapes, dummy_input, "fold_all_batch_norms", None, progress)
+
+
+def fold_given_batch_norms(
+    model: nn.Module,
+    layer_pairs: Iterable[Sequence[str | nn.Module]],
+    input_shapes: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    dummy_input: Any = None,
+    *,
+    progress: bool = True,
+) -> algorithm.FoldReport:
+    """:func:`fold_all_batch_norms` of the batch norms in ``layer_pairs`` only.
+
+    Args:
+        model, input_shapes, dummy_input, progress: as for :func:`fold_all_batch_norms`.
+        layer_pairs: a layer and its batch norm each, in either order, as modules of ``model`` or by name.
+
+    Raises:
+        ModelError: no module of the model, no batch norm in a pair; and as for :func:`fold_all_batch_norms`.
+    """
+    modules = dict(walk_modules(model))
+    names = {id(module): path for path, module in modules.items()}
+    wanted: set[str] = set()
+    for pair in layer_pairs:
+        paths = [member if isinstance(member, str) else names.get(id(member), "") for member in pair]
+        norms = [path for path in paths if isinstance(modules.get(path), BATCH_NORMS)]
+        if len(norms) != 1 or not all(path in modules for path in paths):
+            raise ModelError(
+                "layer_pairs",
+                f"{tuple(str(member) for member in pair)} is no layer of the model with a batch norm of it",
+                "give pairs such as (model.conv1, model.bn1) or ('conv1', 'bn1')",
+            )
+        wanted.update(norms)
+    return _fold(model, input_shapes, dummy_input, "fold_given_batch_norms", wanted, progress)
+
+
+def _fold(
+    model: nn.Module, shapes: Any, dummy_input: Any, function: str, only: set[str] | None, progress: bool
+) -> algorithm.FoldReport:
+    example = example_input(model, shapes, function) if dummy_input is None else dummy_input
     example = to_device(example, model_device(model))
     view = TorchView(model, [example])
     view.graph()  # explains an example that does not fit, before anything runs
     before = float_outputs(model, example)
     report = algorithm.fold_all_batch_norms(
-        view, lambda: what_changed(model, example, before), bar=partial(bar, enabled=progress)
+        view, lambda: what_changed(model, example, before), only=only, bar=partial(bar, enabled=progress)
     )
     report.keep()
     return report

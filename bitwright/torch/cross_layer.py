@@ -18,9 +18,7 @@ from bitwright.progress import progress as bar
 from bitwright.torch.batches import model_device
 from bitwright.torch.ptq import Shapes, equalize_bn_folded_model
 from bitwright.torch.trees import walk_modules
-from bitwright.torch.view import TorchView
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+from bitwright.torch.view import BATCH_NORMS, TorchView
 
 
 class CrossLayerScaling:
@@ -143,7 +141,7 @@ def _moments(bn_layers: Any, model: nn.Module) -> Mapping[str, tuple[Array, Arra
 
 
 def _of_norm(layer: str, norm: Any) -> tuple[Array, Array]:
-    if isinstance(norm, _BATCH_NORMS):
+    if isinstance(norm, BATCH_NORMS):
         channels = norm.num_features
         beta, gamma = (
             None if p is None else p.detach().double().cpu().numpy() for p in (norm.bias, norm.weight)

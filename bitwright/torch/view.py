@@ -20,7 +20,7 @@ from bitwright.torch.record import Call, Recorder, Slot, record
 from bitwright.torch.simulate import CallPlan, Simulator
 from bitwright.torch.trees import map_tensors, named_state, walk_modules
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LAYERS = (
     nn.Conv1d,
     nn.Conv2d,
@@ -174,7 +174,7 @@ class TorchView:
             return self._no_clamp(call)
         if isinstance(edit, Untie):
             return None if self._own_attribute(edit) else "it is no parameter of a module that makes the call"
-        if call.module is None or type(call.module) not in _BATCH_NORMS or call.path == "":
+        if call.module is None or type(call.module) not in BATCH_NORMS or call.path == "":
             return "it is a call in the model's own code, not a batch-norm module that could be replaced by an identity"
         return self._read_elsewhere(call)
 
