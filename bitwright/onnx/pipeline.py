@@ -10,6 +10,7 @@ from typing import Any
 
 from bitwright.algorithms.batch_norm_fold import FoldReport
 from bitwright.algorithms.bias_correct import BiasReport
+from bitwright.algorithms.equalize import EqualizeReport
 from bitwright.algorithms.layer_inputs import layer_inputs
 from bitwright.algorithms.recipe import (
     Action,
@@ -159,6 +160,19 @@ class _Methods:
         )
         return self.folds
 
+    def equalize(self, loaded: Loaded, *, absorb_bias: bool = False) -> EqualizeReport:
+        """Equalize with what batch norms said that this step or one before folded."""
+        folds = fold_all_batch_norms(loaded, self.first, providers=self.providers, progress=self.progress)
+        moments = {**self.folds.moments, **folds.moments}
+        return ptq.equalize_bn_folded_model(
+            loaded,
+            moments,
+            self.first,
+            absorb_bias=absorb_bias,
+            providers=self.providers,
+            progress=self.progress,
+        )
+
     def simulate(self, loaded: Loaded) -> QuantizationSimModel:
         self.float_model = loaded.model
         sim = QuantizationSimModel(
@@ -198,7 +212,7 @@ class _Methods:
         return {
             "fold": action(self.fold),
             "fold_norms": action(ptq.fold_norms, **common),
-            "equalize": action(ptq.equalize_model, **common),
+            "equalize": action(self.equalize),
             "smooth": action(ptq.smooth_model, data=self.batches, **common),
             "rotate": action(ptq.rotate_model, **common),
             "awq": action(ptq.awq_model, data=self.batches, **awq, **common),

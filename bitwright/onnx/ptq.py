@@ -110,6 +110,9 @@ def equalize_model(
     Raises:
         ModelError: the model cannot be read or run, ``dummy_input`` does not fit, or ``model`` is a path.
 
+    Where a batch norm was folded the factors are those of the least rounding noise, of weights and activations, at one
+    scale per tensor; elsewhere they give both weights the same ranges.
+
     Reference: Nagel et al. 2019, arXiv:1906.04721, section 4.1.
     """
     loaded = _loaded(model, "equalize_model")
@@ -135,8 +138,8 @@ def equalize_bn_folded_model(
 
     Args:
         model, dummy_input, absorb_bias, providers, progress: as for :func:`equalize_model`.
-        folded_pairs: what ``fold_all_batch_norms`` returned, or layer -> mean and standard deviation of its output; only
-            ``absorb_bias`` needs it.
+        folded_pairs: what ``fold_all_batch_norms`` returned, or layer -> mean and standard deviation of its output. Without
+            it the factors look at weights only, and ``absorb_bias`` moves nothing.
 
     Raises:
         ModelError: as for :func:`equalize_model`.

@@ -14,6 +14,7 @@ from torch import nn
 
 from bitwright.algorithms.batch_norm_fold import FoldReport
 from bitwright.algorithms.bias_correct import BiasReport
+from bitwright.algorithms.equalize import EqualizeReport
 from bitwright.algorithms.layer_inputs import layer_inputs
 from bitwright.algorithms.methods import method_options
 from bitwright.algorithms.recipe import (
@@ -163,6 +164,14 @@ class _Methods:
         self.folds = fold_all_batch_norms(model, dummy_input=self.first, progress=self.progress)
         return self.folds
 
+    def equalize(self, model: nn.Module, *, absorb_bias: bool = False) -> EqualizeReport:
+        """Equalize with what batch norms said that this step or one before folded."""
+        folds = fold_all_batch_norms(model, dummy_input=self.first, progress=self.progress)
+        moments = {**self.folds.moments, **folds.moments}
+        return ptq.equalize_bn_folded_model(
+            model, None, moments, self.first, absorb_bias=absorb_bias, progress=self.progress
+        )
+
     def simulate(self, model: nn.Module) -> QuantizationSimModel:
         if self.keep_float:
             self.float_model = copy.deepcopy(model)
@@ -197,7 +206,7 @@ class _Methods:
         return {
             "fold": action(self.fold),
             "fold_norms": action(ptq.fold_norms, **common),
-            "equalize": action(ptq.equalize_model, **common),
+            "equalize": action(self.equalize),
             "smooth": action(ptq.smooth_model, data=self.batches, **common),
             "rotate": action(ptq.rotate_model, **common),
             "awq": action(ptq.awq_model, data=self.batches, **awq, **common),
