@@ -267,8 +267,7 @@ def quietest_factors(
         stays what it is; the number of rounds; and the noise before any factor and with them: per tensor the power of
         its rounding over that of the signal, at 8 bits, summed over the tensors.
     """
-    model = _Model(groups, weights, channels, moments)
-    grids = [*model.weight_grids(), *model.activation_grids()]
+    grids = grids_of(groups, weights, channels, moments)
     if not grids:
         return list(fixed), 0, (0.0, 0.0)
     free = [np.full(g.channels, known is not None) for g, known in zip(groups, channels, strict=True)]
@@ -281,7 +280,7 @@ def quietest_factors(
     start = np.append(np.log(np.concatenate(list(fixed))), 0.0)
     found, rounds = descend(logarithm, start, bar=bar)
     before, after = (rounding_noise(grids, x, _EXACT)[0] for x in (np.zeros_like(found), found))
-    logs = np.split(found[:-1], model.begins[1:-1])
+    logs = np.split(found[:-1], np.cumsum([group.channels for group in groups])[:-1])
     return (
         [np.exp(s + _back(s, known)) for s, known in zip(logs, channels, strict=True)],
         rounds,
@@ -296,6 +295,20 @@ def _back(log_factors: Array, known: Channels | None) -> float:
     alive = known.largest > 0
     values = np.log(known.largest[alive])
     return float((values - log_factors[alive]).max() - values.max())
+
+
+def grids_of(
+    groups: Sequence[Group],
+    weights: Mapping[str, Array],
+    channels: Sequence[Channels | None],
+    moments: Moments,
+) -> list[Grid]:
+    """The weights and activations that the factors of known groups change; arguments as in :func:`quietest_factors`.
+
+    Their factors are those of all groups one behind the other, and a last one that stands for "none".
+    """
+    model = _Model(groups, weights, channels, moments)
+    return [*model.weight_grids(), *model.activation_grids()]
 
 
 class _Model:
