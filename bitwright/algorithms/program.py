@@ -18,7 +18,7 @@ from bitwright.core.graph import Graph
 from bitwright.core.sites import Site
 
 State = dict[int, Tensor]
-"""Value -> tensor, of the values that are still to be read."""
+"""Value -> tensor, of the values that are still to be read; a sequence of an ONNX model is a tuple of tensors."""
 
 
 @dataclass(frozen=True)
