@@ -151,6 +151,14 @@ def test_batches_of_any_size_give_nearly_the_same():
         np.testing.assert_allclose(shifts[1][op], shift, atol=0.05 * np.abs(shift).max() + 1e-3)
 
 
+def test_the_model_runs_twice_per_batch_however_deep_it_is():
+    x, runs = images(), []
+    sim = simulated(net(), x)
+    sim.model.register_forward_hook(lambda *_: runs.append(1))
+    assert len(apply_bias_correction(sim, x.split(32)).corrected) == 4
+    assert len(runs) == 2 * 3
+
+
 def test_the_same_data_give_the_same_biases():
     model, x = net(), images()
     found = []
