@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch_speed import SUBJECTS, Bench, Settings
 
 from bitwright.core import statistics
 from bitwright.core.calibration import BatchGate
+from bitwright.core.channels import ChannelWatch
 from bitwright.core.health import check_parameters
 from bitwright.core.statistics import MinMax
 from bitwright.torch import QuantizationSimModel, check_model
@@ -34,6 +37,10 @@ rows of the table:
   per batch    the look at every site's counts and at every bound / one float forward, in percent
   weights      the check of all weights, once per calibration / one float forward, in percent
   doctor       check_model on some batches / float forwards of the same batches
+  channels     the look at channels that may be constant, of a calibration with min-max on the batches, in percent of its CPU
+               time; most of it is spent on the first batch
+  channels, ONNX   the CPU time of compute_encodings of the ONNX model / the same without a look at channels, each the lowest
+               of the rounds
 """
 
 
@@ -123,6 +130,50 @@ def weights(bench: Bench) -> float:
     return 100 * 2 * _best(lambda: check_parameters(parameters), 10) / _forward(bench)
 
 
+def channels(bench: Bench) -> float:
+    """The row of the channels: the share that their observation has in the calibration it is part of."""
+    sim = QuantizationSimModel(bench.model, dummy_input=bench.x)
+    spent = [0.0]
+    observe = ChannelWatch.observe
+
+    def timed(watch: ChannelWatch, x: Any) -> None:
+        start = time.process_time()
+        observe(watch, x)
+        spent[0] += time.process_time() - start
+
+    def share() -> float:
+        spent[0], start = 0.0, time.process_time()
+        sim.compute_encodings(bench.batches, progress=False)
+        return spent[0] / (time.process_time() - start)
+
+    ChannelWatch.observe = timed  # type: ignore[method-assign]
+    try:
+        return 100 * min(share() for _ in range(bench.settings.rounds))
+    finally:
+        ChannelWatch.observe = observe  # type: ignore[method-assign]
+
+
+def channels_onnx(bench: Bench) -> float:
+    """The row of the channels in ONNX, where most of it is done by the runtime."""
+    from bitwright.onnx import QuantizationSimModel as OnnxSimulation
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = torch.onnx.export(bench.model, (bench.x,), opset_version=21, dynamo=True, verbose=False)
+    assert exported is not None
+    data = [x.numpy() for x in bench.batches]
+    ours, bare = (OnnxSimulation(exported.model_proto, data[0], threads=1) for _ in range(2))
+    for site in bare.quantizers.values():
+        site.channels.place = None
+    times: dict[Any, list[float]] = {ours: [], bare: []}
+    for i in range(2 * bench.settings.rounds):
+        sim = (ours, bare)[i % 2]
+        start = time.process_time()
+        sim.compute_encodings(data, progress=False)
+        times[sim].append(time.process_time() - start)
+    return min(times[ours]) / min(times[bare])
+
+
 def _forward(bench: Bench) -> float:
     with torch.no_grad():
         return _best(lambda: bench.model(bench.x), 5)
@@ -139,6 +190,8 @@ ROWS: dict[str, tuple[Callable[[Bench], float], str]] = {
     "per batch": (per_batch, "{:.2f} %"),
     "weights": (weights, "{:.2f} %"),
     "doctor": (doctor, "{:.2f} x"),
+    "channels": (channels, "{:.2f} %"),
+    "channels, ONNX": (channels_onnx, "{:.3f} x"),
 }
 
 

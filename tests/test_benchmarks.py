@@ -125,7 +125,7 @@ def test_recurrent_speed_runs(tmp_path):
 
 @pytest.mark.slow
 def test_health_cost_runs(tmp_path):
-    rows = ["min-max", "per batch", "weights", "doctor"]
+    rows = ["min-max", "per batch", "weights", "doctor", "channels", "channels, ONNX"]
     options = [
         "--quick",
         "--models",

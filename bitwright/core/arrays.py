@@ -101,6 +101,12 @@ def row_bounds(rows: Array) -> tuple[Array, Array]:
     return (rows.amin(1), rows.amax(1)) if is_torch(rows) else (rows.min(1), rows.max(1))
 
 
+def bounds(x: Array) -> tuple[float, float]:
+    """Minimum and maximum of all elements, at least one; NaN if one is."""
+    lo, hi = x.aminmax() if is_torch(x) else (x.min(), x.max())
+    return float(lo), float(hi)
+
+
 def bincount(codes: Array, size: int) -> NDArray[np.int64]:
     """How often each of ``0 ... size - 1`` occurs in ``codes`` (1-D, integers), int64 on the host.
 

@@ -8,8 +8,10 @@ looked at whole, in every batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,11 @@ from numpy.typing import NDArray
 from bitwright.core.arrays import (
     Array,
     as_array,
+    bounds,
     cast,
     dtype_name,
     is_floating,
     is_torch,
-    row_bounds,
     share,
     to_numpy,
     transpose,
@@ -150,6 +152,13 @@ class ConstantChannels:
     index: NDArray[np.int64]
     value: NDArray[np.float64]
 
+    @cached_property
+    def groups(self) -> tuple[NDArray[np.int64], ...]:
+        """Places in ``index`` of the channels that share a value, for a few values; then of all others, sorted by value."""
+        order = np.argsort(self.value, kind="stable")
+        firsts = np.flatnonzero(np.diff(self.value[order], prepend=np.nan))
+        return tuple(part for part in np.split(order, firsts[1 : _VALUES + 1]) if part.size)
+
     @property
     def zero(self) -> tuple[int, ...]:
         """Those that hold nothing but zeros."""
@@ -161,6 +170,7 @@ class ConstantChannels:
         return tuple(self.index[self.value != 0].tolist())
 
 
+_VALUES = 3  # a ReLU leaves channels at one value, a ReLU6 at two
 _NONE = ConstantChannels(0, np.zeros(0, np.int64), np.zeros(0))
 
 
@@ -184,25 +194,34 @@ def constant_channels(x: Array, axis: int, known: ConstantChannels | None = None
     x = as_array(x)
     if x.ndim < -axis or (known is not None and known.count != x.shape[axis]):
         return _NONE
+    if known is None:
+        known = _uniform_sample(x, axis)
+    changed = [(group, ~same) for group in known.groups if not (same := _still(x, axis, known, group)).all()]
+    if not changed:
+        return known
+    gone = np.concatenate([group[which] for group, which in changed])
+    return _listed(known.count, np.delete(known.index, gone), np.delete(known.value, gone))
+
+
+def _still(x: Array, axis: int, known: ConstantChannels, group: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which channels of a group hold nothing but their value in ``x``."""
+    part, value = _taken(x, axis, known.index[group]), known.value[group]
+    if value[0] == value[-1]:  # to look at all of them as one is much less work than to tell them apart
+        lo, hi = bounds(part)
+        if lo == hi == value[0]:
+            return np.ones(group.size, np.bool_)
+    lows, highs = _channel_bounds(part, axis)
+    return np.asarray((lows == value) & (highs == value))
+
+
+def _uniform_sample(x: Array, axis: int) -> ConstantChannels:
+    """The channels that a few of the elements leave in question."""
     first = x.ndim + axis
     rows = transpose(x, (first, *(i for i in range(x.ndim) if i != first)))
-    if known is None:
-        known = _uniform_sample(rows)
-    elif known.index.size > rows.shape[0] // 8:
-        known = merge_channels(known, _uniform_sample(rows))
-    if not known.index.size:
-        return known
-    lo, hi = _bounds_at(rows, known.index)
-    same = (lo == known.value) & (hi == known.value)
-    return _listed(known.count, known.index[same], known.value[same])
-
-
-def _uniform_sample(rows: Array) -> ConstantChannels:
-    """The channels that a few of the elements leave in question."""
     sample = to_numpy(_sampled(rows)).reshape(rows.shape[0], -1)
-    first = sample[:, :1]
-    index = np.flatnonzero((np.isfinite(first) & (sample == first)).all(1))
-    return _listed(sample.shape[0], index, first[index, 0])
+    value = sample[:, :1]
+    index = np.flatnonzero((np.isfinite(value) & (sample == value)).all(1))
+    return _listed(sample.shape[0], index, value[index, 0])
 
 
 def channels_within(lo: NDArray[np.floating[Any]], hi: NDArray[np.floating[Any]]) -> ConstantChannels:
@@ -258,12 +277,18 @@ def _sampled(rows: Array) -> Array:
     return rows[(slice(None), *(slice(step // 2, step * few, step) for step in steps))]
 
 
-def _bounds_at(rows: Array, index: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Bounds of the rows at ``index``, NaN where one holds a NaN."""
-    if index.size < rows.shape[0]:
-        rows = rows[share(index, rows)]
-    rows = rows.reshape(index.size, -1)
-    if not is_torch(rows) and is_floating(rows):  # numpy has no fast reduction for halves
-        rows = cast(rows, "float64" if dtype_name(rows) == "float64" else "float32")
-    lo, hi = row_bounds(rows)
+def _taken(x: Array, axis: int, index: NDArray[np.int64]) -> Array:
+    """The channels at ``index``, in a type that reductions are fast in."""
+    if index.size < x.shape[axis]:
+        x = x.index_select(axis, share(index, x)) if is_torch(x) else np.take(x, index, axis)
+    if not is_torch(x) and is_floating(x):  # numpy has no fast reduction for halves
+        x = cast(x, "float64" if dtype_name(x) == "float64" else "float32")
+    return x
+
+
+def _channel_bounds(part: Array, axis: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Bounds of every channel, NaN where one holds a NaN."""
+    lo = hi = part.reshape(-1, part.shape[axis], *([math.prod(part.shape[axis + 1 :])] if axis != -1 else []))
+    for over in (2, 0) if axis != -1 else (0,):
+        lo, hi = (lo.amin(over), hi.amax(over)) if is_torch(part) else (lo.min(over), hi.max(over))
     return to_numpy(lo).astype(np.float64), to_numpy(hi).astype(np.float64)
