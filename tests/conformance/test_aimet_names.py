@@ -183,7 +183,7 @@ def quantized(model: object, batches: list[np.ndarray]) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def decoder() -> onnx.ModelProto:
-    return exported(Decoder(), tokens(8), dynamo=True)
+    return exported(Decoder(), tokens(8))
 
 
 @pytest.mark.parametrize("r1, r2", [(True, False), (False, True), (True, True)])
