@@ -152,6 +152,15 @@ def test_steps_are_the_simulation_bit_for_bit_where_runtimes_agree(both):
     assert (np.abs(found - expected) < 1e-6).mean() > 0.8
 
 
+def test_the_same_seed_gives_the_same_weights(both):
+    found = []
+    for seed in (3, 3, 4):
+        sim = onnx_sim(both[1])
+        onnx_front.apply_reconstruction(sim, [x.numpy() for x in data()], "qdrop", iterations=20, seed=seed)
+        found.append(sim.run(data()[0].numpy())[0])
+    assert np.array_equal(found[0], found[1]) and not np.array_equal(found[0], found[2])
+
+
 def with_runtime_operators() -> onnx.ModelProto:
     net = Net()
     x = net.conv(net.input(shape=(4, 3, 8, 8)), 3, 6, name="first")
