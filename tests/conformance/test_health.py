@@ -9,10 +9,14 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import bitwright.onnx
 import bitwright.torch
 from bitwright.core.diagnosis import remedy
+from bitwright.core.ranges import RANGE_METHODS
+from bitwright.core.spec import RangeMethod
+from bitwright.errors import CalibrationError
 from bitwright.onnx import check_model as onnx_check
 from bitwright.torch.batches import as_call
 from bitwright.torch.trees import flatten_tensors
@@ -113,3 +117,77 @@ def test_there_are_as_many_cases_as_promised():
     assert min(map(len, LOOK_ALIKES.values())) >= 12
     for cases in (*FAULTS.values(), *LOOK_ALIKES.values()):
         assert len({case.name for case in cases}) == len(cases)
+
+
+# ---- encodings from spoilt data
+
+
+class Shares(nn.Module):
+    """A division that makes NaN and Inf of some rows, and a layer with a dead channel."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        with torch.no_grad():
+            self.first.weight[2], self.first.bias[2] = 0, -1
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x / x.abs().amax(-1, keepdim=True))))
+
+
+def spoilt():
+    """Clean, twice as large, with a NaN, with a row of zeros (0 / 0), with an infinity, without rows."""
+    random = np.random.default_rng(0)
+    data = [random.standard_normal((5, 6)).astype(np.float32) * scale for scale in (1, 2, 1, 1, 1, 1)]
+    data[2][1, 2], data[3][0], data[4][2, 2], data[5] = np.nan, 0, -np.inf, data[5][:0]
+    return data
+
+
+@pytest.fixture(scope="module")
+def simulations():
+    """How to simulate the same network in either front end, with a range method."""
+    torch.manual_seed(0)
+    model, x = Shares().eval(), torch.ones(5, 6)
+    rows = torch.export.Dim("rows")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(model, (x,), dynamo=True, verbose=False, dynamic_shapes=({0: rows},))
+    assert program is not None
+    return {
+        "torch": lambda method: bitwright.torch.QuantizationSimModel(model, x, method),
+        "onnx": lambda method: bitwright.onnx.QuantizationSimModel(
+            program.model_proto, x.numpy(), method, threads=1
+        ),
+    }
+
+
+@pytest.mark.parametrize("method", RANGE_METHODS)
+@pytest.mark.parametrize("policy", ["skip", "clamp"])
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+def test_spoilt_data_give_the_same_encodings_in_any_order(simulations, front, policy, method):
+    """Finite, with scales above zero; and the same health, dead channels included."""
+    data, found = spoilt(), []
+    for order in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [3, 0, 5, 2, 1, 4], [2, 4, 0, 3, 5, 1]):
+        sim = simulations[front](RangeMethod(method))
+        give = torch.from_numpy if front == "torch" else np.asarray
+        sim.compute_encodings([give(data[i]) for i in order], progress=False, non_finite=policy)
+        log = sim.calibration_log
+        assert len(log.skipped if policy == "skip" else log.clamped) == 3
+        found.append(({name: site.encoding for name, site in sim.quantizers.items()}, sim.health()))
+    encodings, health = found[0]
+    for encoding in encodings.values():
+        assert encoding is None or (np.isfinite(encoding.scale).all() and (encoding.scale > 0).all())
+    assert all(others == encodings for others, _ in found)
+    assert all(told == health for _, told in found)
+    assert any(site.zero == (2,) and site.groups == 8 for site in health) or policy == "clamp"
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+def test_the_default_stops_at_the_first_batch_that_is_not_finite(simulations, front):
+    data = [torch.from_numpy(x) if front == "torch" else x for x in spoilt()]
+    for first in (2, 3, 4):
+        sim = simulations[front](RangeMethod("minmax"))
+        with pytest.raises(CalibrationError, match=r"^batch 2, "):
+            sim.compute_encodings([data[0], data[5], data[first], data[1]], progress=False)
+        assert sim.calibration_log.batches == 3 and not sim.calibrated

@@ -156,3 +156,15 @@ def test_what_was_seen_is_brought_back():
     assert sim.health() != before
     restore()
     assert sim.health() == before
+
+
+def test_a_simulation_in_half_precision_reports_saturation_and_underflow():
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)).half()
+    with torch.no_grad():
+        net[0].weight[:], net[0].bias[:] = torch.eye(2), 0
+        net[2].weight[:], net[2].bias[:] = 0, 1e-6
+    sim = QuantizationSimModel(net, torch.ones(3, 2, dtype=torch.half))
+    sim.compute_encodings([torch.tensor([[65504.0, 1.0]], dtype=torch.half)])
+    found = {health.site: health for health in sim.health()}
+    assert found["0.input[0]"].saturated and found["0.input[0]"].dtype == "float16"
+    assert found["2.output[0]"].underflow and not found["2.output[0]"].saturated
