@@ -7,22 +7,25 @@ largest values: convex in ``log s``, so that descent finds the best factors, all
 
 Equalization of weights alone (Nagel et al. 2019, arXiv:1906.04721, section 4.1) looks at the weights' ranges only and
 may leave activations with ranges that differ more than before. What a channel's values are is known where a batch norm
-said mean and deviation; nothing here needs data.
+said mean and deviation, without data, or else measured on data.
 
 Noise: rounding to a step ``d`` adds an error of variance ``d**2 / 12``, independent from value to value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from bitwright.algorithms.bias_correct import Moments, moments_behind
 from bitwright.algorithms.layers import Array, Group, Layer, sole_reader
+from bitwright.algorithms.smooth import observe
 from bitwright.algorithms.trial import Bar, no_bar
 from bitwright.core.graph import Graph
+from bitwright.core.model import ModelView
 
 #: largest values are smoothed to ``log(sum(x**SHARPNESS)) / SHARPNESS``, so that descent has a gradient
 SHARPNESS = 48
@@ -228,6 +231,38 @@ def channels_of(graph: Graph, group: Group, moments: Moments) -> Channels | None
     largest = np.maximum(np.abs(high[0]), np.abs(low[0]))
     # an error is handed on where the slope is 1: the derivative of the mean behind by the mean before
     return Channels(m, s**2, largest, np.clip((above[0] - below[0]) / (2 * small), 0.0, 1.0))
+
+
+def measured_moments(
+    view: ModelView, groups: Sequence[Group], batches: Iterable[Any]
+) -> dict[str, tuple[Array, Array]]:
+    """Mean and standard deviation of what the producers of groups put out, before the activation.
+
+    Args:
+        view: the model.
+        groups: of one producer each.
+        batches: run one by one, each once.
+
+    Returns:
+        Layer -> mean and standard deviation, float64, shape [channels].
+
+    Raises:
+        CalibrationError: no batch, or a value that is NaN or infinite.
+    """
+    layers = {group.producers[0].output: group.producers[0] for group in groups}
+    sums: dict[str, Array] = {value: np.zeros((3, layer.axes.outputs)) for value, layer in layers.items()}
+
+    def note(value: str, rows: Array) -> None:
+        x = rows.astype(np.float64)
+        sums[value] += np.stack([np.full(x.shape[1], len(x)), x.sum(axis=0), np.square(x).sum(axis=0)])
+
+    observe(view, {value: layer.channel_axis for value, layer in layers.items()}, batches, note, "equalize")
+    found = {}
+    for value, (count, total, squares) in sums.items():
+        mean = total / np.maximum(count, 1)
+        variance = squares / np.maximum(count, 1) - mean**2
+        found[layers[value].op] = (mean, np.sqrt(np.maximum(variance, 0.0)))
+    return found
 
 
 def _behind_activation(graph: Graph, layer: Layer, mean: Array, std: Array) -> tuple[Array, Array]:

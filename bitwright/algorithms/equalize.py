@@ -2,8 +2,8 @@
 
 Between two layers with nothing but a piecewise-linear activation, channel ``c`` can be divided by ``s[c]`` behind the
 first and multiplied by it in front of the second. The choice ``s = sqrt(r1 / r2)`` gives both weights the same range
-in every channel, so that one grid per tensor serves all channels. Where batch norms said what the values between the
-layers are, the factors are those of the least rounding noise in weights and activations together (``channel_noise``).
+in every channel, so that one grid per tensor serves all channels. Where batch norms or data say what the values between
+the layers are, the factors are those of the least rounding noise in weights and activations together (``channel_noise``).
 
 Reference: Nagel et al. 2019, arXiv:1906.04721, sections 4.1 and 4.2. Beyond the paper: factors that look at the
 activations too; groups of any number of consumers, transposed and grouped convolutions, linear layers, products with a
@@ -13,13 +13,14 @@ gate, and activations that cut at fixed bounds (ReLU6), whose bounds are divided
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from bitwright.algorithms.batch_norm_affine import forward_obstacle
-from bitwright.algorithms.channel_noise import channels_of, quietest_factors
+from bitwright.algorithms.channel_noise import channels_of, measured_moments, quietest_factors
 from bitwright.algorithms.layers import Array, Group, Layer, Layers, Refused, find_groups, rescaling
 from bitwright.algorithms.trial import Bar, Check, joined, no_bar, sift
 from bitwright.core.graph import Graph
@@ -147,8 +148,8 @@ class EqualizeReport:
         statistics: of the layers' outputs, mean and standard deviation per channel, brought up to date.
         spread: largest range of a channel over the smallest, the worst group, before and after.
         noise: expected of rounding weights and activations to 8 bits with one scale per tensor, before and after: the
-            power of each tensor's rounding over that of the signal, summed over the tensors of groups whose values batch
-            norms tell. ``None`` where none does.
+            power of each tensor's rounding over that of the signal, summed over the tensors of groups whose values are
+            known. ``None`` where those of none are.
         view: the model.
     """
 
@@ -192,6 +193,7 @@ def equalize(
     check: Check | None = None,
     *,
     statistics: Mapping[str, tuple[Array, Array]] | None = None,
+    data: Iterable[Any] | None = None,
     absorb_bias: bool = False,
     bar: Bar = no_bar,
 ) -> EqualizeReport:
@@ -204,15 +206,22 @@ def equalize(
         statistics: mean and standard deviation per channel of the outputs of layers, by op name (beta and \\|gamma\\|
             of the folded batch norm). Groups that have them get the factors of the least noise, the others those that
             give both weights the same ranges.
-        absorb_bias: also absorb high biases, where ``statistics`` has the layer. That changes the function a little.
+        data: batches to measure the statistics of the other layers on; not run where there are none.
+        absorb_bias: also absorb high biases, where the statistics of the layer are known. That changes the function a little.
         bar: shows checks and rounds.
 
     Returns:
         The report; ``report.undo()`` gives the model back as it was.
+
+    Raises:
+        CalibrationError: no batch in ``data``, or a value on it that is NaN or infinite.
     """
     layers = Layers(view.graph())
     groups, refused = equalizable(view, layers)
-    known = statistics or {}
+    known = dict(statistics or {})
+    unknown = [g for g in groups if len(g.producers) == 1 and channels_of(layers.graph, g, known) is None]
+    if data is not None and unknown:
+        known |= measured_moments(view, unknown, bar(data, "equalize: measuring activations"))
     kept, rejected = sift(groups, lambda some: _divide(view, layers.graph, some, known).undo, check, bar)
     refused += [Refused(group.producers[0].op, reason) for group, reason in rejected]
     done = _divide(view, layers.graph, kept, known, bar)

@@ -168,6 +168,7 @@ class _Methods:
             loaded,
             moments,
             self.first,
+            data=self.batches,
             absorb_bias=absorb_bias,
             providers=self.providers,
             progress=self.progress,

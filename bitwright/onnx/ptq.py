@@ -86,6 +86,7 @@ def equalize_model(
     model: Model,
     dummy_input: Any = None,
     *,
+    data: Iterable[Any] | None = None,
     absorb_bias: bool = False,
     providers: Providers | None = None,
     progress: bool = True,
@@ -99,7 +100,9 @@ def equalize_model(
     Args:
         model: changed in place; its functions are inlined and its constants become initializers.
         dummy_input: feeds of one run; random values where none are given.
-        absorb_bias: also move high biases into the next layer, where the batch norm tells how high they are. This
+        data: batches of real data, about 256 samples. Where no batch norm tells what the values of a layer are they are
+            measured on it; without it the factors of these layers look at weights only.
+        absorb_bias: also move high biases into the next layer, where batch norm or data tell how high they are. This
             changes the function a little (one activation in 740).
         providers: as ONNX Runtime takes them; the CPU by default.
         progress: show a progress bar on a terminal.
@@ -109,9 +112,10 @@ def equalize_model(
 
     Raises:
         ModelError: the model cannot be read or run, ``dummy_input`` does not fit, or ``model`` is a path.
+        CalibrationError: ``data`` holds no batch, or gives NaN or infinite values.
 
-    Where a batch norm was folded the factors are those of the least rounding noise, of weights and activations, at one
-    scale per tensor; elsewhere they give both weights the same ranges.
+    Where batch norms or data tell what a layer's values are, the factors are those of the least rounding noise, of weights
+    and activations, at one scale per tensor; elsewhere they give both weights the same ranges.
 
     Reference: Nagel et al. 2019, arXiv:1906.04721, section 4.1.
     """
@@ -119,7 +123,7 @@ def equalize_model(
     _open(loaded, dummy_input, providers)  # an input that does not fit is refused before anything is folded
     folds = fold_all_batch_norms(loaded, dummy_input, providers=providers, progress=progress)
     report = equalize_bn_folded_model(
-        loaded, folds, dummy_input, absorb_bias=absorb_bias, providers=providers, progress=progress
+        loaded, folds, dummy_input, data=data, absorb_bias=absorb_bias, providers=providers, progress=progress
     )
     give_back(loaded, model)
     return report
@@ -130,6 +134,7 @@ def equalize_bn_folded_model(
     folded_pairs: FoldReport | Mapping[str, tuple[Array, Array]] | None = None,
     dummy_input: Any = None,
     *,
+    data: Iterable[Any] | None = None,
     absorb_bias: bool = False,
     providers: Providers | None = None,
     progress: bool = True,
@@ -137,17 +142,22 @@ def equalize_bn_folded_model(
     """As :func:`equalize_model`, for a model whose batch norms are folded.
 
     Args:
-        model, dummy_input, absorb_bias, providers, progress: as for :func:`equalize_model`.
+        model, dummy_input, data, absorb_bias, providers, progress: as for :func:`equalize_model`.
         folded_pairs: what ``fold_all_batch_norms`` returned, or layer -> mean and standard deviation of its output. Without
-            it the factors look at weights only, and ``absorb_bias`` moves nothing.
+            it and without ``data`` the factors look at weights only, and ``absorb_bias`` moves nothing.
 
     Raises:
-        ModelError: as for :func:`equalize_model`.
+        ModelError, CalibrationError: as for :func:`equalize_model`.
     """
     view, check = _open(_loaded(model, "equalize_bn_folded_model"), dummy_input, providers)
     moments = folded_pairs.moments if isinstance(folded_pairs, FoldReport) else folded_pairs
     report = equalization.equalize(
-        view, check, statistics=moments, absorb_bias=absorb_bias, bar=partial(bar, enabled=progress)
+        view,
+        check,
+        statistics=moments,
+        data=data,
+        absorb_bias=absorb_bias,
+        bar=partial(bar, enabled=progress),
     )
     return _finish(report, view, model)
 

@@ -169,7 +169,13 @@ class _Methods:
         folds = fold_all_batch_norms(model, dummy_input=self.first, progress=self.progress)
         moments = {**self.folds.moments, **folds.moments}
         return ptq.equalize_bn_folded_model(
-            model, None, moments, self.first, absorb_bias=absorb_bias, progress=self.progress
+            model,
+            None,
+            moments,
+            self.first,
+            data=self.batches,
+            absorb_bias=absorb_bias,
+            progress=self.progress,
         )
 
     def simulate(self, model: nn.Module) -> QuantizationSimModel:

@@ -52,6 +52,7 @@ def equalize_model(
     input_shapes: Shapes = None,
     dummy_input: Any = None,
     *,
+    data: Iterable[Any] | None = None,
     absorb_bias: bool = False,
     progress: bool = True,
 ) -> EqualizeReport:
@@ -65,7 +66,9 @@ def equalize_model(
         model: changed in place.
         input_shapes: shape of the input, or a list of shapes for several; random inputs are made of them.
         dummy_input: one input instead: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
-        absorb_bias: also move high biases into the next layer, where the batch norm tells how high they are. This
+        data: batches of real data, about 256 samples. Where no batch norm tells what the values of a layer are they are
+            measured on it; without it the factors of these layers look at weights only.
+        absorb_bias: also move high biases into the next layer, where batch norm or data tell how high they are. This
             changes the function a little (one activation in 740).
         progress: show a progress bar on a terminal.
 
@@ -74,15 +77,18 @@ def equalize_model(
 
     Raises:
         ModelError: neither ``input_shapes`` nor ``dummy_input``, or the model fails on the input.
+        CalibrationError: ``data`` holds no batch, or gives NaN or infinite values.
 
-    Where a batch norm was folded the factors are those of the least rounding noise, of weights and activations, at one
-    scale per tensor; elsewhere they give both weights the same ranges.
+    Where batch norms or data tell what a layer's values are, the factors are those of the least rounding noise, of weights
+    and activations, at one scale per tensor; elsewhere they give both weights the same ranges.
 
     Reference: Nagel et al. 2019, arXiv:1906.04721, section 4.1.
     """
     example = example_input(model, input_shapes, "equalize_model") if dummy_input is None else dummy_input
     folds = fold_all_batch_norms(model, dummy_input=example, progress=progress)
-    return equalize_bn_folded_model(model, None, folds, example, absorb_bias=absorb_bias, progress=progress)
+    return equalize_bn_folded_model(
+        model, None, folds, example, data=data, absorb_bias=absorb_bias, progress=progress
+    )
 
 
 def equalize_bn_folded_model(
@@ -91,23 +97,29 @@ def equalize_bn_folded_model(
     folded_pairs: FoldReport | Mapping[str, tuple[Array, Array]] | None = None,
     dummy_input: Any = None,
     *,
+    data: Iterable[Any] | None = None,
     absorb_bias: bool = False,
     progress: bool = True,
 ) -> EqualizeReport:
     """As :func:`equalize_model`, for a model whose batch norms are folded.
 
     Args:
-        model, input_shapes, dummy_input, absorb_bias, progress: as for :func:`equalize_model`.
+        model, input_shapes, dummy_input, data, absorb_bias, progress: as for :func:`equalize_model`.
         folded_pairs: what ``fold_all_batch_norms`` returned, or layer -> mean and standard deviation of its output. Without
-            it the factors look at weights only, and ``absorb_bias`` moves nothing.
+            it and without ``data`` the factors look at weights only, and ``absorb_bias`` moves nothing.
 
     Raises:
-        ModelError: as for :func:`equalize_model`.
+        ModelError, CalibrationError: as for :func:`equalize_model`.
     """
     view, check = _open(model, input_shapes, dummy_input, "equalize_bn_folded_model")
     moments = folded_pairs.moments if isinstance(folded_pairs, FoldReport) else folded_pairs
     return equalization.equalize(
-        view, check, statistics=moments, absorb_bias=absorb_bias, bar=partial(bar, enabled=progress)
+        view,
+        check,
+        statistics=moments,
+        data=data,
+        absorb_bias=absorb_bias,
+        bar=partial(bar, enabled=progress),
     )
 
 

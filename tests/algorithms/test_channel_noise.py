@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from torch import nn
 
+import bitwright.onnx as bo
 import bitwright.torch as bt
 from bitwright.algorithms.batch_norm_fold import FoldReport
 from bitwright.algorithms.channel_noise import (
@@ -20,6 +22,7 @@ from bitwright.algorithms.channel_noise import (
 )
 from bitwright.algorithms.equalize import converged_factors, equalizable
 from bitwright.algorithms.layers import Layers
+from bitwright.errors import CalibrationError
 from bitwright.torch import QuantizationSimModel, TorchView
 from tests.cost import steps
 
@@ -291,3 +294,48 @@ def test_cost_grows_with_the_number_of_layers():
         return steps(once)
 
     assert cost(40) < 2.2 * cost(20)
+
+
+# ---------------------------------------------------------------------------------- where no batch norm says it
+
+
+def folded():
+    model = network()
+    return model, bt.fold_all_batch_norms(model, dummy_input=X).moments
+
+
+def test_data_tells_what_batch_norms_would():
+    (model, moments), (other, _) = folded(), folded()
+    measured = bt.equalize_bn_folded_model(model, None, None, X, data=[X[:16], X[16:]])
+    said = bt.equalize_bn_folded_model(other, None, moments, X, data=iter(()))  # not asked
+    for report in (measured, said):
+        assert report.noise is not None and len(report.groups) == 5
+    for op, (mean, std) in moments.items():
+        if op in measured.statistics:
+            s = measured.factors[[g.producers[0].op for g in measured.groups].index(op)]
+            for found, expected in zip(measured.statistics[op], (mean, std), strict=True):
+                close = np.isclose(found * s, expected, rtol=0.05, atol=0.05)
+                assert close.mean() > 0.9  # where a variance is not far above epsilon gamma says too much
+    assert measured.noise[1] < measured.noise[0] / 3
+
+
+def test_bad_data_is_named():
+    model, _ = folded()
+    with pytest.raises(CalibrationError, match="equalize: the data held no batch"):
+        bt.equalize_bn_folded_model(model, None, None, X, data=[])
+    with pytest.raises(CalibrationError, match="channel 0 is NaN or infinite on this data"):
+        bt.equalize_bn_folded_model(model, None, None, X, data=[torch.full_like(X, torch.nan)])
+
+
+def test_an_onnx_file_without_batch_norms_is_measured_too(tmp_path):
+    model, _ = folded()
+    torch.onnx.export(model, (X[:2],), tmp_path / "m.onnx", dynamo=False, opset_version=17, input_names=["x"],
+                      dynamic_axes={"x": {0: "n"}})  # fmt: skip
+    proto = onnx.load(tmp_path / "m.onnx")
+    theirs = bo.equalize_model(proto, X[:2].numpy(), data=[X.numpy()], progress=False)
+    ours = bt.equalize_model(model, dummy_input=X[:2], data=[X], progress=False)
+    assert theirs.noise == pytest.approx(ours.noise, rel=1e-2)
+    again = bo.quantize(
+        onnx.load(tmp_path / "m.onnx"), [X.numpy()], "w8a8_per_tensor", recipe=["fold", "equalize"]
+    )
+    assert "expected noise" in again.report[-1].note
