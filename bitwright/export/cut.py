@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.export.bodies import BORDER
 from bitwright.export.builder import read_metadata
 from bitwright.export.markers import Names, copy_model, move_uses
 
@@ -90,15 +91,13 @@ class Cut:
         outputs: graph output -> what the simulation returned.
 
     Attributes:
-        places, constants: what is to be compared: tensors, and the nodes that make floats of stored
-            constants.
+        places: the tensors that are to be compared.
         unchecked: site -> why it is not.
     """
 
     def __init__(self, model: ir.Model, values: Values, outputs: Mapping[str, Array]) -> None:
         self._model, self._values = copy_model(model), values
         self.places: list[Place] = []
-        self.constants: list[ir.Node] = []
         self.unchecked: dict[str, str] = {}
         self._runs: dict[str, int] = {}  # site -> how often it occurs
         self._find()
@@ -162,10 +161,7 @@ class Cut:
                 self._runs[site] = max(self._runs.get(site, 0), run + 1)
         for node, facts in noted:
             named.update((str(v.name), v) for v in node.outputs)
-            if facts is None:
-                continue
-            if facts["role"] != "activation":
-                self.constants.append(node)
+            if facts is None or facts["role"] != "activation":
                 continue
             expected, why = self._expected(node, facts)
             if expected is None:
@@ -230,7 +226,8 @@ class Cut:
         pieces: dict[ir.Node, Piece] = {}
         for node, owner in owners.items():
             piece = pieces.setdefault(_root(parent, owner), Piece())
-            if node not in static and node not in chained and node.op_type not in _QDQ:
+            own = node not in static and node not in chained and BORDER not in node.metadata_props
+            if own and node.op_type not in _QDQ:
                 piece.add(node)
         for place in self.places:
             maker = place.result.producer()

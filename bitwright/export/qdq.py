@@ -222,7 +222,9 @@ _KERNEL_AXES: dict[tuple[str, int], tuple[int, int | None] | Literal["any"]] = {
 }
 _NUMPY_FLOATS = (None, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
 _WITH_BIAS = frozenset(("Conv", "ConvTranspose", "Gemm"))
-_RANDOM = frozenset(("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli"))
+RANDOM = frozenset(
+    ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial")
+)
 # Ports of weights, whose signedness integer kernels take as it comes.
 _WEIGHT_PORTS = {
     **dict.fromkeys(("Conv", "ConvTranspose", "Gemm", "MatMul"), (1,)),
@@ -766,7 +768,7 @@ def let_go(tensor: ir.TensorProtocol | None) -> None:
 def _is_pure(node: ir.Node) -> bool:
     graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
     nested = any(attr.type in graphs for attr in node.attributes.values())
-    return bool(node.inputs) and not node.domain and node.op_type not in _RANDOM and not nested
+    return bool(node.inputs) and not node.domain and node.op_type not in RANDOM and not nested
 
 
 def _evaluate(model: ir.Model, wanted: list[ir.Value]) -> dict[ir.Value, ir.TensorProtocol]:

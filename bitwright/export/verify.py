@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from bitwright.core.formats import FloatFormat, parse_format
 from bitwright.core.model import sqnr
 from bitwright.errors import ExportError, close_matches
+from bitwright.export.bodies import open_bodies
 from bitwright.export.builder import read_metadata
 from bitwright.export.cut import OUTPUT_FORMAT, WITH_BIAS, Cut, Place
 from bitwright.export.runtime import MODES, Mode, refusals, run_model
@@ -66,7 +67,7 @@ class Row:
 
     Attributes:
         site: name in the simulation.
-        run: which run of the place it is, from 0; above 0 only in loops that were unrolled.
+        run: which run of the place it is, from 0; above 0 only in loops.
         tensor: name in the file.
         format: ``uint8``, ``int16``, ...
         ops: operator types between the upstream quantizers and this one, in execution order.
@@ -109,16 +110,18 @@ class VerifyReport:
         outputs: graph outputs that the simulation's values were given for.
         unchecked: site -> why it could not be compared.
         failures: mode -> why the runtime refused the model in it.
+        idle: site that did not run on this input -> why: a branch was not taken, a loop had no iteration.
     """
 
     rows: tuple[Row, ...]
     outputs: tuple[OutputRow, ...] = ()
     unchecked: dict[str, str] = field(default_factory=dict)
     failures: dict[Mode, str] = field(default_factory=dict)
+    idle: dict[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
-        """Every place was compared and agrees in both modes."""
+        """Every place that ran was compared and agrees in both modes."""
         return bool(self.rows) and not self.unchecked and not self.failures and all(r.ok for r in self.rows)
 
     def to_json(self) -> str:
@@ -129,6 +132,7 @@ class VerifyReport:
             "outputs": [asdict(output) for output in self.outputs],
             "unchecked": self.unchecked,
             "failures": self.failures,
+            "idle": self.idle,
         }
         return json.dumps(_finite(document), indent=1)
 
@@ -179,6 +183,8 @@ class VerifyReport:
             yield f"output {end.name}: {levels}"
         for site, why in self.unchecked.items():
             yield f"not compared: {site}: {why}"
+        for site, why in self.idle.items():
+            yield f"did not run: {site}: {why}"
         for mode, why in self.failures.items():
             yield f"does not run with {mode} kernels: {why}"
         good = sum(row.ok for row in self.rows)
@@ -208,7 +214,8 @@ def verify_layers(
         values: site (or name of the dequantized tensor) -> what the simulation had there, quantized, in
             float; a list of arrays, in execution order, for a site that ran several times. Weights and
             biases may be given too and are then compared with what the file stores. Of a site inside a recurrent
-            layer all steps, ``[length, batch, hidden]``, in the order of time.
+            layer all steps, ``[length, batch, hidden]``, in the order of time; inside another Loop or Scan all
+            iterations along a first axis; inside a branch that was not taken an empty array.
         graph_inputs: name -> value of every graph input.
         outputs: name -> what the simulation returned, for the comparison end to end.
 
@@ -223,7 +230,8 @@ def verify_layers(
     """
     loaded = _load(model)
     _check_inputs(loaded, graph_inputs)
-    laid_out = side_by_side(loaded, values, graph_inputs)
+    opened = open_bodies(loaded, values)
+    laid_out = side_by_side(opened.model, opened.values, graph_inputs)
     open_outputs = {name: array for name, array in (outputs or {}).items() if name not in laid_out.settled}
     cut = Cut(laid_out.model, laid_out.values, open_outputs)
     failures: dict[Mode, str] = {}
@@ -231,9 +239,12 @@ def verify_layers(
     for part, places, feeds in cut.parts():
         found |= _compare_part(part, places, {**graph_inputs, **laid_out.feeds, **feeds}, failures)
     rows = [row for place in cut.places for row in found[place]]
-    rows += [row for node in cut.constants for row in _constant_rows(node, values)]
+    rows += [row for node in loaded.graph.all_nodes() for row in _constant_rows(node, values)]
     ends = _compare_outputs(loaded, outputs or {}, graph_inputs, failures)
-    return VerifyReport(tuple(rows), ends, cut.unchecked, failures)
+    ran = {row.site for row in rows}
+    idle = {site: why for site, why in opened.idle.items() if site not in ran}
+    unchecked = {site: why for site, why in cut.unchecked.items() if site not in idle}
+    return VerifyReport(tuple(rows), ends, unchecked, failures, idle)
 
 
 def _load(model: ir.Model | str | os.PathLike[str]) -> ir.Model:
@@ -364,7 +375,8 @@ def _rows(
 def _constant_rows(node: ir.Node, values: Mapping[str, Array | Sequence[Array]]) -> Iterator[Row]:
     """What a stored weight or bias stands for against the simulation's value, where one was given."""
     facts = read_metadata(node)
-    assert facts is not None
+    if facts is None or facts["role"] == "activation":
+        return
     for site, run in facts["places"]:
         given = values.get(site)
         several = [given] if isinstance(given, np.ndarray) else given

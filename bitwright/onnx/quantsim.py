@@ -29,6 +29,7 @@ from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.export.artefacts import Exported, Samples, bias_form, check_encoding_version, write_artefacts
 from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, to_qdq
 from bitwright.export.recurrent import RecurrentForm, expand_recurrent
+from bitwright.export.runtime import refusals
 from bitwright.export.simulation import load_encodings, save_encodings, set_and_freeze_param_encodings
 from bitwright.export.steps import STATES
 from bitwright.export.verify import VerifyReport, verify_layers
@@ -43,6 +44,7 @@ from bitwright.onnx.session import (
     IN_MEMORY,
     Providers,
     check_providers,
+    first_line,
     free_memory,
     open_session,
     weight_bytes,
@@ -491,26 +493,37 @@ class QuantizationSimModel:
     def capture(self, names: Sequence[str], feeds: Any) -> dict[str, list[Array]]:
         """Quantized values at activation sites, one array per place the site marks.
 
-        Those inside recurrent layers of the main graph have all steps, ``[length, 1, batch, hidden]`` in the order of
-        time; sites in other bodies have none.
+        Those inside recurrent layers have all steps, ``[length, 1, batch, hidden]`` in the order of time, those in the body
+        of another Loop or Scan all iterations along a first axis; those of a branch that was not taken are empty. Where
+        bodies make tensors of another shape in every iteration, sites in bodies have none.
         """
+        checked = as_feeds(feeds, self.specs)
+        try:
+            return self._captured(names, checked, bodies=True)
+        except refusals() as error:
+            logger.warning("what bodies make cannot be brought out of them: %s", first_line(error))
+            return self._captured(names, checked, bodies=False)
+
+    def _captured(self, names: Sequence[str], feeds: Feeds, *, bodies: bool) -> dict[str, list[Array]]:
         simulation = self.simulation()
         graph = simulation.model.graph
         instrument = Instrument(simulation.model)
         there, places = set(graph.outputs), []
         for name in names:
             for value in simulation.results.get(name, ()):
-                owner = None if value.graph is None else instrument.owner(value.graph)
-                if value.graph is graph:
+                inside = value.graph
+                assert inside is not None
+                owner = None if inside is graph else instrument.owner(inside)
+                layer = owner is not None and owner.graph is graph and STATES in owner.metadata_props
+                if owner is None:
                     places.append((name, value))
-                elif owner is not None and owner.graph is graph and STATES in owner.metadata_props:
-                    assert value.graph is not None
-                    places.append((name, instrument.lift(value, value.graph, np.zeros(0), None)[0]))
+                elif bodies or layer:
+                    dtype = (value.dtype or ir.DataType.FLOAT).numpy()
+                    places.append((name, instrument.lift(value, inside, np.zeros(0, dtype), None)[0]))
         added = [v for v in dict.fromkeys(v for _, v in places) if v not in there and not v.is_graph_input()]
         graph.outputs.extend(added)
-        checked = as_feeds(feeds, self.specs)
         fetch = list(dict.fromkeys(str(v.name) for _, v in places))
-        values = dict(zip(fetch, self._open(simulation).run(fetch, checked), strict=True)) if fetch else {}
+        values = dict(zip(fetch, self._open(simulation).run(fetch, feeds), strict=True)) if fetch else {}
         found: dict[str, list[Array]] = {}
         for name, value in places:
             found.setdefault(name, []).append(values[str(value.name)])
