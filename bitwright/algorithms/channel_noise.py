@@ -92,7 +92,7 @@ def rounding_noise(
         total += noise
         np.add.at(gradient, grid.rows, 2 * (square * behind * before_sum - noise * by_row))
         np.add.at(gradient, grid.columns, 2 * (noise * by_column - square * before * behind_sum))
-    return total, gradient
+    return float(total), gradient
 
 
 def _smooth_largest(
