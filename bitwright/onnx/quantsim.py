@@ -501,6 +501,8 @@ class QuantizationSimModel:
         try:
             return self._captured(names, checked, bodies=True)
         except refusals() as error:
+            if all(graph is self.marked.graph for graph in self.marked.graphs()):
+                raise
             logger.warning("what bodies make cannot be brought out of them: %s", first_line(error))
             return self._captured(names, checked, bodies=False)
 
