@@ -67,9 +67,8 @@ class Tap:
         bring_out: makes the value that carries a reduced tensor out of its body, and counts the axes in front.
         inside: whether the tensor stands in a body, where no elements may also mean that the body did not run.
         watches: what the sites show of their channels.
-        axis, channels: axis of the channels, counted from the end, and their minima and maxima, of the main graph; samples and
-            iterations of loops may be left in front, axes of length one behind. Empty where the tensor itself is fetched.
-        early: what reads the tensor for that.
+        axis, channels: axis of the channels, counted from the end, and their minima and maxima; samples may be left in front,
+            axes of length one behind. Empty where the tensor itself is fetched, or stands in a body.
         pooled: the maxima, where a pool takes them, which the runtime has in its own layout of images, too.
     """
 
@@ -83,7 +82,6 @@ class Tap:
     watches: list[ChannelWatch] = field(default_factory=list)
     axis: int = -1
     channels: tuple[ir.Value, ...] = ()
-    early: tuple[ir.Value, ...] = ()
     pooled: ir.Value | None = None
 
     def settle(self) -> None:
@@ -108,12 +106,12 @@ class Tap:
             watch.observe(x)
 
     def observe_channels(self, ends: Sequence[Array], least: float) -> bool:
-        """Take minima and maxima per channel, or maxima alone and the least value of the tensor.
+        """Take minima and maxima per channel, or maxima alone and the least value of the tensor; one of no elements has none.
 
         Returns:
             Whether that was enough to tell which channels are still constant.
         """
-        if not ends[-1].size or self.quantizer.frozen:  # a body did not run
+        if not ends[-1].size or self.quantizer.frozen:
             return True
         *lo, hi = (end.reshape(-1, end.shape[self.axis]) for end in ends)
         top = hi.max(0)
@@ -256,6 +254,10 @@ class Calibrator:
             still = (tap for tap in self._followed if tap.followed)
             self._followed = {tap: tap not in least or not tap.is_least(least[tap]) for tap in still}
             self._settled = True
+            for tap in self._reduced:
+                self._instrument.drop(
+                    tap.channels[: 2 if tap not in self._followed else not self._followed[tap]]
+                )
 
     # -- running
 
@@ -437,7 +439,7 @@ class Calibrator:
                     self.providers,
                     threads=self.threads,
                     scalars=reduced,
-                    channels={str(v.name) for tap in self._followed for v in tap.early},
+                    channels={str(v.name) for tap in self._followed for v in tap.channels},
                     unordered=unordered,
                     arena=arena,
                     keep=bool(self._followed) and not self._settled,
@@ -521,8 +523,8 @@ class Instrument:
             outer, leading = self.lift(value, graph, np.zeros(0, _numpy_type(value)), None)
             return Tap(quantizer, outer, leading=leading, inside=graph is not self.model.graph)
         tap = Tap(quantizer, value)
-        if axis is not None:
-            self._add_channels(tap, graph, axis)
+        if axis is not None and graph is self.model.graph:  # in a body it would cost much at every step
+            self._add_channels(tap, axis)
         place = self._behind(value, graph)
         for op, dtype, neutral, merge in _SCALARS:
             source, behind = value, place
@@ -537,7 +539,7 @@ class Instrument:
             tap.bring_out = partial(self.lift, value, graph, np.zeros(0, np.float32), None)
         return tap
 
-    def _add_channels(self, tap: Tap, graph: ir.Graph, axis: int) -> None:
+    def _add_channels(self, tap: Tap, axis: int) -> None:
         """Bounds of channels over the axes behind them, one after the other in front; of features, over all axes."""
         value, rank = tap.value, 1 - axis  # of what a convolution makes
         if value.shape is not None:
@@ -545,7 +547,7 @@ class Instrument:
         axes = tuple(range(axis + 1, 0)) or tuple(range(rank - 1))
         if not axes or (value.shape is None and axis == -1):
             return
-        place, floats = self._behind(value, graph), ir.DataType.FLOAT
+        place, floats = self._behind(value, self.model.graph), ir.DataType.FLOAT
         tap.axis = axis
         for op in ("ReduceMin", "ReduceMax"):
             name = f"{value.name}_{op}_channels"
@@ -555,8 +557,14 @@ class Instrument:
                 operands = [value, self._constant_axes(axes)]
                 end = self.builder.emit(place, op, operands, name, floats, keepdims=int(axis != -1))
             end.shape = None
-            tap.early += (end,)
-            tap.channels += (self.lift(end, graph, np.zeros(0, np.float32), None)[0],)
+            tap.channels += (end,)
+
+    def drop(self, values: Sequence[ir.Value]) -> None:
+        """Take out the nodes of the main graph that make ``values``, as far as nobody reads them: the runtime would run them."""
+        for value in values:
+            node = value.producer()
+            if node is not None and not value.uses():
+                self.model.graph.remove(node, safe=True)
 
     def _constant_axes(self, axes: tuple[int, ...]) -> ir.Value:
         if axes not in self._axes:
