@@ -67,12 +67,12 @@ def open_bodies(model: ir.Model, values: Values) -> Opened:
     if not any(_has_body(node) for node in model.graph):
         return found
     found.model = copy_model(model)
-    surgeon = _Surgeon(found, Builder(found.model))
-    surgeon.hoist()
+    opener = _Opener(found, Builder(found.model))
+    opener.hoist()
     waiting = [node for node in found.model.graph if _has_body(node)]
     while waiting:
         node = waiting.pop()
-        waiting += [inner for inner in surgeon.open(node) if _has_body(inner)]
+        waiting += [inner for inner in opener.open(node) if _has_body(inner)]
     return found
 
 
@@ -90,7 +90,7 @@ class _Copy:
 
 
 @dataclass(frozen=True)
-class _Surgeon:
+class _Opener:
     found: Opened
     builder: Builder
 
