@@ -255,9 +255,8 @@ class Calibrator:
             self._followed = {tap: tap not in least or not tap.is_least(least[tap]) for tap in still}
             self._settled = True
             for tap in self._reduced:
-                self._instrument.drop(
-                    tap.channels[: 2 if tap not in self._followed else not self._followed[tap]]
-                )
+                both = self._followed.get(tap)
+                self._instrument.drop(tap.channels if both is None else tap.channels[: 0 if both else 1])
 
     # -- running
 
