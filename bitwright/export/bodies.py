@@ -141,9 +141,9 @@ class _Opener:
         return part.nodes
 
     def _ran(self, graph: ir.Graph) -> bool | None:
-        """Whether a branch was taken; ``None`` where no site in it tells."""
+        """Whether a branch was taken; ``None`` where no site in it tells. A loop without iterations keeps its axes."""
         given = [array for place in _places(graph) if (array := self._given(*place)) is not None]
-        return any(array.size for array in given) if given else None
+        return any(array.shape != (0,) for array in given) if given else None
 
     # -- loops
 

@@ -88,6 +88,30 @@ def nested_loops() -> onnx.ModelProto:
     return net.model(net("Loop", twice, always, x, name="outer", out="y", body=outer))
 
 
+def loop_in_one_branch() -> onnx.ModelProto:
+    """``trip`` times ``v = relu(v W)`` in one branch; no site in the other."""
+    net = Net(seed=7)
+    x, choose, trip = net.input("x", (2, 4)), net.input("choose", (), BOOL), net.input("trip", (), INT64)
+    h = net("MatMul", x, net.weights(4, 4, name="U"), name="first", out="h")
+    inner, then, other = Net(seed=8), Net(), Net()
+    v = inner(
+        "Relu",
+        inner("MatMul", "v_in", inner.weights(4, 4, name="W"), name="product"),
+        name="act",
+        out="v_out",
+    )
+    going = inner("Identity", "going_in", out="going_out")
+    step = body((going, BOOL, ()), v, net=inner,
+                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (2, 4))])  # fmt: skip
+    yes = then.const(np.bool_(True), "yes")
+    graphs = {
+        "then_branch": body(then("Loop", trip, yes, h, name="loop", out="looped", body=step), net=then),
+        "else_branch": body(other("Flatten", h, name="flat", out="flat"), net=other),
+    }
+    out = net("If", choose, name="choice", out="chosen", **graphs)
+    return net.model(net("MatMul", out, net.weights(4, 2, name="V"), name="last", out="y"))
+
+
 def prepared(build: Callable[[], onnx.ModelProto], **given: Any) -> tuple[QuantizationSimModel, Feeds]:
     """A simulation that has seen both branches, and feeds."""
     proto = build()
@@ -171,6 +195,15 @@ def test_a_loop_without_iterations_did_not_run():
     sim, feeds = prepared(counted_loop, trip=0)
     report = sim.verify(feeds)
     assert report.idle["act.output[0]"] == NO_ITERATION and not report.unchecked, str(report)
+
+
+@pytest.mark.parametrize("given, idle", [
+    ({"choose": True, "trip": 0}, NO_ITERATION), ({"choose": False, "trip": 3}, NOT_TAKEN),
+])  # fmt: skip
+def test_a_branch_with_an_idle_loop_is_told_from_one_not_taken(given, idle):
+    sim, feeds = prepared(loop_in_one_branch, **given)
+    report = sim.verify(feeds)
+    assert report.idle["act.output[0]"] == idle and report.ok, str(report)
 
 
 def test_the_run_whose_value_differs_is_named():
