@@ -18,11 +18,12 @@ import onnx_ir as ir
 from onnx import TensorProto, helper
 
 HELP = """\
-Peak memory of three models that are large in different ways, each phase in a process of its own, the imported program
+Peak memory of models that are large in different ways, each phase in a process of its own, the imported program
 taken off:
 
   weights    a stack of matrix products whose weights pass 2 GiB, in a second file
   tokens     an encoder like BERT-base (12 layers, width 768) on sequences of 512 tokens
+  half       its first six layers
   pictures   a small convolutional network on 20 pictures of 1080 x 1920
 
 columns of the table:
@@ -35,7 +36,7 @@ columns of the table:
 
 EXAMPLES = """\
 examples:
-  python benchmarks/memory.py                       all three, some minutes, 8 GiB of memory and 10 of disk
+  python benchmarks/memory.py                       all of them, some minutes, 8 GiB of memory and 10 of disk
   python benchmarks/memory.py --models tokens pictures
   python benchmarks/memory.py --scale 0.1           smaller models, a first look
   python benchmarks/memory.py --markdown benchmarks/results/memory.md
@@ -172,6 +173,9 @@ def _picture(scale: float) -> tuple[int, ...]:
 MODELS = {
     "weights": Case(write_weights, lambda s: (4, 5120), 2, 64, ("min-max", "histogram", "export")),
     "tokens": Case(write_tokens, lambda s: (1, 512, 768), 4, 64, ("min-max", "histogram")),
+    "half": Case(
+        lambda path, s: write_tokens(path, s / 2), lambda s: (1, 512, 768), 4, 32, ("min-max", "histogram")
+    ),
     "pictures": Case(write_pictures, _picture, 20, 256, ("min-max", "histogram")),
 }
 
