@@ -27,6 +27,14 @@ def test_classification_within_three_tenths_of_a_point(shared_data, name, front_
 
 
 @pytest.mark.parametrize("front_end", ["torch", "onnx"])
+@pytest.mark.parametrize("name", IMAGES)
+def test_one_scale_per_tensor_within_a_point(shared_data, name, front_end):
+    task = TASKS[name]()
+    float_metric = measured(name, task, front_end, "w8a8_per_tensor", "float")
+    assert measured(name, task, front_end, "w8a8_per_tensor", None) >= float_metric - 1.0
+
+
+@pytest.mark.parametrize("front_end", ["torch", "onnx"])
 @pytest.mark.parametrize("name", ["stories260k", "lstm_char"])
 def test_perplexity_within_one_percent(shared_data, name, front_end):
     task = TASKS[name]()

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 from bitwright.core.config import read_file
 from bitwright.core.formats import IntFormat
+from bitwright.core.granularity import PerTensor
 from bitwright.core.model import Undo
 from bitwright.core.spec import Preset, QuantSpec, find_preset
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, close_matches
@@ -170,8 +171,9 @@ def _check_order(steps: Sequence[Step], source: str) -> None:
 def default_recipe(preset: Preset, *, own_rules: bool = False) -> tuple[Step, ...]:
     """What is done when no recipe is given: no labels, no settings, seconds to minutes.
 
-    Batch norms are folded; where activations have at most 8 bits, transformers are smoothed and only what their layers
-    read is quantized; integer weights are rounded with error feedback.
+    Batch norms are folded; for one scale per tensor channels are equalized; where activations have at most 8 bits,
+    transformers are smoothed and only what their layers read is quantized. Integer weights are rounded with error feedback;
+    those of 8 bits with one scale per tensor have their biases corrected instead.
 
     Args:
         preset: of the simulation.
@@ -182,15 +184,18 @@ def default_recipe(preset: Preset, *, own_rules: bool = False) -> tuple[Step, ..
         >>> [step.name for step in default_recipe(find_preset("w8a8"))]
         ['fold', 'smooth', 'layer_inputs', 'gptq']
     """
-    steps = [Step("fold")]
+    steps, bits = [Step("fold")], _bits(preset.weight)
+    coarse = bits <= 8 and preset.weight is not None and preset.weight.granularity == PerTensor()
+    if coarse:
+        steps.append(Step("equalize", optional=True))
     if _bits(preset.activation) <= 8:
         steps.append(Step("smooth", optional=True))
         if not own_rules:
             steps.append(Step("layer_inputs", {"only_with_attention": True}))
-    if _bits(preset.weight) < 8:
+    if bits < 8:
         steps.append(Step("seq_mse", optional=True))
-    if _bits(preset.weight) <= 8:
-        steps.append(Step("gptq", optional=True))
+    if bits <= 8:
+        steps.append(Step("bias_correction" if coarse and bits == 8 else "gptq", optional=True))
     return tuple(steps)
 
 

@@ -234,6 +234,7 @@ def test_an_optional_step_that_cannot_be_done_is_left_out_and_said():
         ("w8a8", False, ["fold", "smooth", "layer_inputs", "gptq"]),
         ("w8a8", True, ["fold", "smooth", "gptq"]),
         ("w8a16", False, ["fold", "gptq"]),
+        ("w8a8_per_tensor", False, ["fold", "equalize", "smooth", "layer_inputs", "bias_correction"]),
         ("w4a16", False, ["fold", "seq_mse", "gptq"]),
         ("fp8", False, ["fold"]),
     ],
