@@ -273,7 +273,8 @@ class _Opaque:
         self._sim, self._node = sim, node
         read = [v for v in (*node.inputs, *_captured(node)) if v is not None and v not in fixed]
         self.inputs = list(dict.fromkeys(read))
-        self._sessions: dict[str, Any] = {}
+        self._sites = [name for name, site in sim.quantizers.items() if site.op == str(node.name)]
+        self._sessions: dict[str, tuple[list[Any], Any]] = {}
 
     def real(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """In float."""
@@ -284,19 +285,26 @@ class _Opaque:
         return self._run("quantized", tensors)
 
     def _run(self, kind: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        if kind not in self._sessions:
+        state = [] if kind == "real" else self._state()
+        built = self._sessions.get(kind)
+        if built is None or any(one is not other for one, other in zip(built[0], state, strict=True)):
             sim = self._sim
             outputs = [v for v in self._node.outputs if v.name]
             part = ir.convenience.extract(sim.marked.graph, self.inputs, outputs)
             part.opset_imports.update(sim.marked.graph.opset_imports)
             piece = ir.Model(part, ir_version=sim.marked.ir_version)
             encodings = {} if kind == "real" else _encodings(sim)
-            self._sessions[kind] = open_session(
-                simulation_model(piece, encodings, _biases(sim)).model, sim.providers
-            )
-        session = self._sessions[kind]
+            session = open_session(simulation_model(piece, encodings, _biases(sim)).model, sim.providers)
+            built = self._sessions[kind] = (state, session)
+        session = built[1]
         feeds = {i.name: _to_runtime(t) for i, t in zip(session.get_inputs(), tensors, strict=True)}
         return [_from_runtime(found) for found in session.run(None, feeds)]
+
+    def _state(self) -> list[Any]:
+        """Weights and encodings that a session with quantizers is built with; others stand there after a choice."""
+        sim = self._sim
+        encodings = [sim.quantizers[name].encoding for name in self._sites]
+        return [*encodings, *(sim.constants.get(name) for name in self._sites)]
 
 
 def _to_runtime(held: Any) -> Any:

@@ -276,3 +276,30 @@ def test_a_weight_that_a_node_computes_becomes_an_initializer_of_its_own(tmp_pat
     assert sim.verify(feeds[0]).ok
     files = sim.export(tmp_path, "net")
     assert "Transpose" not in [node.op_type for node in onnx.load(files.qdq).graph.node]
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 12, num_layers=2)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0])
+
+
+@pytest.mark.parametrize("method", ["seq_mse", "gptq"])
+def test_a_recurrent_layer_reads_what_the_chosen_weights_of_the_one_before_make(method):
+    torch.manual_seed(5)
+    model, batches = TwoLayers().eval(), [torch.randn(9, 8, 6) for _ in range(4)]
+    feeds = [x.numpy() for x in batches]
+    sim = torch_front.QuantizationSimModel(model, batches[0], preset="w4a16")
+    sim.compute_encodings(batches)
+    other = onnx_front.QuantizationSimModel(exported(model, batches[0]), feeds[0], preset="w4a16")
+    other.compute_encodings(feeds)
+    one = torch_front.apply_reconstruction(sim, batches, method, progress=False)
+    two = onnx_front.apply_reconstruction(other, feeds, method, progress=False)
+    assert len(one) == len(two) == 5
+    for mine, theirs in zip(one, two, strict=True):
+        assert mine.before == pytest.approx(theirs.before, rel=2e-2), mine.layer
+        assert mine.after == pytest.approx(theirs.after, rel=5e-2), mine.layer
