@@ -19,6 +19,7 @@ from bitwright.torch import (
 )
 from tests.algorithms.transformer import with_outliers
 from tests.data import accuracy, onnx_file, perplexity, shakespeare, stories, trained
+from tests.tasks import TASKS, measured
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +55,33 @@ def test_mobilenet_v2_at_four_bits(cifar, cifar_train):
     learned = accuracy(sim.model, test)
     assert learned > ranges + 5
     assert learned >= reference - 0.15 * (reference - nearest)
+
+
+def test_mobilenet_v1_at_four_bits(shared_data):
+    task = TASKS["mobilenet_v1_025"]()
+    recipes = {
+        "nearest": ["fold"],
+        "ranges": ["fold", "seq_mse"],
+        "learned": ["fold", {"adaround": {"iterations": 500}}],
+    }
+    found = {
+        name: measured("mobilenet_v1_025", task, "torch", "w4a8", steps) for name, steps in recipes.items()
+    }
+    reference = measured("mobilenet_v1_025", task, "torch", "w4a8", "float")
+    assert found["nearest"] < 10 and found["learned"] > found["ranges"]
+    assert found["learned"] >= reference - 0.15 * (reference - found["nearest"])
+
+
+@pytest.mark.parametrize("name", ["stories260k", "lstm_char"])
+def test_learned_rounding_of_language_models_at_three_bits(name, shared_data):
+    from bitwright.core.spec import Preset, activation_spec, weight_spec
+
+    task, preset = TASKS[name](), Preset(weight_spec("int3"), activation_spec("uint16"))
+    nearest, ranges, learned, feedback = (
+        measured(name, task, "torch", preset, steps)
+        for steps in ([], ["seq_mse"], ["seq_mse", {"adaround": {"iterations": 200}}], ["seq_mse", "gptq"])
+    )
+    assert learned < ranges < nearest and feedback < ranges
 
 
 def test_blocks_beat_layers_on_mobilenet_v2(cifar, cifar_train):
