@@ -57,7 +57,7 @@ KINDS: dict[str, Kind] = {
     "fold": Kind("float", "batch norms into the layers before them"),
     "fold_norms": Kind("float", "weights of layer and RMS norms into the layers behind them"),
     "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold",)),
-    "smooth": Kind("float", "move activation outliers into weights", ("fold_norms",)),
+    "smooth": Kind("float", "move activation outliers into weights", ("fold_norms", "rotate")),
     "rotate": Kind("float", "spread outliers by Hadamard rotations", ("fold_norms",)),
     "awq": Kind(
         "float",

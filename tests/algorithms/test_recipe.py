@@ -69,6 +69,7 @@ def test_steps_are_names_or_names_with_options():
         (["fold", "fold"], r"step 2 \(fold\) decides again what step 1 \(fold\) decided"),
         (["gptq", "adaround"], r"step 2 \(adaround\) decides again what step 1 \(gptq\) decided"),
         (["adaround", "fold"], r"step 2 \(fold\) comes too late: it changes the float model.*put fold before adaround"),
+        (["smooth", "rotate"], r"step 2 \(rotate\) comes too late: smooth relies on it"),
         (["equalize", "fold"], r"step 2 \(fold\) comes too late: equalize relies on it"),
         (["adaround", "seq_mse"], "seq_mse before adaround"),
     ],
