@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         append(options.results, cell, number, time.perf_counter() - start)
         print(*cell.__dict__.values(), f"{number:.4f}", sep="\t", file=sys.stderr, flush=True)
     columns, rows = table(read(options.results))
-    title = "Accuracy after post-training methods"
+    title = "Accuracy after post-training methods: mean over the seeds measured, and the extremes where they differ"
     measure.show(title, columns, rows)
     measure.save(None, options.markdown, title, columns, rows, None)
 
