@@ -31,6 +31,8 @@ from bitwright.errors import CalibrationError, ConfigError, close_matches
 
 logger = logging.getLogger("bitwright")
 
+#: bytes of activations held in memory, unless told otherwise
+MEMORY_BUDGET = 4 << 30
 TREATED = ("Conv", "ConvTranspose", "Gemm", "MatMul", *RECURRENT)
 
 
@@ -281,7 +283,7 @@ def apply(
         units: which layers are treated together.
         include, exclude: names or globs of layers.
         seed: same seed, same result.
-        memory_budget: bytes of activations held in memory; the rest lies on disk.
+        memory_budget: bytes of activations held in memory, 4 GiB by default; the rest lies on disk.
         spill_dir: where on disk.
         cache: finished layers.
         settings: everything that changes what ``method`` finds; part of the cache's keys.
@@ -295,7 +297,7 @@ def apply(
     if not layers:
         logger.warning("%s has no layer to work on: %s", name, _some(skipped))
         return RoundingReport(name, (), skipped)
-    store = Store(memory_budget, spill_dir)
+    store = Store(MEMORY_BUDGET if memory_budget is None else memory_budget, spill_dir)
     rows: list[Choice] = []
     try:
         walk = Walk(model, batches, store)

@@ -69,7 +69,7 @@ def apply_reconstruction(
         include, exclude: names or globs of layers; every layer by default.
         blocks: for block-wise methods, names of the operators that belong together; found from the graph by default.
         seed: same seed, same result.
-        memory_budget: bytes of activations that are held in memory; what goes beyond lies in temporary files.
+        memory_budget: bytes of activations held in memory, 4 GiB by default; what goes beyond lies in temporary files.
         spill_dir: where these are made.
         cache_dir: folder that keeps finished layers: a call with the same model, data and options takes them from there.
         forward_fn: ``forward_fn(model, batch)``, when the model is not called as ``model(batch)``.

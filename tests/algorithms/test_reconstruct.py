@@ -527,3 +527,17 @@ def test_cost_is_linear_in_depth():
         return steps(lambda: apply_reconstruction(sim, batches, "gptq", progress=False))
 
     assert cost(40) < 2.3 * cost(20)
+
+
+def test_what_is_held_in_memory_is_bounded_without_a_word(monkeypatch):
+    from bitwright.algorithms import rounding
+
+    given = []
+    real = rounding.Store
+    monkeypatch.setattr(rounding, "Store", lambda *arguments: given.append(arguments) or real(*arguments))
+    model, batches = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval(), [torch.randn(32, 4)]
+    sim = QuantizationSimModel(model, batches[0], preset="w4a8")
+    sim.compute_encodings(batches)
+    apply_reconstruction(sim, batches, "gptq")
+    apply_reconstruction(sim, batches, "gptq", memory_budget=100)
+    assert given == [(rounding.MEMORY_BUDGET, None), (100, None)]
