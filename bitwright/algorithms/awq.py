@@ -22,7 +22,7 @@ import numpy as np
 from bitwright.algorithms.layers import Array, Group, Layer, Layers, Refused, rescaling
 from bitwright.algorithms.rotate import rotatable_heads
 from bitwright.algorithms.smooth import linear_groups, observe, refuse_no_data
-from bitwright.algorithms.trial import Bar, Check, joined, no_bar, sift
+from bitwright.algorithms.trial import Bar, Check, Reversible, no_bar, sift
 from bitwright.core.affine import encode, fake_quantize
 from bitwright.core.granularity import PerBlock
 from bitwright.core.model import ModelView, Undo
@@ -201,7 +201,7 @@ class Scaled:
 
 
 @dataclass
-class AwqReport:
+class AwqReport(Reversible):
     """What was scaled.
 
     Attributes:
@@ -233,14 +233,6 @@ class AwqReport:
         found = [item.found for item in (*self.scaled, *self.untouched)]
         ratios = [max(f.after, 1e-12) / f.before for f in found if f.before > 0]
         return float(np.exp(np.mean(np.log(ratios)))) if ratios else 1.0
-
-    def undo(self) -> None:
-        """Give the model back as it was; a second call does nothing."""
-        joined(self._undos)()
-
-    def keep(self) -> None:
-        """Make the change final."""
-        self._undos.clear()
 
     def __str__(self) -> str:
         lines = [

@@ -29,7 +29,7 @@ from bitwright.algorithms.batch_norm_affine import (
 )
 from bitwright.algorithms.batch_norm_search import Chain, Fold, Refusal, find_folds, operand
 from bitwright.algorithms.layers import batch_norm_moments, moments_of_layers
-from bitwright.algorithms.trial import Bar, no_bar
+from bitwright.algorithms.trial import Bar, Reversible, no_bar
 from bitwright.core.graph import Graph, Op
 from bitwright.core.model import AddBias, Bypass, Edit, ModelView, SetParam, Undo
 
@@ -60,7 +60,7 @@ MAX_CHECKS = 100
 _LARGEST = {"float16": float(np.finfo(np.float16).max)}
 
 
-class FoldReport(Sequence[tuple[str, str]]):
+class FoldReport(Reversible, Sequence[tuple[str, str]]):
     """What was folded and what was not; as a sequence, the folded ``(layer, batch norm)`` pairs.
 
     Attributes:
@@ -94,15 +94,6 @@ class FoldReport(Sequence[tuple[str, str]]):
     def skipped(self) -> tuple[tuple[str, str], ...]:
         """``(batch norm, reason)`` of each one that stays."""
         return tuple((refusal.bn, refusal.reason) for refusal in self.refused)
-
-    def undo(self) -> None:
-        """Take every fold back, the last one first; a second call does nothing."""
-        while self._undos:
-            self._undos.pop()()
-
-    def keep(self) -> None:
-        """Make the folds final: the original parameters, held for :meth:`undo`, are released."""
-        self._undos.clear()
 
     def __len__(self) -> int:
         return len(self._pairs)

@@ -26,6 +26,7 @@ import numpy as np
 from bitwright.algorithms.layers import Array, Layer, Layers, Refused
 from bitwright.algorithms.trial import Bar, no_bar
 from bitwright.core.graph import Graph, Op
+from bitwright.core.model import AddBias, ModelView
 from bitwright.core.scheme import QuantScheme
 from bitwright.errors import CalibrationError, ConfigError
 
@@ -201,6 +202,13 @@ class QuantParams:
     def __post_init__(self) -> None:
         if self.round_mode != "nearest":
             raise ConfigError("round_mode", f"it is {self.round_mode!r}", "use 'nearest', the only one")
+
+
+def missing_biases(view: ModelView) -> list[AddBias]:
+    """Biases of zeros for the layers that have none and can be given one."""
+    layers = Layers(view.graph()).of.values()
+    zeros = (AddBias(x.op, np.zeros(x.axes.outputs)) for x in layers if x.kind == "layer" and not x.bias)
+    return [edit for edit in zeros if view.can_edit(edit) is None]
 
 
 class Correctable(Protocol):

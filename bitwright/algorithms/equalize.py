@@ -22,7 +22,7 @@ import numpy as np
 from bitwright.algorithms.batch_norm_affine import forward_obstacle
 from bitwright.algorithms.channel_noise import channels_of, measured_moments, quietest_factors
 from bitwright.algorithms.layers import Array, Group, Layer, Layers, Refused, find_groups, rescaling
-from bitwright.algorithms.trial import Bar, Check, joined, no_bar, sift
+from bitwright.algorithms.trial import Bar, Check, Reversible, no_bar, sift
 from bitwright.core.graph import Graph
 from bitwright.core.model import AddBias, Clamp, Edit, ModelView, SetParam, Undo
 
@@ -135,7 +135,7 @@ def absorbed_bias(mean: Array, std: Array) -> Array:
 
 
 @dataclass
-class EqualizeReport:
+class EqualizeReport(Reversible):
     """What was equalized and what was not.
 
     Attributes:
@@ -164,14 +164,6 @@ class EqualizeReport:
     noise: tuple[float, float] | None = None
     _undos: list[Undo] = field(default_factory=list, repr=False)
     view: ModelView | None = field(default=None, repr=False)
-
-    def undo(self) -> None:
-        """Give the model back as it was; a second call does nothing."""
-        joined(self._undos)()
-
-    def keep(self) -> None:
-        """Make the change final: the original parameters are released."""
-        self._undos.clear()
 
     def __str__(self) -> str:
         count = len(self.groups)

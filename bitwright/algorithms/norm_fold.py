@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bitwright.algorithms.layers import Array, Group, Layer, Layers, Refused, data_readers, find_groups
-from bitwright.algorithms.trial import Bar, Check, joined, no_bar, sift
+from bitwright.algorithms.trial import Bar, Check, Reversible, joined, no_bar, sift
 from bitwright.core.model import AddBias, Edit, ModelView, SetParam, Undo, Untie
 
 logger = logging.getLogger("bitwright")
@@ -41,7 +41,7 @@ def folded_weight(layer: Layer, W: Array, gamma: Array, beta: Array | None) -> t
 
 
 @dataclass
-class NormReport:
+class NormReport(Reversible):
     """What was folded.
 
     Attributes:
@@ -54,14 +54,6 @@ class NormReport:
     refused: tuple[Refused, ...] = ()
     untied: tuple[str, ...] = ()
     _undos: list[Undo] = field(default_factory=list, repr=False)
-
-    def undo(self) -> None:
-        """Give the model back as it was; a second call does nothing."""
-        joined(self._undos)()
-
-    def keep(self) -> None:
-        """Make the change final."""
-        self._undos.clear()
 
     def __str__(self) -> str:
         lines = [f"{len(self.groups)} norms folded, {len(self.refused)} kept"]

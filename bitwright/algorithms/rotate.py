@@ -20,7 +20,7 @@ import numpy as np
 from bitwright.algorithms.attention import Attention, find_attention
 from bitwright.algorithms.layers import Array, Layer, Layers, Refused, data_readers, sole_reader
 from bitwright.algorithms.norm_fold import NormReport, fold_norms
-from bitwright.algorithms.trial import Bar, Check, joined, no_bar, sift
+from bitwright.algorithms.trial import Bar, Check, Reversible, joined, no_bar, sift
 from bitwright.core.graph import Op
 from bitwright.core.model import Edit, ModelView, SetParam, Undo
 from bitwright.errors import ConfigError
@@ -331,7 +331,7 @@ class _StreamWalk:
 
 
 @dataclass
-class RotateReport:
+class RotateReport(Reversible):
     """What was rotated.
 
     Attributes:
@@ -349,12 +349,12 @@ class RotateReport:
 
     def undo(self) -> None:
         """Give the model back as it was, norms included; a second call does nothing."""
-        joined(self._undos)()
+        super().undo()
         self.norms.undo()
 
     def keep(self) -> None:
         """Make the change final."""
-        self._undos.clear()
+        super().keep()
         self.norms.keep()
 
     def __str__(self) -> str:

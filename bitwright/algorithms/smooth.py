@@ -19,7 +19,7 @@ import numpy as np
 from bitwright.algorithms.attention import Attention, find_attention
 from bitwright.algorithms.bias_correct import samples_in
 from bitwright.algorithms.layers import Array, Group, Layers, Refused, find_groups, rescaling
-from bitwright.algorithms.trial import Bar, Check, joined, no_bar, sift
+from bitwright.algorithms.trial import Bar, Check, Reversible, joined, no_bar, sift
 from bitwright.core.model import Edit, ModelView, SetParam, Undo
 from bitwright.errors import CalibrationError, ConfigError
 
@@ -91,7 +91,7 @@ def _tied(ranges: Array, tie: Array) -> Array:
 
 
 @dataclass
-class SmoothReport:
+class SmoothReport(Reversible):
     """What was smoothed.
 
     Attributes:
@@ -108,14 +108,6 @@ class SmoothReport:
     refused: tuple[Refused, ...] = ()
     samples: int = 0
     _undos: list[Undo] = field(default_factory=list, repr=False)
-
-    def undo(self) -> None:
-        """Give the model back as it was; a second call does nothing."""
-        joined(self._undos)()
-
-    def keep(self) -> None:
-        """Make the change final."""
-        self._undos.clear()
 
     def __str__(self) -> str:
         lines = [

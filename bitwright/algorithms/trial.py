@@ -67,6 +67,20 @@ def _popped(items: list[list[T]]) -> Iterator[list[T]]:
         yield items.pop()
 
 
+class Reversible:
+    """A report of changes to a model that can be taken back, or made final."""
+
+    _undos: list[Undo]
+
+    def undo(self) -> None:
+        """Give the model back as it was; a second call does nothing."""
+        joined(self._undos)()
+
+    def keep(self) -> None:
+        """Make the change final: what it takes to undo it is released."""
+        self._undos.clear()
+
+
 def joined(undos: list[Undo]) -> Undo:
     """Take back everything in ``undos``, the last first; a second call does nothing."""
 

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -25,7 +24,7 @@ from bitwright.algorithms.norm_fold import NormReport
 from bitwright.algorithms.rotate import RotateReport
 from bitwright.algorithms.smooth import SmoothReport
 from bitwright.core.graph import Graph
-from bitwright.core.model import AddBias, Undo
+from bitwright.core.model import Undo
 from bitwright.core.scheme import QuantScheme
 from bitwright.core.spec import Preset, QuantSpec, RangeMethod
 from bitwright.errors import ModelError
@@ -505,9 +504,5 @@ def add_biases(
 
 def _add_zeros(view: OnnxView) -> tuple[tuple[str, ...], Undo]:
     """Biases of zeros where layers have none: names of the layers, and how to take them back."""
-    wanting = [
-        layer for layer in Layers(view.graph()).of.values() if layer.kind == "layer" and not layer.bias
-    ]
-    edits = [AddBias(layer.op, np.zeros(layer.axes.outputs)) for layer in wanting]
-    edits = [edit for edit in edits if view.can_edit(edit) is None]
+    edits = bias_correct.missing_biases(view)
     return tuple(edit.op for edit in edits), view.edit(edits)

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from bitwright.algorithms import awq, bias_correct, norm_fold
@@ -22,7 +21,6 @@ from bitwright.algorithms.layers import Array, Layers
 from bitwright.algorithms.norm_fold import NormReport
 from bitwright.algorithms.rotate import RotateReport
 from bitwright.algorithms.smooth import SmoothReport
-from bitwright.core.model import AddBias
 from bitwright.core.scheme import QuantScheme
 from bitwright.core.spec import Preset, QuantSpec, RangeMethod
 from bitwright.progress import progress as bar
@@ -321,13 +319,7 @@ def correct_bias(
     if not batches:
         bias_correct.refuse_no_data()
     view = TorchView(model, [batches[0]])
-    layers = Layers(view.graph())
-    zeros = (
-        AddBias(layer.op, np.zeros(layer.axes.outputs))
-        for layer in layers.of.values()
-        if layer.kind == "layer" and not layer.bias
-    )
-    undo = view.edit([edit for edit in zeros if view.can_edit(edit) is None])
+    undo = view.edit(bias_correct.missing_biases(view))
     try:
         sim = QuantizationSimModel(
             model, batches[0], quant_params.quant_scheme, quant_params.act_bw, quant_params.weight_bw,
@@ -347,9 +339,10 @@ def correct_bias(
         undo()
         raise
     view.refresh()
+    corrected = TorchCorrectable(sim)
     for layer in Layers(view.graph()).of.values():
         if layer.op in report.corrected and layer.bias is not None:
-            view.set_param(layer.bias, TorchCorrectable(sim).bias(layer))
+            view.set_param(layer.bias, corrected.bias(layer))
     sim.remove()
     return report
 
