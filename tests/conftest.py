@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import zlib
 from pathlib import Path
@@ -27,7 +28,9 @@ _EXPECTED = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # One thread: sums do not depend on the machine, and neighbouring test processes do not fight.
+    # One thread: sums do not depend on the machine, and neighbouring test processes do not fight. Child processes
+    # take it from the environment.
+    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     for line in _EXPECTED:
         config.addinivalue_line("filterwarnings", line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -25,7 +26,8 @@ print(len(report.pairs), len(sim.quantizers), len(rows), bool(y.isfinite().all()
 
 def run(blocks: int, kind: str) -> None:
     command = [sys.executable, "-c", CODE, str(blocks), kind]
-    result = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)})
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr[-2000:]
     folded, sites, rows, finite = result.stdout.split()
     assert int(folded) == blocks and finite == "True"
