@@ -261,6 +261,9 @@ def quantize_model(
     non_finite: Annotated[
         str, typer.Option(help="A batch that gives NaN or Inf: error, skip it, or clamp to what is finite.")
     ] = "error",
+    allow_unreached: Annotated[
+        bool, typer.Option(help="Leave what no batch reached in float, instead of refusing it.")
+    ] = True,
     batch_size: BatchSize = 1,
     limit: Limit = 256,
     layout: Layout = "NCHW",
@@ -313,6 +316,7 @@ def quantize_model(
         path=out,
         filename_prefix=prefix or model.stem,
         non_finite=policy,
+        allow_unreached=allow_unreached,
     )
     _print_result(result, loaded.notes)
 

@@ -26,7 +26,7 @@ from bitwright.errors import ExportError
 from bitwright.export.manifest import write_manifest
 from bitwright.export.samples import read_samples, write_samples
 from bitwright.torch import QuantizationSimModel
-from tests.onnx.nets import Net
+from tests.onnx.nets import Net, body
 
 ROOT = Path(__file__).parents[1]
 
@@ -213,6 +213,27 @@ def test_quantize_follows_a_recipe_and_shows_what_each_step_did(tmp_path, monkey
     )
     result = run(*common, "--recipe", "fold,gtpq")
     assert result.exit_code == 2 and "there is no step 'gtpq'" in result.output
+
+
+def test_quantize_says_what_to_do_about_a_branch_that_the_data_do_not_take(tmp_path, monkeypatch):
+    then, other, net = Net(1), Net(2), Net()
+    then("MatMul", "x", then.weights(4, 4), name="mt", out="t1")
+    other("MatMul", "x", other.weights(4, 4), name="mo", out="o1")
+    net.input("x", (3, 4))
+    net.input("cond", (), onnx.TensorProto.BOOL)
+    branches = {"then_branch": body("t1", net=then), "else_branch": body("o1", net=other)}
+    onnx.save(net.model(net("If", "cond", name="branch", out="y", **branches)), tmp_path / "net.onnx")
+    (tmp_path / "one_branch.py").write_text(
+        "import numpy as np\ndef feeds():\n"
+        "    return [{'x': np.ones((3, 4), np.float32), 'cond': np.array(True)}]\n"
+    )
+    common = ("quantize", tmp_path / "net.onnx", "--out", tmp_path / "out", "--recipe", "fold")
+    monkeypatch.syspath_prepend(tmp_path)
+    data = ("--data", "one_branch:feeds")
+    refused = run(*common, *data, "--no-allow-unreached")
+    assert refused.exit_code == 2 and "no calibration batch reached this site" in refused.output
+    assert "--allow-unreached" in refused.output and not (tmp_path / "out").exists()
+    assert run(*common, *data, "--allow-unreached").exit_code == 0
 
 
 # -- presets and configurations

@@ -182,6 +182,7 @@ _SHAPE_ONLY = frozenset(
     "rand_like randn_like new_zeros new_ones new_full new_empty".split()
 )
 _MOVED = "only moved where it is read"
+_EMPTY = "it has no elements"
 _CHANNELS_FIRST = frozenset(
     (
         "Conv",
@@ -360,9 +361,13 @@ class _Placer:
         )
 
     def _data(self, op: Op, row: OpRow) -> list[str]:
-        """The float values that ``op`` reads as data, in all its runs."""
+        """The float values with elements that ``op`` reads as data, in all its runs."""
         ports = row.activations
-        return [v for port, v in op.sources() if (ports is None or port in ports) and self._is_float(v)]
+        return [
+            v
+            for port, v in op.sources()
+            if (ports is None or port in ports) and self._is_float(v) and 0 not in self.graph.values[v].shape
+        ]
 
     def _inside(self, op: Op, index: int, value: str) -> None:
         """Leave ``value`` in float; the reason is told at the end, when the fate of its chain is known."""
@@ -487,7 +492,11 @@ class _Placer:
         row = op_row(op.type)
         by_port: dict[int, list[str]] = {}
         for port, value in op.sources():
-            if value in self.float_values:
+            if value not in self.float_values:
+                continue
+            if 0 in self.graph.values[value].shape:  # a cache before its first entry
+                self.why.setdefault(value, _EMPTY)
+            else:
                 by_port.setdefault(port, []).append(value)
         grids: dict[int, str] = {}  # port -> group of what arrives there
         biases: list[tuple[int, list[str]]] = []

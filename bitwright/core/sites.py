@@ -20,9 +20,11 @@ from bitwright.core.quantizer import Quantizer
 from bitwright.core.site_health import SiteHealth, site_health
 from bitwright.core.spec import QuantSpec
 from bitwright.core.statistics import Histogram, MinMax, Statistics, bounds_of, measure, start
-from bitwright.errors import ConfigError, close_matches
+from bitwright.errors import CalibrationError, ConfigError, close_matches
 
 logger = logging.getLogger("bitwright")
+
+UNREACHED = "no calibration batch reached it"
 
 
 class Site:
@@ -279,13 +281,32 @@ class SiteMap(Mapping[str, Any]):
                 )  # fmt: skip
         return found
 
-    def settle_unreached(self, *, allow: bool, quiet: bool = False) -> None:
-        """Log the enabled sites without an encoding after calibration; switch them off if that is allowed."""
-        unreached = [
+    def unreached(self) -> list[Site]:
+        """The enabled sites that calibration left without an encoding."""
+        return [
             s for s in self._sites.values() if s.enabled and s.encoding is None and not s.quantizer.derived
         ]
+
+    def require_reached(self) -> None:
+        """Refuse sites that no batch reached, before anything is built on the calibration.
+
+        Raises:
+            CalibrationError: there are such sites; the first is the place, the message counts them.
+        """
+        unreached = self.unreached()
+        if unreached:
+            raise CalibrationError(
+                unreached[0].name,
+                f"no calibration batch reached this site{_and_more(unreached)}",
+                "add data that takes this branch of the model, or leave such sites in float with "
+                "allow_unreached=True (bitwright quantize --allow-unreached)",
+            )
+
+    def settle_unreached(self, *, allow: bool, quiet: bool = False) -> None:
+        """Log the enabled sites without an encoding after calibration; switch them off if that is allowed."""
+        unreached = self.unreached()
         for site in unreached if allow else ():
-            site.enabled = False
+            site.quantizer.enabled, site.quantizer.why_float = False, UNREACHED
         if unreached and not quiet:
             what = "left in float" if allow else "without an encoding; using them is an error"
             shown = ", ".join(site.name for site in unreached[:8])
@@ -303,6 +324,10 @@ class SiteMap(Mapping[str, Any]):
     def __repr__(self) -> str:
         done = sum(site.encoding is not None for site in self._sites.values())
         return f"SiteMap({len(self)} sites, {done} calibrated)"
+
+
+def _and_more(sites: list[Site]) -> str:
+    return "" if len(sites) == 1 else f", nor {len(sites) - 1} others"
 
 
 def _channelwise(site: Site, granularity: Granularity) -> Granularity:

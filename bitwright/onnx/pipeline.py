@@ -73,6 +73,7 @@ def quantize(
     filename_prefix: str = "model",
     progress: bool = True,
     non_finite: NonFinite = "error",
+    allow_unreached: bool = True,
 ) -> Result:
     """Quantize ``model`` in one line: fold batch norms, simulate under ``preset``, calibrate on ``data``, export.
 
@@ -93,9 +94,12 @@ def quantize(
         progress: show a progress bar on a terminal.
         non_finite: what to do with a batch that gives NaN or Inf: ``"error"``, ``"skip"`` or ``"clamp"``, as for
             :meth:`QuantizationSimModel.compute_encodings`.
+        allow_unreached: leave sites that no batch reached in float and name them in a warning; otherwise they are an error
+            as soon as calibration shows them. Weights need no data: they are quantized in either case.
 
     Raises:
-        CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``; or the metric is NaN.
+        CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``; the metric is NaN; or no
+            batch reached some sites and that is not allowed.
         ConfigError: a recipe that cannot work.
         ModelError: the model cannot be read or run, or a feed does not fit.
     """
@@ -112,6 +116,7 @@ def quantize(
         providers=providers,
         memory_budget=memory_budget,
         non_finite=non_finite,
+        allow_unreached=allow_unreached,
         progress=progress,
     )
     front_end = FrontEnd(
@@ -139,7 +144,7 @@ class _Methods:
     Attributes:
         first, batches: the example input, and the calibration data.
         rules: what is asked for: ``preset``, ``config_file``, ``quant_scheme``.
-        providers, memory_budget, non_finite, progress: as for :func:`quantize`.
+        providers, memory_budget, non_finite, allow_unreached, progress: as for :func:`quantize`.
         folds: what the last folding did.
         float_model: what the last simulation was made of; methods of rounding leave it as it is.
     """
@@ -150,6 +155,7 @@ class _Methods:
     providers: Providers | None
     memory_budget: int | None
     non_finite: NonFinite
+    allow_unreached: bool
     progress: bool
     folds: FoldReport = field(default_factory=FoldReport)
     float_model: Any = None
@@ -187,7 +193,13 @@ class _Methods:
         return sim
 
     def calibrate(self, sim: QuantizationSimModel) -> None:
-        sim.compute_encodings(self.batches, progress=self.progress, non_finite=self.non_finite)
+        sim.compute_encodings(
+            self.batches,
+            progress=self.progress,
+            non_finite=self.non_finite,
+            allow_unreached=self.allow_unreached,
+        )
+        sim.quantizers.require_reached()
 
     def correct_biases(
         self,

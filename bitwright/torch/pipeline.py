@@ -82,6 +82,7 @@ def quantize(
     filename_prefix: str = "model",
     progress: bool = True,
     non_finite: NonFinite = "error",
+    allow_unreached: bool = True,
 ) -> Result:
     """Quantize ``model`` in one line: fold batch norms, simulate under ``preset``, calibrate on ``data``, export.
 
@@ -103,9 +104,12 @@ def quantize(
         progress: show a progress bar on a terminal.
         non_finite: what to do with a batch that gives NaN or Inf: ``"error"``, ``"skip"`` or ``"clamp"``, as for
             :meth:`QuantizationSimModel.compute_encodings`.
+        allow_unreached: leave sites that no batch reached in float and name them in a warning; otherwise they are an error
+            as soon as calibration shows them. Weights need no data: they are quantized in either case.
 
     Raises:
-        CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``; or the metric is NaN.
+        CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``; the metric is NaN; or no
+            batch reached some sites and that is not allowed.
         ConfigError: a recipe that cannot work.
     """
     require_module(model)
@@ -118,6 +122,7 @@ def quantize(
         rules={"preset": preset, "config_file": config_file, "quant_scheme": quant_scheme},
         keep_float=any(step.name == "bias_correction" for step in steps),
         non_finite=non_finite,
+        allow_unreached=allow_unreached,
         progress=progress,
     )
     front_end = FrontEnd(
@@ -146,7 +151,7 @@ class _Methods:
         first, batches: the example input, and the calibration data.
         rules: what is asked for: ``preset``, ``config_file``, ``quant_scheme``.
         keep_float: whether a step asks for the float model.
-        non_finite, progress: as for :func:`quantize`.
+        non_finite, allow_unreached, progress: as for :func:`quantize`.
         folds: what the last folding did.
         float_model: a copy from before the simulation, into which methods of rounding write; ``None`` if no step asks.
     """
@@ -156,6 +161,7 @@ class _Methods:
     rules: dict[str, Any]
     keep_float: bool
     non_finite: NonFinite
+    allow_unreached: bool
     progress: bool
     folds: FoldReport = field(default_factory=FoldReport)
     float_model: nn.Module | None = None
@@ -186,7 +192,13 @@ class _Methods:
         return sim
 
     def calibrate(self, sim: QuantizationSimModel) -> None:
-        sim.compute_encodings(self.batches, progress=self.progress, non_finite=self.non_finite)
+        sim.compute_encodings(
+            self.batches,
+            progress=self.progress,
+            non_finite=self.non_finite,
+            allow_unreached=self.allow_unreached,
+        )
+        sim.quantizers.require_reached()
 
     def correct_biases(
         self,

@@ -28,7 +28,9 @@ class Quantizer(core.Quantizer):
         self._grids, self._kept = {}, None
 
     def __call__(self, x: torch.Tensor, overwrite: bool = False) -> torch.Tensor:
-        """``x`` on the grid; ``overwrite`` lets the result take the memory of ``x``."""
+        """``x`` on the grid; ``overwrite`` lets the result take the memory of ``x``. Without elements it needs no grid."""
+        if self._encoding is None and not x.numel():
+            return x
         encoding = self.required
         if self.role == "bias" and encoding.format == IntFormat(32):
             return self._bias(x, encoding)

@@ -281,9 +281,34 @@ class QuantizationSimModel:
 
     def _freeze(self, allow_unreached: bool, quiet: bool = False) -> None:
         self.quantizers.freeze_activations()
+        self._calibrate_unreached_weights()
         self._simulator.stage = "simulate"
         self._simulator.refresh_biases()
         self.quantizers.settle_unreached(allow=allow_unreached, quiet=quiet)
+
+    def _calibrate_unreached_weights(self) -> None:
+        """Weights that no batch reached need none: their ranges follow from their values."""
+        computed: dict[str, torch.Tensor] | None = None  # what the model makes of its parameters
+        for site in self.quantizers.unreached():
+            if site.role != "weight":
+                continue
+            param = self.graph.values[site._plan.value].param
+            if param is None and computed is None:
+                computed = self._recorded_constants()
+            found = (
+                (computed or {}).get(site._plan.value)
+                if param is None
+                else self._interceptor.named_tensor(param)
+            )
+            if found is not None:
+                site.quantizer.observe_once(found.detach())
+
+    def _recorded_constants(self) -> dict[str, torch.Tensor]:
+        """Tensors that the model computes from its parameters alone, by value name, for its present parameters."""
+        device = model_device(self.model)
+        recorder = record(self.model, [to_device(e, device) for e in self.examples], self._interceptor)
+        recorder.graph()
+        return recorder.constants()
 
     # -- use
 

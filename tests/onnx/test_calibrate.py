@@ -20,6 +20,7 @@ from bitwright.core.statistics import MinMax
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.onnx import calibrate
 from bitwright.onnx.calibrate import Calibrator, Tap
+from bitwright.onnx.pipeline import quantize
 from bitwright.onnx.quantsim import QuantizationSimModel
 from tests.onnx.nets import Net, body, run
 
@@ -433,6 +434,30 @@ def test_a_branch_that_never_ran_is_reported(caplog):
         sim.run({"x": x, "cond": np.array(True)})
     sim.compute_encodings([{"x": x, "cond": np.array(True)}], allow_unreached=True)
     assert len(sim.run({"x": x, "cond": np.array(False)})) == 1
+
+
+def test_weights_of_a_branch_that_never_ran_are_calibrated_from_their_values(tmp_path):
+    then, other = Net(1), Net(2)
+    then("MatMul", "x", then.weights(4, 4, name="wt"), name="mt", out="t1")
+    wo = np.random.default_rng(5).standard_normal((4, 4)).astype(np.float32)
+    turned = other("Transpose", other.const(wo), name="turn", out="turned", perm=[1, 0])
+    scaled = other("Mul", turned, other.const(2.0), name="scale", out="scaled")
+    other("MatMul", "x", scaled, name="mo", out="o1")
+    net = Net()
+    net.input("x", (3, 4))
+    net.input("cond", (), BOOL)
+    y = net(
+        "If", "cond", name="branch", out="y",
+        then_branch=body("t1", net=then), else_branch=body("o1", net=other),
+    )  # fmt: skip
+    feeds = [{"x": np.ones((3, 4), np.float32), "cond": np.array(True)}]
+    result = quantize(net.model(y), feeds, path=tmp_path, progress=False)
+    site = next(s for s in result.sim.quantizers.values() if s.op == "mo" and s.role == "weight")
+    assert np.array_equal(result.sim.constants[site.name], 2 * wo.T)
+    assert site.encoding is not None and site.encoding.scale.shape == (4,)
+    assert result.sim.quantizers["mo.output[0]"].enabled is False
+    with pytest.raises(CalibrationError, match="no calibration batch reached this site.*--allow-unreached"):
+        quantize(net.model(y), feeds, progress=False, allow_unreached=False)
 
 
 @pytest.mark.parametrize("scheme", ["min_max", "percentile"])

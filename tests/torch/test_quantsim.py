@@ -28,6 +28,7 @@ from bitwright.errors import (
     ModelError,
 )
 from bitwright.torch.batches import Inputs
+from bitwright.torch.pipeline import quantize
 from bitwright.torch.prepare import prepare_model
 from bitwright.torch.quantsim import QuantizationDataType, QuantizationSimModel, QuantScheme
 
@@ -485,14 +486,118 @@ def test_sites_that_calibration_never_reached(caplog: pytest.LogCaptureFixture) 
     sim = QuantizationSimModel(model, x, examples=[-x])
     with caplog.at_level(logging.WARNING, "bitwright"):
         sim.compute_encodings([x])
-    assert any("never reached" in r.message and "b.weight" in r.message for r in caplog.records)
+    assert any("never reached" in r.message and "b.output[0]" in r.message for r in caplog.records)
     with pytest.raises(
         CalibrationError,
-        match=r"b\.(weight|output\[0\]): the quantizer has no encoding: calibration never reached",
+        match=r"b\.output\[0\]: the quantizer has no encoding: calibration never reached",
     ):
         sim.model(-x)
     sim.compute_encodings([x], allow_unreached=True)
     assert torch.isfinite(sim.model(-x)).all()
+
+
+class Cached(nn.Module):
+    """Keys behind those of a cache, which is empty at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.query = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, past: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        past = torch.tensor([]) if past is None else past
+        keys = torch.cat([past, self.key(x)], dim=-2)
+        return self.query(x) @ keys.transpose(-1, -2), keys
+
+
+def test_a_cache_that_starts_empty_needs_no_site_and_serves_later_steps() -> None:
+    torch.manual_seed(0)
+    model, x = Cached().eval(), torch.randn(2, 3, 4)
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x, torch.randn(2, 3, 4)])
+    assert not any("cat" in name for name in sim.quantizers)
+    assert "it has no elements" in set(sim.plan.floats.values())
+    scores, keys = sim.model(x)
+    step, longer = sim.model(x[:, :1], keys)
+    assert longer.shape == (2, 4, 4) and torch.equal(longer[:, :3], keys)
+    assert torch.equal(step[..., :3], scores[:, :1])
+    assert (scores - model(x)[0]).norm() < 0.05 * scores.norm()
+
+
+def test_an_empty_tensor_passes_a_site_that_calibration_did_not_reach() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = x[:, 0] > 0
+            return torch.cat([self.a(x[chosen]), self.b(x[~chosen])])
+
+    x = torch.tensor([[1.0, 2.0], [-1.0, 2.0]])
+    sim = QuantizationSimModel(Halves(), x)
+    sim.compute_encodings([x[:1]])
+    assert sim.model(x[:1]).shape == (1, 2)
+    with pytest.raises(CalibrationError, match=r"b\..*calibration never reached this site"):
+        sim.model(x)
+
+
+def test_weights_that_no_batch_reached_are_calibrated_from_their_values() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.gain = nn.Parameter(torch.tensor([[1.0], [4.0]]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) if x.sum() > 0 else F.linear(self.b(x), self.gain * self.a.weight)
+
+    x = torch.ones(1, 2)
+    model = Branch()
+    sim = QuantizationSimModel(model, x, examples=[-x])
+    sim.compute_encodings([x], allow_unreached=True)
+    alone = QuantizationSimModel(model, x, examples=[-x])
+    alone.compute_encodings([x, -x])
+    weights = [site for site in sim.quantizers.values() if site.role == "weight"]
+    assert len(weights) == 3
+    for site in weights:
+        assert site.encoding == alone.quantizers[site.name].encoding
+    sim.compute_encodings([x, -x])  # what was left in float for lack of data is quantized when data come
+    assert all(site.enabled for site in sim.quantizers.values())
+    assert torch.equal(sim.model(-x), alone.model(-x))
+
+
+def test_quantize_leaves_unreached_branches_in_float_or_refuses_them_before_any_work(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, other: bool = False) -> Tensor:
+            y = self.a(x)
+            return y + self.b(x) if bool((x < 0).all()) else y
+
+    data = [-torch.rand(4, 2), *(torch.rand(4, 2) for _ in range(3))]
+
+    class Loader:  # the first batch drawn is the example; calibration goes without it
+        drawn = False
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            if not self.drawn:
+                self.drawn = True
+                yield data[0]
+            yield from data[1:]
+
+    result = quantize(Branch(), Loader(), recipe=["fold", "gptq"], progress=False)
+    assert "calibration never reached" in caplog.text
+    assert result.sim.quantizers["b.weight"].encoding is not None
+    assert torch.isfinite(result.model(data[0])).all()
+    assert "no calibration batch reached it" in str(result.sim.coverage())
+    with pytest.raises(
+        CalibrationError, match=r"no calibration batch reached this site.*allow_unreached=True"
+    ):
+        quantize(Branch(), Loader(), recipe=["fold", "gptq"], progress=False, allow_unreached=False)
 
 
 def test_values_that_are_not_finite_are_left_out_and_named(
