@@ -797,7 +797,7 @@ def _part(model: ir.Model, wanted: list[ir.Value], known: Mapping[ir.Value, ir.T
         if value in known:
             tensor = known[value]
             made[value] = ir.Value(name=f"v{len(made)}", type=ir.TensorType(tensor.dtype), const_value=tensor)
-            made[value].shape = ir.Shape(tensor.shape)
+            made[value].shape = ir.Shape(tensor.shape.numpy())
             initializers.append(made[value])
         elif not entered:
             assert node is not None, value.name  # constants are initializers or come from nodes
