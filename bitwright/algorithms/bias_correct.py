@@ -62,13 +62,13 @@ def clipped_normal(mean: Array, std: Array, low: float | Array, high: float | Ar
     low, high = np.broadcast_to(low, mean.shape), np.broadcast_to(high, mean.shape)
     wide = np.where(std > 0, std, 1.0)
     a, b = (low - mean) / wide, (high - mean) / wide
-    inside = _cdf(b) - _cdf(a)
-    edge = _pdf(a) - _pdf(b)
+    below, until = _cdf(a), _cdf(b)
+    inside, edge = until - below, _pdf(a) - _pdf(b)
     ends_a, ends_b = np.where(np.isfinite(low), low, 0.0), np.where(np.isfinite(high), high, 0.0)
-    first = ends_a * _cdf(a) + ends_b * (1 - _cdf(b)) + mean * inside + wide * edge
+    first = ends_a * below + ends_b * (1 - until) + mean * inside + wide * edge
     second = (
-        ends_a**2 * _cdf(a)
-        + ends_b**2 * (1 - _cdf(b))
+        ends_a**2 * below
+        + ends_b**2 * (1 - until)
         + mean**2 * inside
         + 2 * mean * wide * edge
         + wide**2 * (inside + _times_pdf(a) - _times_pdf(b))
@@ -83,8 +83,14 @@ def _pdf(x: Array) -> Array:
     return result
 
 
+_erfc = np.frompyfunc(math.erfc, 1, 1)
+
+
 def _cdf(x: Array) -> Array:
-    return np.array([0.5 * math.erfc(-value / math.sqrt(2)) for value in x.reshape(-1)]).reshape(x.shape)
+    found = np.where(x > 0, 1.0, 0.0)
+    finite = np.isfinite(x)
+    found[finite] = 0.5 * np.asarray(_erfc(x[finite] / -math.sqrt(2)), np.float64)
+    return found
 
 
 def _times_pdf(x: Array) -> Array:

@@ -38,6 +38,8 @@ MAX_ROUNDS = 400
 _EXACT = 1e6
 #: variances, and sums of products of them, below which a channel counts as constant
 _SMALL, _TINY = 1e-12, 1e-30
+#: a sum of powers below which those that fell below the smallest float64 could matter
+_FAINT = 1e-100
 _PIECEWISE_LINEAR = frozenset({"Relu", "Clip", "LeakyRelu"})
 _TRANSPARENT = frozenset({"Identity", "Dropout", "Contiguous", "Clone"})
 
@@ -70,44 +72,90 @@ class Grid:
 def rounding_noise(
     grids: Sequence[Grid], log_factors: Array, sharpness: float = SHARPNESS
 ) -> tuple[float, Array]:
-    """What the roundings of all tensors cost together, and its gradient.
+    """What the roundings of all tensors cost together, and its gradient; :class:`RoundingNoise` at one point."""
+    return RoundingNoise(grids, len(log_factors), sharpness)(log_factors)
+
+
+class RoundingNoise:
+    """What the roundings of all tensors cost together, as a function of the factors.
 
     Args:
         grids: at least one entry of each is not zero.
-        log_factors: shape [K].
+        size: K, how many factors there are.
         sharpness: of the smoothed largest magnitude, which is at most ``size ** (1 / sharpness)`` times the true one.
-
-    Returns:
-        ``step * max(|W| s_i / s_o)**2 * sum(behind_o s_o**2 * before_i / s_i**2)`` summed over the grids; and the
-        gradient by ``log_factors``, shape [K]. The logarithm of the sum is convex.
     """
-    total, gradient = 0.0, np.zeros_like(log_factors)
-    for grid in grids:
-        out, into = log_factors[grid.rows], log_factors[grid.columns]
-        largest, by_row, by_column = _smooth_largest(grid.magnitude, out, into, sharpness)
-        behind, before = grid.behind * np.exp(2 * out), grid.before * np.exp(-2 * into)
-        behind_sum, before_sum = behind.sum(axis=1, keepdims=True), before.sum(axis=1, keepdims=True)
-        square = grid.step * np.exp(2 * largest)
-        noise = square * float((behind_sum * before_sum).sum())
-        total += noise
-        np.add.at(gradient, grid.rows, 2 * (square * behind * before_sum - noise * by_row))
-        np.add.at(gradient, grid.columns, 2 * (noise * by_column - square * before * behind_sum))
-    return float(total), gradient
+
+    def __init__(self, grids: Sequence[Grid], size: int, sharpness: float = SHARPNESS) -> None:
+        self._grids, self._size = grids, size
+        self._largest = [_SmoothLargest(grid.magnitude, sharpness) for grid in grids]
+        self._places = np.concatenate(
+            [places.reshape(-1) for grid in grids for places in (grid.rows, grid.columns)]
+        )
+
+    def __call__(self, log_factors: Array) -> tuple[float, Array]:
+        """The noise at ``log_factors``, shape [K], and its gradient there.
+
+        Returns:
+            ``step * max(|W| s_i / s_o)**2 * sum(behind_o s_o**2 * before_i / s_i**2)`` summed over the grids; and the
+            gradient by ``log_factors``, shape [K]. The logarithm of the sum is convex.
+        """
+        total, slopes = 0.0, []
+        for grid, smooth in zip(self._grids, self._largest, strict=True):
+            out, into = log_factors[grid.rows], log_factors[grid.columns]
+            largest, by_row, by_column = smooth.at(out, into)
+            behind, before = grid.behind * np.exp(2 * out), grid.before * np.exp(-2 * into)
+            behind_sum, before_sum = behind.sum(axis=1, keepdims=True), before.sum(axis=1, keepdims=True)
+            square = grid.step * np.exp(2 * largest)
+            noise = square * float((behind_sum * before_sum).sum())
+            total += noise
+            slopes.append(2 * (square * behind * before_sum - noise * by_row).reshape(-1))
+            slopes.append(2 * (noise * by_column - square * before * behind_sum).reshape(-1))
+        return float(total), np.bincount(self._places, np.concatenate(slopes), self._size)
 
 
-def _smooth_largest(
-    magnitude: Array, out: Array, into: Array, sharpness: float
-) -> tuple[float, Array, Array]:
-    """Log of the smoothed largest entry under the factors, and the share of every row and column in it."""
-    kind = magnitude.dtype
-    entries = magnitude + into[:, None, :].astype(kind) - out[:, :, None].astype(kind)
-    top = float(entries.max())
-    entries -= kind.type(top)
-    entries *= kind.type(sharpness)
-    np.exp(entries, out=entries)
-    by_row, by_column = entries.sum(axis=2, dtype=np.float64), entries.sum(axis=1, dtype=np.float64)
-    total = float(by_row.sum())
-    return top + np.log(total) / sharpness, by_row / total, by_column / total
+class _SmoothLargest:
+    """The smoothed largest entry of a matrix under factors of its rows and columns.
+
+    ``sum_oi (|W_oi| s_i / s_o) ** k`` is a product of a matrix of powers and two vectors. The powers are kept relative to
+    the factors of one point, so that they fit float64, and taken anew when another point makes all of them small.
+    """
+
+    def __init__(self, magnitude: Array, sharpness: float) -> None:
+        self._magnitude, self._sharpness = magnitude, sharpness
+        self._powers: Array | None = None
+
+    def at(self, out: Array, into: Array) -> tuple[float, Array, Array]:
+        """Log of the smoothed largest entry, and the share of every row and column in it."""
+        if self._powers is None:
+            self._refer_to(out, into)
+        found = self._product(out, into)
+        if found is None:
+            self._refer_to(out, into)
+            found = self._product(out, into)
+        assert found is not None  # at the point of reference the largest power is 1
+        return found
+
+    def _refer_to(self, out: Array, into: Array) -> None:
+        powers = self._magnitude + into[:, None, :]
+        powers -= out[:, :, None]
+        self._top = float(powers.max())
+        powers -= self._top
+        powers *= self._sharpness
+        self._powers = np.exp(powers, out=powers)
+        self._out, self._into = out, into
+
+    def _product(self, out: Array, into: Array) -> tuple[float, Array, Array] | None:
+        """``None`` where the powers in memory are too small to tell."""
+        assert self._powers is not None
+        up, right = self._out - out, into - self._into
+        most = float(up.max()), float(right.max())
+        a, b = np.exp(self._sharpness * (up - most[0])), np.exp(self._sharpness * (right - most[1]))
+        by_row = a * np.matmul(self._powers, b[:, :, None])[:, :, 0]
+        total = float(by_row.sum())
+        if total < _FAINT:
+            return None
+        by_column = b * np.matmul(a[:, None, :], self._powers)[:, 0, :]
+        return self._top + sum(most) + np.log(total) / self._sharpness, by_row / total, by_column / total
 
 
 def descend(
@@ -308,8 +356,10 @@ def quietest_factors(
     free = [np.full(g.channels, known is not None) for g, known in zip(groups, channels, strict=True)]
     movable = np.append(np.concatenate(free), False)  # the last factor stands for "none"
 
+    noise = RoundingNoise(grids, len(movable))
+
     def logarithm(x: Array) -> tuple[float, Array]:
-        value, gradient = rounding_noise(grids, x)
+        value, gradient = noise(x)
         return float(np.log(value)), np.where(movable, gradient / value, 0.0)
 
     start = np.append(np.log(np.concatenate(list(fixed))), 0.0)
@@ -346,6 +396,15 @@ def grids_of(
     return [*model.weight_grids(), *model.activation_grids()]
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """A weight with its kernel summed up: sums of squares and largest magnitudes, both [group, outputs, inputs]."""
+
+    squares: Array
+    largest: Array
+    kernel: int
+
+
 class _Model:
     """Groups with their layers and values, read once.
 
@@ -362,6 +421,7 @@ class _Model:
         moments: Moments,
     ) -> None:
         self.groups, self.weights, self.channels, self.moments = groups, weights, channels, moments
+        self._known: dict[str, _Sizes] = {}
         self.begins = np.cumsum([0] + [group.channels for group in groups])
         self.reads = {layer.op: (i, repeat) for i, g in enumerate(groups) for layer, repeat in g.consumers}
         self.writes = {layer.op: i for i, g in enumerate(groups) for layer in g.producers}
@@ -369,10 +429,15 @@ class _Model:
         for i in reversed(range(len(groups))):
             self._share(i)
 
-    def _squares(self, layer: Layer) -> Array:
-        """A weight squared, [group, outputs, inputs, kernel], float64."""
-        split = layer.axes.split(np.square(np.asarray(self.weights[layer.weight], np.float64)))
-        return split if layer.axes.outputs_first else split.swapaxes(1, 2)
+    def _sizes(self, layer: Layer) -> _Sizes:
+        if layer.weight not in self._known:
+            split = layer.axes.split(np.asarray(self.weights[layer.weight]))
+            split = split if layer.axes.outputs_first else split.swapaxes(1, 2)
+            flat = np.asarray(split, np.float64) if split.dtype != np.float32 else split
+            squares = np.einsum("goik,goik->goi", flat, flat, dtype=np.float64)
+            largest = np.maximum(flat.max(axis=3, initial=0.0), -flat.min(axis=3, initial=0.0))
+            self._known[layer.weight] = _Sizes(squares, largest, split.shape[3])
+        return self._known[layer.weight]
 
     def _behind(self, layer: Layer) -> int | None:
         """The group that a layer writes, where its values are known."""
@@ -388,7 +453,7 @@ class _Model:
         total = np.zeros(group.channels)
         for layer, repeat in group.consumers if known is not None else ():
             assert known is not None
-            squares = self._squares(layer).sum(axis=3)
+            squares = self._sizes(layer).squares
             brought = squares * group.spread(known.variance, repeat).reshape(len(squares), 1, -1)
             sums = brought.sum(axis=2)
             at = self._behind(layer)
@@ -427,8 +492,8 @@ class _Model:
         return [grid for grid in found if grid is not None]
 
     def _weight_grid(self, layer: Layer) -> Grid | None:
-        squares, none = self._squares(layer), int(self.begins[-1])
-        count, outputs, inputs, kernel = squares.shape
+        sizes, none = self._sizes(layer), int(self.begins[-1])
+        squares, (count, outputs, inputs) = sizes.squares, sizes.squares.shape
         read, repeat = self.reads.get(layer.op, (None, 1))
         written, out = self.writes.get(layer.op), self._behind(layer)
         known = None if read is None else self.channels[read]
@@ -449,13 +514,10 @@ class _Model:
         if out is not None:
             behind = self._cost(out).reshape(count, outputs)
         else:
-            behind = np.full(
-                (count, outputs), 1 / max(float((squares.sum(axis=3) * before[:, None]).sum()), _TINY)
-            )
-        largest = np.sqrt(squares.max(axis=3))
+            behind = np.full((count, outputs), 1 / max(float((squares * before[:, None]).sum()), _TINY))
         return Grid(
-            _log(largest), rows.reshape(count, outputs), columns.reshape(count, inputs), behind, before * kernel,
-            _WEIGHT,
+            _log(sizes.largest), rows.reshape(count, outputs), columns.reshape(count, inputs), behind,
+            before * sizes.kernel, _WEIGHT,
         )  # fmt: skip
 
 

@@ -20,10 +20,9 @@ from typing import Any
 import numpy as np
 
 from bitwright.algorithms.batch_norm_affine import forward_obstacle
-from bitwright.algorithms.channel_noise import channels_of, measured_moments, quietest_factors
+from bitwright.algorithms.channel_noise import Channels, channels_of, measured_moments, quietest_factors
 from bitwright.algorithms.layers import Array, Group, Layer, Layers, Refused, find_groups, rescaling
 from bitwright.algorithms.trial import Bar, Check, Reversible, no_bar, sift
-from bitwright.core.graph import Graph
 from bitwright.core.model import AddBias, Clamp, Edit, ModelView, SetParam, Undo
 
 logger = logging.getLogger("bitwright")
@@ -214,14 +213,25 @@ def equalize(
     unknown = [g for g in groups if len(g.producers) == 1 and channels_of(layers.graph, g, known) is None]
     if data is not None and unknown:
         known |= measured_moments(view, unknown, bar(data, "equalize: measuring activations"))
-    kept, rejected = sift(groups, lambda some: _divide(view, layers.graph, some, known).undo, check, bar)
+    channels = {g.producers[0].op: channels_of(layers.graph, g, known) for g in groups}
+    plans: dict[tuple[str, ...], _Plan] = {}  # what was accepted together in a check is not searched again
+
+    def planned(some: Sequence[Group]) -> _Plan:
+        key = tuple(g.producers[0].op for g in some)
+        if key not in plans:
+            plans.clear()
+            plans[key] = _plan(view, some, [channels[op] for op in key], known, bar)
+        return plans[key]
+
+    kept, rejected = sift(groups, lambda some: view.edit(planned(some).edits), check, bar)
     refused += [Refused(group.producers[0].op, reason) for group, reason in rejected]
-    done = _divide(view, layers.graph, kept, known, bar)
+    done = planned(kept)
+    undo = view.edit(done.edits)
     order = {op.name: i for i, op in enumerate(layers.graph.ops)}
     report = EqualizeReport(
         tuple(kept), tuple(sorted(refused, key=lambda r: order[r.op])), tuple(done.factors), done.rounds,
         tuple(op.name for group in kept for op, _ in group.clips), spread=done.spread, noise=done.noise,
-        statistics=_divided(known, kept, done.factors), view=view, _undos=[done.undo],
+        statistics=_divided(known, kept, done.factors), view=view, _undos=[undo],
     )  # fmt: skip
     for line in report.refused:
         logger.info("not equalized: %s", line)
@@ -275,45 +285,44 @@ def _why_no_clamp(view: ModelView, op: str, group: Group, axis: int) -> str | No
 
 
 @dataclass(frozen=True)
-class _Done:
-    """Groups that were equalized: how to undo it, and what the report says."""
+class _Plan:
+    """How groups are equalized, and what the report says of it."""
 
-    undo: Undo
+    edits: list[Edit]
     factors: list[Array]
     rounds: int
     spread: tuple[float, float]
     noise: tuple[float, float] | None
 
 
-def _divide(
+def _plan(
     view: ModelView,
-    graph: Graph,
     groups: Sequence[Group],
+    channels: Sequence[Channels | None],
     statistics: Mapping[str, tuple[Array, Array]],
     bar: Bar = no_bar,
-) -> _Done:
+) -> _Plan:
     names = dict.fromkeys(
         layer.weight for group in groups for layer in (*group.producers, *(c for c, _ in group.consumers))
     )
     weights = {name: view.param(name) for name in names}
-    factors, rounds, noise = _factors(graph, groups, weights, statistics, bar)
+    factors, rounds, noise = _factors(groups, weights, channels, statistics, bar)
     edits, _ = rescaling(view, groups, factors)
     before = _spread(groups, weights)
     weights.update(
         {edit.name: edit.value for edit in edits if isinstance(edit, SetParam) and edit.name in weights}
     )
-    return _Done(view.edit(edits), factors, rounds, (before, _spread(groups, weights)), noise)
+    return _Plan(edits, factors, rounds, (before, _spread(groups, weights)), noise)
 
 
 def _factors(
-    graph: Graph,
     groups: Sequence[Group],
     weights: Mapping[str, Array],
+    channels: Sequence[Channels | None],
     statistics: Mapping[str, tuple[Array, Array]],
     bar: Bar,
 ) -> tuple[list[Array], int, tuple[float, float] | None]:
     """Factors of every group, the rounds, and the noise where something is known of it."""
-    channels = [channels_of(graph, group, statistics) for group in groups]
     fixed, rounds = [np.ones(group.channels) for group in groups], 0
     if any(known is None for known in channels):
         fixed, rounds = converged_factors(groups, weights, bar)

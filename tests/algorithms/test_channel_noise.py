@@ -14,6 +14,7 @@ from bitwright.algorithms.batch_norm_fold import FoldReport
 from bitwright.algorithms.channel_noise import (
     MAX_ROUNDS,
     Grid,
+    RoundingNoise,
     channels_of,
     descend,
     grids_of,
@@ -339,3 +340,28 @@ def test_an_onnx_file_without_batch_norms_is_measured_too(tmp_path):
         onnx.load(tmp_path / "m.onnx"), [X.numpy()], "w8a8_per_tensor", recipe=["fold", "equalize"]
     )
     assert "expected noise" in again.report[-1].note
+
+
+# ------------------------------------------------------------------------------------------------ what it costs
+
+
+def test_noise_is_the_same_however_far_the_point_is_from_the_last_one():
+    """The powers of a grid are kept from point to point; far away they underflow and are taken anew."""
+    rng = np.random.default_rng(2)
+    noise = RoundingNoise(grids(), 6)
+    for size in (0.0, 0.1, 3.0, 30.0, 0.1):
+        x = rng.normal(size=6) * size
+        value, gradient = noise(x)
+        expected = rounding_noise(grids(), x)
+        assert value == pytest.approx(expected[0], rel=1e-9)
+        np.testing.assert_allclose(gradient, expected[1], rtol=1e-9, atol=1e-12 * value)
+
+
+def test_accepted_groups_are_searched_once(monkeypatch):
+    model, searches = network(), []
+    monkeypatch.setattr(
+        "bitwright.algorithms.equalize.quietest_factors",
+        lambda *args: searches.append(1) or quietest_factors(*args),
+    )
+    assert len(bt.equalize_model(model, dummy_input=X).groups) == 5
+    assert len(searches) == 1
