@@ -81,10 +81,11 @@ def quantize_progressively(
             by_op.setdefault(site.op, []).append(name)
     chosen = [tuple(group) for group in groups] if groups is not None else [(op,) for op in by_op]
     steps: list[Step] = []
-    for names in by_op.values():
-        _switch(sites, names, on=False)
-    reference = [np.asarray(out, np.float64) for out in outputs()]
+    restore = sites.remember()
     try:
+        for names in by_op.values():
+            _switch(sites, names, on=False)
+        reference = [np.asarray(out, np.float64) for out in outputs()]
         for ops in track(chosen):
             names = [name for op in ops for name in by_op.get(op, ())]
             if not names:
@@ -99,6 +100,9 @@ def quantize_progressively(
                     break
     except KeyboardInterrupt:
         pass  # the groups so far are the result
+    except BaseException:
+        restore()
+        raise
     return Progression(tuple(steps))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +12,12 @@ from bitwright.core import affine, ranges, statistics
 from bitwright.core.arrays import Array, to_numpy
 from bitwright.core.bias import derive_bias_encoding, floor_weight_scale, underivable
 from bitwright.core.encoding import Encoding
-from bitwright.core.formats import FloatFormat
+from bitwright.core.formats import FloatFormat, IntFormat
 from bitwright.core.granularity import PerTensor
 from bitwright.core.health import check_parameters
+from bitwright.core.model import Undo
 from bitwright.core.placement import Role
-from bitwright.core.spec import QuantSpec
+from bitwright.core.spec import QuantSpec, Symmetry
 from bitwright.errors import CalibrationError, ConfigError
 
 logger = logging.getLogger("bitwright")
@@ -40,10 +42,42 @@ class Quantizer:
         self.name, self.role = name, role
         self._spec = spec
         self._encoding: Encoding | None = None
-        self.enabled, self.frozen, self.derived = True, False, False
+        self._enabled, self.why_float = True, ""
+        self.frozen, self.derived, self.masking = False, False, False
         self.statistics: statistics.Statistics | None = None
-        self.masking, self.why_float = False, ""
         self.empty = 0
+
+    # -- its state
+
+    def remember(self) -> Undo:
+        """Keep the whole state; the function returned brings it back."""
+        spec, encoding, statistics, empty = self._spec, self._encoding, self.statistics, self.empty
+        enabled, frozen, why_float = self._enabled, self.frozen, self.why_float
+
+        def restore() -> None:
+            self._spec, self.statistics, self.empty = spec, statistics, empty
+            self._enabled, self.frozen, self.why_float = enabled, frozen, why_float
+            self.encoding = encoding
+
+        return restore
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it works. What is set here is a decision of the user's, which no calibration takes back."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        self._enabled, self.why_float = bool(enabled), ""
+
+    def leave_in_float(self, why: str) -> None:
+        """Switch it off until the next calibration decides anew."""
+        self._enabled, self.why_float = False, why
+
+    def reconsider(self) -> None:
+        """Switch it on again if a calibration switched it off."""
+        if self.why_float:
+            self.enabled = True
 
     # -- what is asked for and what came out
 
@@ -77,6 +111,12 @@ class Quantizer:
     def _set_encoding(self, encoding: Encoding | None) -> None:
         self._encoding = encoding
 
+    def take(self, encoding: Encoding) -> None:
+        """Use an encoding that came from elsewhere; the spec is made to describe it."""
+        if not _fits(self._spec, encoding):
+            self.spec = fulfilled_by(self._spec, encoding)
+        self.encoding = encoding
+
     @property
     def required(self) -> Encoding:
         """The encoding.
@@ -84,6 +124,12 @@ class Quantizer:
         Raises:
             CalibrationError: there is none yet.
         """
+        if self._encoding is None and self.frozen:
+            raise CalibrationError(
+                self.name,
+                "the quantizer has no encoding and is frozen, so that calibration passes it over",
+                f"set sim.quantizers[{self.name!r}].frozen = False and calibrate, or give it an encoding of your own",
+            )
         if self._encoding is None:
             raise CalibrationError(
                 self.name,
@@ -176,6 +222,25 @@ class Quantizer:
         )
 
 
+def fulfilled_by(spec: QuantSpec, encoding: Encoding) -> QuantSpec:
+    """``spec`` with the format, granularity and symmetry of an encoding that came from elsewhere."""
+    fmt, symmetry = encoding.format, spec.symmetry
+    if isinstance(fmt, IntFormat):
+        middle: Symmetry = "symmetric" if fmt.signed else "unsigned_symmetric"
+        plain = (encoding.zero_point == 0).all()
+        symmetry = middle if plain and spec.symmetry != "asymmetric" else "asymmetric"
+        if fmt.narrow and plain:
+            symmetry = "strict_symmetric"
+    return replace(spec, format=fmt, granularity=encoding.granularity, symmetry=symmetry)
+
+
+def _fits(spec: QuantSpec, encoding: Encoding) -> bool:
+    """Whether calibration under ``spec`` could end in an encoding like this one."""
+    same_width = spec.format.bits == encoding.format.bits and type(spec.format) is type(encoding.format)
+    symmetric = spec.symmetry == "asymmetric" or encoding.symmetric
+    return same_width and symmetric and spec.granularity == encoding.granularity
+
+
 class DerivedBias:
     """A bias whose int32 grid follows from its operator's input and weight.
 
@@ -197,7 +262,8 @@ class DerivedBias:
         self.site, self.quantizer, self.operand = site, quantizer, operand
         self.source, self.weight = source, weight
         quantizer.derived = True
-        self._derived_from: tuple[Encoding | None, Encoding | None] | None = None
+        # input's and weight's encodings, and what followed from them
+        self._derived_from: tuple[Encoding | None, Encoding | None, Encoding | None] | None = None
         self.reason: str | None = None
 
     def replace(self, operand: Array) -> None:
@@ -216,6 +282,7 @@ class DerivedBias:
             self._derived_from is not None
             and self._derived_from[0] is source
             and self._derived_from[1] is weight
+            and self._derived_from[2] is self.quantizer.encoding  # it may have been brought back
         ):
             return
         self.quantizer.encoding, self.reason = None, None
@@ -223,7 +290,7 @@ class DerivedBias:
             self.reason = "its input or its weight is in float"
         else:
             weight = self._derive(source, weight, np.asarray(to_numpy(self.operand), np.float32))
-        self._derived_from = (source, weight)
+        self._derived_from = (source, weight, self.quantizer.encoding)
 
     def _derive(self, source: Encoding, weight: Encoding, values: NDArray[np.float32]) -> Encoding:
         """Set the bias's encoding or the reason why there is none; returns the weight's encoding in force."""

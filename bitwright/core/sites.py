@@ -14,6 +14,7 @@ from bitwright.core.encoding import Encoding
 from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.core.graph import Graph
 from bitwright.core.masks import MASKED, holds_mask, mask_values
+from bitwright.core.model import Undo
 from bitwright.core.ops import resolve_granularity
 from bitwright.core.placement import Role, SitePlan
 from bitwright.core.quantizer import Quantizer
@@ -79,7 +80,7 @@ class Site:
 
     @property
     def encoding(self) -> Encoding | None:
-        """The encoding in force; ``None`` until calibration. Set it to use a grid of your own."""
+        """The encoding in force; ``None`` until calibration. Set it to use a grid of your own: the spec follows it."""
         return self.quantizer.encoding
 
     @encoding.setter
@@ -100,7 +101,10 @@ class Site:
                     f"shape {shape} has {expected}",
                     "give one scale per channel (or block) of this tensor",
                 )
-        self.quantizer.encoding = encoding
+        if encoding is None:
+            self.quantizer.encoding = None
+        else:
+            self.quantizer.take(encoding)
 
     @property
     def enabled(self) -> bool:
@@ -126,7 +130,7 @@ class Site:
 
 
 class SiteGroup:
-    """The sites a glob matched; setting ``spec``, ``enabled`` or ``frozen`` sets it on each of them."""
+    """The sites a glob matched; setting ``spec``, ``enabled`` or ``frozen`` sets it on each of them, or on none."""
 
     def __init__(self, sites: dict[str, Site]) -> None:
         object.__setattr__(self, "sites", sites)
@@ -138,8 +142,14 @@ class SiteGroup:
             raise AttributeError(
                 f"{name!r} cannot be set on a group of sites; set spec, enabled, frozen or encoding"
             )
-        for site in self.sites.values():
-            setattr(site, name, value)
+        undos = [site.quantizer.remember() for site in self.sites.values()]
+        try:
+            for site in self.sites.values():
+                setattr(site, name, value)
+        except BaseException:
+            for undo in reversed(undos):
+                undo()
+            raise
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites.values())
@@ -199,28 +209,29 @@ class SiteMap(Mapping[str, Any]):
         """Each quantizer once, in execution order of its first site."""
         return iter({id(site.quantizer): site.quantizer for site in self._sites.values()}.values())
 
-    def remember(self) -> Callable[[], None]:
+    def remember(self) -> Undo:
         """Keep the state of every quantizer; the function returned brings it back."""
-        kept = [(q, q.spec, q.encoding, q.enabled, q.frozen, q.statistics, q.empty) for q in self.unique()]
+        kept = [quantizer.remember() for quantizer in self.unique()]
         channels = [(site.channels, site.channels.seen) for site in self._sites.values()]
 
         def restore() -> None:
-            for q, spec, encoding, enabled, frozen, statistics, empty in kept:
-                q.spec, q.encoding, q.enabled, q.frozen, q.statistics, q.empty = (
-                    spec, encoding, enabled, frozen, statistics, empty
-                )  # fmt: skip
+            for undo in kept:
+                undo()
             for watch, seen in channels:
                 watch.seen = seen
 
         return restore
+
+    def reconsider(self) -> None:
+        """Switch on again what the last calibration left in float: more data may decide otherwise."""
+        for quantizer in self.unique():
+            quantizer.reconsider()
 
     def forget(self) -> None:
         """Drop the statistics and encodings of every quantizer that is not frozen."""
         for quantizer in self.unique():
             if not quantizer.frozen:
                 quantizer.statistics, quantizer.encoding, quantizer.empty = None, None, 0
-                if quantizer.why_float:
-                    quantizer.enabled, quantizer.why_float = True, ""
         for site in self._sites.values():
             if not site.frozen:
                 site.channels.seen = None
@@ -234,7 +245,7 @@ class SiteMap(Mapping[str, Any]):
             if not quantizer.enabled or quantizer.role not in ("input", "output"):
                 continue
             if quantizer.masking and not quantizer.frozen and holds_mask(quantizer.statistics):
-                quantizer.enabled, quantizer.why_float = False, MASKED
+                quantizer.leave_in_float(MASKED)
                 logger.info("%s: left in float, because %s", quantizer.name, MASKED)
             else:
                 quantizer.freeze()
@@ -306,7 +317,7 @@ class SiteMap(Mapping[str, Any]):
         """Log the enabled sites without an encoding after calibration; switch them off if that is allowed."""
         unreached = self.unreached()
         for site in unreached if allow else ():
-            site.quantizer.enabled, site.quantizer.why_float = False, UNREACHED
+            site.quantizer.leave_in_float(UNREACHED)
         if unreached and not quiet:
             what = "left in float" if allow else "without an encoding; using them is an error"
             shown = ", ".join(site.name for site in unreached[:8])

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from bitwright.core.calibration import CalibrationLog
 from bitwright.core.formats import IntFormat
 from bitwright.core.granularity import PerTensor
+from bitwright.core.model import Undo
 from bitwright.core.ops import weight_axes
 from bitwright.core.placement import Plan
 from bitwright.core.recurrence import CELLS
@@ -19,6 +20,7 @@ from bitwright.core.repair import Repair
 from bitwright.core.rules import Rules
 from bitwright.core.sites import Site, SiteMap
 from bitwright.core.spec import QuantSpec
+from bitwright.core.state import all_or_nothing
 from bitwright.errors import EncodingsError
 from bitwright.export.atomic import file_error
 from bitwright.export.encodings import NamedEncoding, names_error, read_encodings, write_encodings
@@ -49,6 +51,9 @@ class Simulated(Protocol):
     @property
     def calibration_log(self) -> CalibrationLog | None:
         """What became of the batches of the last calibration."""
+
+    def remember(self, *, parameters: bool = False) -> Undo:
+        """Keep its state; the function returned brings it back."""
 
     @property
     def output_values(self) -> Mapping[str, str]:
@@ -103,28 +108,31 @@ def load_encodings(sim: Simulated, source: str | Path | dict[str, Any], strict: 
     tensor of its name (``x`` for the input ``x``). The ``<prefix>_sites.json`` that an export writes beside
     ``<prefix>.encodings`` is read too: it knows the tensors whose names only the exported model has.
 
-    Raises:
+    Raises (and leaves the simulation as it was):
         EncodingsError: the file is malformed; or, when ``strict``, it names what the model does not have, or has nothing
             for a site of it (which are missing, which are extra).
     """
     found = _matched(sim, source, strict, params_only=False)
-    for site in sim.quantizers.values():
-        if site.name in found:
-            _take(site, found[site.name])
-    for site in sim.quantizers.values():
-        if not site.quantizer.derived and site.encoding is None:
-            site.enabled = False
+    with all_or_nothing(sim):
+        for site in sim.quantizers.values():
+            if site.name in found:
+                _take(site, found[site.name])
+        for site in sim.quantizers.values():
+            if not site.quantizer.derived and site.encoding is None:
+                site.enabled = False
 
 
 def set_and_freeze_param_encodings(sim: Simulated, source: str | Path | dict[str, Any]) -> None:
     """Take the parameter encodings of the file and protect them from calibration.
 
-    Raises:
+    Raises (and leaves the simulation as it was):
         EncodingsError: the file is malformed or names parameters the model does not have.
     """
-    for name, record in _matched(sim, source, strict=False, params_only=True).items():
-        _take(sim.quantizers[name], record)
-        sim.quantizers[name].frozen = True
+    found = _matched(sim, source, strict=False, params_only=True)
+    with all_or_nothing(sim):
+        for name, record in found.items():
+            _take(sim.quantizers[name], record)
+            sim.quantizers[name].frozen = True
 
 
 def _matched(
@@ -242,17 +250,5 @@ def _take(site: Site, record: NamedEncoding) -> None:
         else weight_axes(op.type, op.attrs, site._plan.port, len(shape))
     )
     encoding = record.resolve(shape, channel, block).encoding if record.is_open else record.encoding
-    site.quantizer.spec = _spec_of(site.quantizer.spec, encoding)
     site.encoding = encoding
     site.enabled = True
-
-
-def _spec_of(spec: QuantSpec, encoding: Any) -> QuantSpec:
-    """``spec`` with the format and granularity of an encoding that came from elsewhere."""
-    if (
-        spec.format.bits == encoding.format.bits
-        and type(spec.format) is type(encoding.format)
-        and spec.granularity == encoding.granularity
-    ):
-        return spec
-    return replace(spec, format=encoding.format, granularity=encoding.granularity)

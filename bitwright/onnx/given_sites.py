@@ -11,7 +11,8 @@ from bitwright.core.encoding import Encoding
 from bitwright.core.formats import IntFormat
 from bitwright.core.graph import Graph
 from bitwright.core.placement import Plan, Role, SitePlan
-from bitwright.core.spec import QuantSpec, Symmetry
+from bitwright.core.quantizer import fulfilled_by
+from bitwright.core.spec import QuantSpec
 from bitwright.errors import ModelError
 from bitwright.onnx.read_qdq import Given
 
@@ -97,7 +98,9 @@ class _Adopter:
 
     def _take(self, site: SitePlan, one: Given) -> None:
         self.encodings[site.name] = one.encoding
-        self.sites[site.name] = replace(site, spec=spec_of(site.spec, one.encoding))
+        self.sites[site.name] = replace(
+            site, spec=replace(fulfilled_by(site.spec, one.encoding), fixed_range=None)
+        )
 
     def _output(self, one: Given) -> SitePlan:
         op = self.graph.producer(one.value)
@@ -121,7 +124,7 @@ class _Adopter:
         while free in self.sites:
             count += 1
             free = f"{name}_{count}"
-        site = SitePlan(free, spec_of(QuantSpec(), one.encoding), role, op, index, one.value, free)
+        site = SitePlan(free, fulfilled_by(QuantSpec(), one.encoding), role, op, index, one.value, free)
         self.sites[free] = site
         if role != "output":
             self.at[op, index] = site
@@ -158,15 +161,3 @@ def _lost(one: Given) -> ModelError:
         "the model quantizes this tensor, and no operator of the converted model has the place",
         "export the model again with opset 21",
     )
-
-
-def spec_of(spec: QuantSpec, encoding: Encoding) -> QuantSpec:
-    """``spec`` as the encoding fulfils it."""
-    fmt, symmetry = encoding.format, spec.symmetry
-    if isinstance(fmt, IntFormat):
-        middle: Symmetry = "symmetric" if fmt.signed else "unsigned_symmetric"
-        plain = (encoding.zero_point == 0).all()
-        symmetry = middle if plain and spec.symmetry != "asymmetric" else "asymmetric"
-        if fmt.narrow and plain:
-            symmetry = "strict_symmetric"
-    return replace(spec, format=fmt, granularity=encoding.granularity, symmetry=symmetry, fixed_range=None)

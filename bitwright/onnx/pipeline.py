@@ -120,7 +120,7 @@ def quantize(
         progress=progress,
     )
     front_end = FrontEnd(
-        _copied, methods.simulate, lambda sim: _measured(sim, metric), _remember, methods.actions()
+        _copied, methods.simulate, lambda sim: _measured(sim, metric), _keep, methods.actions()
     )
     runner = ModelRunner(loaded, front_end)
     report = run_recipe(
@@ -251,15 +251,5 @@ def _measured(sim: QuantizationSimModel, metric: Callable[[Any], float] | None) 
     return float(metric(sim.session))
 
 
-def _remember(sim: QuantizationSimModel) -> Undo:
-    """Keep initializers and quantizers of a simulation; the function returned brings them back."""
-    tensors = {name: value.const_value for name, value in sim.marked.graph.initializers.items()}
-    quantizers = sim.quantizers.remember()
-
-    def restore() -> None:
-        for name, tensor in tensors.items():
-            if tensor is not None and sim.marked.graph.initializers[name].const_value is not tensor:
-                sim.set_parameter(name, tensor.numpy())
-        quantizers()
-
-    return restore
+def _keep(sim: QuantizationSimModel) -> Undo:
+    return sim.remember(parameters=True)

@@ -17,6 +17,7 @@ from bitwright.core.coverage import Coverage
 from bitwright.core.encoding import Encoding
 from bitwright.core.graph import Graph
 from bitwright.core.health import HealthReport, check_parameters
+from bitwright.core.model import Undo
 from bitwright.core.placement import Plan, place
 from bitwright.core.quantizer import DerivedBias, Quantizer
 from bitwright.core.repair import Repair
@@ -25,6 +26,7 @@ from bitwright.core.scheme import QuantizationDataType, QuantScheme, make_rules
 from bitwright.core.site_health import SiteHealth
 from bitwright.core.sites import Site, SiteMap
 from bitwright.core.spec import NonFinite, Preset, RangeMethod, check_policy
+from bitwright.core.state import all_or_nothing
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.export.artefacts import Exported, Samples, bias_form, check_encoding_version, write_artefacts
 from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, to_qdq
@@ -279,14 +281,30 @@ class QuantizationSimModel:
                 node that made them, ``"skip"`` leaves the whole batch out of all statistics, ``"clamp"`` uses the finite
                 values only. A spec or rule with ``non_finite`` has its own way.
 
-        Raises:
+        Raises (and leaves the earlier encodings in force):
             CalibrationError: no batch came, the model fails on one, a weight or (under ``"error"``) a batch holds values
                 that are not finite.
             ModelError: a batch does not fit the model's inputs.
             ConfigError: there is no such policy.
         """
         policy = check_policy(non_finite)
+        with all_or_nothing(self):
+            interrupt = self._calibrate(data, args, progress, resume, allow_unreached, policy)
+        if interrupt is not None:
+            raise interrupt
+
+    def _calibrate(
+        self,
+        data: Any,
+        args: Any,
+        progress: bool,
+        resume: bool,
+        allow_unreached: bool,
+        policy: NonFinite,
+    ) -> KeyboardInterrupt | None:
+        """Put new encodings in force; returns the Ctrl-C that ended it early, if one did."""
         check_parameters(self._quantized_parameters())
+        self.quantizers.reconsider()
         if not resume:
             self.quantizers.forget()
         self.calibrated = False
@@ -295,7 +313,9 @@ class QuantizationSimModel:
         try:
             self._feed(calibrator, data, args, progress)
             gate.finish()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            if not calibrator.runs:
+                raise
             gate.abandon()
             calibrator.finish()
             self._freeze(allow_unreached=True, quiet=True)
@@ -304,7 +324,7 @@ class QuantizationSimModel:
                 "compute_encodings(rest, resume=True) adds to them",
                 calibrator.runs,
             )
-            raise
+            return interrupt
         finally:
             gate.abandon()
             self.calibration_log = gate.log
@@ -317,6 +337,7 @@ class QuantizationSimModel:
             )
         calibrator.finish()
         self._freeze(allow_unreached)
+        return None
 
     def _gate(self, calibrator: Calibrator, policy: NonFinite) -> BatchGate:
         def blame(batch: Any) -> HealthReport:
@@ -424,6 +445,35 @@ class QuantizationSimModel:
     def _refresh_biases(self) -> None:
         for bias in self._biases:
             bias.refresh()
+
+    # -- its state
+
+    def remember(self, *, parameters: bool = False) -> Undo:
+        """Keep the state of the simulation: every quantizer, whether it is calibrated, the repairs, what calibration noted.
+
+        Args:
+            parameters: keep the values of all initializers too.
+
+        Returns:
+            A function that brings the state back, as often as it is called.
+        """
+        quantizers, calibrated, log = self.quantizers.remember(), self.calibrated, self.calibration_log
+        repairs = self.repairs
+        initializers = self.marked.graph.initializers if parameters else {}
+        tensors = {name: value.const_value for name, value in initializers.items()}
+
+        def restore() -> None:
+            from bitwright.onnx.stabilize import put_in_force
+
+            if self.repairs is not repairs:
+                put_in_force(self, repairs)
+            for name, tensor in tensors.items():
+                if tensor is not None and self.marked.graph.initializers[name].const_value is not tensor:
+                    self.set_parameter(name, tensor.numpy())
+            quantizers()
+            self.calibrated, self.calibration_log = calibrated, log
+
+        return restore
 
     # -- use
 

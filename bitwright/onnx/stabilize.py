@@ -10,7 +10,7 @@ clamp       IsNaN, Where; then Clip, which by itself keeps NaN or loses it, by r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from bitwright.algorithms.progressive import Progression, quantize_progressively
 from bitwright.core.health import LIMITS, HealthReport
 from bitwright.core.repair import Repair, Stabilized, choose
+from bitwright.core.state import all_or_nothing
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.export.builder import Builder, after
 from bitwright.export.markers import Outputs, is_site, move_uses, remove_unread
@@ -62,12 +63,14 @@ def stabilize(
     before = sim.repairs
     floats = {repair.op for repair in chosen if repair.kind == "float"}
     disabled = tuple(name for name, site in sim.quantizers.items() if site.op in floats and site.enabled)
-    for name in disabled:
-        sim.quantizers[name].enabled = False
-    _apply(sim, {repair.op: repair for repair in (*before, *chosen) if repair.kind != "float"})
+    latest = {repair.op: repair for repair in (*before, *chosen) if repair.kind != "float"}
+    with all_or_nothing(sim):
+        for name in disabled:
+            sim.quantizers[name].enabled = False
+        put_in_force(sim, tuple(latest.values()))
 
     def undo() -> None:
-        _apply(sim, {repair.op: repair for repair in before})
+        put_in_force(sim, before)
         for name in disabled:
             sim.quantizers[name].enabled = True
 
@@ -152,12 +155,13 @@ def _dtype(value: ir.Value) -> ir.DataType:
     return value.dtype or _D.FLOAT
 
 
-def _apply(sim: QuantizationSimModel, repairs: Mapping[str, Repair]) -> None:
+def put_in_force(sim: QuantizationSimModel, repairs: tuple[Repair, ...]) -> None:
     """Let exactly these repairs be in force."""
     _take_out(sim)
     builder, nodes = Builder(sim.marked), _nodes(sim)
-    sim.mended = [_put_in(builder, value, r) for op, r in repairs.items() for value in _results(nodes[op])]
-    sim.repairs = tuple(repairs.values())
+    for repair in repairs:
+        sim.mended += [_put_in(builder, value, repair) for value in _results(nodes[repair.op])]
+    sim.repairs = repairs
     sim.forget_simulations()
 
 
@@ -169,6 +173,7 @@ def _take_out(sim: QuantizationSimModel) -> None:
         outputs.replace(result, raw)
         remove_unread(result)
         raw.name = name
+    sim.mended, sim.repairs = [], ()
 
 
 def _put_in(builder: Builder, raw: ir.Value, repair: Repair) -> Mended:

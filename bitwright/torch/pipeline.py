@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from bitwright.algorithms.batch_norm_fold import FoldReport
@@ -37,7 +36,6 @@ from bitwright.torch import ptq
 from bitwright.torch.batch_norm_fold import fold_all_batch_norms
 from bitwright.torch.quantsim import QuantizationSimModel, require_module
 from bitwright.torch.reconstruct import apply_reconstruction
-from bitwright.torch.trees import named_state
 
 if TYPE_CHECKING:
     from bitwright.export.artefacts import Exported
@@ -126,7 +124,7 @@ def quantize(
         progress=progress,
     )
     front_end = FrontEnd(
-        copy.deepcopy, methods.simulate, lambda sim: _measured(sim, metric), _remember, methods.actions()
+        copy.deepcopy, methods.simulate, lambda sim: _measured(sim, metric), _keep, methods.actions()
     )
     runner = ModelRunner(copy.deepcopy(model), front_end)
     report = run_recipe(
@@ -239,15 +237,5 @@ def _measured(sim: QuantizationSimModel, metric: Callable[[nn.Module], float] | 
     return float(metric(sim.model))
 
 
-def _remember(sim: QuantizationSimModel) -> Undo:
-    """Keep parameters, buffers and quantizers of a simulation; the function returned brings them back."""
-    state = {name: tensor.detach().clone() for name, tensor in named_state(sim.model)}
-    quantizers = sim.quantizers.remember()
-
-    def restore() -> None:
-        with torch.no_grad():
-            for name, tensor in named_state(sim.model):
-                tensor.copy_(state[name])
-        quantizers()
-
-    return restore
+def _keep(sim: QuantizationSimModel) -> Undo:
+    return sim.remember(parameters=True)

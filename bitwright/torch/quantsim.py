@@ -17,6 +17,7 @@ from bitwright.core.calibration import BatchGate, CalibrationLog
 from bitwright.core.coverage import Coverage
 from bitwright.core.graph import Graph
 from bitwright.core.health import HealthReport, check_parameters
+from bitwright.core.model import Undo
 from bitwright.core.ops import op_row
 from bitwright.core.placement import Plan, place
 from bitwright.core.quantizer import DerivedBias
@@ -26,6 +27,7 @@ from bitwright.core.scheme import QuantizationDataType, QuantScheme, make_rules
 from bitwright.core.site_health import SiteHealth
 from bitwright.core.sites import Site, SiteMap
 from bitwright.core.spec import NonFinite, Preset, RangeMethod, check_policy
+from bitwright.core.state import all_or_nothing
 from bitwright.errors import BitwrightError, CalibrationError, ModelError
 from bitwright.progress import collector_paused, progress
 from bitwright.torch.batches import as_call, evaluation, model_device, to_device
@@ -33,6 +35,7 @@ from bitwright.torch.intercept import Interceptor
 from bitwright.torch.quantizer import Quantizer
 from bitwright.torch.record import record
 from bitwright.torch.simulate import CallPlan, Place, Simulator
+from bitwright.torch.trees import named_state
 
 logger = logging.getLogger("bitwright")
 
@@ -182,13 +185,29 @@ class QuantizationSimModel:
                 operator that made them, ``"skip"`` leaves the whole batch out of all statistics, ``"clamp"`` uses the
                 finite values only. A spec or rule with ``non_finite`` has its own way.
 
-        Raises:
+        Raises (and leaves the earlier encodings in force):
             CalibrationError: no batch came, a batch does not fit the model, a weight or (under ``"error"``) a batch holds
                 values that are not finite.
             ConfigError: there is no such policy.
         """
         policy = check_policy(non_finite)
+        with all_or_nothing(self):
+            interrupt = self._calibrate(data, args, progress, resume, allow_unreached, policy)
+        if interrupt is not None:
+            raise interrupt
+
+    def _calibrate(
+        self,
+        data: Any,
+        args: Any,
+        progress: bool,
+        resume: bool,
+        allow_unreached: bool,
+        policy: NonFinite,
+    ) -> KeyboardInterrupt | None:
+        """Put new encodings in force; returns the Ctrl-C that ended it early, if one did."""
         check_parameters(self._quantized_parameters())
+        self.quantizers.reconsider()
         if not resume:
             self.quantizers.forget()
         self._simulator.stage = "observe"
@@ -198,7 +217,9 @@ class QuantizationSimModel:
             with torch.no_grad(), evaluation(self.model):
                 self._feed(data, args, progress)
             gate.finish()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            if not self._simulator.runs:
+                raise
             gate.abandon()
             self._freeze(allow_unreached=True, quiet=True)
             logger.warning(
@@ -206,15 +227,10 @@ class QuantizationSimModel:
                 "compute_encodings(rest, resume=True) adds to them",
                 self._simulator.runs,
             )
-            raise
-        except BaseException:
-            gate.abandon()
-            self._simulator.stage = "uncalibrated"
-            raise
+            return interrupt
         finally:
             self.calibration_log, self._simulator.gate = gate.log, None
         if not self._simulator.runs:
-            self._simulator.stage = "uncalibrated"
             raise CalibrationError(
                 "compute_encodings",
                 "the data held no batch, so the model never ran"
@@ -223,6 +239,7 @@ class QuantizationSimModel:
                 "pass a non-empty list or DataLoader (a generator can be used only once), or a callback that calls its model",
             )
         self._freeze(allow_unreached)
+        return None
 
     def _gate(self, policy: NonFinite) -> BatchGate:
         def blame(batch: Any) -> HealthReport | None:
@@ -309,6 +326,34 @@ class QuantizationSimModel:
         recorder = record(self.model, [to_device(e, device) for e in self.examples], self._interceptor)
         recorder.graph()
         return recorder.constants()
+
+    # -- its state
+
+    def remember(self, *, parameters: bool = False) -> Undo:
+        """Keep the state of the simulation: every quantizer, the stage, the repairs, what calibration noted.
+
+        Args:
+            parameters: keep a copy of all parameters and buffers too.
+
+        Returns:
+            A function that brings the state back, as often as it is called.
+        """
+        quantizers, simulator, log = (
+            self.quantizers.remember(),
+            self._simulator.remember(),
+            self.calibration_log,
+        )
+        tensors = {n: t.detach().clone() for n, t in named_state(self.model)} if parameters else {}
+
+        def restore() -> None:
+            with torch.no_grad():
+                for name, tensor in named_state(self.model) if tensors else ():
+                    tensor.copy_(tensors[name])
+            quantizers()
+            simulator()
+            self.calibration_log = log
+
+        return restore
 
     # -- use
 

@@ -13,6 +13,7 @@ import torch.onnx.ops
 
 from bitwright.core.calibration import BatchGate
 from bitwright.core.channels import ChannelWatch
+from bitwright.core.model import Undo
 from bitwright.core.ops import op_row
 from bitwright.core.quantizer import DerivedBias
 from bitwright.core.recurrence import CELLS
@@ -77,6 +78,17 @@ class Simulator:
         self.gate: BatchGate | None = None  # while calibrating
         self.repairs: dict[str, Repair] = {}  # op -> what becomes of its output
         self.moving = False  # whether a call that only moves data has a quantizer: it joins different grids
+
+    def remember(self) -> Undo:
+        """Keep the stage, the repairs and what calibration noted; the function returned brings it back."""
+        stage, repairs, runs = self.stage, self.repairs, self.runs
+        lengths, longer = dict(self.lengths), dict(self.longer)
+
+        def restore() -> None:
+            self.stage, self.repairs, self.runs = stage, repairs, runs
+            self.lengths, self.longer = dict(lengths), dict(longer)
+
+        return restore
 
     # -- handler
 

@@ -1,0 +1,279 @@
+"""What was kept comes back whole, and a change that fails leaves everything as it was; in both front ends."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import bitwright.onnx as bo
+import bitwright.torch as bt
+from bitwright.core.encoding import Encoding
+from bitwright.core.formats import IntFormat, parse_format
+from bitwright.core.granularity import PerBlock
+from bitwright.core.repair import Repair
+from bitwright.core.spec import weight_spec
+from bitwright.core.state import all_or_nothing
+from bitwright.core.statistics import Histogram, MinMax, bounds_of
+from bitwright.errors import BitwrightError, CalibrationError, ConfigError, EncodingsError
+from tests.conformance.test_ptq import exported
+
+
+class Net(nn.Module):
+    """Two layers with a mask between them, which is a large negative number in some data and small in other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.a(x))
+        return self.b(h * torch.sigmoid(h + x))
+
+
+def data(seed: int, *, masked: bool = False, nan: bool = False) -> torch.Tensor:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+    x[0, 0] = float("nan") if nan else -1e9 if masked else x[0, 0]
+    return x
+
+
+@functools.cache
+def net_onnx() -> Any:
+    return exported(Net(), data(0))
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    """One way to simulate the net."""
+
+    make: Callable[[], Any]
+    batch: Callable[[torch.Tensor], Any]
+    stabilize: Callable[..., Any]
+    run: Callable[[Any, Any], Any]
+
+
+FRONT_ENDS = {
+    "torch": FrontEnd(
+        lambda: bt.QuantizationSimModel(Net(), data(0)),
+        lambda x: x,
+        bt.stabilize,
+        lambda sim, x: sim.model(x).detach().numpy(),
+    ),
+    "onnx": FrontEnd(
+        lambda: bo.QuantizationSimModel(net_onnx(), data(0).numpy()),
+        lambda x: x.numpy(),
+        bo.stabilize,
+        lambda sim, x: sim.run(x)[0],
+    ),
+}
+
+
+def seen(statistics: Any) -> Any:
+    if not isinstance(statistics, MinMax | Histogram):
+        return statistics
+    bounds = bounds_of(statistics)
+    return bounds.lo.tolist(), bounds.hi.tolist(), bounds.nan_count.tolist()
+
+
+def state(sim: Any, front: FrontEnd) -> dict[str, Any]:
+    """All that a user can see of a simulation, its answers among it."""
+    found: dict[str, Any] = {}
+    if sim.calibrated:
+        try:
+            found["output"] = front.run(sim, front.batch(data(99))).tolist()
+        except BitwrightError as error:
+            found["output"] = str(error)
+    for name, site in sim.quantizers.items():
+        q = site.quantizer
+        found[name] = (
+            q.spec,
+            q.encoding,
+            q.state,
+            q.frozen,
+            seen(q.statistics),
+            q.empty,
+            str(site.channels.seen),
+        )
+    found["coverage"] = str(sim.coverage())
+    found["sim"] = (sim.calibrated, sim.calibration_log, tuple(sim.repairs))
+    return found
+
+
+def interrupted(front: FrontEnd, first: list[torch.Tensor]) -> Any:
+    yield from map(front.batch, first)
+    raise KeyboardInterrupt
+
+
+def narrow(sim: Any) -> dict[str, Any]:
+    """An encodings file of which the last record fits no tensor."""
+    records = [
+        {"name": "a.weight", "y_scale": 0.5, "y_zero_point": 3, "output_dtype": "int8"},
+        {"name": "b.weight", "y_scale": [0.5] * 5, "axis": 0, "output_dtype": "int8"},
+    ]
+    return {"version": "2.0.0", "encodings": records}
+
+
+def change_spec(sim: Any, front: FrontEnd) -> None:
+    sim.quantizers["*.weight"].spec = replace(sim.quantizers["a.weight"].quantizer.spec, format=parse_format("int4"))  # fmt: skip
+
+
+def own_encoding(sim: Any, front: FrontEnd) -> None:
+    sim.quantizers["a.weight"].encoding = Encoding(IntFormat(8), np.float32(0.25), np.int32(7))
+
+
+# name -> what it does to a simulation; some fail, which must not matter
+CHANGES: dict[str, Callable[[Any, FrontEnd], Any]] = {
+    "calibrate": lambda s, f: s.compute_encodings([f.batch(data(1))], progress=False),
+    "masked": lambda s, f: s.compute_encodings([f.batch(data(2, masked=True))], progress=False),
+    "resume": lambda s, f: s.compute_encodings([f.batch(data(3))], resume=True, progress=False),
+    "nan": lambda s, f: s.compute_encodings([f.batch(data(4)), f.batch(data(4, nan=True))], progress=False),
+    "none": lambda s, f: s.compute_encodings([], progress=False),
+    "interrupted": lambda s, f: s.compute_encodings(interrupted(f, [data(5)]), progress=False),
+    "at once": lambda s, f: s.compute_encodings(interrupted(f, []), progress=False),
+    "off": lambda s, f: setattr(s.quantizers["*.output?0?"], "enabled", False),
+    "on": lambda s, f: setattr(s.quantizers["*"], "enabled", True),
+    "freeze": lambda s, f: setattr(s.quantizers["a.*"], "frozen", True),
+    "thaw": lambda s, f: setattr(s.quantizers["*"], "frozen", False),
+    "spec": change_spec,
+    "encoding": own_encoding,
+    "bad group": lambda s, f: setattr(s.quantizers["*"], "spec", weight_spec("int8", PerBlock(4))),
+    "bad file": lambda s, f: s.load_encodings(narrow(s), strict=False),
+    "bad params": lambda s, f: s.set_and_freeze_param_encodings(narrow(s)),
+    "repair": lambda s, f: f.stabilize(s, repairs=[Repair(op_of(s, "Add"), "clamp", -1.0, 1.0)]),
+    "float": lambda s, f: f.stabilize(s, repairs=[Repair(op_of(s, "Add"), "float")]),
+}  # fmt: skip
+
+
+def op_of(sim: Any, kind: str) -> str:
+    return next(op.name for op in sim.graph.ops if op.type == kind)
+
+
+def carry_out(sim: Any, front: FrontEnd, names: list[str]) -> None:
+    for name in names:
+        before = state(sim, front)
+        try:
+            CHANGES[name](sim, front)
+        except BitwrightError:
+            assert state(sim, front) == before, name
+        except KeyboardInterrupt:
+            assert name == "interrupted" or state(sim, front) == before, name
+
+
+@pytest.mark.parametrize("front", FRONT_ENDS)
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(st.sampled_from(list(CHANGES)), max_size=4), st.lists(st.sampled_from(list(CHANGES)), max_size=5)
+)
+def test_any_changes_are_taken_back(front: str, first: list[str], then: list[str]) -> None:
+    end = FRONT_ENDS[front]
+    sim = end.make()
+    carry_out(sim, end, first)
+    before, restore = state(sim, end), sim.remember()
+    carry_out(sim, end, then)
+    restore()
+    assert state(sim, end) == before
+    # what comes after is what would have come, too
+    fresh = end.make()
+    carry_out(fresh, end, first)
+    for one in (sim, fresh):
+        one.quantizers["*"].frozen = False
+        one.compute_encodings([end.batch(data(8))], progress=False, allow_unreached=True)
+    assert state(sim, end) == state(fresh, end)
+
+
+@pytest.mark.parametrize("front", FRONT_ENDS)
+def test_parameters_come_back_where_they_were_kept(front: str) -> None:
+    end = FRONT_ENDS[front]
+    sim = end.make()
+    CHANGES["calibrate"](sim, end)
+    before = state(sim, end)
+    with pytest.raises(ZeroDivisionError), all_or_nothing(sim, parameters=True):
+        if front == "torch":
+            with torch.no_grad():
+                sim.model.a.weight.mul_(2)
+        else:
+            sim.set_parameter("a.weight", 2 * sim.constants["a.weight"])
+        assert state(sim, end) != before
+        raise ZeroDivisionError
+    assert state(sim, end) == before
+
+
+@pytest.mark.parametrize("front", FRONT_ENDS)
+def test_what_the_user_switched_off_stays_off_after_a_restore(front: str) -> None:
+    end = FRONT_ENDS[front]
+    sim = end.make()
+    site = sim.quantizers[f"{op_of(sim, 'Add')}.output[0]"]
+    site.enabled = False
+    restore = sim.remember()
+    site.enabled = True
+    CHANGES["masked"](sim, end)
+    assert not site.enabled and "because" in site.quantizer.state  # calibration did it, and may take it back
+    restore()
+    CHANGES["calibrate"](sim, end)
+    assert not site.enabled and site.quantizer.state == "disabled"
+
+
+@pytest.mark.parametrize("front", FRONT_ENDS)
+def test_what_the_user_switches_off_again_stays_off(front: str) -> None:
+    end = FRONT_ENDS[front]
+    sim = end.make()
+    site = sim.quantizers[f"{op_of(sim, 'Add')}.output[0]"]
+    CHANGES["masked"](sim, end)
+    site.enabled = False
+    CHANGES["calibrate"](sim, end)
+    assert not site.enabled
+
+
+@pytest.mark.parametrize("front", FRONT_ENDS)
+def test_a_failing_calibration_keeps_the_earlier_encodings(front: str) -> None:
+    end = FRONT_ENDS[front]
+    sim = end.make()
+    CHANGES["calibrate"](sim, end)
+    before = state(sim, end)
+    with pytest.raises(CalibrationError, match="not finite"):
+        CHANGES["nan"](sim, end)
+    with pytest.raises(CalibrationError, match="no batch"):
+        CHANGES["none"](sim, end)
+    with pytest.raises(KeyboardInterrupt):
+        CHANGES["at once"](sim, end)
+    assert state(sim, end) == before
+
+
+@pytest.mark.parametrize("front", FRONT_ENDS)
+def test_a_refused_file_changes_nothing(front: str, tmp_path: Any) -> None:
+    end = FRONT_ENDS[front]
+    sim = end.make()
+    CHANGES["calibrate"](sim, end)
+    before = state(sim, end)
+    path = tmp_path / "bad.encodings"
+    path.write_text(json.dumps(narrow(sim)))
+    with pytest.raises((EncodingsError, ConfigError), match=r"b\.weight"):
+        sim.load_encodings(path, strict=False)
+    with pytest.raises((EncodingsError, ConfigError), match=r"b\.weight"):
+        sim.set_and_freeze_param_encodings(path)
+    with pytest.raises(BitwrightError, match="blocks of 4"):
+        CHANGES["bad group"](sim, end)
+    assert state(sim, end) == before
+
+
+@pytest.mark.parametrize("front", FRONT_ENDS)
+def test_a_spec_says_what_was_loaded(front: str) -> None:
+    end = FRONT_ENDS[front]
+    sim = end.make()
+    assert sim.quantizers["a.weight"].spec.symmetry == "symmetric"
+    records = [{"name": "a.weight", "y_scale": 0.5, "y_zero_point": 3, "output_dtype": "int8"}]
+    sim.set_and_freeze_param_encodings({"version": "2.0.0", "encodings": records})
+    assert sim.quantizers["a.weight"].spec.symmetry == "asymmetric"
+    assert sim.coverage().find("a.weight").how.endswith("int8 asymmetric per tensor, minmax")
+    own_encoding(sim, end)
+    assert sim.quantizers["a.weight"].spec.symmetry == "asymmetric"
