@@ -15,6 +15,7 @@ from bitwright.algorithms.attention import attention_products
 from bitwright.algorithms.layers import holds_layer_weight
 from bitwright.core.formats import IntFormat
 from bitwright.core.graph import Graph
+from bitwright.core.placement import Plan
 from bitwright.core.sites import Site
 
 
@@ -24,6 +25,10 @@ class Simulation(Protocol):
     @property
     def graph(self) -> Graph:
         """The data flow it was placed on."""
+
+    @property
+    def plan(self) -> Plan:
+        """Where its sites are, and which values lie on their grids."""
 
     @property
     def quantizers(self) -> Mapping[str, Site]:
@@ -56,6 +61,7 @@ class LayerInputsReport:
 def layer_inputs(sim: Simulation, *, only_with_attention: bool = False) -> LayerInputsReport:
     """Switch off the quantizers of activations that no layer with a stored weight reads.
 
+    A layer reads what it is handed, and what was only moved on the way to it: reshaped, transposed, sliced.
     Activations of more than 8 bits, or of a floating-point format, are left as they are. A quantizer that several
     sites share stays when a layer reads one of them.
 
@@ -66,11 +72,17 @@ def layer_inputs(sim: Simulation, *, only_with_attention: bool = False) -> Layer
     sites = sim.quantizers.values()
     layers = {site.op for site in sites if holds_layer_weight(sim.graph, site.op, site.role, site._plan.port)}
     read = {value for name in layers for value in sim.graph.op(name).inputs if value is not None}
+    # a value that was only moved (heads put together again behind an attention) lies on the grid of another's site
+    grids = {sim.plan.shared[value] for value in read if value in sim.plan.shared}
     needed = {
         id(site.quantizer)
         for site in sites
-        if site.role == "weight" or site.op in layers and site.role != "output" or site._plan.value in read
-    } | {id(site.quantizer) for site in sites if site.inner is not None}
+        if site.role == "weight"
+        or site.inner is not None
+        or site.op in layers and site.role != "output"
+        or site._plan.value in read
+        or site.name in grids
+    }
     narrow = [
         site
         for site in sites

@@ -16,7 +16,7 @@ from bitwright.core.graph import Graph
 from bitwright.core.masks import MASKED, holds_mask, mask_values
 from bitwright.core.model import Undo
 from bitwright.core.ops import resolve_granularity
-from bitwright.core.placement import Role, SitePlan
+from bitwright.core.placement import Plan, Role, SitePlan
 from bitwright.core.quantizer import Quantizer
 from bitwright.core.site_health import SiteHealth, site_health
 from bitwright.core.spec import QuantSpec
@@ -266,6 +266,22 @@ class SiteMap(Mapping[str, Any]):
                 found[0],
                 more,
             )
+
+    def changes(self, plan: Plan) -> dict[str, str]:
+        """Site -> what became of it since ``plan``: a new spec, or that it is disabled and why."""
+        changed = {}
+        for name, site in self._sites.items():
+            if not site.enabled:
+                changed[name] = site.quantizer.state
+            elif missing := self._float_sources(site):
+                changed[name] = f"disabled, because {' and '.join(missing)} {'are' if missing[1:] else 'is'} in float"
+            elif site.quantizer.spec != plan.sites[site.quantizer.name].spec:
+                changed[name] = site.quantizer.spec.describe()
+        return changed
+
+    def _float_sources(self, site: Site) -> list[str]:
+        """Of a bias with the scales of input and weight: which of these are not quantized."""
+        return [name for name in site._plan.follows or () if not self._sites[name].enabled]
 
     def health(self, parameters: Mapping[str, Array]) -> list[SiteHealth]:
         """The health of every enabled activation site that was calibrated, and of the weights among ``parameters``.

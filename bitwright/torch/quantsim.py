@@ -402,13 +402,7 @@ class QuantizationSimModel:
 
     def coverage(self) -> Coverage:
         """Every value and parameter: quantized how, shared with whom, or not and why. Print it."""
-        changed = {}
-        for name, site in self.quantizers.items():
-            if not site.enabled:
-                changed[name] = site.quantizer.state
-            elif site.quantizer.spec != self.plan.sites[site.quantizer.name].spec:
-                changed[name] = site.quantizer.spec.describe()
-        return Coverage.of(self.plan, self.graph, changed, self._simulator.unseen)
+        return Coverage.of(self.plan, self.graph, self.quantizers.changes(self.plan), self._simulator.unseen)
 
     def remove(self) -> nn.Module:
         """Take the simulation off again and return the model; useful with ``in_place``."""

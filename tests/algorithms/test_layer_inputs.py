@@ -1,6 +1,7 @@
 """Which activations are left in float when only layers' inputs are quantized, in both front ends."""
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -42,7 +43,8 @@ def check(sim, run):
     for name, site in sim.quantizers.items():
         if site.role in ("input", "output") and site.inner is None and name in enabled:
             shared = [s for s in sim.quantizers.values() if s.quantizer is site.quantizer]
-            assert any(s._plan.value in read for s in shared), name
+            carried = {v for v, group in sim.plan.shared.items() if group in {s.name for s in shared}}
+            assert carried & read or any(s._plan.value in read for s in shared), name
         if site.role == "weight":
             assert (name in enabled) == (name in before)
     assert np.isfinite(run()).all()
@@ -84,3 +86,64 @@ def test_sixteen_bits_stay():
     x = torch.randn(2, 3, 8, 8)
     sim = QuantizationSimModel(convolutional().eval(), x, preset="w8a16")
     assert layer_inputs(sim).in_float == ()
+
+
+class Attending(nn.Module):
+    """Heads are split off by a slice and a view, and put together by a transposition and a view, as in GPT-2."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj, self.fc = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        q, k, v = (t.view(*x.shape[:2], 2, 4).transpose(1, 2) for t in self.qkv(x).split(8, dim=2))
+        h = (torch.softmax(q @ k.transpose(2, 3) / 2, -1) @ v).transpose(1, 2).contiguous().view(x.shape)
+        return self.fc(self.drop(torch.relu(x + self.proj(h).view(-1, 8).view(x.shape))))
+
+
+MULTI_HEAD = {
+    "by hand": Attending,
+    "fused": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("make", MULTI_HEAD.values(), ids=list(MULTI_HEAD))
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+def test_every_layer_behind_an_attention_reads_a_grid(make, front):
+    torch.manual_seed(0)
+    model, x = make().eval(), torch.randn(2, 5, 8)
+    if front == "torch":
+        sim = QuantizationSimModel(model, x)
+        sim.compute_encodings([x])
+    else:
+        program = torch.onnx.export(model, (x,), dynamo=True, verbose=False)
+        assert program is not None
+        sim = OnnxSim(program.model_proto, x.numpy())
+        sim.compute_encodings([x.numpy()])
+    check(sim, lambda: sim.model(x).detach().numpy() if front == "torch" else sim.run(x.numpy())[0])
+    by_value = {}
+    for site in sim.quantizers.values():
+        if site.enabled and site.role in ("input", "output"):
+            by_value.setdefault(site._plan.value, site)
+    values = layer_reads(sim)
+    assert values
+    for value in values:
+        site = by_value.get(value) or sim.quantizers[sim.plan.shared[value]]
+        assert site.enabled and site.spec.format.bits == 8, value
+    for site in sim.quantizers.values():
+        if site._plan.follows:
+            assert all(sim.quantizers[name].enabled for name in site._plan.follows), site
+            assert site.encoding is not None and site.encoding.format.bits == 32
+            assert sim.coverage().find(site._plan.value).status == "quantized"
+
+
+def test_a_bias_is_float_where_its_input_is():
+    x = torch.randn(2, 8)
+    sim = QuantizationSimModel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), x)
+    sim.compute_encodings([x])
+    sim.quantizers["1.output[0]"].enabled = False
+    row = sim.coverage().find("2.bias")
+    assert row.status == "float"
+    assert row.how == "2.bias: disabled, because 1.output[0] is in float"
+    assert sim.coverage().find("0.bias").status == "quantized"
