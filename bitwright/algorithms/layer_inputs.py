@@ -79,7 +79,8 @@ def layer_inputs(sim: Simulation, *, only_with_attention: bool = False) -> Layer
         for site in sites
         if site.role == "weight"
         or site.inner is not None
-        or site.op in layers and site.role != "output"
+        or site.op in layers
+        and site.role != "output"
         or site._plan.value in read
         or site.name in grids
     }

@@ -274,7 +274,9 @@ class SiteMap(Mapping[str, Any]):
             if not site.enabled:
                 changed[name] = site.quantizer.state
             elif missing := self._float_sources(site):
-                changed[name] = f"disabled, because {' and '.join(missing)} {'are' if missing[1:] else 'is'} in float"
+                changed[name] = (
+                    f"disabled, because {' and '.join(missing)} {'are' if missing[1:] else 'is'} in float"
+                )
             elif site.quantizer.spec != plan.sites[site.quantizer.name].spec:
                 changed[name] = site.quantizer.spec.describe()
         return changed
