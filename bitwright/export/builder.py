@@ -44,7 +44,9 @@ from bitwright.core.ops import op_row
 from bitwright.errors import EncodingsError, ExportError, GranularityError
 from bitwright.export.markers import Names, Outputs, is_site
 
-METADATA = "bitwright"  # key of the node metadata that tells what a quantizer is
+METADATA = (
+    "bitwright"  # key of the node metadata that tells what a quantizer is, and of the model's: who wrote it
+)
 D = ir.DataType
 _INTEGERS: dict[tuple[int, bool], ir.DataType] = {
     (4, True): D.INT4, (8, True): D.INT8, (16, True): D.INT16,

@@ -104,24 +104,28 @@ class Cut:
         self._find_outputs(outputs)
         self._find_pieces()
         self._fed = self._apply()
+        self._index = {node: i for i, node in enumerate(self._model.graph)}
 
     def parts(self) -> Iterator[tuple[ir.Model, list[Place], dict[str, Array]]]:
         """``(model, places it computes, what to feed beside the graph's inputs)``, until all places were handed out."""
         by_piece: dict[Piece, list[Place]] = {}
         for place in self.places:
             by_piece.setdefault(place.piece, []).append(place)
-        index = {node: i for i, node in enumerate(self._model.graph)}
         group: list[Place] = []
         for i, places in enumerate(by_piece.values()):
             group += places
             if len(group) >= _PLACES_AT_ONCE or i == len(by_piece) - 1:
-                yield self._part(group, index)
+                model, feeds = self._part([place.result for place in group])
+                yield model, group, feeds
                 group = []
 
-    def _part(
-        self, places: list[Place], index: dict[ir.Node, int]
-    ) -> tuple[ir.Model, list[Place], dict[str, Array]]:
-        results = [place.result for place in places]
+    def before(self, places: Sequence[Place]) -> tuple[ir.Model, dict[str, Array]]:
+        """A model that ends in front of the quantizers of ``places``, which must not be at the graph's inputs; its feeds."""
+        return self._part(list(dict.fromkeys(place.entry for place in places)))
+
+    def _part(self, results: list[ir.Value]) -> tuple[ir.Model, dict[str, Array]]:
+        """What makes ``results``, and what to feed it beside the graph's inputs."""
+        index = self._index
         nodes: set[ir.Node] = set()
         ends: dict[ir.Value, None] = {}
         stack = list(results)
@@ -147,7 +151,7 @@ class Cut:
         model = ir.Model(view.clone(), ir_version=self._model.ir_version)
         model.opset_imports.update(graph.opset_imports)
         needed = {str(value.name) for value in ends}
-        return model, places, {name: self._feed(name) for name in needed & self._fed.keys()}
+        return model, {name: self._feed(name) for name in needed & self._fed.keys()}
 
     def _feed(self, name: str) -> Array:
         place = self._fed[name]

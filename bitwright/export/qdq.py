@@ -38,6 +38,7 @@ from bitwright.core.recurrence import CELLS
 from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.atomic import atomic_files
 from bitwright.export.builder import (
+    METADATA,
     Builder,
     Pair,
     Stored,
@@ -650,6 +651,7 @@ class _Writer:
                 perm=list(written.perm),
             )
         close(self.model)
+        self.model.metadata_props[METADATA] = "qdq"  # a model may have no quantizer to tell it by
         newest = self.model.opset_imports[""]
         self.model.ir_version = IR_VERSION if newest <= 21 else max(IR_VERSION, self.model.ir_version)
 

@@ -94,6 +94,11 @@ def _named(given: Any, specs: Sequence[InputSpec], where: str) -> dict[str, Any]
     if isinstance(given, Mapping):
         return dict(given)
     values = list(given) if isinstance(given, (tuple, list)) else [given]
+    if values and all(isinstance(value, Mapping) for value in values):
+        if len(values) == 1:
+            return dict(values[0])
+        problem = f"this is a list of {len(values)} inputs, and the model runs on one at a time"
+        raise ModelError(where, problem, "give one of them: a dict from input names to arrays")
     if len(values) != len(specs):
         raise ModelError(
             where,

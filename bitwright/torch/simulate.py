@@ -319,7 +319,7 @@ class Simulator:
             return mark(x, place.site) if _is_live(place) else x
         if not quantizer.enabled or self.stage == "float":
             return x
-        if quantizer.role == "input":
+        if quantizer.role in ("input", "output"):  # of a later call whose input another call's output shares
             return self._activation(place, x, overwrite=False)
         if quantizer.derived and (self.stage == "observe" or quantizer.encoding is None):
             return x  # its grid follows from the input's and the weight's, or it stays in float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,11 @@ from bitwright.core.affine import fake_quantize
 from bitwright.core.bias import derive_bias_encoding, fake_quantize_bias
 from bitwright.core.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.errors import ExportError
+from bitwright.export.agreement import Agreement, compare
 from bitwright.export.qdq import save_model, to_qdq
+from bitwright.export.reasons import FLOAT_REASONS, INTEGER_REASONS, UNEXPLAINED, Evidence, explain, measure
 from bitwright.export.runtime import MODES
-from bitwright.export.verify import (
-    FLOAT_REASONS,
-    INTEGER_REASONS,
-    UNEXPLAINED,
-    Agreement,
-    Evidence,
-    Row,
-    VerifyReport,
-    compare,
-    explain,
-    verify_layers,
-)
+from bitwright.export.verify import Row, VerifyReport, verify_layers
 from tests.cost import steps
 from tests.export.marked import Array, Graph, simulate
 
@@ -310,8 +302,147 @@ def test_explanations(changes: dict[str, Any], expected: str) -> None:
 
 def test_equal_places_need_no_explanation_and_every_reason_is_a_phrase() -> None:
     assert explain(evidence(found={mode: Agreement(1.0, 0.0, 5) for mode in MODES})) is None
-    for _, text in (*FLOAT_REASONS, *INTEGER_REASONS):
+    for _, text, _ in (*FLOAT_REASONS, *INTEGER_REASONS):
         assert text and not text.endswith(".")
+
+
+# ---------------------------------------------------------------------------------- within what a kernel may do
+
+
+def table_softmax() -> tuple[ir.Model, Graph, dict[str, Array]]:
+    """QLinearSoftmax at its worst: the step is a little above 1/255, and its inverse is rounded down to 254."""
+    g = Graph()
+    x = g.mark(g.input("x", 400, 7), "in", "uint8", (-4, 4))
+    model = g.model(g.mark(g.op("Softmax", x), "out", "uint8", (0, 1), name="y"))
+    return model, g, {"x": normal(400, 7)}
+
+
+def test_what_the_table_of_softmax_may_do_is_a_verdict_of_its_own() -> None:
+    model, g, feeds = table_softmax()
+    report = verify_layers(to_qdq(model, g.encodings).model, simulate(model, g.encodings, feeds)[0], feeds)
+    row = next(row for row in report.rows if row.site == "out")
+    assert row.as_float.ok and row.as_integer.equal < 0.95 and not row.as_integer.ok
+    assert row.verdict == "within" and report.ok and row.as_integer.within
+    assert row.as_integer.off is not None and row.as_integer.off <= row.as_integer.allowed < 1.1
+    assert "within 1" in str(report)
+    assert "1 of 2 places agree, 1 within what their kernel may do: ok" in str(report)
+    assert json.loads(report.to_json())["rows"][1]["verdict"] == "within"
+
+
+@pytest.mark.parametrize("fault", ["scale", "zero point", "input"])
+def test_a_fault_behind_a_kernel_with_a_table_is_not_excused(fault: str) -> None:
+    """One code off everywhere, the values of another input, a scale that is 1 % off."""
+    model, g, feeds = table_softmax()
+    sites = simulate(model, g.encodings, feeds)[0]
+    made = to_qdq(model, g.encodings).model
+    if fault == "input":
+        sites["in"] = [sites["in"][0] + np.float32(g.encodings["in"].scale) * (sites["in"][0] < 1)]
+    elif fault == "zero point":
+        sites["out"] = [sites["out"][0] + np.float32(g.encodings["out"].scale)]
+    else:
+        scale = [node for node in made.graph if node.op_type == "QuantizeLinear"][-1].inputs[1]
+        assert scale is not None and scale.const_value is not None
+        scale.const_value = ir.Tensor(scale.const_value.numpy() * np.float32(0.99), name=scale.name)
+    report = verify_layers(made, sites, feeds)
+    row = next(row for row in report.rows if row.site == "out")
+    assert row.verdict == "fails" and not report.ok and "FAILS" in str(report)
+
+
+def test_softmax_that_overflows_its_table_is_named_and_fails() -> None:
+    """Probabilities that are all about 1/30: the runtime's integer kernel overflows to zero."""
+    g = Graph()
+    x = g.mark(g.input("x", 400, 30), "in", "uint8", (-0.05, 0.05))
+    model = g.model(g.mark(g.op("Softmax", x), "out", "uint8", (0, 0.0356), name="y"))
+    feeds = {"x": normal(400, 30) / 60}
+    report = verify_layers(to_qdq(model, g.encodings).model, simulate(model, g.encodings, feeds)[0], feeds)
+    row = next(row for row in report.rows if row.site == "out")
+    assert row.as_float.ok and row.verdict == "fails"
+    assert row.reason is not None and "QLinearSoftmax overflows" in row.reason
+
+
+def tied_add() -> tuple[ir.Model, Graph, dict[str, Array]]:
+    """Sums that lie exactly between two codes, with a scale that no float holds exactly."""
+    g = Graph()
+    a, b = (g.mark(g.input(n, 200, 20), n, "uint8", (0, 25.5 * 0.7)) for n in ("a", "b"))
+    model = g.model(g.mark(g.op("Add", a, b), "sum", "uint8", (0, 51 * 0.7), name="y"))
+    feeds = {n: RNG.integers(0, 256, (200, 20)).astype(np.float32) * np.float32(0.07) for n in ("a", "b")}
+    return model, g, feeds
+
+
+def test_exact_ties_of_a_sum_are_within_what_its_kernel_may_do() -> None:
+    model, g, feeds = tied_add()
+    sites = simulate(model, g.encodings, feeds)[0]
+    made = to_qdq(model, g.encodings).model
+    report = verify_layers(made, sites, feeds)
+    row = next(row for row in report.rows if row.site == "sum")
+    assert row.kernel == "QLinearAdd" and report.ok
+    # the other side of every tie is as right, and 3 % of a step more is not
+    step, exact = np.float64(g.encodings["sum"].scale), sites["a"][0].astype(np.float64) + sites["b"][0]
+    tied = np.abs(exact / step - np.floor(exact / step) - 0.5) < 1e-3
+    assert 0.2 < tied.mean() < 0.8
+    turned = np.where(tied, (2 * np.floor(exact / step) + 1) * step - sites["sum"][0], sites["sum"][0])
+    row = next(
+        row
+        for row in verify_layers(made, {**sites, "sum": [turned.astype(np.float32)]}, feeds).rows
+        if row.site == "sum"
+    )
+    assert row.as_integer.equal < 0.9 and row.as_integer.within
+    assert row.verdict == "fails", "float kernels add these numbers exactly, so nothing excuses them there"
+
+
+@pytest.mark.parametrize(
+    ("distance", "within"), [(0.0, True), (0.009, True), (0.02, False), (0.3, False)], ids=str
+)
+def test_only_values_on_the_border_of_two_codes_may_have_either(distance: float, within: bool) -> None:
+    expected, found = np.float32([3, 3, 7]), np.float32([4, 3, 7])
+    exact = np.float32([3.5 - distance, 3.2, 7.4])
+    agreement = Agreement(2 / 3, 1.0, 3)
+    seen = evidence(kernel="QLinearConv", found={"float": Agreement(1, 0, 3), "integer": agreement})
+    off, allowed = measure(seen, "integer", expected, found, exact, np.array(1.0), 1.0)
+    assert off == pytest.approx(distance, abs=1e-6) and allowed == pytest.approx(0.01)
+    assert replace(agreement, off=off, allowed=allowed).within is within
+
+
+def test_two_steps_apart_is_never_within() -> None:
+    seen = evidence(ops=frozenset({"Conv"}), format="uint16")
+    exact = np.float32([60_001.0])
+    off, allowed = measure(
+        seen, "float", np.float32([60_000]), np.float32([60_002]), exact, np.array(1.0), 1.0
+    )
+    assert off == 0.5 and allowed <= 0.25
+
+
+def test_a_shift_of_a_few_hundredths_of_a_step_is_not_excused() -> None:
+    """A bias that is 4 % of a step off turns 4 % of the codes, each by one step."""
+    model, g = network()
+    sites, outputs = simulate(model, g.encodings, FEEDS, BIASES)
+    made = to_qdq(model, g.encodings).model
+    bias = made.graph.initializers["conv.bias_q"]
+    assert bias.const_value is not None
+    step = float(g.encodings["relu.output[0]"].scale)
+    unit = float(np.max(g.encodings["conv.input[0]"].scale)) * np.asarray(
+        g.encodings["conv.weight"].scale, np.float64
+    )
+    shifted = bias.const_value.numpy() + np.rint(0.06 * step / unit).astype(np.int32)
+    bias.const_value = ir.Tensor(shifted.astype(np.int32), name="conv.bias_q")
+    row = next(
+        r for r in verify_layers(made, sites, FEEDS, outputs=outputs).rows if r.site == "relu.output[0]"
+    )
+    assert row.as_float.lsb <= 1.01 and 0.9 < row.as_float.equal < 0.99
+    assert row.verdict == "fails" and row.as_float.off is not None and row.as_float.off > 0.04
+
+
+def test_a_model_without_quantizers_is_compared_by_its_outputs() -> None:
+    g = Graph()
+    y = g.op("ArgMax", g.op("Relu", g.input("x", 3, 4)), name="y")
+    y.type = ir.TensorType(ir.DataType.INT64)
+    model = g.model(y)
+    made = to_qdq(model, {}).model
+    feeds = {"x": normal(3, 4)}
+    right = np.maximum(feeds["x"], 0).argmax(0)[None]
+    assert verify_layers(made, {}, feeds, outputs={"y": right}).ok
+    assert not verify_layers(made, {}, feeds, outputs={"y": right + 1}).ok
+    assert not verify_layers(made, {}, feeds).ok, "nothing was compared"
 
 
 # ---------------------------------------------------------------------------------------------- comparisons
@@ -363,7 +494,9 @@ def test_report_as_json_and_text_are_complete() -> None:
     report = verified(*network())
     document = json.loads(report.to_json())
     assert document["ok"] == report.ok and len(document["rows"]) == len(report.rows)
-    assert document["rows"][1]["as_float"] == {"equal": 1.0, "lsb": 0.0, "elements": 512}
+    assert document["rows"][1]["as_float"] == {
+        "equal": 1.0, "lsb": 0.0, "elements": 512, "off": None, "allowed": 0.0,
+    }  # fmt: skip
     assert document["outputs"][0]["as_float"] in ("inf",) or document["outputs"][0]["as_float"] > 20
     text = report.to_text(width=200)
     assert all(row.site in text for row in report.rows) and "output probabilities:" in text

@@ -416,3 +416,11 @@ def test_a_chain_of_3000_blocks_is_placed_at_linear_cost():
     assert cost(160) <= 4 * cost(40)
     sim = QuantizationSimModel(conv_chain(3000), threads=1)
     assert sum(site.role == "weight" for site in sim.quantizers.values()) == 3000
+
+
+def test_verify_takes_a_list_with_one_input_and_refuses_several_by_name(sim):
+    assert sim.verify([DATA[1]]).ok
+    with pytest.raises(
+        ModelError, match=r"this is a list of 2 inputs, and the model runs on one at a time. Remedy: give one"
+    ):
+        sim.verify(DATA[:2])

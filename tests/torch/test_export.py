@@ -37,6 +37,20 @@ class Net(nn.Module):
         return {"logits": self.fc(y.flatten(1)), "features": y}
 
 
+class Twice(nn.Module):
+    """A block that runs twice: first behind the embedding, whose grid its input then shares, and then behind itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.norm = nn.Linear(6, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for _ in range(2):
+            h = 4 * self.norm(h + self.block(h))
+        return h
+
+
 @pytest.fixture
 def data() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
@@ -153,6 +167,32 @@ def test_exporting_leaves_the_simulation_as_it_was(
     sim.export(tmp_path, "net", data[0])
     assert torch.equal(sim.model(data[0])["logits"], before)
     assert sim.model(data[0])["logits"].requires_grad
+
+
+def test_a_block_that_runs_twice_is_compared_and_calibrated_in_both_runs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 6)
+    model = Twice().eval()
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x])
+    report = sim.verify(x)
+    assert report.ok and not report.unchecked, str(report)
+    assert sum(row.ops == ("Gemm",) or "Gemm" in row.ops for row in report.rows) >= 3
+    error = (sim.model(x) - model(x)).detach().double()
+    assert 10 * torch.log10(model(x).detach().double().pow(2).sum() / error.pow(2).sum()) > 25
+    sim.export(tmp_path, "twice", x)
+    assert verify_folder(tmp_path).ok
+
+
+def test_a_simulation_without_quantizers_is_verified_by_its_outputs(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 4)
+    sim = QuantizationSimModel(nn.Sequential(nn.Flatten(), nn.ReLU()), x)
+    for site in sim.quantizers.values():
+        site.enabled = False
+    sim.compute_encodings([x])
+    assert sim.verify(x).ok
+    sim.export(tmp_path, "plain", x)
+    assert verify_folder(tmp_path).ok
 
 
 def test_verify_compares_every_layer(sim: QuantizationSimModel, data: list[Tensor], tmp_path: Path) -> None:
