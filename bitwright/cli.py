@@ -8,7 +8,7 @@ ends with ``raise typer.Exit(1)`` where its answer is no.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from bitwright.core.health import HealthReport
     from bitwright.core.rules import Rule
     from bitwright.core.spec import QuantSpec
+    from bitwright.export.sites_file import SavedSite
     from bitwright.onnx.data import Pictures
 
 NO, USER_ERROR = 1, 2
@@ -208,9 +209,13 @@ def show(
     """
     out = console()
     if path.is_dir():
-        stem, sites = _read_sites(path, prefix)
-        out.print(table(f"Sites of {stem}", _SITE_HEAD, _site_rows(sites, match)))
-        floats = [(name, why) for name, why in sites["float"].items() if _like(name, match)]
+        from bitwright.export.samples import find_export
+        from bitwright.export.sites_file import read_sites
+
+        stem = find_export(path, prefix)
+        saved = read_sites(path / f"{stem}_sites.json")
+        out.print(table(f"Sites of {stem}", _SITE_HEAD, _site_rows(saved.sites, match)))
+        floats = [(name, why) for name, why in saved.floats.items() if _like(name, match)]
         if floats:
             out.print(table("In float", ("value", "reason"), floats))
         return
@@ -507,33 +512,14 @@ _SITE_HEAD = ("site", "role", "state", *_ENCODING_HEAD)
 _FILE_HEAD = ("name", "kind", *_ENCODING_HEAD)
 
 
-def _read_sites(folder: Path, prefix: str | None) -> tuple[str, dict[str, Any]]:
-    """The stem of the export in ``folder`` and what its ``*_sites.json`` holds."""
-    import json
-
-    from bitwright.export.samples import find_export
-
-    stem = find_export(folder, prefix)
-    path = folder / f"{stem}_sites.json"
-    try:
-        sites: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ExportError(str(path), f"it cannot be read: {error}", "export the model again") from error
-    return stem, sites
-
-
-def _site_rows(document: dict[str, Any], match: str) -> Iterator[tuple[str, ...]]:
-    from bitwright.core.serialize import encoding_from_json
-
-    for name, site in document["sites"].items():
+def _site_rows(sites: Mapping[str, SavedSite], match: str) -> Iterator[tuple[str, ...]]:
+    for name, site in sites.items():
         if not _like(name, match):
             continue
-        if site["encoding"] is not None:
-            cells = _cells(encoding_from_json(site["encoding"]))
-        else:
-            cells = (site["spec"]["format"], "", "", "", "")
-        calibrated = "quantized" if site["encoding"] is not None else "no encoding"
-        yield name, site["role"], calibrated if site["enabled"] else "float", *cells
+        empty = (site.spec.format.name, "", "", "", "")
+        state = "quantized" if site.encoding is not None else "no encoding"
+        cells = empty if site.encoding is None else _cells(site.encoding)
+        yield name, site.role, state if site.enabled else "float", *cells
 
 
 def _cells(encoding: Encoding) -> tuple[str, ...]:

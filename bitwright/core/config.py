@@ -15,8 +15,6 @@ Every key is checked, and an unknown one is answered with what it may have been.
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from bitwright.core.aimet_config import (
     read_aimet_config,
     shipped_config,
 )
+from bitwright.core.documents import read_document
 from bitwright.core.formats import parse_format
 from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerGate, PerTensor
 from bitwright.core.patterns import DEFAULT_SUPERGROUPS, MASKED_SOFTMAX, MATMUL_ADD, Pattern
@@ -110,54 +109,13 @@ def read_file(path: Path, keys: tuple[str, ...]) -> Mapping[str, Any]:
     Raises:
         ConfigError: the file is missing, cannot be parsed (with the line), or holds no mapping.
     """
-    parse = {".json": _parse_json, ".yaml": _parse_yaml, ".yml": _parse_yaml, ".toml": _parse_toml}
-    if path.suffix.lower() not in parse:
-        raise ConfigError(str(path), f"{path.suffix!r} is no known kind of file", f"use {', '.join(parse)}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(str(path), f"the file cannot be read: {reason}", "check the path") from error
-    data = parse[path.suffix.lower()](text, path)
+    data = read_document(path, ConfigError)
     if not isinstance(data, Mapping):
         problem = f"it holds a {type(data).__name__}, not keys and values"
         raise ConfigError(
             str(path), problem, f"write {', '.join(keys)} as {'keys' if len(keys) > 1 else 'key'}"
         )
     return data
-
-
-def _parse_json(text: str, path: Path) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _syntax(path, error.lineno, error.msg, "JSON") from error
-
-
-def _parse_yaml(text: str, path: Path) -> Any:
-    import yaml  # only who writes YAML pays for it
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None) or str(error)
-        hint = "YAML, and quote names that start with *"
-        raise _syntax(path, mark.line + 1 if mark else 1, problem, hint) from error
-
-
-def _parse_toml(text: str, path: Path) -> Any:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        problem, _, place = str(error).partition(" (at ")
-        digits = place.removeprefix("line ").partition(",")[0]
-        line = int(digits) if digits.isdigit() else text.count("\n") + 1
-        raise _syntax(path, line, problem, "TOML") from error
-
-
-def _syntax(path: Path, line: int, problem: str, language: str) -> ConfigError:
-    return ConfigError(f"{path}, line {line}", problem, f"write this line as {language}")
 
 
 # ---- our form

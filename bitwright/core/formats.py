@@ -110,14 +110,14 @@ def parse_format(text: str | Format) -> Format:
     if isinstance(text, (IntFormat, FloatFormat)):
         return text
     key = str(text).strip().lower()
-    if match := re.fullmatch(r"(u?)int(\d+)(n?)", key):
+    if match := re.fullmatch(r"(u?)int([0-9]{1,3})(n?)", key):
         return IntFormat(int(match[2]), signed=not match[1], narrow=bool(match[3]))
     key = _ALIASES.get(key, key)
     if key in FLOAT_FORMATS:
         return FLOAT_FORMATS[key]
     known = [*FLOAT_FORMATS, *_ALIASES, "int4", "int8", "int16", "uint4", "uint8", "uint16"]
     raise FormatError(
-        site=f"format {text!r}",
+        site=f"format {text!r:.100}",
         problem=f"there is no number format of this name{close_matches(key, known)}",
         remedy=f"use int2 to int32, uint2 to uint32, or one of {', '.join(FLOAT_FORMATS)}",
     )

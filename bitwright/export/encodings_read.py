@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain, islice
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.documents import read_document
 from bitwright.core.encoding import Encoding
 from bitwright.core.formats import (
     FLOAT16,
@@ -100,41 +99,19 @@ def _load(source: AnyPath | Mapping[str, Any], max_bytes: int) -> tuple[str, dic
     if isinstance(source, Mapping):
         return "encodings", dict(source)
     site = os.fspath(source)
-    try:
-        size = os.stat(source).st_size
-        if size > max_bytes:
-            raise EncodingsError(
-                site,
-                f"it has {size} bytes, more than {max_bytes}",
-                "pass a larger max_bytes if you trust the file",
-            )
-        text = Path(source).read_bytes()
-    except OSError as error:
-        raise file_error(source, error) from error
     remedy = "use the .encodings file of an export; this may be another kind of file, or a damaged one"
-    try:
-        document = json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique_keys)
-    except RecursionError as error:
-        raise EncodingsError(site, "it is nested too deeply for an encodings file", remedy) from error
-    except EncodingsError as error:
-        raise EncodingsError(site, error.problem, error.remedy) from error
-    except ValueError as error:  # not JSON, not UTF-8, or a number with thousands of digits
-        raise EncodingsError(site, f"it is not JSON ({error})", remedy) from error
+    document = read_document(
+        source,
+        EncodingsError,
+        remedy=remedy,
+        max_bytes=max_bytes,
+        larger="pass a larger max_bytes if you trust the file",
+        kind=".json",
+        unreadable=file_error,
+    )
     if not isinstance(document, dict):
         raise EncodingsError(site, f"it holds {_what(document)}, not an object with a version", remedy)
     return site, document
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of the file; a repeated key would silently lose an entry."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for i, key in enumerate(keys) if keys.index(key) < i)
-        raise EncodingsError(
-            "encodings", f"the key {twice!r} occurs twice in one object", "remove one of them"
-        )
-    return found
 
 
 def _version(site: str, document: Mapping[str, Any]) -> Version:

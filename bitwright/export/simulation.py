@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,9 +21,9 @@ from bitwright.core.sites import Site, SiteMap
 from bitwright.core.spec import QuantSpec
 from bitwright.core.state import all_or_nothing
 from bitwright.errors import EncodingsError
-from bitwright.export.atomic import file_error
 from bitwright.export.encodings import NamedEncoding, names_error, read_encodings, write_encodings
 from bitwright.export.gate_order import GATED, from_onnx_order, gate_order
+from bitwright.export.sites_file import read_sites
 
 logger = logging.getLogger("bitwright")
 
@@ -191,20 +190,10 @@ def _exported_names(source: str | Path | dict[str, Any]) -> dict[str, list[str]]
     if not path.is_file():
         return {}
     first: dict[str, Any] = {}
-    found: dict[str, list[str]] = {}
-    try:
-        for name, site in json.loads(path.read_bytes())["sites"].items():
-            tensors, encoding = site["tensors"], site["encoding"]
-            found[name] = [tensor for tensor in tensors if first.setdefault(tensor, encoding) == encoding]
-    except OSError as error:
-        raise file_error(path, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise EncodingsError(
-            str(path),
-            "it does not list the sites of an export with their tensors",
-            "export the model again; without this file the encodings are taken by the names of the model alone",
-        ) from error
-    return found
+    return {
+        name: [tensor for tensor in site.tensors if first.setdefault(tensor, site.encoding) == site.encoding]
+        for name, site in read_sites(path).sites.items()
+    }
 
 
 def _by_tensor(

@@ -496,7 +496,7 @@ def file_failure(tmp_path, content, **options):
         pytest.param(b"\x80\x04\x95", "it is not JSON ('utf-8' codec can't decode byte 0x80", id="binary"),
         pytest.param("9" * 5000, "it is not JSON (Exceeds the limit", id="number-of-5000-digits"),
         pytest.param("[1]", "it holds a list, not an object with a version", id="list"),
-        pytest.param("[" * 100_000, "it is nested too deeply for an encodings file", id="nested"),
+        pytest.param("[" * 100_000, "it is nested too deeply, beyond 64 lists and mappings", id="nested"),
         pytest.param('{"a": 1, "a": 2}', "the key 'a' occurs twice in one object", id="repeated-key"),
     ],
 )

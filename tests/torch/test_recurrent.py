@@ -471,7 +471,9 @@ def test_exported_encodings_need_the_sites_beside_them(tmp_path: Path) -> None:
     ):
         again.load_encodings(exported.encodings)
     exported.sites.write_text('{"sites": {"rnn": []}}')
-    with pytest.raises(EncodingsError, match="m_sites.json: it does not list the sites of an export"):
+    with pytest.raises(
+        EncodingsError, match="m_sites.json: its version is None, not 1. Remedy: export the model again"
+    ):
         again.load_encodings(exported.encodings)
     exported.sites.unlink()
     with pytest.raises(EncodingsError, match="names of the model are missing.*'rnn.l0.forward.W'"):

@@ -1,0 +1,300 @@
+"""Documents from outside: JSON, YAML and TOML of bounded size and depth, read into plain values.
+
+Every reader of such a file goes through here, so that a damaged or hostile one ends in one short error that names it.
+The limits are far above what a person or this toolkit writes:
+
+==============  ================================================================================================
+size            :data:`MAX_BYTES`, or what the caller allows; checked before the file is read
+depth           :data:`MAX_DEPTH` lists and mappings inside each other
+YAML aliases    what they stand for, written out, is no longer than :data:`MAX_BYTES`
+YAML tags       refused: a document holds plain values
+keys            unique in their mapping; of two equal ones, the first would be lost without a word
+whole numbers   64 bits
+text            encodable: no lone surrogates (``"\\ud800"``)
+==============  ================================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bitwright.errors import BitwrightError
+
+MAX_BYTES = 4 << 20
+MAX_DEPTH = 64
+_MAX_TOML_LINE = 8 << 10  # the parser's time grows with the square of the parts of a dotted key
+_LARGEST = 1 << 64
+_LARGER = "check that it is the file you mean; files of this kind are smaller"
+_TOO_DEEP = f"it is nested too deeply, beyond {MAX_DEPTH} lists and mappings inside each other"
+_QUOTE = ", and quote names that start with *"
+
+AnyPath = str | os.PathLike[str]
+ErrorType = type[BitwrightError]
+Unreadable = Callable[[AnyPath, OSError], BitwrightError]
+
+
+def read_bytes(
+    path: AnyPath,
+    max_bytes: int,
+    error: ErrorType,
+    *,
+    larger: str = _LARGER,
+    unreadable: Unreadable | None = None,
+) -> bytes:
+    """The content of a regular file of at most ``max_bytes`` bytes.
+
+    Args:
+        path: of the file.
+        max_bytes: refuse a larger file.
+        error: what to raise.
+        larger: remedy for a file that is too large.
+        unreadable: makes the error about a file that the operating system refuses; by default one of class ``error``.
+
+    Raises:
+        error: it is missing, no regular file, too large or cannot be read; names the file.
+    """
+    site = os.fspath(path)
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise error(site, "it is no regular file", "name a file")
+            content = file.read(max_bytes + 1)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as reason:
+        if unreadable is not None:
+            raise unreadable(path, reason) from reason
+        problem = f"the file cannot be read: {reason.strerror or reason}"
+        raise error(site, problem, "check the path") from reason
+    except ValueError as reason:
+        raise error(site, f"no file has such a name: {reason}", "check the path") from reason
+    if len(content) > max_bytes:
+        problem = f"it has {max(size, len(content))} bytes, more than {max_bytes}"
+        raise error(site, problem, larger)
+    return content
+
+
+def _without_waiting(name: str, flags: int) -> int:
+    """Open for reading; a pipe without a writer does not block."""
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_document(
+    path: AnyPath,
+    error: ErrorType,
+    *,
+    remedy: str | None = None,
+    max_bytes: int = MAX_BYTES,
+    larger: str = _LARGER,
+    kind: str | None = None,
+    unreadable: Unreadable | None = None,
+) -> Any:
+    """What a ``.json``, ``.yaml``, ``.yml`` or ``.toml`` file holds: plain values within the limits of this module.
+
+    Args:
+        path: of the file.
+        error: what to raise.
+        remedy: for files that programs write; by default a person did, and is told which line to correct.
+        max_bytes, larger, unreadable: see :func:`read_bytes`.
+        kind: reads the file as one of this suffix, whatever it is called.
+
+    Raises:
+        error: the file cannot be read or parsed, or goes beyond a limit; names the file and the limit.
+    """
+    site = os.fspath(path)
+    kind = Path(path).suffix.lower() if kind is None else kind
+    if kind not in _PARSERS:
+        raise error(site, f"{kind!r} is no known kind of file", f"use {', '.join(_PARSERS)}")
+    language = {".yml": "YAML"}.get(kind, kind[1:].upper())
+    content = read_bytes(path, max_bytes, error, larger=larger, unreadable=unreadable)
+    mend = remedy or "correct the file"
+    try:
+        document = _PARSERS[kind](content.decode("utf-8-sig"))
+        _check_values(document)
+    except _LineError as reason:
+        if remedy is None:
+            line = f"write this line as {language}{reason.hint}"
+            raise error(f"{site}, line {reason.line}", reason.problem, line) from reason
+        raise error(site, f"it is not {language} ({reason.__cause__ or reason.problem})", remedy) from reason
+    except _Limit as reason:
+        raise error(site, str(reason), mend) from reason
+    except RecursionError as reason:
+        raise error(site, _TOO_DEEP, mend) from reason
+    except (ValueError, OverflowError) as reason:  # not UTF-8, or a date or number that cannot be
+        raise error(site, f"it is not {language} ({reason})", mend) from reason
+    return document
+
+
+class _Limit(ValueError):
+    """A limit of this module is passed."""
+
+
+class _LineError(Exception):
+    """A line that the language does not allow."""
+
+    def __init__(self, line: int, problem: str, hint: str = "") -> None:
+        super().__init__(problem)
+        self.line, self.problem, self.hint = line, problem, hint
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except json.JSONDecodeError as error:
+        raise _LineError(error.lineno, error.msg) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _Limit(_twice(key for key, _ in pairs))
+    return found
+
+
+def _twice(keys: Iterable[Any]) -> str:
+    seen: set[Any] = set()
+    twice = next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+    return f"the key {twice!r:.100} occurs twice in one object; remove one of them"
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml  # only who writes YAML pays for it
+
+    make: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        _check_events(yaml.parse(text, make))
+        loader = make(text)
+        try:
+            node = loader.get_single_node()
+            _check_keys(node)
+            return None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error)
+        raise _LineError(mark.line + 1 if mark else 1, problem, _QUOTE) from error
+
+
+def _check_events(events: Iterable[Any]) -> None:
+    """Refuse tags, depth, and aliases that stand for too much, before anything is built from ``events``."""
+    import yaml
+
+    sizes: dict[str, int] = {}  # anchor -> characters of what it stands for, aliases written out
+    opened: list[
+        tuple[str | None, int]
+    ] = []  # anchor and start, in ``total``, of the collections that are open
+    total = 0
+    for event in events:
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, start = opened.pop()
+            if anchor is not None:
+                sizes[anchor] = total - start
+        elif isinstance(event, yaml.NodeEvent):
+            line = event.start_mark.line + 1  # type: ignore[union-attr]
+            tag = getattr(event, "tag", None)
+            if tag is not None:
+                raise _LineError(line, f"it has the tag {tag!r:.100}; a document holds plain values", "YAML")
+            if isinstance(event, yaml.CollectionStartEvent):
+                opened.append((event.anchor, total))
+                if len(opened) > MAX_DEPTH:
+                    raise _Limit(_TOO_DEEP)
+            total += _size_of(event, sizes, line)
+            if isinstance(event, yaml.ScalarEvent) and event.anchor is not None:
+                sizes[event.anchor] = len(event.value) + 1
+        if total > MAX_BYTES:
+            raise _Limit(f"with its aliases written out it is longer than {MAX_BYTES} characters")
+
+
+def _size_of(event: Any, sizes: Mapping[str, int], line: int) -> int:
+    import yaml
+
+    if isinstance(event, yaml.AliasEvent):
+        assert event.anchor is not None
+        if event.anchor not in sizes:
+            problem = (
+                f"the alias *{event.anchor:.100} stands for nothing in front of it, or for what it is part of"
+            )
+            raise _LineError(line, problem, _QUOTE)
+        return sizes[event.anchor]
+    return 1 + len(getattr(event, "value", ""))
+
+
+def _check_keys(node: Any) -> None:
+    """Refuse a mapping with two equal keys; every node is looked at once."""
+    import yaml
+
+    waiting, seen = [] if node is None else [node], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or isinstance(node, yaml.ScalarNode):
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+            continue
+        waiting += [part for pair in node.value for part in pair]
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if len(set(keys)) < len(keys):
+            raise _LineError(node.start_mark.line + 1, _twice(keys))
+
+
+def _parse_toml(text: str) -> Any:
+    for number, line in enumerate(text.splitlines(), 1):
+        if len(line) > _MAX_TOML_LINE:
+            raise _LineError(
+                number,
+                f"it has {len(line)} characters, and at most {_MAX_TOML_LINE} are read",
+                " in several lines",
+            )
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        problem, _, place = str(error).partition(" (at ")
+        digits = place.removeprefix("line ").partition(",")[0]
+        line_number = int(digits) if digits.isdigit() else text.count("\n") + 1
+        raise _LineError(line_number, problem) from error
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    ".json": _parse_json,
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+    ".toml": _parse_toml,
+}
+
+
+def _check_values(document: Any) -> None:
+    """Refuse depth, large numbers and lone surrogates; what YAML aliases share is looked at once per depth."""
+    level: list[Any] = [[document]]
+    for _ in range(MAX_DEPTH + 1):
+        below: dict[int, Any] = {}
+        for parts in level:
+            values = parts if isinstance(parts, list) else [*parts, *parts.values()]
+            if set(map(type, values)) <= _HARMLESS:  # long lists of scales
+                continue
+            for value in values:
+                if isinstance(value, (dict, list)):
+                    below[id(value)] = value
+                else:
+                    _check_leaf(value)
+        level = list(below.values())
+        if not level:
+            return
+    raise _Limit(_TOO_DEEP)
+
+
+_HARMLESS = frozenset((float, bool, type(None)))
+
+
+def _check_leaf(value: Any) -> None:
+    if isinstance(value, str):
+        if not value.isascii():
+            value.encode()  # a lone surrogate raises UnicodeEncodeError, which is a ValueError
+    elif isinstance(value, int) and abs(value) > _LARGEST:
+        raise _Limit("a whole number does not fit into 64 bits")
