@@ -8,6 +8,7 @@ ends with ``raise typer.Exit(1)`` where its answer is no.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -47,10 +48,30 @@ class _Commands(typer.core.TyperGroup):
         """Run the command that was asked for."""
         try:
             return super().invoke(ctx)
-        except (BitwrightError, ModuleNotFoundError) as error:
-            if ctx.params.get("debug"):
+        except (BitwrightError, ModuleNotFoundError, OSError, MemoryError) as error:
+            if ctx.params.get("debug") or isinstance(
+                error, BrokenPipeError
+            ):  # the reader of a pipe had enough
                 raise
-            _fail(_missing(error) if isinstance(error, ModuleNotFoundError) else error)
+            _fail(_explained(error))
+
+
+def _explained(error: Exception) -> BitwrightError:
+    """The error that is printed for what a user can mend: input, files, memory, a package that is missing."""
+    if isinstance(error, ModuleNotFoundError):
+        return _missing(error)
+    if isinstance(error, OSError):
+        from bitwright.export.atomic import file_error
+
+        name = error.filename if isinstance(error.filename, (str, bytes)) else "a file"
+        return file_error(os.fsdecode(name), error)
+    if isinstance(error, MemoryError):
+        problem = f"there is not enough of it{f': {error}' if str(error) else ''}"
+        return ConfigError(
+            "memory", problem, "use smaller batches, fewer of them (--limit), or a larger machine"
+        )
+    assert isinstance(error, BitwrightError)
+    return error
 
 
 def _missing(error: ModuleNotFoundError) -> BitwrightError:

@@ -50,7 +50,7 @@ _LEARNED = (
     "rounding",
 )
 EXTRA: dict[str, set[str]] = {
-    "core/config.py": {"yaml"},
+    "core/documents.py": {"yaml"},
     "onnx/data.py": {"PIL"},
     "onnx/program.py": {"torch"},
     "onnx/to_torch.py": {"torch"},

@@ -99,8 +99,10 @@ def parse_recipe(steps: Iterable[str | Mapping[str, Any] | Step], source: str = 
     >>> [str(step) for step in parse_recipe(["fold", {"adaround": {"iterations": 2000}}])]
     ['fold()', 'adaround(iterations=2000)']
     """
-    if isinstance(steps, (str, Mapping)):
-        raise ConfigError(source, f"a recipe is a list of steps, not {steps!r}", f"write [{steps!r}]")
+    if isinstance(steps, (str, Mapping)) or not isinstance(steps, Iterable):
+        raise ConfigError(
+            source, f"a recipe is a list of steps, not {steps!r:.300}", f"write [{steps!r:.300}]"
+        )
     parsed = tuple(_parse_step(item, source) for item in steps)
     _check_order(parsed, source)
     return parsed
@@ -117,7 +119,7 @@ def load_recipe(path: str | Path) -> tuple[Step, ...]:
     if unknown is not None or "recipe" not in data:
         problem = "it has no recipe" if unknown is None else f"unknown key {unknown!r}"
         raise ConfigError(str(path), problem, "write a list of steps under the key recipe")
-    return parse_recipe(data["recipe"] or (), str(path))
+    return parse_recipe(() if data["recipe"] is None else data["recipe"], str(path))
 
 
 def _parse_step(item: str | Mapping[str, Any] | Step, source: str) -> Step:
@@ -125,13 +127,18 @@ def _parse_step(item: str | Mapping[str, Any] | Step, source: str) -> Step:
         item = Step(item)
     if isinstance(item, Mapping):
         if len(item) != 1:
-            raise ConfigError(source, f"{dict(item)!r} is not one step", "write {step: {option: value}}")
+            raise ConfigError(source, f"{dict(item)!r:.300} is not one step", "write {step: {option: value}}")
         ((name, options),) = item.items()
         if options is not None and not isinstance(options, Mapping):
             raise ConfigError(
-                source, f"the options of {name!r} are {options!r}", f"write {{{name}: {{option: value}}}}"
+                source,
+                f"the options of {name!r:.100} are {options!r:.100}",
+                f"write {{{name}: {{option: value}}}}",
             )
-        item = Step(str(name), dict(options or {}))
+        item = Step(str(name), {str(key): value for key, value in (options or {}).items()})
+    if not isinstance(item, Step):
+        problem = f"{item!r:.100} is a {type(item).__name__}, not one step"
+        raise ConfigError(source, problem, "write step or {step: {option: value}}")
     if item.name not in KINDS:
         raise ConfigError(
             source,

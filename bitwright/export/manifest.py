@@ -12,21 +12,25 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, TypeVar
 
 import numpy as np
 
 from bitwright import __version__
 from bitwright.core.arrays import to_numpy
+from bitwright.core.documents import read_document
 from bitwright.errors import ConfigError, ExportError
 from bitwright.export.atomic import AnyPath, atomic_write, file_error
 
 VERSION = 1
+_KINDS: dict[str, type] = {"files": list, "settings": dict, "seeds": dict, "notes": list, "versions": dict}
 _PACKAGES = ("numpy", "torch", "onnx", "onnx-ir", "onnxruntime", "onnxscript", "ml_dtypes", "safetensors")
 _CHUNK = 1 << 20
+_MAX_BYTES = 64 << 20  # of a manifest: notes about thousands of sites are in it
 Batch = TypeVar("Batch")
 
 
@@ -143,17 +147,17 @@ def read_manifest(path: AnyPath, *, check: bool = False) -> Manifest:
     Raises:
         ExportError: it is missing or no manifest; with ``check``, also when a file is missing or has changed.
     """
-    site = os.fspath(path)
+    site, remedy = os.fspath(path), "export again, or name the manifest that the export wrote"
+    document = read_document(
+        path, ExportError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json", unreadable=file_error
+    )
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
         manifest = _from_json(document)
-    except OSError as error:
-        raise file_error(path, error) from error
     except (ValueError, TypeError, KeyError) as error:
         problem = f"it is no manifest of version {VERSION}: {error}"
-        raise ExportError(
-            site, problem, "export again, or name the manifest that the export wrote"
-        ) from error
+        raise ExportError(site, problem, remedy) from error
+    if check and not manifest.files:
+        raise ExportError(site, "it lists no file, so that nothing can be checked", remedy)
     if check and (problems := manifest.problems(Path(path).parent)):
         remedy = "export again, or restore the files; a manifest holds only for the files it was written with"
         raise ExportError(site, "; ".join(problems), remedy)
@@ -279,5 +283,24 @@ def _from_json(document: Any) -> Manifest:
     known = {f.name for f in fields(Manifest)}
     if unknown := sorted(document.keys() - known):
         raise ValueError(f"unknown keys {unknown}")
-    entries = tuple(FileEntry(**entry) for entry in document["files"])
-    return Manifest(**{**document, "files": entries, "notes": tuple(document.get("notes", ()))})
+    wrong = [key for key, kind in _KINDS.items() if not isinstance(document.get(key, kind()), kind)]
+    if wrong or not isinstance(document.get("data"), str | None):
+        raise ValueError(f"the value of {(wrong or ['data'])[0]!r} is of another kind")
+    entries = tuple(_file_entry(entry) for entry in document["files"])
+    if len({entry.name for entry in entries}) < len(entries):
+        raise ValueError("it lists a file twice")
+    return Manifest(**{**document, "files": entries, "notes": tuple(map(str, document.get("notes", ())))})
+
+
+def _file_entry(entry: Any) -> FileEntry:
+    """An entry of a file inside the folder of the manifest; no path leads out of it."""
+    name, digest, size = (entry[key] for key in ("name", "sha256", "size"))
+    if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
+        raise ValueError(f"{name!r:.200} is no name of a file")
+    if PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"the file {name!r:.200} lies outside of its folder")
+    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ValueError(f"{name!r:.200} has no sha256")
+    if type(size) is not int or size < 0:
+        raise ValueError(f"{name!r:.200} has no size")
+    return FileEntry(name, digest, size)

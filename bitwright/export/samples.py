@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.array_files import read_archive
 from bitwright.errors import ExportError, close_matches
 from bitwright.export.manifest import read_manifest
 from bitwright.export.verify import VerifyReport, verify_layers
@@ -53,20 +54,16 @@ def read_samples(
     sites: dict[str, list[Array]] = {}
     inputs: dict[str, Array] = {}
     outputs: dict[str, Array] = {}
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            for key in file.files:
-                kind, _, name = key.partition("/")
-                if kind == "site":
-                    sites.setdefault(name.partition("/")[2], []).append(file[key])
-                else:
-                    {"input": inputs, "output": outputs}[kind][name] = file[key]
-    except (OSError, ValueError, KeyError) as error:
-        raise ExportError(
-            os.fspath(path),
-            f"it cannot be read as samples of a simulation: {error}",
-            "export the model again with samples=True",
-        ) from error
+    remedy = "export the model again with samples=True"
+    for key, array in read_archive(path, ExportError, remedy).items():
+        kind, _, name = key.partition("/")
+        if kind == "site":
+            sites.setdefault(name.partition("/")[2], []).append(array)
+        elif kind in ("input", "output"):
+            {"input": inputs, "output": outputs}[kind][name] = array
+        else:
+            problem = f"it holds {key!r:.100}, which is no sample of a simulation"
+            raise ExportError(os.fspath(path), problem, remedy)
     return sites, inputs, outputs
 
 
@@ -107,6 +104,19 @@ def verify_folder(folder: str | os.PathLike[str], prefix: str | None = None) -> 
         ExportError: see :func:`find_export`; a file that changed since, or no samples.
     """
     path, stem = Path(folder), find_export(folder, prefix)
-    read_manifest(path / f"{stem}_manifest.json", check=True)
+    manifest = read_manifest(path / f"{stem}_manifest.json", check=True)
+    listed = {entry.name for entry in manifest.files}
+    if f"{stem}.onnx" not in listed:
+        raise ExportError(
+            str(path / f"{stem}_manifest.json"),
+            f"it does not list {stem}.onnx, so that nothing says which model was exported",
+            "export again; only files that the manifest lists can be verified",
+        )
+    if f"{stem}_samples.npz" not in listed:
+        raise ExportError(
+            str(path),
+            f"the export has no samples, {stem}_samples.npz, to compare the model with",
+            "export the model again with samples=True, on a smaller example where a note says that they were too large",
+        )
     sites, inputs, outputs = read_samples(path / f"{stem}_samples.npz")
     return verify_layers(path / f"{stem}.onnx", sites, inputs, outputs=outputs)

@@ -7,6 +7,7 @@ enough; a tuple or list gives the inputs in the order of the model.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.core.array_files import read_archive, read_array
 from bitwright.core.entry_points import load_entry_point
 from bitwright.errors import CalibrationError, ConfigError, ModelError, close_matches
 
@@ -24,6 +26,8 @@ logger = logging.getLogger("bitwright")
 Array = NDArray[Any]
 Feeds = dict[str, Array]
 _PICTURES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"))
+_NAMELESS = "arr_0"  # what np.savez calls the first array that it is given without a name
+_MOST_RANDOM = 1 << 28
 _FREE_AXIS = 1  # length of an axis that the model leaves open, in random data
 
 
@@ -58,7 +62,11 @@ def input_specs(model: ir.Model) -> tuple[InputSpec, ...]:
             continue
         known = value.dtype is not None and value.dtype not in (ir.DataType.STRING, ir.DataType.BFLOAT16)
         dtype = np.dtype(value.dtype.numpy()).name if known and value.dtype is not None else None
-        axes = None if value.shape is None else tuple(n if isinstance(n, int) else None for n in value.shape)
+        axes = (
+            None
+            if value.shape is None
+            else tuple(n if isinstance(n, int) and n >= 0 else None for n in value.shape)
+        )
         specs.append(InputSpec(str(value.name), dtype, axes))
     return tuple(specs)
 
@@ -80,7 +88,7 @@ def as_feeds(given: Any, specs: Sequence[InputSpec], where: str = "feeds") -> Fe
         if name not in known:
             raise ModelError(
                 where,
-                f"the model has no input {name!r}{close_matches(name, known)}",
+                f"the model has no input {name!r:.100}{close_matches(str(name), known)}",
                 f"its inputs are {', '.join(map(str, specs))}",
             )
     missing = [spec for spec in specs if spec.name not in feeds]
@@ -109,10 +117,18 @@ def _named(given: Any, specs: Sequence[InputSpec], where: str) -> dict[str, Any]
 
 
 def _fitting(value: Any, spec: InputSpec, where: str) -> Array:
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+        plain = array if hasattr(value, "dtype") or spec.dtype is None else array.astype(spec.dtype)
+    except (ValueError, TypeError, OverflowError) as error:  # rows of different lengths, texts, objects
+        raise ModelError(
+            where,
+            f"what the input {spec} was given is no array: {error}",
+            "give an array or regular lists of numbers",
+        ) from error
     if spec.dtype is not None and array.dtype.name != spec.dtype:
         if not hasattr(value, "dtype"):  # plain numbers have no type of their own
-            return _shaped(array.astype(spec.dtype), spec, where)
+            return _shaped(plain, spec, where)
         raise ModelError(
             where,
             f"the input {spec} was given {array.dtype.name} values",
@@ -169,6 +185,14 @@ class Pictures:
                     f"{value!r} is not one of them{close_matches(value, known)}",
                     f"use {', '.join(known)}",
                 )
+        colours = 1 if self.colours == "L" else 3
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, colours) or not np.isfinite(values).all():
+                raise ConfigError(
+                    name,
+                    f"{values} is not one finite number or {colours}",
+                    "give one number, or one per colour",
+                )
         if not all(self.std):
             raise ConfigError(
                 "std", "it holds a zero, and pixels are divided by it", "use 1 to leave a colour as it is"
@@ -204,6 +228,8 @@ def load_data(
     """
     text = str(source)
     path = Path(source)
+    if batch_size < 1:
+        raise ConfigError("batch_size", f"it is {batch_size}", "use 1 or more")
     if path.is_dir():
         yield from _from_folder(path, specs, batch_size, pictures or Pictures())
     elif path.is_file() and path.suffix == ".npz":
@@ -221,13 +247,9 @@ def load_data(
 
 
 def _from_archive(path: Path, specs: Sequence[InputSpec], batch_size: int) -> Iterator[Feeds]:
-    with np.load(path, allow_pickle=False) as file:
-        names = list(file.files)
-        if len(specs) == 1 and len(names) == 1:
-            names = [specs[0].name]
-            arrays = {names[0]: file[file.files[0]]}
-        else:
-            arrays = {name: file[name] for name in names}
+    arrays = _read_archive(path)
+    if len(specs) == 1 and list(arrays) == [_NAMELESS]:
+        arrays = {specs[0].name: arrays[_NAMELESS]}
     wanted = {spec.name for spec in specs}
     extra = [name for name in arrays if name not in wanted]
     if extra and wanted <= arrays.keys():
@@ -255,7 +277,7 @@ def as_names(arrays: Mapping[str, Array], specs: Sequence[InputSpec], where: str
         if name not in known:
             raise ModelError(
                 where,
-                f"it holds {name!r}, which is no input of the model{close_matches(name, known)}",
+                f"it holds {name!r:.100}, which is no input of the model{close_matches(name, known)}",
                 f"name the arrays {', '.join(known)}",
             )
     for spec in specs:
@@ -275,13 +297,16 @@ def _cut(
     fixed = [s.shape[0] for s in specs if s.shape and s.shape[0] is not None]
     size = fixed[0] if fixed else batch_size
     total = min((len(a) for a in arrays.values() if a.ndim), default=0)
-    if not total:
-        raise CalibrationError(where, "it holds no sample", "give a file with at least one sample")
+    if not total or size < 1:
+        what = "it holds no sample" if size else "the model takes batches of no sample"
+        raise CalibrationError(
+            where, what, "give a file with at least one sample, and a model that takes one"
+        )
     for first in range(0, total, size):
-        part = {name: array[first : first + size] for name, array in arrays.items()}
-        if fixed and min(map(len, part.values())) < size:
+        if fixed and first + size > total:
             logger.info("%s: the last %d samples do not fill a batch of %d", where, total - first, size)
             break
+        part = {name: array[first : first + size] if array.ndim else array for name, array in arrays.items()}
         yield as_feeds(part, specs, f"{where}, samples {first} to {min(first + size, total) - 1}")
 
 
@@ -295,8 +320,7 @@ def _from_folder(
         return
     archives = [p for p in entries if p.suffix == ".npz"]
     for archive in archives:
-        with np.load(archive, allow_pickle=False) as file:
-            yield as_feeds({name: file[name] for name in file.files}, specs, str(archive))
+        yield as_feeds(_read_archive(archive), specs, str(archive))
     if archives:
         return
     spec = _one(specs, path)
@@ -342,13 +366,11 @@ def _arrays(path: Path, spec: InputSpec, pictures: Pictures) -> Iterator[Array]:
 
 
 def _load(path: Path) -> Array:
-    try:
-        array: Array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise CalibrationError(
-            str(path), f"it cannot be read as an array: {error}", "write it with np.save"
-        ) from error
-    return array
+    return read_array(path, CalibrationError)
+
+
+def _read_archive(path: Path) -> dict[str, Array]:
+    return read_archive(path, CalibrationError, "write it with np.savez, arrays named after the inputs")
 
 
 def _with_batch(array: Array, spec: InputSpec) -> Array:
@@ -368,6 +390,13 @@ def _batches(
             yield from _cut({name: array}, specs, max(size, len(array)) if array.ndim else size, f"file {i}")
             continue
         waiting.append(array)
+        if (array.shape, array.dtype) != (waiting[0].shape, waiting[0].dtype):
+            raise ModelError(
+                f"file {i}",
+                f"it holds {array.dtype} of shape {array.shape}, and the first of its batch {waiting[0].dtype} of shape "
+                f"{waiting[0].shape}",
+                "store samples of one type and shape, or use a batch size of 1",
+            )
         if len(waiting) == size:
             yield as_feeds({name: np.stack(waiting)}, specs, f"files {first} to {i}")
             waiting, first = [], i + 1
@@ -383,11 +412,18 @@ def _picture(path: Path, spec: InputSpec, pictures: Pictures) -> Array:
     except ModuleNotFoundError as error:
         raise ConfigError(str(path), "reading pictures needs Pillow", "pip install pillow") from error
     height, width = _frame(spec, pictures)
-    with Image.open(path) as file:
-        image = file.convert("L" if pictures.colours == "L" else "RGB").resize(
-            (width, height), Image.Resampling.BILINEAR
-        )
-        pixels = np.asarray(image, np.float32)
+    try:
+        with Image.open(path) as file:
+            image = file.convert("L" if pictures.colours == "L" else "RGB").resize(
+                (width, height), Image.Resampling.BILINEAR
+            )
+            pixels = np.asarray(image, np.float32)
+    except (
+        Exception
+    ) as error:  # decoders of damaged pictures raise anything: OSError, SyntaxError, struct.error, ...
+        raise CalibrationError(
+            str(path), f"it cannot be read as a picture: {error}", "remove it, or save the picture again"
+        ) from error
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     pixels = pixels[..., ::-1] if pictures.colours == "BGR" else pixels
     mean, std = np.asarray(pictures.mean, np.float32), np.asarray(pictures.std, np.float32)
@@ -434,6 +470,9 @@ def random_array(spec: InputSpec, rng: np.random.Generator) -> Array:
             spec.name, f"no random data can be made for the input {spec}", "give data of your own"
         )
     shape = tuple(_FREE_AXIS if n is None else n for n in spec.shape)
+    if math.prod(shape) > _MOST_RANDOM:
+        problem = f"the input {spec} has more than {_MOST_RANDOM} elements, too many for random data"
+        raise ModelError(spec.name, problem, "give data of your own, or correct the shape of the input")
     if np.dtype(spec.dtype).kind == "f":
         return rng.standard_normal(shape).astype(spec.dtype)
     return rng.integers(0, 2, shape).astype(spec.dtype)

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
-from google.protobuf.message import DecodeError
 from onnx_ir.passes.common import (
     InlinePass,
     LiftConstantsToInitializersPass,
@@ -34,6 +33,7 @@ from onnx_ir.passes.common import (
 from bitwright.errors import ModelError
 from bitwright.export.markers import DOMAIN as MARKER_DOMAIN
 from bitwright.onnx.recurrent import split_directions
+from bitwright.onnx.untrusted import check_external_data, check_tensors, graph_protos, read_proto
 
 Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
@@ -91,7 +91,7 @@ def load_model(model: Source) -> Loaded:
     copy = _read(path) if path is not None else _private(model)
     site = str(path) if path is not None else copy.graph.name or "model"
     opset = _check_opset(copy, site)
-    _check_external_data(copy)
+    check_external_data(copy, path)
     _check_interface(copy, site)
     notes: list[str] = []
     inputs = tuple(str(value.name) for value in copy.graph.inputs)
@@ -120,14 +120,7 @@ def _read(path: Path) -> ir.Model:
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "does not exist"
         raise ModelError(str(path), f"the model file {problem}", "pass the path of an .onnx file")
-    try:
-        proto = onnx.load(path, load_external_data=False)
-    except (DecodeError, ValueError, UnicodeDecodeError) as error:
-        raise ModelError(
-            str(path),
-            f"it is not an ONNX model, or it was cut off: {error}",
-            "export or download the file again; onnx.checker.check_model(path) shows whether it is whole",
-        ) from error
+    proto = read_proto(path)
     if not proto.ir_version or not (proto.graph.node or proto.graph.output):
         raise ModelError(
             str(path),
@@ -138,6 +131,7 @@ def _read(path: Path) -> ir.Model:
 
 
 def _deserialize(proto: onnx.ModelProto, site: str, folder: Path | None) -> ir.Model:
+    check_tensors(proto)
     try:
         model = ir.from_proto(proto)
     except (ir.serde.SerdeError, ValueError, TypeError) as error:
@@ -252,31 +246,6 @@ def _check_opset(model: ir.Model, site: str) -> int:
             "export the model again with opset 21, or install newer versions of onnx and onnxruntime",
         )
     return int(opset)
-
-
-def _check_external_data(model: ir.Model) -> None:
-    sizes: dict[Path, int] = {}
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            tensor = value.const_value
-            if not isinstance(tensor, ir.ExternalTensor):
-                continue
-            path = Path(tensor.path)
-            if path not in sizes:
-                sizes[path] = path.stat().st_size if path.is_file() else -1
-            if sizes[path] < 0:
-                raise ModelError(
-                    str(value.name),
-                    f"its data lies in {path.name!r}, which is not in {str(path.parent)!r}",
-                    "put the data file beside the model file; both belong together",
-                )
-            end = (tensor.offset or 0) + (tensor.nbytes if tensor.length is None else tensor.length)
-            if end > sizes[path]:
-                raise ModelError(
-                    str(value.name),
-                    f"its data ends at byte {end} of {path.name!r}, which has only {sizes[path]}",
-                    "copy the data file again, it was cut off",
-                )
 
 
 def _check_interface(model: ir.Model, site: str) -> None:
@@ -493,7 +462,8 @@ def infer_shapes(model: ir.Model) -> None:
         ) from error
     known = {
         info.name: info
-        for graph in _graph_protos(inferred.graph)
+        for graph in graph_protos((inferred.graph,))
+        if isinstance(graph, onnx.GraphProto)
         for info in (*graph.value_info, *graph.output)
     }
     for graph in model.graphs():
@@ -528,15 +498,3 @@ def _skeleton(model: ir.Model) -> onnx.ModelProto:
         for value, tensor in large.items():
             value.const_value = tensor
             graph.initializers[str(value.name)] = value
-
-
-def _graph_protos(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    waiting = [graph]
-    while waiting:
-        graph = waiting.pop()
-        yield graph
-        for node in graph.node:
-            for attribute in node.attribute:
-                if attribute.HasField("g"):
-                    waiting.append(attribute.g)
-                waiting.extend(attribute.graphs)

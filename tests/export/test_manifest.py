@@ -80,7 +80,7 @@ def test_changed_files_are_named(exported: Path, damage: Any, problem: str) -> N
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        pytest.param("{", "it is no manifest of version 1: Expecting", id="broken-json"),
+        pytest.param("{", r"it is not JSON \(Expecting", id="broken-json"),
         pytest.param("[]", "the key 'version' is missing", id="no-mapping"),
         pytest.param('{"version": 2, "files": []}', "names another one", id="version"),
         pytest.param('{"version": 1, "files": [], "file": 1}', r"unknown keys \['file'\]", id="unknown-key"),

@@ -207,3 +207,49 @@ def test_commands_answer_mistakes(model, tmp_path, arguments, problem):
 
 def test_int_dtype_is_named():
     assert str(InputSpec("i", "int64", (None, 2))) == "i (int64, ?x2)"
+
+
+def test_an_array_of_another_name_is_not_taken_for_the_input(tmp_path: Path) -> None:
+    for name in ("0", "imag", "label"):
+        np.savez(tmp_path / "d.npz", **{name: X})
+        with pytest.raises(ModelError, match=f"it holds '{name}', which is no input of the model"):
+            list(load_data(tmp_path / "d.npz", IMAGE))
+    with pytest.raises(ModelError, match=r"\(did you mean 'image'\?\)"):
+        np.savez(tmp_path / "d.npz", imag=X)
+        list(load_data(tmp_path / "d.npz", IMAGE))
+    np.savez(tmp_path / "d.npz", X)  # without a name
+    assert np.array_equal(stacked(tmp_path / "d.npz"), X)
+
+
+def test_damaged_pictures_are_named(tmp_path: Path) -> None:
+    Image = pytest.importorskip("PIL.Image")
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:-30])
+    with pytest.raises(CalibrationError, match=r"a\.png: it cannot be read as a picture: "):
+        list(load_data(tmp_path, IMAGE))
+    with pytest.raises(ConfigError, match=r"mean: \(1.0, 2.0\) is not one finite number or 3"):
+        Pictures(mean=(1.0, 2.0))
+
+
+def test_scalars_beside_samples_are_given_whole(tmp_path: Path) -> None:
+    specs = (*IMAGE, InputSpec("factor", "float32", ()))
+    np.savez(tmp_path / "d.npz", image=X[:1], factor=np.float32(2))
+    (feeds,) = load_data(tmp_path / "d.npz", specs)
+    assert feeds["factor"].shape == () and feeds["image"].shape == (1, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    "given", [[[1, 2], [3]], [["a", "b", "c", "d"]], [[None, 1, 2, 3]], [[10**400, 1, 2, 3]]],
+    ids=["ragged", "words", "nothing", "huge"],
+)  # fmt: skip
+def test_lists_that_are_no_arrays_are_named(given: Any) -> None:
+    with pytest.raises(ModelError, match="what the input ids .* was given is no array"):
+        as_feeds([given, [[1, 1, 1, 1]]], PAIR)
+
+
+def test_samples_of_different_shapes_make_no_batch(tmp_path: Path) -> None:
+    spec = (InputSpec("image", "float32", (None, None, 8, 8)),)
+    np.save(tmp_path / "0.npy", X[0])
+    np.save(tmp_path / "1.npy", X[0][:2])
+    with pytest.raises(ModelError, match=r"file 1: it holds float32 of shape \(2, 8, 8\), and the first"):
+        list(load_data(tmp_path, spec, batch_size=2))
