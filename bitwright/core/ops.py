@@ -63,6 +63,8 @@ OPS: dict[str, OpRow] = {
     "ConvTranspose": OpRow("compute", _WB, weight=1, bias=2, activations=(0,), integer=True),
     "Gemm": OpRow("compute", _WB, weight=1, bias=2, activations=(0,), integer=True),
     "MatMul": _MATMUL,
+    # rows of the first operand, each group of them by its own matrix of the second: experts
+    "GroupedMatMul": OpRow("compute", {3: "bias"}, weight=1, activations=(0, 1), integer=True),
     "Einsum": OpRow("compute", activations=(0, 1), integer=True),
     "Bilinear": OpRow("compute", {2: "weight", 3: "bias"}, weight=2, bias=3, activations=(0, 1)),
     "Embedding": OpRow("compute", {0: "weight"}, weight=0, activations=(), integer=True),
@@ -160,6 +162,7 @@ def weight_axes(
     ConvTranspose  1                             0
     Gemm           0 if ``transB`` else 1        the other
     MatMul         last (right), rank-2 (left)   the other
+    GroupedMatMul  last, for each matrix         the one before
     Embedding      0 (rows)                      1
     LSTM, GRU, RNN the one before the last       last
     ============== ============================= =============
@@ -178,6 +181,8 @@ def weight_axes(
         if rank < 2:
             return None, 0
         return (rank - 1, rank - 2) if port == 1 else (rank - 2, rank - 1)
+    if op_type == "GroupedMatMul":
+        return rank - 1, rank - 2
     if op_type in ("Embedding", "Bilinear"):
         return 0, 1
     if op_type == "PRelu":
@@ -189,6 +194,10 @@ def weight_axes(
     return None, None
 
 
+#: in a stack of matrices, the axis that the scales of each follow: columns of a product, rows of what is picked
+_STACK_CHANNELS = {"GroupedMatMul": 2, "Embedding": 1}
+
+
 def resolve_granularity(
     op_type: str, attrs: Mapping[str, Any], port: int, granularity: Granularity, shape: tuple[int, ...]
 ) -> Granularity:
@@ -196,6 +205,7 @@ def resolve_granularity(
 
     A grouped transposed convolution has its output channels spread over two axes (group, channel within the group):
     per channel then means one scale per group and per index of axis 1, which is a block of ``in / group`` along axis 0.
+    Stacked matrices do not share scales: per channel means one per matrix and column (row, where matrices are picked).
     A per-channel scale over a single element (1-D weights of PRelu with one slope) falls back to per tensor.
     """
     channel, block = weight_axes(op_type, attrs, port, len(shape))
@@ -203,6 +213,8 @@ def resolve_granularity(
         return PerBlock(shape[channel] // len(CELLS[op_type].gates), axis=channel)
     if op_type == "PRelu" and shape:  # slopes may bear axes of length 1, to broadcast against the input
         channel = max(range(len(shape)), key=shape.__getitem__)
+    if op_type in _STACK_CHANNELS and port != 2 and granularity == PerChannel() and len(shape) == 3:
+        return PerBlock(1, axis=0, channel_axis=_STACK_CHANNELS[op_type])
     group = int(attrs.get("group", 1))
     if (
         op_type == "ConvTranspose"

@@ -219,6 +219,9 @@ class _Placer:
         self.why: dict[str, str] = {}  # value -> reason for float; overruled by a site
         self.shared: dict[str, str] = {}
         self.operand_groups: dict[tuple[str, QuantSpec], str] = {}  # (value or its origin, spec) -> group
+        self.picked: dict[
+            str, str
+        ] = {}  # matrix picked from a stack of weights -> the reason for its having no site
         self.read_at: dict[str, list[str]] = {}  # float origin -> sites where it is quantized after all
         self.used: set[int] = set()
         self.idle: dict[int, tuple[str, str]] = {}  # rule -> first tensor it matched in vain, and why
@@ -259,7 +262,9 @@ class _Placer:
         for index, value in enumerate(op.outputs):
             if not self._is_float(value):
                 continue
-            if op.name in self.mask_ops or (value in self.inner and not carried):
+            if self._picks_matrices(op, row):
+                self._pick(op, index, value)
+            elif op.name in self.mask_ops or (value in self.inner and not carried):
                 self._inside(op, index, value)
             elif carried:
                 self._carry(op, row, index, value)
@@ -383,6 +388,22 @@ class _Placer:
     def _looks_up(self, op: Op, row: OpRow) -> bool:
         """Whether ``op`` picks rows of a constant table by a computed index, as an embedding does."""
         return op.type == "Gather" and bool(op.inputs) and op.inputs[0] in self.static
+
+    def _picks_matrices(self, op: Op, row: OpRow) -> bool:
+        """Whether ``op`` picks some of a stack of matrices by a computed index, as experts do."""
+        return (
+            self._looks_up(op, row)
+            and len(op.inputs) > 1
+            and op.inputs[1] is not None
+            and not op.attrs.get("axis")
+            and len(self.graph.values[op.inputs[0] or ""].shape) > 2
+        )
+
+    def _pick(self, op: Op, index: int, value: str) -> None:
+        """What is picked has the scales of its matrices, for which an activation has no grid."""
+        stack = str(op.inputs[0])
+        self.picked[value] = self.why[value] = f"matrices of {stack}, each on its own grid there"
+        self._idle(self._output_setting(op, index, value), f"{op.name}.output[{index}]", self.why[value])
 
     def _decide_output(
         self, op: Op, row: OpRow, index: int, value: str, *, default: bool, why: str = ""
@@ -560,6 +581,8 @@ class _Placer:
         """Why a float operand is left in float whatever the operator; empty if it need not be."""
         if op.type in _SHAPE_ONLY:
             return f"{op.name} reads only its shape"
+        if (origin := self.origin.get(value, value)) in self.picked:
+            return self.picked[origin]
         if not any(self._is_float(v) for v in op.outputs):
             return f"{op.name} makes no floating-point result of it"
         masked = match is not None and match.pattern.kind == "masked_softmax"

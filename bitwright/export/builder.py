@@ -279,9 +279,16 @@ def _scaled(codes: NDArray[Any], encoding: Encoding, shape: tuple[int, ...]) -> 
     axis = granularity.axis % len(shape)
     if isinstance(granularity, PerChannel):
         return Stored(codes, encoding.scale, zero_point, axis)
+    axis, size = _blocked_axis(encoding.scale.shape, shape) or (axis, granularity.size)
     # A zero point as large as the expanded scale is only worth its bytes when it says something.
     zeros = _expand(zero_point, axis, shape) if encoding.zero_point.any() else None
-    return Stored(codes, _expand(encoding.scale, axis, shape), zeros, axis, granularity.size)
+    return Stored(codes, _expand(encoding.scale, axis, shape), zeros, axis, size)
+
+
+def _blocked_axis(param: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """The one axis along which values share scales, and how many do; then nothing has to be expanded."""
+    shared = [axis for axis, (n, length) in enumerate(zip(param, shape, strict=True)) if n != length]
+    return (shared[0], shape[shared[0]] // param[shared[0]]) if len(shared) == 1 else None
 
 
 def _expand(param: NDArray[Any], axis: int, shape: tuple[int, ...]) -> NDArray[Any]:

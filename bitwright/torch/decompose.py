@@ -220,7 +220,34 @@ _ADAPTIVE: dict[int, Callable[..., Tensor]] = {
     3: F.adaptive_avg_pool3d,
 }
 
-EXPORTABLE: dict[Any, Callable[..., Any]] = {
-    F.adaptive_avg_pool1d: adaptive_avg_pool,
-    F.adaptive_avg_pool3d: adaptive_avg_pool,
+
+def grouped_mm(
+    x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """``torch._grouped_mm`` of sorted rows as one product with every matrix, of which each row keeps its own.
+
+    Args:
+        x: ``[S, K]``, rows sorted by group.
+        weight: ``[E, K, N]``; offs: ``[E]``, where the rows of each group end. Rows behind the last end become zero.
+        bias: ``[N]`` or ``None``; out_dtype: of the result, that of ``x`` by default.
+
+    Returns:
+        ``[S, N]``.
+    """
+    if offs is None or x.dim() != 2 or weight.dim() != 3:
+        out = torch.matmul(x, weight)
+    else:
+        row = torch.arange(x.size(0), device=x.device)
+        ends = offs.to(row.dtype)
+        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+        own = (row >= starts.unsqueeze(1)) & (row < ends.unsqueeze(1))
+        out = torch.where(own.unsqueeze(2), torch.matmul(x.unsqueeze(0), weight), 0.0).sum(0)
+    out = out if bias is None else out + bias
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+EXPORTABLE: dict[str, Callable[..., Any]] = {
+    "adaptive_avg_pool1d": adaptive_avg_pool,
+    "adaptive_avg_pool3d": adaptive_avg_pool,
+    "grouped_mm": grouped_mm,
 }

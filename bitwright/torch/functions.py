@@ -91,7 +91,7 @@ class Function:
                 if plain in named:
                     named[plain] = [new.get(port + i, item) for i, item in enumerate(named[plain])]
                 elif isinstance(out[at], (list, tuple)):
-                    out[at] = [new.get(port + i, item) for i, item in enumerate(out[at])]
+                    out[at] = type(out[at])(new.get(port + i, item) for i, item in enumerate(out[at]))
                 else:
                     out[at:] = [new.get(port + i, item) for i, item in enumerate(out[at:])]
                 break
@@ -190,6 +190,16 @@ def _resize_type(bound: Arguments) -> str:
     return "ResizeNearest" if str(bound.get("mode", "nearest")).startswith("nearest") else "Resize"
 
 
+def _grouped_type(bound: Arguments) -> str:
+    # rows of one matrix, each group of them by a matrix of its own; the other forms are for gradients
+    return "GroupedMatMul" if bound["input"].dim() == 2 and bound["other"].dim() == 3 else "MatMul"
+
+
+def _index_type(bound: Arguments) -> str:
+    kinds = {i.dtype == torch.bool for i in bound["*index"] if isinstance(i, torch.Tensor)}
+    return "Slice" if not kinds else "Compress" if kinds == {True} else "Gather"
+
+
 def _pool_type(bound: Arguments) -> str:
     size = bound.get("output_size")
     return "GlobalAveragePool" if size in (1, (1,), (1, 1), (1, 1, 1), [1, 1]) else "AveragePool"
@@ -222,6 +232,8 @@ _ROWS: list[tuple[str, Any, tuple[str, ...], tuple[str, ...], Any, bool]] = [
     ("addmm", "Gemm", ("input", "mat1", "mat2"), ("mat1", "mat2", "input"), None, False),
     ("matmul __matmul__ mm bmm mv dot", "MatMul", _XY, _XY, None, False),
     ("__rmatmul__", "MatMul", _XY, ("other", "input"), None, False),
+    ("_grouped_mm", _grouped_type, ("input", "other", "offs", "bias", "out_dtype"), ("input", "other", "offs", "bias"), None,
+     False),
     ("baddbmm", "MatMul", ("input", "batch1", "batch2"), ("batch1", "batch2", "input"), None, False),
     ("einsum", "Einsum", ("equation", "*operands"), ("*operands",), None, True),
     ("bilinear", "Bilinear", ("input1", "input2", "weight", "bias"), ("input1", "input2", "weight", "bias"), None, False),
@@ -315,7 +327,8 @@ _ROWS: list[tuple[str, Any, tuple[str, ...], tuple[str, ...], Any, bool]] = [
     ("transpose permute t swapaxes swapdims movedim moveaxis adjoint", "Transpose", _X, _X, None, True),
     ("squeeze squeeze_", "Squeeze", _X, _X, None, True),
     ("unsqueeze unsqueeze_", "Unsqueeze", _X, _X, None, True),
-    ("__getitem__ narrow select diagonal unfold", "Slice", _X, _X, None, True),
+    ("__getitem__", _index_type, ("input", "*index"), ("input", "*index"), None, True),
+    ("narrow select diagonal unfold", "Slice", _X, _X, None, True),
     ("chunk split tensor_split unbind split_with_sizes __iter__", "Split", _X, _X, None, True),
     ("expand expand_as broadcast_to", "Expand", _X, _X, None, True),
     ("repeat repeat_interleave tile", "Tile", _X, _X, None, True),
@@ -384,4 +397,15 @@ FUNCTIONS: dict[Any, Function] = {
         named_by="place",
     ),
 }
+#: registered operators that do what a torch function does, where libraries call them in its place
+_OPERATORS = {"transformers::grouped_mm_fallback": "grouped_mm"}
+_BY_LABEL = {row.label: row for row in FUNCTIONS.values() if row.label in _OPERATORS.values()}
 SET_ITEM = torch.Tensor.__setitem__
+
+
+def function_of(func: Any) -> Function | None:
+    """The row of what was called; ``None`` for functions that are in no table."""
+    row = FUNCTIONS.get(func)
+    if row is None and isinstance(func, torch._ops.OpOverloadPacket):
+        row = _BY_LABEL.get(_OPERATORS.get(func._qualified_op_name, ""))
+    return row

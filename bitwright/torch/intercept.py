@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from bitwright.core.ops import op_row
 from bitwright.errors import ModelError
 from bitwright.torch.decompose import DECOMPOSITIONS, Decomposition
-from bitwright.torch.functions import FUNCTIONS, Function
+from bitwright.torch.functions import FUNCTIONS, Function, function_of
 from bitwright.torch.loops import Where, line_of_code
 from bitwright.torch.trees import flatten_tensors, named_state, walk_modules
 
@@ -102,7 +102,7 @@ _MODULE_TABLES = frozenset(vars(nn.Module()))
 _PASSIVE = {
     function
     for function, row in FUNCTIONS.items()
-    if isinstance(row.type, str) and op_row(row.type).kind == "movement"
+    if row.label == "getitem" or isinstance(row.type, str) and op_row(row.type).kind == "movement"
 }
 
 
@@ -358,7 +358,7 @@ class Interceptor:
         if not self.frames:
             return func(*args, **kwargs)
         frame = self.frames[-1]
-        row = FUNCTIONS.get(func)
+        row = function_of(func)
         if row is None:
             decomposition = DECOMPOSITIONS.get(func)
             if decomposition is not None and decomposition.applies(args, kwargs):

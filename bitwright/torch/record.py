@@ -118,6 +118,9 @@ class Recorder:
         """Run a call of a known function and note it as an op."""
         bound = row.bind(args, kwargs)
         operands = [t if isinstance(t, torch.Tensor) else None for _, t in row.operands(bound)]
+        if row.label == "getitem":
+            while operands[-1] is None:
+                operands.pop()
         inputs = [None if t is None else self._value(t) for t in operands]
         attrs = row.attrs(bound) if row.attrs else {}
         # a view only reads the graph; a simulation has to measure
@@ -133,9 +136,8 @@ class Recorder:
                 "write this part without the transform: call the layer on the whole batch instead of under vmap, and "
                 "simulate the model inside a grad rather than around it",
             )
-        return self._note(
-            frame, key, row.called(kwargs), row.op_type(bound), inputs, attrs, func, args, kwargs
-        )
+        op_type = row.op_type(bound)
+        return self._note(frame, key, row.called(kwargs), op_type, inputs, attrs, func, args, kwargs)
 
     def other(
         self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -150,7 +150,7 @@ class Simulator:
         """A call that may hold quantizers."""
         plan = self.plans.get(key)
         if self.stage == "mark":
-            func = EXPORTABLE.get(func, func)
+            func = EXPORTABLE.get(row.label, func)
         if self.repairs and func is not recurrent.layer:
             func = self._mended(plan, func)
         if plan is None:
