@@ -23,6 +23,15 @@ _INT32 = IntFormat(32)
 _TINY = float(np.finfo(np.float32).tiny)
 
 
+def bias_entries(shape: tuple[int, ...]) -> int | None:
+    """How many output channels a bias of ``shape`` serves: all its axes but the last have one element; else ``None``.
+
+    >>> bias_entries((10,)), bias_entries((1, 10)), bias_entries((2, 10)), bias_entries(())
+    (10, 10, None, None)
+    """
+    return shape[-1] if shape and all(n == 1 for n in shape[:-1]) else None
+
+
 def underivable(input_encoding: Encoding, weight_encoding: Encoding, channels: int) -> str | None:
     """Why no int32 bias of ``channels`` entries follows from the two encodings, or ``None`` when one does.
 
@@ -57,7 +66,7 @@ def floor_weight_scale(
     Args:
         weight_encoding: of the weight; its scale has one entry, or one per output channel.
         input_encoding: of the operator's activation input, per tensor.
-        bias: shape ``(channels,)``, finite.
+        bias: shape ``(channels,)``, or with axes of length 1 in front of it; finite.
         site: name for error messages.
 
     Raises:
@@ -103,11 +112,11 @@ def derive_bias_encoding(
     Args:
         input_encoding: of the operator's activation input, per tensor.
         weight_encoding: of the weight, as :func:`floor_weight_scale` returns it.
-        bias: shape ``(channels,)``, finite.
+        bias: shape ``(channels,)``, or with axes of length 1 in front of it; finite.
         site: name for error messages.
 
     Returns:
-        Per tensor when the weight is, else per channel along axis 0 with ``channels`` scales.
+        Per tensor when the weight is, else per channel along the last axis with ``channels`` scales.
 
     Raises:
         EncodingsError: the encodings allow no int32 bias, or the weight scale was not floored.
@@ -128,7 +137,7 @@ def derive_bias_encoding(
     scale = np.multiply(input_encoding.scale, weight_encoding.scale, dtype=np.float32)
     if isinstance(weight_encoding.granularity, PerTensor):
         return Encoding(_INT32, scale.reshape(()), np.zeros((), np.int32), PerTensor())
-    return Encoding(_INT32, scale.reshape(-1), np.zeros(scale.size, np.int32), PerChannel(0))
+    return Encoding(_INT32, scale.reshape(-1), np.zeros(scale.size, np.int32), PerChannel(values.ndim - 1))
 
 
 def quantize_bias(bias: ArrayLike, encoding: Encoding) -> NDArray[np.int32]:
@@ -163,10 +172,10 @@ def _checked(
     input_encoding: Encoding, weight_encoding: Encoding, bias: ArrayLike, site: str
 ) -> NDArray[np.float32]:
     values = np.asarray(bias, np.float32)
-    channels = values.shape[0] if values.ndim == 1 else -1
+    channels = bias_entries(values.shape)
     reason = (
         f"its bias has shape {values.shape}, not one entry per output channel"
-        if channels < 0
+        if channels is None
         else underivable(input_encoding, weight_encoding, channels)
     )
     if reason is not None:
@@ -175,7 +184,7 @@ def _checked(
     if bad.size:
         raise RangeError(
             site,
-            f"the bias of channel {bad[0]} is {float(values[bad[0]])!r}",
+            f"the bias of channel {bad[0]} is {float(values.flat[bad[0]])!r}",
             "repair the parameter before quantizing",
         )
     return values

@@ -176,3 +176,34 @@ class PerGate(PerTensor):
 Granularity = PerTensor | PerChannel | PerBlock
 
 PER_TENSOR = PerTensor()
+
+#: smaller blocks have no kernels, and spend more on their scales than on their elements
+_SMALLEST_BLOCK = 16
+
+
+def fitted(granularity: Granularity, shape: Shape) -> tuple[Granularity, str]:
+    """``granularity`` for a tensor of ``shape`` that its blocks need not divide, and what was changed, if it was.
+
+    The largest block of at least 16 elements that halving gives and that divides takes the place of the one asked for;
+    where there is none, one scale per channel.
+
+    >>> fitted(PerBlock(64, 1, 0), (8, 160))
+    (PerBlock(size=32, axis=1, channel_axis=0), 'blocks of 32, because blocks of 64 do not divide its 160 elements')
+    >>> fitted(PerBlock(32, 1, 0), (8, 172))
+    (PerChannel(axis=0), 'per channel, because blocks of 32 do not divide its 172 elements')
+    >>> fitted(PerBlock(32, 1, 0), (8, 64))
+    (PerBlock(size=32, axis=1, channel_axis=0), '')
+    """
+    if not isinstance(granularity, PerBlock) or granularity.axis is None:
+        return granularity, ""
+    count, size = shape[granularity.axis], granularity.size
+    if count % size == 0:
+        return granularity, ""
+    why = f"because blocks of {size} do not divide its {count} elements"
+    while size % 2 == 0 and size > _SMALLEST_BLOCK:
+        size //= 2
+        if size >= _SMALLEST_BLOCK and count % size == 0:
+            return replace(granularity, size=size), f"blocks of {size}, {why}"
+    if granularity.channel_axis is None or shape[granularity.channel_axis] == 1:
+        return PerTensor(), f"per tensor, {why}"
+    return PerChannel(granularity.channel_axis), f"per channel, {why}"

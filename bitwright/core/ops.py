@@ -49,6 +49,9 @@ _INT_POINT = OpRow("pointwise", integer=True)
 _ACT = OpRow("pointwise", activations=(0,), integer=True)
 _NORM = OpRow("norm", _WB, activations=(0,))
 _REDUCE = OpRow("reduce", activations=(0,))
+#: parameters that normalisations measure: a grid of few steps on a variance is a factor on every value behind it
+STATISTICS = frozenset(("running_mean", "running_var"))
+_CHANNEL_NORMS = ("BatchNormalization", "InstanceNormalization", "GroupNormalization")
 _GATED = (1, 2)  # W and R have rows of gates, a projection has none
 _RECURRENT = OpRow(
     "compute",
@@ -165,8 +168,10 @@ def weight_axes(
     GroupedMatMul  last, for each matrix         the one before
     Embedding      0 (rows)                      1
     LSTM, GRU, RNN the one before the last       last
+    channel norms  0                             none
     ============== ============================= =============
 
+    Channel norms are batch, instance and group normalisation, with their scale and shift.
     A 1-D operand of MatMul has no output channel: ``(None, 0)``.
     """
     if op_type == "Conv":
@@ -185,7 +190,7 @@ def weight_axes(
         return rank - 1, rank - 2
     if op_type in ("Embedding", "Bilinear"):
         return 0, 1
-    if op_type == "PRelu":
+    if op_type == "PRelu" or (op_type in _CHANNEL_NORMS and rank == 1):
         return 0, None
     if (
         op_type in CELLS and rank > 1

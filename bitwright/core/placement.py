@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from bitwright.core.bias import bias_entries
 from bitwright.core.formats import FloatFormat, IntFormat, parse_format
-from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
+from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, fitted
 from bitwright.core.graph import Graph, Op, Value
-from bitwright.core.ops import OpRow, op_row, resolve_granularity
+from bitwright.core.ops import STATISTICS, OpRow, op_row, resolve_granularity, weight_axes
 from bitwright.core.patterns import Match, find_matches, folds_into
 from bitwright.core.recurrence import CELL, CELLS, RETURNS, STATE_PORTS, activation_range, is_wide
-from bitwright.core.rules import Resolver, Rules, Setting
+from bitwright.core.rules import Resolver, Rule, Rules, Setting
 from bitwright.core.spec import QuantSpec, Symmetry
 from bitwright.errors import ConfigError, close_matches
 
@@ -46,6 +47,7 @@ class SitePlan:
         follows: for an int32 bias, the sites of the input and the weight whose scales it multiplies.
         inner: for a site inside the steps of a recurrent layer, what it quantizes there
             (:mod:`bitwright.core.recurrence`); ``port`` is then no output unless the value is one.
+        note: why it is not just what was asked for, if it is not.
     """
 
     name: str
@@ -57,6 +59,7 @@ class SitePlan:
     group: str
     follows: tuple[str, str] | None = None
     inner: str | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ class Plan:
                 if site.follows
                 else site.spec.describe()
             )
+            phrase += f" ({site.note})" if site.note else ""
             where = site.name if site.name == site.group else f"{site.name} (shared with {site.group})"
             specs.setdefault(phrase, []).append(where)
         return "quantized", "; ".join(f"{spec} at {', '.join(where)}" for spec, where in specs.items())
@@ -171,6 +175,7 @@ def place(graph: Graph, rules: Rules) -> Plan:
 
 _FLOAT_OP = "{} runs in float on integer runtimes"
 _NORM = "normalisation parameters stay in float"
+_STATISTICS = "statistics of a normalisation stay in float unless a rule names them"
 _NO_ACTIVATIONS = "activations stay in float under {}"
 _NO_WEIGHTS = "weights stay in float under {}"
 _INNER = frozenset(("inner",))
@@ -194,7 +199,6 @@ _CHANNELS_FIRST = frozenset(
     )
 )
 _INT32 = QuantSpec(IntFormat(32), PerTensor(), "symmetric")
-_INT32_PER_CHANNEL = replace(_INT32, granularity=PerChannel(0))
 _MOST_INPUT_BITS, _MOST_WEIGHT_BITS = 16, 8  # what int32 accumulators are made for
 
 
@@ -606,6 +610,8 @@ class _Placer:
         spec = setting.apply(self.rules.weight if param else self.rules.activation, weight=param is not None)
         reason = self._constant_reason(op, row, port, value, param, weight)
         wanted = not reason if setting.quantized is None else setting.quantized is True
+        if wanted and param in STATISTICS and not _names(setting.decided_by, param, value):
+            wanted, reason = False, _STATISTICS
         if wanted and reason and (head := folds_into(self.graph, op)) is not None:
             wanted, reason = False, f"it can be folded into {head.name}, which leaves nothing of it"
         none = _NO_WEIGHTS if param else _NO_ACTIVATIONS
@@ -617,6 +623,11 @@ class _Placer:
         granularity = (
             resolve_granularity(typ, op.attrs, port, spec.granularity, value.shape) if param else PerTensor()
         )
+        note = ""
+        if (
+            setting.granularity is None
+        ):  # a preset is meant for layers of every width, a rule for those it names
+            granularity, note = fitted(granularity, value.shape)
         if not param and setting.granularity is not None:
             granularity = self._concrete(setting.granularity, op, value.name)
         granularity.param_shape(value.shape, site)
@@ -625,7 +636,7 @@ class _Placer:
         if len(values) > 1:
             role = "input"  # runs of this place read different constants: watch them, for a range of them all
         group = site if len(values) > 1 else self.operand_groups.setdefault((value.name, spec), site)
-        self._add(SitePlan(site, spec, role, op.name, port, value.name, group))
+        self._add(SitePlan(site, spec, role, op.name, port, value.name, group, note=note))
         self.read_at.setdefault(self.origin.get(value.name, value.name), []).append(site)
         grids[port] = site
         for other in values[1:]:
@@ -705,7 +716,7 @@ class _Placer:
             return
         weight = grids[1]
         if not isinstance(self.sites[weight].spec.granularity, PerTensor):
-            spec = _INT32_PER_CHANNEL
+            spec = replace(_INT32, granularity=PerChannel(len(value.shape) - 1))
         follows = (grids[0], weight)
         self._add(SitePlan(site, spec, "bias", op.name, port, name, site, follows))
 
@@ -737,9 +748,10 @@ class _Placer:
             return "float: its input or weight is not on an integer grid"
         if data.format.bits > _MOST_INPUT_BITS or weight.spec.format.bits > _MOST_WEIGHT_BITS:
             return "float: its input has more than 16 bits or its weight more than 8"
-        if len(bias.shape) != 1:
-            return f"float: integer kernels take a bias with one axis, and it has shape {bias.shape}"
-        if not _scales_follow_channels(op, weight.spec.granularity, self.graph.values[weight.value].shape):
+        shape = self.graph.values[weight.value].shape
+        if bias_entries(bias.shape) != _output_channels(op, shape):
+            return f"float: integer kernels add one number per output channel, and it has shape {bias.shape}"
+        if not _scales_follow_channels(op, weight.spec.granularity, shape):
             return "float: its weight has scales that do not belong to one output channel each"
         return ""
 
@@ -893,6 +905,11 @@ class _Placer:
 _PLAIN = OpRow("pointwise")
 
 
+def _names(rule: Rule | None, param: str, value: Value) -> bool:
+    """Whether a rule means this parameter and not all of a kind."""
+    return rule is not None and (rule.param == param or rule.name == (value.param or value.name))
+
+
 def _wants_grid(row: OpRow) -> bool:
     """Whether integer runtimes need this operator's operands on a grid: products, sums and joins."""
     return row.kind == "compute" or (row.integer and row.activations is None)
@@ -918,6 +935,13 @@ def _size(shape: tuple[int, ...]) -> int:
     for n in shape:
         size *= n
     return size
+
+
+def _output_channels(op: Op, shape: tuple[int, ...]) -> int:
+    """How many output channels an operator with a weight of ``shape`` has."""
+    axis, _ = weight_axes(op.type, op.attrs, 1, len(shape))
+    assert axis is not None, op.type
+    return shape[axis] * (int(op.attrs.get("group", 1)) if op.type == "ConvTranspose" else 1)
 
 
 def _scales_follow_channels(op: Op, granularity: Granularity, shape: tuple[int, ...]) -> bool:

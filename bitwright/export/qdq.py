@@ -29,7 +29,13 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.core.bias import derive_bias_encoding, floor_weight_scale, quantize_bias, underivable
+from bitwright.core.bias import (
+    bias_entries,
+    derive_bias_encoding,
+    floor_weight_scale,
+    quantize_bias,
+    underivable,
+)
 from bitwright.core.encoding import Encoding
 from bitwright.core.formats import IntFormat
 from bitwright.core.granularity import PerBlock, PerChannel, PerTensor
@@ -473,7 +479,7 @@ class _Writer:
             self._note(bias.site, "replaced bias", text)
         key, source = (bias.source, encoding), bias.source
         if key not in self.stored:
-            axis = 0 if encoding.scale.ndim else None
+            axis = bias.array.ndim - 1 if encoding.scale.ndim else None
             small = Stored(quantize_bias(bias.array, encoding), encoding.scale, None, axis)
             self.stored[key] = (small, self._parameters(small, str(source.name)))
         small, values = self.stored[key]
@@ -706,7 +712,7 @@ def _bias_problem(operator: ir.Node, given: Encoding, weight: _Weight, array: ND
     if channel is None:
         return "its weight has no output channels"
     group = int(attributes.get("group", 1)) if operator.op_type == "ConvTranspose" else 1
-    if array.shape != (weight.shape[channel] * group,):
+    if bias_entries(array.shape) != weight.shape[channel] * group:
         return f"its shape {array.shape} is not one entry per output channel"
     if operator.op_type == "Gemm" and (attributes.get("alpha", 1.0), attributes.get("beta", 1.0)) != (
         1.0,
@@ -721,7 +727,7 @@ def _bias_problem(operator: ir.Node, given: Encoding, weight: _Weight, array: ND
         here = (granularity.axis, granularity.channel_axis, granularity.size)
         if here != (summed, channel, weight.shape[summed or 0] // group):
             return "its weight has several scales per output channel"
-    return underivable(given, weight.encoding, array.shape[0])
+    return underivable(given, weight.encoding, array.size)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -152,6 +152,31 @@ def test_a_batch_norm_that_can_be_folded_has_no_quantizers():
     assert "b1.output[0]" in made.sites
 
 
+def lone_batch_norm() -> Graph:
+    b = Build()
+    x = b.op("Relu", b.input(), name="relu")
+    params = [b.param(f"bn.{name}", (8,)) for name in ("weight", "bias", "running_mean", "running_var")]
+    return b.graph(b.op("BatchNormalization", x, *params, name="bn"))
+
+
+def test_the_statistics_of_norms_are_no_parameters_like_others():
+    made = placed(config(), lone_batch_norm())
+    assert made.sites["bn.weight"].spec.granularity == PerTensor()
+    for name in ("bn.running_mean", "bn.running_var"):
+        assert made.floats[name] == "statistics of a normalisation stay in float unless a rule names them"
+    named = placed(config(params={"running_var": {"is_quantized": "True"}}), lone_batch_norm())
+    assert "bn.running_var" in named.sites and "bn.running_mean" not in named.sites
+
+
+def test_per_channel_reaches_batch_norms():
+    for changes in (
+        {"defaults__per_channel_quantization": "True"},
+        {"op_type__BatchNormalization": {"per_channel_quantization": "True"}},
+    ):
+        made = placed(config(**changes), lone_batch_norm())
+        assert made.sites["bn.weight"].spec.granularity == PerChannel(0)
+
+
 # ---- how
 
 

@@ -127,8 +127,10 @@ def test_a_bias_beyond_every_scale_is_refused() -> None:
 
 
 def test_bias_must_be_one_entry_per_channel() -> None:
-    with pytest.raises(EncodingsError, match=r"shape \(1, 2\), not one entry per output channel"):
-        derive_bias_encoding(X, weight(0.1), [[1.0, 2.0]])
+    with pytest.raises(EncodingsError, match=r"shape \(2, 1\), not one entry per output channel"):
+        derive_bias_encoding(X, weight(0.1), [[1.0], [2.0]])
+    leading = derive_bias_encoding(X, weight([0.1, 0.2]), [[1.0, 2.0]])
+    assert leading.granularity == PerChannel(1)
 
 
 def test_nan_bias_names_the_channel() -> None:

@@ -306,7 +306,7 @@ def test_per_channel_means_the_output_channels_of_the_consumer(op_type, shape, a
     [
         pytest.param("ConvTranspose", (8, 4, 3, 3), {"group": 2}, id="grouped-conv-transpose"),
         pytest.param("ConvTranspose", (8, 1, 3, 3), {"group": 8}, id="depthwise-conv-transpose"),
-        pytest.param("Gemm", (8, 4), {}, id="gemm"),
+        pytest.param("Gemm", (4, 8), {}, id="gemm"),
     ],
 )
 def test_one_scale_per_output_channel_derives_a_bias(op_type, shape, attrs):
@@ -430,7 +430,7 @@ def test_a_bias_of_another_shape_stays_in_float():
     b = Build()
     w, matrix = b.param("w", (8, 4)), b.param("m", (2, 4))
     made = plan(b.graph(b.op("Gemm", b.input(shape=(2, 8)), w, matrix, name="fc")))
-    assert made.floats["m"] == "float: integer kernels take a bias with one axis, and it has shape (2, 4)"
+    assert made.floats["m"] == "float: integer kernels add one number per output channel, and it has shape (2, 4)"
 
 
 def test_different_biases_in_different_runs_stay_in_float():
@@ -749,6 +749,41 @@ def test_per_channel_activations_take_the_channel_axis():
     made = plan(worked_example(), Rule(port="output", granularity=PerChannel()))
     assert made.sites["r1.output[0]"].spec.granularity == PerChannel(1)
     assert made.sites["fc.output[0]"].spec.granularity == PerChannel(1)
+
+
+@pytest.mark.parametrize("name", ["w4g32", "mxfp4"])
+def test_blocks_of_a_preset_give_way_where_they_do_not_divide(name):
+    b = Build()
+    x = b.linear(b.linear(b.input(shape=(1, 172)), "odd", 160, 172), "even", 48, 160)
+    graph = b.graph(b.linear(x, "half", 8, 48))
+    preset = PRESETS[name]
+    made = place(graph, default_rules(preset.weight, preset.activation))
+    assert made.sites["odd.weight"].spec.granularity == PerChannel(0)
+    assert made.sites["even.weight"].spec.granularity == PerBlock(32, 1, 0)
+    assert made.sites["half.weight"].spec.granularity == PerBlock(16, 1, 0)
+    rows = {row.name: row.how for row in made.coverage(graph)}
+    assert "(per channel, because blocks of 32 do not divide its 172 elements)" in rows["odd.weight"]
+    assert "(blocks of 16, because blocks of 32 do not divide its 48 elements)" in rows["half.weight"]
+    assert "because" not in rows["even.weight"]
+
+
+@pytest.mark.parametrize(
+    "shape, reason",
+    [
+        ((1, 4), ""),
+        ((1,), "float: integer kernels add one number per output channel, and it has shape (1,)"),
+        ((2, 4), "float: integer kernels add one number per output channel, and it has shape (2, 4)"),
+    ],
+)
+def test_a_bias_may_have_leading_axes_of_one(shape, reason):
+    b = Build()
+    x, w = b.input(shape=(2, 8)), b.param("fc.weight", (4, 8))
+    made = plan(b.graph(b.op("Gemm", x, w, b.param("fc.bias", shape), name="fc", shape=(2, 4), transB=1)))
+    if reason:
+        assert made.floats["fc.bias"] == reason
+    else:
+        assert made.sites["fc.bias"].spec.granularity == PerChannel(1)
+        assert made.sites["fc.bias"].follows == ("fc.input[0]", "fc.weight")
 
 
 def test_blocks_that_do_not_divide_name_the_weight():

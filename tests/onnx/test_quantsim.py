@@ -424,3 +424,30 @@ def test_verify_takes_a_list_with_one_input_and_refuses_several_by_name(sim):
         ModelError, match=r"this is a list of 2 inputs, and the model runs on one at a time. Remedy: give one"
     ):
         sim.verify(DATA[:2])
+
+
+def test_a_bias_with_a_leading_axis_runs_on_integers():
+    rng = np.random.default_rng(0)
+    node = onnx.helper.make_node("Gemm", ["x", "w", "b"], ["y"])
+    made = onnx.helper.make_model(
+        onnx.helper.make_graph(
+            [node],
+            "net",
+            [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [4, 8])],
+            [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [4, 10])],
+            [
+                onnx.numpy_helper.from_array(rng.normal(size=(8, 10)).astype(np.float32), "w"),
+                onnx.numpy_helper.from_array(rng.normal(size=(1, 10)).astype(np.float32), "b"),
+            ],
+        ),
+        opset_imports=[onnx.helper.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    x = rng.normal(size=(4, 8)).astype(np.float32)
+    sim = QuantizationSimModel(made, x)
+    sim.compute_encodings([x], progress=False)
+    assert "int32 from the scales of" in sim.coverage().find("b").how
+    encoding = sim.quantizers["b"].encoding
+    assert encoding is not None and encoding.scale.shape == (10,)
+    report = sim.verify()
+    assert report.ok, str(report)
