@@ -430,7 +430,10 @@ def test_a_bias_of_another_shape_stays_in_float():
     b = Build()
     w, matrix = b.param("w", (8, 4)), b.param("m", (2, 4))
     made = plan(b.graph(b.op("Gemm", b.input(shape=(2, 8)), w, matrix, name="fc")))
-    assert made.floats["m"] == "float: integer kernels add one number per output channel, and it has shape (2, 4)"
+    assert (
+        made.floats["m"]
+        == "float: integer kernels add one number per output channel, and it has shape (2, 4)"
+    )
 
 
 def test_different_biases_in_different_runs_stay_in_float():
