@@ -98,6 +98,9 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if grad.is_sparse:
+            ones = torch.ones(grad.shape, dtype=grad.dtype, device=grad.device)
+            return _sparse(grad, _StraightThrough.backward(ctx, ones)[0]), None
         (x,), grid = ctx.saved_tensors, ctx.grid
         if isinstance(grid.lo, torch.Tensor):  # zero points that differ between channels
             code = x.reshape(grid.view or x.shape).div(grid.scale)
@@ -128,7 +131,15 @@ class _StraightThroughAny(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (inside,) = ctx.saved_tensors
-        return grad * inside, None
+        return _sparse(grad, inside) if grad.is_sparse else grad * inside, None
+
+
+def _sparse(grad: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """``grad * inside`` for the gradient of an embedding, which has only the rows that were looked up."""
+    grad = grad.coalesce()
+    rows = grad.indices()
+    values = grad.values() * inside[tuple(rows)]
+    return torch.sparse_coo_tensor(rows, values, grad.shape, is_coalesced=True, check_invariants=False)
 
 
 def _slow(x: torch.Tensor, encoding: Encoding) -> torch.Tensor:

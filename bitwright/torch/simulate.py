@@ -192,6 +192,9 @@ class Simulator:
         if plan.operands:
             bound = row.bind(args, kwargs)
             operands = dict(row.operands(bound))
+            if torch.is_grad_enabled() and _writes(row, kwargs) and written is not None:
+                # autograd keeps what a quantizer was given, which this call is about to overwrite
+                operands = {port: x.clone() if x is written else x for port, x in operands.items()}
             new = {
                 place.at: self._operand(place, operands[place.at])
                 for place in plan.operands
@@ -211,8 +214,7 @@ class Simulator:
         self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
         written: torch.Tensor | None,
     ) -> Any:  # fmt: skip
-        in_place = row.in_place or bool(kwargs.get("inplace"))
-        if in_place and torch.is_grad_enabled() and written is not None and args:
+        if _writes(row, kwargs) and torch.is_grad_enabled() and written is not None and args:
             # autograd keeps the result of some in-place calls, so the grid must not be written over it
             result = self._output(
                 plan.outputs[0], func(args[0].clone(), *args[1:], **kwargs), overwrite=False
@@ -375,6 +377,11 @@ class Simulator:
                 "give an example that reaches it (examples=[...]) or calibrate with one",
                 name,
             )
+
+
+def _writes(row: Function, kwargs: dict[str, Any]) -> bool:
+    """Whether the call overwrites its first argument."""
+    return row.in_place or bool(kwargs.get("inplace"))
 
 
 def _is_live(place: Place) -> bool:

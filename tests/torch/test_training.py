@@ -75,3 +75,54 @@ def test_a_simulation_survives_a_bad_batch() -> None:
         if not site.quantizer.derived:
             assert site.encoding == encodings[name]
         assert np.isfinite(site.encoding.scale).all()
+
+
+class InPlace(nn.Module):
+    """A sum in place on what is only quantized where it is read: the scores of an attention divided by a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, in_place: bool = True) -> torch.Tensor:
+        scores = torch.matmul(self.q(x), self.k(x).transpose(-1, -2)) / 2.0
+        bias = self.q(x) @ x.T
+        if in_place:
+            scores += bias
+        else:
+            scores = scores + bias
+        return scores @ x
+
+
+def test_a_value_that_is_quantized_where_it_is_read_may_be_overwritten_there() -> None:
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    sims = []
+    for in_place in (True, False):
+        sim = QuantizationSimModel(InPlace(), (x, in_place))
+        sim.compute_encodings([(x, in_place)], progress=False)
+        sim.model.train()
+        out = sim.model(x, in_place)
+        out.square().sum().backward()
+        sims.append((out, sim.model.q.weight.grad, sim.model.k.weight.grad))
+    assert "add.input[0]" in sim.quantizers
+    for one, other in zip(*sims, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("preset", ["w8a8", "w4a8", "fp8"])
+def test_sparse_gradients_of_embeddings_stay_sparse_and_right(preset: str) -> None:
+    grads = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(10, 4, sparse=sparse), nn.Linear(4, 3))
+        x = torch.tensor([[1, 3], [3, 9]])
+        sim = QuantizationSimModel(model, x, preset=preset)
+        sim.compute_encodings([x], progress=False)
+        optimizer = (torch.optim.SparseAdam if sparse else torch.optim.Adam)(model[0].parameters(), lr=0.1)
+        sim.model.train()
+        sim.model(x).square().sum().backward()
+        grads.append(sim.model[0].weight.grad)
+        optimizer.step()
+    assert grads[0].is_sparse and torch.equal(grads[0].to_dense(), grads[1])
+    assert grads[1].abs().sum() > 0
