@@ -290,6 +290,13 @@ def quantize_model(
     allow_unreached: Annotated[
         bool, typer.Option(help="Leave what no batch reached in float, instead of refusing it.")
     ] = True,
+    weight_only: Annotated[
+        str,
+        typer.Option(
+            help="Products of float activations with quantized weights: exact, or fused by ONNX Runtime, which is "
+            "faster and quantizes the activations by itself."
+        ),
+    ] = "exact",
     batch_size: BatchSize = 1,
     limit: Limit = 256,
     layout: Layout = "NCHW",
@@ -341,6 +348,7 @@ def quantize_model(
         on_harm="undo" if undo_harm else "report",
         path=out,
         filename_prefix=prefix or model.stem,
+        weight_only=weight_only,  # type: ignore[arg-type]
         non_finite=policy,
         allow_unreached=allow_unreached,
     )

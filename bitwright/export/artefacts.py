@@ -20,6 +20,7 @@ from bitwright.errors import ConfigError, close_matches
 from bitwright.export.atomic import atomic_files
 from bitwright.export.encodings import VERSIONS, NamedEncoding, write_encodings
 from bitwright.export.manifest import fingerprint, write_manifest
+from bitwright.export.products import ProductForm
 from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, save_model, strip_sites, to_qdq
 from bitwright.export.recurrent import RecurrentForm, restore_native, write_recurrent
 from bitwright.export.samples import write_samples
@@ -104,6 +105,7 @@ def write_artefacts(
     bias: BiasForm,
     activation: ActivationForm,
     recurrent: RecurrentForm = "scan",
+    weight_only: ProductForm = "exact",
     data: Sequence[Array],
     samples: Callable[[QdqResult], Samples] | None,
 ) -> Exported:
@@ -116,7 +118,7 @@ def write_artefacts(
         marked: the model with a marker at every site.
         encodings: site -> encoding, of the enabled sites.
         encoding_version: of the encodings file.
-        bias, activation: see :func:`bitwright.export.qdq.to_qdq`.
+        bias, activation, weight_only: see :func:`bitwright.export.qdq.to_qdq`.
         recurrent: how the QDQ model writes recurrent layers, see :func:`bitwright.export.recurrent.write_recurrent`;
             the float model has the operators.
         data: the example input, for the manifest's fingerprint.
@@ -127,7 +129,7 @@ def write_artefacts(
     """
     written = write_recurrent(marked, recurrent)
     stripped = strip_sites(restore_native(marked))
-    result = to_qdq(written, encodings, bias=bias, activation=activation)
+    result = to_qdq(written, encodings, bias=bias, activation=activation, weight_only=weight_only)
     tensors = _tensors_of(sim, stripped.tensors)
     notes = [
         f"{note.site}: {note.text}"
@@ -166,6 +168,7 @@ def write_artefacts(
             "bias": bias,
             "activation": activation,
             "recurrent": recurrent,
+            "weight_only": weight_only,
             "prefix": prefix,
             **quantizer_args(sim),
             **_health(sim),

@@ -69,6 +69,7 @@ from bitwright.export.markers import (
     site_of,
     strip_sites,
 )
+from bitwright.export.products import ProductForm, check_weight_only, float_products, keep_apart
 
 __all__ = [
     "Note",
@@ -84,7 +85,14 @@ __all__ = [
 BiasForm = Literal["int32", "marked", "float"]
 ActivationForm = Literal["unsigned", "as_is"]
 NoteKind = Literal[
-    "float site", "no place", "raised scale", "float weight", "float bias", "replaced bias", "stored in float"
+    "float product",
+    "float site",
+    "no place",
+    "raised scale",
+    "float weight",
+    "float bias",
+    "replaced bias",
+    "stored in float",
 ]
 
 OLDEST_OPSET, IR_VERSION = 13, 10
@@ -125,6 +133,7 @@ def to_qdq(
     *,
     bias: BiasForm = "int32",
     activation: ActivationForm = "unsigned",
+    weight_only: ProductForm = "exact",
 ) -> QdqResult:
     """Write every marked place as a quantizer of standard ONNX.
 
@@ -140,6 +149,9 @@ def to_qdq(
         activation: ``"unsigned"`` writes signed grids of activations as unsigned ones with shifted zero
             point; ``"as_is"`` keeps them signed, which needs ``session.qdqisint8allowed=1`` in ONNX
             Runtime.
+        weight_only: MatMul and Gemm of float activations with quantized weights: ``"exact"`` keeps ONNX Runtime from
+            making MatMulNBits of them, which quantizes the activations by itself; ``"fused"`` leaves that to it, which
+            is fast and computes something else than the simulation.
 
     Returns:
         A model with the names of the graph's inputs and outputs unchanged; time and memory are linear in
@@ -152,7 +164,8 @@ def to_qdq(
     """
     _check_option("bias", bias, ("int32", "marked", "float"))
     _check_option("activation", activation, ("unsigned", "as_is"))
-    return _Writer(copy_model(model), dict(encodings), bias, activation).run()
+    check_weight_only(weight_only)
+    return _Writer(copy_model(model), dict(encodings), bias, activation, weight_only).run()
 
 
 def save_model(model: ir.Model, path: str | os.PathLike[str], *, external: bool | None = None) -> list[Path]:
@@ -291,6 +304,7 @@ class _Writer:
     encodings: dict[str, Encoding]
     bias: BiasForm
     activation: ActivationForm
+    weight_only: ProductForm
     notes: dict[Note, None] = field(default_factory=dict)
     raised: dict[str, Encoding] = field(default_factory=dict)
     tensors: dict[str, list[ir.Value]] = field(default_factory=dict)
@@ -319,6 +333,7 @@ class _Writer:
             write = self._write_constant if node.inputs[0] in self.constants else self._write_activation
             write(node, site_of(node))
         self._write_followers()
+        self._write_products()
         self._tidy()
         version, what = self.builder.opset
         self._check_opset(version, what)
@@ -631,6 +646,27 @@ class _Writer:
             for value in _data_outputs(node):
                 if value.is_graph_output() or any(use.node not in own for use in value.uses()):
                     self.pairs[write_follower(self.builder, value, pair)] = pair
+
+    def _write_products(self) -> None:
+        """Keep float activations of products with quantized weights in float, or say that the runtime will not."""
+        found = float_products(self.model)
+        if not found:
+            return
+        what = (
+            f"{len(found)} product{'s' if len(found) > 1 else ''} of float activations with quantized weights"
+        )
+        if self.weight_only == "exact":
+            keep_apart(self.builder, found)
+            text = (
+                f"{what} computed as simulated, in float; ONNX Runtime dequantizes the weights in every run. "
+                "weight_only='fused' is faster there, with activations that it quantizes by itself"
+            )
+        else:
+            text = (
+                f"{what}, whose activations ONNX Runtime quantizes to 8 bits by itself, as no simulation does; "
+                "session.qdq_matmulnbits_accuracy_level=1 makes it compute them in float"
+            )
+        self._note("model", "float product", text)
 
     # ------------------------------------------------------------------------------------------------ the end
 

@@ -115,7 +115,8 @@ INTEGER_REASONS: tuple[Reason, ...] = (
     Reason(lambda e: not e.found["float"].ok, "as with float kernels", bounded=True),
     Reason(
         lambda e: "MatMulNBits" in e.runtime,
-        "runs as MatMulNBits with int8 activations; set session.qdq_matmulnbits_accuracy_level=1",
+        "runs as MatMulNBits with int8 activations; export with weight_only='exact', or set "
+        "session.qdq_matmulnbits_accuracy_level=1",
     ),
     Reason(
         lambda e: e.by_table and e.found["integer"].lsb > 2,

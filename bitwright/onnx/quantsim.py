@@ -29,6 +29,7 @@ from bitwright.core.spec import NonFinite, Preset, RangeMethod, check_policy
 from bitwright.core.state import all_or_nothing
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.export.artefacts import Exported, Samples, bias_form, check_encoding_version, write_artefacts
+from bitwright.export.products import ProductForm
 from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, to_qdq
 from bitwright.export.recurrent import RecurrentForm, expand_recurrent
 from bitwright.export.runtime import refusals
@@ -596,6 +597,7 @@ class QuantizationSimModel:
         bias: BiasForm = "int32",
         activation: ActivationForm = "unsigned",
         recurrent: RecurrentForm = "scan",
+        weight_only: ProductForm = "exact",
         samples: bool = True,
     ) -> Exported:
         """Write the model for deployment into the folder ``path``, which is made if need be.
@@ -616,11 +618,14 @@ class QuantizationSimModel:
             activation: ``"unsigned"`` writes signed activation grids as equal unsigned ones.
             recurrent: ``"scan"`` writes recurrent layers as Scan with quantizers inside the steps, ``"native"`` as the
                 operators, whose insides are float; their encodings are in the encodings file either way.
+            weight_only: products of float activations with quantized weights: ``"exact"`` computes them as simulated, in float,
+                in every session; ``"fused"`` lets ONNX Runtime make MatMulNBits of them, which is much faster and quantizes the
+                activations to 8 bits by itself.
             samples: write the samples; they are left out with a note when they would pass 64 MiB.
 
         Raises:
             CalibrationError: the simulation has no encodings yet.
-            ConfigError: unknown ``encoding_version``, ``bias``, ``activation`` or ``recurrent``.
+            ConfigError: unknown ``encoding_version``, ``bias``, ``activation``, ``weight_only`` or ``recurrent``.
             ExportError: a format cannot be written, or the folder cannot.
         """
         check_encoding_version(encoding_version)
@@ -638,6 +643,7 @@ class QuantizationSimModel:
             bias=bias_form(self, bias),
             activation=activation,
             recurrent=recurrent,
+            weight_only=weight_only,
             data=list(example.values()),
             samples=(lambda result: self._samples(result, example)) if samples else None,
         )
@@ -652,7 +658,12 @@ class QuantizationSimModel:
         return Samples(self.capture(names, feeds), feeds, outputs)
 
     def verify(
-        self, feeds: Any = None, *, bias: BiasForm = "int32", activation: ActivationForm = "unsigned"
+        self,
+        feeds: Any = None,
+        *,
+        bias: BiasForm = "int32",
+        activation: ActivationForm = "unsigned",
+        weight_only: ProductForm = "exact",
     ) -> VerifyReport:
         """Compare the simulation with the exported file in ONNX Runtime, layer by layer.
 
@@ -660,14 +671,15 @@ class QuantizationSimModel:
 
         Args:
             feeds: what to compare on; the example input by default.
-            bias, activation: as for :meth:`export`.
+            bias, activation, weight_only: as for :meth:`export`.
 
         Raises:
             CalibrationError, ModelError, ExportError: as :meth:`export` and :meth:`run`.
         """
         checked = self.example() if feeds is None else as_feeds(feeds, self.specs)
         marked = expand_recurrent(self.marked)
-        result = to_qdq(marked, self._encodings(), bias=bias_form(self, bias), activation=activation)
+        form = bias_form(self, bias)
+        result = to_qdq(marked, self._encodings(), bias=form, activation=activation, weight_only=weight_only)
         samples = self._samples(result, checked)
         return verify_layers(result.model, samples.sites, samples.inputs, outputs=samples.outputs)
 

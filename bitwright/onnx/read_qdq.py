@@ -40,6 +40,7 @@ from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTen
 from bitwright.errors import FormatError, ModelError
 from bitwright.export.builder import read_metadata, transpose_encoding
 from bitwright.export.markers import Names, Outputs, bypass, move_uses, remove_unread
+from bitwright.export.products import join_again
 from bitwright.export.qdq import moves_data
 
 Array = NDArray[Any]
@@ -95,6 +96,7 @@ def take_quantizers(model: ir.Model) -> list[Given]:
         ModelError: the model computes on integers, a scale is not known before it runs, or a grid has no counterpart here.
     """
     refuse_integer_operators(model)
+    join_again(model)
     if not any(
         _is(node, "QuantizeLinear", "DequantizeLinear") or _own(node) for node in model.graph.all_nodes()
     ):

@@ -21,6 +21,7 @@ from bitwright.core.recurrence import CELLS
 from bitwright.errors import CalibrationError, ConfigError, ExportError, close_matches
 from bitwright.export.artefacts import Exported, Samples, bias_form, check_encoding_version, write_artefacts
 from bitwright.export.gate_order import GATED, to_onnx_order
+from bitwright.export.products import ProductForm
 from bitwright.export.qdq import QdqResult, rename_values, site_names, to_qdq
 from bitwright.export.recurrent import RecurrentForm, expand_recurrent
 from bitwright.export.verify import VerifyReport, verify_layers
@@ -44,6 +45,7 @@ def export_sim(
     bias: Literal["int32", "float"] = "int32",
     activation: Literal["unsigned", "as_is"] = "unsigned",
     recurrent: RecurrentForm = "scan",
+    weight_only: ProductForm = "exact",
     dynamic_batch: bool = False,
     dynamic_shapes: Any = None,
     samples: bool = True,
@@ -68,6 +70,9 @@ def export_sim(
         activation: ``"unsigned"`` writes signed activation grids as equal unsigned ones.
         recurrent: ``"scan"`` writes recurrent layers as Scan with quantizers inside the steps, ``"native"`` as the ONNX
             operators, whose insides are in float; the float model has the operators.
+        weight_only: products of float activations with quantized weights: ``"exact"`` computes them as simulated, in float,
+            in every session; ``"fused"`` lets ONNX Runtime make MatMulNBits of them, which is much faster and quantizes the
+            activations to 8 bits by itself.
         dynamic_batch: let the first axis of every input vary.
         dynamic_shapes: instead, a dict from input names to axes as ``torch.export`` takes them: ``{"x": {0: Dim.AUTO}}``.
         samples: write the samples; they are left out with a note when they would pass 64 MiB.
@@ -89,6 +94,7 @@ def export_sim(
         bias=bias_form(sim, bias),
         activation=activation,
         recurrent=recurrent,
+        weight_only=weight_only,
         data=[t.detach().cpu().numpy() for _, t in flatten_tensors(dummy_input)],
         samples=(lambda result: _samples(sim, dummy_input, result)) if samples else None,
     )
@@ -371,14 +377,15 @@ def verify_sim(sim: QuantizationSimModel, batch: Any, **options: Any) -> VerifyR
     Args:
         sim: calibrated.
         batch: input to compare on.
-        options: of :func:`export_sim` that change the graph: ``bias``, ``activation``, ``dynamic_batch``. Recurrent layers
-            are compared step by step, with quantizers inside.
+        options: of :func:`export_sim` that change the graph: ``bias``, ``activation``, ``weight_only``,
+            ``dynamic_batch``. Recurrent layers are compared step by step, with quantizers inside.
 
     Raises: as :func:`export_sim`.
     """
     _check(sim, "1.0.0")
-    bias, activation = options.pop("bias", "int32"), options.pop("activation", "unsigned")
+    bias = bias_form(sim, options.pop("bias", "int32"))
+    forms = {key: options.pop(key) for key in ("activation", "weight_only") if key in options}
     marked = expand_recurrent(marked_onnx(sim, batch, **options))
-    result = to_qdq(marked, site_encodings(sim), bias=bias_form(sim, bias), activation=activation)
+    result = to_qdq(marked, site_encodings(sim), bias=bias, **forms)
     values = site_values(sim, batch, result)
     return verify_layers(result.model, values, _graph_inputs(sim, batch), outputs=outputs_of(sim, batch))

@@ -32,6 +32,7 @@ from bitwright.algorithms.recipe import (
 )
 from bitwright.core.model import Undo
 from bitwright.core.spec import NonFinite, Preset
+from bitwright.export.products import ProductForm, check_weight_only
 from bitwright.torch import ptq
 from bitwright.torch.batch_norm_fold import fold_all_batch_norms
 from bitwright.torch.quantsim import QuantizationSimModel, require_module
@@ -78,6 +79,7 @@ def quantize(
     on_harm: OnHarm = "report",
     path: str | Path | None = None,
     filename_prefix: str = "model",
+    weight_only: ProductForm = "exact",
     progress: bool = True,
     non_finite: NonFinite = "error",
     allow_unreached: bool = True,
@@ -99,6 +101,7 @@ def quantize(
         on_harm: ``"undo"`` takes a step back that made the metric worse, ``"report"`` keeps it and says so.
         path: folder to export to.
         filename_prefix: stem of the files.
+        weight_only: as for :meth:`QuantizationSimModel.export`.
         progress: show a progress bar on a terminal.
         non_finite: what to do with a batch that gives NaN or Inf: ``"error"``, ``"skip"`` or ``"clamp"``, as for
             :meth:`QuantizationSimModel.compute_encodings`.
@@ -111,6 +114,7 @@ def quantize(
         ConfigError: a recipe that cannot work.
     """
     require_module(model)
+    check_weight_only(weight_only)
     steps = as_recipe(recipe, preset, own_rules=config_file is not None)
     first, batches = batches_of(data, again=recipe is not None or any(step.name != "fold" for step in steps))
     metrics = {} if metric is None else {"float": checked_metric("float", float(metric(model)))}
@@ -137,7 +141,9 @@ def quantize(
     if metric is not None:
         found = float(metric(runner.sim.model)) if report.metric is None else report.metric
         metrics["quantized"] = checked_metric("quantized", found)
-    exported = None if path is None else runner.sim.export(path, filename_prefix, first)
+    exported = (
+        None if path is None else runner.sim.export(path, filename_prefix, first, weight_only=weight_only)
+    )
     return Result(runner.sim, methods.folds, exported, metrics, report)
 
 

@@ -15,7 +15,7 @@ import pytest
 from bitwright.core.affine import fake_quantize
 from bitwright.core.bias import derive_bias_encoding, fake_quantize_bias
 from bitwright.core.granularity import PerBlock, PerChannel, PerTensor
-from bitwright.errors import ExportError
+from bitwright.errors import ConfigError, ExportError
 from bitwright.export.agreement import Agreement, compare
 from bitwright.export.qdq import save_model, to_qdq
 from bitwright.export.reasons import FLOAT_REASONS, INTEGER_REASONS, UNEXPLAINED, Evidence, explain, measure
@@ -235,13 +235,54 @@ def test_float_parameters_that_the_runtime_quantizes_are_named(kind: str) -> Non
     assert row.reason is not None and f"the runtime quantizes this float {kind} by itself" in row.reason
 
 
+def weight_only(fmt: str = "int4", granularity: Any = None, op: str = "MatMul") -> tuple[ir.Model, Graph]:
+    g = Graph()
+    w = g.weight(g.param("w", (256, 128)), fmt, granularity or PerBlock(32, 0, 1))
+    return g.model(g.op(op, g.input("x", 8, 256), w, name="y")), g
+
+
+@pytest.mark.parametrize("op", ["MatMul", "Gemm"])
+@pytest.mark.parametrize(
+    ("fmt", "granularity"),
+    [("int4", PerBlock(32, 0, 1)), ("int8", PerChannel(1)), ("int8", PerTensor()), ("int4", PerChannel(1))],
+    ids=str,
+)
+def test_weight_only_products_run_as_simulated(fmt: str, granularity: Any, op: str) -> None:
+    model, g = weight_only(fmt, granularity, op)
+    feeds = {"x": normal(8, 256)}
+    sites, outputs = simulate(model, g.encodings, feeds)
+    result = to_qdq(model, g.encodings)
+    report = verify_layers(result.model, sites, feeds, outputs=outputs)
+    assert report.ok and report.outputs[0].as_integer > 100, str(report)
+    assert report.rows[0].ops == (op,)
+    (note,) = (note for note in result.notes if note.kind == "float product")
+    assert "1 product of float activations with quantized weights computed as simulated" in note.text
+    fused = verify_layers(
+        to_qdq(model, g.encodings, weight_only="fused").model, sites, feeds, outputs=outputs
+    )
+    assert not fused.ok and fused.outputs[0].as_integer < 50
+
+
+def test_a_product_of_quantized_activations_is_left_to_the_integer_kernels() -> None:
+    model, g = network()
+    assert "Reshape" not in [node.op_type for node in to_qdq(model, g.encodings).model.graph]
+
+
+def test_unknown_form_of_weight_only_products_is_refused() -> None:
+    model, g = weight_only()
+    with pytest.raises(
+        ConfigError, match=r"weight_only: 'fuse' is not.*did you mean 'fused'.*'exact', 'fused'"
+    ):
+        to_qdq(model, g.encodings, weight_only="fuse")  # type: ignore[arg-type]
+
+
 def test_weight_only_matmul_is_named() -> None:
     """ONNX Runtime turns it into MatMulNBits with int8 activations; the float kernels agree."""
-    g = Graph()
-    w = g.weight(g.param("w", (256, 128)), "int4", PerBlock(32, 0, 1))
-    model, feeds = g.model(g.op("MatMul", g.input("x", 8, 256), w, name="y")), {"x": normal(8, 256)}
+    model, g = weight_only()
+    feeds = {"x": normal(8, 256)}
     sites, outputs = simulate(model, g.encodings, feeds)
-    report = verify_layers(to_qdq(model, g.encodings).model, sites, feeds, outputs=outputs)
+    made = to_qdq(model, g.encodings, weight_only="fused").model
+    report = verify_layers(made, sites, feeds, outputs=outputs)
     row = report.rows[0]
     assert (row.site, row.format, row.ops) == ("y", "float32", ("MatMul",)) and not report.ok
     assert row.as_float.ok and not row.as_integer.ok

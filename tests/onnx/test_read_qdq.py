@@ -583,3 +583,20 @@ def test_operators_on_integers_are_refused_by_name(tmp_path):
     )
     with pytest.raises(ModelError, match=problem):
         QuantizationSimModel(operator_format(tmp_path))
+
+
+def test_weight_only_products_are_read_back_with_their_encodings(tmp_path):
+    """The Reshape that keeps ONNX Runtime from fusing them is no part of the model."""
+    n = Net()
+    x = n.input("x", (4, 64))
+    y = n("MatMul", x, n.weights(64, 32, name="w"), name="mm", out="y")
+    sim = QuantizationSimModel(n.model(y), preset="w8")
+    feeds = {"x": np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)}
+    sim.compute_encodings([feeds])
+    exported = sim.export(tmp_path, "m")
+    again = QuantizationSimModel(exported.qdq)
+    assert [node.op_type for node in again.marked.graph if node.op_type != "Site"] == ["MatMul"]
+    np.testing.assert_array_equal(
+        np.asarray(again.quantizers["w"].encoding.scale),
+        np.asarray(sim.quantizers["w"].encoding.scale),
+    )
