@@ -28,7 +28,7 @@ examples:
   python benchmarks/recurrent_speed.py --markdown benchmarks/results/recurrent_speed.md
 """
 LAYERS: dict[str, Callable[[int, int], nn.Module]] = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
-TARGETS = {"simulated forward": 4.0, "min-max calibration": 4.0, "training step": 5.0}
+TARGETS = {"simulated forward": 2.0, "min-max calibration": 1.8, "training step": 2.2}
 
 
 class Bench:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,16 @@ from bitwright.core.encoding import Encoding
 from bitwright.core.formats import IntFormat
 from bitwright.core.placement import Role
 from bitwright.core.spec import QuantSpec
-from bitwright.torch.fake_quantize import Grid, fake_quantize, is_fast, is_plain, make_grid
+from bitwright.torch.fake_quantize import (
+    Grid,
+    columns,
+    columns_grid,
+    fake_quantize,
+    is_fast,
+    is_plain,
+    make_grid,
+    round_within,
+)
 
 
 class Quantizer(core.Quantizer):
@@ -68,6 +78,39 @@ class Quantizer(core.Quantizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_grids": {}, "_kept": None}
+
+
+def side_by_side(
+    quantizers: Sequence[Quantizer], like: torch.Tensor, within: Sequence[tuple[float, float]] = ()
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """One function of tensors that stand side by side, for one quantizer of each: the same codes, in one go.
+
+    Args:
+        quantizers: calibrated; the tensors of each are of the shape of ``like``.
+        like: float32, ``[B, H]``.
+        within: bounds of the values of each, where they are known.
+
+    Returns:
+        A function of ``[B, len(quantizers) * H]``, which may write over its argument. Zeros may come out as ``-0.0``.
+        ``None`` where an encoding has more than one scale or no fast path, or ``like`` is traced.
+    """
+    encodings = [quantizer.required for quantizer in quantizers]
+    if not is_plain(like) or not all(e.scale.ndim == 0 and is_fast(e) for e in encodings):
+        return None
+    grid = columns_grid(encodings, like)
+    scale, lo, hi = grid.scale, grid.lo, grid.hi
+    clamped = not within or not all(
+        bool(((codes >= lo) & (codes <= hi)).all())
+        for codes in (torch.round(columns(ends, like) / scale) for ends in zip(*within, strict=True))
+    )
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            return fake_quantize(x, encodings[0], grid) if clamped else round_within(x, grid)
+        x.div_(scale).round_()
+        return (x.clamp_(lo, hi) if clamped else x).mul_(scale)
+
+    return run
 
 
 def _fingerprint(x: torch.Tensor) -> tuple[Any, ...]:

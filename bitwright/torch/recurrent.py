@@ -23,6 +23,9 @@ from bitwright.export.gate_order import gate_order
 
 #: what happens to a tensor inside the steps: inner name -> function of the tensor, which it may write over
 Inside = Mapping[str, Callable[[Tensor], Tensor]]
+#: a step on all gates side by side: the input's share and the product with the hidden state, ``[B, gates * H]`` each,
+#: and the state -> the next state
+StackedStep = Callable[[Tensor, Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 #: gates in the row order of torch's weights
 GATES: dict[str, tuple[str, ...]] = {
@@ -30,6 +33,8 @@ GATES: dict[str, tuple[str, ...]] = {
     "GRU": ("reset", "update", "candidate"),
     "RNN": ("candidate",),
 }
+#: gates in the order in which the steps compute: those with the same activation function next to each other
+ORDER: dict[str, tuple[str, ...]] = {**GATES, "LSTM": ("input", "forget", "output", "candidate")}
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Sigmoid": torch.sigmoid,
     "Tanh": torch.tanh,
@@ -81,7 +86,8 @@ def layer(
         activation: of an RNN: ``Tanh`` or ``Relu``.
         reverse: from the last step to the first.
         place: name of the layer below its module, ``l0.forward``.
-        inside: functions for the tensors of a step; ``None`` lets torch's own operator do the work.
+        inside: functions for the tensors of a step; ``None`` lets torch's own operator do the work. Where it has a method
+            ``stacked(cell, like)`` that returns a step on all gates at once, that one is taken.
 
     Returns:
         Hidden states of all steps (``[T, B, R]``, or packed like ``input``), the last one, and for LSTM the last cell.
@@ -97,8 +103,19 @@ def layer(
     if inside is None and weight_hr is None and not (reverse and batch_sizes is not None):
         weights = [w for w in (weight_ih, weight_hh, bias_ih, bias_hh) if w is not None]
         return _fused(_FUSED[cell, activation], input, weights, states, batch_sizes, reverse)
-    ctx = _Context(cell, activation, weight_hh, bias_hh, weight_hr, inside or {})
-    return _scan(ctx, F.linear(input, weight_ih, bias_ih), states, batch_sizes, reverse)
+    gates = ORDER[cell]
+    w, r = (in_order(rows, GATES[cell], gates) for rows in (weight_ih, weight_hh))
+    b, rb = (None if rows is None else in_order(rows, GATES[cell], gates) for rows in (bias_ih, bias_hh))
+    ctx = _Context(cell, gates, activation, r, rb, weight_hr, inside or {})
+    return _scan(ctx, F.linear(input, w, b), states, batch_sizes, reverse)
+
+
+def in_order(rows: Tensor, have: Sequence[str], want: Sequence[str]) -> Tensor:
+    """A weight or bias with its blocks of rows, one per gate, in another order."""
+    if tuple(have) == tuple(want):
+        return rows
+    blocks = dict(zip(have, rows.chunk(len(have)), strict=True))
+    return torch.cat([blocks[gate] for gate in want])
 
 
 def attributes(bound: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,13 +141,17 @@ class _Context:
     """:class:`bitwright.core.recurrence.Context` on tensors."""
 
     def __init__(
-        self, cell: str, activation: str, weight_hh: Tensor, bias_hh: Tensor | None, weight_hr: Tensor | None, inside: Inside
+        self, cell: str, gates: tuple[str, ...], activation: str, weight_hh: Tensor, bias_hh: Tensor | None,
+        weight_hr: Tensor | None, inside: Inside,
     ) -> None:  # fmt: skip
         self.cell, self.inside = cell, inside
         self.variant = Variant(linear_before_reset=cell == "GRU", projected=weight_hr is not None)
         self.functions = [_FUNCTIONS[name] for name in activations_of(cell, activation)]
-        self.weight_hh, self.bias_hh, self.weight_hr = weight_hh, bias_hh, weight_hr
-        self.gates = GATES[cell]
+        self.columns = weight_hh.t()
+        if not (torch.is_grad_enabled() and weight_hh.requires_grad):
+            self.columns = self.columns.contiguous()  # laid out as the product of every step reads it
+        self.bias_hh, self.weight_hr = bias_hh, weight_hr
+        self.gates = gates
 
     def quantize(self, name: str, x: Tensor) -> Tensor:
         function = self.inside.get(name)
@@ -143,9 +164,16 @@ class _Context:
         return x
 
     def recur(self, h: Tensor, gates: Sequence[str]) -> Sequence[Tensor]:
-        parts = F.linear(h, self.weight_hh, self.bias_hh).chunk(len(self.gates), -1)
-        found = dict(zip(self.gates, parts, strict=True))
+        found = self.by_gate(self.product(h))
         return [found[gate] for gate in gates]
+
+    def product(self, h: Tensor) -> Tensor:
+        """``h R^T + Rb`` of all gates, ``[B, gates * H]``."""
+        return h @ self.columns if self.bias_hh is None else torch.addmm(self.bias_hh, h, self.columns)
+
+    def by_gate(self, x: Tensor) -> dict[str, Tensor]:
+        """The columns of each gate."""
+        return dict(zip(self.gates, x.chunk(len(self.gates), -1), strict=True))
 
     def project(self, h: Tensor) -> Tensor:
         return h if self.weight_hr is None else F.linear(h, self.weight_hr)
@@ -157,8 +185,10 @@ def _scan(
     """Run the steps over ``x``, the input's share of the gates, ``[T, B, gates * H]`` or packed."""
     packed = batch_sizes is not None
     sizes = batch_sizes.tolist() if batch_sizes is not None else []
-    parts = [part.split(sizes) if packed else part.unbind() for part in x.chunk(len(ctx.gates), -1)]
-    length = len(parts[0])
+    shares = x.split(sizes) if packed else x.unbind()
+    length = len(shares)
+    together = getattr(ctx.inside, "stacked", None) if ctx.weight_hr is None else None
+    stacked: StackedStep | None = None if together is None else together(ctx.cell, initial[0])
     state, ended, hidden = initial, [], []
     if packed:
         state = tuple(s[: sizes[-1 if reverse else 0]] for s in initial)
@@ -166,8 +196,10 @@ def _scan(
         if packed and sizes[t] != len(state[0]):
             state, over = _resize(state, initial, sizes[t])
             ended.extend(over)
-        share = {gate: part[t] for gate, part in zip(ctx.gates, parts, strict=True)}
-        state = step(ctx.cell, ctx, share, state, ctx.variant)
+        if stacked is not None:
+            state = stacked(shares[t], ctx.product(state[0]), state)
+        else:
+            state = step(ctx.cell, ctx, ctx.by_gate(shares[t]), state, ctx.variant)
         hidden.append(state[0])
     if reverse:
         hidden.reverse()

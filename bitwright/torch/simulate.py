@@ -24,6 +24,7 @@ from bitwright.torch.decompose import EXPORTABLE
 from bitwright.torch.functions import FUNCTIONS, Function
 from bitwright.torch.intercept import ACCESS, Frame, Key
 from bitwright.torch.quantizer import Quantizer
+from bitwright.torch.stacked_steps import Keep, OnGrid, StepFunctions
 from bitwright.torch.trees import flatten_tensors, map_tensors
 
 logger = logging.getLogger("bitwright")
@@ -241,9 +242,9 @@ class Simulator:
             return self._marked_layer(plan, row, args, kwargs)
         self._note_length(plan.op, args)
         kept: dict[str, list[torch.Tensor]] = {}
-        functions = {} if self.stage == "float" else self._step_functions(plan, kept)
+        functions = StepFunctions() if self.stage == "float" else self._step_functions(plan, kept)
         tapped = self._tap_steps(plan.op, kwargs["cell"], functions, kept) if self.taps is not None else {}
-        inside = functions if tapped or (plan.inside and self.stage != "float") else None
+        inside = functions or None  # without a quantizer inside, torch's own operator does the work
         output = self._planned(plan, row, recurrent.layer, args, {**kwargs, "inside": inside})
         for name, steps in kept.items():
             if name not in tapped:
@@ -263,26 +264,24 @@ class Simulator:
         layer = functools.partial(recurrent.marked_layer, mark=mark, weights=weights, sites=sites)
         return self._planned(replace(plan, operands=tuple(operands)), row, layer, args, kwargs)
 
-    def _step_functions(
-        self, plan: CallPlan, kept: dict[str, list[torch.Tensor]]
-    ) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    def _step_functions(self, plan: CallPlan, kept: dict[str, list[torch.Tensor]]) -> StepFunctions:
         """What happens at every step to the inner tensors; ``kept`` takes in what is to be observed."""
-        found: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+        found = StepFunctions()
         for name, place in plan.inside.items():
             quantizer = place.quantizer
             if not quantizer.enabled:
                 continue
             if self.stage != "observe" or quantizer.frozen:
-                found[name] = functools.partial(quantizer, overwrite=True)
+                found[name] = OnGrid(quantizer)
             elif not quantizer.is_fixed:
-                found[name] = functools.partial(_keep, kept.setdefault(name, []))
+                found[name] = Keep(kept.setdefault(name, []))
         return found
 
     def _tap_steps(
         self,
         op: str,
         cell: str,
-        functions: dict[str, Callable[[torch.Tensor], torch.Tensor]],
+        functions: StepFunctions,
         kept: dict[str, list[torch.Tensor]],
     ) -> dict[str, list[torch.Tensor]]:
         """Inner tensors that somebody asked for, and where they go; ``functions`` keep them from now on."""
@@ -386,11 +385,6 @@ def _writes(row: Function, kwargs: dict[str, Any]) -> bool:
 
 def _is_live(place: Place) -> bool:
     return place.quantizer.enabled and place.quantizer.encoding is not None
-
-
-def _keep(steps: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    steps.append(x)
-    return x
 
 
 def _keep_copy(
