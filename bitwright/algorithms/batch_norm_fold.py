@@ -250,12 +250,25 @@ class _Folder:
             reason = self._why_not_storable(op, folded, bias)
             if reason:
                 return [], reason
+            bias = self._zero_bias(fold, name) if bias is None else bias
             edits["param", self._param(op, 1)] = SetParam(self._param(op, 1), folded)
             if bias is not None and operand(op, 2) is None:
                 edits["bias", name] = AddBias(name, bias)
             elif bias is not None and b is not None:
                 edits["param", self._param(op, 2)] = SetParam(self._param(op, 2), bias.reshape(b.shape))
         return list(edits.values()), None
+
+    def _zero_bias(self, fold: Fold, layer: str) -> Array | None:
+        """A bias for a layer that could do without: which parameters there are depends on the network, not on their values.
+
+        A freshly built network, whose batch norms shift nothing, then takes the state of a trained one after both are folded.
+        """
+        op = self.graph.op(layer)
+        W = self._stored(op, 1)
+        assert W is not None
+        zeros = np.zeros(channel_axes(op.type, op.attrs, W.shape).outputs)
+        impossible = fold.keeps_shift or self.view.can_edit(AddBias(layer, zeros)) is not None
+        return None if impossible else zeros
 
     def _why_not_storable(self, op: Op, weight: Array, bias: Array | None) -> str | None:
         dtype = self.graph.values[op.inputs[1] or ""].dtype

@@ -17,9 +17,9 @@ from bitwright.core.encoding import Encoding
 from bitwright.core.recurrence import HIDDEN
 from bitwright.core.serialize import encoding_to_json, spec_to_json
 from bitwright.errors import ConfigError, close_matches
-from bitwright.export.atomic import atomic_files
+from bitwright.export.atomic import atomic_files, check_destination
 from bitwright.export.encodings import VERSIONS, NamedEncoding, write_encodings
-from bitwright.export.manifest import fingerprint, write_manifest
+from bitwright.export.manifest import earlier_files, fingerprint, write_manifest
 from bitwright.export.products import ProductForm
 from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, save_model, strip_sites, to_qdq
 from bitwright.export.recurrent import RecurrentForm, restore_native, write_recurrent
@@ -109,7 +109,7 @@ def write_artefacts(
     data: Sequence[Array],
     samples: Callable[[QdqResult], Samples] | None,
 ) -> Exported:
-    """Write all files of an export into the folder ``path``; they appear together or not at all.
+    """Write all files of an export into the folder ``path``; they replace those of an earlier export of this stem at once.
 
     Args:
         sim: whose sites, rules and plan are written down.
@@ -125,8 +125,10 @@ def write_artefacts(
         samples: gives what the simulation computes on the example; left out with a note above 64 MiB.
 
     Raises:
+        ConfigError: see :func:`check_destination`.
         ExportError, EncodingsError: see :func:`bitwright.export.qdq.to_qdq`; the folder cannot be written.
     """
+    check_destination(path, prefix)
     written = write_recurrent(marked, recurrent)
     stripped = strip_sites(restore_native(marked))
     result = to_qdq(written, encodings, bias=bias, activation=activation, weight_only=weight_only)
@@ -150,7 +152,8 @@ def write_artefacts(
         "sites": f"{prefix}_sites.json",
         "manifest": f"{prefix}_manifest.json",
     }
-    with atomic_files(folder, create=True, last=names["manifest"]) as staging:
+    earlier = earlier_files(folder / names["manifest"])
+    with atomic_files(folder, create=True, name=names["manifest"], stale=earlier) as staging:
         save_model(result.model, staging / names["qdq"])
         save_model(stripped.model, staging / names["float_model"])
         notes += _write_encodings(sim, encodings, tensors, staging / names["encodings"], encoding_version)

@@ -1,25 +1,49 @@
-"""Files that appear whole or not at all.
+"""Files that appear whole or not at all, alone or as a set.
 
 Everything is written under a temporary name on the same file system, flushed to the disk, and then renamed:
 a reader sees the old file or the new one, never half of either, and a crash leaves at most a hidden temporary
 file.
+
+No file system exchanges several files at once, so a set of files has a journal. All of them are written to a hidden
+folder; one rename of that folder, to ``.<name>.bitwright-commit``, is the moment at which the set is the new one; then
+its files move into place one by one. A process that dies before that moment leaves the old set, and one that dies after
+it leaves the new set, some files of which still lie in the journal: whoever reads or writes sets in that folder first
+calls :func:`settle`, which moves the rest. Moves can be repeated any number of times, by several processes at once.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bitwright.errors import ExportError
+from bitwright.errors import ConfigError, ExportError
+
+try:
+    import fcntl
+except ImportError:  # Windows: what a killed process left behind stays there
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger("bitwright")
 
 AnyPath = str | os.PathLike[str]
 
+_PARTIAL, _COMMIT = ".bitwright-partial", ".bitwright-commit"
+_STALE = ".stale"  # in a journal: the names of files that the set no longer has, one a line
+_FORBIDDEN = '<>:"/\\|?*'  # in names on one system or another
+_MOST_BYTES = 128  # of a stem: temporary names are longer, and file systems allow 255
+_OLD = 60.0  # seconds; a younger folder without a lock may belong to a process that has not locked it yet
+
 _NO_ROOM = "free some space or choose another disk; earlier files are as they were"
+
+# What file systems say that cannot lock or flush a folder.
+_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS)
 
 # What the operating system says -> what was found there, and how to go on.
 _REASONS: dict[int, tuple[str, str]] = {
@@ -31,6 +55,9 @@ _REASONS: dict[int, tuple[str, str]] = {
     errno.EROFS: ("the file system is read-only", "choose a folder on a writable file system"),
     errno.ENOSPC: ("the disk is full", _NO_ROOM),
     errno.EDQUOT: ("your disk quota is used up", _NO_ROOM),
+    errno.EFBIG: ("the file would be too large for the file system or the limit of your account",
+                  "choose another disk, or raise the limit (ulimit -f); earlier files are as they were"),
+    errno.EIO: ("the disk reports an error", "check it, or choose another one; earlier files are as they were"),
     errno.ENAMETOOLONG: ("the name is too long for the file system", "choose a shorter name"),
 }  # fmt: skip
 
@@ -72,45 +99,221 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
             yield temporary
             _sync(temporary)
             os.replace(temporary, target)
+            _sync_folder(target.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
 
 @contextmanager
-def atomic_files(folder: AnyPath, *, create: bool = False, last: str | None = None) -> Iterator[Path]:
+def atomic_files(
+    folder: AnyPath, *, name: str, create: bool = False, stale: Iterable[str] = ()
+) -> Iterator[Path]:
     """Write files that belong together: the body fills a hidden folder, whose files then move to ``folder``.
 
-    Nothing in ``folder`` changes before all files are complete and on the disk; then each one is renamed into
-    place, subfolders included, over files of the same name. Other files in ``folder`` are left alone. Each
-    file is whole at any time; between the renames the set may be mixed, so that a reader who needs all of it
-    waits for the file named ``last`` (a manifest, say), which moves after the others.
+    Nothing in ``folder`` changes before all files are complete and on the disk. Then the set is the new one at once for
+    every reader that calls :func:`settle` first; see the top of this module. Files move over those of the same name; other
+    files in ``folder`` are left alone.
 
     Args:
         folder: where the files go.
+        name: of the set; two sets of one name replace each other. The file of this name, if there is one, moves last.
         create: make ``folder`` and its parents when they do not exist.
-        last: name of the file that moves last.
+        stale: names of files in ``folder`` that an earlier set had: those that this one does not have are removed.
 
     Raises:
-        ExportError: as for :func:`atomic_write`.
+        ExportError: as for :func:`atomic_write`; or an interrupted set cannot be completed, see :func:`settle`.
     """
     target = Path(os.path.realpath(folder))
-    staging = target / f".{secrets.token_hex(8)}.partial"
+    staging = target / f".{name}.{secrets.token_hex(8)}{_PARTIAL}"
     with _explained(folder, staging, target):
         if create:
             target.mkdir(parents=True, exist_ok=True)
+        settle(target)
+        _remove_abandoned(target, name)
         staging.mkdir()
+        lock = _lock(staging)
         try:
             yield staging
-            found = [Path(parent, name) for parent, _, names in os.walk(staging) for name in names]
-            moves = [(source, target / source.relative_to(staging)) for source in sorted(found)]
-            for source, destination in moves:
-                _refuse_folder(destination)
+            written = _files(staging)
+            gone = sorted(set(stale) - {source.name for source in written})
+            (staging / _STALE).write_text("".join(f"{line}\n" for line in gone), encoding="utf-8")
+            for source in written:
+                _refuse_folder(target / source.name)
+            for source in (*written, staging / _STALE):
                 _sync(source)
-            for source, destination in sorted(moves, key=lambda move: move[1].name == last):
-                destination.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(source, destination)
+            _commit(staging, target / f".{name}{_COMMIT}", target)
         finally:
-            shutil.rmtree(staging)
+            if lock is not None:
+                os.close(lock)
+            if staging.exists():
+                shutil.rmtree(staging)
+
+
+def settle(folder: AnyPath) -> None:
+    """Move the files of sets into place that were complete when their writer was stopped; see :func:`atomic_files`.
+
+    Whoever reads several files that belong together calls this first. It does nothing in a folder without such a set.
+
+    Raises:
+        ExportError: the folder must be changed for it and cannot be.
+    """
+    target = Path(os.path.realpath(folder))
+    try:
+        found = [entry.name for entry in os.scandir(target) if _is_journal(entry)]
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise file_error(folder, error) from error
+    for name in found:
+        logger.info("%s: a set of files that was complete is moved into place", target)
+        _finish(target / name, target)
+
+
+def check_stem(stem: object, argument: str = "filename_prefix") -> str:
+    """``stem``, if it can begin the names of files in a folder, on every operating system.
+
+    Args:
+        stem: part of file names.
+        argument: what the error calls it.
+
+    Raises:
+        ConfigError: it is empty, hidden, too long, or has a separator or another character that names cannot have.
+
+    >>> check_stem("mobilenet-v2 (int8)")
+    'mobilenet-v2 (int8)'
+    """
+    remedy = "give the first part of the files' names, such as 'model'; the folder is an argument of its own"
+    if not isinstance(stem, str):
+        raise ConfigError(f"{argument}={stem!r}", f"it is a {type(stem).__name__}, not a string", remedy)
+    found = sorted({c for c in stem if c in _FORBIDDEN or not c.isprintable()})
+    encoded = stem.encode("utf-8", "surrogatepass")
+    if not stem.strip():
+        problem = "it is empty"
+    elif found:
+        problem = f"names of files cannot have {' '.join(map(repr, found[:5]))}"
+    elif stem.startswith(".") or stem != stem.strip():
+        problem = "it starts with a dot, or starts or ends with a space"
+    elif len(encoded) > _MOST_BYTES:
+        problem = f"it has {len(encoded)} bytes, more than {_MOST_BYTES}"
+    else:
+        return stem
+    raise ConfigError(f"{argument}={stem[:200]!r}", problem, remedy)
+
+
+def check_destination(path: AnyPath, stem: str) -> None:
+    """Refuse a folder and a stem that no files can be written to, before work is done for it.
+
+    Raises:
+        ConfigError: see :func:`check_stem`.
+        ExportError: ``path`` is a file.
+    """
+    check_stem(stem)
+    if os.path.isfile(path):
+        raise ExportError(
+            os.fspath(path), "there is a file of this name", "name a folder, or move the file away"
+        )
+
+
+def _is_journal(entry: os.DirEntry[str]) -> bool:
+    hidden = entry.name.startswith(".") and entry.name.endswith(_COMMIT)
+    return hidden and entry.is_dir(follow_symlinks=False)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*") if path.name != _STALE)
+
+
+def _commit(staging: Path, journal: Path, target: Path) -> None:
+    """The rename that makes the set the new one, and the moves after it."""
+    _sync_folder(staging)
+    while True:
+        try:
+            os.rename(staging, journal)
+            break
+        except OSError as error:
+            # another writer of this set has committed in the meantime: its files come first
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not journal.is_dir():
+                raise
+            _finish(journal, target)
+    try:
+        _finish(journal, target)
+    except KeyboardInterrupt:  # the set is the new one: leave the folder as its readers expect it
+        _finish(journal, target)
+        raise
+
+
+def _finish(journal: Path, target: Path) -> None:
+    """Move what is still in ``journal`` into place. Repeatable; another process may do the same at the same time."""
+    last = journal.name[1 : -len(_COMMIT)]
+    try:
+        _sync_folder(target)
+        _remove_stale(journal, target)
+        for source in sorted(_files(journal), key=lambda path: path.name == last):
+            _unless_gone(os.replace, source, target / source.name)
+        _sync_folder(target)
+        _unless_gone(os.rmdir, journal)
+    except OSError as error:
+        reason = file_error(target, error)
+        raise ExportError(
+            str(target),
+            f"complete new files lie in {journal.name} and cannot be moved into place: {reason.problem}",
+            f"{reason.remedy}; the next call that reads or writes the folder moves them",
+        ) from error
+
+
+def _remove_stale(journal: Path, target: Path) -> None:
+    listed = journal / _STALE
+    try:
+        names = listed.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return
+    for name in names:
+        if name == os.path.basename(name) and name not in ("", ".", ".."):
+            _unless_gone(os.remove, target / name)
+    _unless_gone(os.remove, listed)
+
+
+def _unless_gone(operation: Callable[..., object], *paths: AnyPath) -> None:
+    """Do it, unless another process has done it already; a folder that another set has moved into stays."""
+    try:
+        operation(*paths)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if operation is not os.rmdir or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+def _lock(folder: Path) -> int | None:
+    """A lock on ``folder`` that ends with the process, however it ends: the folder is in use."""
+    if fcntl is None:
+        return None
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return None
+    return handle
+
+
+def _remove_abandoned(target: Path, name: str) -> None:
+    """Remove folders in which a writer of the set ``name`` was killed before its files were complete."""
+    if fcntl is None:
+        return
+    for entry in list(os.scandir(target)):
+        ours = entry.name.startswith(f".{name}.") and entry.name.endswith(_PARTIAL)
+        if not ours or time.time() - entry.stat(follow_symlinks=False).st_mtime < _OLD:
+            continue
+        try:
+            lock = _lock(Path(entry.path))
+        except (BlockingIOError, FileNotFoundError):
+            continue  # its writer lives, or has just ended
+        if lock is not None:
+            shutil.rmtree(entry.path, ignore_errors=True)  # what cannot be removed is hidden and harms nobody
+            os.close(lock)
 
 
 @contextmanager
@@ -139,3 +342,17 @@ def _sync(path: Path) -> None:
     """Wait until the content is on the disk: a rename that overtakes it may leave an empty file."""
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """Wait until renames in a folder are on the disk, where the system can be asked for it."""
+    if fcntl is None:
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    finally:
+        os.close(handle)

@@ -24,7 +24,7 @@ from bitwright import __version__
 from bitwright.core.arrays import to_numpy
 from bitwright.core.documents import read_document
 from bitwright.errors import ConfigError, ExportError
-from bitwright.export.atomic import AnyPath, atomic_write, file_error
+from bitwright.export.atomic import AnyPath, atomic_write, file_error, settle
 
 VERSION = 1
 _KINDS: dict[str, type] = {"files": list, "settings": dict, "seeds": dict, "notes": list, "versions": dict}
@@ -162,6 +162,20 @@ def read_manifest(path: AnyPath, *, check: bool = False) -> Manifest:
         remedy = "export again, or restore the files; a manifest holds only for the files it was written with"
         raise ExportError(site, "; ".join(problems), remedy)
     return manifest
+
+
+def earlier_files(path: AnyPath) -> list[str]:
+    """Names of the files that a manifest lists, beside it; none where there is no manifest that can be read.
+
+    Raises:
+        ExportError: see :func:`bitwright.export.atomic.settle`.
+    """
+    settle(Path(path).parent)
+    try:
+        manifest = read_manifest(path)
+    except ExportError:  # there is none, or whoever damaged it decides what becomes of the files
+        return []
+    return [entry.name for entry in manifest.files]
 
 
 class Fingerprint:

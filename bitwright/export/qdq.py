@@ -186,7 +186,7 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, external: bool 
     if external is None:
         tensors = (value.const_value for graph in model.graphs() for value in graph.initializers.values())
         external = sum(tensor.nbytes for tensor in tensors if tensor is not None) > _ONE_FILE_LIMIT
-    with atomic_files(target.parent, last=target.name) as folder:
+    with atomic_files(target.parent, name=target.name) as folder:
         ir.save(model, folder / target.name, external_data=f"{target.name}.data" if external else None)
         return [target.parent / written.name for written in sorted(folder.iterdir())]
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.array_files import read_archive
 from bitwright.errors import ExportError, close_matches
+from bitwright.export.atomic import settle
 from bitwright.export.manifest import read_manifest
 from bitwright.export.verify import VerifyReport, verify_layers
 
@@ -75,9 +76,10 @@ def find_export(folder: str | os.PathLike[str], prefix: str | None = None) -> st
         prefix: the stem to look for; needed only when the folder holds several exports.
 
     Raises:
-        ExportError: no export there, none of this stem, or several.
+        ExportError: no export there, none of this stem, or several; or see :func:`bitwright.export.atomic.settle`.
     """
     path = Path(folder)
+    settle(path)
     found = sorted(p.name.removesuffix("_manifest.json") for p in path.glob("*_manifest.json"))
     if prefix is not None and prefix in found:
         return prefix
@@ -101,7 +103,7 @@ def verify_folder(folder: str | os.PathLike[str], prefix: str | None = None) -> 
         prefix: stem of the files; needed only when the folder holds several exports.
 
     Raises:
-        ExportError: see :func:`find_export`; a file that changed since, or no samples.
+        ExportError: see :func:`find_export`; a file that changed since, or no samples of this export.
     """
     path, stem = Path(folder), find_export(folder, prefix)
     manifest = read_manifest(path / f"{stem}_manifest.json", check=True)

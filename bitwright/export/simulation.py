@@ -21,6 +21,7 @@ from bitwright.core.sites import Site, SiteMap
 from bitwright.core.spec import QuantSpec
 from bitwright.core.state import all_or_nothing
 from bitwright.errors import EncodingsError
+from bitwright.export.atomic import settle
 from bitwright.export.encodings import NamedEncoding, names_error, read_encodings, write_encodings
 from bitwright.export.gate_order import GATED, from_onnx_order, gate_order
 from bitwright.export.sites_file import read_sites
@@ -186,6 +187,7 @@ def _exported_names(source: str | Path | dict[str, Any]) -> dict[str, list[str]]
     """
     if isinstance(source, dict) or Path(source).suffix != ".encodings":
         return {}
+    settle(Path(source).parent)  # the two files are read as a pair
     path = Path(source).with_name(f"{Path(source).stem}_sites.json")
     if not path.is_file():
         return {}

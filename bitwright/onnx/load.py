@@ -31,6 +31,7 @@ from onnx_ir.passes.common import (
 )
 
 from bitwright.errors import ModelError
+from bitwright.export.atomic import settle
 from bitwright.export.markers import DOMAIN as MARKER_DOMAIN
 from bitwright.onnx.recurrent import split_directions
 from bitwright.onnx.untrusted import check_external_data, check_tensors, graph_protos, read_proto
@@ -117,6 +118,7 @@ def load_model(model: Source) -> Loaded:
 
 
 def _read(path: Path) -> ir.Model:
+    settle(path.parent)  # a model and its external data are a pair
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "does not exist"
         raise ModelError(str(path), f"the model file {problem}", "pass the path of an .onnx file")

@@ -28,7 +28,14 @@ from bitwright.core.sites import Site, SiteMap
 from bitwright.core.spec import NonFinite, Preset, RangeMethod, check_policy
 from bitwright.core.state import all_or_nothing
 from bitwright.errors import CalibrationError, ConfigError, ModelError
-from bitwright.export.artefacts import Exported, Samples, bias_form, check_encoding_version, write_artefacts
+from bitwright.export.artefacts import (
+    Exported,
+    Samples,
+    bias_form,
+    check_encoding_version,
+    write_artefacts,
+)
+from bitwright.export.atomic import check_destination
 from bitwright.export.products import ProductForm
 from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, to_qdq
 from bitwright.export.recurrent import RecurrentForm, expand_recurrent
@@ -626,8 +633,11 @@ class QuantizationSimModel:
         Raises:
             CalibrationError: the simulation has no encodings yet.
             ConfigError: unknown ``encoding_version``, ``bias``, ``activation``, ``weight_only`` or ``recurrent``.
+            ConfigError: unknown ``encoding_version``, ``bias``, ``activation`` or ``recurrent``, or ``filename_prefix``
+                cannot begin the names of files.
             ExportError: a format cannot be written, or the folder cannot.
         """
+        check_destination(path, filename_prefix)
         check_encoding_version(encoding_version)
         encodings = self._encodings()
         example = self.example()

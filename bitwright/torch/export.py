@@ -19,7 +19,14 @@ from bitwright.core.encoding import Encoding
 from bitwright.core.ops import op_row
 from bitwright.core.recurrence import CELLS
 from bitwright.errors import CalibrationError, ConfigError, ExportError, close_matches
-from bitwright.export.artefacts import Exported, Samples, bias_form, check_encoding_version, write_artefacts
+from bitwright.export.artefacts import (
+    Exported,
+    Samples,
+    bias_form,
+    check_encoding_version,
+    write_artefacts,
+)
+from bitwright.export.atomic import check_destination
 from bitwright.export.gate_order import GATED, to_onnx_order
 from bitwright.export.products import ProductForm
 from bitwright.export.qdq import QdqResult, rename_values, site_names, to_qdq
@@ -79,9 +86,10 @@ def export_sim(
 
     Raises:
         CalibrationError: the simulation has no encodings yet.
-        ConfigError: unknown ``encoding_version``.
+        ConfigError: unknown ``encoding_version``, or ``filename_prefix`` cannot begin the names of files.
         ExportError: the model cannot be exported by ``torch.export``, or the folder cannot be written.
     """
+    check_destination(path, filename_prefix)
     _check(sim, encoding_version)
     marked = marked_onnx(sim, dummy_input, dynamic_batch=dynamic_batch, dynamic_shapes=dynamic_shapes)
     return write_artefacts(

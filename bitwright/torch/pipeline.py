@@ -32,6 +32,7 @@ from bitwright.algorithms.recipe import (
 )
 from bitwright.core.model import Undo
 from bitwright.core.spec import NonFinite, Preset
+from bitwright.export.atomic import check_destination
 from bitwright.export.products import ProductForm, check_weight_only
 from bitwright.torch import ptq
 from bitwright.torch.batch_norm_fold import fold_all_batch_norms
@@ -111,10 +112,12 @@ def quantize(
     Raises:
         CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``; the metric is NaN; or no
             batch reached some sites and that is not allowed.
-        ConfigError: a recipe that cannot work.
+        ConfigError: a recipe that cannot work, or a ``filename_prefix`` that cannot begin the names of files.
     """
     require_module(model)
     check_weight_only(weight_only)
+    if path is not None:
+        check_destination(path, filename_prefix)
     steps = as_recipe(recipe, preset, own_rules=config_file is not None)
     first, batches = batches_of(data, again=recipe is not None or any(step.name != "fold" for step in steps))
     metrics = {} if metric is None else {"float": checked_metric("float", float(metric(model)))}

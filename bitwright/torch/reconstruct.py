@@ -18,6 +18,7 @@ from bitwright.core.formats import IntFormat
 from bitwright.core.scheme import QuantScheme
 from bitwright.core.sites import Site
 from bitwright.errors import ConfigError
+from bitwright.export.atomic import check_destination
 from bitwright.export.encodings import write_encodings
 from bitwright.export.finished import FinishedLayers
 from bitwright.export.simulation import site_records
@@ -262,10 +263,11 @@ class Adaround:
             options: as for :func:`apply_reconstruction`.
 
         Raises:
-            ConfigError: a module that has no quantized weight.
+            ConfigError: a module that has no quantized weight, or a prefix that cannot begin the name of a file.
             CalibrationError, ModelError: see :func:`apply_reconstruction`.
             ExportError: the encodings cannot be written.
         """
+        check_destination(path, filename_prefix)
         work = copy.deepcopy(model)
         sim = QuantizationSimModel(
             work,

@@ -16,7 +16,15 @@ from bitwright.core.affine import fake_quantize
 from bitwright.core.bias import fake_quantize_bias
 from bitwright.core.formats import parse_format
 from bitwright.core.model import sqnr
-from bitwright.errors import CalibrationError, ConfigError, EncodingsError, FormatError, ModelError
+from bitwright.errors import (
+    CalibrationError,
+    ConfigError,
+    EncodingsError,
+    ExportError,
+    FormatError,
+    ModelError,
+)
+from bitwright.onnx import quantize
 from bitwright.onnx.quantsim import QuantizationSimModel
 from tests.cost import steps
 from tests.onnx.nets import Net, conv_chain, feeds_for, run
@@ -212,6 +220,33 @@ def test_export_agrees_with_the_simulation_and_runs_by_default(sim, tmp_path):
     names = {entry["name"] for kind in ("param_encodings", "activation_encodings")
              for entry in json.loads(exported.encodings.read_text())[kind]}  # fmt: skip
     assert {"c1.weight", "x", "hidden_output"} <= names
+
+
+def test_an_export_without_samples_is_not_compared_with_those_of_an_earlier_one(sim, tmp_path):
+    from bitwright.export.samples import verify_folder
+
+    sim.export(tmp_path, "net")
+    samples = (tmp_path / "net_samples.npz").read_bytes()
+    sim.export(tmp_path, "net", samples=False)
+    assert not (tmp_path / "net_samples.npz").exists()
+    (tmp_path / "net_samples.npz").write_bytes(samples)
+    with pytest.raises(
+        ExportError, match="'net' was written without samples.*Remedy: export the model again"
+    ):
+        verify_folder(tmp_path)
+
+
+@pytest.mark.parametrize("prefix", ["../../up", "/up", "", "a/b"])
+def test_a_prefix_that_leads_out_of_the_folder_is_refused_before_any_work(sim, tmp_path, prefix):
+    folder = tmp_path / "a" / "b"
+    with pytest.raises(ConfigError, match="filename_prefix"):
+        sim.export(folder, prefix)
+    with pytest.raises(ConfigError, match="filename_prefix"):
+        quantize(net(), iter(()), path=folder, filename_prefix=prefix)
+    (tmp_path / "file").touch()
+    with pytest.raises(ExportError, match="there is a file of this name. Remedy: name a folder"):
+        quantize(net(), iter(()), path=tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_float_model_is_the_original(sim, tmp_path):
