@@ -231,7 +231,7 @@ def test_an_export_without_samples_is_not_compared_with_those_of_an_earlier_one(
     assert not (tmp_path / "net_samples.npz").exists()
     (tmp_path / "net_samples.npz").write_bytes(samples)
     with pytest.raises(
-        ExportError, match="'net' was written without samples.*Remedy: export the model again"
+        ExportError, match="the export has no samples, net_samples.npz.*Remedy: export the model again"
     ):
         verify_folder(tmp_path)
 
