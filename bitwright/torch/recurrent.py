@@ -103,10 +103,11 @@ def layer(
     if inside is None and weight_hr is None and not (reverse and batch_sizes is not None):
         weights = [w for w in (weight_ih, weight_hh, bias_ih, bias_hh) if w is not None]
         return _fused(_FUSED[cell, activation], input, weights, states, batch_sizes, reverse)
-    gates = ORDER[cell]
+    once = batch_sizes is None and len(input) == 1  # a cell: nothing prepared for many steps pays
+    gates = GATES[cell] if once else ORDER[cell]
     w, r = (in_order(rows, GATES[cell], gates) for rows in (weight_ih, weight_hh))
     b, rb = (None if rows is None else in_order(rows, GATES[cell], gates) for rows in (bias_ih, bias_hh))
-    ctx = _Context(cell, gates, activation, r, rb, weight_hr, inside or {})
+    ctx = _Context(cell, gates, activation, r, rb, weight_hr, inside or {}, once)
     return _scan(ctx, F.linear(input, w, b), states, batch_sizes, reverse)
 
 
@@ -142,13 +143,14 @@ class _Context:
 
     def __init__(
         self, cell: str, gates: tuple[str, ...], activation: str, weight_hh: Tensor, bias_hh: Tensor | None,
-        weight_hr: Tensor | None, inside: Inside,
+        weight_hr: Tensor | None, inside: Inside, once: bool,
     ) -> None:  # fmt: skip
         self.cell, self.inside = cell, inside
         self.variant = Variant(linear_before_reset=cell == "GRU", projected=weight_hr is not None)
         self.functions = [_FUNCTIONS[name] for name in activations_of(cell, activation)]
         self.columns = weight_hh.t()
-        if not (torch.is_grad_enabled() and weight_hh.requires_grad):
+        self.once = once
+        if not once and not (torch.is_grad_enabled() and weight_hh.requires_grad):
             self.columns = self.columns.contiguous()  # laid out as the product of every step reads it
         self.bias_hh, self.weight_hr = bias_hh, weight_hr
         self.gates = gates
@@ -187,7 +189,7 @@ def _scan(
     sizes = batch_sizes.tolist() if batch_sizes is not None else []
     shares = x.split(sizes) if packed else x.unbind()
     length = len(shares)
-    together = getattr(ctx.inside, "stacked", None) if ctx.weight_hr is None else None
+    together = getattr(ctx.inside, "stacked", None) if ctx.weight_hr is None and not ctx.once else None
     stacked: StackedStep | None = None if together is None else together(ctx.cell, initial[0])
     state, ended, hidden = initial, [], []
     if packed:

@@ -92,3 +92,13 @@ def test_the_fused_operator_runs_where_no_site_inside_is_on(
     monkeypatch.setattr(calls, "_fused", lambda *args: fused.append(1) or original(*args))
     sim.model(X)
     assert fused == [1]
+
+
+def test_a_cell_prepares_nothing_for_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = nn.LSTMCell(6, 10)
+    sim = QuantizationSimModel(cell, X[0])
+    sim.compute_encodings([X[0]], progress=False)
+    asked: list[int] = []
+    monkeypatch.setattr(StepFunctions, "stacked", lambda *_: asked.append(1))
+    sim.model(X[0])
+    assert not asked
