@@ -24,6 +24,7 @@ _HOME = {
     "PerBlock": "bitwright.core.granularity",
     "PerGate": "bitwright.core.granularity",
     "BitwrightError": "bitwright.errors",
+    "BusyError": "bitwright.errors",
     "CalibrationError": "bitwright.errors",
     "ConfigError": "bitwright.errors",
     "EncodingsError": "bitwright.errors",

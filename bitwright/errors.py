@@ -64,6 +64,10 @@ class ModelError(BitwrightError, RuntimeError):
     """The user's model cannot be run, recorded or edited as asked."""
 
 
+class BusyError(BitwrightError, RuntimeError):
+    """A thread wants to use a simulation while another one does what cannot be shared, such as calibration."""
+
+
 class ExportError(BitwrightError, RuntimeError):
     """A model or its encodings could not be written or read back."""
 

@@ -13,7 +13,7 @@ PUBLIC = {
     "__version__", "quantize",
     "QuantSpec", "RangeMethod", "Preset", "PRESETS", "Rule",
     "IntFormat", "FloatFormat", "PerTensor", "PerChannel", "PerBlock", "PerGate",
-    "BitwrightError", "CalibrationError", "ConfigError", "EncodingsError", "ExportError", "FormatError",
+    "BitwrightError", "BusyError", "CalibrationError", "ConfigError", "EncodingsError", "ExportError", "FormatError",
     "GranularityError", "ModelError", "RangeError",
 }  # fmt: skip
 

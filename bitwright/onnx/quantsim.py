@@ -18,6 +18,7 @@ from bitwright.core.encoding import Encoding
 from bitwright.core.graph import Graph
 from bitwright.core.health import HealthReport, check_parameters
 from bitwright.core.model import Undo
+from bitwright.core.occupancy import Lock, Occupancy
 from bitwright.core.placement import Plan, place
 from bitwright.core.quantizer import DerivedBias, Quantizer
 from bitwright.core.repair import Repair
@@ -66,13 +67,14 @@ logger = logging.getLogger("bitwright")
 
 Array = NDArray[Any]
 _ACTIVATIONS = ("input", "output")
+_INSTEAD = "work on another QuantizationSimModel of the same model, which load_encodings(path) makes equal to this one"
 
 
 class CalibrationSession:
     """What a calibration callback is given: runs like an ``onnxruntime.InferenceSession``, and is watched."""
 
-    def __init__(self, calibrator: Calibrator, outputs: Sequence[str]) -> None:
-        self._calibrator, self._outputs = calibrator, list(outputs)
+    def __init__(self, calibrator: Calibrator, outputs: Sequence[str], occupancy: Occupancy) -> None:
+        self._calibrator, self._outputs, self._occupancy = calibrator, list(outputs), occupancy
 
     def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, Array], *_: Any) -> list[Array]:
         """Outputs of the model, with weights quantized and activations in float.
@@ -80,7 +82,9 @@ class CalibrationSession:
         Raises:
             ConfigError: the model has no output of a name asked for.
             ModelError, CalibrationError: the feeds do not fit, or the model fails on them.
+            BusyError: called from another thread than the one that calibrates.
         """
+        self._occupancy.check()
         index = {name: i for i, name in enumerate(self._outputs)}
         wanted = self._outputs if output_names is None else list(output_names)
         for name in wanted:
@@ -143,6 +147,7 @@ class QuantizationSimModel:
         threads: int = 0,
     ) -> None:
         check_providers(providers)
+        self._occupancy, self._lock = Occupancy(_INSTEAD), Lock()
         self.rules: Rules = make_rules(
             quant_scheme,
             preset,
@@ -228,6 +233,10 @@ class QuantizationSimModel:
             KeyError: the model has no such initializer.
             ModelError: the shape differs.
         """
+        with self._occupancy.exclusive("set_parameter"), self._lock:
+            self._set_parameter(name, value)
+
+    def _set_parameter(self, name: str, value: Array) -> None:
         holder = self.marked.graph.initializers[name]
         tensor = holder.const_value
         assert tensor is not None, name
@@ -294,9 +303,10 @@ class QuantizationSimModel:
                 that are not finite.
             ModelError: a batch does not fit the model's inputs.
             ConfigError: there is no such policy.
+            BusyError: another thread changes the simulation.
         """
         policy = check_policy(non_finite)
-        with all_or_nothing(self):
+        with self._occupancy.exclusive("calibration"), all_or_nothing(self):
             interrupt = self._calibrate(data, args, progress, resume, allow_unreached, policy)
         if interrupt is not None:
             raise interrupt
@@ -305,7 +315,7 @@ class QuantizationSimModel:
         self,
         data: Any,
         args: Any,
-        progress: bool,
+        show: bool,
         resume: bool,
         allow_unreached: bool,
         policy: NonFinite,
@@ -319,7 +329,7 @@ class QuantizationSimModel:
         calibrator = self._calibrator()
         gate = calibrator.gate = self._gate(calibrator, policy)
         try:
-            self._feed(calibrator, data, args, progress)
+            self._feed(calibrator, data, args, show)
             gate.finish()
         except KeyboardInterrupt as interrupt:
             if not calibrator.runs:
@@ -408,7 +418,7 @@ class QuantizationSimModel:
             self._calibrate_on_example(calibrator)
             return
         if callable(data):
-            session = CalibrationSession(calibrator, self.output_names)
+            session = CalibrationSession(calibrator, self.output_names, self._occupancy)
             data(session) if args is None else data(session, args)
             return
         if isinstance(data, (Mapping, np.ndarray)) or not isinstance(data, Iterable):
@@ -436,9 +446,10 @@ class QuantizationSimModel:
 
     def example(self) -> Feeds:
         """The example input: ``dummy_input``, or random values where none was given."""
-        if self._dummy is None:
-            self._dummy = next(random_feeds(self.specs))
-        return self._dummy
+        with self._lock:
+            if self._dummy is None:
+                self._dummy = next(random_feeds(self.specs))
+            return self._dummy
 
     def health(self) -> list[SiteHealth]:
         """What calibration saw at every site, and what the weights hold: NaN, Inf, zero and constant channels, saturation."""
@@ -451,8 +462,9 @@ class QuantizationSimModel:
         self.quantizers.settle_unreached(allow=allow_unreached, quiet=quiet)
 
     def _refresh_biases(self) -> None:
-        for bias in self._biases:
-            bias.refresh()
+        with self._lock:  # another thread must not see one that is being derived
+            for bias in self._biases:
+                bias.refresh()
 
     # -- its state
 
@@ -489,8 +501,11 @@ class QuantizationSimModel:
     def session(self) -> Any:
         """An ``onnxruntime.InferenceSession`` of the simulation as it stands; made anew after changes.
 
+        Threads may run one session, as ever with ONNX Runtime.
+
         Raises:
             CalibrationError: there are no encodings yet.
+            BusyError: another thread changes the simulation.
         """
         return self._derived("session", lambda: self._open(self.simulation()))
 
@@ -499,11 +514,12 @@ class QuantizationSimModel:
 
     def _derived(self, kind: str, make: Callable[[], Any]) -> Any:
         """What ``make`` returns, kept as long as no encoding changes."""
-        state = tuple(self._encodings().items())
-        kept = self._simulations.get(kind)
-        if kept is None or not _same(kept[0], state):
-            self._simulations[kind] = kept = (state, make())
-        return kept[1]
+        with self._lock:
+            state = tuple(self._encodings().items())
+            kept = self._simulations.get(kind)
+            if kept is None or not _same(kept[0], state):
+                self._simulations[kind] = kept = (state, make())
+            return kept[1]
 
     def forget_simulations(self) -> None:
         """Let sessions be made anew: the marked model was changed."""
@@ -514,7 +530,9 @@ class QuantizationSimModel:
 
         Raises:
             CalibrationError: there are none yet, or one is missing.
+            BusyError: another thread changes them.
         """
+        self._occupancy.check()
         if not self.calibrated:
             raise CalibrationError(
                 "QuantizationSimModel",
@@ -532,7 +550,8 @@ class QuantizationSimModel:
     def simulation(self) -> Simulation:
         """The simulation as a model of its own: standard ONNX, its quantizers and what enters them."""
         biases = {bias.site for bias in self._biases}
-        return simulation_model(self.marked, self._encodings(), biases)
+        with self._lock:  # weights of a large model are mapped, and let go of once they are read
+            return simulation_model(self.marked, self._encodings(), biases)
 
     def run(self, feeds: Any) -> list[Array]:
         """Outputs of the simulation in the model's order, as ``InferenceSession.run(None, feeds)`` gives them.
@@ -699,12 +718,14 @@ class QuantizationSimModel:
 
     def load_encodings(self, path: str | Path | dict[str, Any], strict: bool = True) -> None:
         """Take the encodings of a file; sites without one are disabled, names that match nothing are errors if ``strict``."""
-        load_encodings(self, path, strict)
-        self.calibrated = True
+        with self._occupancy.exclusive("load_encodings"):
+            load_encodings(self, path, strict)
+            self.calibrated = True
 
     def set_and_freeze_param_encodings(self, path: str | Path | dict[str, Any]) -> None:
         """Take the parameter encodings of a file and keep them through calibration."""
-        set_and_freeze_param_encodings(self, path)
+        with self._occupancy.exclusive("set_and_freeze_param_encodings"):
+            set_and_freeze_param_encodings(self, path)
 
     def __repr__(self) -> str:
         state = "calibrated" if self.calibrated else "not calibrated"

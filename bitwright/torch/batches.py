@@ -60,11 +60,11 @@ def to_device(batch: Any, device: torch.device | None) -> Any:
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
     """Every module in ``eval`` inside the block; each gets its own mode back."""
-    modes = [(module, module.training) for _, module in walk_modules(model)]
-    for module, _ in modes:
+    training = [module for _, module in walk_modules(model) if module.training]  # others are not written to
+    for module in training:
         module.training = False
     try:
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module in training:
+            module.training = True

@@ -97,15 +97,10 @@ class TorchCorrectable:
         return shifts
 
     def _run(self, sim: QuantizationSimModel, stage: Stage, batch: Any, watches: Mapping[str, Watch]) -> None:
-        simulator, interceptor = sim._simulator, sim._interceptor
-        handler, before = interceptor.handler, simulator.stage
-        interceptor.handler, simulator.stage = Watching(simulator, watches), stage
+        handler = Watching(sim._simulator.variant(stage), watches)
         args, kwargs = as_call(batch)
-        try:
-            with torch.no_grad(), evaluation(sim.model):
-                sim.model(*args, **kwargs)
-        finally:
-            interceptor.handler, simulator.stage = handler, before
+        with sim._interceptor.handled_by(handler), torch.no_grad(), evaluation(sim.model):
+            sim.model(*args, **kwargs)
 
     def _tensor(self, name: str) -> torch.Tensor:
         tensor = self.sim._interceptor.named_tensor(name)

@@ -18,7 +18,7 @@ from torch import nn
 from bitwright.core.encoding import Encoding
 from bitwright.core.ops import op_row
 from bitwright.core.recurrence import CELLS
-from bitwright.errors import CalibrationError, ConfigError, ExportError, close_matches
+from bitwright.errors import BusyError, CalibrationError, ConfigError, ExportError, close_matches
 from bitwright.export.artefacts import (
     Exported,
     Samples,
@@ -193,14 +193,23 @@ def marked_onnx(
     inputs = dict(named_inputs(forward_signature(sim.model), args, kwargs))
     tensors = tuple(t for _, t in flatten_tensors((args, kwargs)))
     shapes = _shapes(inputs, tensors, dynamic_batch, dynamic_shapes)
-    stage, sim._simulator.stage = sim._simulator.stage, "mark"
+    marking = sim._interceptor.handled_by(sim._simulator.variant("mark"))
     try:
-        with evaluation(sim.model), torch.no_grad(), _quiet():
+        # torch.export puts stand-ins in the place of the parameters meanwhile
+        with (
+            sim._interceptor.occupancy.exclusive("export"),
+            marking,
+            evaluation(sim.model),
+            torch.no_grad(),
+            _quiet(),
+        ):
             flat = _Flat(sim.model, args, kwargs).eval()
             program = torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
             exported = torch.onnx.export(
                 program, (), dynamo=True, opset_version=21, optimize=True, verbose=False
             )
+    except BusyError:
+        raise
     except Exception as error:
         where = sim._interceptor.failed_in
         raise ExportError(
@@ -210,7 +219,6 @@ def marked_onnx(
             "model yourself and quantize that; the encodings alone are written by sim.save_encodings(path)",
         ) from error
     finally:
-        sim._simulator.stage = stage
         sim._interceptor.forget_names()
     assert exported is not None
     model = exported.model

@@ -38,7 +38,7 @@ from bitwright.errors import BitwrightError, CalibrationError
 from bitwright.progress import progress as shown
 from bitwright.torch.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.functions import FUNCTIONS, SET_ITEM
-from bitwright.torch.intercept import Frame, Interceptor, Key, forward_signature
+from bitwright.torch.intercept import OUTERMOST, Frame, Interceptor, Key, forward_signature
 from bitwright.torch.record import Recorder, explained, named_inputs, output_name
 from bitwright.torch.trees import flatten_tensors, map_tensors, named_state, walk_modules
 
@@ -86,18 +86,17 @@ def check_model(
         >>> check_model(Mean(), [torch.zeros(2, 3)]).culprit.cause
         'division by zero'
     """
-    holder: list[Interceptor] = []
-    doctor = Doctor(lambda: holder[0], forward_signature(model), type(model).__name__)
-    holder.append(Interceptor(model, doctor))
+    interceptor = Interceptor(model)
+    doctor = Doctor(lambda: interceptor, forward_signature(model), type(model).__name__)
     doctor.look_at_parameters(model)
     if doctor.bad_params:
         return doctor.report()
-    holder[0].attach()
+    interceptor.attach()
     try:
-        with torch.no_grad(), evaluation(model):
+        with interceptor.handled_by(doctor), torch.no_grad(), evaluation(model):
             _feed(model, data, doctor, progress)
     finally:
-        holder[0].detach()
+        interceptor.detach()
     return doctor.report()
 
 
@@ -595,7 +594,7 @@ def source_line(frame: FrameType | None) -> str | None:
     """``file.py:12: y = x / n`` of the innermost frame of the user's code within the model's forward."""
     while frame is not None:
         name = frame.f_code.co_filename
-        if frame.f_code is Interceptor.forward.__code__:
+        if frame.f_code is OUTERMOST:
             return None  # the stock modules alone
         if not name.startswith(_CODE) and not name.startswith("<"):
             code = linecache.getline(name, frame.f_lineno).strip()

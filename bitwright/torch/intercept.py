@@ -1,7 +1,9 @@
 """Interception at the call: every torch function a model calls passes through here while its forward runs.
 
-A :class:`TorchFunctionMode` sees the calls, forward hooks tell which module is running. A call is identified by its
-*key*: where in the module tree it happens and where in that module's forward, counted from the last use of parameters:
+A :class:`TorchFunctionMode` sees the calls, and what stands in the place of each module's forward tells which module is
+running. What runs belongs to its thread: threads share the plan of a simulation, never where they are in it. A call is
+identified by its *key*: where in the module tree it happens and where in that module's forward, counted from the last use
+of parameters:
 
 - a module that owns parameters or buffers is one place, however often it runs (time steps share their sites);
 - a call that reads a parameter directly is the place of that parameter;
@@ -13,7 +15,7 @@ A :class:`TorchFunctionMode` sees the calls, forward hooks tell which module is 
 from __future__ import annotations
 
 import inspect
-import sys
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,10 +23,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase as _Statistics
 from torch.overrides import TorchFunctionMode
 
+from bitwright.core.occupancy import Occupancy
 from bitwright.core.ops import op_row
-from bitwright.errors import ModelError
+from bitwright.errors import BusyError, ModelError
 from bitwright.torch.decompose import DECOMPOSITIONS, Decomposition
 from bitwright.torch.functions import FUNCTIONS, Function, function_of
 from bitwright.torch.loops import Where, line_of_code
@@ -106,10 +110,65 @@ _PASSIVE = {
 }
 
 
+class Thread:
+    """What one thread runs of a model.
+
+    Attributes:
+        handler: where its calls go; ``None`` means to the interceptor's own.
+        frames: the forwards it is in, outermost first; empty when it runs nothing.
+        failed_in: path of the innermost module that raised the last error to leave the model.
+        replica: the copy of the model that runs in its place, if one does.
+    """
+
+    __slots__ = ("_error", "called", "depth", "failed_in", "frames", "handler", "mode", "replica")
+
+    def __init__(self) -> None:
+        self.handler: Handler | None = None
+        self.frames: list[Frame] = []
+        self.mode: _Mode | None = None
+        self.depth = 0
+        self.failed_in: str | None = None
+        self.replica: Replica | None = None
+        self.called: nn.Module | None = None
+        self._error: BaseException | None = None
+
+    def note(self, error: BaseException, path: str) -> None:
+        """``error`` passes the module at ``path``; the first one that it passes is where it happened."""
+        known, self._error = self._error, error
+        if error is not known and (known is None or error.__context__ is not known):
+            self.failed_in = path
+
+    def forget_error(self) -> None:
+        """Let go of the error, and with it of the frames that its traceback holds."""
+        self._error = None
+
+
+class Replica:
+    """A copy of a model that shares the interception of the original, as ``torch.nn.DataParallel`` makes them.
+
+    Attributes:
+        modules: path -> module.
+        parameters: id of a parameter -> its name; the parameters of a replica are plain tensors.
+        names: the same of parameters and buffers.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.modules = dict(walk_modules(root))
+        self.parameters: dict[int, str] = {}
+        buffers: dict[int, str] = {}
+        for path, module in self.modules.items():
+            parameters = vars(module).get("_former_parameters") or module._parameters
+            for table, found in ((parameters, self.parameters), (module._buffers, buffers)):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        found.setdefault(id(tensor), f"{path}.{name}" if path else name)
+        self.names = {**buffers, **self.parameters}
+
+
 class _Mode(TorchFunctionMode):
-    def __init__(self, owner: Interceptor) -> None:
+    def __init__(self, owner: Interceptor, here: Thread) -> None:
         super().__init__()
-        self.owner = owner
+        self.owner, self.here = owner, here
 
     def __torch_function__(
         self,
@@ -118,51 +177,109 @@ class _Mode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return self.owner.dispatch(func, args, kwargs or {})
+        return self.owner.dispatch(self.here, func, args, kwargs or {})
 
 
-class _Enter:
-    def __init__(self, owner: Interceptor, path: str, owns: bool) -> None:
-        self.owner, self.path, self.owns = owner, path, owns
+class Forward:
+    """Stands in the place of the forward of one module; signature and attributes are those of the forward itself.
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.owner.enter(self, module)
+    Attributes:
+        call: the module's forward as it was.
+    """
+
+    def __init__(self, owner: Interceptor, module: nn.Module, path: str, owns: bool) -> None:
+        self.owner, self.module, self.path, self.owns = owner, module, path, owns
+        self.link(vars(module).get("forward"))
+
+    def link(self, before: Callable[..., Any] | None) -> None:
+        """Call ``before``: the instance's own forward or another interception's; ``None`` is the forward of the class."""
+        self.before = before
+        self.call: Callable[..., Any] = self._of_class(self.module) if before is None else before
+
+    def _of_class(self, module: nn.Module) -> Callable[..., Any]:
+        held = vars(module).pop("forward", None)
+        try:
+            return module.forward
+        finally:
+            if held is not None:
+                vars(module)["forward"] = held
+
+    def call_of(self, replica: Replica | None) -> Callable[..., Any]:
+        """The forward of the module, or of the one that stands in its place in ``replica``."""
+        if replica is None:
+            return self.call
+        module = replica.modules[self.path]
+        if self.before is None:
+            return self._of_class(module)
+        bound_to = getattr(self.before, "__self__", None)
+        return self.before.__func__.__get__(module) if bound_to is self.module else self.before  # type: ignore[attr-defined]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward, intercepted; the first one that a thread enters opens the interception."""
+        owner, here = self.owner, self.owner.here
+        if not here.depth:
+            return owner.run(self, here, args, kwargs)
+        depth = len(here.frames)
+        owner.enter(here, self)
+        try:
+            return self.call_of(here.replica)(*args, **kwargs)
+        except BaseException as error:
+            here.note(error, self.path)
+            raise
+        finally:
+            del here.frames[depth:]
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.call
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "call" or (name.startswith("__") and name.endswith("state__")):
+            raise AttributeError(name)  # while a copy is made
+        return getattr(self.call, name)
 
 
-class _Leave:
+class _Called:
+    """A hook of the whole model that notes which copy of it is called: a forward cannot tell."""
+
     def __init__(self, owner: Interceptor) -> None:
         self.owner = owner
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.owner.leave(module)
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.owner.here.called = None if module is self.owner.model else module
 
 
 class Interceptor:
     """Leads every torch call that a model's forward makes to a handler.
 
-    Hooks on the modules below the model, and :meth:`forward` in the place of its own, are all that is added to it: its
-    classes, parameters, buffers and ``state_dict`` stay as they are. (A hook would not do for the model itself: hooks
-    are not told of a KeyboardInterrupt, and an interception left open would catch whatever is called next.)
+    A :class:`Forward` in the place of the forward of each module, and one hook that tells replicas apart, are all that is
+    added to a model: its classes, parameters, buffers and ``state_dict`` stay as they are. (Hooks would not do instead:
+    they are not told of a KeyboardInterrupt, and an interception left open would catch whatever is called next.)
+
+    Args:
+        model: the module.
+        handler: of threads that have none of their own (:meth:`handled_by`); without any, a thread runs the model as it is.
+
+    Attributes:
+        occupancy: the threads that run the model.
+        loops: places that are told apart by the line of code.
+        seen: where counted places stand, while a model is recorded.
     """
 
-    def __init__(self, model: nn.Module, handler: Handler) -> None:
+    def __init__(self, model: nn.Module, handler: Handler | None = None) -> None:
         self.model, self.handler = model, handler
-        self.frames: list[Frame] = []
-        self._mode: _Mode | None = None
-        self._depth = 0
+        self.occupancy = Occupancy("work on a copy that was made before, copy.deepcopy(sim)")
+        self._threads = threading.local()
         self._names: dict[int, str] | None = None
         self._attributes: dict[int, str] | None = None
-        self._handles: list[Any] = []
-        self._original: Callable[..., Any] = model.forward
-        self._outer_error: BaseException | None = None
-        self.failed_in: str | None = None
-        self.loops: frozenset[Where] = frozenset()  # places that are told apart by the line of code
-        self.seen: dict[Key, Where] | None = None  # where counted places stand, while a model is recorded
+        self._hook: Any = None
+        self.loops: frozenset[Where] = frozenset()
+        self.seen: dict[Key, Where] | None = None
 
     # -- attaching
 
     def attach(self) -> None:
-        """Take the place of the model's forward and register the hooks, two per module below."""
+        """Take the place of the forward of every module."""
         modules = list(walk_modules(self.model))
         owners: set[str] = set()
         for path, module in modules:
@@ -179,160 +296,203 @@ class Interceptor:
                     "it is a TorchScript module, whose calls run outside Python and cannot be seen",
                     "put the eager module that it was made from in its place",
                 )
-        self._original = self.model.forward
-        self.model.forward = (
-            self.forward
-        )  # a bound method: copies of the model get an interceptor of their own
-        for path, module in modules[1:]:
-            enter = _Enter(self, path, path in owners)
-            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(_Leave(self), always_call=True))
+        for path, module in modules:
+            if not any(forward.owner is self for forward in interceptions(module)):
+                vars(module)["forward"] = Forward(self, module, path, path in owners)
+        self._hook = self.model.register_forward_pre_hook(_Called(self))
 
     def detach(self) -> None:
-        """Take the hooks off again and give the model its forward back."""
-        if getattr(vars(self.model).get("forward"), "__self__", None) is self:
-            del self.model.forward
-            if getattr(self._original, "__func__", None) is not type(self.model).forward:
-                self.model.forward = self._original  # it was the instance's own, or another interception's
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Give every module its forward back."""
+        for _, module in walk_modules(self.model):
+            outer: Forward | None = None
+            for forward in interceptions(module):
+                if forward.owner is not self:
+                    outer = forward
+                elif outer is not None:
+                    outer.link(forward.before)
+                elif forward.before is not None:
+                    vars(module)["forward"] = forward.before  # the instance's own, or another interception's
+                else:
+                    del vars(module)["forward"]
+        if self._hook is not None:
+            self._hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has its own modules and parameters: names are looked up anew, a running forward is not copied
-        return {
-            **self.__dict__,
-            "frames": [],
-            "_mode": None,
-            "_depth": 0,
-            "_names": None,
-            "_attributes": None,
-            "_handles": [],
-            "_outer_error": None,
-            "seen": None,
-        }
+        state = {**self.__dict__, "_names": None, "_attributes": None, "seen": None}
+        del state["_threads"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _threads=threading.local())
 
     # -- running
 
     @property
+    def here(self) -> Thread:
+        """What the calling thread runs."""
+        try:
+            return self._threads.state
+        except AttributeError:
+            self._threads.state = Thread()
+            return self._threads.state
+
+    @property
     def running(self) -> bool:
-        """Whether calls are being intercepted right now."""
-        return bool(self.frames)
+        """Whether calls of this thread are being intercepted right now."""
+        return bool(self.here.frames)
+
+    @property
+    def failed_in(self) -> str | None:
+        """Path of the innermost module that raised the last error to leave the model in this thread."""
+        return self.here.failed_in
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Intercept everything called inside the block as if the model's forward had called it."""
-        self._open()
+        """Intercept everything that this thread calls inside the block as if the model's forward had called it."""
+        here = self.here
+        self._open(here)
         try:
             yield
         finally:
-            self._close()
+            self._close(here)
+
+    @contextmanager
+    def handled_by(self, handler: Handler) -> Iterator[None]:
+        """Lead what this thread calls to another handler inside the block."""
+        here = self.here
+        before, here.handler = here.handler, handler
+        try:
+            yield
+        finally:
+            here.handler = before
 
     @contextmanager
     def suspended(self, handler: Handler) -> Iterator[None]:
         """Let the model run anew under another handler inside the block, also in the middle of a forward of its own."""
-        saved = (self.frames, self._mode, self._depth, self.handler, self._outer_error, self.failed_in)
-        if self._mode is not None:
-            self._mode.__exit__(None, None, None)
-        self.frames, self._mode, self._depth, self.handler = [], None, 0, handler
+        here = self.here
+        saved = (here.frames, here.mode, here.depth, here.failed_in, here.replica)
+        if here.mode is not None:
+            here.mode.__exit__(None, None, None)
+        here.frames, here.mode, here.depth, here.replica = [], None, 0, None
         try:
-            yield
+            with self.handled_by(handler):
+                yield
         finally:
-            self.frames, self._mode, self._depth, self.handler, self._outer_error, self.failed_in = saved
-            if self._mode is not None:
-                self._mode.__enter__()
+            here.frames, here.mode, here.depth, here.failed_in, here.replica = saved
+            if here.mode is not None:
+                here.mode.__enter__()
 
-    def _open(self) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self._outer_error, self.failed_in = sys.exc_info()[1], None
-            self.frames = [Frame("", "", self.model)]
-            self._mode = _Mode(self)
-            self._mode.__enter__()
+    def _open(self, here: Thread, replica: Replica | None = None) -> None:
+        if not here.depth:
+            self.occupancy.enter()
+            here.failed_in, here.replica = None, replica
+            here.frames = [Frame("", "", self.model)]
+            here.mode = _Mode(self, here)
+            here.mode.__enter__()
+        here.depth += 1
 
-    def _close(self) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            mode, self._mode, self.frames = self._mode, None, []
+    def _close(self, here: Thread) -> None:
+        here.depth -= 1
+        if not here.depth:
+            mode, here.mode, here.frames, here.replica = here.mode, None, [], None
             assert mode is not None
             mode.__exit__(None, None, None)
+            here.forget_error()
+            self.occupancy.leave()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward, intercepted; a forward within it (a model that calls itself) is part of it."""
-        self._open()
-        outermost = self._depth == 1
-        if not outermost:
-            self.frames.append(Frame("", "", self.model))
-        depth = len(self.frames)
+    def run(self, forward: Forward, here: Thread, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The outermost forward of a thread: that of the model, or of a module that is called on its own."""
+        handler = here.handler or self.handler
+        called, here.called = here.called, None
+        replica = None if called is None or forward.path else Replica(called)
+        call = forward.call_of(replica)
+        if handler is None:
+            return call(*args, **kwargs)
+        if forward.path:
+            self._refuse_part(forward)
+        self._open(here, replica)
         try:
-            if outermost:
-                self.handler.begin(args, kwargs)
-            output = self._original(*args, **kwargs)
-            if outermost:
-                self.handler.end(output)
+            self._refuse_shared_statistics()
+            handler.begin(args, kwargs)
+            output = call(*args, **kwargs)
+            handler.end(output)
             return output
-        except BaseException:
-            if self.failed_in is None and self.frames:
-                self.failed_in = self.frames[-1].path
+        except BaseException as error:
+            here.note(error, forward.path)
             raise
         finally:
-            if not outermost:
-                del self.frames[depth - 1 :]
-            self._close()
+            self._close(here)
 
-    def enter(self, hook: _Enter, module: nn.Module) -> None:
-        """The forward of a module below the model starts."""
-        if not self.frames and torch._C._current_graph_task_id() != -1:
+    def _refuse_shared_statistics(self) -> None:
+        """Batch norms in training write what every thread reads."""
+        if not self.model.training or not self.occupancy.crowded:
+            return
+        for path, module in walk_modules(self.model):
+            if isinstance(module, _Statistics) and module.training and module.running_mean is not None:
+                raise BusyError(
+                    path,
+                    f"this {type(module).__name__} updates its running statistics in training, and another thread runs the "
+                    "model at the same time",
+                    "call sim.model.eval() for inference, train in one thread at a time, or give each thread a copy, "
+                    "copy.deepcopy(sim)",
+                )
+
+    def _refuse_part(self, forward: Forward) -> None:
+        if torch._C._current_graph_task_id() != -1:
             raise ModelError(
-                hook.path,
-                f"the backward pass computes this {type(module).__name__} again (activation checkpointing), where its "
-                "quantizers would be lost and the gradients would be those of another function",
+                forward.path,
+                f"the backward pass computes this {type(forward.module).__name__} again (activation checkpointing), where "
+                "its quantizers would be lost and the gradients would be those of another function",
                 "train the simulation without activation checkpointing: set the model's own switch for it to False "
                 "before the forward",
             )
-        if not self.frames:
-            raise ModelError(
-                hook.path,
-                f"this {type(module).__name__} was called outside the forward of the simulated model "
-                "(through another method, or on its own), where its quantizers would be lost",
-                "call the model itself, or put the code in a `with sim.active():` block",
-            )
-        parent = self.frames[-1]
-        if hook.owns:
-            parent.set_anchor(hook.path)
-            self.frames.append(Frame(hook.path, hook.path, module))
-        else:
-            key, where = self._counted(parent, hook.path, modules=1)
-            self.frames.append(Frame(key, hook.path, module, where=where))
+        raise ModelError(
+            forward.path,
+            f"this {type(forward.module).__name__} was called outside the forward of the simulated model "
+            "(through another method, or on its own), where its quantizers would be lost",
+            "call the model itself, or put the code in a `with sim.active():` block",
+        )
 
-    def leave(self, module: nn.Module) -> None:
-        """It returned or raised; the innermost module that raised is kept in ``failed_in``."""
-        error = sys.exc_info()[1]
-        if error is not None and error is not self._outer_error and self.failed_in is None and self.frames:
-            self.failed_in = self.frames[-1].path
-        while len(self.frames) > 1:
-            if self.frames.pop().module is module:
-                return
+    def enter(self, here: Thread, forward: Forward) -> None:
+        """The forward of a module starts within another one; a model that calls itself is part of its own forward."""
+        if not forward.path:
+            here.frames.append(Frame("", "", self.model))
+            return
+        parent = here.frames[-1]
+        if forward.owns:
+            parent.set_anchor(forward.path)
+            here.frames.append(Frame(forward.path, forward.path, forward.module))
+        else:
+            key, where = self._counted(parent, forward.path, modules=1)
+            here.frames.append(Frame(key, forward.path, forward.module, where=where))
 
     def param_name(self, tensor: torch.Tensor) -> str | None:
         """The first name of a parameter or buffer of the model; ``None`` for other tensors."""
-        if self._names is None:
-            self._names = {}
+        replica = self.here.replica
+        if replica is not None:
+            return replica.names.get(id(tensor))
+        names = self._names
+        if names is None:
+            names = {}
             for name, value in named_state(self.model):
-                self._names.setdefault(id(value), name)
-        return self._names.get(id(tensor))
+                names.setdefault(id(value), name)
+            self._names = names  # whole: other threads read it meanwhile
+        return names.get(id(tensor))
 
     def attribute_name(self, tensor: torch.Tensor) -> str | None:
         """Where a module keeps ``tensor`` as a plain attribute (also in a list, tuple or dict); ``None`` if nowhere."""
-        if self._attributes is None:
-            self._attributes = {}
+        attributes = self._attributes
+        if attributes is None:
+            attributes = {}
             for path, module in walk_modules(self.model):
                 for name, value in vars(module).items():
                     if name.startswith("_") and name in _MODULE_TABLES:
                         continue
                     for where, found in flatten_tensors(value, name):
-                        self._attributes.setdefault(id(found), f"{path}.{where}" if path else where)
-        return self._attributes.get(id(tensor))
+                        attributes.setdefault(id(found), f"{path}.{where}" if path else where)
+            self._attributes = attributes
+        return attributes.get(id(tensor))
 
     def named_tensor(self, name: str) -> torch.Tensor:
         """The parameter or buffer called ``name``; KeyError if there is none."""
@@ -353,26 +513,24 @@ class Interceptor:
         """Look parameter names up anew: the model was edited."""
         self._names = self._attributes = None
 
-    def dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One torch function was called."""
-        if not self.frames:
+    def dispatch(self, here: Thread, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A thread called one torch function."""
+        handler = here.handler or self.handler
+        if not here.frames or handler is None:
             return func(*args, **kwargs)
-        frame = self.frames[-1]
+        frame = here.frames[-1]
         row = function_of(func)
         if row is None:
             decomposition = DECOMPOSITIONS.get(func)
             if decomposition is not None and decomposition.applies(args, kwargs):
-                return self._decompose(decomposition, args, kwargs)
-            return self.handler.other(frame, func, args, kwargs)
+                return self._decompose(here, decomposition, args, kwargs)
+            return handler.other(frame, func, args, kwargs)
         if func in _PASSIVE:
-            return self.handler.other(frame, func, args, kwargs)
-        return self.handler.call(frame, self._key(frame, row, args, kwargs), row, func, args, kwargs)
+            return handler.other(frame, func, args, kwargs)
+        key = self._place_of(here, frame, row.called(kwargs), (*args, *kwargs.values()))
+        return handler.call(frame, key, row, func, args, kwargs)
 
-    def _key(self, frame: Frame, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
-        label = row.called(kwargs)
-        return self._place_of(frame, label, (*args, *kwargs.values()))
-
-    def _place_of(self, frame: Frame, label: str, values: Sequence[Any]) -> Key:
+    def _place_of(self, here: Thread, frame: Frame, label: str, values: Sequence[Any]) -> Key:
         """The key of a call with the arguments ``values``: the place of its first parameter, or the next one here."""
         for value in values:
             kind = type(value)
@@ -381,9 +539,13 @@ class Interceptor:
                 if name is None:
                     self.forget_names()  # a parameter that was exchanged since the names were read
                     name = self.param_name(value)
-                if name is not None:
-                    frame.set_anchor(name)
-                    return (frame.key, name, label)
+            elif here.replica is not None and isinstance(value, torch.Tensor):
+                name = here.replica.parameters.get(id(value))
+            else:
+                continue
+            if name is not None:
+                frame.set_anchor(name)
+                return (frame.key, name, label)
         return self._counted(frame, label)[0]
 
     def _counted(self, frame: Frame, label: str, modules: int = 0) -> tuple[Key, Hashable]:
@@ -391,7 +553,7 @@ class Interceptor:
         if not self.loops and self.seen is None:
             key = (frame.key, frame.anchor, label, frame.next(label))
             return key, key
-        line = line_of_code(_FORWARD, modules)
+        line = line_of_code(_FORWARDS, modules)
         where: Where = (frame.where, frame.anchor, label, line)
         if where in self.loops:
             return where, where
@@ -400,36 +562,48 @@ class Interceptor:
             self.seen[key] = where
         return key, where
 
-    def _decompose(self, decomposition: Decomposition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        parent, label = self.frames[-1], decomposition.label
+    def _decompose(
+        self, here: Thread, decomposition: Decomposition, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        depth = len(here.frames)
+        parent, label = here.frames[-1], decomposition.label
         if decomposition.owner:
             lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list)]
-            key = self._place_of(
-                parent, label, (*args, *kwargs.values(), *(v for found in lists for v in found))
-            )
+            values = (*args, *kwargs.values(), *(v for found in lists for v in found))
+            key = self._place_of(here, parent, label, values)
             module = parent.module if decomposition.owner == "module" else None
-            self.frames.append(Frame(key, parent.path, module))
+            here.frames.append(Frame(key, parent.path, module))
         else:
             key, where = self._counted(parent, label)
             path = f"{parent.path}.{label}" if parent.path else label
-            self.frames.append(Frame(key, path, None, where=where))
-        depth = len(self.frames)
-        assert self._mode is not None
+            here.frames.append(Frame(key, path, None, where=where))
+        assert here.mode is not None
         try:
-            with self._mode:
+            with here.mode:
                 return decomposition.run(*args, **kwargs)
         finally:
-            del self.frames[depth - 1 :]
+            del here.frames[depth:]
 
 
-_FORWARD = Interceptor.forward.__code__
+OUTERMOST = Interceptor.run.__code__
+"""What the outermost forward of a thread runs in."""
+_FORWARDS = (Forward.__call__.__code__, OUTERMOST)
+
+
+def interceptions(module: nn.Module) -> list[Forward]:
+    """The interceptions that stand in the place of a module's forward, outermost first."""
+    found, forward = [], vars(module).get("forward")
+    while isinstance(forward, Forward):
+        found.append(forward)
+        forward = forward.before
+    return found
 
 
 def forward_signature(model: nn.Module) -> inspect.Signature | None:
     """The signature of the model's own forward, whatever stands before it; ``None`` where Python cannot tell."""
     forward: Any = model.forward
-    while isinstance(owner := getattr(forward, "__self__", None), Interceptor):
-        forward = owner._original
+    while isinstance(forward, Forward):
+        forward = forward.call
     try:
         return inspect.signature(forward)
     except (TypeError, ValueError):

@@ -8,7 +8,7 @@ that ran several times and fed themselves are a loop, and with them what ran bet
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
@@ -17,25 +17,25 @@ from torch import nn
 Where = tuple[Hashable, ...]
 """``(where the frame stands, its anchor, label, line of code)``; the first is a ``Where`` itself, or a module's path."""
 
-_CALL = nn.Module._call_impl.__code__
+_CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
 
 
-def line_of_code(stop: CodeType, modules: int = 0) -> Where:
+def line_of_code(stop: Container[CodeType], modules: int = 0) -> Where:
     """The instructions at which the functions stand that lead from the running forward to this call.
 
     Args:
-        stop: code of the function that starts a model's forward.
-        modules: calls of modules to pass by: 1 in a hook of the module that is called.
+        stop: code of what stands in the place of a module's forward.
+        modules: forwards to pass by: 1 where the place of a module that is called is looked for.
     """
     found: list[tuple[int, int]] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not stop:
-        if frame.f_code is _CALL:
+    while frame is not None:
+        if frame.f_code in stop:
             if not modules:
                 break
             modules -= 1
             found.clear()
-        else:
+        elif frame.f_code not in _CALLS:
             found.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
     return tuple(found)

@@ -223,12 +223,8 @@ class TorchSimulation:
         sim = self.sim
         self.sim._simulator.refresh_biases()
         tracer = _Tracer(sim._simulator.plans, self.quantize)
-        before, sim._interceptor.handler = sim._interceptor.handler, tracer
-        try:
-            with torch.no_grad(), evaluation(sim.model):
-                self._forward(sim.model, batch)
-        finally:
-            sim._interceptor.handler = before
+        with sim._interceptor.handled_by(tracer), torch.no_grad(), evaluation(sim.model):
+            self._forward(sim.model, batch)
         program = Program(tuple(tracer.steps), tracer.constants, tracer.returned)
         self._check(program, tracer)
         known = next((p for p in self._programs if _same(p, program)), None)

@@ -30,8 +30,8 @@ class Quantizer(core.Quantizer):
 
     def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
         super().__init__(name, role, spec)
-        self._grids: dict[tuple[Any, ...], Grid] = {}
-        self._kept: tuple[Any, torch.Tensor] | None = None
+        self._grids: dict[tuple[Any, ...], tuple[Encoding, Grid]] = {}
+        self._kept: tuple[Any, Encoding, torch.Tensor] | None = None
 
     def _set_encoding(self, encoding: Encoding | None) -> None:
         super()._set_encoding(encoding)
@@ -60,20 +60,28 @@ class Quantizer(core.Quantizer):
         """Like calling, for a tensor that seldom changes: the last result is kept while ``x`` stays what it was."""
         if (torch.is_grad_enabled() and x.requires_grad) or x.device.type != "cpu" or not is_plain(x):
             return self(x)
-        mark = _fingerprint(x)
-        if self._kept is None or self._kept[0] != mark:
-            self._kept = (mark, self(x.detach()))
-        return self._kept[1]
+        mark, encoding, kept = (
+            _fingerprint(x),
+            self.required,
+            self._kept,
+        )  # read once: other threads exchange them
+        if kept is None or kept[1] is not encoding or kept[0] != mark:
+            self._kept = kept = (mark, encoding, self(x.detach()))
+        return kept[2]
 
     def _grid(self, x: torch.Tensor, encoding: Encoding) -> Grid | None:
         if not is_plain(x):  # an exporter's stand-in: what is made for it must not be kept
             return make_grid(encoding, tuple(x.shape), x.device) if is_fast(encoding) else None
         key = (x.shape if encoding.scale.ndim else None, x.device)
-        grid = self._grids.get(key)
-        if grid is None and is_fast(encoding):
-            if len(self._grids) > 16:  # per-channel activations of ever new shapes
-                self._grids.clear()
-            grid = self._grids[key] = make_grid(encoding, tuple(x.shape), x.device)
+        known = self._grids.get(key)
+        if known is not None and known[0] is encoding:  # another thread may just have exchanged the encoding
+            return known[1]
+        if not is_fast(encoding):
+            return None
+        if len(self._grids) > 16:  # per-channel activations of ever new shapes
+            self._grids.clear()
+        grid = make_grid(encoding, tuple(x.shape), x.device)
+        self._grids[key] = encoding, grid
         return grid
 
     def __getstate__(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ from bitwright.core.state import all_or_nothing
 from bitwright.errors import BitwrightError, CalibrationError, ModelError
 from bitwright.progress import collector_paused, progress
 from bitwright.torch.batches import as_call, evaluation, model_device, to_device
-from bitwright.torch.intercept import Interceptor
+from bitwright.torch.intercept import Interceptor, interceptions
 from bitwright.torch.quantizer import Quantizer
 from bitwright.torch.record import record
 from bitwright.torch.simulate import CallPlan, Place, Simulator
-from bitwright.torch.trees import named_state
+from bitwright.torch.trees import named_state, walk_modules
 
 logger = logging.getLogger("bitwright")
 
@@ -81,6 +81,7 @@ class QuantizationSimModel:
         examples: Sequence[Any] = (),
     ) -> None:
         require_module(model)
+        _refuse_simulated(model)
         self.rules: Rules = make_rules(
             quant_scheme,
             preset,
@@ -189,9 +190,10 @@ class QuantizationSimModel:
             CalibrationError: no batch came, a batch does not fit the model, a weight or (under ``"error"``) a batch holds
                 values that are not finite.
             ConfigError: there is no such policy.
+            BusyError: another thread uses the simulation.
         """
         policy = check_policy(non_finite)
-        with all_or_nothing(self):
+        with self._interceptor.occupancy.exclusive("calibration"), all_or_nothing(self):
             interrupt = self._calibrate(data, args, progress, resume, allow_unreached, policy)
         if interrupt is not None:
             raise interrupt
@@ -200,7 +202,7 @@ class QuantizationSimModel:
         self,
         data: Any,
         args: Any,
-        progress: bool,
+        show: bool,
         resume: bool,
         allow_unreached: bool,
         policy: NonFinite,
@@ -214,8 +216,8 @@ class QuantizationSimModel:
         self._simulator.runs = 0
         gate = self._simulator.gate = self._gate(policy)
         try:
-            with torch.no_grad(), evaluation(self.model):
-                self._feed(data, args, progress)
+            with self._interceptor.handled_by(self._simulator), torch.no_grad(), evaluation(self.model):
+                self._feed(data, args, show)
             gate.finish()
         except KeyboardInterrupt as interrupt:
             if not self._simulator.runs:
@@ -361,17 +363,28 @@ class QuantizationSimModel:
     def active(self) -> Iterator[None]:
         """Simulate whatever is called inside the block: other methods of the model, or parts of it."""
         with self._interceptor.active():
-            self._simulator.begin((), {})
+            self._handler.begin((), {})
             yield
 
     @contextmanager
     def in_float(self) -> Iterator[None]:
-        """Let ``sim.model`` compute in float inside the block."""
-        stage, self._simulator.stage = self._simulator.stage, "float"
-        try:
+        """Let ``sim.model`` compute in float inside the block, in this thread (as ``torch.no_grad`` does)."""
+        with self._interceptor.handled_by(self._handler.variant("float")):
             yield
-        finally:
-            self._simulator.stage = stage
+
+    @property
+    def _handler(self) -> Simulator:
+        """The simulator of the calling thread."""
+        own = self._interceptor.here.handler
+        return own if isinstance(own, Simulator) else self._simulator
+
+    @contextmanager
+    def _evaluation(self, what: str) -> Iterator[None]:
+        """No gradients, and every module in eval mode; where that changes modes, no other thread may run."""
+        training = any(module.training for _, module in walk_modules(self.model))
+        alone = self._interceptor.occupancy.exclusive(what) if training else nullcontext()
+        with alone, torch.no_grad(), evaluation(self.model):
+            yield
 
     def health(self) -> list[SiteHealth]:
         """What calibration saw at every site, and what the weights hold: NaN, Inf, zero and constant channels, saturation."""
@@ -391,14 +404,11 @@ class QuantizationSimModel:
 
     def capture(self, names: Sequence[str], batch: Any) -> dict[str, list[torch.Tensor]]:
         """Values at sites or op outputs while ``sim.model`` runs ``batch``; one tensor per run of the place."""
-        self._simulator.taps = {name: [] for name in names}
-        try:
-            with torch.no_grad(), evaluation(self.model):
-                args, kwargs = as_call(to_device(batch, model_device(self.model)))
-                self.model(*args, **kwargs)
-            return self._simulator.taps
-        finally:
-            self._simulator.taps = None
+        taps: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        args, kwargs = as_call(to_device(batch, model_device(self.model)))
+        with self._interceptor.handled_by(self._handler.variant(taps=taps)), self._evaluation("capture"):
+            self.model(*args, **kwargs)
+        return taps
 
     def coverage(self) -> Coverage:
         """Every value and parameter: quantized how, shared with whom, or not and why. Print it."""
@@ -435,14 +445,16 @@ class QuantizationSimModel:
         """Take the encodings of a file; sites without one are disabled, names that match nothing are errors if ``strict``."""
         from bitwright.export.simulation import load_encodings
 
-        load_encodings(self, path, strict)
-        self._simulator.stage = "simulate"
+        with self._interceptor.occupancy.exclusive("load_encodings"):
+            load_encodings(self, path, strict)
+            self._simulator.stage = "simulate"
 
     def set_and_freeze_param_encodings(self, path: str | Path | dict[str, Any]) -> None:
         """Take the parameter encodings of a file and keep them through calibration."""
         from bitwright.export.simulation import set_and_freeze_param_encodings
 
-        set_and_freeze_param_encodings(self, path)
+        with self._interceptor.occupancy.exclusive("set_and_freeze_param_encodings"):
+            set_and_freeze_param_encodings(self, path)
 
     def save_checkpoint(self, folder: str | Path) -> Path:
         """Write parameters (safetensors) and quantizers (JSON); see :mod:`bitwright.torch.checkpoint`."""
@@ -454,10 +466,21 @@ class QuantizationSimModel:
         """Read what :meth:`save_checkpoint` wrote into this simulation of the same model."""
         from bitwright.torch.checkpoint import load_checkpoint
 
-        load_checkpoint(self, folder)
+        with self._interceptor.occupancy.exclusive("load_checkpoint"):
+            load_checkpoint(self, folder)
 
     def __repr__(self) -> str:
         return f"QuantizationSimModel({type(self.model).__name__}, {self.quantizers!r}, stage={self._simulator.stage})"
+
+
+def _refuse_simulated(model: nn.Module) -> None:
+    for path, module in walk_modules(model):
+        if any(isinstance(forward.owner.handler, Simulator) for forward in interceptions(module)):
+            raise ModelError(
+                path or type(model).__name__,
+                "it is simulated already: it belongs to a QuantizationSimModel, whose quantizers would count as its own code",
+                "pass the float model that the simulation was made from; copy.deepcopy(sim).remove() returns it",
+            )
 
 
 def require_module(model: object) -> None:

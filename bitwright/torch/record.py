@@ -372,19 +372,18 @@ def record(model: nn.Module, examples: Sequence[Any], interceptor: Interceptor |
     Raises:
         ModelError: the model fails on an example; its own error is the cause, and the message names the module it was in.
     """
-    # the handler is replaced by that of each run
-    running = interceptor or Interceptor(model, Recorder(lambda: running, None))
-    handler = running.handler
+    running = interceptor or Interceptor(model)
     if interceptor is None:
         running.attach()
     try:
-        running.loops, running.seen = frozenset(), {}
-        recorder = _run(model, examples, running, keep_arguments=interceptor is None)
-        running.loops, running.seen = find_loops(recorder.calls.values(), running.seen), None
-        if running.loops:  # the places of a loop over time are one place each
+        with running.occupancy.exclusive("recording"):
+            running.loops, running.seen = frozenset(), {}
             recorder = _run(model, examples, running, keep_arguments=interceptor is None)
+            running.loops, running.seen = find_loops(recorder.calls.values(), running.seen), None
+            if running.loops:  # the places of a loop over time are one place each
+                recorder = _run(model, examples, running, keep_arguments=interceptor is None)
     finally:
-        running.handler, running.seen = handler, None
+        running.seen = None
         if interceptor is None:
             running.detach()
     if not recorder.calls:
@@ -400,8 +399,7 @@ def record(model: nn.Module, examples: Sequence[Any], interceptor: Interceptor |
 def _run(model: nn.Module, examples: Sequence[Any], running: Interceptor, keep_arguments: bool) -> Recorder:
     recorder = Recorder(lambda: running, forward_signature(model), keep_arguments)
     recorder.loops = running.loops
-    running.handler = recorder
-    with torch.no_grad(), evaluation(model):
+    with running.handled_by(recorder), torch.no_grad(), evaluation(model):
         for example in examples:
             args, kwargs = as_call(example)
             try:

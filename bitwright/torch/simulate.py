@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ import torch.onnx.ops
 from bitwright.core.calibration import BatchGate
 from bitwright.core.channels import ChannelWatch
 from bitwright.core.model import Undo
+from bitwright.core.occupancy import Lock
 from bitwright.core.ops import op_row
 from bitwright.core.quantizer import DerivedBias
 from bitwright.core.recurrence import CELLS
@@ -61,6 +63,9 @@ class CallPlan:
 class Simulator:
     """The handler of a :class:`QuantizationSimModel`.
 
+    Threads share it in the stages ``simulate`` and ``float``: what is written meanwhile is written whole. A thread with
+    a stage or taps of its own has a :meth:`variant`.
+
     Attributes:
         plans: what to do, by call key; a recorded call without quantizers has an empty plan.
         stage: what the quantizers do with the tensors they are given.
@@ -79,6 +84,16 @@ class Simulator:
         self.gate: BatchGate | None = None  # while calibrating
         self.repairs: dict[str, Repair] = {}  # op -> what becomes of its output
         self.moving = False  # whether a call that only moves data has a quantizer: it joins different grids
+        self._lock = Lock()
+
+    def variant(
+        self, stage: Stage | None = None, taps: dict[str, list[torch.Tensor]] | None = None
+    ) -> Simulator:
+        """This simulator with another stage or other taps; everything else is shared, and stays so."""
+        new = copy.copy(self)
+        new._lock = self._lock
+        new.stage, new.taps = stage or self.stage, self.taps if taps is None else taps
+        return new
 
     def remember(self) -> Undo:
         """Keep the stage, the repairs and what calibration noted; the function returned brings it back."""
@@ -110,14 +125,16 @@ class Simulator:
 
     def refresh_biases(self) -> None:
         """Bring every derived bias grid up to date with the encodings it follows from."""
-        for bias in self.biases:
-            bias.refresh()
+        with self._lock:  # another thread must not see one that is being derived
+            for bias in self.biases:
+                bias.refresh()
 
     def end(self, output: Any) -> None:
-        """Count the forwards."""
-        self.runs += 1
-        if self.stage == "observe" and self.gate is not None:
-            self.gate.close()
+        """Count the forwards of a calibration."""
+        if self.stage == "observe":
+            self.runs += 1
+            if self.gate is not None:
+                self.gate.close()
 
     def other(
         self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -303,14 +320,16 @@ class Simulator:
         if self.stage == "observe":
             self.lengths[op] = max(length, self.lengths.get(op, 0))
         elif self.stage == "simulate" and self.lengths.get(op, length) < length and op not in self.longer:
-            if not self.longer:
+            with self._lock:
+                first = not self.longer
+                self.longer[op] = length
+            if first:
                 logger.info(
                     "%s: a sequence of %d steps, and calibration saw at most %d; its states may leave the ranges found",
                     op,
                     length,
                     self.lengths[op],
                 )
-            self.longer[op] = length
 
     # -- the stages
 
@@ -366,10 +385,11 @@ class Simulator:
         self, frame: Frame, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         name = f"{frame.path}.{row.label}" if frame.path else row.label
-        if name in self.unseen:
-            return
+        with self._lock:
+            if name in self.unseen:
+                return
+            self.unseen[name] = "first seen after the example input was recorded"
         kind = op_row(row.op_type(row.bind(args, kwargs)))
-        self.unseen[name] = "first seen after the example input was recorded"
         if kind.integer:
             logger.warning(
                 "%s: this call did not happen on the example input, so it has no quantizer and runs in float; "

@@ -104,12 +104,12 @@ class TorchView:
             }
         )
         simulator.stage = "float"
-        interceptor = Interceptor(self.model, simulator)
+        interceptor = Interceptor(self.model)
         interceptor.loops = self._recorder.loops
         interceptor.attach()
         device = model_device(self.model)
         try:
-            with torch.no_grad(), evaluation(self.model):
+            with interceptor.handled_by(simulator), torch.no_grad(), evaluation(self.model):
                 for batch in batches:
                     simulator.taps = {name: [] for name in values}
                     args, kwargs = as_call(to_device(batch, device))

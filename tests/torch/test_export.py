@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import stat
 from pathlib import Path
@@ -141,8 +142,7 @@ def test_exported_encodings_in_a_fresh_simulation_give_the_same_bits(
     sim: QuantizationSimModel, data: list[Tensor], tmp_path: Path, version: str
 ) -> None:
     exported = sim.export(tmp_path, "net", data[0], encoding_version=version)
-    with sim.in_float():
-        fresh = QuantizationSimModel(sim.model, data[0])
+    fresh = QuantizationSimModel(copy.deepcopy(sim).remove(), data[0])
     fresh.load_encodings(exported.encodings)
     for name, value in sim.model(data[1]).items():
         assert torch.equal(fresh.model(data[1])[name], value)

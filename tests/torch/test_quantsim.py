@@ -397,6 +397,24 @@ def test_in_place_simulation_can_be_taken_off(model: Net, batches: list[Tensor])
     assert "forward" not in vars(model) and not any(m._forward_hooks for m in model.modules())
 
 
+@pytest.mark.parametrize("in_place", [True, False], ids=["in-place", "copy"])
+def test_a_simulated_model_is_not_simulated_again(
+    sim: QuantizationSimModel, model: Net, batches: list[Tensor], in_place: bool
+) -> None:
+    for given, where in (
+        (sim.model, "Net: "),
+        (nn.Sequential(sim.model), "0: "),
+        (sim.model.conv, "Conv2d: "),
+    ):
+        with pytest.raises(ModelError, match=f"^{where}it is simulated already") as caught:
+            QuantizationSimModel(given, batches[0], in_place=in_place)
+        assert "copy.deepcopy(sim).remove()" in caught.value.remedy
+    plain = copy.deepcopy(sim).remove()
+    assert torch.equal(plain(batches[0]), model(batches[0]))
+    QuantizationSimModel(plain, batches[0], in_place=in_place)
+    assert sim.calibrated and not torch.equal(sim.model(batches[0]), model(batches[0]))
+
+
 def test_prepare_model_returns_a_model_with_the_same_function(model: Net, batches: list[Tensor]) -> None:
     prepared = prepare_model(model, modules_to_exclude=[model.conv])
     assert prepared is not model and torch.equal(prepared(batches[0]), model(batches[0]))
