@@ -43,11 +43,13 @@ _LEARNED = (
     "flexround",
     "gptq",
     "matrices",
+    "output_error",
     "methods",
     "program",
     "propagate",
     "reconstruct",
     "rounding",
+    "widen",
 )
 EXTRA: dict[str, set[str]] = {
     "core/documents.py": {"yaml"},

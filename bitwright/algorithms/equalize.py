@@ -164,6 +164,11 @@ class EqualizeReport(Reversible):
     _undos: list[Undo] = field(default_factory=list, repr=False)
     view: ModelView | None = field(default=None, repr=False)
 
+    @property
+    def changed(self) -> bool:
+        """Whether anything was equalized or absorbed."""
+        return bool(self.groups or self.absorbed)
+
     def __str__(self) -> str:
         count = len(self.groups)
         lines = [

@@ -48,6 +48,11 @@ class LayerInputsReport:
     in_float: tuple[str, ...]
 
     @property
+    def changed(self) -> bool:
+        """Whether a site was switched off."""
+        return bool(self.in_float)
+
+    @property
     def summary(self) -> str:
         """One line."""
         if not self.in_float:

@@ -91,6 +91,9 @@ class SimulatedModel(Protocol):
     def sites(self) -> Mapping[str, Site]:
         """Every quantizer site by name; weights have their encodings."""
 
+    def shared(self) -> Mapping[str, str]:
+        """Value that only carries the elements of another -> the group of sites on whose grid they lie."""
+
     def weight(self, site: str) -> Tensor:
         """The value of a weight; a copy."""
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from bitwright.algorithms.judge import Judge
+from bitwright.algorithms.recipe_report import Book, RecipeReport
 from bitwright.core.config import read_file
 from bitwright.core.formats import IntFormat
 from bitwright.core.granularity import PerTensor
@@ -37,27 +38,31 @@ class Kind:
         after: steps that must come earlier where a recipe has both: they would undo or miss what this one does.
         instead_of: steps that decide the same thing, so that a recipe has one of them at most.
         does: one phrase, for tables and ``--help``.
+        gain: dB of the outputs that the step must bring where a judge is asked (:mod:`bitwright.algorithms.judge`);
+            ``None`` for steps that are not put to one.
     """
 
     phase: Phase
     does: str
     after: tuple[str, ...] = ()
     instead_of: tuple[str, ...] = ()
+    gain: float | None = None
 
 
-_NOISE = 1e-3  # changes of the metric below this share of it are no harm
+_WORTH = 0.1  # dB of the outputs that are worth clipped values, or 16 bits
+_RANGES = ("layer_inputs", "activation_ranges", "widen")
 _ROUNDING = ("gptq", "adaround", "brecq", "qdrop", "flexround")
 
 
 def _rounding(does: str) -> Kind:
-    return Kind("simulation", does, ("layer_inputs", "seq_mse"), _ROUNDING)
+    return Kind("simulation", does, (*_RANGES, "seq_mse"), _ROUNDING, gain=0.0)
 
 
 KINDS: dict[str, Kind] = {
     "fold": Kind("float", "batch norms into the layers before them"),
     "fold_norms": Kind("float", "weights of layer and RMS norms into the layers behind them"),
-    "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold",)),
-    "smooth": Kind("float", "move activation outliers into weights", ("fold_norms", "rotate")),
+    "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold",), gain=0.0),
+    "smooth": Kind("float", "move activation outliers into weights", ("fold_norms", "rotate"), gain=0.0),
     "rotate": Kind("float", "spread outliers by Hadamard rotations", ("fold_norms",)),
     "awq": Kind(
         "float",
@@ -65,13 +70,24 @@ KINDS: dict[str, Kind] = {
         ("fold_norms", "equalize", "smooth", "rotate"),
     ),
     "layer_inputs": Kind("simulation", "keep activations in float that no layer with a weight reads"),
-    "seq_mse": Kind("simulation", "weight ranges by output error, layer after layer", ("layer_inputs",)),
+    "activation_ranges": Kind(
+        "simulation", "activation ranges by least squared error", ("layer_inputs",), gain=_WORTH
+    ),
+    "widen": Kind(
+        "simulation",
+        "16 bits where 8 cost the output most",
+        ("layer_inputs", "activation_ranges"),
+        gain=_WORTH,
+    ),
+    "seq_mse": Kind("simulation", "weight ranges by output error, layer after layer", _RANGES, gain=0.0),
     "gptq": _rounding("round weights column by column with error feedback"),
     "adaround": _rounding("learn each weight's rounding, layer after layer"),
     "brecq": _rounding("learn each weight's rounding, block after block"),
     "qdrop": _rounding("as brecq, with activation quantizers dropped at random"),
     "flexround": _rounding("learn scales and roundings together"),
-    "bias_correction": Kind("simulation", "take the mean error out of every layer's output", _ROUNDING),
+    "bias_correction": Kind(
+        "simulation", "take the mean error out of every layer's output", _ROUNDING, gain=0.0
+    ),
 }
 
 
@@ -175,21 +191,23 @@ def _check_order(steps: Sequence[Step], source: str) -> None:
         seen[step.name] = at
 
 
-def default_recipe(preset: Preset, *, own_rules: bool = False) -> tuple[Step, ...]:
+def default_recipe(preset: Preset, *, own_rules: bool = False, own_scheme: bool = False) -> tuple[Step, ...]:
     """What is done when no recipe is given: no labels, no settings, seconds to minutes.
 
     Batch norms are folded; for one scale per tensor channels are equalized; where activations have at most 8 bits,
-    transformers are smoothed and only what their layers read is quantized. Integer weights are rounded with error feedback;
-    those of 8 bits with one scale per tensor have their biases corrected instead.
+    transformers are smoothed and only what their layers read is quantized, ranges are chosen by least squared error, and the
+    few activations that cost the output most get 16 bits. Integer weights are rounded with error feedback; those of 8 bits
+    with one scale per tensor have their biases corrected instead. A judge decides which of these steps stay.
 
     Args:
         preset: of the simulation.
         own_rules: whether a configuration of the user's says which activations are quantized.
+        own_scheme: whether the user says how ranges are chosen.
 
     Example:
         >>> from bitwright.core.spec import find_preset
         >>> [step.name for step in default_recipe(find_preset("w8a8"))]
-        ['fold', 'smooth', 'layer_inputs', 'gptq']
+        ['fold', 'smooth', 'layer_inputs', 'activation_ranges', 'widen', 'gptq']
     """
     steps, bits = [Step("fold")], _bits(preset.weight)
     coarse = bits <= 8 and preset.weight is not None and preset.weight.granularity == PerTensor()
@@ -199,6 +217,10 @@ def default_recipe(preset: Preset, *, own_rules: bool = False) -> tuple[Step, ..
         steps.append(Step("smooth", optional=True))
         if not own_rules:
             steps.append(Step("layer_inputs", {"only_with_attention": True}))
+    if _bits(preset.activation) <= 8 and not own_rules:
+        if not own_scheme:
+            steps.append(Step("activation_ranges"))
+        steps.append(Step("widen", optional=True))
     if bits < 8:
         steps.append(Step("seq_mse", optional=True))
     if bits <= 8:
@@ -215,7 +237,11 @@ RecipeLike = str | Path | Iterable[str | Mapping[str, Any] | Step]
 
 
 def as_recipe(
-    recipe: RecipeLike | None, preset: str | Preset = "w8a8", *, own_rules: bool = False
+    recipe: RecipeLike | None,
+    preset: str | Preset = "w8a8",
+    *,
+    own_rules: bool = False,
+    own_scheme: bool = False,
 ) -> tuple[Step, ...]:
     """Steps from a list, the path of a recipe file, or ``None`` for :func:`default_recipe`.
 
@@ -223,7 +249,7 @@ def as_recipe(
         ConfigError: see :func:`parse_recipe` and :func:`load_recipe`; or an unknown preset.
     """
     if recipe is None:
-        return default_recipe(find_preset(preset), own_rules=own_rules)
+        return default_recipe(find_preset(preset), own_rules=own_rules, own_scheme=own_scheme)
     if isinstance(recipe, (str, Path)) and Path(recipe).suffix:
         return load_recipe(recipe)
     return parse_recipe(recipe)  # type: ignore[arg-type]
@@ -253,7 +279,15 @@ def batches_of(data: Iterable[Any], *, again: bool) -> tuple[Any, Iterable[Any]]
 
 
 class Runner(Protocol):
-    """A model that steps are carried out on; each front end has one."""
+    """A model that steps are carried out on; each front end has one.
+
+    Attributes:
+        judge: says what a step is worth; ``None`` keeps every step.
+        changed: whether the last step did anything.
+    """
+
+    judge: Judge | None
+    changed: bool
 
     def check(self, step: Step) -> None:
         """Refuse options the step's function does not have, before any work is done.
@@ -271,6 +305,9 @@ class Runner(Protocol):
     def measure(self) -> float:
         """The metric of the simulation, or of the one the float model would have now."""
 
+    def sqnr(self) -> float:
+        """What the judge says of the simulation, or of the one the float model would have now, in dB."""
+
     def keep(self) -> Undo:
         """Remember the state; the function returned brings it back."""
 
@@ -280,22 +317,20 @@ class Action:
     """How a front end carries out one step.
 
     Attributes:
-        run: (the model in the phase ``float``, the simulation in the other, then options) -> one line on what was done.
+        run: (the model in the phase ``float``, the simulation in the other, then options) -> the report: its ``summary``
+            or first line is written down, and its ``changed`` says whether anything was done.
         options: names it takes; asked for when a recipe is checked.
     """
 
-    run: Callable[..., str]
+    run: Callable[..., Any]
     options: Callable[[], tuple[str, ...]]
 
 
 def action(function: Callable[..., Any], **bound: Any) -> Action:
-    """An action that calls ``function(target, **bound, **options)``; its options are the keyword-only parameters.
-
-    What is written down is the ``summary`` of the report that the function returns, or its first line.
-    """
+    """An action that calls ``function(target, **bound, **options)``; its options are the keyword-only parameters."""
     parameters = inspect.signature(function).parameters.values()
     names = tuple(p.name for p in parameters if p.kind == p.KEYWORD_ONLY and p.name not in bound)
-    return Action(lambda target, **options: _said(function(target, **bound, **options)), lambda: names)
+    return Action(lambda target, **options: function(target, **bound, **options), lambda: names)
 
 
 def weight_actions(
@@ -310,10 +345,10 @@ def weight_actions(
     """
 
     def one(name: str) -> Action:
-        def run(sim: Any, **given: Any) -> str:
+        def run(sim: Any, **given: Any) -> Any:
             report = choose(sim, method=name, **given)
             calibrate(sim)
-            return _said(report)
+            return report
 
         return Action(run, lambda: options(name))
 
@@ -334,6 +369,8 @@ class FrontEnd:
         measure: simulation -> metric.
         remember: simulation -> how to bring its present state back.
         actions: by step.
+        outputs: (simulation, batch) -> its outputs, as a judge compares them.
+        trial: model, which it may keep -> simulation calibrated on the judge's batches alone, for a comparison.
     """
 
     copy: Callable[[Any], Any]
@@ -341,6 +378,8 @@ class FrontEnd:
     measure: Callable[[Any], float]
     remember: Callable[[Any], Undo]
     actions: Mapping[str, Action]
+    outputs: Callable[[Any, Any], Sequence[Any]] | None = None
+    trial: Callable[[Any, Judge], Any] | None = None
 
 
 class ModelRunner:
@@ -349,11 +388,13 @@ class ModelRunner:
     Attributes:
         model: the float model as it stands; its own copy.
         sim: the calibrated simulation, once there is one.
+        judge, changed: see :class:`Runner`.
     """
 
-    def __init__(self, model: Any, front_end: FrontEnd) -> None:
-        self.model, self._front = model, front_end
+    def __init__(self, model: Any, front_end: FrontEnd, judge: Judge | None = None) -> None:
+        self.model, self._front, self.judge = model, front_end, judge
         self.sim: Any = None
+        self.changed = False
 
     def check(self, step: Step) -> None:
         """See :class:`Runner`."""
@@ -369,7 +410,9 @@ class ModelRunner:
     def apply(self, step: Step) -> str:
         """See :class:`Runner`."""
         target = self.model if KINDS[step.name].phase == "float" else self.sim
-        return self._front.actions[step.name].run(target, **step.options)
+        report = self._front.actions[step.name].run(target, **step.options)
+        self.changed = bool(getattr(report, "changed", True))
+        return _said(report)
 
     def simulate(self) -> None:
         """See :class:`Runner`."""
@@ -380,82 +423,19 @@ class ModelRunner:
         sim = self._front.simulate(self._front.copy(self.model)) if self.sim is None else self.sim
         return float(self._front.measure(sim))
 
+    def sqnr(self) -> float:
+        """See :class:`Runner`."""
+        outputs, trial = self._front.outputs, self._front.trial
+        assert self.judge is not None and outputs is not None and trial is not None
+        sim = trial(self._front.copy(self.model), self.judge) if self.sim is None else self.sim
+        return self.judge.sqnr(lambda batch: outputs(sim, batch))
+
     def keep(self) -> Undo:
         """See :class:`Runner`."""
         if self.sim is not None:
             return self._front.remember(self.sim)
         saved = self._front.copy(self.model)
         return lambda: setattr(self, "model", saved)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one step did.
-
-    Attributes:
-        step: as written, or ``float`` and ``no step`` for the first two lines.
-        metric: after it, on the simulated model; ``None`` when no metric was given.
-        change: of the metric, positive for the better.
-        note: what the step says of itself, or why it was taken back.
-        kept: whether it is in force.
-    """
-
-    step: str
-    metric: float | None
-    change: float | None
-    note: str = ""
-    kept: bool = True
-
-    @property
-    def hurts(self) -> bool:
-        """Whether the metric became worse by this step, by more than a thousandth of itself."""
-        if self.change is None or self.metric is None:
-            return False
-        return self.change < -_NOISE * abs(self.metric)
-
-
-@dataclass(frozen=True)
-class RecipeReport(Sequence[Outcome]):
-    """One line per step; a table when printed.
-
-    Attributes:
-        outcomes: in order.
-        interrupted: the step that Ctrl-C stopped; those before it are in force.
-    """
-
-    outcomes: tuple[Outcome, ...]
-    interrupted: str | None = None
-
-    def __getitem__(self, index: int) -> Outcome:  # type: ignore[override]
-        return self.outcomes[index]
-
-    def __len__(self) -> int:
-        return len(self.outcomes)
-
-    def __iter__(self) -> Iterator[Outcome]:
-        return iter(self.outcomes)
-
-    @property
-    def metric(self) -> float | None:
-        """The metric in force at the end; ``None`` where none was measured."""
-        kept = [o.metric for o in self.outcomes if o.kept]
-        return kept[-1] if kept else None
-
-    def __str__(self) -> str:
-        rows = [("step", "metric", "change", "")]
-        for o in self.outcomes:
-            metric = "" if o.metric is None else f"{o.metric:.5g}"
-            change = "" if o.change is None else f"{o.change:+.3g}"
-            state = "" if o.kept or o.change is None else "taken back: "
-            rows.append((o.step, metric, change, f"{state}{o.note}"))
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [
-            f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}  {d}".rstrip()
-            for a, b, c, d in rows
-        ]
-        if self.interrupted:
-            lines.append(f"interrupted during {self.interrupted}; the steps before it are in force")
-        return "\n".join(lines)
 
 
 OnHarm = Literal["report", "undo"]
@@ -486,21 +466,24 @@ def run_recipe(
     if on_harm not in ("report", "undo"):
         raise ConfigError("on_harm", f"{on_harm!r} is neither 'report' nor 'undo'", "use one of them")
     impossible = _check(steps, runner)
-    book = _Book(lower_is_better)
+    book = Book(lower_is_better)
     if float_metric is not None:
         book.add("float", float_metric)
         book.add("no step", runner.measure())
+    judging = _Judging(runner)
     simulated, interrupted = False, None
     for index, step in enumerate(steps):
         if index in impossible:
-            book.leave_out(step, impossible[index])
+            book.leave_out(str(step), impossible[index])
             continue
         if KINDS[step.name].phase == "simulation" and not simulated:
             runner.simulate()
+            judging.begin()
             simulated = True
         undo = runner.keep()
         try:
             note = runner.apply(step)
+            verdict = judging.verdict(step, undo)
             value = None if float_metric is None else runner.measure()
         except KeyboardInterrupt:
             undo()
@@ -511,17 +494,61 @@ def run_recipe(
             undo()
             if not step.optional:
                 raise
-            book.leave_out(step, error)
+            book.leave_out(str(step), error)
             continue
-        outcome = book.add(str(step), value, note)
-        if outcome.hurts:
+        outcome = book.add(str(step), value, note, None if verdict is None else verdict.sqnr)
+        if verdict is not None and not verdict.kept:
+            logger.info("%s is taken back: the outputs did not gain", step)
+            undo()
+            book.take_back()
+        elif outcome.hurts:
             logger.warning("%s made the metric worse by %.4g%s", step, -(outcome.change or 0), _fate(on_harm))
             if on_harm == "undo":
                 undo()
                 book.take_back()
     if not simulated:
         runner.simulate()
-    return RecipeReport(tuple(book.outcomes), interrupted)
+    return RecipeReport(tuple(book.outcomes), interrupted, judging.where)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What a step was worth: the judge's numbers before and after it, and whether it stays."""
+
+    sqnr: tuple[float, float]
+    kept: bool
+
+
+class _Judging:
+    """Puts the steps that ask for it before the runner's judge, if it has one."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._before: float | None = None
+        self.where = ""
+
+    def begin(self) -> None:
+        """The simulation is made: numbers of trials do not compare with its own."""
+        self._before = None
+
+    def verdict(self, step: Step, undo: Undo) -> _Verdict | None:
+        """Of the step just done; ``None`` where nothing is asked."""
+        runner, gain = self._runner, KINDS[step.name].gain
+        if not runner.changed or runner.judge is None or not runner.judge.possible:
+            return None
+        if gain is None:
+            self._before = None
+            return None
+        self.where = runner.judge.where
+        if self._before is None:
+            again = runner.keep()
+            undo()
+            self._before = runner.sqnr()
+            again()
+        before, after = self._before, runner.sqnr()
+        kept = after >= before + gain
+        self._before = after if kept else before
+        return _Verdict((before, after), kept)
 
 
 def _check(steps: Sequence[Step], runner: Runner) -> dict[int, BitwrightError]:
@@ -539,48 +566,3 @@ def _check(steps: Sequence[Step], runner: Runner) -> dict[int, BitwrightError]:
 
 def _fate(on_harm: OnHarm) -> str:
     return "; it is taken back" if on_harm == "undo" else "; on_harm='undo' would take it back"
-
-
-def checked_metric(step: str, metric: float) -> float:
-    """``metric`` itself.
-
-    Raises:
-        CalibrationError: it is NaN.
-    """
-    if math.isnan(metric):
-        raise CalibrationError(
-            step,
-            "the metric is NaN",
-            "run the metric on the float model first; check it for empty batches and divisions by zero",
-        )
-    return metric
-
-
-class _Book:
-    """The outcomes so far, and the metric in force."""
-
-    def __init__(self, lower_is_better: bool) -> None:
-        self.sign = -1.0 if lower_is_better else 1.0
-        self.outcomes: list[Outcome] = []
-
-    def _last(self) -> float | None:
-        # the float model is no predecessor: its metric is the goal
-        kept = [o.metric for o in self.outcomes[1:] if o.kept and o.metric is not None]
-        return kept[-1] if kept else None
-
-    def add(self, step: str, metric: float | None, note: str = "") -> Outcome:
-        """Write down a step."""
-        metric = metric if metric is None else checked_metric(step, metric)
-        last = self._last()
-        change = None if metric is None or last is None else self.sign * (metric - last)
-        self.outcomes.append(Outcome(step, metric, change, note))
-        return self.outcomes[-1]
-
-    def leave_out(self, step: Step, why: BitwrightError) -> None:
-        """Write down an optional step that cannot be done."""
-        logger.warning("%s is left out: %s", step, why)
-        self.outcomes.append(Outcome(str(step), None, None, f"left out: {why}", kept=False))
-
-    def take_back(self) -> None:
-        """The step written last is no longer in force."""
-        self.outcomes[-1] = replace(self.outcomes[-1], kept=False)

@@ -109,6 +109,11 @@ class SmoothReport(Reversible):
     samples: int = 0
     _undos: list[Undo] = field(default_factory=list, repr=False)
 
+    @property
+    def changed(self) -> bool:
+        """Whether anything was smoothed."""
+        return bool(self.groups or self.attentions)
+
     def __str__(self) -> str:
         lines = [
             f"{len(self.groups)} groups and the keys of {len(self.attentions)} attentions smoothed on {self.samples} "

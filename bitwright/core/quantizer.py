@@ -35,6 +35,7 @@ class Quantizer:
         derived: the encoding follows from others (an int32 bias) and is never calibrated.
         masking: its values go to a softmax or the like, to which a large negative number is nothing (``masks``).
         why_float: why calibration switched it off, if it did.
+        why_spec: why a step of a recipe changed the spec, if one did.
         empty: how many tensors without elements calibration met; they are in no statistics.
     """
 
@@ -42,7 +43,7 @@ class Quantizer:
         self.name, self.role = name, role
         self._spec = spec
         self._encoding: Encoding | None = None
-        self._enabled, self.why_float = True, ""
+        self._enabled, self.why_float, self.why_spec = True, "", ""
         self.frozen, self.derived, self.masking = False, False, False
         self.statistics: statistics.Statistics | None = None
         self.empty = 0
@@ -52,11 +53,11 @@ class Quantizer:
     def remember(self) -> Undo:
         """Keep the whole state; the function returned brings it back."""
         spec, encoding, statistics, empty = self._spec, self._encoding, self.statistics, self.empty
-        enabled, frozen, why_float = self._enabled, self.frozen, self.why_float
+        enabled, frozen, why_float, why_spec = self._enabled, self.frozen, self.why_float, self.why_spec
 
         def restore() -> None:
             self._spec, self.statistics, self.empty = spec, statistics, empty
-            self._enabled, self.frozen, self.why_float = enabled, frozen, why_float
+            self._enabled, self.frozen, self.why_float, self.why_spec = enabled, frozen, why_float, why_spec
             self.encoding = encoding
 
         return restore
@@ -96,8 +97,24 @@ class Quantizer:
                 "or quantizer.enabled = False to leave the site in float",
             )
         if spec != self._spec:
-            self._spec, self.statistics = spec, None
+            self._spec, self.statistics, self.why_spec = spec, None, ""
             self.encoding = None
+
+    def refine(self, bits: int, why: str) -> None:
+        """Give a calibrated integer quantizer the finer grid of the range it has; ``why`` stands in the coverage."""
+        seen, encoding = self.statistics, self.required
+        assert isinstance(self._spec.format, IntFormat)
+        self.spec = replace(self._spec, format=replace(self._spec.format, bits=bits))
+        self.why_spec, self.statistics = why, seen
+        self.freeze()
+        if self._encoding is None:  # no statistics: the encoding was given
+            lo, hi = encoding.min, encoding.max
+            self.encoding = affine.encode(lo, hi, self._spec, encoding.granularity, self.name)
+
+    @property
+    def described(self) -> str:
+        """The spec in force in one phrase, with the reason where it is not what the rules asked for."""
+        return f"{self._spec.describe()}{self.why_spec and f', because {self.why_spec}'}"
 
     @property
     def encoding(self) -> Encoding | None:

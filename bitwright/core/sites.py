@@ -278,7 +278,7 @@ class SiteMap(Mapping[str, Any]):
                     f"disabled, because {' and '.join(missing)} {'are' if missing[1:] else 'is'} in float"
                 )
             elif site.quantizer.spec != plan.sites[site.quantizer.name].spec:
-                changed[name] = site.quantizer.spec.describe()
+                changed[name] = site.quantizer.described
         return changed
 
     def _float_sources(self, site: Site) -> list[str]:

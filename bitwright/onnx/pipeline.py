@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from bitwright.algorithms.activation_ranges import activation_ranges
 from bitwright.algorithms.batch_norm_fold import FoldReport
 from bitwright.algorithms.bias_correct import BiasReport
 from bitwright.algorithms.equalize import EqualizeReport
+from bitwright.algorithms.judge import Judge
 from bitwright.algorithms.layer_inputs import layer_inputs
 from bitwright.algorithms.recipe import (
+    KINDS,
     Action,
     FrontEnd,
     ModelRunner,
     OnHarm,
     RecipeLike,
-    RecipeReport,
     action,
     as_recipe,
     batches_of,
-    checked_metric,
     run_recipe,
     weight_actions,
 )
-from bitwright.core.model import Undo
+from bitwright.algorithms.recipe_report import RecipeReport, checked_metric
+from bitwright.core.model import Array, Undo
 from bitwright.core.spec import NonFinite, Preset
 from bitwright.export.artefacts import Exported
 from bitwright.export.atomic import check_destination
 from bitwright.export.products import ProductForm, check_weight_only
 from bitwright.onnx import ptq
 from bitwright.onnx.batch_norm_fold import fold_all_batch_norms
+from bitwright.onnx.data import as_feeds, input_specs
 from bitwright.onnx.load import Loaded, Source, load_model
 from bitwright.onnx.quantsim import QuantizationSimModel
 from bitwright.onnx.reconstruct import apply_reconstruction, require_torch
 from bitwright.onnx.session import Providers, open_session
+
+if TYPE_CHECKING:
+    from bitwright.algorithms.widen import WidenReport
 
 
 @dataclass(frozen=True)
@@ -110,15 +118,20 @@ def quantize(
     check_weight_only(weight_only)
     if path is not None:
         check_destination(path, filename_prefix)
-    steps = as_recipe(recipe, preset, own_rules=config_file is not None)
+    steps = as_recipe(recipe, preset, own_rules=config_file is not None, own_scheme=quant_scheme is not None)
     first, batches = batches_of(data, again=recipe is not None or any(step.name != "fold" for step in steps))
     loaded = load_model(model)
     metrics = {}
     if metric is not None:
         metrics["float"] = checked_metric("float", float(metric(open_session(loaded.model, providers))))
+    judge, chosen = None, batches
+    if recipe is None and any(KINDS[step.name].gain is not None for step in steps):
+        judge, chosen = Judge.of(batches, _float_outputs(model, providers))
     methods = _Methods(
         first=first,
         batches=batches,
+        chosen=chosen,
+        placing=next((step.options for step in steps if step.name == "layer_inputs"), None),
         rules={"preset": preset, "config_file": config_file, "quant_scheme": quant_scheme},
         providers=providers,
         memory_budget=memory_budget,
@@ -127,9 +140,15 @@ def quantize(
         progress=progress,
     )
     front_end = FrontEnd(
-        _copied, methods.simulate, lambda sim: _measured(sim, metric), _keep, methods.actions()
+        _copied,
+        methods.simulate,
+        lambda sim: _measured(sim, metric),
+        _keep,
+        methods.actions(),
+        lambda sim, batch: _arrays(sim.run(batch)),
+        methods.trial,
     )
-    runner = ModelRunner(loaded, front_end)
+    runner = ModelRunner(loaded, front_end, judge)
     report = run_recipe(
         steps,
         runner,
@@ -150,6 +169,8 @@ class _Methods:
 
     Attributes:
         first, batches: the example input, and the calibration data.
+        chosen: the part of it on which methods choose; the rest judges them.
+        placing: options of the step ``layer_inputs``, if the recipe has it.
         rules: what is asked for: ``preset``, ``config_file``, ``quant_scheme``.
         providers, memory_budget, non_finite, allow_unreached, progress: as for :func:`quantize`.
         folds: what the last folding did.
@@ -158,6 +179,8 @@ class _Methods:
 
     first: Any
     batches: Iterable[Any]
+    chosen: Iterable[Any]
+    placing: Mapping[str, Any] | None
     rules: dict[str, Any]
     providers: Providers | None
     memory_budget: int | None
@@ -181,7 +204,7 @@ class _Methods:
             loaded,
             moments,
             self.first,
-            data=self.batches,
+            data=self.chosen,
             absorb_bias=absorb_bias,
             providers=self.providers,
             progress=self.progress,
@@ -199,14 +222,31 @@ class _Methods:
         self.calibrate(sim)
         return sim
 
-    def calibrate(self, sim: QuantizationSimModel) -> None:
+    def calibrate(self, sim: QuantizationSimModel, batches: Iterable[Any] | None = None) -> None:
         sim.compute_encodings(
-            self.batches,
+            self.batches if batches is None else batches,
             progress=self.progress,
             non_finite=self.non_finite,
             allow_unreached=self.allow_unreached,
         )
         sim.quantizers.require_reached()
+
+    def trial(self, loaded: Loaded, judge: Judge) -> QuantizationSimModel:
+        """A simulation for a comparison, calibrated on the judge's batches."""
+        sim = QuantizationSimModel(
+            loaded.model, self.first, **self.rules, providers=self.providers, memory_budget=self.memory_budget
+        )
+        self.calibrate(sim, judge.batches)
+        if self.placing is not None:
+            layer_inputs(sim, **self.placing)
+        return sim
+
+    def widen(self, sim: QuantizationSimModel, **options: Any) -> WidenReport:
+        """16 bits where 8 cost the output most."""
+        from bitwright.algorithms.widen import widen
+        from bitwright.onnx.program import OnnxSimulation
+
+        return widen(OnnxSimulation(sim), self.chosen, **options)
 
     def correct_biases(
         self,
@@ -217,7 +257,7 @@ class _Methods:
     ) -> BiasReport:
         return ptq.apply_bias_correction(
             sim,
-            self.batches,
+            self.chosen,
             num_samples=num_samples,
             layers_to_ignore=layers_to_ignore,
             reference=self.float_model,
@@ -228,18 +268,47 @@ class _Methods:
         """By step."""
         common = {"dummy_input": self.first, "providers": self.providers, "progress": self.progress}
         awq = {"weight" if name == "preset" else name: given for name, given in self.rules.items()}
-        choose = partial(apply_reconstruction, inputs=self.batches, progress=self.progress)
+        choose = partial(apply_reconstruction, inputs=self.chosen, progress=self.progress)
         return {
             "fold": action(self.fold),
             "fold_norms": action(ptq.fold_norms, **common),
             "equalize": action(self.equalize),
-            "smooth": action(ptq.smooth_model, data=self.batches, **common),
+            "smooth": action(ptq.smooth_model, data=self.chosen, **common),
             "rotate": action(ptq.rotate_model, **common),
-            "awq": action(ptq.awq_model, data=self.batches, **awq, **common),
+            "awq": action(ptq.awq_model, data=self.chosen, **awq, **common),
             "layer_inputs": action(layer_inputs),
+            "activation_ranges": action(activation_ranges, calibrate=self.calibrate),
+            "widen": Action(self.widen, _widen_options),
             "bias_correction": action(self.correct_biases),
             **weight_actions(choose, self.calibrate, _method_options),
         }
+
+
+def _widen_options() -> tuple[str, ...]:
+    require_torch("widen")  # derivatives are taken on it
+    from bitwright.algorithms.widen import OPTIONS
+
+    return OPTIONS
+
+
+def _float_outputs(model: Source, providers: Providers | None) -> Callable[[Any], Sequence[Array]]:
+    """What the model as given returns; its session is opened with the first batch."""
+
+    @cache
+    def opened() -> tuple[Any, Any]:
+        loaded = load_model(model)
+        return open_session(loaded.model, providers), input_specs(loaded.model)
+
+    def outputs(batch: Any) -> Sequence[Array]:
+        session, specs = opened()
+        return _arrays(session.run(None, dict(as_feeds(batch, specs))))
+
+    return outputs
+
+
+def _arrays(outputs: Iterable[Any]) -> list[Array]:
+    """Outputs as a judge takes them: sequences and maps have no numbers to compare."""
+    return [y if isinstance(y, np.ndarray) else np.empty(0, np.int64) for y in outputs]
 
 
 def _method_options(name: str) -> tuple[str, ...]:

@@ -69,6 +69,10 @@ class OnnxSimulation:
         """The sites of the simulation."""
         return self.sim.quantizers
 
+    def shared(self) -> Mapping[str, str]:
+        """What the plan says of values that are only moved."""
+        return self.sim.plan.shared
+
     def weight(self, site: str) -> Tensor:
         """A copy of the initializer at a weight site."""
         return to_tensor(self.sim.constants[site]).clone()

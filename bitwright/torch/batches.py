@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from bitwright.errors import ModelError
@@ -55,6 +56,15 @@ def to_device(batch: Any, device: torch.device | None) -> Any:
             f"its tensors are on {found} and cannot be moved to the model's device, {device}: {error}",
             f"create the input on {device}, or move the model with model.to(...)",
         ) from error
+
+
+def outputs_of(model: nn.Module, batch: Any) -> list[NDArray[Any]]:
+    """The tensors that ``model`` returns for ``batch``, in eval mode, as arrays; half precision as float32."""
+    args, kwargs = as_call(to_device(batch, model_device(model)))
+    with torch.no_grad(), evaluation(model):
+        found = [tensor.detach().cpu() for _, tensor in flatten_tensors(model(*args, **kwargs))]
+    half = (torch.float16, torch.bfloat16)
+    return [(tensor.float() if tensor.dtype in half else tensor).numpy() for tensor in found]
 
 
 @contextmanager

@@ -193,6 +193,7 @@ def marked_onnx(
     inputs = dict(named_inputs(forward_signature(sim.model), args, kwargs))
     tensors = tuple(t for _, t in flatten_tensors((args, kwargs)))
     shapes = _shapes(inputs, tensors, dynamic_batch, dynamic_shapes)
+    sim._simulator.refresh_biases()  # they follow encodings that changed since; while tracing, tensors have no values
     marking = sim._interceptor.handled_by(sim._simulator.variant("mark"))
     try:
         # torch.export puts stand-ins in the place of the parameters meanwhile

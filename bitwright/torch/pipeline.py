@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,31 +11,36 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from bitwright.algorithms.activation_ranges import activation_ranges
 from bitwright.algorithms.batch_norm_fold import FoldReport
 from bitwright.algorithms.bias_correct import BiasReport
 from bitwright.algorithms.equalize import EqualizeReport
+from bitwright.algorithms.judge import Judge
 from bitwright.algorithms.layer_inputs import layer_inputs
 from bitwright.algorithms.methods import method_options
 from bitwright.algorithms.recipe import (
+    KINDS,
     Action,
     FrontEnd,
     ModelRunner,
     OnHarm,
     RecipeLike,
-    RecipeReport,
     action,
     as_recipe,
     batches_of,
-    checked_metric,
     run_recipe,
     weight_actions,
 )
+from bitwright.algorithms.recipe_report import RecipeReport, checked_metric
+from bitwright.algorithms.widen import OPTIONS, WidenReport, widen
 from bitwright.core.model import Undo
 from bitwright.core.spec import NonFinite, Preset
 from bitwright.export.atomic import check_destination
 from bitwright.export.products import ProductForm, check_weight_only
 from bitwright.torch import ptq
 from bitwright.torch.batch_norm_fold import fold_all_batch_norms
+from bitwright.torch.batches import outputs_of
+from bitwright.torch.program import TorchSimulation
 from bitwright.torch.quantsim import QuantizationSimModel, require_module
 from bitwright.torch.reconstruct import apply_reconstruction
 
@@ -118,12 +123,17 @@ def quantize(
     check_weight_only(weight_only)
     if path is not None:
         check_destination(path, filename_prefix)
-    steps = as_recipe(recipe, preset, own_rules=config_file is not None)
+    steps = as_recipe(recipe, preset, own_rules=config_file is not None, own_scheme=quant_scheme is not None)
     first, batches = batches_of(data, again=recipe is not None or any(step.name != "fold" for step in steps))
     metrics = {} if metric is None else {"float": checked_metric("float", float(metric(model)))}
+    judge, chosen = None, batches
+    if recipe is None and any(KINDS[step.name].gain is not None for step in steps):
+        judge, chosen = Judge.of(batches, lambda batch: outputs_of(model, batch))
     methods = _Methods(
         first=first,
         batches=batches,
+        chosen=chosen,
+        placing=next((step.options for step in steps if step.name == "layer_inputs"), None),
         rules={"preset": preset, "config_file": config_file, "quant_scheme": quant_scheme},
         keep_float=any(step.name == "bias_correction" for step in steps),
         non_finite=non_finite,
@@ -131,9 +141,15 @@ def quantize(
         progress=progress,
     )
     front_end = FrontEnd(
-        copy.deepcopy, methods.simulate, lambda sim: _measured(sim, metric), _keep, methods.actions()
+        copy.deepcopy,
+        methods.simulate,
+        lambda sim: _measured(sim, metric),
+        _keep,
+        methods.actions(),
+        lambda sim, batch: outputs_of(sim.model, batch),
+        methods.trial,
     )
-    runner = ModelRunner(copy.deepcopy(model), front_end)
+    runner = ModelRunner(copy.deepcopy(model), front_end, judge)
     report = run_recipe(
         steps,
         runner,
@@ -156,6 +172,8 @@ class _Methods:
 
     Attributes:
         first, batches: the example input, and the calibration data.
+        chosen: the part of it on which methods choose; the rest judges them.
+        placing: options of the step ``layer_inputs``, if the recipe has it.
         rules: what is asked for: ``preset``, ``config_file``, ``quant_scheme``.
         keep_float: whether a step asks for the float model.
         non_finite, allow_unreached, progress: as for :func:`quantize`.
@@ -165,6 +183,8 @@ class _Methods:
 
     first: Any
     batches: Iterable[Any]
+    chosen: Iterable[Any]
+    placing: Mapping[str, Any] | None
     rules: dict[str, Any]
     keep_float: bool
     non_finite: NonFinite
@@ -186,7 +206,7 @@ class _Methods:
             None,
             moments,
             self.first,
-            data=self.batches,
+            data=self.chosen,
             absorb_bias=absorb_bias,
             progress=self.progress,
         )
@@ -198,14 +218,26 @@ class _Methods:
         self.calibrate(sim)
         return sim
 
-    def calibrate(self, sim: QuantizationSimModel) -> None:
+    def calibrate(self, sim: QuantizationSimModel, batches: Iterable[Any] | None = None) -> None:
         sim.compute_encodings(
-            self.batches,
+            self.batches if batches is None else batches,
             progress=self.progress,
             non_finite=self.non_finite,
             allow_unreached=self.allow_unreached,
         )
         sim.quantizers.require_reached()
+
+    def trial(self, model: nn.Module, judge: Judge) -> QuantizationSimModel:
+        """A simulation for a comparison, calibrated on the judge's batches."""
+        sim = QuantizationSimModel(model, self.first, **self.rules, in_place=True)
+        self.calibrate(sim, judge.batches)
+        if self.placing is not None:
+            layer_inputs(sim, **self.placing)
+        return sim
+
+    def widen(self, sim: QuantizationSimModel, **options: Any) -> WidenReport:
+        """16 bits where 8 cost the output most."""
+        return widen(TorchSimulation(sim), self.chosen, **options)
 
     def correct_biases(
         self,
@@ -216,7 +248,7 @@ class _Methods:
     ) -> BiasReport:
         return ptq.apply_bias_correction(
             sim,
-            self.batches,
+            self.chosen,
             num_samples=num_samples,
             layers_to_ignore=layers_to_ignore,
             reference=self.float_model,
@@ -227,15 +259,17 @@ class _Methods:
         """By step."""
         common = {"dummy_input": self.first, "progress": self.progress}
         awq = {"weight" if name == "preset" else name: given for name, given in self.rules.items()}
-        choose = partial(apply_reconstruction, data=self.batches, progress=self.progress)
+        choose = partial(apply_reconstruction, data=self.chosen, progress=self.progress)
         return {
             "fold": action(self.fold),
             "fold_norms": action(ptq.fold_norms, **common),
             "equalize": action(self.equalize),
-            "smooth": action(ptq.smooth_model, data=self.batches, **common),
+            "smooth": action(ptq.smooth_model, data=self.chosen, **common),
             "rotate": action(ptq.rotate_model, **common),
-            "awq": action(ptq.awq_model, data=self.batches, **awq, **common),
+            "awq": action(ptq.awq_model, data=self.chosen, **awq, **common),
             "layer_inputs": action(layer_inputs),
+            "activation_ranges": action(activation_ranges, calibrate=self.calibrate),
+            "widen": Action(self.widen, lambda: OPTIONS),
             "bias_correction": action(self.correct_biases),
             **weight_actions(choose, self.calibrate, method_options),
         }

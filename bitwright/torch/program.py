@@ -186,6 +186,10 @@ class TorchSimulation:
         """The sites of the simulation."""
         return self.sim.quantizers
 
+    def shared(self) -> Mapping[str, str]:
+        """What the plan says of values that are only moved."""
+        return self.sim.plan.shared
+
     def _tensor(self, site: str) -> Tensor:
         param = self.sim.graph.values[self.sim.plan.sites[site].value].param
         assert param is not None, site

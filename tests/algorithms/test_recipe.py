@@ -3,8 +3,10 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
+from bitwright.algorithms.judge import Judge
 from bitwright.algorithms.recipe import (
     KINDS,
     Action,
@@ -24,6 +26,7 @@ class Fake:
 
     def __init__(self, **worth):
         self.worth, self.state, self.log, self.simulated = worth, 10.0, [], False
+        self.judge, self.changed = None, True
 
     def check(self, step):
         for option in step.options:
@@ -232,10 +235,14 @@ def test_an_optional_step_that_cannot_be_done_is_left_out_and_said():
 @pytest.mark.parametrize(
     ("preset", "own_rules", "steps"),
     [
-        ("w8a8", False, ["fold", "smooth", "layer_inputs", "gptq"]),
+        ("w8a8", False, ["fold", "smooth", "layer_inputs", "activation_ranges", "widen", "gptq"]),
         ("w8a8", True, ["fold", "smooth", "gptq"]),
         ("w8a16", False, ["fold", "gptq"]),
-        ("w8a8_per_tensor", False, ["fold", "equalize", "smooth", "layer_inputs", "bias_correction"]),
+        (
+            "w8a8_per_tensor",
+            False,
+            ["fold", "equalize", "smooth", "layer_inputs", "activation_ranges", "widen", "bias_correction"],
+        ),
         ("w4a16", False, ["fold", "seq_mse", "gptq"]),
         ("fp8", False, ["fold"]),
     ],
@@ -243,3 +250,47 @@ def test_an_optional_step_that_cannot_be_done_is_left_out_and_said():
 def test_the_default_follows_the_preset(preset, own_rules, steps):
     assert [step.name for step in as_recipe(None, preset, own_rules=own_rules)] == steps
     parse_recipe(as_recipe(None, preset))  # an order that works
+
+
+def test_a_range_method_of_the_users_is_kept():
+    steps = [step.name for step in as_recipe(None, "w8a8", own_scheme=True)]
+    assert "activation_ranges" not in steps and "widen" in steps
+
+
+class Judged(Fake):
+    """A fake whose outputs have the signal-to-noise ratio that its state says."""
+
+    def __init__(self, **worth):
+        super().__init__(**worth)
+        self.judge, self.asked = Judge([0], lambda batch: [np.zeros(1)]), 0
+
+    def sqnr(self):
+        self.asked += 1
+        return self.state
+
+
+def test_a_judge_keeps_what_the_outputs_gain_by(caplog):
+    runner = Judged(smooth=-1.0, widen=0.05, seq_mse=2.0, gptq=-0.5)
+    steps = parse_recipe(["fold", "smooth", "layer_inputs", "widen", "seq_mse", "gptq"])
+    report = run_recipe(steps, runner)
+    assert [o.kept for o in report] == [True, False, True, False, True, False]
+    assert runner.state == 12.0
+    assert [o.sqnr for o in report] == [
+        None, (10.0, 9.0), None, (10.0, 10.05), (10.0, 12.0), (12.0, 11.5)
+    ]  # fmt: skip
+    assert "taken back: gptq done; output 12.00 -> 11.50 dB" in str(report)
+    assert str(report).endswith("outputs compared with float on 1 batch that the methods do not see")
+
+
+def test_a_step_that_did_nothing_is_not_put_to_the_judge():
+    runner = Judged(smooth=0.0)
+    runner.changed = False
+    report = run_recipe(parse_recipe(["smooth"]), runner)
+    assert not runner.asked and report[0].sqnr is None and report.judged == ""
+
+
+def test_outputs_without_numbers_judge_nothing():
+    runner = Judged(gptq=-5.0)
+    runner.judge = Judge([0], lambda batch: [np.zeros(3, np.int64)])
+    report = run_recipe(parse_recipe(["gptq"]), runner)
+    assert report[0].kept and not runner.asked

@@ -1,0 +1,138 @@
+"""What a recipe did, step by step: the report, and the book it is written from."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from bitwright.errors import BitwrightError, CalibrationError
+
+logger = logging.getLogger("bitwright")
+
+_NOISE = 1e-3  # changes of the metric below this share of it are no harm
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step did.
+
+    Attributes:
+        step: as written, or ``float`` and ``no step`` for the first two lines.
+        metric: after it, on the simulated model; ``None`` when no metric was given.
+        change: of the metric, positive for the better.
+        note: what the step says of itself, or why it was taken back.
+        kept: whether it is in force.
+        sqnr: signal-to-noise ratio of the outputs before and after it, in dB, where a judge was asked.
+    """
+
+    step: str
+    metric: float | None
+    change: float | None
+    note: str = ""
+    kept: bool = True
+    sqnr: tuple[float, float] | None = None
+
+    @property
+    def hurts(self) -> bool:
+        """Whether the metric became worse by this step, by more than a thousandth of itself."""
+        if self.change is None or self.metric is None:
+            return False
+        return self.change < -_NOISE * abs(self.metric)
+
+
+@dataclass(frozen=True)
+class RecipeReport(Sequence[Outcome]):
+    """One line per step; a table when printed.
+
+    Attributes:
+        outcomes: in order.
+        interrupted: the step that Ctrl-C stopped; those before it are in force.
+        judged: on what the outputs were compared with those of the float model, if they were.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    interrupted: str | None = None
+    judged: str = ""
+
+    def __getitem__(self, index: int) -> Outcome:  # type: ignore[override]
+        return self.outcomes[index]
+
+    def __len__(self) -> int:
+        return len(self.outcomes)
+
+    def __iter__(self) -> Iterator[Outcome]:
+        return iter(self.outcomes)
+
+    @property
+    def metric(self) -> float | None:
+        """The metric in force at the end; ``None`` where none was measured."""
+        kept = [o.metric for o in self.outcomes if o.kept]
+        return kept[-1] if kept else None
+
+    def __str__(self) -> str:
+        rows = [("step", "metric", "change", "")]
+        for o in self.outcomes:
+            metric = "" if o.metric is None else f"{o.metric:.5g}"
+            change = "" if o.change is None else f"{o.change:+.3g}"
+            back = not o.kept and (o.change is not None or o.sqnr is not None)
+            noise = "" if o.sqnr is None else f"; output {o.sqnr[0]:.2f} -> {o.sqnr[1]:.2f} dB"
+            rows.append((o.step, metric, change, f"{'taken back: ' if back else ''}{o.note}{noise}"))
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [
+            f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}  {d}".rstrip()
+            for a, b, c, d in rows
+        ]
+        if self.judged:
+            lines.append(f"outputs compared with float {self.judged}")
+        if self.interrupted:
+            lines.append(f"interrupted during {self.interrupted}; the steps before it are in force")
+        return "\n".join(lines)
+
+
+def checked_metric(step: str, metric: float) -> float:
+    """``metric`` itself.
+
+    Raises:
+        CalibrationError: it is NaN.
+    """
+    if math.isnan(metric):
+        raise CalibrationError(
+            step,
+            "the metric is NaN",
+            "run the metric on the float model first; check it for empty batches and divisions by zero",
+        )
+    return metric
+
+
+class Book:
+    """The outcomes so far, and the metric in force."""
+
+    def __init__(self, lower_is_better: bool) -> None:
+        self.sign = -1.0 if lower_is_better else 1.0
+        self.outcomes: list[Outcome] = []
+
+    def _last(self) -> float | None:
+        # the float model is no predecessor: its metric is the goal
+        kept = [o.metric for o in self.outcomes[1:] if o.kept and o.metric is not None]
+        return kept[-1] if kept else None
+
+    def add(
+        self, step: str, metric: float | None, note: str = "", sqnr: tuple[float, float] | None = None
+    ) -> Outcome:
+        """Write down a step."""
+        metric = metric if metric is None else checked_metric(step, metric)
+        last = self._last()
+        change = None if metric is None or last is None else self.sign * (metric - last)
+        self.outcomes.append(Outcome(step, metric, change, note, sqnr=sqnr))
+        return self.outcomes[-1]
+
+    def leave_out(self, step: str, why: BitwrightError) -> None:
+        """Write down an optional step that cannot be done."""
+        logger.warning("%s is left out: %s", step, why)
+        self.outcomes.append(Outcome(step, None, None, f"left out: {why}", kept=False))
+
+    def take_back(self) -> None:
+        """The step written last is no longer in force."""
+        self.outcomes[-1] = replace(self.outcomes[-1], kept=False)

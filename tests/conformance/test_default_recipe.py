@@ -1,0 +1,156 @@
+"""The default recipe on planted faults: a site that spoils the output, and a method that spoils what it did not see."""
+
+import io
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import bitwright.onnx
+import bitwright.torch
+from bitwright.algorithms.judge import Judge
+from bitwright.core.model import sqnr
+from bitwright.errors import ConfigError
+
+
+class Spoiled(nn.Module):
+    """What its last layer reads has one channel a hundred times as large as the others, and of no weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(
+            nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16)
+        )
+        self.last = nn.Linear(17, 4)
+        with torch.no_grad():
+            self.last.weight[:, 16] = 0
+
+    def forward(self, x):
+        large = 30 * x[:, :1]
+        return self.last(torch.cat([self.body(x), large], 1))
+
+
+class Plain(nn.Module):
+    """Two layers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def data(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(32, 16, generator=generator) for _ in range(count)]
+
+
+def quantized(front_end, model, batches, *args, **options):
+    """The result of ``quantize``, and its simulation as a function of a batch."""
+    if front_end == "torch":
+        result = bitwright.torch.quantize(model, batches, *args, progress=False, **options)
+        return result, lambda x: result.model(x).detach().numpy()
+    file = io.BytesIO()
+    torch.onnx.export(
+        model, (batches[0],), file, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "rows"}}
+    )
+    feeds = [batch.numpy() for batch in batches]
+    result = bitwright.onnx.quantize(
+        onnx.load_from_string(file.getvalue()), feeds, *args, progress=False, **options
+    )
+    return result, lambda x: result.sim.run(x.numpy())[0]
+
+
+def decibels(model, run):
+    (unseen,) = data(1, seed=9)
+    return sqnr(model(unseen).detach().numpy(), run(unseen))
+
+
+both = pytest.mark.parametrize("front_end", ["torch", "onnx"])
+
+
+@both
+def test_a_site_that_spoils_the_output_is_found_and_raised(front_end):
+    model = Spoiled().eval()
+    result, run = quantized(front_end, model, data(6))
+    _, nearest = quantized(front_end, model, data(6), recipe=["fold"])
+    assert decibels(model, run) > decibels(model, nearest) + 20
+    step = next(o for o in result.report if o.step == "widen()")
+    assert step.kept and "16 bits at" in step.note and step.sqnr[1] > step.sqnr[0] + 20
+    raised = {q.name for q in result.sim.quantizers.unique() if q.spec.format.bits == 16}
+    assert 0 < len(raised) <= 3
+    reasons = [row.how for row in result.sim.coverage() if "because 8 bits made" in row.how]
+    assert reasons and all("of the outputs' noise" in how and "uint16" in how for how in reasons)
+
+
+@both
+def test_what_is_raised_is_exported_and_runs_as_simulated(front_end, tmp_path):
+    model = Spoiled().eval()
+    result, _ = quantized(front_end, model, data(6), path=tmp_path)
+    report = result.sim.verify()
+    assert report.ok, str(report)
+
+
+@both
+def test_an_allowance_of_nothing_raises_nothing(front_end):
+    recipe = ["fold", {"widen": {"allowance": 0.0}}]
+    result, _ = quantized(front_end, Spoiled().eval(), data(6), recipe=recipe)
+    note = result.report[1].note
+    assert "beyond the allowance" in note
+    reading = [o for o in result.sim.graph.ops if o.type == "Gemm"]  # other values cost no multiplication
+    read = {o.inputs[0] for o in reading}
+    assert all(
+        s.quantizer.spec.format.bits == 8 for s in result.sim.quantizers.values() if s._plan.value in read
+    )
+
+
+@both
+def test_options_are_checked(front_end):
+    with pytest.raises(ConfigError, match="widen: allowance is 2.* use a share from 0 to 1"):
+        quantized(front_end, Plain().eval(), data(2), recipe=["fold", {"widen": {"allowance": 2}}])
+    with pytest.raises(ConfigError, match="widen: there is no option 'allowence'.*allowance"):
+        quantized(front_end, Plain().eval(), data(2), recipe=["fold", {"widen": {"allowence": 2}}])
+
+
+@both
+def test_a_method_that_spoils_unseen_data_is_taken_back(front_end):
+    """All batches but the one held out lie on a line, along which alone the rounding is then made right."""
+    model, batches = Plain().eval(), data(6)
+    line = torch.randn(16, generator=torch.Generator().manual_seed(3))
+    narrow = [batch[:, :1] * line + 0.01 * batch for batch in batches]
+    mixed = [batches[i] if i % 5 == 1 else narrow[i] for i in range(6)]
+    spec = ["fold", "gptq"]
+    result, run = quantized(front_end, model, mixed, "w4a8")
+    step = next(o for o in result.report if o.step == "gptq()")
+    assert not step.kept and step.sqnr[1] < step.sqnr[0] and "taken back: " in str(result.report)
+    judge, rest = Judge.of(mixed, lambda batch: [])
+    _, harmed = quantized(front_end, model, list(rest), "w4a8", recipe=spec)
+    assert decibels(model, run) > decibels(model, harmed) + 1
+
+
+@both
+def test_one_batch_is_said_to_be_seen(front_end):
+    result, _ = quantized(front_end, Plain().eval(), data(1))
+    assert result.report.judged == "on the only batch, which the methods see too: give several"
+
+
+@both
+def test_ranges_follow_the_least_error_where_the_outputs_gain(front_end):
+    """A few values a hundred times as large as the others."""
+    batches = data(6)
+    for batch in batches:
+        batch[0, :] *= 30
+    model = Plain().eval()
+    result, _ = quantized(front_end, model, batches, "w4a8")
+    methods = {q.spec.method.name for q in result.sim.quantizers.unique() if q.role in ("input", "output")}
+    step = next(o for o in result.report if o.step == "activation_ranges()")
+    assert methods == ({"mse"} if step.kept else {"minmax"})
+    assert step.kept == (step.sqnr[1] >= step.sqnr[0] + 0.1)
+    chosen, _ = quantized(front_end, model, batches, "w4a8", quant_scheme="percentile")
+    assert all(o.step != "activation_ranges()" for o in chosen.report)
+    assert np.isfinite(step.sqnr[1])
