@@ -11,10 +11,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Threads of one test would only fight with those of its neighbour.
-test check bench: export OMP_NUM_THREADS = 1
+test check bench reach: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format bench reach clean
 
 help:
 	@echo "make demo    train a small network on real digits, quantize it, run it on integer kernels"
@@ -22,6 +22,7 @@ help:
 	@echo "make check   format, lint, types, examples in documentation and docstrings"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make bench   speed and scaling tables (minutes)"
+	@echo "make reach   what works on architectures of transformers, diffusers and timm (half an hour)"
 	@echo "make clean   remove .venv, caches and generated files"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -57,6 +58,11 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/ptq_speed.py
 	$(BIN)/python benchmarks/health_cost.py
 	$(BIN)/python benchmarks/scaling.py
+
+# Resumes where it stopped; not part of the tests. timm needs a torchvision that fits torch, and is left out without.
+reach: $(STAMP)
+	$(PIP) install --quiet $(PIP_FLAGS) -c constraints.txt -c constraints-reach.txt -e '.[all,dev,reach]'
+	$(BIN)/python benchmarks/reach.py --markdown
 
 clean:
 	rm -rf $(VENV) build dist quickstart-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
