@@ -10,6 +10,7 @@ import math
 import os
 import stat
 import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ _MAX_ARRAYS = 1 << 20
 # what a damaged header, archive or stream raises in numpy, zipfile and zlib
 _FAULTS = (
     ValueError, EOFError, OverflowError, MemoryError, TypeError, SyntaxError, KeyError, NotImplementedError,
-    RuntimeError, struct.error, zlib.error, zipfile.BadZipFile, OSError,
+    RuntimeError, struct.error, tokenize.TokenError, zlib.error, zipfile.BadZipFile, OSError,
 )  # fmt: skip
 
 

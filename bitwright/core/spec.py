@@ -141,10 +141,10 @@ def find_preset(name: str | Preset) -> Preset:
     """
     if isinstance(name, Preset):
         return name
-    if name in PRESETS:
+    if isinstance(name, str) and name in PRESETS:
         return PRESETS[name]
     raise ConfigError(
-        site=f"preset {name!r}",
+        site=f"preset {name!r:.100}",
         problem=f"there is no preset of this name{close_matches(str(name), PRESETS)}",
         remedy=f"use one of {', '.join(PRESETS)}, or a Preset of your own",
     )

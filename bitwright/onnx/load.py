@@ -34,7 +34,15 @@ from bitwright.errors import ModelError
 from bitwright.export.atomic import settle
 from bitwright.export.markers import DOMAIN as MARKER_DOMAIN
 from bitwright.onnx.recurrent import split_directions
-from bitwright.onnx.untrusted import check_external_data, check_tensors, graph_protos, read_proto
+from bitwright.onnx.untrusted import (
+    check_bodies,
+    check_external_data,
+    check_names,
+    check_tensors,
+    checked_on_failure,
+    graph_protos,
+    read_proto,
+)
 
 Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
@@ -89,10 +97,16 @@ def load_model(model: Source) -> Loaded:
             depends on itself.
     """
     path = Path(model) if isinstance(model, (str, os.PathLike)) else None
+    with checked_on_failure(model, "model" if path is None else str(path)):
+        return _load(model, path)
+
+
+def _load(model: Source, path: Path | None) -> Loaded:
     copy = _read(path) if path is not None else _private(model)
     site = str(path) if path is not None else copy.graph.name or "model"
     opset = _check_opset(copy, site)
     check_external_data(copy, path)
+    check_bodies(copy)
     _check_interface(copy, site)
     notes: list[str] = []
     inputs = tuple(str(value.name) for value in copy.graph.inputs)
@@ -133,6 +147,7 @@ def _read(path: Path) -> ir.Model:
 
 
 def _deserialize(proto: onnx.ModelProto, site: str, folder: Path | None) -> ir.Model:
+    check_names(proto, site)
     check_tensors(proto)
     try:
         model = ir.from_proto(proto)

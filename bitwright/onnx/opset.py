@@ -196,7 +196,13 @@ def _park_tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
     kept: dict[str, ir.TensorProtocol] = {}
     for value in model.graph.initializers.values():
         tensor = value.const_value
-        if tensor is None or tensor.nbytes <= _SMALL or value.name is None:
+        if tensor is None or value.name is None:
+            continue
+        if (
+            tensor.nbytes <= _SMALL
+        ):  # the converter may have to know it, and a proto names no folder of its data
+            if isinstance(tensor, ir.ExternalTensor):
+                value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
             continue
         kept[value.name] = tensor
         value.const_value = ir.ExternalTensor(

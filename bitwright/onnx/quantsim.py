@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -61,6 +62,7 @@ from bitwright.onnx.session import (
     weight_bytes,
 )
 from bitwright.onnx.simulate import Simulation, mark_sites, marked_constants, simulation_model
+from bitwright.onnx.untrusted import checked_on_failure
 from bitwright.progress import collector_paused, progress
 
 logger = logging.getLogger("bitwright")
@@ -164,7 +166,8 @@ class QuantizationSimModel:
         self.repairs: tuple[Repair, ...] = ()  # what stabilize put in force
         self.mended: list[Any] = []  # where in the marked model they stand
         self.output_values: dict[str, str] = {}  # an exported model's outputs are called as the graph's are
-        with collector_paused():
+        site = str(model) if isinstance(model, (str, os.PathLike)) else "model"
+        with collector_paused(), checked_on_failure(model, site):
             self._place(model, dummy_input)
         self._simulations: dict[str, tuple[tuple[Any, ...], Any]] = {}
 

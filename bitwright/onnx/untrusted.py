@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import onnx
 import onnx_ir as ir
 
 from bitwright.core.documents import read_bytes
-from bitwright.errors import ModelError
+from bitwright.errors import BitwrightError, ModelError
 
 #: bytes of a file; protobuf has no larger messages
 MAX_BYTES = 2 << 30
@@ -47,6 +49,24 @@ def check_tensors(proto: onnx.ModelProto) -> None:
     """
     for tensor in _tensors(proto):
         _check_tensor(tensor, tensor.name or "a tensor without a name")
+
+
+def check_names(proto: onnx.ModelProto, site: str) -> None:
+    """Every name and type of ``proto`` is text; what is not UTF-8, protobuf hands over as bytes.
+
+    Raises:
+        ModelError: one is not.
+    """
+    for graph in graph_protos((proto.graph, *proto.functions)):
+        words = [graph.name]
+        if isinstance(graph, onnx.GraphProto):
+            words += [v.name for v in (*graph.input, *graph.output, *graph.value_info, *graph.initializer)]
+        for node in graph.node:
+            words += (node.name, node.op_type, node.domain, *node.input, *node.output)
+            words += [attribute.name for attribute in node.attribute]
+        wrong = next((word for word in words if not isinstance(word, str)), None)
+        if wrong is not None:
+            raise ModelError(site, f"the name {wrong!r:.100} is not UTF-8", _AGAIN)
 
 
 def graph_protos(
@@ -121,6 +141,73 @@ def _check_entries(tensor: onnx.TensorProto, site: str, needed: int) -> None:
         _compare(tensor, site, int(entries["length"]), needed, "bytes")
 
 
+def check_bodies(model: ir.Model) -> None:
+    """Every If, Loop and Scan has the bodies and as many inputs and outputs as it needs, every Constant one value.
+
+    Raises:
+        ModelError: one has not; names the node.
+    """
+    for node in model.graph.all_nodes():
+        names = _BODIES.get(node.op_type, ()) if node.domain in ("", "ai.onnx") else ()
+        if node.op_type == "Constant" and node.domain in ("", "ai.onnx") and len(node.attributes) != 1:
+            problem = f"it is a Constant of {len(node.attributes)} attributes instead of one, its value"
+            raise ModelError(f"node {node.name!r}", problem, _AGAIN)
+        for name in names:
+            attribute = node.attributes.get(name)
+            if attribute is None or attribute.type != ir.AttributeType.GRAPH or attribute.is_ref():
+                raise ModelError(f"node {node.name!r}", f"it is a {node.op_type} without {name}", _AGAIN)
+            body, extra = attribute.as_graph(), 1 if node.op_type == "Loop" else 0
+            found, needed = len(body.outputs) - extra, len(node.outputs)
+            if found < needed or (node.op_type == "If" and found != needed):
+                problem = (
+                    f"its {name} gives {max(0, found)} values, and the {node.op_type} has {needed} outputs"
+                )
+                raise ModelError(f"node {node.name!r}", problem, _AGAIN)
+            if not _is_fed(node, body):
+                problem = f"its {len(node.inputs)} inputs are too few or too many for its {name}"
+                raise ModelError(f"node {node.name!r}", problem, _AGAIN)
+
+
+_BODIES = {"If": ("then_branch", "else_branch"), "Loop": ("body",), "Scan": ("body",)}
+
+
+def _is_fed(node: ir.Node, body: ir.Graph) -> bool:
+    given = len(node.inputs)
+    if node.op_type == "If":
+        return given == 1 and node.inputs[0] is not None and not body.inputs
+    if node.op_type == "Loop":
+        return given >= 2 and len(body.inputs) == given
+    return given in (len(body.inputs), len(body.inputs) + 1)  # one more of them up to opset 8
+
+
+@contextmanager
+def checked_on_failure(source: object, site: str) -> Iterator[None]:
+    """An error inside becomes a ``ModelError`` where the checker of onnx says that the model is not valid.
+
+    Models with flaws that do no harm pass; an error about a valid model is ours and goes on as it is.
+    """
+    try:
+        yield
+    except BitwrightError:
+        raise
+    except Exception as error:
+        flaw = _flaw(source)
+        if flaw is None:
+            raise
+        raise ModelError(site, f"it is no valid ONNX model: {flaw}", _AGAIN) from error
+
+
+def _flaw(source: object) -> str | None:
+    """What the checker says of a path, a proto or a model."""
+    try:
+        onnx.checker.check_model(ir.to_proto(source) if isinstance(source, ir.Model) else source)  # type: ignore[arg-type]
+    except onnx.checker.ValidationError as error:
+        return " ".join(str(error).split())
+    except Exception:  # larger than a message, or too broken to be written: the error at hand says more
+        return None
+    return None
+
+
 def check_external_data(model: ir.Model, path: Path | None) -> None:
     """Every tensor whose data lie in a file finds them there, inside the folder of the model.
 
@@ -183,17 +270,26 @@ class _DataFiles:
         real = os.path.realpath(path)
         if not any(_inside(real, home) for home in (os.path.realpath(base), self._home) if home is not None):
             raise ModelError(site, f"its data lie in {real!r:.300}, outside the folder of the model", _BESIDE)
-        if not path.is_file():
+        found = _status(path)
+        if found is None:
             raise ModelError(
                 site,
-                f"its data lies in {path.name!r}, which is not in {str(path.parent)!r}",
+                f"its data lies in {path.name!r:.300}, which is not in {str(path.parent)!r}",
                 "put the data file beside the model file; both belong together",
             )
-        found = path.stat()
         if base and found.st_nlink > 1:
             problem = f"its data lie in {path.name!r}, which has other names too (hard links), so that onnx_ir reads none"
             raise ModelError(site, problem, "copy the data file: cp data copy && mv copy data")
         return real, found.st_size
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """What the system knows of a regular file; ``None`` where there is none, or none of such a name."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
 
 
 def _inside(path: str, folder: str) -> bool:
