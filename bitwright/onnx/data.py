@@ -26,6 +26,7 @@ logger = logging.getLogger("bitwright")
 Array = NDArray[Any]
 Feeds = dict[str, Array]
 _PICTURES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"))
+_NO_NUMPY = (ir.DataType.STRING, ir.DataType.BFLOAT16, ir.DataType.UNDEFINED)
 _NAMELESS = "arr_0"  # what np.savez calls the first array that it is given without a name
 _MOST_RANDOM = 1 << 28
 _FREE_AXIS = 1  # length of an axis that the model leaves open, in random data
@@ -60,7 +61,7 @@ def input_specs(model: ir.Model) -> tuple[InputSpec, ...]:
     for value in model.graph.inputs:
         if value.is_initializer():
             continue
-        known = value.dtype is not None and value.dtype not in (ir.DataType.STRING, ir.DataType.BFLOAT16)
+        known = value.dtype is not None and value.dtype not in _NO_NUMPY
         dtype = np.dtype(value.dtype.numpy()).name if known and value.dtype is not None else None
         axes = (
             None
