@@ -25,7 +25,12 @@ class Watching:
 
     def __init__(self, simulator: Simulator, watches: Mapping[str, Watch]) -> None:
         self._simulator, self._watches = simulator, watches
-        self.begin, self.end, self.other = simulator.begin, simulator.end, simulator.other
+        self.begin, self.end, self.other, self.part = (
+            simulator.begin,
+            simulator.end,
+            simulator.other,
+            simulator.part,
+        )
 
     def call(
         self,

@@ -15,10 +15,12 @@ of parameters:
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +33,7 @@ from bitwright.core.ops import op_row
 from bitwright.errors import BusyError, ModelError
 from bitwright.torch.decompose import DECOMPOSITIONS, Decomposition
 from bitwright.torch.functions import FUNCTIONS, Function, function_of
-from bitwright.torch.loops import Where, line_of_code
+from bitwright.torch.loops import CALLS, Where, line_of_code
 from bitwright.torch.trees import flatten_tensors, named_state, walk_modules
 
 Key = Hashable
@@ -94,7 +96,10 @@ class Handler(Protocol):
         """Carry out a call of any other torch function."""
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The model's forward starts."""
+        """The model's forward starts; without arguments, something of it that is called on its own."""
+
+    def part(self, path: str, caller: str | None) -> bool:
+        """Whether a module below the model may be called on its own, by the method ``caller`` of ``"Class.method"``."""
 
     def end(self, output: Any) -> None:
         """The model's forward returned ``output``."""
@@ -264,6 +269,7 @@ class Interceptor:
         occupancy: the threads that run the model.
         loops: places that are told apart by the line of code.
         seen: where counted places stand, while a model is recorded.
+        fused: frame and label of a fused call -> its places.
     """
 
     def __init__(self, model: nn.Module, handler: Handler | None = None) -> None:
@@ -275,6 +281,8 @@ class Interceptor:
         self._hook: Any = None
         self.loops: frozenset[Where] = frozenset()
         self.seen: dict[Key, Where] | None = None
+        self.fused: dict[Key, set[Key]] = {}
+        self.recording = False
 
     # -- attaching
 
@@ -410,11 +418,15 @@ class Interceptor:
         if handler is None:
             return call(*args, **kwargs)
         if forward.path:
-            self._refuse_part(forward)
+            self._check_part(forward, handler)
         self._open(here, replica)
         try:
             self._refuse_shared_statistics()
-            handler.begin(args, kwargs)
+            if forward.path:
+                handler.begin((), {})
+                self.enter(here, forward)
+            else:
+                handler.begin(args, kwargs)
             output = call(*args, **kwargs)
             handler.end(output)
             return output
@@ -438,7 +450,8 @@ class Interceptor:
                     "copy.deepcopy(sim)",
                 )
 
-    def _refuse_part(self, forward: Forward) -> None:
+    def _check_part(self, forward: Forward, handler: Handler) -> None:
+        """A module below the model is called on its own: its places are those it has within the model's forward."""
         if torch._C._current_graph_task_id() != -1:
             raise ModelError(
                 forward.path,
@@ -447,6 +460,8 @@ class Interceptor:
                 "train the simulation without activation checkpointing: set the model's own switch for it to False "
                 "before the forward",
             )
+        if handler.part(forward.path, _caller()):
+            return
         raise ModelError(
             forward.path,
             f"this {type(forward.module).__name__} was called outside the forward of the simulated model "
@@ -562,6 +577,17 @@ class Interceptor:
             self.seen[key] = where
         return key, where
 
+    def _fused(self, frame: Frame, label: str, key: Key) -> Key:
+        """The key of a fused call: where a module makes one such call, it is that one, whatever layers ran before it.
+
+        (An attention to keys that a cache holds runs without the projections that made them.)
+        """
+        if self.recording:
+            self.fused.setdefault((frame.key, label), set()).add(key)
+            return key
+        known = self.fused.get((frame.key, label), set())
+        return next(iter(known)) if len(known) == 1 and frame.counts.get(label) == 1 else key
+
     def _decompose(
         self, here: Thread, decomposition: Decomposition, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -575,6 +601,7 @@ class Interceptor:
             here.frames.append(Frame(key, parent.path, module))
         else:
             key, where = self._counted(parent, label)
+            key = self._fused(parent, label, key)
             path = f"{parent.path}.{label}" if parent.path else label
             here.frames.append(Frame(key, path, None, where=where))
         assert here.mode is not None
@@ -583,6 +610,19 @@ class Interceptor:
                 return decomposition.run(*args, **kwargs)
         finally:
             del here.frames[depth:]
+
+
+def _caller() -> str | None:
+    """``Class.method`` of the module whose method makes the outermost call; ``None`` where code outside of modules does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code in (*_FORWARDS, *CALLS) or frame.f_globals.get("__name__") == __name__
+    ):
+        frame = frame.f_back
+    owner = None if frame is None else frame.f_locals.get("self")
+    return (
+        f"{type(owner).__name__}.{frame.f_code.co_name}" if frame and isinstance(owner, nn.Module) else None
+    )
 
 
 OUTERMOST = Interceptor.run.__code__

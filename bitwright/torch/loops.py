@@ -17,7 +17,7 @@ from torch import nn
 Where = tuple[Hashable, ...]
 """``(where the frame stands, its anchor, label, line of code)``; the first is a ``Where`` itself, or a module's path."""
 
-_CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
+CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
 
 
 def line_of_code(stop: Container[CodeType], modules: int = 0) -> Where:
@@ -35,7 +35,7 @@ def line_of_code(stop: Container[CodeType], modules: int = 0) -> Where:
                 break
             modules -= 1
             found.clear()
-        elif frame.f_code not in _CALLS:
+        elif frame.f_code not in CALLS:
             found.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
     return tuple(found)

@@ -50,6 +50,10 @@ class _Tracer:
             if self._known(tensor) is None:
                 self.inputs[self._bind(tensor)] = tensor
 
+    def part(self, path: str, caller: str | None) -> bool:
+        """Only whole forwards can be repeated."""
+        return False
+
     def end(self, output: Any) -> None:
         """Note what the model returned."""
         self.outputs = [tensor for _, tensor in flatten_tensors(output)]

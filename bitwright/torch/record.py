@@ -99,6 +99,10 @@ class Recorder:
                 self.inputs[path] = self._new("input", tensor, path)
             self._bind(tensor, self.inputs[path])
 
+    def part(self, path: str, caller: str | None) -> bool:
+        """Only whole forwards are recorded."""
+        return False
+
     def end(self, output: Any) -> None:
         """Note which values the model returns."""
         self.returned = {name: self._value(tensor) for name, tensor in flatten_tensors(output)}
@@ -377,13 +381,13 @@ def record(model: nn.Module, examples: Sequence[Any], interceptor: Interceptor |
         running.attach()
     try:
         with running.occupancy.exclusive("recording"):
-            running.loops, running.seen = frozenset(), {}
+            running.loops, running.seen, running.recording = frozenset(), {}, True
             recorder = _run(model, examples, running, keep_arguments=interceptor is None)
             running.loops, running.seen = find_loops(recorder.calls.values(), running.seen), None
             if running.loops:  # the places of a loop over time are one place each
                 recorder = _run(model, examples, running, keep_arguments=interceptor is None)
     finally:
-        running.seen = None
+        running.seen, running.recording = None, False
         if interceptor is None:
             running.detach()
     if not recorder.calls:
@@ -398,7 +402,7 @@ def record(model: nn.Module, examples: Sequence[Any], interceptor: Interceptor |
 
 def _run(model: nn.Module, examples: Sequence[Any], running: Interceptor, keep_arguments: bool) -> Recorder:
     recorder = Recorder(lambda: running, forward_signature(model), keep_arguments)
-    recorder.loops = running.loops
+    recorder.loops, running.fused = running.loops, {}
     with running.handled_by(recorder), torch.no_grad(), evaluation(model):
         for example in examples:
             args, kwargs = as_call(example)

@@ -121,7 +121,25 @@ class Simulator:
         if self.stage in ("simulate", "mark"):
             self.refresh_biases()
         if self.stage == "observe" and self.gate is not None:
-            self.gate.open((args, kwargs))
+            self.gate.open((args, kwargs) if args or kwargs else None)
+
+    def part(self, path: str, caller: str | None) -> bool:
+        """Parts of the model run on their own; what a method computes around them is not seen, which is told once."""
+        if caller is not None and self.stage == "simulate":
+            with self._lock:
+                known = caller in self.unseen
+                self.unseen.setdefault(
+                    caller,
+                    "a method that calls parts of the model outside of its forward; the parts are simulated",
+                )
+            if not known:
+                logger.warning(
+                    "%s calls %s outside the model's forward: the part is simulated, what the method computes itself is in "
+                    "float; put the call into `with sim.active():` to simulate both",
+                    caller,
+                    path,
+                )
+        return True
 
     def refresh_biases(self) -> None:
         """Bring every derived bias grid up to date with the encodings it follows from."""
