@@ -80,7 +80,9 @@ def channel_axes(graph: Graph) -> dict[str, ChannelAxis]:
     for op in graph.ops:
         made = _made(graph, op, found)
         if made is not None:
-            found.update(dict.fromkeys((*op.outputs, *op.inner.values()), made))
+            # what a norm returns beside its result are statistics
+            outputs = op.outputs[:1] if op_row(op.type).kind == "norm" else op.outputs
+            found.update(dict.fromkeys((*outputs, *op.inner.values()), made))
     for op in graph.ops:
         read, axis = _data(graph, op), _layer_axis(graph, op)
         if axis is not None and read is not None and not graph.values[read].is_static:

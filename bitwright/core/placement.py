@@ -266,7 +266,9 @@ class _Placer:
         for index, value in enumerate(op.outputs):
             if not self._is_float(value):
                 continue
-            if self._picks_matrices(op, row):
+            if row.kind == "norm" and index:
+                self.why[value] = "a statistic that the normalisation measures"
+            elif self._picks_matrices(op, row):
                 self._pick(op, index, value)
             elif op.name in self.mask_ops or (value in self.inner and not carried):
                 self._inside(op, index, value)

@@ -41,7 +41,13 @@ def write_samples(
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
+                np.lib.format.write_array(file, plain(array), allow_pickle=False)
+
+
+def plain(array: Array) -> Array:
+    """``array`` with strings as numpy stores them; ONNX Runtime hands them out as objects."""
+    found = np.asanyarray(array)
+    return found.astype(np.str_) if found.dtype == object else found
 
 
 def read_samples(

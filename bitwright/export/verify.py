@@ -457,6 +457,14 @@ def _compare_outputs(
         if name not in known:
             near = close_matches(name, known)
             raise ExportError(name, f"the model has no output of this name{near}", f"name one of {known}")
-        decibel = {m: sqnr(array, results[m][name]) if m in results else -math.inf for m in MODES}
+        decibel = {m: _level(array, results[m][name]) if m in results else -math.inf for m in MODES}
         rows.append(OutputRow(name, decibel["float"], decibel["integer"]))
     return tuple(rows)
+
+
+def _level(expected: Array, found: Array) -> float:
+    """Signal-to-noise ratio in dB; of strings only whether they are equal."""
+    if expected.dtype.kind in "OSU":
+        same = np.array_equal(expected.astype(np.str_), found.astype(np.str_))
+        return math.inf if same else -math.inf
+    return sqnr(expected, found)

@@ -306,6 +306,10 @@ def _drop_initializers_from_inputs(model: ir.Model, notes: list[str]) -> None:
             continue
         if graph is model.graph:
             dropped = [str(value.name) for value in graph.inputs if value.is_initializer()]
+        for value in graph.inputs:
+            # one that nothing reads is no tensor of the model any more; ONNX Runtime refuses such an initializer
+            if value.is_initializer() and not value.uses() and not value.is_graph_output():
+                graph.initializers.pop(str(value.name))
         graph.inputs.clear()
         graph.inputs.extend(kept)
     if dropped:

@@ -23,6 +23,7 @@ from bitwright.errors import ModelError, close_matches
 from bitwright.export.markers import Names
 from bitwright.export.runtime import refusals
 from bitwright.onnx.data import Feeds, InputSpec, as_feeds, input_specs, random_array
+from bitwright.onnx.legacy import TAKEN_IN, part_training_norms, rewrite_dropped, train_norms
 from bitwright.onnx.load import Loaded, load_model
 from bitwright.onnx.session import first_line, open_session
 from bitwright.onnx.view import OnnxView
@@ -63,6 +64,7 @@ _UNCHANGED_SINCE: dict[str, int] = {
     **dict.fromkeys(("Pow",), 12),
     **dict.fromkeys(("Squeeze", "Unsqueeze", "Softmax", "LogSoftmax", "Hardmax", "Resize", "ReduceSum"), 13),
     **dict.fromkeys(("HardSwish", "Trilu"), 14),
+    **dict.fromkeys(TAKEN_IN, 1),
     **dict.fromkeys(("BatchNormalization",), 15),
     **dict.fromkeys(("Einsum",), 12),
     **dict.fromkeys(("ScatterND", "ScatterElements", "GreaterOrEqual", "LessOrEqual"), 16),
@@ -88,9 +90,9 @@ def modernize(loaded: Loaded, dummy_input: Any = None) -> Loaded:
     if all(_UNCHANGED_SINCE.get(kind, OPSET) <= loaded.opset for kind in _standard_operators(loaded.model)):
         _stamp(loaded.model)
         return replace(loaded, opset=OPSET)
-    converted = _convert(loaded)
+    converted, remarks = _convert(loaded)
     note = _compare(loaded, converted, dummy_input)
-    notes = (*loaded.notes, f"converted from opset {loaded.opset} to {OPSET}{note}")
+    notes = (*loaded.notes, *remarks, f"converted from opset {loaded.opset} to {OPSET}{note}")
     return replace(converted, path=loaded.path, notes=notes, inputs=loaded.inputs)
 
 
@@ -106,10 +108,13 @@ def _stamp(model: ir.Model) -> None:
     model.ir_version = max(model.ir_version or 0, _IR_VERSION)
 
 
-def _convert(loaded: Loaded) -> Loaded:
+def _convert(loaded: Loaded) -> tuple[Loaded, list[str]]:
+    """The converted model, and what is to be said about its operators."""
     site = str(loaded.path or loaded.model.graph.name or "model")
-    _refuse_unknown(loaded, site)
     skeleton = loaded.model.clone()
+    rewritten = rewrite_dropped(skeleton, loaded.opset)
+    trained = part_training_norms(skeleton, loaded.opset, site)
+    _refuse_unknown(skeleton, loaded.opset, site)
     skeleton.ir_version = (
         _IR_VERSION  # before 4 every initializer had to be an input too, which the converter insists on
     )
@@ -130,21 +135,31 @@ def _convert(loaded: Loaded) -> Loaded:
         if value is not None:
             value.const_value = tensor
     _unpark_nodes(model, parked)
+    train_norms(model, trained)
     model.ir_version = _IR_VERSION
     model.opset_imports.pop(_PARKED, None)
     for key, version in loaded.model.opset_imports.items():
         model.opset_imports.setdefault(key, version)
-    return load_model(model)
+    notes = []
+    if rewritten:
+        notes.append(f"operators that the standard no longer has were rewritten: {', '.join(rewritten)}")
+    if trained:
+        notes.append(
+            f"batch norms in training mode, which normalise with the statistics of the batch: {', '.join(trained[:3])}"
+            f"{', ...' if len(trained) > 3 else ''}; export the model in evaluation mode if that is not meant"
+        )
+    return load_model(model), notes
 
 
-def _refuse_unknown(loaded: Loaded, site: str) -> None:
+def _refuse_unknown(model: ir.Model, opset: int, site: str) -> None:
     """Refuse operators that the standard does not have, which the converter answers with its own source line."""
-    for node in loaded.model.graph.all_nodes():
-        if node.domain in ("", "ai.onnx") and not onnx.defs.has(node.op_type, loaded.opset):
+    for node in model.graph.all_nodes():
+        known_here = onnx.defs.has(node.op_type, max(opset, TAKEN_IN.get(node.op_type, 0)))
+        if node.domain in ("", "ai.onnx") and not known_here:
             known = {schema.name for schema in onnx.defs.get_all_schemas() if not schema.domain}
             raise ModelError(
                 site,
-                f"node {node.name!r} is a {node.op_type}, and opset {loaded.opset} has no such operator"
+                f"node {node.name!r} is a {node.op_type}, and opset {opset} has no such operator"
                 f"{close_matches(node.op_type, known)}",
                 "correct the operator's type or its domain",
             )
@@ -212,12 +227,12 @@ def _park_tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
 
 
 def _park_nodes(model: ir.Model, opset: int) -> dict[str, list[float] | None]:
-    """Hide Upsample and the Resize of opset 10 in a domain of their own; node -> scales given as attribute."""
+    """Hide Upsample, the Resize of opset 10 and what no converter knows in a domain of their own; node -> its scales."""
     found: dict[str, list[float] | None] = {}
     if opset > 10:
         return found
     for node in model.graph.all_nodes():
-        if node.domain in ("", "ai.onnx") and node.op_type in ("Upsample", "Resize"):
+        if node.domain in ("", "ai.onnx") and node.op_type in ("Upsample", "Resize", *TAKEN_IN):
             scales = node.attributes.get("scales")
             found[str(node.name)] = None if scales is None else list(scales.as_floats())
             node.domain = _PARKED
@@ -231,6 +246,9 @@ def _unpark_nodes(model: ir.Model, parked: dict[str, list[float] | None]) -> Non
     """Write what was hidden as the Resize that does the same: pixel ``i`` lies at ``i / scale``."""
     for node in model.graph.all_nodes():
         if node.domain != _PARKED:
+            continue
+        if node.op_type in TAKEN_IN:
+            node.domain = ""
             continue
         scales = parked[str(node.name)]
         given = node.inputs[1] if scales is None else None

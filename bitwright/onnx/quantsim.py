@@ -42,6 +42,7 @@ from bitwright.export.products import ProductForm
 from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, to_qdq
 from bitwright.export.recurrent import RecurrentForm, expand_recurrent
 from bitwright.export.runtime import refusals
+from bitwright.export.samples import plain
 from bitwright.export.simulation import load_encodings, save_encodings, set_and_freeze_param_encodings
 from bitwright.export.steps import STATES
 from bitwright.export.verify import VerifyReport, verify_layers
@@ -676,7 +677,7 @@ class QuantizationSimModel:
             activation=activation,
             recurrent=recurrent,
             weight_only=weight_only,
-            data=list(example.values()),
+            data=[plain(array) for array in example.values()],
             samples=(lambda result: self._samples(result, example)) if samples else None,
         )
 
