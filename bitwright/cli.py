@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -20,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bitwright.errors import BitwrightError, ConfigError, ExportError
+from bitwright.interrupt import INTERRUPTED, Interrupts, watched
 
 if TYPE_CHECKING:
     from bitwright.core.encoding import Encoding
@@ -45,7 +47,20 @@ class _Commands(typer.core.TyperGroup):
     """The group of all commands; user errors end here, without a traceback unless ``--debug`` asks for it."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for."""
+        """Run the command that was asked for; Ctrl-C ends it with exit code 130, whatever it was turned into."""
+        try:
+            result = self._answered(ctx)
+        except KeyboardInterrupt as stop:
+            _stop(stop)
+        except Exception as error:
+            if isinstance(ctx.obj, Interrupts) and ctx.obj.seen:
+                _stop(error)
+            raise
+        if isinstance(ctx.obj, Interrupts) and ctx.obj.seen:
+            _stop(KeyboardInterrupt())
+        return result
+
+    def _answered(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except (BitwrightError, ModuleNotFoundError, OSError, MemoryError) as error:
@@ -54,6 +69,18 @@ class _Commands(typer.core.TyperGroup):
             ):  # the reader of a pipe had enough
                 raise
             _fail(_explained(error))
+
+
+def _stop(error: BaseException) -> NoReturn:
+    """Say that Ctrl-C came, and what is kept; exit code 130."""
+    out = console(stderr=True)
+    out.print(Text("interrupted", "bold red"))
+    cause: BaseException | None = error
+    while cause is not None:
+        for note in getattr(cause, "__notes__", ()):
+            out.print(Text(f"  {note}"))
+        cause = cause.__context__
+    raise typer.Exit(INTERRUPTED)
 
 
 def _explained(error: Exception) -> BitwrightError:
@@ -105,7 +132,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the console script."""
-    app(prog_name="bitwright")
+    with watched() as interrupts:
+        app(prog_name="bitwright", obj=interrupts)
 
 
 def _print_version(wanted: bool) -> None:
@@ -140,7 +168,8 @@ def _options(
       bitwright check-config rules.yaml  what it says, or what is wrong in it
 
     Exit codes: 0 all is well; 1 the answer is no, as when verify found a
-    difference; 2 the input was wrong.
+    difference; 2 the input was wrong; 130 Ctrl-C. An interrupted command
+    leaves files of an earlier run as they were, or has written all new ones.
     """
 
 
@@ -324,6 +353,7 @@ def quantize_model(
 
     from bitwright.core.entry_points import load_entry_point
     from bitwright.core.spec import check_policy
+    from bitwright.export.atomic import check_stem
     from bitwright.onnx import Pictures, load_data, load_model, quantize
     from bitwright.onnx.data import input_specs, random_feeds
 
@@ -336,23 +366,45 @@ def quantize_model(
     else:
         pictures = Pictures(layout, colours, scale, _numbers("--mean", mean), _numbers("--std", std))
         feeds = load_data(data, specs, batch_size=batch_size, pictures=pictures)
-    result = quantize(
-        loaded.model,
-        islice(feeds, limit),
-        preset,
-        recipe=recipe if recipe is None or Path(recipe).suffix else recipe.split(","),
-        config_file=config,
-        quant_scheme=scheme,
-        metric=None if metric is None else load_entry_point(metric, "rates a session"),
-        lower_is_better=lower_is_better,
-        on_harm="undo" if undo_harm else "report",
-        path=out,
-        filename_prefix=prefix or model.stem,
-        weight_only=weight_only,  # type: ignore[arg-type]
-        non_finite=policy,
-        allow_unreached=allow_unreached,
-    )
+    stem = check_stem(model.stem if prefix is None else prefix, "--prefix")
+    with _tells_what_is_kept(out, out / f"{stem}_manifest.json"):
+        result = quantize(
+            loaded.model,
+            islice(feeds, limit),
+            preset,
+            recipe=recipe if recipe is None or Path(recipe).suffix else recipe.split(","),
+            config_file=config,
+            quant_scheme=scheme,
+            metric=None if metric is None else load_entry_point(metric, "rates a session"),
+            lower_is_better=lower_is_better,
+            on_harm="undo" if undo_harm else "report",
+            path=out,
+            filename_prefix=stem,
+            weight_only=weight_only,  # type: ignore[arg-type]
+            non_finite=policy,
+            allow_unreached=allow_unreached,
+        )
     _print_result(result, loaded.notes)
+
+
+@contextmanager
+def _tells_what_is_kept(folder: Path, manifest: Path) -> Iterator[None]:
+    """Note on an exception what lies in ``folder`` now: an export appears whole, and its manifest last."""
+
+    def content() -> bytes | None:
+        return manifest.read_bytes() if manifest.is_file() else None
+
+    before = content()
+    try:
+        yield
+    except BaseException as error:
+        if content() != before:
+            error.add_note(f"{folder}: the new export is complete")
+        elif before is None:
+            error.add_note(f"{folder}: nothing was written")
+        else:
+            error.add_note(f"{folder}: the earlier export is as it was")
+        raise
 
 
 def _print_result(result: Any, notes: Iterable[str]) -> None:

@@ -24,6 +24,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": (set(), set()),
     "errors": (set(), set()),
     "progress": (set(), {"rich"}),
+    "interrupt": (set(), set()),
     "core": ({"errors"}, NUMPY),
     "algorithms": ({"errors", "core"}, NUMPY),
     "compression": ({"errors", "core"}, NUMPY),
@@ -33,7 +34,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "onnx": (FRONT_END | {"algorithms"}, NUMPY | ONNX | FILES_OUT),
     "analysis": (FRONT_END | {"algorithms"}, NUMPY | FILES_OUT | {"jinja2", "plotly"}),
     "distributed": ({"errors", "core", "torch"}, NUMPY | {"torch", "ray"}),
-    "cli": ({"errors", "core", "algorithms", "compression", "export", "torch", "onnx", "analysis"}, ANYTHING),
+    "cli": (
+        {"errors", "interrupt", "core", "algorithms", "compression", "export", "torch", "onnx", "analysis"},
+        ANYTHING,
+    ),
 }
 # Single files that may import more than their part, inside their functions: configuration files may be YAML,
 # and calibration data pictures.
@@ -59,7 +63,7 @@ EXTRA: dict[str, set[str]] = {
     **{f"algorithms/{name}.py": {"torch"} for name in (*_LEARNED, "seq_mse")},
 }
 # The command line answers `--help` at once: only these load with it, the rest inside the commands.
-LIGHT_FOR_CLI = {"typer", "rich", "bitwright.errors"}
+LIGHT_FOR_CLI = {"typer", "rich", "bitwright.errors", "bitwright.interrupt"}
 
 
 def part_of(path: Path) -> str:

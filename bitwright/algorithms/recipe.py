@@ -462,6 +462,8 @@ def run_recipe(
     Raises:
         ConfigError: an option that a step does not have, or an unknown ``on_harm``; before any work.
         CalibrationError: the metric is NaN.
+        KeyboardInterrupt: Ctrl-C; a note on it names the step. A model that is treated in part is nobody's result, so
+            none is returned.
     """
     if on_harm not in ("report", "undo"):
         raise ConfigError("on_harm", f"{on_harm!r} is neither 'report' nor 'undo'", "use one of them")
@@ -471,7 +473,7 @@ def run_recipe(
         book.add("float", float_metric)
         book.add("no step", runner.measure())
     judging = _Judging(runner)
-    simulated, interrupted = False, None
+    simulated = False
     for index, step in enumerate(steps):
         if index in impossible:
             book.leave_out(str(step), impossible[index])
@@ -485,11 +487,9 @@ def run_recipe(
             note = runner.apply(step)
             verdict = judging.verdict(step, undo)
             value = None if float_metric is None else runner.measure()
-        except KeyboardInterrupt:
-            undo()
-            interrupted = str(step)
-            logger.warning("interrupted during %s; the steps before it are in force", step)
-            break
+        except KeyboardInterrupt as stop:
+            stop.add_note(f"during the step {step} of the recipe")
+            raise
         except BitwrightError as error:
             undo()
             if not step.optional:
@@ -508,7 +508,7 @@ def run_recipe(
                 book.take_back()
     if not simulated:
         runner.simulate()
-    return RecipeReport(tuple(book.outcomes), interrupted, judging.where)
+    return RecipeReport(tuple(book.outcomes), judging.where)
 
 
 @dataclass(frozen=True)

@@ -48,12 +48,10 @@ class RecipeReport(Sequence[Outcome]):
 
     Attributes:
         outcomes: in order.
-        interrupted: the step that Ctrl-C stopped; those before it are in force.
         judged: on what the outputs were compared with those of the float model, if they were.
     """
 
     outcomes: tuple[Outcome, ...]
-    interrupted: str | None = None
     judged: str = ""
 
     def __getitem__(self, index: int) -> Outcome:  # type: ignore[override]
@@ -86,8 +84,6 @@ class RecipeReport(Sequence[Outcome]):
         ]
         if self.judged:
             lines.append(f"outputs compared with float {self.judged}")
-        if self.interrupted:
-            lines.append(f"interrupted during {self.interrupted}; the steps before it are in force")
         return "\n".join(lines)
 
 

@@ -113,6 +113,7 @@ def quantize(
         CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``; the metric is NaN; or no
             batch reached some sites and that is not allowed.
         ConfigError: a recipe that cannot work, or a ``filename_prefix`` that cannot begin the names of files.
+        KeyboardInterrupt: Ctrl-C, at any step; ``model`` and an earlier export in ``path`` are as they were.
         ModelError: the model cannot be read or run, or a feed does not fit.
     """
     check_weight_only(weight_only)

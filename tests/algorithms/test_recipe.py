@@ -124,11 +124,13 @@ def test_lower_may_be_better():
     assert report[2].change == 1.0 and not report[2].hurts
 
 
-def test_an_interrupted_step_leaves_those_before_it():
-    runner = Fake(fold=2.0, adaround=KeyboardInterrupt)
-    report = run_recipe(parse_recipe(["fold", "adaround", "bias_correction"]), runner, float_metric=20.0)
-    assert runner.state == 12.0 and runner.simulated and report.interrupted == "adaround()"
-    assert "interrupted during adaround()" in str(report)
+@pytest.mark.parametrize("step", ["fold", "adaround", "bias_correction"])
+def test_an_interrupted_step_ends_the_recipe(step):
+    runner = Fake(**{step: KeyboardInterrupt})
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_recipe(parse_recipe(["fold", "adaround", "bias_correction"]), runner, float_metric=20.0)
+    assert caught.value.__notes__ == [f"during the step {step}() of the recipe"]
+    assert runner.log[-1] == step  # nothing is calibrated or measured after it
 
 
 def test_a_metric_that_is_nan_stops_with_the_step():

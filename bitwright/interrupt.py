@@ -1,0 +1,74 @@
+"""Ctrl-C for a whole program: the first asks it to stop, the second ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+INTERRUPTED = 130  # exit code of a program that Ctrl-C ended, as shells report it
+
+
+class Interrupts:
+    """What has arrived so far.
+
+    Attributes:
+        seen: Ctrl-C was pressed. The KeyboardInterrupt may be lost: Python drops what is raised in a finalizer, and some C
+            extensions turn it into errors of their own.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def _raise(self, number: int, frame: object) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def watched() -> Iterator[Interrupts]:
+    """Watch for Ctrl-C inside the block; for the main thread of a program, not for a library.
+
+    Python acts on a signal only between two of its own instructions. While C code runs (a large product, a session), the
+    first Ctrl-C waits; the second is seen by a thread and ends the process with code 130. That is safe for files: they
+    appear whole or not at all. Where Ctrl-C is ignored or handled by somebody else, nothing is watched.
+    """
+    found = Interrupts()
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield found
+        return
+    near, far = socket.socketpair()
+    far.setblocking(False)
+    thread = threading.Thread(target=_watch, args=(near,), daemon=True)
+    handler: Any = signal.signal(signal.SIGINT, found._raise)
+    wakeup = signal.set_wakeup_fd(far.fileno(), warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield found
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(signal.SIGINT, handler)
+        far.close()
+        thread.join()
+        near.close()
+
+
+def _watch(signals: socket.socket) -> None:
+    """Count Ctrl-C; every signal arrives as a byte, from the C level, whatever Python is doing."""
+    pressed = 0
+    while received := signals.recv(64):
+        before, pressed = pressed, pressed + received.count(signal.SIGINT)
+        if pressed > 1:
+            _say("\x1b[?25h" if sys.stderr.isatty() else "")  # a progress bar may have hidden the cursor
+            os._exit(INTERRUPTED)
+        if pressed > before:
+            _say("stopping; Ctrl-C again ends at once\n")
+
+
+def _say(text: str) -> None:
+    os.write(2, text.encode())

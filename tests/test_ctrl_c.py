@@ -1,0 +1,67 @@
+"""A command that Ctrl-C ends has exit code 130, keeps the earlier export, and says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bitwright.cli import app
+from bitwright.interrupt import watched
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_step_boundaries_at_random_moments_and_in_c_code(tmp_path: Path) -> None:
+    """See ``stopped_command.py``: also where the KeyboardInterrupt is lost, and where C code does not return."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.stopped_command", str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_command_that_is_interrupted_has_exit_code_130(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bitwright.onnx.load_model", interrupted)
+    result = CliRunner().invoke(app, ["quantize", "m.onnx", "--out", str(tmp_path)])
+    assert result.exit_code == 130 and "interrupted" in result.stderr
+
+
+def test_handlers_are_those_of_before_when_the_block_ends() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), watched() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+    assert interrupts.seen and signal.getsignal(signal.SIGINT) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_program_that_ignores_ctrl_c_goes_on_doing_so() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with watched() as interrupts:
+            signal.raise_signal(signal.SIGINT)
+        assert not interrupts.seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("prefix", ["../../up", "", "a/b"])
+def test_the_prefix_of_a_command_cannot_lead_out_of_its_folder(tmp_path: Path, prefix: str) -> None:
+    model = tmp_path / "m.onnx"
+    from tests.onnx.nets import conv_chain
+
+    model.write_bytes(conv_chain(1).SerializeToString())
+    result = CliRunner().invoke(
+        app, ["quantize", str(model), "--out", str(tmp_path / "a" / "b"), "--prefix", prefix]
+    )
+    assert result.exit_code == 2 and "error: --prefix=" in result.stderr, result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
