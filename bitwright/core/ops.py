@@ -14,6 +14,7 @@ from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerGat
 from bitwright.core.recurrence import CELLS
 
 Kind = Literal["compute", "movement", "pointwise", "merge", "norm", "reduce", "float"]
+Need = Literal["divisor", "magnitude", "domain", "phase", "identity"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class OpRow:
         activations: ports that carry activations; ``None`` means every port not in ``params``.
         integer: whether common integer runtimes run the operator on integers, so that its output is worth a grid.
         fixed_range: the output's range whatever the input (``(0, 1)`` for sigmoid).
+        exact: port -> what no integer grid gives the operator there: small values of a ``divisor``, the ``magnitude`` of
+            what is small, values within its ``domain``, a ``phase``, the very numbers that are compared or counted with
+            (``identity``); see :mod:`bitwright.core.exact`.
     """
 
     kind: Kind
@@ -39,6 +43,7 @@ class OpRow:
     activations: tuple[int, ...] | None = None
     integer: bool = False
     fixed_range: tuple[float, float] | None = None
+    exact: Mapping[int, Need] = field(default_factory=dict)
 
 
 _WB = {1: "weight", 2: "bias"}
@@ -105,18 +110,23 @@ OPS: dict[str, OpRow] = {
     "Sigmoid": OpRow("pointwise", activations=(0,), integer=True, fixed_range=(0.0, 1.0)),
     "Softmax": OpRow("pointwise", activations=(0,), integer=True, fixed_range=(0.0, 1.0)),
     "Tanh": OpRow("pointwise", activations=(0,), integer=True, fixed_range=(-1.0, 1.0)),
-    "Sin": OpRow("pointwise", activations=(0,), fixed_range=(-1.0, 1.0)),
-    "Cos": OpRow("pointwise", activations=(0,), fixed_range=(-1.0, 1.0)),
+    **dict.fromkeys(
+        ("Sin", "Cos"), OpRow("pointwise", activations=(0,), fixed_range=(-1.0, 1.0), exact={0: "phase"})
+    ),
+    "Tan": OpRow("pointwise", exact={0: "phase"}),
     "LogSoftmax": OpRow("pointwise", activations=(0,)),
     # arithmetic: four with integer kernels, the rest float between grids
     **dict.fromkeys(("Add", "Sub", "Mul"), _INT_POINT),
-    **dict.fromkeys(("Div", "Pow", "Min", "Max", "Mod", "FloorDiv", "Lerp", "Addcmul", "Atan2"), _POINT),
-    **dict.fromkeys(
-        ("Sqrt", "Rsqrt", "Exp", "Log", "Abs", "Neg", "Square", "Reciprocal", "Erf", "Round"), _POINT
-    ),
-    **dict.fromkeys(
-        ("Floor", "Ceil", "Asin", "Acos", "Atan", "Sinh", "Cosh", "Tan", "Log1p", "Expm1", "Sign"), _POINT
-    ),
+    **dict.fromkeys(("Div", "Mod", "FloorDiv"), OpRow("pointwise", exact={1: "divisor"})),
+    **dict.fromkeys(("Reciprocal", "Rsqrt"), OpRow("pointwise", exact={0: "divisor"})),
+    **dict.fromkeys(("Log", "Sqrt"), OpRow("pointwise", exact={0: "magnitude"})),
+    **dict.fromkeys(("log2", "log10"), OpRow("float", activations=(0,), exact={0: "magnitude"})),
+    **dict.fromkeys(("Asin", "Acos"), OpRow("pointwise", exact={0: "domain"})),
+    **dict.fromkeys(("eq", "ne", "Equal"), OpRow("float", exact={0: "identity", 1: "identity"})),
+    **dict.fromkeys(("Cast", "long", "int"), OpRow("float", exact={0: "identity"})),
+    **dict.fromkeys(("Pow", "Min", "Max", "Lerp", "Addcmul", "Atan2"), _POINT),  # Pow: by its exponent
+    **dict.fromkeys(("Exp", "Abs", "Neg", "Square", "Erf", "Round", "Floor", "Ceil"), _POINT),
+    **dict.fromkeys(("Atan", "Sinh", "Cosh", "Log1p", "Expm1", "Sign"), _POINT),
     # movement of data: the values on the output are values of the input (or zero)
     **dict.fromkeys(
         ("Identity", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split"), _MOVE

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from bitwright.core.bias import bias_entries
+from bitwright.core.exact import REASONS, computed_values, exact_values
 from bitwright.core.formats import FloatFormat, IntFormat, parse_format
 from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, fitted
 from bitwright.core.graph import Graph, Op, Value
@@ -230,6 +231,7 @@ class _Placer:
         self.used: set[int] = set()
         self.idle: dict[int, tuple[str, str]] = {}  # rule -> first tensor it matched in vain, and why
         self.symmetry = self._asked_of_producers()
+        self.exact = exact_values(graph, self.static)
 
     # ---- the whole
 
@@ -422,7 +424,10 @@ class _Placer:
         if default and self.rules.activation is not None and self._stays_in_float(op, row):
             self.float_ops.add(op.name)
             reason = f"{op.type} runs in float because its operands are in float"
-        wanted = not reason if setting.quantized is None else bool(setting.quantized)
+        unfit = self._exact_reason(value, spec)
+        reason = (unfit or reason) if setting.quantized else (reason or unfit)
+        asked = None if unfit and not _is_meant(setting.decided_by) else setting.quantized
+        wanted = not reason if asked is None else bool(asked)
         if self._verdict(setting, wanted, spec, site, reason, value, _NO_ACTIVATIONS):
             assert spec is not None
             spec = _with_granularity(spec, self._concrete(spec.granularity, op, value))
@@ -431,6 +436,14 @@ class _Placer:
             self.group_of[value], self.spec_of[site] = site, spec
             return True
         return False
+
+    def _exact_reason(self, value: str, spec: QuantSpec | None) -> str:
+        """Why no grid of ``spec`` serves a value; empty where one does. Small float formats have steps that grow."""
+        if value not in self.exact:
+            return ""
+        need, op = self.exact[value]
+        coarse = need in ("phase", "identity") or spec is None or isinstance(spec.format, IntFormat)
+        return REASONS[need].format(op) if coarse else ""
 
     def _output_setting(self, op: Op, index: int, value: str) -> Setting:
         ports = frozenset(("output", "model_output") if self.graph.is_output(value) else ("output",))
@@ -557,9 +570,13 @@ class _Placer:
         ports = frozenset(("input", "model_input") if from_model else ("input",))
         setting = self._setting(op, ports, None, site, *((origin,) if from_model else ()))
         spec = self._activation_spec(setting, op, _PLAIN, origin)
-        wanted = not reason and (from_model or (_wants_grid(row) and op.name not in self.float_ops))
-        wanted = wanted if setting.quantized is None else bool(setting.quantized) and not reason
-        reason = reason or f"{op.name} reads it in float"
+        unfit = self._exact_reason(value, spec) if not reason and not groups else ""
+        wanted = (
+            not reason and not unfit and (from_model or (_wants_grid(row) and op.name not in self.float_ops))
+        )
+        if setting.quantized is not None and (not unfit or _is_meant(setting.decided_by)):
+            wanted = bool(setting.quantized) and not reason
+        reason = reason or unfit or f"{op.name} reads it in float"
         if not self._verdict(setting, wanted, spec, site, reason, origin, _NO_ACTIVATIONS):
             return
         assert spec is not None
@@ -611,6 +628,7 @@ class _Placer:
         setting = self._setting(op, ports, param, site, value.param or value.name)
         spec = setting.apply(self.rules.weight if param else self.rules.activation, weight=param is not None)
         reason = self._constant_reason(op, row, port, value, param, weight)
+        reason = reason or self._exact_reason(value.name, spec)
         wanted = not reason if setting.quantized is None else setting.quantized is True
         if wanted and param in STATISTICS and not _names(setting.decided_by, param, value):
             wanted, reason = False, _STATISTICS
@@ -912,6 +930,11 @@ def _names(rule: Rule | None, param: str, value: Value) -> bool:
     return rule is not None and (rule.param == param or rule.name == (value.param or value.name))
 
 
+def _is_meant(rule: Rule | None) -> bool:
+    """Whether a rule speaks of some operators and not of all."""
+    return rule is not None and (rule.name != "*" or rule.types != ("*",) or rule.quantized is False)
+
+
 def _wants_grid(row: OpRow) -> bool:
     """Whether integer runtimes need this operator's operands on a grid: products, sums and joins."""
     return row.kind == "compute" or (row.integer and row.activations is None)
@@ -973,13 +996,7 @@ def _masks(graph: Graph, matches: list[Match], static: set[str]) -> tuple[set[st
     softmaxes = [m for m in matches if m.pattern.kind == "masked_softmax"]
     if not softmaxes:
         return set(), {}
-    computed: set[str] = set()
-    for op in graph.ops:
-        product = (
-            op_row(op.type).kind == "compute" and op.type != "Embedding"
-        )  # a bias by position is looked up
-        if product or any(value in computed for _, value in op.sources()):
-            computed.update(op.outputs)
+    computed = computed_values(graph)
     values: dict[str, str] = {}
     ports: set[tuple[str, str]] = set()  # (operator, value) where a mask enters
     for match in softmaxes:

@@ -169,6 +169,11 @@ def _batch_norm_attrs(n: _Node) -> dict[str, Any]:
     return {"epsilon": 1e-5, **n.attrs, "training": bool(training)}
 
 
+def _power_attrs(n: _Node) -> dict[str, Any]:
+    exponent = n.number(1)
+    return {} if exponent is None else {"exponent": exponent}
+
+
 def _axis_attrs(n: _Node) -> dict[str, Any]:
     return {"axis": 0 if n.node.op_type == "Gather" else -1 if n.opset >= 13 else 1, **n.attrs}
 
@@ -192,6 +197,7 @@ _ATTRS: dict[str, Callable[[_Node], dict[str, Any]]] = {
     "LayerNormalization": lambda n: {"axis": -1, "epsilon": 1e-5, **n.attrs},
     "LeakyRelu": lambda n: {"alpha": 0.01, **n.attrs},
     "Clip": _clip_attrs,
+    "Pow": _power_attrs,
     "Softmax": _axis_attrs,
     "LogSoftmax": _axis_attrs,
     "Gather": _axis_attrs,

@@ -175,6 +175,11 @@ def _relu6_attrs(bound: Arguments) -> dict[str, Any]:
     return {"min": 0.0, "max": 6.0}
 
 
+def _power_attrs(bound: Arguments) -> dict[str, Any]:
+    exponent = bound.get("other", bound.get("exponent"))
+    return {"exponent": float(exponent)} if isinstance(exponent, (int, float)) else {}
+
+
 def _leaky_attrs(bound: Arguments) -> dict[str, Any]:
     return {"alpha": float(bound.get("negative_slope", 0.01))}
 
@@ -309,7 +314,7 @@ _ROWS: list[tuple[str, Any, tuple[str, ...], tuple[str, ...], Any, bool]] = [
     ("__rdiv__ __rtruediv__", "Div", _XY, ("other", "input"), None, False),
     ("floor_divide __floordiv__", "FloorDiv", _XY, _XY, None, False),
     ("remainder fmod __mod__", "Mod", _XY, _XY, None, False),
-    ("pow pow_ __pow__ __ipow__", "Pow", _XY, _XY, None, False),
+    ("pow pow_ __pow__ __ipow__", "Pow", _XY, _XY, _power_attrs, False),
     ("__rpow__", "Pow", _XY, ("other", "input"), None, False),
     ("atan2", "Atan2", _XY, _XY, None, False),
     ("lerp", "Lerp", ("input", "end", "weight"), ("input", "end", "weight"), None, False),

@@ -1,0 +1,169 @@
+"""Divisors, logarithms, roots, angles and comparisons under eight bits: close to float in both front ends, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bitwright.onnx as bo
+import bitwright.torch as bt
+from bitwright.core.exact import exact_values
+from bitwright.core.model import sqnr
+from bitwright.core.placement import place
+from bitwright.core.rules import Rule, default_rules
+from bitwright.core.spec import PRESETS
+from tests.conformance.test_ptq import exported
+from tests.core.graphs import Build
+
+
+class LinearAttention(nn.Module):
+    """Some queries are so small that their denominators are nothing beside the others'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q, k = torch.sigmoid(q), torch.sigmoid(k)
+        size = torch.tensor([1e-3, 1.0, 1.0, 1.0]).view(1, 4, 1)
+        total = (q @ k.sum(1, keepdim=True).transpose(1, 2)) * size
+        return self.out((q @ (k.transpose(1, 2) @ v)) / (total + 1e-8))
+
+
+class Spectrum(nn.Module):
+    """A logarithm of powers over many decades."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.re, self.im, self.last = nn.Conv1d(1, 9, 16, 8), nn.Conv1d(1, 9, 16, 8), nn.Conv1d(9, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.re(x), self.im(x)
+        power = torch.sqrt(a * a + b * b)
+        return self.last(torch.log(power * power + 1e-10))
+
+
+class Fourier(nn.Module):
+    """Positions as angles, as in the prompts of a segmentation model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gauss", 2 * torch.randn(2, 32))
+        self.last = nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = 2 * math.pi * ((2 * x - 1) @ self.gauss)
+        return self.last(torch.cat([angles.sin(), angles.cos()], -1))
+
+
+class Labels(nn.Module):
+    """What is added depends on a label that is compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.table = nn.Linear(3, 8), nn.Linear(8, 4), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        label = torch.cat([x[..., :1], x[..., :1]], -1)[..., 1:]
+        h = self.first(x)
+        return self.last(torch.where(label == 1.0, h + 3 * self.table, h))
+
+
+class Probabilities(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = torch.softmax(6 * self.a(x), -1)
+        return self.b(torch.log(p)) + torch.rsqrt(torch.sigmoid(8 * self.a(x)))
+
+
+def labelled() -> Tensor:
+    x = torch.rand(12, 3)
+    x[:, 0] = torch.tensor([-1.0, 0.0, 1.0, -3.0]).repeat(3)
+    return x
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float]] = {
+    "divisor": (LinearAttention, lambda: torch.randn(2, 4, 16), 25.0),
+    "logarithm": (Spectrum, lambda: torch.randn(2, 1, 256) * torch.logspace(-4, 0, 256), 25.0),
+    "angle": (Fourier, lambda: torch.rand(2, 5, 2), 30.0),
+    "label": (Labels, labelled, 30.0),
+    "probability": (Probabilities, lambda: torch.randn(8, 8), 25.0),
+}
+
+
+def simulated(front: str, model: nn.Module, x: Tensor, **options: Any) -> tuple[Any, np.ndarray]:
+    if front == "torch":
+        sim: Any = bt.QuantizationSimModel(model, x, **options)
+        sim.compute_encodings([x], progress=False)
+        return sim, sim.model(x).detach().numpy()
+    sim = bo.QuantizationSimModel(exported(model, x), x.numpy(), **options)
+    sim.compute_encodings([x.numpy()], progress=False)
+    return sim, sim.run(x.numpy())[0]
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+@pytest.mark.parametrize("name", NETS)
+def test_eight_bits_stay_close_to_float(front: str, name: str) -> None:
+    make, data, floor = NETS[name]
+    torch.manual_seed(0)
+    model, x = make().eval(), data()
+    wanted = model(x).detach().numpy()
+    sim, found = simulated(front, model, x)
+    assert np.isfinite(found).all()
+    assert sqnr(wanted, found) > floor
+    reasons = [row.how for row in sim.coverage() if row.how.startswith("float: ")]
+    assert reasons, str(sim.coverage())
+
+
+def test_what_a_general_rule_of_a_configuration_quantizes() -> None:
+    b = Build()
+    total = b.op("Sigmoid", b.linear(b.input(shape=(1, 8)), "fc", 8), name="total")
+    graph = b.graph(b.op("Div", b.op("Relu", total, name="top"), total, name="div"))
+    every = Rule(port="output", quantized=True)
+    reason = "float: div divides by it, and an integer grid rounds its small values to zero"
+    made = place(graph, default_rules().extended([every]))
+    assert made.floats["total.output[0]"] == reason
+    named = place(graph, default_rules().extended([every, Rule("total", port="output", quantized=True)]))
+    assert "total.output[0]" in named.sites
+    fp8 = PRESETS["fp8"]
+    assert "total.output[0]" in place(graph, default_rules(fp8.weight, fp8.activation)).sites
+
+
+def test_how_far_a_need_reaches_back() -> None:
+    b = Build()
+    image = b.linear(b.input(shape=(1, 8)), "fc", 8)
+    skip = b.op("Add", image, b.op("Relu", image, name="relu"), name="skip")
+    mean = b.op("ReduceMean", b.op("Mul", skip, skip, name="squared"), name="mean")
+    shifted = b.op("Add", mean, b.const("eps"), name="shifted")
+    power = b.op("Pow", skip, None, name="power", exponent=2.0)
+    less = b.op("Pow", b.op("Abs", skip, name="abs"), None, name="less", exponent=-0.5)
+    graph = b.graph(b.op("Rsqrt", shifted, name="rsqrt"), power, less)
+    found = {name: need for name, (need, _) in exact_values(graph, {"eps"}).items() if name in graph.values}
+    assert found["shifted.output[0]"] == found["mean.output[0]"] == "divisor"
+    assert "squared.output[0]" not in found  # the sum is what matters
+    assert found["abs.output[0]"] == found["skip.output[0]"] == "divisor"
+    assert (
+        "fc.output[0]" not in found and "relu.output[0]" not in found
+    )  # a sum of two signed values is one of its own
+
+
+def test_the_matrix_that_makes_angles_of_positions_stays_in_float_and_others_do_not() -> None:
+    b = Build()
+    first = b.op("Gemm", b.input(shape=(4, 2)), b.param("first", (8, 2)), name="a", shape=(4, 8), transB=1)
+    wave = b.op("Sin", b.op("Mul", first, b.const("thirty"), name="m"), name="s1", shape=(4, 8))
+    second = b.op("Gemm", wave, b.param("second", (8, 8)), name="b", shape=(4, 8), transB=1)
+    made = place(b.graph(b.op("Sin", second, name="s2", shape=(4, 8))), default_rules())
+    assert made.floats["first"].startswith("float: s1 takes it for an angle")
+    assert made.floats["x"].startswith("float: s1 takes it for an angle")
+    assert made.floats["b.output[0]"].startswith("float: s2 takes it for an angle")
+    assert "second" in made.sites  # a layer that reads what a layer made keeps its integer product
