@@ -118,10 +118,10 @@ class ToneDetector(nn.Module):
         self.register_buffer("basis", torch.cat([angle.cos() * window, angle.sin() * window])[:, None])
         self.bins, self.hop = bins, size // 2
         self.body = nn.Sequential(
-            nn.Conv1d(bins, 32, 3, 1, 1), nn.ReLU(), nn.Conv1d(32, 32, 3, 2, 1), nn.ReLU(),
-            nn.Conv1d(32, 32, 3, 2, 1), nn.ReLU(),
+            nn.Conv1d(bins, 96, 3, 1, 1), nn.ReLU(), nn.Conv1d(96, 64, 3, 2, 1), nn.ReLU(),
+            nn.Conv1d(64, 64, 3, 2, 1), nn.ReLU(),
         )  # fmt: skip
-        self.head = nn.Linear(32, classes)
+        self.head = nn.Linear(64, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.conv1d(x[:, None], self.basis, stride=self.hop)
@@ -211,7 +211,7 @@ def tone_detector(epochs: int = 12) -> Standin:
     phase = 2 * math.pi * pitch[:, None] * time * (1 + bend / 4)
     harmonics = sum(torch.sin(n * phase) / n for n in range(1, 9))
     voices = [torch.zeros(count, length), torch.sin(phase), harmonics, harmonics]
-    x = torch.stack(voices)[kind, torch.arange(count)] + 0.5 * torch.randn(count, length)
+    x = torch.stack(voices)[kind, torch.arange(count)] + 0.3 * torch.randn(count, length)
     x = x * 10 ** (-3.5 * torch.rand(count, 1)) * 0.2
     model = _train(ToneDetector(), x[:1400], kind[:1400], F.cross_entropy, epochs)
     return Standin(model, x[:1400], x[1400:], _accuracy(x[1400:], kind[1400:]))

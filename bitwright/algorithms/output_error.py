@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitwright.algorithms.program import Program, SimulatedModel, State, Step, run_step
+from bitwright.algorithms.program import Program, SimulatedModel, State, Step, run, run_step
 
 _SAMPLES = (
     32  # rows of outputs that are enough: one estimate is then off by a quarter, one standard deviation
@@ -29,12 +29,14 @@ class OutputErrors:
     Attributes:
         activations: site -> the noise that its quantizer makes.
         weights: site of a weight -> the noise that its quantizer makes.
+        measured: the noise that all quantizers together made; far more than :attr:`total` where errors are not small.
         unknown: sites from which no derivative leads to an output: an operator in between has none.
     """
 
     activations: Mapping[str, float] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
+    measured: float = 0.0
 
     @property
     def total(self) -> float:
@@ -71,23 +73,39 @@ class _Watch:
         self._noise: dict[str, float] = {}
         self._met: dict[str, None] = {}
         self._leaves: list[Tensor] = []
+        self._measured = 0.0
 
     def found(self, batches: int) -> OutputErrors:
         """The noise so far, as the mean over ``batches``."""
         mean = {name: noise / batches for name, noise in self._noise.items()}
         weights = {n: v for n, v in mean.items() if self._sites[n].role == "weight"}
         activations = {n: v for n, v in mean.items() if n not in weights}
-        return OutputErrors(activations, weights, tuple(n for n in self._met if n not in mean))
+        unknown = tuple(n for n in self._met if n not in mean)
+        return OutputErrors(activations, weights, unknown, self._measured / batches)
 
     def batch(self, program: Program, state: State) -> int:
         """Add one batch; returns how many rows its outputs had."""
         self._leaves = []
         outputs = self._forward(program, dict(state))
-        floats = [y for y in outputs if y.requires_grad]
+        floats = [y for y in outputs.values() if y.requires_grad]
+        self._measured += self._measure(program, dict(state), outputs)
         if floats:
             directions = [self._direction(y, len(floats)) for y in floats]
             torch.autograd.backward(floats, directions, inputs=self._leaves)
-        return max((y.shape[0] for y in outputs if y.dim()), default=1)
+        return max((y.shape[0] for y in outputs.values() if y.dim()), default=1)
+
+    def _measure(self, program: Program, state: State, wanted: Mapping[int, Tensor]) -> float:
+        """Noise over signal of the quantized outputs, the mean over those whose length depends on no value."""
+        outputs = tuple(wanted)
+        whole = Program((*program.steps, Step("", outputs, (), lambda tensors: ())), program.constants, ())
+        run(whole, state, 0, len(program.steps), self._quantize)
+        pairs = [(wanted[v].detach().double(), state[v].double()) for v in outputs]
+        ratios = [
+            float((found - w).square().nansum() / w.square().nansum().clamp(min=1e-30))
+            for w, found in pairs
+            if w.shape == found.shape
+        ]
+        return sum(ratios) / max(len(ratios), 1)
 
     def _direction(self, y: Tensor, outputs: int) -> Tensor:
         """Random signs, scaled so that the noise comes out over the signal, as the mean over outputs."""
@@ -95,7 +113,7 @@ class _Watch:
         power = float(y.detach().double().square().nansum())
         return signs / (max(power, 1e-30) * outputs) ** 0.5
 
-    def _forward(self, program: Program, state: State) -> list[Tensor]:
+    def _forward(self, program: Program, state: State) -> dict[int, Tensor]:
         """What the model returns in float; every tensor that a quantizer would change is watched."""
         end, wanted = program.last_read, set(program.outputs)
         constants = {value: t.detach() for value, t in program.constants.items()}
@@ -107,7 +125,8 @@ class _Watch:
             for value, tensor in zip(step.writes, results, strict=True):
                 if value in wanted or end.get(value, -1) > i:
                     state[value] = tensor
-        return [state[v] for v in program.outputs if isinstance(state.get(v), Tensor)]
+        found = {v: state.get(v) for v in program.outputs}
+        return {v: y for v, y in found.items() if isinstance(y, Tensor) and y.is_floating_point()}
 
     def _run(self, step: Step, state: State, constants: Mapping[int, Tensor]) -> list[Any]:
         watched: dict[int, Tensor] = {}

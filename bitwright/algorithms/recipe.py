@@ -75,7 +75,7 @@ KINDS: dict[str, Kind] = {
     ),
     "widen": Kind(
         "simulation",
-        "16 bits where 8 cost the output most",
+        "16 bits, or float, where 8 bits cost the outputs most",
         ("layer_inputs", "activation_ranges"),
         gain=_WORTH,
     ),

@@ -1,8 +1,12 @@
-"""Sixteen bits for the few activations whose eight bits cost the output most, within a stated allowance."""
+"""More bits, or float, for the few activations whose eight bits cost the outputs most, within a stated allowance.
+
+A value that a layer multiplies gets 16 bits. Others, which only elementwise operators and the caller read, stay in float,
+where such operators run anyway.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +22,7 @@ from bitwright.errors import ConfigError
 
 #: names of the options of :func:`widen`
 OPTIONS = ("allowance", "memory", "least", "samples", "seed")
+_DROWNED, _HALF = 0.1, 0.5  # noise over signal beyond which the allowances are at least a half
 _NARROW = 8  # bits from which upwards nothing is raised
 
 
@@ -27,17 +32,23 @@ class Widened:
 
     Attributes:
         site: its first site.
-        bits: before and after.
-        share: of the noise in the outputs, what it made.
-        products: share of the model's multiplications in the layers that read its values.
-        elements: share of the quantized activations' elements.
+        bits: before and after; ``None`` is float.
+        share: of the noise in the outputs, what it made; of what those before it in the report left.
+        products: share of the model's multiplications in the layers that read or make its values, and no longer run on
+            8-bit kernels.
+        elements: share of the quantized activations' elements; 0 if no layer reads or makes them.
     """
 
     site: str
-    bits: tuple[int, int]
+    bits: tuple[int, int | None]
     share: float
     products: float
     elements: float
+
+    @property
+    def now(self) -> str:
+        """What it has now."""
+        return "float" if self.bits[1] is None else f"{self.bits[1]} bits"
 
     @property
     def why(self) -> str:
@@ -73,7 +84,7 @@ class WidenReport:
     @property
     def summary(self) -> str:
         """One line."""
-        shown = [f"{w.bits[1]} bits at {w.site} ({w.share:.0%} of the noise)" for w in self.raised[:4]]
+        shown = [f"{w.now} at {w.site} ({w.share:.0%} of the noise)" for w in self.raised[:4]]
         if len(self.raised) > len(shown):
             shown.append(f"{len(self.raised) - len(shown)} more")
         if self.too_dear:
@@ -81,7 +92,7 @@ class WidenReport:
         return ", ".join(shown) or "no activation makes much of the outputs' noise"
 
     def __str__(self) -> str:
-        lines = [f"  raised           {w}" for w in self.raised]
+        lines = [f"  {w.now.ljust(16)} {w}" for w in self.raised]
         return "\n".join([self.summary, *lines, *(f"  beyond allowance {w}" for w in self.too_dear)])
 
 
@@ -95,16 +106,20 @@ def widen(
     samples: int = 32,
     seed: int = 0,
 ) -> WidenReport:
-    """Give 16 bits to the quantizers of activations that make most of the noise in the outputs; 8 to those of fewer than 8.
+    """Give 16 bits, or float, to the activations whose quantizers make most of the noise in the outputs.
+
+    Values of fewer than 8 bits that a layer multiplies get 8.
 
     What each makes is estimated by :func:`output_errors`. From the largest down, a quantizer is raised while it makes
-    ``least`` of the noise that is left, and while the raised ones keep within the allowances.
+    ``least`` of the noise that is left, and while the raised ones keep within the allowances. As long as the noise left is
+    more than a tenth of the signal, these are at least a half: no saving is worth outputs that are noise.
 
     Args:
         model: a calibrated simulation; changed in place.
         batches: data.
-        allowance: share of the model's multiplications that may read raised values, 0 to 1.
-        memory: share of the elements of quantized activations that may be raised, 0 to 1.
+        allowance: share of the model's multiplications in layers that may read or make raised values, 0 to 1; 0 is kept
+            whatever the noise.
+        memory: share of the elements of quantized activations that may be raised, 0 to 1; the same.
         least: share of the noise from which on a quantizer is worth it, 0 to 1.
         samples, seed: of the estimate.
 
@@ -119,17 +134,25 @@ def widen(
     left = total = errors.total
     raised: list[Widened] = []
     too_dear: list[Widened] = []
+    keys: list[int] = []
     for key, noise in candidates.ranked(errors):
         if noise < least * left or not noise:
             break
-        mine = candidates.widened(key, noise / total)
-        taken = [*raised, mine]
-        if sum(w.products for w in taken) > allowance or sum(w.elements for w in taken) > memory:
+        mine = candidates.widened(key, noise / left)
+        drowned = errors.measured * left / total > _DROWNED
+        products, elements = candidates.cost([*keys, key])
+        dear = _beyond(products, allowance, drowned) or _beyond(elements, memory, drowned)
+        if dear and mine.products:
             too_dear.append(mine)
             continue
-        raised, left = taken, left - noise
-        candidates.quantizers[key].refine(mine.bits[1], mine.why)
+        keys, left = [*keys, key], left - noise
+        raised.append(mine)
+        candidates.put_in_force(key, mine)
     return WidenReport(tuple(raised), tuple(too_dear), errors)
+
+
+def _beyond(share: float, allowance: float, drowned: bool) -> bool:
+    return share > (max(allowance, _HALF) if drowned and allowance else allowance)
 
 
 class _Candidates:
@@ -142,15 +165,26 @@ class _Candidates:
         self.quantizers = {
             id(site.quantizer): site.quantizer for site in sites.values() if id(site.quantizer) not in fixed
         }
+        self._work = {op.name: _products(graph, op) for op in graph.ops}
+        self._all_work = sum(self._work.values()) or 1.0
         values = _values(model)
-        work = {op.name: _products(graph, op) for op in graph.ops}
-        all_work = sum(work.values()) or 1.0
         sizes = {key: float(sum(_size(graph, v) for v in held)) for key, held in values.items()}
         all_sizes = sum(sizes.values()) or 1.0
-        self._cost = {}
+        self._read: set[int] = set()  # by layers
+        self._layers: dict[int, set[str]] = {}
+        self._elements: dict[int, float] = {}
         for key in self.quantizers:
-            ops = {op.name for v in values[key] for op, _ in graph.consumers(v)}
-            self._cost[key] = (sum(work[name] for name in ops) / all_work, sizes[key] / all_sizes)
+            readers = {op.name for v in values[key] for op, _ in graph.consumers(v) if self._work[op.name]}
+            makers = {op.name for v in values[key] if (op := graph.producer(v)) is not None}
+            self._layers[key] = readers | {name for name in makers if self._work[name]}
+            self._elements[key] = sizes[key] / all_sizes if self._layers[key] else 0.0
+            if readers:
+                self._read.add(key)
+
+    def cost(self, keys: Sequence[int]) -> tuple[float, float]:
+        """Shares of the model's multiplications, in layers that read or make their values, and of the elements."""
+        layers = {name for key in keys for name in self._layers[key]}
+        return sum(self._work[name] for name in layers) / self._all_work, sum(self._elements[k] for k in keys)
 
     def ranked(self, errors: OutputErrors) -> list[tuple[int, float]]:
         """Quantizers and the noise they make, the most first."""
@@ -165,7 +199,15 @@ class _Candidates:
         """What raising it means."""
         quantizer = self.quantizers[key]
         bits = quantizer.spec.format.bits
-        return Widened(quantizer.name, (bits, 8 if bits < _NARROW else 16), share, *self._cost[key])
+        now = None if key not in self._read else 8 if bits < _NARROW else 16
+        return Widened(quantizer.name, (bits, now), share, *self.cost([key]))
+
+    def put_in_force(self, key: int, what: Widened) -> None:
+        """Raise it."""
+        if what.bits[1] is None:
+            self.quantizers[key].release(what.why)
+        else:
+            self.quantizers[key].refine(what.bits[1], what.why)
 
 
 def _can_be_raised(site: Site) -> bool:

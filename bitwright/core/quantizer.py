@@ -35,7 +35,7 @@ class Quantizer:
         derived: the encoding follows from others (an int32 bias) and is never calibrated.
         masking: its values go to a softmax or the like, to which a large negative number is nothing (``masks``).
         why_float: why calibration switched it off, if it did.
-        why_spec: why a step of a recipe changed the spec, if one did.
+        why_spec: why a step of a recipe changed the spec or switched it off, if one did.
         empty: how many tensors without elements calibration met; they are in no statistics.
     """
 
@@ -111,6 +111,11 @@ class Quantizer:
             lo, hi = encoding.min, encoding.max
             self.encoding = affine.encode(lo, hi, self._spec, encoding.granularity, self.name)
 
+    def release(self, why: str) -> None:
+        """Leave its values in float, calibrated anew or not; ``why`` stands in the coverage."""
+        self.enabled = False
+        self.why_spec = why
+
     @property
     def described(self) -> str:
         """The spec in force in one phrase, with the reason where it is not what the rules asked for."""
@@ -161,7 +166,8 @@ class Quantizer:
         """``enabled``, or ``disabled`` with the reason if calibration did it."""
         if self.enabled:
             return "enabled"
-        return f"disabled, because {self.why_float}" if self.why_float else "disabled"
+        why = self.why_float or self.why_spec
+        return f"disabled, because {why}" if why else "disabled"
 
     # -- calibration
 

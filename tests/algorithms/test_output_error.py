@@ -59,6 +59,7 @@ def test_each_site_alone_makes_the_noise_that_was_estimated(calibrated):
         assert 0.5 < estimate / noise(sim, batches) < 2, name
     restore()
     assert 0.5 < errors.total / noise(sim, batches) < 2
+    assert errors.measured == pytest.approx(noise(sim, batches), rel=1e-2)
 
 
 def test_same_seed_same_estimate_and_the_model_stays_as_it_is(calibrated):
