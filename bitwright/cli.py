@@ -634,6 +634,39 @@ def _like(name: str, glob: str) -> bool:
 
 
 @app.command()
+def migrate(
+    script: Annotated[Path, typer.Argument(help="A Python script that uses AIMET.", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option(help="Where the new script goes; <script>_bitwright.py by default.")
+    ] = None,
+) -> None:
+    """Rewrite the imports of an AIMET script, and list what has no counterpart and what behaves differently.
+
+    Exit code 1: something has no counterpart.
+    """
+    from bitwright.migrate import migrate
+
+    try:
+        source = script.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(script), f"it cannot be read: {error}", "give the path of a script") from error
+    found = migrate(source, str(script))
+    target = output or script.with_name(f"{script.stem}_bitwright{script.suffix}")
+    target.write_text(found.source)
+    out = console()
+    for finding in found.findings:
+        kind = ("no counterpart", "red") if finding.missing else ("different", "yellow")
+        out.print(Text.assemble(f"{script}:{finding.line} ", kind, f" {finding.name}: {finding.note}"))
+    out.print(
+        Text(
+            f"{found.changed} import statements rewritten in {target}; {len(found.missing)} names without a counterpart"
+        )
+    )
+    if found.missing:
+        raise typer.Exit(NO)
+
+
+@app.command()
 def presets() -> None:
     """List the names that the Python calls and the configuration files know.
 

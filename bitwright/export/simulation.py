@@ -101,8 +101,12 @@ def save_encodings(sim: Simulated, path: str | Path, version: str = "2.0.0") -> 
     return Path(written.path)
 
 
-def load_encodings(sim: Simulated, source: str | Path | dict[str, Any], strict: bool = True) -> None:
+def load_encodings(
+    sim: Simulated, source: str | Path | dict[str, Any], strict: bool = True, partial: bool = False
+) -> tuple[str, ...]:
     """Give every site of ``sim`` the encoding the file has for it; sites without one are switched off.
+
+    With ``partial`` they are left as they are instead, and missing ones are no error.
 
     A record belongs to the site of its name, or, in a file written for an exported model, to the sites that read the
     tensor of its name (``x`` for the input ``x``). The ``<prefix>_sites.json`` that an export writes beside
@@ -111,15 +115,19 @@ def load_encodings(sim: Simulated, source: str | Path | dict[str, Any], strict: 
     Raises (and leaves the simulation as it was):
         EncodingsError: the file is malformed; or, when ``strict``, it names what the model does not have, or has nothing
             for a site of it (which are missing, which are extra).
+
+    Returns:
+        The sites that got an encoding.
     """
-    found = _matched(sim, source, strict, params_only=False)
+    found = _matched(sim, source, strict, params_only=False, partial=partial)
     with all_or_nothing(sim):
         for site in sim.quantizers.values():
             if site.name in found:
                 _take(site, found[site.name])
-        for site in sim.quantizers.values():
+        for site in () if partial else sim.quantizers.values():
             if not site.quantizer.derived and site.encoding is None:
                 site.enabled = False
+    return tuple(name for name in sim.quantizers if name in found)
 
 
 def set_and_freeze_param_encodings(sim: Simulated, source: str | Path | dict[str, Any]) -> None:
@@ -136,7 +144,11 @@ def set_and_freeze_param_encodings(sim: Simulated, source: str | Path | dict[str
 
 
 def _matched(
-    sim: Simulated, source: str | Path | dict[str, Any], strict: bool, params_only: bool
+    sim: Simulated,
+    source: str | Path | dict[str, Any],
+    strict: bool,
+    params_only: bool,
+    partial: bool = False,
 ) -> dict[str, NamedEncoding]:
     sites = [s for s in sim.quantizers.values() if not s.quantizer.derived]
     params = {s.name for s in sites if s.role in ("weight", "bias", "constant")}
@@ -171,7 +183,7 @@ def _matched(
     expected = [s.name for s in sites if s.enabled and (not params_only or s.name in params)]
     have = [s.name for s in sites if id(s.quantizer) in served]
     where = str(source) if isinstance(source, (str, Path)) else "encodings"
-    problem = names_error(where, expected if strict else have, [*have, *extra])
+    problem = names_error(where, expected if strict and not partial else have, [*have, *extra])
     if problem is not None and (strict or extra):
         if strict or params_only:
             raise problem

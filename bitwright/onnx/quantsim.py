@@ -720,11 +720,17 @@ class QuantizationSimModel:
         """Write every encoding under its site's name; see :mod:`bitwright.export.encodings`."""
         return save_encodings(self, path, version)
 
-    def load_encodings(self, path: str | Path | dict[str, Any], strict: bool = True) -> None:
-        """Take the encodings of a file; sites without one are disabled, names that match nothing are errors if ``strict``."""
+    def load_encodings(
+        self, path: str | Path | dict[str, Any], strict: bool = True, *, partial: bool = False
+    ) -> tuple[str, ...]:
+        """Take the encodings of a file; sites without one are disabled, names that match nothing are errors if ``strict``.
+
+        With ``partial``, sites without one stay as they are. Returns the sites that got one.
+        """
         with self._occupancy.exclusive("load_encodings"):
-            load_encodings(self, path, strict)
+            found = load_encodings(self, path, strict, partial)
             self.calibrated = True
+            return found
 
     def set_and_freeze_param_encodings(self, path: str | Path | dict[str, Any]) -> None:
         """Take the parameter encodings of a file and keep them through calibration."""

@@ -413,6 +413,24 @@ def test_a_simulated_model_is_not_simulated_again(
     assert sim.calibrated and not torch.equal(sim.model(batches[0]), model(batches[0]))
 
 
+def test_partial_encodings_leave_other_sites_as_they_are(
+    sim: QuantizationSimModel, model: Net, batches: list[Tensor], tmp_path: Path
+) -> None:
+    sim.compute_encodings(batches)
+    path = sim.save_encodings(tmp_path / "all.json", "1.0.0")
+    document = json.loads(path.read_text())
+    document["activation_encodings"] = []
+    other = QuantizationSimModel(model, batches[0])
+    with pytest.raises(EncodingsError, match="names of the model are missing"):
+        other.load_encodings(document)
+    found = other.load_encodings(document, partial=True)
+    assert set(found) == {"conv.weight", "fc.weight"}
+    assert all(site.enabled for site in other.quantizers.values())
+    document["param_encodings"][0]["name"] = "nobody.weight"
+    with pytest.raises(EncodingsError, match="nobody.weight"):
+        other.load_encodings(document, partial=True)
+
+
 def test_prepare_model_returns_a_model_with_the_same_function(model: Net, batches: list[Tensor]) -> None:
     prepared = prepare_model(model, modules_to_exclude=[model.conv])
     assert prepared is not model and torch.equal(prepared(batches[0]), model(batches[0]))

@@ -1,0 +1,93 @@
+"""What AIMET has and these packages do not: where it went, or what to use instead.
+
+One table for all of it: module ``__getattr__`` functions, placeholder modules and ``bitwright migrate`` read it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+_LATER = "it is not in this version of Bitwright"
+
+#: dotted name below ``bitwright`` (a module, or a name in one) -> what to do instead
+ABSENT: dict[str, str] = {
+    "aimet_torch.auto_quant": f"{_LATER} (AIMET removed it in 2.31); bitwright.quantize(model, data) chooses a recipe",
+    "aimet_torch.bn_reestimation": f"{_LATER}; fold batch norms before simulating",
+    "aimet_torch.quant_analyzer": f"{_LATER}; sim.health() and sim.coverage() describe every quantizer",
+    "aimet_torch.layer_output_utils": f"{_LATER}; sim.capture(names, batch) gives values of a simulation, "
+    "sim.verify() compares them with ONNX Runtime",
+    "aimet_torch.mixed_precision": f"{_LATER}; set bit widths with module.param_quantizers['weight'].bitwidth",
+    "aimet_torch.compress": _LATER,
+    "aimet_torch.peft": _LATER,
+    "aimet_torch.gptvq": f"{_LATER}; bitwright.torch.apply_gptq rounds weights with error feedback",
+    "aimet_torch.experimental.omniquant": f"{_LATER}; bitwright.torch.smooth_model moves outliers into weights",
+    "aimet_torch.experimental.fptquant": f"{_LATER}; bitwright.torch.rotate_model merges rotations into weights",
+    "aimet_torch.experimental.pgs": _LATER,
+    "aimet_torch.experimental.c_round": "Bitwright rounds ties to even, as ONNX QuantizeLinear does",
+    "aimet_torch.arch_checker": f"{_LATER}; bitwright.torch.check_model reports on a model's health",
+    "aimet_torch.visualization_tools": f"{_LATER}; sim.health() has the ranges of every site",
+    "aimet_torch.visualize_model": f"{_LATER}; sim.health() has the ranges of every weight",
+    "aimet_torch.v1": "AIMET removed it in 2.30; use bitwright.aimet_torch itself",
+    "aimet_torch.batch_norm_fold.fold_all_batch_norms_to_scale": f"{_LATER}; fold batch norms before simulating, "
+    "with fold_all_batch_norms(model, input_shapes)",
+    "aimet_torch.quantsim.check_accumulator_overflow": f"{_LATER} (AIMET announced its removal for 2.44); int32 biases are "
+    "checked for overflow when they are derived",
+    "aimet_torch.seq_mse.SequentialMse": "its steps are AIMET's internals; call apply_seq_mse(sim, data_loader)",
+    "aimet_onnx.auto_quant": "AIMET removed it in 2.13; bitwright.onnx.quantize(model, data) chooses a recipe",
+    "aimet_onnx.mixed_precision": f"{_LATER}; sim.set_tensor_precision(names, precision) sets single tensors",
+    "aimet_onnx.lite_mp": f"{_LATER}; sim.set_tensor_precision(names, precision) sets single tensors",
+    "aimet_onnx.quant_analyzer": f"{_LATER}; sim.health() and sim.coverage() describe every quantizer",
+    "aimet_onnx.analysis": f"{_LATER}; sim.health() and sim.coverage() describe every quantizer",
+    "aimet_onnx.layer_output_utils": f"{_LATER}; sim.verify() compares every layer with ONNX Runtime",
+    "aimet_onnx.llm_configurator": _LATER,
+    "aimet_onnx.llm_topology": "no topology is asked for: blocks are found in the graph",
+    "aimet_onnx.analyze_per_layer_sensitivity": f"{_LATER}; sim.health() describes every quantizer",
+}
+
+
+def absence(name: str) -> str | None:
+    """Why ``name`` (dotted, below ``bitwright``) is not there, by its own entry or that of a package above it."""
+    while name:
+        if name in ABSENT:
+            return ABSENT[name]
+        name = name.rpartition(".")[0]
+    return None
+
+
+def refuse(module: str) -> NoReturn:
+    """Fail the import of a module that has no counterpart.
+
+    Raises:
+        ImportError: with what to do instead.
+    """
+    name = module.removeprefix("bitwright.")
+    raise ImportError(f"{name} has no counterpart here: {absence(name) or _LATER}", name=module)
+
+
+def absent_names(module: str) -> Callable[[str], Any]:
+    """A module ``__getattr__`` that says where AIMET's names went.
+
+    It raises ImportError for names of the table (Python hides the message of an AttributeError in
+    ``from module import name``) and AttributeError for all others.
+    """
+
+    def missing(name: str) -> Any:
+        reason = ABSENT.get(f"{module.removeprefix('bitwright.')}.{name}")
+        if reason is not None:
+            raise ImportError(
+                f"{module.removeprefix('bitwright.')}.{name} has no counterpart here: {reason}", name=module
+            )
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return missing
+
+
+class DifferenceWarning(UserWarning):
+    """Something is understood, and means less or something else than in AIMET."""
+
+
+def differs(what: str, here: str) -> None:
+    """Warn of a difference of meaning; Python's default filter shows each place of a script once."""
+    warnings.warn(f"{what}: {here}", DifferenceWarning, stacklevel=3)

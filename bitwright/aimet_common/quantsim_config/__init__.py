@@ -1,0 +1,1 @@
+"""``aimet_common.quantsim_config``: the shipped configurations."""

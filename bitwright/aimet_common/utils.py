@@ -1,0 +1,69 @@
+"""``aimet_common.utils``: logging areas and the handle that undoes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+
+class AimetLogger:
+    """Loggers by area; all of them lie below the logger ``bitwright``."""
+
+    class LogAreas(Enum):
+        """AIMET's areas."""
+
+        Quant = "Quant"
+        Svd = "Svd"
+        Test = "Test"
+        Utils = "Utils"
+        CompRatioSelect = "CompRatioSelect"
+        ChannelPruning = "ChannelPruning"
+        Winnow = "Winnow"
+        ConnectedGraph = "ConnectedGraph"
+        CrosslayerEqualization = "CrossLayerEqualization"
+        MixedPrecision = "MixedPrecision"
+        AutoQuant = "AutoQuant"
+        Nas = "Nas"
+        NasPipeline = "NasPipeline"
+        DeviceFramework = "DeviceFramework"
+        BatchNormFolding = "BatchNormFolding"
+        ModelPreparer = "ModelPreparer"
+        LayerOutputs = "LayerOutputs"
+        QuantAnalyzer = "QuantAnalyzer"
+        SeqMse = "SeqMse"
+
+    @staticmethod
+    def get_area_logger(area: Any) -> logging.Logger:
+        """The logger of an area."""
+        return logging.getLogger(f"bitwright.{area.value}")
+
+    @staticmethod
+    def set_area_logger_level(area: Any, level: int) -> None:
+        """Set the level of one area's logger."""
+        AimetLogger.get_area_logger(area).setLevel(level)
+
+    @staticmethod
+    def set_level_for_all_areas(level: int) -> None:
+        """Set the level of all loggers of Bitwright."""
+        logging.getLogger("bitwright").setLevel(level)
+
+
+class Handle:
+    """Undoes something when it is removed or when its ``with`` block ends."""
+
+    def __init__(self, cleanup_fn: Callable[[], Any]) -> None:
+        self._cleanup: Callable[[], Any] | None = cleanup_fn
+
+    def remove(self) -> None:
+        """Undo it; a second call does nothing."""
+        cleanup, self._cleanup = self._cleanup, None
+        if cleanup is not None:
+            cleanup()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()

@@ -1,0 +1,103 @@
+"""AIMET's ways to calibrate, each by our one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from bitwright.aimet_torch import _modules
+from bitwright.aimet_torch._registry import BaseQuantizationMixin
+from bitwright.errors import ModelError
+
+
+class _NothingRan(Exception):
+    """The callback returned without running the model."""
+
+
+def calibrate(
+    sim: Any, callback: Callable[[nn.Module], Any], compute: Callable[..., None], options: dict[str, Any]
+) -> None:
+    """Calibrate by a callback; one that runs nothing finds the parameters' encodings alone, as in AIMET."""
+    ran: list[bool] = []
+    handle = sim.model.register_forward_hook(lambda *_: ran.append(True))
+
+    def counted(model: nn.Module) -> None:
+        callback(model)
+        if not ran:
+            raise _NothingRan
+
+    try:
+        compute(counted, **options)
+    except _NothingRan:
+        calibrate_parameters(sim, compute)
+    finally:
+        handle.remove()
+
+
+def calibrate_parameters(sim: Any, compute: Callable[..., None]) -> None:
+    """Find the encodings of the parameters on the example input, with everything else switched off and kept."""
+    with _left_alone(site for site in sim.quantizers.values() if site.role in ("input", "output")):
+        compute(None, progress=False)
+
+
+@contextmanager
+def _left_alone(sites: Iterator[Any]) -> Iterator[None]:
+    kept = [(site.quantizer, site.quantizer.enabled, site.quantizer.frozen) for site in sites]
+    for quantizer, _, _ in kept:
+        quantizer.enabled, quantizer.frozen = False, True
+    try:
+        yield
+    finally:
+        for quantizer, enabled, frozen in kept:
+            quantizer.enabled, quantizer.frozen = enabled, frozen
+
+
+@contextmanager
+def compute_encodings(model: nn.Module) -> Iterator[None]:
+    """Calibrate on every call of a simulated model inside the block; statistics of the calls are merged.
+
+    With a part of the model (``sim.model.layer1``), the encodings of all other places are kept.
+
+    Raises:
+        ModelError: no model of a simulation of this layer.
+    """
+    record = _modules.record_of(model)
+    own_modules = [m for m in model.modules() if BaseQuantizationMixin in type(m).__mro__]
+    if record is None and own_modules:
+        with ExitStack() as stack:
+            for module in own_modules:
+                quantized: Any = module
+                stack.enter_context(quantized.compute_encodings())
+            yield
+        return
+    if record is None:
+        raise ModelError(
+            "compute_encodings",
+            f"a {type(model).__name__} is no module of a simulation",
+            "pass sim.model of a bitwright.aimet_torch.QuantizationSimModel, or one of its modules",
+        )
+    sim, whole = record.sim, record.sim.model
+    own = {id(site.quantizer) for r in _modules.below(model) for _, slot in r.slots() for site in slot.sites}
+    own |= {id(site.quantizer) for r in _modules.below(model) for site in r.inside}
+    others = [q for q in sim.quantizers.unique() if id(q) not in own]
+    frozen = [(q, q.frozen) for q in others]
+    original, calls = whole.forward, [0]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        results: list[Any] = []
+        calls[0] += 1
+        sim.calibrate_on(lambda _: results.append(original(*args, **kwargs)), resume=calls[0] > 1)
+        return results[0]
+
+    for quantizer in others:
+        quantizer.frozen = True
+    whole.forward = forward
+    try:
+        yield
+    finally:
+        whole.forward = original
+        for quantizer, was in frozen:
+            quantizer.frozen = was

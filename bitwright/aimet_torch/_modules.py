@@ -1,0 +1,268 @@
+"""``param_quantizers``, ``input_quantizers`` and ``output_quantizers`` on the modules of a simulated model.
+
+They are attributes of the instances, set by the simulations of this layer alone: classes, parameters and ``state_dict`` stay
+as they are, and a copy of the model has copies of them that belong to the copy's own quantizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from bitwright.aimet_common.utils import Handle
+from bitwright.aimet_torch._core import Site, walk_modules
+from bitwright.aimet_torch._sites import SiteQuantizer, view_of
+from bitwright.errors import ConfigError, ModelError
+
+RECORD = "_bitwright_quantizers"
+PUBLIC = ("param_quantizers", "input_quantizers", "output_quantizers")
+
+
+class Slot:
+    """One place of a module: its sites, of which there may be none."""
+
+    def __init__(self, name: str, sites: Sequence[Site], why_none: str) -> None:
+        self.name, self.sites, self.why_none = name, tuple(sites), why_none
+        self._view: SiteQuantizer | None = None
+
+    def get(self) -> SiteQuantizer | None:
+        """The quantizer in force; ``None`` where there is none, or it is switched off."""
+        if not any(site.enabled and not site.quantizer.derived for site in self.sites):
+            return None
+        made = view_of(self.sites)
+        if type(self._view) is not type(made):
+            self._view = made
+        return self._view
+
+    def set(self, quantizer: Any) -> None:
+        """Switch the quantizer off (``None``), or make it what ``quantizer`` is.
+
+        Raises:
+            ModelError: there is no quantizer here that could be changed.
+        """
+        if quantizer is None:
+            for site in self.sites:
+                site.enabled = False
+            return
+        if not self.sites:
+            raise ModelError(
+                self.name,
+                f"this place has no quantizer: {self.why_none}",
+                "set the quantizer of the place that sim.coverage() names for this value, or give the simulation a "
+                "config_file that quantizes it here",
+            )
+        view_of(self.sites).assign(quantizer)
+
+
+class QuantizerList(Sequence[Any]):
+    """The quantizers of a module's inputs or outputs; items are read and assigned, the length stays."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = tuple(slots)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._slots[index]
+        return [slot.get() for slot in found] if isinstance(index, slice) else found.get()
+
+    def __setitem__(self, index: int, quantizer: Any) -> None:
+        self._slots[index].set(quantizer)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
+class QuantizerDict(MutableMapping[str, Any]):
+    """The quantizers of a module's parameters by name; items are read and assigned, the names stay."""
+
+    def __init__(self, slots: Mapping[str, Slot]) -> None:
+        self._slots = dict(slots)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._slots[name].get()
+
+    def __setitem__(self, name: str, quantizer: Any) -> None:
+        self._slots[name].set(quantizer)
+
+    def __delitem__(self, name: str) -> None:
+        raise ConfigError(
+            self._slots[name].name,
+            "the place of a quantizer stays",
+            f"assign None: param_quantizers[{name!r}] = None",
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class Record:
+    """What a module of a simulated model knows of its quantizers.
+
+    Attributes:
+        sim: the simulation; a copy of the model copies it too.
+        name: path of the module.
+        params, inputs, outputs: the quantizers at its edge.
+        inside: sites of calls in its forward that are at none of its edges.
+    """
+
+    def __init__(
+        self,
+        sim: Any,
+        name: str,
+        params: QuantizerDict,
+        inputs: QuantizerList,
+        outputs: QuantizerList,
+        inside: tuple[Site, ...],
+    ) -> None:
+        self.sim, self.name, self.inside = sim, name, inside
+        self.params, self.inputs, self.outputs = params, inputs, outputs
+
+    def slots(self) -> Iterator[tuple[str, Slot]]:
+        """Name and place of everything at the module's edge."""
+        for name, slot in self.params._slots.items():
+            yield f"param_quantizers.{name}", slot
+        for kind, slots in (("input", self.inputs), ("output", self.outputs)):
+            for index, slot in enumerate(slots._slots):
+                yield f"{kind}_quantizers.{index}", slot
+
+
+def record_of(module: Any) -> Record | None:
+    """What a module knows of its quantizers; ``None`` outside a simulation of this layer."""
+    found = vars(module).get(RECORD) if isinstance(module, nn.Module) else None
+    return found if isinstance(found, Record) else None
+
+
+def is_quantized(module: Any) -> bool:
+    """Whether a module shows quantizers."""
+    return record_of(module) is not None and PUBLIC[0] in vars(module)
+
+
+def attach(sim: Any) -> None:
+    """Give the modules of ``sim.model`` their quantizers; those without sub-modules show them."""
+    graph, sites = sim.graph, list(sim.quantizers.values())
+    by_module: dict[str, list[Any]] = {}
+    for op in graph.ops:
+        by_module.setdefault(op.module, []).append(op)
+    by_param: dict[str, list[Site]] = {}
+    at: dict[tuple[str, str], list[Site]] = {}
+    for site in sites:
+        param = graph.values[site._plan.value].param
+        if site.role in ("weight", "bias", "constant") and param is not None:
+            by_param.setdefault(param, []).append(site)
+        else:
+            at.setdefault((site.op, site.role), []).append(site)
+    for path, module in walk_modules(sim.model):
+        ops = by_module.get(path, [])
+        if module._modules:  # what its own forward computes lies between its sub-modules
+            inputs, outputs = QuantizerList(()), QuantizerList(())
+            inside = tuple(
+                site for op in ops for role in ("input", "output") for site in at.get((op.name, role), ())
+            )
+        else:
+            inputs, outputs, inside = _edges(sim, path, ops, at)
+        params = {
+            name: Slot(
+                f"{path}.{name}" if path else name,
+                by_param.get(f"{path}.{name}" if path else name, ()),
+                "the parameter is not quantized by the configuration",
+            )  # fmt: skip
+            for name, value in module._parameters.items()
+            if value is not None
+        }
+        record = Record(sim, path, QuantizerDict(params), inputs, outputs, inside)
+        vars(module)[RECORD] = record
+        if not module._modules and not any(hasattr(type(module), name) for name in PUBLIC):
+            vars(module).update(
+                param_quantizers=record.params, input_quantizers=inputs, output_quantizers=outputs
+            )
+
+
+def _edges(
+    sim: Any, path: str, ops: Sequence[Any], at: Mapping[tuple[str, str], list[Site]]
+) -> tuple[QuantizerList, QuantizerList, tuple[Site, ...]]:
+    """Quantizers of what a module reads and returns, and the sites in its forward that are neither."""
+    graph = sim.graph
+    made = {value for op in ops for value in op.outputs}
+    reads: dict[Any, list[Site]] = {}
+    returns: dict[Any, list[Site]] = {}
+    inside: list[Site] = []
+    for op in ops:
+        for _, value in op.sources():
+            if value not in made and not graph.values[value].is_static:
+                reads.setdefault(value, [])
+        for site in at.get((op.name, "input"), ()):
+            (reads[site._plan.value] if site._plan.value in reads else inside).append(site)
+        for value in op.outputs:
+            readers = graph.consumers(value)
+            if graph.is_output(value) or not readers or any(reader.module != path for reader, _ in readers):
+                returns.setdefault(value, [])
+        for site in at.get((op.name, "output"), ()):
+            (returns[site._plan.value] if site._plan.value in returns else inside).append(site)
+    calls = {op.name for op in ops}
+    if len(ops) > 1 and len({op.type for op in ops}) == 1 and all(len(op.outputs) == 1 for op in ops):
+        returns = {"": [site for found in returns.values() for site in found]}  # one call, made several times
+        reads = {"": [site for found in reads.values() for site in found]}
+    why = (
+        "its values lie on the grid of another place"
+        if calls
+        else "the module computes nothing that is quantized"
+    )
+    return (
+        QuantizerList([Slot(f"{path}.input[{i}]", s, why) for i, s in enumerate(reads.values() or [()])]),
+        QuantizerList([Slot(f"{path}.output[{i}]", s, why) for i, s in enumerate(returns.values() or [()])]),
+        tuple(inside),
+    )
+
+
+def check_attached(sim: Any) -> None:
+    """Refuse a model one of whose lists of quantizers was replaced as a whole, which would change nothing.
+
+    Raises:
+        ModelError: with the module.
+    """
+    for path, module in walk_modules(sim.model):
+        record = record_of(module)
+        for name, own in zip(
+            PUBLIC, (record.params, record.inputs, record.outputs) if record else (), strict=False
+        ):
+            if getattr(module, name, own) is not own:
+                raise ModelError(
+                    f"{path}.{name}",
+                    "it was replaced, so that the simulation does not see it",
+                    f"assign its items: {path}.{name}[...] = quantizer",
+                )
+
+
+def below(modules: Any) -> list[Record]:
+    """The records of one or several modules and of everything below them."""
+    several = [modules] if isinstance(modules, nn.Module) else list(modules)
+    found: dict[int, Record] = {}
+    for top in several:
+        for _, module in walk_modules(top):
+            record = record_of(module)
+            if record is not None:
+                found[id(record)] = record
+    return list(found.values())
+
+
+def switched_off(sites: Iterable[Site]) -> Handle:
+    """Switch sites off now; the handle brings them back as they were."""
+    kept = [(site, site.enabled) for site in sites]
+    for site, _ in kept:
+        site.enabled = False
+
+    def restore() -> None:
+        for site, enabled in kept:
+            site.enabled = enabled
+
+    return Handle(restore)

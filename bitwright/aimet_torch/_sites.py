@@ -1,0 +1,495 @@
+"""Quantizers of a simulation as AIMET's scripts see them: objects with ``bitwidth``, ``symmetric``, ``min``, ``max``, ...
+
+A view holds no state of its own. It reads and writes the sites of one place, so that two views of a place agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bitwright.aimet_common.absent import differs
+from bitwright.aimet_torch import _core
+from bitwright.aimet_torch._core import Encoding, FloatFormat, IntFormat, QuantSpec, Site
+from bitwright.aimet_torch.quantization.affine import (
+    AffineEncoding,
+    AffineQuantizerBase,
+    GroupedBlockQuantizeDequantize,
+    QuantizeDequantize,
+)
+from bitwright.aimet_torch.quantization.affine.encoding import qnn_dict
+from bitwright.aimet_torch.quantization.base import QuantizerBase
+from bitwright.aimet_torch.quantization.float import FloatEncoding, FloatQuantizeDequantize
+from bitwright.aimet_torch.quantization.tensor import DequantizedTensor, with_encoding
+from bitwright.errors import ConfigError, GranularityError
+
+
+class Snapshot(torch.Tensor):
+    """A value read from a quantizer; changing it in place would change nothing, and is refused."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        changing = (
+            name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_")
+        )
+        if (changing or name == "__setitem__") and args and isinstance(args[0], Snapshot):
+            raise ConfigError(
+                f"quantizer range, {name}",
+                "ranges are read from the simulation, so that changing the tensor would change nothing",
+                "call quantizer.set_range(min, max), or assign quantizer.min and quantizer.max",
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class SiteQuantizer:
+    """The quantizer of one place of a simulation."""
+
+    def __init__(self, sites: tuple[Site, ...]) -> None:
+        self.__dict__["sites"] = sites
+
+    sites: tuple[Site, ...]
+
+    @property
+    def _site(self) -> Site:
+        return self.sites[0]
+
+    @property
+    def _spec(self) -> QuantSpec:
+        spec: QuantSpec = self._site.quantizer.spec
+        return spec
+
+    @property
+    def _value_shape(self) -> tuple[int, ...]:
+        return self._site._graph.values[self._site._plan.value].shape
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not hasattr(type(self), name):
+            raise AttributeError(f"a quantizer of a simulation has no attribute {name!r} that could be set")
+        object.__setattr__(self, name, value)
+
+    def _respec(self, spec: QuantSpec, encoding: Encoding | None) -> None:
+        for site in self.sites:
+            enabled = site.enabled
+            site.spec = spec
+            if encoding is not None:
+                site.encoding = encoding
+            site.enabled = enabled
+
+    # -- grid
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of scale and offset."""
+        return _core.aimet_shape(self._granularity, self._value_shape)
+
+    @property
+    def block_size(self) -> tuple[int, ...] | None:
+        """Elements per block, axis by axis; ``None`` without blocks."""
+        return _core.aimet_blocks(self._granularity, self._value_shape)
+
+    @property
+    def _granularity(self) -> Any:
+        encoding = self._site.encoding
+        return self._spec.granularity if encoding is None else encoding.granularity
+
+    @property
+    def _format(self) -> Any:
+        encoding = self._site.encoding
+        if encoding is not None:
+            return encoding.format
+        fmt = self._spec.format
+        if isinstance(fmt, IntFormat) and self._spec.symmetry == "symmetric":
+            return replace(fmt, signed=True)
+        return fmt
+
+    @property
+    def bitwidth(self) -> int:
+        """Bits of the number format; setting it keeps the range."""
+        return int(self._format.bits)
+
+    @bitwidth.setter
+    def bitwidth(self, bitwidth: int) -> None:
+        fmt = self._spec.format
+        if isinstance(fmt, FloatFormat):
+            raise ConfigError(
+                self._site.name, "it is a float quantizer", "put an affine quantizer in its place"
+            )
+        self._regrid(replace(self._spec, format=replace(fmt, bits=int(bitwidth))), bits=int(bitwidth))
+
+    def _regrid(self, spec: QuantSpec, bits: int | None = None) -> None:
+        """Another format or symmetry on the range in force."""
+        encoding = self._site.encoding
+        if encoding is None:
+            self._respec(spec, None)
+            return
+        fmt: Any = encoding.format
+        fmt = replace(fmt, bits=bits) if bits is not None else _core.asked_format(spec)
+        moved = replace(spec, format=fmt)
+        self._respec(spec, _core.range_encoding(encoding.min, encoding.max, moved, encoding.granularity))
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the zero point is kept in the middle of the grid; setting it keeps the range."""
+        return self._spec.symmetry != "asymmetric"
+
+    @symmetric.setter
+    def symmetric(self, symmetric: bool) -> None:
+        if bool(symmetric) != self.symmetric:
+            self._regrid(replace(self._spec, symmetry="symmetric" if symmetric else "asymmetric"))
+
+    use_symmetric_encodings = symmetric
+
+    @property
+    def signed(self) -> bool:
+        """Whether codes may be negative; setting it keeps the values of the grid."""
+        fmt = self._format
+        return isinstance(fmt, FloatFormat) or bool(fmt.signed)
+
+    @signed.setter
+    def signed(self, signed: bool) -> None:
+        fmt, encoding = self._spec.format, self._site.encoding
+        if isinstance(fmt, FloatFormat) or (self.symmetric and signed == self.signed):
+            return
+        if self.symmetric and not signed:
+            raise ConfigError(
+                self._site.name, "a symmetric grid is signed here", "leave it: the values are the same"
+            )
+        moved = None if encoding is None else _core.signed_as(encoding, bool(signed))
+        self._respec(replace(self._spec, format=replace(fmt, signed=bool(signed))), moved)
+
+    @property
+    def qmin(self) -> int:
+        """Lowest code."""
+        return int(self._format.qmin)
+
+    @property
+    def qmax(self) -> int:
+        """Highest code."""
+        return int(self._format.qmax)
+
+    # -- range
+
+    def is_initialized(self) -> bool:
+        """Whether there is a range."""
+        return self._site.encoding is not None or self._site.quantizer.is_fixed
+
+    def _shown(self, values: Any, dtype: torch.dtype | None) -> torch.Tensor:
+        found = _core.broadcastable(values, self._granularity, self._value_shape)
+        return found.to(dtype or torch.float32).as_subclass(Snapshot)
+
+    def get_scale(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Input units per step; ``None`` without a range."""
+        encoding = self._site.encoding
+        return None if encoding is None else self._shown(encoding.scale, dtype)
+
+    def get_offset(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Minus the zero point; ``None`` without a range."""
+        encoding = self._site.encoding
+        return None if encoding is None else self._shown(0 - encoding.zero_point, dtype)
+
+    def get_min(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Lowest representable value; ``None`` without a range."""
+        encoding = self._site.encoding
+        return None if encoding is None else self._shown(encoding.min, dtype)
+
+    def get_max(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """Highest representable value; ``None`` without a range."""
+        encoding = self._site.encoding
+        return None if encoding is None else self._shown(encoding.max, dtype)
+
+    @property
+    def min(self) -> torch.Tensor | None:
+        """Lowest representable value; assign a tensor to move it."""
+        return self.get_min()
+
+    @min.setter
+    def min(self, value: Any) -> None:
+        self.set_range(value, None if value is None else self.get_max())
+
+    @property
+    def max(self) -> torch.Tensor | None:
+        """Highest representable value; assign a tensor to move it."""
+        return self.get_max()
+
+    @max.setter
+    def max(self, value: Any) -> None:
+        self.set_range(None if value is None else self.get_min(), value)
+
+    def set_range(self, min: Any, max: Any) -> None:
+        """Put the ends of the grid at ``min`` and ``max``; ``None`` forgets the range.
+
+        Raises:
+            ConfigError: only one end is given, or the shapes do not fit.
+            RangeError: an end is not finite, or they are exchanged.
+        """
+        if (min is None) != (max is None):
+            raise ConfigError(
+                self._site.name, "only one end of the range is known", "give set_range both ends"
+            )
+        if min is None:
+            for site in self.sites:
+                site.encoding = None
+            return
+        granularity = self._spec.granularity
+        params = granularity.param_shape(self._value_shape, self._site.name)
+        lo, hi = (_ends(end, params, self._site.name) for end in (min, max))
+        spec = replace(self._spec, format=_core.asked_format(self._spec))
+        self.set_core(_core.range_encoding(lo, hi, spec, granularity))
+
+    def set_core(self, encoding: Encoding) -> None:
+        """Put one of our encodings in force."""
+        for site in self.sites:
+            site.encoding = encoding
+
+    # -- encodings
+
+    def get_encodings(self) -> Any:
+        """The encoding; ``None`` without a range."""
+        fmt, scale = self._format, self.get_scale()
+        if scale is None:
+            return None
+        scale = scale.as_subclass(torch.Tensor)
+        if isinstance(fmt, FloatFormat):
+            finite = fmt.name == "float8_e4m3"
+            return FloatEncoding(fmt.mantissa_bits, fmt.exponent_bits, finite, False, scale, self.block_size)
+        offset = self.get_offset()
+        assert offset is not None
+        plain = offset.as_subclass(torch.Tensor)
+        return AffineEncoding(scale, plain, fmt.qmin, fmt.qmax, self.symmetric, self.block_size)
+
+    get_encoding = get_encodings
+
+    @property
+    def encoding(self) -> Any:
+        """:meth:`get_encodings` under its older name."""
+        return self.get_encodings()
+
+    def set_encodings(self, encodings: Any) -> None:
+        """Take number format and range of an encoding."""
+        if isinstance(encodings, FloatEncoding):
+            self.assign(FloatQuantizeDequantize.from_encodings(encodings))
+        else:
+            self.assign(QuantizeDequantize.from_encodings(encodings))
+
+    def get_legacy_encodings(self) -> list[dict[str, Any]] | None:
+        """The encoding as files of version 0.6.1 have it; ``None`` without a range."""
+        encodings = self.get_encodings()
+        if encodings is None:
+            return None
+        if isinstance(encodings, FloatEncoding):
+            return [{"bitwidth": encodings.bitwidth, "dtype": "float"}]
+        found: list[dict[str, Any]] = qnn_dict(encodings, "0.6.1")
+        return found
+
+    def set_legacy_encodings(self, encodings: list[dict[str, Any]]) -> None:
+        """Take width, symmetry and range of records of version 0.6.1."""
+        self.bitwidth = encodings[0]["bitwidth"]
+        self.symmetric = str(encodings[0]["is_symmetric"]).lower() == "true"
+        lo, hi = (torch.tensor([e[end] for e in encodings]) for end in ("min", "max"))
+        self.set_range(lo, hi)
+
+    def assign(self, quantizer: Any) -> None:
+        """Become what ``quantizer`` (a building block, or the view of another place) is: grid, range and whether it is fixed.
+
+        Raises:
+            TypeError: it is no quantizer.
+            GranularityError: its shape or blocks have no counterpart at this place.
+        """
+        if isinstance(quantizer, SiteQuantizer):
+            self._copy(quantizer)
+            return
+        spec = self._spec_for(quantizer)
+        self._respec(spec, None)
+        if quantizer.is_initialized() and not isinstance(quantizer, FloatQuantizeDequantize):
+            lo, hi = quantizer.get_min(), quantizer.get_max()
+            params = self._spec.granularity.param_shape(self._value_shape, self._site.name)
+            low, high = (_ends(end, params, self._site.name) for end in (lo, hi))
+            exact = replace(self._spec, format=_int_format(quantizer, self._site.name))
+            self.set_core(_core.range_encoding(low, high, exact, self._spec.granularity))
+        for site in self.sites:
+            site.enabled, site.frozen = True, not quantizer.is_overwrite_allowed()
+        quantizer.bind(self)
+
+    def _copy(self, other: SiteQuantizer) -> None:
+        if other.sites == self.sites:
+            return
+        if other._site.quantizer is not self._site.quantizer:
+            differs(
+                f"{self._site.name} = {other._site.name}",
+                "the quantizer is copied; the two places keep quantizers of their own, which later calibration sets apart",
+            )
+        self._respec(other._spec, other._site.encoding)
+        for site in self.sites:
+            site.enabled, site.frozen = other._site.enabled, other._site.frozen
+
+    def _spec_for(self, quantizer: Any) -> QuantSpec:
+        if isinstance(quantizer, FloatQuantizeDequantize):
+            return replace(self._spec, format=quantizer._format, symmetry="symmetric",
+                           granularity=self._granularity_for(quantizer))  # fmt: skip
+        if not isinstance(quantizer, AffineQuantizerBase):
+            raise TypeError(
+                f"{self._site.name} takes None, a quantizer of quantization.affine or .float, or that of another place, "
+                f"not a {type(quantizer).__name__}"
+            )
+        if isinstance(quantizer, GroupedBlockQuantizeDequantize):
+            raise ConfigError(
+                self._site.name,
+                "block scales in two factors (LPBQ) cannot be simulated in this version",
+                "use a QuantizeDequantize with the same block_size, which has a float scale per block",
+            )
+        fmt = _int_format(quantizer, self._site.name)
+        symmetry: Any = "symmetric" if quantizer.symmetric else "asymmetric"
+        symmetry = "strict_symmetric" if fmt.narrow else symmetry
+        return replace(
+            self._spec,
+            format=fmt,
+            symmetry=symmetry,
+            granularity=self._granularity_for(quantizer),
+            method=quantizer.encoding_analyzer.method,
+        )
+
+    def _granularity_for(self, quantizer: Any) -> Any:
+        found = _core.granularity_of(quantizer.shape, quantizer.block_size, self._value_shape)
+        if found is None:
+            raise GranularityError(
+                self._site.name,
+                f"a quantizer of shape {quantizer.shape} with blocks {quantizer.block_size} does not fit its tensor of shape "
+                f"{self._value_shape}, or has blocks along several axes",
+                "use shape () per tensor, (n, 1, ...) per channel, or blocks along one axis",
+            )
+        return found
+
+    # -- calibration and use
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the quantizer works."""
+        return self._site.enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        for site in self.sites:
+            site.enabled = enabled
+
+    def allow_overwrite(self, mode: bool | None = None, **ends: bool) -> None:
+        """Whether calibration may change the range; for both ends alike."""
+        allowed = all(ends.values()) if mode is None else bool(mode)
+        for site in self.sites:
+            site.frozen = not allowed
+
+    def is_overwrite_allowed(self, name: str | None = None) -> bool:
+        """Whether calibration may change the range."""
+        return not self._site.frozen
+
+    def freeze_encoding(self) -> None:
+        """Keep the range through calibration."""
+        self.allow_overwrite(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> SiteQuantizer:
+        """Ranges of a simulation are no parameters, so that ``False`` is how it is."""
+        if requires_grad:
+            differs(f"{self._site.name}.requires_grad_(True)", "ranges are not trained in this version")
+        return self
+
+    @contextmanager
+    def compute_encodings(self) -> Iterator[None]:
+        """Find the range from what is given to this quantizer inside the block."""
+        for site in self.sites:
+            site.encoding, site.quantizer.statistics = None, None
+        self.__dict__["observing"] = True
+        try:
+            yield
+        finally:
+            self.__dict__["observing"] = False
+        for site in self.sites:
+            site.quantizer.freeze()
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` on the grid.
+
+        Raises:
+            CalibrationError: (a RuntimeError) there is no range yet.
+        """
+        plain = input.as_subclass(torch.Tensor)
+        if self.__dict__.get("observing"):
+            self._site.quantizer.observe(plain.detach())
+            return plain
+        apply: Any = self._site.quantizer
+        return with_encoding(DequantizedTensor, apply(plain), self.get_encodings())
+
+    def __repr__(self) -> str:
+        grid = f"bitwidth={self.bitwidth}, symmetric={self.symmetric}"
+        return f"{type(self).__name__}({self._site.name}: shape={self.shape}, {grid})"
+
+
+class AffineSiteQuantizer(SiteQuantizer):
+    """The affine quantizer of one place of a simulation."""
+
+
+class FloatSiteQuantizer(SiteQuantizer):
+    """The float quantizer of one place of a simulation."""
+
+    @property
+    def exponent_bits(self) -> int:
+        """Exponent bits of the format."""
+        return int(self._format.exponent_bits)
+
+    @property
+    def mantissa_bits(self) -> int:
+        """Mantissa bits of the format."""
+        return int(self._format.mantissa_bits)
+
+    def is_float16(self) -> bool:
+        """Whether the format is IEEE half precision."""
+        return bool(self._format.name == "float16")
+
+    def is_bfloat16(self) -> bool:
+        """Whether the format is bfloat16."""
+        return bool(self._format.name == "bfloat16")
+
+
+QuantizerBase.register(SiteQuantizer)
+QuantizeDequantize.register(AffineSiteQuantizer)
+FloatQuantizeDequantize.register(FloatSiteQuantizer)
+
+
+def view_of(sites: tuple[Site, ...]) -> SiteQuantizer:
+    """The view of a place's sites, of the kind that its number format asks for."""
+    is_float = isinstance(sites[0].quantizer.spec.format, FloatFormat)
+    return FloatSiteQuantizer(sites) if is_float else AffineSiteQuantizer(sites)
+
+
+def _int_format(quantizer: Any, site: str) -> IntFormat:
+    fmt = _core.int_format(quantizer.qmin, quantizer.qmax)
+    if fmt is None:
+        raise ConfigError(
+            site,
+            f"a grid from {quantizer.qmin} to {quantizer.qmax} is no integer format",
+            "use bitwidth=..., or the ends of a signed or unsigned integer type",
+        )
+    return fmt
+
+
+def _ends(value: Any, params: tuple[int, ...], site: str) -> Any:
+    """An end of a range, in the parameter shape of a place."""
+    tensor = torch.as_tensor(value, dtype=torch.float64).detach().as_subclass(torch.Tensor).cpu()
+    count = 1
+    for n in params:
+        count *= n
+    if tensor.numel() not in (1, count):
+        raise ConfigError(
+            site, f"{tensor.numel()} values for {count} scales", "give one value, or one per scale"
+        )
+    return (tensor.reshape(params) if tensor.numel() == count else tensor.reshape(()).expand(params)).numpy()

@@ -1,0 +1,5 @@
+"""``aimet_torch.arch_checker``: not here; importing it says what to do instead."""
+
+from bitwright.aimet_common.absent import refuse
+
+refuse(__name__)

@@ -1,0 +1,5 @@
+"""``aimet_torch.nn.modules``."""
+
+from bitwright.aimet_torch.nn.modules import custom
+
+__all__ = ["custom"]

@@ -1,0 +1,125 @@
+"""Tensors that carry the encoding they were quantized with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from bitwright.errors import CalibrationError
+
+__all__ = ["DequantizedTensor", "EncodingError", "QuantizedTensor", "QuantizedTensorBase"]
+
+EncodingError = CalibrationError
+T = TypeVar("T", bound="QuantizedTensorBase")
+
+#: calls after which the elements are still those of the first argument, so that its encoding holds
+_KEEPING = {
+    torch.Tensor.clone,
+    torch.Tensor.detach,
+    torch.Tensor.contiguous,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.cpu,
+    torch.Tensor.cuda,
+    torch.clone,
+    torch.detach,
+}
+#: the same where one encoding serves all elements
+_MOVING = {
+    torch.Tensor.reshape,
+    torch.Tensor.view,
+    torch.Tensor.flatten,
+    torch.Tensor.permute,
+    torch.Tensor.transpose,
+    torch.Tensor.squeeze,
+    torch.Tensor.unsqueeze,
+    torch.Tensor.__getitem__,
+    torch.Tensor.expand,
+    torch.reshape,
+    torch.flatten,
+    torch.permute,
+    torch.transpose,
+    torch.squeeze,
+    torch.unsqueeze,
+}
+
+
+class QuantizedTensorBase(torch.Tensor):
+    """A tensor with the encoding its elements have; whatever computes on it returns ordinary tensors."""
+
+    encoding: Any = None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        source = args[0] if args else None
+        if not isinstance(result, torch.Tensor) or not isinstance(source, QuantizedTensorBase):
+            return result
+        encoding = source.encoding
+        moved = func in _MOVING and encoding is not None and encoding.scale.numel() == 1
+        if func in _KEEPING or moved:
+            return with_encoding(type(source), result, encoding)
+        return result.as_subclass(torch.Tensor) if isinstance(result, QuantizedTensorBase) else result
+
+    def _required(self) -> Any:
+        if self.encoding is None:
+            raise CalibrationError(
+                type(self).__name__,
+                "the tensor has no encoding",
+                "make it with a quantizer of quantization.affine",
+            )
+        return self.encoding
+
+    def _plain(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def with_encoding(kind: type[T], values: torch.Tensor, encoding: Any) -> T:
+    """``values`` as a tensor of ``kind`` that has ``encoding``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        made = values.as_subclass(kind)
+    made.encoding = encoding
+    return made
+
+
+class QuantizedTensor(QuantizedTensorBase):
+    """Codes on a grid."""
+
+    def quantize(self) -> QuantizedTensor:
+        """The tensor itself."""
+        return self
+
+    def dequantize(self) -> DequantizedTensor:
+        """The values of the codes."""
+        encoding = self._required()
+        return with_encoding(DequantizedTensor, encoding.dequantize(self._plain()), encoding)
+
+    def quantized_repr(self) -> torch.Tensor:
+        """The codes in an integer dtype that holds them."""
+        encoding = self._required()
+        return self._plain().detach().to(encoding.dtype)
+
+
+class DequantizedTensor(QuantizedTensorBase):
+    """Values that lie on a grid."""
+
+    def quantize(self) -> QuantizedTensor:
+        """The codes of the values."""
+        encoding = self._required()
+        return with_encoding(QuantizedTensor, encoding.quantize(self._plain()), encoding)
+
+    def dequantize(self) -> DequantizedTensor:
+        """The tensor itself."""
+        return self
+
+    def quantized_repr(self) -> torch.Tensor:
+        """The codes in an integer dtype that holds them."""
+        return self.quantize().quantized_repr()

@@ -1,0 +1,243 @@
+"""Moving a script from AIMET: its imports rewritten, what has no counterpart and what behaves differently listed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bitwright.aimet_common.absent import absence
+from bitwright.errors import ConfigError
+
+PACKAGES = ("aimet_torch", "aimet_onnx", "aimet_common")
+
+#: attribute or keyword of a script -> what is different about it here
+DIFFERENCES: dict[str, str] = {
+    "export": "the QDQ model is written beside the float model, as <prefix>_qdq.onnx; no .pth file is written",
+    "export_to_torchscript": "TorchScript is not written: an error",
+    "use_embedded_encodings": "<prefix>_qdq.onnx has the encodings embedded, always",
+    "onnx_export_args": "names and opset come from the model; dynamic_axes makes the first axis of every input vary",
+    "propagate_encodings": "without effect",
+    "load_checkpoint": "nothing is unpickled: make the simulation, then sim.load_checkpoint(folder)",
+    "save_checkpoint": "writes a folder of safetensors and JSON",
+    "quantizer_parameters": "ranges are not trained in this version, so there are none",
+    "named_quantizer_parameters": "ranges are not trained in this version, so there are none",
+    "inp_symmetry": "ranges are chosen by 'symqt'; others warn",
+    "loss_fn": "the loss is the mean squared error; others warn",
+    "checkpoints_config": "not needed and not read",
+    "prepare_model": "returns a copy of the same class: nothing needs rewriting",
+    "add_check": "an error: pass checks= to validate_model",
+    "register_quantization_parameter": "not here: ranges are min and max",
+    "enable_r3": "not here: an error",
+    "prequantize_constants": "weights are always stored as integers",
+    "training_range_learning_with_tf_init": "chooses the initial range; ranges are not trained in this version",
+    "training_range_learning_with_tf_enhanced_init": "chooses the initial range; ranges are not trained in this version",
+    "set_kernel": "not here: there are no kernels to plug in",
+    "set_default_kernel": "not here: there are no kernels to plug in",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something in a script that the reader should know.
+
+    Attributes:
+        line: where it stands.
+        name: of what.
+        missing: it has no counterpart; else it behaves differently.
+        note: what to do, or what is different.
+    """
+
+    line: int
+    name: str
+    missing: bool
+    note: str
+
+
+@dataclass(frozen=True)
+class Migrated:
+    """A script with its imports rewritten.
+
+    Attributes:
+        source: the new text.
+        changed: how many import statements were rewritten.
+        findings: by line.
+    """
+
+    source: str
+    changed: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def missing(self) -> tuple[Finding, ...]:
+        """What has no counterpart."""
+        return tuple(finding for finding in self.findings if finding.missing)
+
+
+def migrate(source: str, name: str = "script") -> Migrated:
+    """Rewrite the imports of AIMET in a script and look at the names that it uses.
+
+    Args:
+        source: text of a Python script.
+        name: of the script, for messages.
+
+    Raises:
+        ConfigError: it is no Python.
+
+    Example:
+        >>> migrate("import aimet_torch.quantsim as q").source
+        'import bitwright.aimet_torch.quantsim as q'
+    """
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{name}, line {error.lineno}",
+            f"it is no Python: {error.msg}",
+            "give a script that Python can run",
+        ) from error
+    statements = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and _is_ours(node)
+    ]
+    findings = {*_imported(statements), *_attributes(tree, statements), *_differences(tree)}
+    return Migrated(
+        _rewritten(source, statements),
+        len(statements),
+        tuple(sorted(findings, key=lambda f: (f.line, f.name))),
+    )
+
+
+def _top(name: str | None) -> str:
+    return (name or "").partition(".")[0]
+
+
+def _is_ours(node: ast.Import | ast.ImportFrom) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return not node.level and _top(node.module) in PACKAGES
+    return any(_top(alias.name) in PACKAGES for alias in node.names)
+
+
+def _rewritten(source: str, statements: list[ast.Import | ast.ImportFrom]) -> str:
+    lines = source.splitlines(keepends=True)
+    for node in sorted(statements, key=lambda n: (n.lineno, n.col_offset), reverse=True):
+        first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
+        block = "".join(lines[first : last + 1]).encode()
+        tail = len(lines[last].encode()) - (node.end_col_offset or 0)
+        head, middle, rest = (
+            block[: node.col_offset],
+            block[node.col_offset : len(block) - tail],
+            block[-tail:],
+        )
+        new = _statement(node, middle.decode())
+        lines[first : last + 1] = [head.decode() + new + (rest.decode() if tail else "")]
+    return "".join(lines)
+
+
+def _statement(node: ast.Import | ast.ImportFrom, text: str) -> str:
+    if isinstance(node, ast.ImportFrom):
+        return text.replace("from ", "from bitwright.", 1)
+    kept = [alias for alias in node.names if _top(alias.name) not in PACKAGES]
+    parts = [f"import {', '.join(ast.unparse(alias) for alias in kept)}"] if kept else []
+    for alias in node.names:
+        if alias in kept:
+            continue
+        if alias.asname:
+            parts.append(f"import bitwright.{alias.name} as {alias.asname}")
+            continue
+        if "." in alias.name:
+            parts.append(f"import bitwright.{alias.name}")
+        parts.append(f"from bitwright import {_top(alias.name)}")
+    return "; ".join(parts)
+
+
+def _look_up(name: str) -> str | None:
+    """Why ``name`` (dotted, as AIMET has it) is not there; ``None`` if it is."""
+    known = absence(name)
+    module = f"bitwright.{name}"
+    rest: list[str] = []
+    while module != "bitwright":
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not module.startswith(error.name or "-"):  # a package that is needed and not installed
+                raise
+            module, _, last = module.rpartition(".")
+            rest.insert(0, last)
+            continue
+        except ImportError as error:
+            return known or str(error)
+        break
+    else:
+        return known or "there is no such module here"
+    for part in rest:
+        try:
+            found = getattr(found, part)
+        except ImportError:
+            return known
+        except AttributeError:
+            return known or "there is no such name here"
+    return None
+
+
+def _imported(statements: list[ast.Import | ast.ImportFrom]) -> Iterator[Finding]:
+    for node in statements:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if _top(alias.name) in PACKAGES]
+        else:
+            names = [
+                f"{node.module}.{alias.name}" if alias.name != "*" else str(node.module)
+                for alias in node.names
+            ]
+        for name in names:
+            reason = _look_up(name)
+            if reason is not None:
+                yield Finding(node.lineno, name, True, reason)
+
+
+def _attributes(tree: ast.Module, statements: list[ast.Import | ast.ImportFrom]) -> Iterator[Finding]:
+    """What is read from imported modules and is not there: ``aimet_torch.quantsim.this``."""
+    bound: dict[str, str] = {}
+    for node in statements:
+        for alias in node.names:
+            if isinstance(node, ast.ImportFrom):
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+            elif _top(alias.name) in PACKAGES:
+                bound[alias.asname or _top(alias.name)] = alias.name if alias.asname else _top(alias.name)
+    for attribute in ast.walk(tree):
+        if isinstance(attribute, ast.Attribute):
+            root, path = _chain(attribute)
+            if root in bound and _is_module(bound[root]):
+                name = ".".join([bound[root], *path])
+                reason = _look_up(name)
+                if reason is not None:
+                    yield Finding(attribute.lineno, name, True, reason)
+
+
+def _chain(node: ast.Attribute) -> tuple[str, list[str]]:
+    path = [node.attr]
+    inner: ast.expr = node.value
+    while isinstance(inner, ast.Attribute):
+        path.insert(0, inner.attr)
+        inner = inner.value
+    return (inner.id if isinstance(inner, ast.Name) else ""), path
+
+
+def _is_module(name: str) -> bool:
+    try:
+        importlib.import_module(f"bitwright.{name}")
+    except ImportError:
+        return False
+    return True
+
+
+def _differences(tree: ast.Module) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in DIFFERENCES:
+            yield Finding(node.lineno, node.attr, False, DIFFERENCES[node.attr])
+        elif isinstance(node, ast.keyword) and node.arg in DIFFERENCES:
+            yield Finding(node.value.lineno, node.arg, False, DIFFERENCES[node.arg])
+        elif isinstance(node, ast.ImportFrom) and _is_ours(node):
+            for alias in node.names:
+                if alias.name in DIFFERENCES:
+                    yield Finding(node.lineno, alias.name, False, DIFFERENCES[alias.name])

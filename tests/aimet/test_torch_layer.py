@@ -1,0 +1,147 @@
+"""What the layer refuses, and what it says then."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright.aimet_common.absent import ABSENT, DifferenceWarning
+from bitwright.aimet_torch import QuantizationSimModel
+from bitwright.aimet_torch import quantization as Q
+from bitwright.aimet_torch.nn import QuantizationMixin, QuantizedLinear, compute_encodings
+from bitwright.errors import ConfigError, GranularityError, ModelError
+from tests.aimet.nets import Net, Residual, batch
+
+
+@pytest.fixture
+def sim() -> QuantizationSimModel:
+    torch.manual_seed(0)
+    return QuantizationSimModel(Net().eval(), batch())
+
+
+@pytest.mark.parametrize("name", sorted(name for name in ABSENT if name.startswith("aimet_torch")))
+def test_what_is_absent_says_what_to_do_instead(name):
+    module, _, last = name.rpartition(".")
+    with pytest.raises(ImportError) as caught:
+        found = importlib.import_module(f"bitwright.{module}")
+        if not hasattr(found, last):
+            importlib.import_module(f"bitwright.{name}")
+    assert name in str(caught.value) and ABSENT[name] in str(caught.value)
+
+
+def test_unknown_names_are_attribute_errors():
+    from bitwright import aimet_torch
+
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        aimet_torch.quantsim.nonsense  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name"):
+        exec("from bitwright.aimet_torch.nn import QuantizedNonsense")
+
+
+def test_place_without_a_quantizer_says_whose_grid_it_is(sim):
+    with pytest.raises(ModelError, match=r"conv1.output\[0\]: this place has no quantizer.*sim.coverage"):
+        sim.model.conv1.output_quantizers[0] = Q.affine.QuantizeDequantize((), 8, False)
+    sim.model.conv1.output_quantizers[0] = None  # as it is
+
+
+def test_replaced_list_of_quantizers_is_refused(sim):
+    sim.model.conv1.output_quantizers = nn.ModuleList([None])
+    with pytest.raises(ModelError, match="conv1.output_quantizers: it was replaced.*assign its items"):
+        sim.compute_encodings(lambda model: model(batch()))
+
+
+def test_quantizers_that_do_not_fit_are_refused_and_change_nothing(sim):
+    weight = sim.model.fc.param_quantizers["weight"]
+    with pytest.raises(GranularityError, match="does not fit its tensor"):
+        sim.model.fc.param_quantizers["weight"] = Q.affine.QuantizeDequantize((3, 1), 8, True)
+    with pytest.raises(ConfigError, match=r"LPBQ.*cannot be simulated"):
+        sim.model.fc.param_quantizers["weight"] = Q.affine.GroupedBlockQuantizeDequantize(
+            (10, 4), 4, True, 8, block_size=(1, 50), block_grouping=(1, -1)
+        )
+    with pytest.raises(TypeError, match="not a Linear"):
+        sim.model.fc.param_quantizers["weight"] = nn.Linear(2, 2)
+    assert weight.bitwidth == 8 and weight.shape == (10, 1)
+    with pytest.raises(ConfigError, match="assign None"):
+        del sim.model.fc.param_quantizers["weight"]
+
+
+def test_quantizer_of_another_place_is_copied_with_a_warning(sim):
+    sim.model.relu1.output_quantizers[0].bitwidth = 16
+    with pytest.warns(DifferenceWarning, match="is copied"):
+        sim.model.relu2.output_quantizers[0] = sim.model.relu1.output_quantizers[0]
+    assert sim.model.relu2.output_quantizers[0].bitwidth == 16
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sim.model.relu2.output_quantizers[0] = sim.model.relu2.output_quantizers[0]
+
+
+def test_assigned_quantizer_stands_for_the_place_also_in_copies(sim):
+    mine = Q.affine.QuantizeDequantize((), 8, False)
+    sim.model.relu1.output_quantizers[0] = mine
+    sim.compute_encodings(lambda model: model(batch()))
+    mine.bitwidth = 4
+    assert sim.model.relu1.output_quantizers[0].bitwidth == 4
+    twin = copy.deepcopy(mine)
+    twin.bitwidth = 8
+    assert sim.model.relu1.output_quantizers[0].bitwidth == 4
+
+
+def test_module_with_quantizers_of_its_own_is_refused_in_a_simulation():
+    layer = QuantizedLinear(4, 4)
+    QuantizationSimModel(nn.Sequential(layer), torch.randn(1, 4))  # without quantizers it is a plain layer
+    layer.input_quantizers[0] = Q.affine.QuantizeDequantize((), 8, False)
+    with pytest.raises(ModelError, match="it has quantizers of its own.*get_original_module"):
+        QuantizationSimModel(nn.Sequential(layer), torch.randn(1, 4))
+    with pytest.raises(RuntimeError, match="QuantizationMixin.implements"):
+        QuantizationMixin.from_module(nn.Sequential(nn.Linear(1, 1)))
+
+
+def test_recurrent_weights_are_quantized_in_modules_of_their_own():
+    torch.manual_seed(0)
+    layer = QuantizationMixin.from_module(nn.LSTM(4, 4))
+    x = torch.randn(3, 2, 4)
+    before = layer(x)[0]
+    layer.param_quantizers["weight_ih_l0"] = Q.affine.QuantizeDequantize((), 2, True)
+    layer.compute_param_encodings()
+    assert not torch.equal(layer(x)[0], before)
+    layer.param_quantizers["weight_ih_l0"] = None
+    assert torch.equal(layer(x)[0], before)
+
+
+def test_calibration_of_a_part_keeps_all_other_encodings(sim):
+    sim.compute_encodings(lambda model: model(batch()))
+    first = sim.model.relu1.output_quantizers[0].get_scale().clone()
+    second = sim.model.relu2.output_quantizers[0].get_scale().clone()
+    with compute_encodings(sim.model.relu2):
+        sim.model(5 * batch())
+    assert torch.equal(sim.model.relu1.output_quantizers[0].get_scale(), first)
+    assert sim.model.relu2.output_quantizers[0].get_scale() > second
+    with pytest.raises(ModelError, match="is no module of a simulation"):
+        with compute_encodings(nn.Linear(1, 1)):
+            pass
+
+
+def test_functional_calls_are_reached_by_names_and_by_removal():
+    x = torch.randn(1, 3, 8, 8)
+    sim = QuantizationSimModel(Residual(), x)
+    names = dict(sim.named_quantizers())
+    (inside,) = [name for name in names if name.startswith("add")]
+    assert names[inside].bitwidth == 8
+    from bitwright.aimet_torch.utils import remove_activation_quantizers
+
+    with remove_activation_quantizers(sim.model):
+        assert inside not in dict(sim.named_quantizers())
+    assert inside in dict(sim.named_quantizers())
+
+
+def test_our_own_calls_work_on_the_layers_simulation(sim):
+    from bitwright.torch import apply_gptq
+
+    sim.compute_encodings([batch()])
+    apply_gptq(sim, [batch()], progress=False)
+    assert sim.coverage() and sim.health() and sim.quantizers["conv1.weight"].frozen
