@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +33,7 @@ class Quantizer(core.Quantizer):
     def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
         super().__init__(name, role, spec)
         self._grids: dict[tuple[Any, ...], tuple[Encoding, Grid]] = {}
-        self._kept: tuple[Any, Encoding, torch.Tensor] | None = None
+        self._kept: tuple[torch.Tensor, Encoding, torch.Tensor] | None = None
 
     def _set_encoding(self, encoding: Encoding | None) -> None:
         super()._set_encoding(encoding)
@@ -60,13 +62,10 @@ class Quantizer(core.Quantizer):
         """Like calling, for a tensor that seldom changes: the last result is kept while ``x`` stays what it was."""
         if (torch.is_grad_enabled() and x.requires_grad) or x.device.type != "cpu" or not is_plain(x):
             return self(x)
-        mark, encoding, kept = (
-            _fingerprint(x),
-            self.required,
-            self._kept,
-        )  # read once: other threads exchange them
-        if kept is None or kept[1] is not encoding or kept[0] != mark:
-            self._kept = kept = (mark, encoding, self(x.detach()))
+        encoding, kept = self.required, self._kept  # read once: other threads exchange them
+        if kept is None or kept[1] is not encoding or not _same(kept[0], x):
+            source = x.detach().clone()
+            self._kept = kept = (source, encoding, self(source))
         return kept[2]
 
     def _grid(self, x: torch.Tensor, encoding: Encoding) -> Grid | None:
@@ -121,8 +120,17 @@ def side_by_side(
     return run
 
 
-def _fingerprint(x: torch.Tensor) -> tuple[Any, ...]:
-    """Changes when ``x`` does, also through ``.data``, which the version counter does not see; 0.05 ns per element."""
-    flat = x.detach().reshape(-1)
-    sample = flat[:: max(1, flat.numel() // 8)]
-    return (x.data_ptr(), x._version, x.shape, float(flat.sum(dtype=torch.float32)), *sample.tolist())
+_memcmp = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None).memcmp
+_memcmp.argtypes, _memcmp.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int
+
+
+def _same(kept: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether ``x`` holds the bits of ``kept``, a clone of what it was: writes through ``.data`` leave no other trace.
+
+    0.1 to 0.3 ns per element; ``torch.equal`` takes ten times as long.
+    """
+    if kept.dtype != x.dtype or kept.shape != x.shape:
+        return False
+    if kept.stride() != x.stride():  # `x` has gaps
+        return torch.equal(kept, x)
+    return not _memcmp(kept.data_ptr(), x.data_ptr(), kept.numel() * kept.element_size())

@@ -166,6 +166,47 @@ def test_weights_changed_through_data_are_seen(sim: QuantizationSimModel, batche
             first = second
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+def test_elements_exchanged_through_data_are_seen(
+    model: Net, batches: list[Tensor], layout: torch.memory_format
+) -> None:
+    """The sum and almost every element stay what they were, and so do address and version."""
+    sim = QuantizationSimModel(model.to(memory_format=layout), batches[0])
+    sim.compute_encodings(batches)
+    with torch.no_grad():
+        before = sim.model(batches[0])
+        weight = sim.model.conv.weight
+        version, address = weight._version, weight.data_ptr()
+        weight.data[:, :, 1, [0, 2]] = weight.data[:, :, 1, [2, 0]]
+        assert (weight._version, weight.data_ptr()) == (version, address)
+        expected = copy.deepcopy(sim).model(batches[0])  # a copy has quantized nothing yet
+        assert torch.equal(sim.model(batches[0]), expected) and not torch.equal(before, expected)
+        weight.data[3, 1, 0, 0], weight.data[5, 2, 2, 2] = (
+            weight[5, 2, 2, 2].clone(),
+            weight[3, 1, 0, 0].clone(),
+        )
+        assert torch.equal(sim.model(batches[0]), copy.deepcopy(sim).model(batches[0]))
+
+
+def test_a_weight_that_is_a_view_with_gaps_is_followed(batches: list[Tensor]) -> None:
+    class Gaps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 12)[:, ::2], requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight)
+
+    x = batches[0].reshape(-1, 6)
+    sim = QuantizationSimModel(Gaps(), x)
+    sim.compute_encodings([x])
+    sim.model(x)
+    sim.model.weight.data = torch.randn(8, 12)[:, ::2] * sim.model.weight.abs().mean()
+    sim.model(x)
+    sim.model.weight.data[[0, 1]] = sim.model.weight.data[[1, 0]]
+    assert torch.equal(sim.model(x), copy.deepcopy(sim).model(x))
+
+
 def test_calibration_accepts_callbacks_tuples_and_dicts(model: Net, batches: list[Tensor]) -> None:
     encodings = []
     for data, args in (
