@@ -346,7 +346,7 @@ def _treat(
     walk: Walk, unit: Unit, layers: Sequence[Layer], method: Method, cache: Cache | None, key: str, seed: int
 ) -> list[Choice]:
     """Choose the weights of one unit and put them in force."""
-    kept = None if cache is None else cache.get(key)
+    kept = None if cache is None else _known(cache, key, layers, walk.model)
     if kept is not None:
         choices = [_unpacked(kept, i, layer, walk.model) for i, layer in enumerate(layers)]
     elif layers[0].type in RECURRENT:  # one weight after the other, each from the same states
@@ -377,6 +377,41 @@ def _packed(choice: Choice, index: int) -> dict[str, NDArray[Any]]:
         f"{index}.zero_point": np.asarray(choice.encoding.zero_point, np.int64),
         f"{index}.errors": np.array([choice.before, choice.after]),
     }
+
+
+def _known(
+    cache: Cache, key: str, layers: Sequence[Layer], model: SimulatedModel
+) -> dict[str, NDArray[Any]] | None:
+    """What ``cache`` has under ``key``, if it can be what was found for ``layers``."""
+    kept = cache.get(key)
+    for index, layer in enumerate(layers if kept is not None else ()):
+        wrong = _misfit(kept or {}, index, layer, model)
+        if wrong is not None:
+            logger.warning("%s: what the cache has of it is computed anew: %s", layer.name, wrong)
+            return None
+    return kept
+
+
+def _misfit(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model: SimulatedModel) -> str | None:
+    """Why what a cache has is nothing that :func:`_packed` gives for this layer; ``None`` if it can be."""
+    known = model.sites()[layer.site].encoding
+    assert known is not None
+    shapes = {"scale": known.scale.shape, "zero_point": known.scale.shape, "errors": (2,)}
+    if f"{index}.weight" in kept:
+        shapes["weight"] = tuple(model.weight(layer.site).shape)
+    for part, shape in shapes.items():
+        array = kept.get(f"{index}.{part}")
+        if array is None or array.shape != shape:
+            return f"its {part} {'is missing' if array is None else f'has shape {array.shape}, not {shape}'}"
+        if array.dtype.kind not in ("i" if part == "zero_point" else "f"):
+            return f"its {part} is {array.dtype}"
+        if part != "errors" and not np.isfinite(array).all():
+            return f"its {part} holds NaN or Inf"
+    fmt, zero = known.format, kept[f"{index}.zero_point"]
+    lowest, highest = (fmt.qmin, fmt.qmax) if isinstance(fmt, IntFormat) else (0, 0)
+    if not (kept[f"{index}.scale"] > 0).all() or ((zero < lowest) | (zero > highest)).any():
+        return "its scale is not positive, or its zero point outside of the grid"
+    return None
 
 
 def _unpacked(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model: SimulatedModel) -> Choice:

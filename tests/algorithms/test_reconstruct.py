@@ -268,6 +268,42 @@ def test_interrupted_work_is_not_done_twice(tmp_path):
     assert len(list((tmp_path / "done").iterdir())) == 14  # other data, other files
 
 
+@pytest.mark.parametrize(
+    "part, change, says",
+    [
+        ("weight", lambda a: np.full_like(a, np.nan), "its weight holds NaN or Inf"),
+        ("weight", lambda a: a[:1], "its weight has shape"),
+        ("weight", lambda a: a.astype(np.int32), "its weight is int32"),
+        ("scale", lambda a: -a, "its scale is not positive"),
+        ("scale", lambda a: a.ravel()[:1].reshape(1, 1), "its scale has shape"),
+        ("zero_point", lambda a: a + 300, "its zero point outside of the grid"),
+        ("errors", None, "its errors is missing"),
+    ],
+)
+def test_what_a_cache_cannot_have_is_computed_anew(tmp_path, caplog, part, change, says):
+    from bitwright.export.finished import FinishedLayers
+
+    class Strange(FinishedLayers):
+        """Gives other arrays back than were put, with hashes that agree."""
+
+        def get(self, key):
+            found = super().get(key)
+            if found is not None:
+                array = found.pop(f"0.{part}")
+                found |= {} if change is None else {f"0.{part}": change(array)}
+            return found
+
+    from bitwright.algorithms.methods import choose_weights
+
+    weights = []
+    for cache in (FinishedLayers(tmp_path), Strange(tmp_path)):
+        _, sim = simulated()
+        choose_weights(TorchSimulation(sim), data(), "adaround", {"iterations": 2}, cache=cache)
+        weights.append([p.detach().clone() for p in sim.model.parameters()])
+    assert all(map(torch.equal, *weights))
+    assert f"what the cache has of it is computed anew: {says}" in caplog.text or says in caplog.text
+
+
 class Counted:
     """GPTQ's kernel, which counts its calls and fails at the one asked for."""
 
