@@ -13,6 +13,7 @@ from bitwright.core.channels import ChannelWatch, channel_axes
 from bitwright.core.encoding import Encoding
 from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.core.graph import Graph
+from bitwright.core.health import HealthReport
 from bitwright.core.masks import MASKED, holds_mask, mask_values
 from bitwright.core.model import Undo
 from bitwright.core.ops import resolve_granularity
@@ -330,6 +331,25 @@ class SiteMap(Mapping[str, Any]):
                 "add data that takes this branch of the model, or leave such sites in float with "
                 "allow_unreached=True (bitwright quantize --allow-unreached)",
             )
+
+    def describe_nan(self, report: HealthReport, graph: Graph) -> str:
+        """A sentence about NaN in a simulation: the operator that a report on it accuses, and the sites it reads from."""
+        culprit = report.culprit
+        if culprit is None:
+            return (
+                f"the simulation returns NaN and float does not; the operator was not found ({report.model})"
+            )
+        ops = {op.name: op for op in graph.ops}
+        read = set(ops[culprit.op].inputs) if culprit.op in ops else set()
+        near = [
+            n for n, s in self._sites.items() if s.enabled and (s.op == culprit.op or s._plan.value in read)
+        ]
+        remedy = " and ".join(f"sim.quantizers[{name!r}].enabled = False" for name in near[:3])
+        return (
+            f"{culprit.op} ({culprit.op_type}) makes NaN in the simulation and not in float: {culprit.problem}; "
+            f"it reads {', '.join(near) or 'no quantizer of its own'}. "
+            f"Remedy: {remedy or 'leave what leads to it in float'}, or more bits there"
+        )
 
     def settle_unreached(self, *, allow: bool, quiet: bool = False) -> None:
         """Log the enabled sites without an encoding after calibration; switch them off if that is allowed."""

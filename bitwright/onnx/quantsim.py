@@ -164,6 +164,7 @@ class QuantizationSimModel:
         self.memory_budget = free_memory() // 4 if memory_budget is None else int(memory_budget)
         self.calibrated = False
         self.calibration_log: CalibrationLog | None = None
+        self._told_of_nan = False
         self.repairs: tuple[Repair, ...] = ()  # what stabilize put in force
         self.mended: list[Any] = []  # where in the marked model they stand
         self.output_values: dict[str, str] = {}  # an exported model's outputs are called as the graph's are
@@ -329,7 +330,7 @@ class QuantizationSimModel:
         self.quantizers.reconsider()
         if not resume:
             self.quantizers.forget()
-        self.calibrated = False
+        self.calibrated, self._told_of_nan = False, False
         calibrator = self._calibrator()
         gate = calibrator.gate = self._gate(calibrator, policy)
         try:
@@ -569,7 +570,24 @@ class QuantizationSimModel:
         """
         checked = as_feeds(feeds, self.specs)
         found: list[Array] = self.session.run(self.output_names, checked)
+        if not self._told_of_nan and any(map(_holds_nan, found)):
+            self._told_of_nan = True
+            self._name_nan(checked)
         return found
+
+    def _name_nan(self, feeds: Feeds) -> None:
+        """Tell which operator makes NaN in the simulation of a feed that float computes without."""
+        from bitwright.onnx.health import Doctor
+
+        reports = []
+        for encodings in ({}, self._encodings()):
+            doctor = Doctor(
+                simulation_model(self.marked, encodings).model, "model", self.providers, self.threads
+            )
+            doctor.check(feeds)
+            reports.append(doctor.report())
+        if reports[0].ok and not reports[0].bad_inputs:
+            logger.warning("%s", self.quantizers.describe_nan(reports[1], self.graph))
 
     def capture(self, names: Sequence[str], feeds: Any) -> dict[str, list[Array]]:
         """Quantized values at activation sites, one array per place the site marks.
@@ -740,6 +758,10 @@ class QuantizationSimModel:
     def __repr__(self) -> str:
         state = "calibrated" if self.calibrated else "not calibrated"
         return f"QuantizationSimModel({len(self.graph)} operators, {self.quantizers!r}, {state})"
+
+
+def _holds_nan(output: Any) -> bool:
+    return isinstance(output, np.ndarray) and output.dtype.kind == "f" and bool(np.isnan(output).any())
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

@@ -93,6 +93,7 @@ class QuantizationSimModel:
         self.examples = [dummy_input, *examples]
         self.calibration_log: CalibrationLog | None = None
         self._simulator = Simulator({})
+        self._simulator.blame = self._name_nan
         self.graph: Graph
         self.plan: Plan
         with collector_paused():
@@ -255,6 +256,19 @@ class QuantizationSimModel:
         watched = [q for q in self.quantizers.unique() if q.enabled and q.role in ("input", "output")]
         watches = [s.channels for s in self.quantizers.values() if s.channels.place is not None]
         return BatchGate(watched, policy, blame, watches)
+
+    def _name_nan(self, args: Any, kwargs: Any) -> None:
+        """Tell which operator makes NaN in the simulation of a batch that float computes without."""
+        from bitwright.torch.health import diagnose_batch
+
+        try:
+            float_report = diagnose_batch(self._interceptor, args, kwargs, self._simulator.mended_at)
+            if not float_report.ok or float_report.bad_inputs:
+                return  # the model does so itself
+            report = diagnose_batch(self._interceptor, args, kwargs, self._simulator.simulated_at)
+        except Exception as error:  # a model that cannot be run twice on one input
+            report = HealthReport(f"running it again ended in {type(error).__name__}: {error}")
+        logger.warning("%s", self.quantizers.describe_nan(report, self.graph))
 
     def _quantized_parameters(self) -> dict[str, torch.Tensor]:
         """Parameter name -> the parameter, of every enabled weight and bias."""

@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from threading import get_ident
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from bitwright.core.repair import Repair
 from bitwright.errors import CalibrationError
 from bitwright.torch import recurrent
 from bitwright.torch.decompose import EXPORTABLE
+from bitwright.torch.fake_quantize import is_plain
 from bitwright.torch.functions import FUNCTIONS, Function
 from bitwright.torch.intercept import ACCESS, Frame, Key
 from bitwright.torch.quantizer import Quantizer
@@ -84,6 +86,11 @@ class Simulator:
         self.gate: BatchGate | None = None  # while calibrating
         self.repairs: dict[str, Repair] = {}  # op -> what becomes of its output
         self.moving = False  # whether a call that only moves data has a quantizer: it joins different grids
+        self.blame: Callable[[Any, Any], None] | None = (
+            None  # names the operator that makes NaN of finite values
+        )
+        self.told = False  # whether it did
+        self._given: dict[int, tuple[Any, Any]] = {}  # thread -> what the model was called with
         self._lock = Lock()
 
     def variant(
@@ -120,6 +127,10 @@ class Simulator:
             self.lengths, self.longer = {}, {}
         if self.stage in ("simulate", "mark"):
             self.refresh_biases()
+        if self.stage == "observe":
+            self.told = False
+        if self._looks_for_nan():
+            self._given[get_ident()] = (args, kwargs)
         if self.stage == "observe" and self.gate is not None:
             self.gate.open((args, kwargs) if args or kwargs else None)
 
@@ -148,11 +159,19 @@ class Simulator:
                 bias.refresh()
 
     def end(self, output: Any) -> None:
-        """Count the forwards of a calibration."""
+        """Count the forwards of a calibration; look for NaN in what a simulation returns, until some was seen."""
+        args, kwargs = self._given.pop(get_ident(), ((), {}))
+        if self._looks_for_nan() and (args or kwargs) and _holds_nan(output):
+            assert self.blame is not None
+            self.told = True
+            self.blame(args, kwargs)
         if self.stage == "observe":
             self.runs += 1
             if self.gate is not None:
                 self.gate.close()
+
+    def _looks_for_nan(self) -> bool:
+        return self.stage == "simulate" and not self.told and self.taps is None and self.blame is not None
 
     def other(
         self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -207,6 +226,14 @@ class Simulator:
     def mended_at(self, key: Key, func: Callable[..., Any]) -> Callable[..., Any]:
         """``func`` with the repair of the call ``key``, if there is one."""
         return self._mended(self.plans.get(key), func)
+
+    def simulated_at(self, key: Key, func: Callable[..., Any]) -> Callable[..., Any]:
+        """``func`` as the call ``key`` carries it out in a simulation."""
+        plan, row = self.plans.get(key), FUNCTIONS.get(func)
+        func = self._mended(plan, func)
+        if plan is None or row is None or func is recurrent.layer or not (plan.operands or plan.outputs):
+            return func
+        return lambda *args, **kwargs: self._planned(plan, row, func, args, kwargs)
 
     def _mended(self, plan: CallPlan | None, func: Callable[..., Any]) -> Callable[..., Any]:
         repair = None if plan is None else self.repairs.get(plan.op)
@@ -419,6 +446,11 @@ class Simulator:
 def _writes(row: Function, kwargs: dict[str, Any]) -> bool:
     """Whether the call overwrites its first argument."""
     return row.in_place or bool(kwargs.get("inplace"))
+
+
+def _holds_nan(output: Any) -> bool:
+    tensors = [t for _, t in flatten_tensors(output) if t.is_floating_point() and is_plain(t)]
+    return any(bool(t.detach().isnan().any()) for t in tensors)
 
 
 def _is_live(place: Place) -> bool:

@@ -167,3 +167,55 @@ def test_the_matrix_that_makes_angles_of_positions_stays_in_float_and_others_do_
     assert made.floats["x"].startswith("float: s1 takes it for an angle")
     assert made.floats["b.output[0]"].startswith("float: s2 takes it for an angle")
     assert "second" in made.sites  # a layer that reads what a layer made keeps its integer product
+
+
+class Vanishing(nn.Module):
+    """A layer's own products vanish where all its inputs round to zero, and with them what is divided by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.total = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.total.weight.data.abs_().add_(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.sigmoid(self.first(x) - 8 * (x[:, :1] < 0).float())
+        return 2 * h / self.total(h)
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+def test_nan_of_the_simulation_alone_is_named_once(front: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, x = Vanishing().eval(), torch.randn(16, 4)
+    with caplog.at_level("WARNING", "bitwright"):
+        sim, found = simulated(front, model, x)
+        assert torch.isfinite(model(x)).all() and np.isnan(found).any()
+        again = sim.model(x).detach().numpy() if front == "torch" else sim.run(x.numpy())[0]
+    assert np.array_equal(found, again, equal_nan=True)
+    told = [r.message for r in caplog.records if "makes NaN in the simulation and not in float" in r.message]
+    assert len(told) == 1
+    div = next(op.name for op in sim.graph.ops if op.type == "Div")
+    assert told[0].startswith(f"{div} (Div) makes NaN")
+    assert "mul" in told[0].lower() and "Remedy: sim.quantizers[" in told[0]
+    assert sim.calibrated and sim.quantizers["first.weight"].encoding is not None
+
+
+class Itself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(x + 0 * self.last(x))
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+def test_nan_of_the_model_itself_is_not_blamed_on_the_simulation(
+    front: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = Itself().eval(), torch.randn(4, 4).abs()
+    sim, _ = simulated(front, model, x)
+    bad = torch.cat([-x[:1], x[1:]])
+    with caplog.at_level("WARNING", "bitwright"):
+        found = sim.model(bad).detach().numpy() if front == "torch" else sim.run(bad.numpy())[0]
+    assert np.isnan(found).any()
+    assert not [r for r in caplog.records if "NaN" in r.message]
