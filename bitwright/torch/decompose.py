@@ -103,6 +103,8 @@ def multi_head_attention_forward(
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         if key_padding_mask is not None:
             key_padding_mask = key_padding_mask.unsqueeze(0)
+    if use_separate_proj_weight:
+        in_proj_weight = None  # callers pass an empty tensor
     length, batch, embed = query.shape
     head = embed // num_heads
     if in_proj_weight is not None and query is key and key is value:

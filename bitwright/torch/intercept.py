@@ -34,6 +34,7 @@ from bitwright.errors import BusyError, ModelError
 from bitwright.torch.decompose import DECOMPOSITIONS, Decomposition
 from bitwright.torch.functions import FUNCTIONS, Function, function_of
 from bitwright.torch.loops import CALLS, Where, line_of_code
+from bitwright.torch.operators import as_function
 from bitwright.torch.trees import flatten_tensors, named_state, walk_modules
 
 Key = Hashable
@@ -279,6 +280,7 @@ class Interceptor:
         self._names: dict[int, str] | None = None
         self._attributes: dict[int, str] | None = None
         self._hook: Any = None
+        self.attached = False
         self.loops: frozenset[Where] = frozenset()
         self.seen: dict[Key, Where] | None = None
         self.fused: dict[Key, set[Key]] = {}
@@ -287,7 +289,7 @@ class Interceptor:
     # -- attaching
 
     def attach(self) -> None:
-        """Take the place of the forward of every module."""
+        """Take the place of the forward of every module, where that is not done yet."""
         modules = list(walk_modules(self.model))
         owners: set[str] = set()
         for path, module in modules:
@@ -307,7 +309,10 @@ class Interceptor:
         for path, module in modules:
             if not any(forward.owner is self for forward in interceptions(module)):
                 vars(module)["forward"] = Forward(self, module, path, path in owners)
-        self._hook = self.model.register_forward_pre_hook(_Called(self))
+        hooks = self.model._forward_pre_hooks.values()
+        if not any(isinstance(hook, _Called) and hook.owner is self for hook in hooks):
+            self._hook = self.model.register_forward_pre_hook(_Called(self))
+        self.attached = True
 
     def detach(self) -> None:
         """Give every module its forward back."""
@@ -324,6 +329,7 @@ class Interceptor:
                     del vars(module)["forward"]
         if self._hook is not None:
             self._hook.remove()
+        self.attached = False
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has its own modules and parameters: names are looked up anew, a running forward is not copied
@@ -534,6 +540,8 @@ class Interceptor:
         if not here.frames or handler is None:
             return func(*args, **kwargs)
         frame = here.frames[-1]
+        if isinstance(func, torch._ops.OpOverload):
+            func, args, kwargs = as_function(func, args, kwargs)
         row = function_of(func)
         if row is None:
             decomposition = DECOMPOSITIONS.get(func)

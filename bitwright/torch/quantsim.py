@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,6 +29,7 @@ from bitwright.core.spec import NonFinite, Preset, RangeMethod, check_policy
 from bitwright.core.state import all_or_nothing
 from bitwright.errors import BitwrightError, CalibrationError, ModelError
 from bitwright.progress import collector_paused, progress
+from bitwright.torch.adopt import adopt
 from bitwright.torch.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.intercept import Interceptor, interceptions
 from bitwright.torch.quantizer import Quantizer
@@ -97,7 +97,7 @@ class QuantizationSimModel:
         self.graph: Graph
         self.plan: Plan
         with collector_paused():
-            self.model = model if in_place else copy.deepcopy(model)
+            self.model = adopt(model, dummy_input, in_place=in_place)
             self._interceptor = Interceptor(self.model, self._simulator)
             self._interceptor.attach()
             try:
@@ -105,6 +105,11 @@ class QuantizationSimModel:
             except BaseException:
                 self._interceptor.detach()
                 raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._interceptor.attached:  # programs of torch.export lose in a copy what was added to them
+            self._interceptor.attach()
 
     # -- placement
 

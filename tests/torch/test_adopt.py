@@ -1,0 +1,186 @@
+"""Models that other tools have wrapped, programmed or left unfinished are simulated like their plain selves."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+from bitwright.errors import ModelError
+from bitwright.torch import QuantizationSimModel
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def simulate(model: nn.Module, x: Tensor = X) -> QuantizationSimModel:
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x])
+    return sim
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+
+
+def sites(sim: QuantizationSimModel) -> set[str]:
+    return {name for name, site in sim.quantizers.items() if site.enabled and site.encoding is not None}
+
+
+# ---------------------------------------------------------------------------------------------------- torch.compile
+
+
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
+def test_compiled_modules_are_unwrapped(part: bool) -> None:
+    plain, compiled = mlp(), torch.compile(mlp(), backend="eager")
+    compiled(X)
+    sim = simulate(nn.Sequential(compiled) if part else compiled)
+    expected = simulate(nn.Sequential(plain) if part else plain)
+    assert sites(sim) == sites(expected)
+    assert torch.equal(sim.model(X), expected.model(X))
+
+
+def test_a_module_compiled_in_its_place_is_refused_in_place_and_copied_plain() -> None:
+    model = mlp()
+    model[0].compile(backend="eager")
+    with pytest.raises(ModelError, match=r"^0: it is compiled \(torch\.compile\).*in_place=True"):
+        QuantizationSimModel(model, X, in_place=True)
+    assert torch.equal(simulate(model).model(X), simulate(mlp()).model(X))
+
+
+# --------------------------------------------------------------------------------- weights that are computed
+
+
+def _weight_norm(layer: nn.Module) -> nn.Module:
+    return torch.nn.utils.weight_norm(layer)
+
+
+def _spectral_norm(layer: nn.Module) -> nn.Module:
+    return torch.nn.utils.spectral_norm(layer)
+
+
+def _prune(layer: nn.Module) -> nn.Module:
+    return prune.l1_unstructured(layer, "weight", 0.5)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("wrap", [_weight_norm, _spectral_norm, _prune, parametrizations.weight_norm])
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
+def test_computed_weights_are_copied_and_quantized(
+    wrap: Callable[[nn.Module], nn.Module], used: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(wrap(nn.Linear(8, 4)), nn.ReLU()).eval()
+    if used:
+        model(X)
+    sim = simulate(model)
+    assert any(name.startswith("0.") and name.endswith("weight") for name in sites(sim))
+    with torch.no_grad(), sim.in_float():
+        assert torch.equal(sim.model(X), model(X))
+    assert not torch.equal(sim.model(X), model(X))
+
+
+# ------------------------------------------------------------------------------------------------------ lazy modules
+
+
+def test_lazy_modules_get_their_parameters_from_the_example() -> None:
+    model = nn.Sequential(nn.LazyConv2d(4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2)).eval()
+    sim = simulate(model, IMAGE)
+    assert {"0.weight", "3.weight"} <= sites(sim)
+    assert torch.nn.parameter.is_lazy(model[0].weight), "the user's model is left alone"
+    with pytest.raises(
+        ModelError, match=r"^0\.weight: this parameter of a lazy module does not exist yet.*fails"
+    ):
+        QuantizationSimModel(model, torch.randn(3))
+
+
+# ----------------------------------------------------------------------------------------------------- torch.export
+
+
+class Everything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.layer_norm, self.group_norm = nn.LayerNorm(8), nn.GroupNorm(2, 8)
+        self.embedding, self.fc = nn.Embedding(5, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.group_norm(F.gelu(self.norm(self.conv(x))))
+        x = self.layer_norm(F.adaptive_avg_pool2d(x, 2).flatten(2).transpose(1, 2))
+        x = F.scaled_dot_product_attention(x, x, x) + self.embedding(torch.arange(4))
+        return torch.softmax(self.fc(x.mean(1)), -1)
+
+
+def test_a_program_of_torch_export_has_the_quantizers_of_its_model() -> None:
+    torch.manual_seed(0)
+    model = Everything().eval()
+    plain, program = simulate(model, IMAGE), simulate(torch.export.export(model, (IMAGE,)).module(), IMAGE)
+    for kind in ("weight", "bias", "input", "output"):
+        ours, theirs = (
+            [s for s in sim.quantizers.values() if s.enabled and s.role == kind] for sim in (program, plain)
+        )
+        assert len(ours) == len(theirs), kind
+    with torch.no_grad():
+        assert torch.equal(program.model(IMAGE), plain.model(IMAGE))
+        assert not program._simulator.unseen
+        assert torch.equal(copy.deepcopy(program).model(IMAGE), plain.model(IMAGE)), (
+            "a copy of a program is simulated"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- attention
+
+
+class SeparateProjections(nn.Module):
+    """As WavLM calls it: weights of their own, and an empty one in the place of the joint one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(1)
+        bias = torch.cat((self.q.bias, self.k.bias, self.v.bias))
+        found: Tensor = F.multi_head_attention_forward(
+            x, x, x, 8, 2, torch.empty([0]), bias, None, None, False, 0.0, self.out.weight, self.out.bias,
+            self.training, None, False, use_separate_proj_weight=True, q_proj_weight=self.q.weight,
+            k_proj_weight=self.k.weight, v_proj_weight=self.v.weight,
+        )[0]  # fmt: skip
+        return found
+
+
+def test_attention_with_separate_projections_and_an_empty_joint_weight() -> None:
+    torch.manual_seed(0)
+    model = SeparateProjections().eval()
+    sim = simulate(model)
+    assert {"q.weight", "k.weight", "v.weight"} <= sites(sim)
+    with torch.no_grad(), sim.in_float():
+        torch.testing.assert_close(sim.model(X), model(X))
+
+
+# ---------------------------------------------------------------------------------------------------- inference mode
+
+
+def test_inference_mode_gives_the_same_bits() -> None:
+    sim = simulate(mlp())
+    with torch.no_grad():
+        expected = sim.model(X)
+    with torch.inference_mode():
+        assert torch.equal(sim.model(X), expected)
+        fresh = simulate(mlp())
+        assert torch.equal(fresh.model(X), expected)
+
+
+@pytest.mark.slow
+def test_compiling_the_simulation_warns_of_nothing_that_happened(caplog: pytest.LogCaptureFixture) -> None:
+    sim = simulate(mlp())
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "bitwright"):
+        assert torch.equal(torch.compile(sim.model, backend="eager")(X), sim.model(X))
+    assert not caplog.records and not sim._simulator.unseen
