@@ -107,7 +107,7 @@ def write_artefacts(
     recurrent: RecurrentForm = "scan",
     weight_only: ProductForm = "exact",
     data: Sequence[Array],
-    samples: Callable[[QdqResult], Samples] | None,
+    samples: Callable[[QdqResult, int | None], Samples] | None,
 ) -> Exported:
     """Write all files of an export into the folder ``path``; they replace those of an earlier export of this stem at once.
 
@@ -122,7 +122,8 @@ def write_artefacts(
         recurrent: how the QDQ model writes recurrent layers, see :func:`bitwright.export.recurrent.write_recurrent`;
             the float model has the operators.
         data: the example input, for the manifest's fingerprint.
-        samples: gives what the simulation computes on the example; left out with a note above 64 MiB.
+        samples: gives what the simulation computes on the first so many samples of the example, or on all of them; fewer
+            are kept, with a note, where all would pass 64 MiB and the model's batch axis is free.
 
     Raises:
         ConfigError: see :func:`check_destination`.
@@ -159,12 +160,13 @@ def write_artefacts(
         notes += _write_encodings(sim, encodings, tensors, staging / names["encodings"], encoding_version)
         (staging / names["sites"]).write_text(json.dumps(_sites(sim, result, tensors), indent=1))
         if samples is not None:
-            kept = samples(result)
+            kept, sizes = _few_enough(samples, result, data)
+            notes += sizes
             if recurrent == "native":
                 # the operators compute in float what the simulation rounds at every step
                 sites = {name: v for name, v in kept.sites.items() if sim.quantizers[name].inner is None}
                 kept = replace(kept, sites=sites)
-            notes += _write_samples(kept, staging / f"{prefix}_samples.npz")
+            write_samples(staging / f"{prefix}_samples.npz", kept.sites, kept.inputs, kept.outputs)
         settings = {
             "rules": sim.rules.source,
             "encoding_version": encoding_version,
@@ -276,12 +278,32 @@ def _sites(sim: Simulated, result: QdqResult, tensors: Mapping[str, tuple[str, .
     }
 
 
-def _write_samples(samples: Samples, path: Path) -> list[str]:
-    """Write the samples; a note where they are too large."""
-    if samples.nbytes > SAMPLE_LIMIT:
-        return [
-            f"samples: {samples.nbytes >> 20} MiB of activations is more than {SAMPLE_LIMIT >> 20}, so none were "
-            "written; export with a smaller example"
+def _few_enough(
+    take: Callable[[QdqResult, int | None], Samples], result: QdqResult, data: Sequence[Array]
+) -> tuple[Samples, list[str]]:
+    """Samples that stay below the limit where the model runs on fewer of them, and a note on what was kept."""
+    kept = take(result, None)
+    if kept.nbytes <= SAMPLE_LIMIT:
+        return kept, []
+    rows = _free_rows(result.model, data)
+    if rows < 2:
+        return kept, [
+            f"samples: {_mib(kept.nbytes)} are kept, as the file takes nothing smaller than the example; export with a smaller "
+            "one, or with samples=False"
         ]
-    write_samples(path, samples.sites, samples.inputs, samples.outputs)
-    return []
+    few, whole = max(1, rows * SAMPLE_LIMIT // kept.nbytes), kept.nbytes
+    del kept  # before as much is made again
+    less = take(result, few)
+    return less, [f"samples: {few} of {rows} are kept, {_mib(less.nbytes)}; all would be {_mib(whole)}"]
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def _free_rows(model: ir.Model, data: Sequence[Array]) -> int:
+    """Length of the first axis of every example input, if the model leaves it open; 1 if not."""
+    shapes = [value.shape for value in model.graph.inputs if not value.is_initializer()]
+    fixed = any(shape is None or not len(shape) or isinstance(shape[0], int) for shape in shapes)
+    lengths = {array.shape[0] if array.ndim else 1 for array in data}
+    return lengths.pop() if not fixed and len(lengths) == 1 else 1

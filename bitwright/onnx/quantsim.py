@@ -669,7 +669,7 @@ class QuantizationSimModel:
             weight_only: products of float activations with quantized weights: ``"exact"`` computes them as simulated, in float,
                 in every session; ``"fused"`` lets ONNX Runtime make MatMulNBits of them, which is much faster and quantizes the
                 activations to 8 bits by itself.
-            samples: write the samples; they are left out with a note when they would pass 64 MiB.
+            samples: write the samples; fewer of them, with a note, when all would pass 64 MiB and the batch axis is free.
 
         Raises:
             CalibrationError: the simulation has no encodings yet.
@@ -696,7 +696,13 @@ class QuantizationSimModel:
             recurrent=recurrent,
             weight_only=weight_only,
             data=[plain(array) for array in example.values()],
-            samples=(lambda result: self._samples(result, example)) if samples else None,
+            samples=(
+                lambda result, rows: self._samples(
+                    result, {n: x[:rows] if x.ndim else x for n, x in example.items()}
+                )
+            )
+            if samples
+            else None,
         )
 
     def _samples(self, result: QdqResult, feeds: Feeds) -> Samples:

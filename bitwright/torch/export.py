@@ -82,7 +82,7 @@ def export_sim(
             activations to 8 bits by itself.
         dynamic_batch: let the first axis of every input vary.
         dynamic_shapes: instead, a dict from input names to axes as ``torch.export`` takes them: ``{"x": {0: Dim.AUTO}}``.
-        samples: write the samples; they are left out with a note when they would pass 64 MiB.
+        samples: write the samples; fewer of them, with a note, when all would pass 64 MiB and the batch axis is free.
 
     Raises:
         CalibrationError: the simulation has no encodings yet.
@@ -104,7 +104,7 @@ def export_sim(
         recurrent=recurrent,
         weight_only=weight_only,
         data=[t.detach().cpu().numpy() for _, t in flatten_tensors(dummy_input)],
-        samples=(lambda result: _samples(sim, dummy_input, result)) if samples else None,
+        samples=(lambda result, rows: _samples(sim, _first(dummy_input, rows), result)) if samples else None,
     )
 
 
@@ -371,6 +371,11 @@ def _graph_inputs(sim: QuantizationSimModel, batch: Any) -> Arrays:
     args, kwargs = as_call(batch)
     named = named_inputs(forward_signature(sim.model), args, kwargs)
     return {name: t.detach().cpu().numpy() for name, t in named}
+
+
+def _first(batch: Any, rows: int | None) -> Any:
+    """The first samples of a batch."""
+    return batch if rows is None else map_tensors(batch, lambda tensor: tensor[:rows])
 
 
 def _samples(sim: QuantizationSimModel, batch: Any, result: QdqResult) -> Samples:

@@ -30,8 +30,8 @@ def prepared(sim: bo.QuantizationSimModel, samples: bool) -> Any:
     args, options = list(write.call_args.args), dict(write.call_args.kwargs)
     if samples:
         result = quantsim.to_qdq(sim.marked, sim._encodings())
-        kept = options["samples"](result)
-        options["samples"] = lambda _: kept
+        kept = options["samples"](result, None)
+        options["samples"] = lambda _, rows: kept
     return lambda folder: quantsim.write_artefacts(args[0], folder, *args[2:], **options)
 
 

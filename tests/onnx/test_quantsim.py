@@ -222,6 +222,37 @@ def test_export_agrees_with_the_simulation_and_runs_by_default(sim, tmp_path):
     assert {"c1.weight", "x", "hidden_output"} <= names
 
 
+@pytest.mark.parametrize(
+    "limit, note", [(10_000, "1 of 2 are kept, 0.0 MiB; all would be"), (1, "1 of 2 are kept"), (1 << 20, "")]
+)
+def test_an_export_whose_samples_are_large_keeps_fewer_and_can_be_verified(
+    sim, tmp_path, monkeypatch, limit, note
+):
+    from bitwright.export.samples import read_samples, verify_folder
+
+    monkeypatch.setattr("bitwright.export.artefacts.SAMPLE_LIMIT", limit)
+    exported = sim.export(tmp_path, "net")
+    notes = [text for text in exported.notes if text.startswith("samples: ")]
+    assert len(notes) == bool(note) and all(text.startswith(f"samples: {note}") for text in notes)
+    kept = read_samples(tmp_path / "net_samples.npz")[1]["x"]
+    assert np.array_equal(kept, DATA[0]["x"][: 1 if note else 2])
+    assert verify_folder(tmp_path).ok
+
+
+def test_samples_of_a_file_with_a_fixed_batch_are_kept_and_their_size_is_said(tmp_path, monkeypatch):
+    from bitwright.export.samples import verify_folder
+
+    monkeypatch.setattr("bitwright.export.artefacts.SAMPLE_LIMIT", 1)
+    model = conv_chain(1)
+    sim = QuantizationSimModel(model, feeds_for(model), threads=1)
+    sim.compute_encodings([feeds_for(model)])
+    (note,) = (text for text in sim.export(tmp_path, "net").notes if text.startswith("samples: "))
+    assert note.endswith(
+        "as the file takes nothing smaller than the example; export with a smaller one, or with samples=False"
+    )
+    assert verify_folder(tmp_path).ok
+
+
 def test_an_export_without_samples_is_not_compared_with_those_of_an_earlier_one(sim, tmp_path):
     from bitwright.export.samples import verify_folder
 

@@ -311,3 +311,18 @@ def test_every_layer_of_the_zoo_agrees_with_the_runtime(case: Case) -> None:
             assert row.reason, row
             assert half or row.kernel == "QLinearSoftmax", row
             assert half or (row.as_float.ok and row.as_integer.lsb <= 3), row
+
+
+def test_large_samples_of_a_model_with_a_free_batch_axis_are_cut(tmp_path, monkeypatch):
+    from bitwright.export.samples import read_samples, verify_folder
+
+    torch.manual_seed(0)
+    x = torch.randn(6, 5)
+    sim = QuantizationSimModel(torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.ReLU()).eval(), x)
+    sim.compute_encodings([x])
+    monkeypatch.setattr("bitwright.export.artefacts.SAMPLE_LIMIT", 150)
+    for free, kept in ((True, 2), (False, 6)):
+        exported = sim.export(tmp_path / str(free), "net", x, dynamic_batch=free)
+        assert len(read_samples(tmp_path / str(free) / "net_samples.npz")[1]["input"]) == kept
+        assert verify_folder(tmp_path / str(free)).ok
+        assert any(note.startswith("samples: ") for note in exported.notes)
