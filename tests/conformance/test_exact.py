@@ -205,17 +205,15 @@ class Itself(nn.Module):
         self.last = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.log(x + 0 * self.last(x))
+        return torch.log(-1 - self.last(x).abs())
 
 
 @pytest.mark.parametrize("front", ["torch", "onnx"])
 def test_nan_of_the_model_itself_is_not_blamed_on_the_simulation(
     front: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, x = Itself().eval(), torch.randn(4, 4).abs()
-    sim, _ = simulated(front, model, x)
-    bad = torch.cat([-x[:1], x[1:]])
+    model, x = Itself().eval(), torch.randn(4, 4)
     with caplog.at_level("WARNING", "bitwright"):
-        found = sim.model(bad).detach().numpy() if front == "torch" else sim.run(bad.numpy())[0]
+        _, found = simulated(front, model, x)
     assert np.isnan(found).any()
     assert not [r for r in caplog.records if "NaN" in r.message]
