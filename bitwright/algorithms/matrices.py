@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bitwright.core.affine import with_scale
 from bitwright.core.encoding import Encoding
 
 RECURRENT = ("LSTM", "GRU", "RNN")
@@ -218,7 +219,7 @@ def grid_encoding(grid: Grid, encoding: Encoding, layer: Layer) -> Encoding:
     else:
         scale = scale.reshape(-1)[0]
     values = scale.reshape(granularity.param_shape(layer.shape)).cpu().numpy()
-    return Encoding(encoding.format, values, encoding.zero_point, granularity)
+    return with_scale(encoding, values)
 
 
 def second_moment(layer: Layer, inputs: Iterable[Tensor]) -> tuple[Tensor, int]:

@@ -10,7 +10,7 @@ import fnmatch
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from bitwright.algorithms.layers import holds_layer_weight
 from bitwright.algorithms.matrices import RECURRENT, Grid, Layer
 from bitwright.algorithms.program import SimulatedModel
 from bitwright.algorithms.propagate import Store, Walk
+from bitwright.core.affine import with_scale
 from bitwright.core.encoding import Encoding
 from bitwright.core.formats import IntFormat
 from bitwright.core.graph import Graph, Op
@@ -417,7 +418,7 @@ def _misfit(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model: S
 def _unpacked(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model: SimulatedModel) -> Choice:
     known = model.sites()[layer.site].encoding
     assert known is not None
-    encoding = Encoding(known.format, kept[f"{index}.scale"], kept[f"{index}.zero_point"], known.granularity)
+    encoding = with_scale(replace(known, zero_point=kept[f"{index}.zero_point"]), kept[f"{index}.scale"])
     before, after = kept[f"{index}.errors"].tolist()
     weight = kept.get(f"{index}.weight")
     return Choice(layer.name, None if weight is None else torch.from_numpy(weight), encoding, before, after)

@@ -9,7 +9,7 @@ predecessor's values there ("symqt") and here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitwright.algorithms.matrices import Grid, Layer, second_moment
 from bitwright.algorithms.rounding import Choice, Task, check_finite
-from bitwright.core.affine import encode
+from bitwright.core.affine import encode, with_scale
 from bitwright.core.encoding import Encoding
 from bitwright.core.granularity import PerBlock
 
@@ -90,12 +90,8 @@ def _within_blocks(hessian: Tensor, encoding: Encoding, layer: Layer) -> Callabl
 
 
 def _chosen(one: Encoding, other: Encoding, where: np.ndarray) -> Encoding:
-    return Encoding(
-        one.format,
-        np.where(where, other.scale, one.scale),
-        np.where(where, other.zero_point, one.zero_point),
-        one.granularity,
-    )
+    zero_point = np.where(where, other.zero_point, one.zero_point)
+    return with_scale(replace(one, zero_point=zero_point), np.where(where, other.scale, one.scale))
 
 
 def method(settings: Settings) -> Callable[[Task], Sequence[Choice]]:

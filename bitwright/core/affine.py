@@ -25,8 +25,15 @@ from bitwright.core.arrays import (
     rint,
 )
 from bitwright.core.encoding import Encoding
-from bitwright.core.formats import FLOAT_FORMATS, FloatFormat, Format, IntFormat
-from bitwright.core.granularity import PER_TENSOR, Granularity
+from bitwright.core.formats import (
+    FLOAT_FORMATS,
+    FloatFormat,
+    Format,
+    IntFormat,
+    ScaleFormat,
+    largest_code,
+)
+from bitwright.core.granularity import PER_TENSOR, Granularity, PerBlock
 from bitwright.core.spec import QuantSpec, Symmetry
 from bitwright.errors import RangeError
 
@@ -181,8 +188,98 @@ def encode(
     """
     lower, upper = _fixed(np.asarray(lo, np.float64), np.asarray(hi, np.float64), spec.fixed_range)
     fmt = grid(spec.format, spec.symmetry, lower)
+    if (
+        spec.scale_format.name == "e8m0"
+    ):  # decided on the exact bounds: at a power of two, rounding would matter
+        lower, upper = checked_bounds(lower, upper, site)
+        powers = power_of_two_scale(np.maximum(-lower, upper), fmt)
+        upper = np.where((lower == 0) & (upper == 0), 0.0, powers * largest_code(fmt))
+        lower = np.where(lower < 0, -upper, 0.0)
     scale, zero_point = choose_qparams(lower, upper, fmt, symmetric=spec.symmetry != "asymmetric", site=site)
-    return Encoding(fmt, scale, zero_point, granularity)
+    return with_scale(Encoding(fmt, scale, zero_point, granularity), scale, spec.scale_format)
+
+
+def power_of_two_scale(largest: ArrayLike, fmt: Format) -> Float64s:
+    """The shared scale that the OCP Microscaling Formats give a block: ``2 ** (floor(log2(largest)) - emax)``.
+
+    Args:
+        largest: magnitude of the block, >= 0.
+        fmt: of its elements; ``emax`` is the exponent of the largest number (2 for e2m1, 8 for e4m3). An integer
+            element counts in codes, so that MXINT8's implied ``2 ** -6`` is part of the scale.
+
+    Returns:
+        A power of two from ``2 ** -126``, the smallest normal float32, to ``2 ** 127``. Values of the block above
+        ``largest_code(fmt)`` times it saturate, as the text says.
+
+    Example:
+        >>> power_of_two_scale([6.0, 7.9, 8.0], FLOAT_FORMATS["float4_e2m1"])
+        array([1., 1., 2.])
+
+    Reference: OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
+    """
+    _, exponent = np.frexp(np.asarray(largest, np.float64))
+    _, emax = np.frexp(largest_code(fmt))
+    return np.asarray(np.ldexp(1.0, np.clip(exponent - emax, -126, 127).astype(np.int32)), np.float64)
+
+
+def with_scale(encoding: Encoding, scale: ArrayLike, scale_format: ScaleFormat | None = None) -> Encoding:
+    """``encoding`` with other scales, each moved to the nearest that its scale format can say.
+
+    Args:
+        encoding: format, zero point and granularity stay.
+        scale: > 0, of the shape of ``encoding.scale``.
+        scale_format: another one than that of ``encoding``.
+
+    Returns:
+        For ``e8m0`` the largest magnitude keeps its place, see :func:`power_of_two_scale`. For ``e4m3`` the largest scale
+        of the tensor becomes 448 of ``common``, and none becomes zero. For ``uint4`` the largest of a channel becomes 16 of
+        ``common``, and none less than 1. The product of a multiple and ``common`` is rounded to float32 once, as runtimes
+        compute it.
+    """
+    fmt = encoding.scale_format if scale_format is None else scale_format
+    scale = np.asarray(scale, np.float32)
+    if fmt.name == "e8m0":
+        scale = power_of_two_scale(scale.astype(np.float64) * largest_code(encoding.format), encoding.format)
+        return replace(encoding, scale=scale.astype(np.float32), scale_format=fmt, common=None)
+    if fmt.multiples is None:
+        return replace(encoding, scale=scale, scale_format=fmt, common=None)
+    most = 1 << fmt.multiples.bits if isinstance(fmt.multiples, IntFormat) else fmt.multiples.max
+    shared: int | tuple[int, ...] | None = None
+    if fmt.shared == "channel":
+        shared = encoding.granularity.axis if isinstance(encoding.granularity, PerBlock) else ()
+    largest = scale.max(axis=shared, keepdims=True) if shared != () else scale
+    common = np.maximum(largest / np.float64(most), _FLOAT32_TINY).astype(np.float32)
+    multiples = _nearest_multiples(scale.astype(np.float64) / common, fmt.multiples)
+    return replace(encoding, scale=multiples * common, scale_format=fmt, common=common)
+
+
+def scale_multiples(encoding: Encoding) -> NDArray[np.float32] | None:
+    """What is stored of each scale beside ``encoding.common``, of the shape of ``encoding.scale``.
+
+    ``None`` where each scale is stored as itself. The float32 product of the two is ``encoding.scale``.
+    """
+    if encoding.common is None or encoding.scale_format.multiples is None:
+        return None
+    return _nearest_multiples(
+        encoding.scale.astype(np.float64) / encoding.common, encoding.scale_format.multiples
+    )
+
+
+def is_sayable(encoding: Encoding) -> bool:
+    """Whether the scales are numbers that the scale format of ``encoding`` can say."""
+    if encoding.scale_format.name == "e8m0":
+        return bool((np.frexp(encoding.scale)[0] == 0.5).all())
+    multiples = scale_multiples(encoding)
+    if multiples is None or encoding.common is None:
+        return True
+    return np.array_equal(multiples * encoding.common, encoding.scale)
+
+
+def _nearest_multiples(ratio: Float64s, fmt: Format) -> NDArray[np.float32]:
+    if isinstance(fmt, IntFormat):
+        return np.clip(np.rint(ratio), 1, 1 << fmt.bits).astype(np.float32)
+    rounded: Float64s = round_to_float(ratio, fmt)
+    return np.maximum(rounded, fmt.step).astype(np.float32)
 
 
 def _fixed(

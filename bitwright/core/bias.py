@@ -12,8 +12,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from bitwright.core.affine import with_scale
 from bitwright.core.encoding import Encoding
-from bitwright.core.formats import IntFormat
+from bitwright.core.formats import FLOAT32_SCALE, IntFormat
 from bitwright.core.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.errors import EncodingsError, RangeError
 
@@ -98,10 +99,12 @@ def floor_weight_scale(
             break
         raised = np.maximum(scale, least.astype(np.float32))
         raised = np.where(raised == scale, np.nextafter(scale, np.float32(np.inf)), raised)
+        if weight_encoding.scale_format != FLOAT32_SCALE:  # the next scale that can be said may be far
+            raised = np.maximum(with_scale(weight_encoding, raised).scale, 2 * scale)
         scale = np.where(short, raised, scale).astype(np.float32)
     if np.array_equal(scale, weight_encoding.scale):
         return weight_encoding
-    return Encoding(weight_encoding.format, scale, weight_encoding.zero_point, weight_encoding.granularity)
+    return with_scale(weight_encoding, scale)
 
 
 def derive_bias_encoding(

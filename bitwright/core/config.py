@@ -28,7 +28,7 @@ from bitwright.core.aimet_config import (
     shipped_config,
 )
 from bitwright.core.documents import read_document
-from bitwright.core.formats import parse_format
+from bitwright.core.formats import parse_format, parse_scale_format
 from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerGate, PerTensor
 from bitwright.core.patterns import DEFAULT_SUPERGROUPS, MASKED_SOFTMAX, MATMUL_ADD, Pattern
 from bitwright.core.rules import BOUNDARY_ONLY, FixedRange, Rule, Rules, default_rules
@@ -54,7 +54,16 @@ _PORTS = {
     "all": "*",
 }
 _RULE = ("match", "op", *_PORTS, "params")
-_FACETS = ("quantized", "format", "symmetry", "granularity", "method", "fixed_range", "non_finite")
+_FACETS = (
+    "quantized",
+    "format",
+    "symmetry",
+    "granularity",
+    "method",
+    "fixed_range",
+    "non_finite",
+    "scale_format",
+)
 _GROUPS = {"default": DEFAULT_SUPERGROUPS, "masked_softmax": MASKED_SOFTMAX, "matmul_add": MATMUL_ADD}
 
 
@@ -224,6 +233,7 @@ def _facets(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
         "method": _method,
         "fixed_range": _range,
         "non_finite": check_policy,
+        "scale_format": lambda value, where: _at(where, parse_scale_format, value),
     }
     return {key: readers[key](value, f"{at}.{key}") for key, value in entry.items()}
 

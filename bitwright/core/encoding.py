@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.core.formats import Format, IntFormat
+from bitwright.core.formats import FLOAT32_SCALE, Format, IntFormat, ScaleFormat
 from bitwright.core.granularity import Granularity, PerTensor
 
 
@@ -20,6 +20,9 @@ class Encoding:
         scale: float32, parameter shape P of ``granularity`` for the tensor, > 0, input units per step.
         zero_point: int32 (int64 for uint32 grids), shape P, within ``[qmin, qmax]``; zeros for float formats.
         granularity: concrete (axes filled in).
+        scale_format: what the scales are stored as; ``scale`` holds only numbers that it can say.
+        common: float32, the number of which the scales are multiples, where ``scale_format`` has one: shape P with 1 on
+            every axis that shares it; else ``None``.
 
     Two encodings are equal when every field is equal, bit for bit.
     """
@@ -28,12 +31,19 @@ class Encoding:
     scale: NDArray[np.float32]
     zero_point: NDArray[np.int32 | np.int64]
     granularity: Granularity = PerTensor()
+    scale_format: ScaleFormat = FLOAT32_SCALE
+    common: NDArray[np.float32] | None = None
 
     def __post_init__(self) -> None:
         scale = np.array(self.scale, np.float32)
         zero_point = np.array(self.zero_point, np.int64).astype(np.int32 if self._narrow() else np.int64)
         assert scale.shape == zero_point.shape, (scale.shape, zero_point.shape)
         scale.flags.writeable = zero_point.flags.writeable = False
+        assert (self.common is None) == (self.scale_format.shared == "none"), self.scale_format
+        if self.common is not None:
+            common = np.array(self.common, np.float32)
+            common.flags.writeable = False
+            object.__setattr__(self, "common", common)
         object.__setattr__(self, "scale", scale)
         object.__setattr__(self, "zero_point", zero_point)
 
@@ -72,6 +82,9 @@ class Encoding:
             and self.granularity == other.granularity
             and np.array_equal(self.scale, other.scale)
             and np.array_equal(self.zero_point, other.zero_point)
+            and self.scale_format == other.scale_format
+            and (self.common is None) == (other.common is None)
+            and (other.common is None or np.array_equal(np.asarray(self.common), other.common))
         )
 
     def __hash__(self) -> int:

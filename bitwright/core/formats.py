@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from bitwright.errors import FormatError, close_matches
 
@@ -84,20 +85,34 @@ class FloatFormat:
         """Exponent of the smallest normal number; below it the spacing stays constant (subnormals)."""
         return 1 - self.bias
 
+    @property
+    def step(self) -> float:
+        """The smallest positive number, of which every number is a multiple."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
 
 Format = IntFormat | FloatFormat
 
+
+def largest_code(fmt: Format) -> float:
+    """The largest number that is multiplied with the scale: 127 for int8, 448 for float8_e4m3."""
+    return fmt.max if isinstance(fmt, FloatFormat) else float(fmt.qmax)
+
+
 FLOAT8_E4M3 = FloatFormat("float8_e4m3", 4, 3, 448.0, scaled=True)
 FLOAT8_E5M2 = FloatFormat("float8_e5m2", 5, 2, 57344.0, scaled=True)
+FLOAT6_E2M3 = FloatFormat("float6_e2m3", 2, 3, 7.5, scaled=True)
+FLOAT6_E3M2 = FloatFormat("float6_e3m2", 3, 2, 28.0, scaled=True)
 FLOAT4_E2M1 = FloatFormat("float4_e2m1", 2, 1, 6.0, scaled=True)
 FLOAT16 = FloatFormat("float16", 5, 10, 65504.0, scaled=False)
 BFLOAT16 = FloatFormat("bfloat16", 8, 7, 3.3895313892515355e38, scaled=False)
 
 FLOAT_FORMATS: dict[str, FloatFormat] = {
-    f.name: f for f in (FLOAT8_E4M3, FLOAT8_E5M2, FLOAT4_E2M1, FLOAT16, BFLOAT16)
+    f.name: f for f in (FLOAT8_E4M3, FLOAT8_E5M2, FLOAT6_E2M3, FLOAT6_E3M2, FLOAT4_E2M1, FLOAT16, BFLOAT16)
 }
 _ALIASES = {"fp8": "float8_e4m3", "e4m3": "float8_e4m3", "e5m2": "float8_e5m2", "fp8_e4m3": "float8_e4m3",
-            "fp8_e5m2": "float8_e5m2", "fp4": "float4_e2m1", "fp4_e2m1": "float4_e2m1", "e2m1": "float4_e2m1",
+            "fp8_e5m2": "float8_e5m2", "fp6_e2m3": "float6_e2m3", "e2m3": "float6_e2m3", "fp6_e3m2": "float6_e3m2",
+            "e3m2": "float6_e3m2", "fp4": "float4_e2m1", "fp4_e2m1": "float4_e2m1", "e2m1": "float4_e2m1",
             "fp16": "float16", "bf16": "bfloat16"}  # fmt: skip
 
 
@@ -120,4 +135,58 @@ def parse_format(text: str | Format) -> Format:
         site=f"format {text!r:.100}",
         problem=f"there is no number format of this name{close_matches(key, known)}",
         remedy=f"use int2 to int32, uint2 to uint32, or one of {', '.join(FLOAT_FORMATS)}",
+    )
+
+
+@dataclass(frozen=True)
+class ScaleFormat:
+    """What the scales of a tensor are stored as; in computations they are float32, whatever they are stored as.
+
+    Attributes:
+        name: of the row of :data:`SCALE_FORMATS`.
+        shared: which of the scales are stored as multiples of one float32 number: ``"none"`` of them, all scales of the
+            ``"tensor"``, or the blocks of each ``"channel"``.
+        multiples: format of the multiples; ``None`` for powers of two, which share no number.
+
+    ============  =====================================  =====================================================
+    name          a scale is                             used by
+    ============  =====================================  =====================================================
+    ``float32``   a float32 number                       most runtimes
+    ``e8m0``      a power of two, 8 bits                 MX (OCP Microscaling Formats 1.0, section 5.1 and 6.3)
+    ``e4m3``      a float8 number times one per tensor   NVFP4
+    ``uint4``     1 to 16 times one number per channel   LPBQ (AIMET): 4-bit blocks of 8-bit channels
+    ============  =====================================  =====================================================
+    """
+
+    name: str
+    shared: Literal["none", "tensor", "channel"] = "none"
+    multiples: FloatFormat | IntFormat | None = None
+
+
+FLOAT32_SCALE = ScaleFormat("float32")
+SCALE_FORMATS: dict[str, ScaleFormat] = {
+    row.name: row
+    for row in (
+        FLOAT32_SCALE,
+        ScaleFormat("e8m0"),
+        ScaleFormat("e4m3", "tensor", FLOAT8_E4M3),
+        ScaleFormat("uint4", "channel", IntFormat(4, signed=False)),
+    )
+}
+
+
+def parse_scale_format(text: str | ScaleFormat) -> ScaleFormat:
+    """The scale format called ``text``.
+
+    Raises:
+        FormatError: no such scale format; the message lists close names.
+    """
+    if isinstance(text, ScaleFormat):
+        return text
+    if isinstance(text, str) and text in SCALE_FORMATS:
+        return SCALE_FORMATS[text]
+    raise FormatError(
+        site=f"scale format {text!r:.100}",
+        problem=f"there is no scale format of this name{close_matches(str(text), SCALE_FORMATS)}",
+        remedy=f"use one of {', '.join(SCALE_FORMATS)}",
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from bitwright.core.formats import Format, parse_format
+from bitwright.core.formats import Format, ScaleFormat, parse_format
 from bitwright.core.granularity import Granularity
 from bitwright.core.patterns import DEFAULT_SUPERGROUPS, Pattern
 from bitwright.core.recurrence import CELLS
@@ -62,6 +62,7 @@ class Rule:
         method: how the range is taken, or the name of the method.
         fixed_range: ``(lo, hi)`` in input units; ``None`` at either end calibrates that end.
         non_finite: what calibration does about NaN and Inf, see :class:`~bitwright.core.spec.QuantSpec`.
+        scale_format: what scales are stored as, see :class:`~bitwright.core.formats.ScaleFormat`.
         origin: where the rule was written; shown instead of the rule when it is cited.
         optional: the rule describes a target rather than this model, so matching nothing is not reported.
         reaches_producer: with ``port="input"``, set ``symmetry`` on the tensor that is read, wherever it is
@@ -85,6 +86,7 @@ class Rule:
     method: RangeMethod | str | None = None
     fixed_range: FixedRange | None = None
     non_finite: NonFinite | None = None
+    scale_format: ScaleFormat | None = None
     origin: str = field(default="", compare=False)
     optional: bool = field(default=False, compare=False)
     reaches_producer: bool = False
@@ -122,6 +124,7 @@ class Rule:
             "method",
             "fixed_range",
             "non_finite",
+            "scale_format",
         ):
             value = getattr(self, facet)
             if value not in (None, "*"):
@@ -216,6 +219,7 @@ class Setting:
     method: RangeMethod | None = None
     fixed_range: FixedRange | None = None
     non_finite: NonFinite | None = None
+    scale_format: ScaleFormat | None = None
     decided_by: Rule | None = None
     matched: tuple[int, ...] = ()
 
@@ -241,6 +245,7 @@ class Setting:
             method=base.method if self.method is None else self.method,
             fixed_range=None if fixed == (None, None) else fixed,
             non_finite=self.non_finite or base.non_finite,
+            scale_format=self.scale_format or base.scale_format,
         )
 
     def followed_by(self, index: int, rule: Rule) -> Setting:
@@ -258,6 +263,7 @@ class Setting:
             self.method if rule.method is None else _method(rule.method),
             self.fixed_range if rule.fixed_range is None else rule.fixed_range,
             rule.non_finite or self.non_finite,
+            rule.scale_format or self.scale_format,
             decided_by,
             (*self.matched, index),
         )

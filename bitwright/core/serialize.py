@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from bitwright.core.affine import is_sayable
 from bitwright.core.encoding import Encoding
-from bitwright.core.formats import IntFormat, parse_format
+from bitwright.core.formats import FLOAT32_SCALE, IntFormat, parse_format, parse_scale_format
 from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.core.spec import QuantSpec, RangeMethod
 from bitwright.errors import BitwrightError, EncodingsError
@@ -61,6 +62,22 @@ def encoding_to_json(encoding: Encoding) -> JsonDict:
         "shape": list(encoding.scale.shape),
         "scale": [float(s) for s in encoding.scale.ravel()],
         "zero_point": [int(z) for z in encoding.zero_point.ravel()],
+        **_scale_format_to_json(encoding),
+    }
+
+
+def _scale_format_to_json(encoding: Encoding) -> JsonDict:
+    """Nothing for float32 scales."""
+    if encoding.scale_format == FLOAT32_SCALE:
+        return {}
+    common = encoding.common
+    return {
+        "scale_format": encoding.scale_format.name,
+        **(
+            {}
+            if common is None
+            else {"common": [float(c) for c in common.ravel()], "common_shape": list(common.shape)}
+        ),
     }
 
 
@@ -86,7 +103,15 @@ def encoding_from_json(data: JsonDict, site: str = "encoding") -> Encoding:
         lowest, highest = (fmt.qmin, fmt.qmax) if isinstance(fmt, IntFormat) else (0, 0)
         if ((zero_point < lowest) | (zero_point > highest)).any():
             raise ValueError(f"a zero point lies outside {lowest} to {highest}, the grid of {fmt.name}")
-        return Encoding(fmt, scale, zero_point, granularity)
+        scale_format = parse_scale_format(data.get("scale_format", FLOAT32_SCALE))
+        common = None
+        if scale_format.shared != "none":
+            common = np.array(_numbers(data["common"], int, float), np.float64).astype(np.float32)
+            common = common.reshape(tuple(data["common_shape"]))
+        encoding = Encoding(fmt, scale, zero_point, granularity, scale_format, common)
+        if not is_sayable(encoding):
+            raise ValueError(f"its scales are not of the format {scale_format.name}")
+        return encoding
 
 
 def _rank(granularity: Granularity, given: int) -> int:
@@ -124,6 +149,7 @@ def spec_to_json(spec: QuantSpec) -> JsonDict:
         "options": dict(spec.method.options),
         "fixed_range": None if spec.fixed_range is None else list(spec.fixed_range),
         **({} if spec.non_finite is None else {"non_finite": spec.non_finite}),
+        **({} if spec.scale_format == FLOAT32_SCALE else {"scale_format": spec.scale_format.name}),
     }
 
 
@@ -155,4 +181,5 @@ def spec_from_json(data: JsonDict, site: str = "spec") -> QuantSpec:
             RangeMethod.of(data["method"], options),
             None if fixed is None else (fixed[0], fixed[1]),
             data.get("non_finite"),
+            parse_scale_format(data.get("scale_format", FLOAT32_SCALE)),
         )

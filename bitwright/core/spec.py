@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from bitwright.core.formats import Format, IntFormat, parse_format
+from bitwright.core.formats import (
+    FLOAT32_SCALE,
+    SCALE_FORMATS,
+    FloatFormat,
+    Format,
+    IntFormat,
+    ScaleFormat,
+    parse_format,
+    parse_scale_format,
+)
 from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.errors import ConfigError, close_matches
 
@@ -63,6 +72,7 @@ class QuantSpec:
         non_finite: what calibration does when the tensor holds NaN or Inf: ``error`` stops, ``skip`` leaves
             the whole batch out of all statistics, ``clamp`` uses the finite elements only; ``None`` is the
             policy of the call.
+        scale_format: what scales are stored as, a row of ``formats.SCALE_FORMATS`` or its name.
     """
 
     format: Format = field(default_factory=lambda: IntFormat(8))
@@ -71,6 +81,7 @@ class QuantSpec:
     method: RangeMethod = RangeMethod()
     fixed_range: tuple[float | None, float | None] | None = None
     non_finite: NonFinite | None = None
+    scale_format: ScaleFormat = FLOAT32_SCALE
 
     def __post_init__(self) -> None:
         if self.symmetry not in SYMMETRIES:
@@ -81,6 +92,19 @@ class QuantSpec:
             )
         if self.non_finite is not None:
             check_policy(self.non_finite, "QuantSpec.non_finite")
+        object.__setattr__(self, "scale_format", parse_scale_format(self.scale_format))
+        if self.scale_format == FLOAT32_SCALE:
+            return
+        has_zero_point = isinstance(self.format, IntFormat) and self.symmetry == "asymmetric"
+        if has_zero_point or (isinstance(self.format, FloatFormat) and not self.format.scaled):
+            what = "has a zero point" if has_zero_point else "has no scale"
+            raise ConfigError(
+                site="QuantSpec.scale_format",
+                problem=f"scales of format {self.scale_format.name} go with symmetric grids, and {self.format.name} {what}",
+                remedy="set symmetry to 'symmetric', or scale_format to 'float32'"
+                if has_zero_point
+                else "set scale_format to 'float32'",
+            )
 
     def describe(self) -> str:
         """One short phrase: ``int8 symmetric per channel (axis 0), minmax``."""
@@ -93,7 +117,8 @@ class QuantSpec:
         else:
             where = "per tensor"
         symmetry = f" {self.symmetry.replace('_', ' ')}" if isinstance(self.format, IntFormat) else ""
-        return f"{self.format.name}{symmetry} {where}, {self.method.name}"
+        scales = "" if self.scale_format == FLOAT32_SCALE else f" ({self.scale_format.name} scales)"
+        return f"{self.format.name}{symmetry} {where}{scales}, {self.method.name}"
 
 
 @dataclass(frozen=True)
@@ -117,6 +142,8 @@ def activation_spec(format: str | Format = "uint8", **changes: Any) -> QuantSpec
     return QuantSpec(parse_format(format), PerTensor(), **changes)
 
 
+_E8M0 = SCALE_FORMATS["e8m0"]
+
 PRESETS: dict[str, Preset] = {
     "w8a8": Preset(weight_spec("int8"), activation_spec("uint8")),
     "w8a16": Preset(weight_spec("int8"), activation_spec("uint16")),
@@ -127,7 +154,15 @@ PRESETS: dict[str, Preset] = {
     "w4g32": Preset(weight_spec("int4", PerBlock(32)), None),
     "w8a8_per_tensor": Preset(weight_spec("int8", PerTensor()), activation_spec("uint8")),
     "fp8": Preset(weight_spec("float8_e4m3"), activation_spec("float8_e4m3", symmetry="symmetric")),
-    "mxfp4": Preset(weight_spec("float4_e2m1", PerBlock(32)), None),
+    "w4lpbq": Preset(weight_spec("int4", PerBlock(64), scale_format=SCALE_FORMATS["uint4"]), None),
+    "mxfp4": Preset(weight_spec("float4_e2m1", PerBlock(32), scale_format=_E8M0), None),
+    "mxfp6_e2m3": Preset(weight_spec("float6_e2m3", PerBlock(32), scale_format=_E8M0), None),
+    "mxfp6_e3m2": Preset(weight_spec("float6_e3m2", PerBlock(32), scale_format=_E8M0), None),
+    "mxfp8": Preset(weight_spec("float8_e4m3", PerBlock(32), scale_format=_E8M0), None),
+    "mxint8": Preset(
+        weight_spec("int8", PerBlock(32), symmetry="strict_symmetric", scale_format=_E8M0), None
+    ),
+    "nvfp4": Preset(weight_spec("float4_e2m1", PerBlock(16), scale_format=SCALE_FORMATS["e4m3"]), None),
     "fp16": Preset(weight_spec("float16", PerTensor()), activation_spec("float16", symmetry="symmetric")),
     "bf16": Preset(weight_spec("bfloat16", PerTensor()), activation_spec("bfloat16", symmetry="symmetric")),
 }

@@ -7,7 +7,7 @@ int4/8/16, uint4/8/16  QuantizeLinear, DequantizeLinear            integers, Deq
 other widths to 16     float Clip, then the pair of 8 or 16 bits   as the next wider row
 17 bits and more       Div, Round, Add, Clip, Sub, Mul in float64  float, already quantized
 float8                 QuantizeLinear, DequantizeLinear            float8, DequantizeLinear
-float4_e2m1            Div, Round at the local spacing, Clip, Mul  int8 in half steps, DequantizeLinear
+float4, float6         Div, Round at the local spacing, Clip, Mul  int8 or int16 in the smallest steps, DequantizeLinear
 float16, bfloat16      Clip, Cast, Cast back                       half, Cast
 =====================  ==========================================  ==================================
 
@@ -19,7 +19,7 @@ them for one scale: activations always, constants beside a quantized input unles
 axis.
 
 Each form gives what ``core.affine.fake_quantize`` gives, bit for bit (the sign of zero aside, for float4
-constants). A float Clip before a wider pair is exact because rounding is monotone: what lies beyond the
+and float6 constants). A float Clip before a wider pair is exact because rounding is monotone: what lies beyond the
 last code lands on it. Integer Clip between the pair would do the same, but runtimes lack a 16-bit kernel
 for it.
 """
@@ -30,7 +30,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import onnx_ir as ir
@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.affine import fake_quantize, quantize
 from bitwright.core.encoding import Encoding
-from bitwright.core.formats import FLOAT4_E2M1, FloatFormat, IntFormat
+from bitwright.core.formats import FloatFormat, Format, IntFormat
 from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.core.ops import op_row
 from bitwright.errors import EncodingsError, ExportError, GranularityError
@@ -210,7 +210,7 @@ def unsigned(encoding: Encoding) -> Encoding:
         return encoding
     shift = 1 << (fmt.bits - 1)
     wide = encoding.zero_point.astype(np.int64) + shift
-    return Encoding(IntFormat(fmt.bits, signed=False), encoding.scale, wide, encoding.granularity)
+    return replace(encoding, format=IntFormat(fmt.bits, signed=False), zero_point=wide)
 
 
 def check_shape(encoding: Encoding, shape: tuple[int, ...], site: str) -> None:
@@ -254,9 +254,10 @@ def store_constant(
     array = np.asarray(array, np.float32)
     check_shape(encoding, array.shape, site)
     fmt, codes = encoding.format, np.asarray(quantize(array, encoding))
-    if fmt == FLOAT4_E2M1:  # its numbers are whole multiples of a half, up to 12 halves
-        halves = replace(encoding, scale=encoding.scale / np.float32(2))
-        return _scaled((codes * 2).astype(np.int16 if wide else np.int8), halves, array.shape)
+    if is_small_float(fmt):  # its numbers are whole multiples of the smallest one
+        steps = replace(encoding, scale=encoding.scale * np.float32(fmt.step))
+        small = fmt.max / fmt.step <= 127 and not wide
+        return _scaled((codes / fmt.step).astype(np.int8 if small else np.int16), steps, array.shape)
     if isinstance(fmt, FloatFormat):
         if fmt.name in _HALVES:
             return Stored(codes.astype(_HALVES[fmt.name].numpy()), None, None)
@@ -309,8 +310,13 @@ def transpose_encoding(encoding: Encoding, perm: Sequence[int]) -> Encoding:
         return replace(encoding, granularity=PerChannel(axis))
     channel = granularity.channel_axis
     moved = PerBlock(granularity.size, axis, None if channel is None else where[channel % len(perm)])
-    return Encoding(
-        encoding.format, encoding.scale.transpose(perm), encoding.zero_point.transpose(perm), moved
+    common = encoding.common
+    return replace(
+        encoding,
+        scale=encoding.scale.transpose(perm),
+        zero_point=encoding.zero_point.transpose(perm),
+        granularity=moved,
+        common=common if common is None else common.transpose(perm),
     )
 
 
@@ -400,8 +406,8 @@ def _form(encoding: Encoding, narrow: bool) -> _Form:
         return _write_wide if fmt.bits > 16 else partial(_write_pair, narrow=narrow)
     if fmt.name in _HALVES:
         return _write_half
-    if fmt == FLOAT4_E2M1:
-        return _write_float4
+    if is_small_float(fmt):
+        return _write_small_float
     return partial(_write_pair, narrow=True) if narrow else _write_float8
 
 
@@ -533,19 +539,27 @@ def _write_float8(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encodin
     return Quantizer(pen.emit("Mul", [grid, scale], "dq"), scale)
 
 
-def _write_float4(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:
-    """e2m1: steps of 1/2 below 2, of 1 below 4, of 2 above; all powers of two, so nothing but Div rounds."""
+def is_small_float(fmt: Format) -> TypeGuard[FloatFormat]:
+    """Whether ``fmt`` is a float format of fewer than 8 bits, which no operator of ONNX Runtime rounds to."""
+    return isinstance(fmt, FloatFormat) and fmt.bits < 8
+
+
+def _write_small_float(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:
+    """The spacing doubles at every power of two from the smallest normal number on; so nothing but Div rounds."""
+    fmt = encoding.format
+    assert isinstance(fmt, FloatFormat)
     scale = pen.constant("scale", _spread(encoding.scale, encoding.granularity, value, pen.site))
-    half, one, two, four = (
-        pen.constant(name, np.float32(number))
-        for name, number in (("half", 0.5), ("one", 1), ("two", 2), ("four", 4))
-    )
     ratio = pen.emit("Div", [value, scale], "ratio")
     size = pen.emit("Abs", [ratio], "size")
-    upper = pen.emit("Where", [pen.emit("Less", [size, four], "below_four", D.BOOL), one, two], "upper")
-    step = pen.emit("Where", [pen.emit("Less", [size, two], "below_two", D.BOOL), half, upper], "step")
+    ends = range(fmt.min_exponent + 1, int(np.log2(fmt.max)) + 1)
+    step = pen.constant("step", np.float32(2.0 ** (ends[-1] - fmt.mantissa_bits)))
+    for end in reversed(ends):
+        bound = pen.constant("bound", np.float32(2.0**end))
+        finer = pen.constant("step", np.float32(2.0 ** (end - 1 - fmt.mantissa_bits)))
+        below = pen.emit("Less", [size, bound], "below", D.BOOL)
+        step = pen.emit("Where", [below, finer, step], "step")
     steps = pen.emit("Round", [pen.emit("Div", [ratio, step], "steps")], "rounded")
-    codes = _clip_to(pen, pen.emit("Mul", [steps, step], "grid"), FLOAT4_E2M1.max)
+    codes = _clip_to(pen, pen.emit("Mul", [steps, step], "grid"), fmt.max)
     return Quantizer(pen.emit("Mul", [codes, scale], "dq"), scale)
 
 

@@ -11,12 +11,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.affine import is_sayable, scale_multiples
 from bitwright.core.encoding import Encoding
 from bitwright.core.formats import (
     FLOAT4_E2M1,
     FLOAT8_E4M3,
     FLOAT8_E5M2,
+    SCALE_FORMATS,
     FloatFormat,
+    IntFormat,
 )
 from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor, Shape
 from bitwright.errors import EncodingsError, close_matches
@@ -49,6 +52,25 @@ class GroupedScale:
     channel: NDArray[np.float32]
     decompressed_bits: int
 
+    @classmethod
+    def of(cls, encoding: Encoding) -> GroupedScale | None:
+        """The factors of an encoding whose scales are whole multiples of one number per channel; else ``None``."""
+        multiples, fmt = encoding.scale_format.multiples, encoding.format
+        stored = scale_multiples(encoding)
+        if not isinstance(multiples, IntFormat) or not isinstance(fmt, IntFormat) or stored is None:
+            return None
+        if not isinstance(encoding.granularity, PerBlock) or encoding.common is None:
+            return None
+        return cls(stored.astype(np.int64), encoding.common, fmt.bits + multiples.bits)
+
+    def applied_to(self, encoding: Encoding) -> Encoding:
+        """``encoding`` with the scale format that these factors are of, where there is one and its axes are known."""
+        name = f"uint{self.decompressed_bits - encoding.format.bits}"
+        if name not in SCALE_FORMATS or self.channel.ndim != encoding.scale.ndim or encoding.scale.ndim < 2:
+            return encoding
+        stored = replace(encoding, scale_format=SCALE_FORMATS[name], common=self.channel)
+        return stored if is_sayable(stored) else encoding
+
     def product(self) -> NDArray[np.float32]:
         """The effective scales, shape P: the float32 products that an integer runtime computes."""
         block = self.block.astype(np.float32)
@@ -78,13 +100,20 @@ class NamedEncoding:
         name: ONNX value or initializer, or a site such as ``conv1.input[0]``.
         kind: activation or parameter; ``"unknown"`` after reading 2.0.0 without ``params``.
         encoding: what calibration found; after reading, its axes may be open (see :meth:`resolve`).
-        grouped: the two factors of the block scales, for LPBQ; their product is ``encoding.scale``.
+        grouped: the two factors of the block scales, for LPBQ; their product is ``encoding.scale``. Taken from the encoding
+            where it has them.
     """
 
     name: str
     kind: Kind
     encoding: Encoding
     grouped: GroupedScale | None = None
+
+    def __post_init__(self) -> None:
+        if self.grouped is None:
+            object.__setattr__(self, "grouped", GroupedScale.of(self.encoding))
+        else:
+            object.__setattr__(self, "encoding", self.grouped.applied_to(self.encoding))
 
     @property
     def is_open(self) -> bool:

@@ -29,6 +29,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.core.affine import with_scale
 from bitwright.core.bias import (
     bias_entries,
     derive_bias_encoding,
@@ -446,7 +447,7 @@ class _Writer:
             if floored is not seen:
                 given = self.encodings[site]
                 scale = floored.scale.reshape(given.scale.shape)
-                raised = Encoding(given.format, scale, given.zero_point, given.granularity)
+                raised = with_scale(given, scale)
                 self.encodings[site] = self.raised[site] = raised
         for site in self.raised:
             text = (
@@ -462,7 +463,7 @@ class _Writer:
         scale = self.encodings[bias.weight.site].scale.reshape(seen.scale.shape)
         if np.array_equal(scale, seen.scale):
             return seen
-        return Encoding(seen.format, scale, seen.zero_point, seen.granularity)
+        return with_scale(seen, scale)
 
     def _biases_of(self, node: ir.Node) -> Iterator[_Bias]:
         """The bias of ``node`` if it can be int32; where one might expect that, a note."""

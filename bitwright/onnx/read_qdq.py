@@ -38,7 +38,7 @@ from bitwright.core.formats import (
 )
 from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.errors import FormatError, ModelError
-from bitwright.export.builder import read_metadata, transpose_encoding
+from bitwright.export.builder import is_small_float, read_metadata, transpose_encoding
 from bitwright.export.markers import Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.export.products import join_again
 from bitwright.export.qdq import moves_data
@@ -481,8 +481,10 @@ class _Taker:
         """The grid of stored codes; ``None`` where blocks cannot say it."""
         dtype = ir.DataType.from_numpy(codes.dtype)
         fmt: Format = parse_format(facts["format"]) if facts else _format(node, dtype)
-        if fmt == FLOAT4_E2M1 and codes.dtype.kind == "i":  # stored as whole halves
-            scale = scale * np.float32(2)
+        if (
+            is_small_float(fmt) and codes.dtype.kind == "i"
+        ):  # stored as whole multiples of the smallest number
+            scale = scale / np.float32(fmt.step)
         if isinstance(fmt, IntFormat) and zero is not None:
             zero = _unshifted(zero, fmt)
         try:

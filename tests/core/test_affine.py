@@ -331,6 +331,8 @@ def test_codes_are_stored_in_the_smallest_type(fmt, in_numpy, in_torch):
 CASTS = {
     "float8_e4m3": ml_dtypes.float8_e4m3fn,
     "float8_e5m2": ml_dtypes.float8_e5m2,
+    "float6_e2m3": ml_dtypes.float6_e2m3fn,
+    "float6_e3m2": ml_dtypes.float6_e3m2fn,
     "float4_e2m1": ml_dtypes.float4_e2m1fn,
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,

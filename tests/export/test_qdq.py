@@ -58,7 +58,7 @@ def assert_same(
 
 ACTIVATION_FORMATS = [
     *(f"{sign}int{bits}" for bits in (2, 3, 4, 5, 7, 8, 11, 16, 20, 32) for sign in ("", "u")),
-    "int8n", "int4n", "int16n", "float8_e4m3", "float8_e5m2", "float4_e2m1", "float16", "bfloat16",
+    "int8n", "int4n", "int16n", "float8_e4m3", "float8_e5m2", "float4_e2m1", "float6_e2m3", "float6_e3m2", "float16", "bfloat16",
 ]  # fmt: skip
 
 

@@ -101,7 +101,20 @@ def test_our_own_files_are_read_back_whole(tmp_path, preset, activation):
 
 
 @pytest.mark.parametrize(
-    "format", ["int3", "uint5", "int6n", "int8n", "uint12", "uint20", "float4_e2m1", "bf16", "float8_e5m2"]
+    "format",
+    [
+        "int3",
+        "uint5",
+        "int6n",
+        "int8n",
+        "uint12",
+        "uint20",
+        "float4_e2m1",
+        "float6_e2m3",
+        "float6_e3m2",
+        "bf16",
+        "float8_e5m2",
+    ],
 )
 def test_every_form_of_a_quantizer_is_read_back(tmp_path, format):
     sim = calibrated(net(), DATA)
