@@ -26,6 +26,7 @@ from bitwright.core.arrays import (
 )
 from bitwright.core.encoding import Encoding
 from bitwright.core.formats import (
+    FLOAT32_SCALE,
     FLOAT_FORMATS,
     FloatFormat,
     Format,
@@ -273,6 +274,14 @@ def is_sayable(encoding: Encoding) -> bool:
     if multiples is None or encoding.common is None:
         return True
     return np.array_equal(multiples * encoding.common, encoding.scale)
+
+
+def recognized(encoding: Encoding, scale_format: ScaleFormat) -> Encoding:
+    """``encoding`` with ``scale_format``, if its scales are of it; files of other tools say the product only."""
+    if encoding.scale_format != FLOAT32_SCALE or scale_format == FLOAT32_SCALE:
+        return encoding
+    stored = with_scale(encoding, encoding.scale, scale_format)
+    return stored if np.array_equal(stored.scale, encoding.scale) else encoding
 
 
 def _nearest_multiples(ratio: Float64s, fmt: Format) -> NDArray[np.float32]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from bitwright.core.affine import recognized
 from bitwright.core.calibration import CalibrationLog
 from bitwright.core.formats import IntFormat
 from bitwright.core.granularity import PerTensor
@@ -253,5 +254,6 @@ def _take(site: Site, record: NamedEncoding) -> None:
         else weight_axes(op.type, op.attrs, site._plan.port, len(shape))
     )
     encoding = record.resolve(shape, channel, block).encoding if record.is_open else record.encoding
-    site.encoding = encoding
+    spec = site.spec
+    site.encoding = encoding if spec is None else recognized(encoding, spec.scale_format)
     site.enabled = True

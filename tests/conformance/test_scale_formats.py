@@ -1,0 +1,124 @@
+"""Presets whose scales have a format of their own: simulated alike in both front ends, exported, read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import bitwright.onnx as bo
+import bitwright.torch as bt
+from bitwright.core.affine import is_sayable
+from bitwright.core.spec import PRESETS
+from bitwright.export.encodings import read_encodings
+
+X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+SCALED = [name for name, p in PRESETS.items() if p.weight and p.weight.scale_format.name != "float32"]
+
+#: those whose elements version 2.0.0 of the encodings files has a name for
+IN_FILES = ("w4lpbq", "mxfp4", "mxfp8", "nvfp4")
+#: one for every form in which weights are stored in an ONNX file
+FORMS = ("w4lpbq", "mxint8", "mxfp6_e3m2", "nvfp4")
+
+
+class Net(nn.Module):
+    """Two layers whose blocks differ in size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 10)
+        with torch.no_grad():
+            self.up.weight *= torch.exp(torch.randn(128, 1)) * torch.exp(torch.randn(1, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+@pytest.fixture(scope="module")
+def onnx_net() -> onnx.ModelProto:
+    """The network as an ONNX graph with its weights as Gemm takes them."""
+    net, make = Net(), onnx.helper
+    names = {
+        "up.weight": net.up.weight,
+        "up.bias": net.up.bias,
+        "down.weight": net.down.weight,
+        "down.bias": net.down.bias,
+    }
+    nodes = [
+        make.make_node("Gemm", ["x", "up.weight", "up.bias"], ["h"], "up", transB=1),
+        make.make_node("Relu", ["h"], ["r"], "relu"),
+        make.make_node("Gemm", ["r", "down.weight", "down.bias"], ["y"], "down", transB=1),
+    ]  # fmt: skip
+    weights = [onnx.numpy_helper.from_array(t.detach().numpy(), name) for name, t in names.items()]
+    info = make.make_tensor_value_info
+    graph = make.make_graph(nodes, "net", [info("x", 1, ["n", 64])], [info("y", 1, ["n", 10])], weights)
+    return make.make_model(graph, opset_imports=[make.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.parametrize("preset", SCALED)
+def test_both_front_ends_export_and_read_back(preset: str, onnx_net: onnx.ModelProto, tmp_path: Path) -> None:
+    sim = bt.QuantizationSimModel(Net(), X, preset=preset)
+    sim.compute_encodings([X], progress=False)
+    other = bo.QuantizationSimModel(onnx_net, preset=preset)
+    other.compute_encodings([{"x": X.numpy()}], progress=False)
+    for name in ("up.weight", "down.weight"):
+        one, two = sim.quantizers[name].encoding, other.quantizers[name].encoding
+        assert one == two and is_sayable(one) and one.scale_format.name != "float32"
+    assert f"({one.scale_format.name} scales)" in str(sim.coverage())
+    with torch.no_grad():
+        y = sim.model(X).numpy()
+    np.testing.assert_allclose(other.session.run(None, {"x": X.numpy()})[0], y, rtol=1e-4, atol=1e-4)
+
+    if preset in FORMS:
+        sim.export(tmp_path, filename_prefix="net", dummy_input=X)
+        assert sim.verify(X).ok
+    if preset in IN_FILES:
+        sim.save_encodings(tmp_path / "net2.encodings", "2.0.0")
+        fresh = bt.QuantizationSimModel(Net(), X, preset=preset)
+        fresh.load_encodings(tmp_path / "net2.encodings")
+        for name in ("up.weight", "down.weight"):
+            assert fresh.quantizers[name].encoding == sim.quantizers[name].encoding
+
+
+@pytest.mark.parametrize("preset", SCALED)
+def test_a_checkpoint_keeps_the_format(preset: str, tmp_path: Path) -> None:
+    sim = bt.QuantizationSimModel(Net(), X, preset=preset)
+    sim.compute_encodings([X], progress=False)
+    sim.save_checkpoint(tmp_path / "kept")
+    fresh = bt.QuantizationSimModel(Net(), X, preset=preset)
+    fresh.load_checkpoint(tmp_path / "kept")
+    assert fresh.quantizers["up.weight"].encoding == sim.quantizers["up.weight"].encoding
+
+
+def test_lpbq_is_written_in_two_factors(tmp_path: Path) -> None:
+    sim = bt.QuantizationSimModel(Net(), X, preset="w4lpbq")
+    sim.compute_encodings([X], progress=False)
+    sim.save_encodings(tmp_path / "lpbq.encodings")
+    record = read_encodings(tmp_path / "lpbq.encodings").by_name["up.weight"]
+    assert record.grouped is not None and record.grouped.decompressed_bits == 8
+    assert record.resolve((128, 64), 0, 1).encoding == sim.quantizers["up.weight"].encoding
+
+
+def test_rounding_methods_stay_on_the_format() -> None:
+    sim = bt.QuantizationSimModel(Net(), X, preset="nvfp4")
+    sim.compute_encodings([X], progress=False)
+    bt.apply_gptq(sim, [X], progress=False)
+    assert is_sayable(sim.quantizers["up.weight"].encoding)
+    sim = bt.QuantizationSimModel(Net(), X, preset="w4lpbq")
+    sim.compute_encodings([X], progress=False)
+    bt.apply_seq_mse(sim, [X], progress=False)
+    encoding = sim.quantizers["up.weight"].encoding
+    assert is_sayable(encoding) and encoding.scale_format.name == "uint4"
+
+
+def test_a_rule_sets_the_format_of_scales() -> None:
+    rules = {"preset": "w4g32", "rules": [{"match": "up", "weight": {"scale_format": "e8m0"}}]}
+    sim = bt.QuantizationSimModel(Net(), X, config_file=rules)
+    sim.compute_encodings([X], progress=False)
+    found = {n: sim.quantizers[n].encoding.scale_format.name for n in ("up.weight", "down.weight")}
+    assert found == {"up.weight": "e8m0", "down.weight": "float32"}
