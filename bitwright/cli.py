@@ -326,6 +326,14 @@ def quantize_model(
             "faster and quantizes the activations by itself."
         ),
     ] = "exact",
+    memory_budget: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="MIB",
+            help="Activations held while calibrating; a quarter of the free memory by default.",
+        ),
+    ] = None,
     batch_size: BatchSize = 1,
     limit: Limit = 256,
     layout: Layout = "NCHW",
@@ -383,6 +391,7 @@ def quantize_model(
             weight_only=weight_only,  # type: ignore[arg-type]
             non_finite=policy,
             allow_unreached=allow_unreached,
+            memory_budget=None if memory_budget is None else memory_budget << 20,
         )
     _print_result(result, loaded.notes)
 

@@ -211,6 +211,16 @@ def test_quantize_follows_a_recipe_and_shows_what_each_step_did(tmp_path, monkey
     assert (
         "no step" in result.output and "gptq()" in result.output and "layers, output error x" in result.output
     )
+    result = run(*common, "--recipe", "fold", "--memory-budget", "1")
+    assert result.exit_code == 0, result.output
+    budgets: list[object] = []
+    monkeypatch.setattr(
+        "bitwright.onnx.quantize", lambda *_, memory_budget, **__: budgets.append(memory_budget)
+    )
+    assert run(*common, "--memory-budget", "3").exit_code == 1 and budgets == [3 << 20]
+    assert run(*common, "--memory-budget", "0").exit_code == 2
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(tmp_path)
     result = run(*common, "--recipe", "fold,gtpq")
     assert result.exit_code == 2 and "there is no step 'gtpq'" in result.output
 

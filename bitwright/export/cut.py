@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.export.accumulated import accumulated
 from bitwright.export.bodies import BORDER
 from bitwright.export.builder import read_metadata
 from bitwright.export.markers import Names, copy_model, move_uses
@@ -38,16 +39,20 @@ class Piece:
         ops: their types, in execution order, without QuantizeLinear and DequantizeLinear.
         made: names of the tensors they make.
         float_params: ``weight``, ``bias``: which of them a Conv or Gemm among them has in float.
+        accumulated: the largest sum that an integer kernel among them may have to hold, see
+            :mod:`bitwright.core.accumulator`.
     """
 
     ops: list[str] = field(default_factory=list)
     made: list[str] = field(default_factory=list)
     float_params: set[str] = field(default_factory=set)
+    accumulated: int = 0
 
     def add(self, node: ir.Node) -> None:
         """Take in one operator."""
         self.ops.append(node.op_type)
         self.made.extend(str(value.name) for value in node.outputs)
+        self.accumulated = max(self.accumulated, accumulated(node))
         for port, name in ((1, "weight"), (2, "bias")) if node.op_type in WITH_BIAS else ():
             value = node.inputs[port] if len(node.inputs) > port else None
             if value is not None and value.is_initializer():

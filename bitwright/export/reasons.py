@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.accumulator import INT32_MAX
 from bitwright.core.formats import FloatFormat, parse_format
 from bitwright.export.agreement import MOST_LSB, SLACK, Agreement
 from bitwright.export.cut import OUTPUT_FORMAT, WITH_BIAS
@@ -50,6 +51,7 @@ class Evidence:
         float_params: ``weight``, ``bias``: which of them a Conv or Gemm has in float.
         found: agreement by mode.
         failures: modes the runtime refused.
+        accumulated: the largest sum that an integer kernel may have to hold.
     """
 
     ops: frozenset[str]
@@ -59,6 +61,7 @@ class Evidence:
     float_params: frozenset[str]
     found: Mapping[Mode, Agreement]
     failures: Mapping[Mode, str]
+    accumulated: int = 0
 
     @property
     def wide(self) -> bool:
@@ -131,6 +134,12 @@ INTEGER_REASONS: tuple[Reason, ...] = (
         bounded=True,
     ),
     Reason(lambda e: "bias" in e.float_params, "the runtime quantizes this float bias by itself"),
+    Reason(
+        lambda e: e.uses_integers and e.accumulated > INT32_MAX and e.found["integer"].lsb > MOST_LSB + SLACK,
+        "the int32 accumulator overflows: the inner length of this product is too large for codes of this width; leave "
+        "its input in float (sim.quantizers[...].enabled = False), split the layer along its inner axis and add the "
+        "parts, or give its weight fewer bits",
+    ),
     Reason(
         lambda e: e.kernel != "float" and e.found["integer"].lsb > MOST_LSB + SLACK,
         "integer sums of uint8 times int8 saturate at 16 bits on CPUs without VNNI",

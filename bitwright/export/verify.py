@@ -347,7 +347,17 @@ class _Compared:
         }
         params, fmt = frozenset(place.piece.float_params), str(facts["format"])
         return _Compared(
-            place, Evidence(frozenset(place.piece.ops), kernel, runtime, fmt, params, found, failures)
+            place,
+            Evidence(
+                frozenset(place.piece.ops),
+                kernel,
+                runtime,
+                fmt,
+                params,
+                found,
+                failures,
+                place.piece.accumulated,
+            ),
         )
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +24,7 @@ from bitwright.onnx import calibrate
 from bitwright.onnx.calibrate import Calibrator, Tap
 from bitwright.onnx.pipeline import quantize
 from bitwright.onnx.quantsim import QuantizationSimModel
-from tests.onnx.nets import Net, body, run
+from tests.onnx.nets import Net, body, conv_chain, feeds_for, run
 
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 
@@ -508,3 +510,25 @@ def test_empty_tensors_are_counted_and_bodies_that_did_not_run_are_not(scheme):
     found = {health.site: health.empty for health in sim.health()}
     assert found["head.input[0]"] == found["head.output[0]"] == 1
     assert not any(n for site, n in found.items() if site.startswith(("left", "right")))
+
+
+def test_calibrating_again_and_again_keeps_nothing() -> None:
+
+    model = conv_chain(4)
+    feeds = feeds_for(model)
+    sim = QuantizationSimModel(model, feeds, "percentile", threads=1)
+
+    def kept(times: int) -> tuple[int, int]:
+        for _ in range(times):
+            sim.compute_encodings([feeds, feeds], progress=False)
+        gc.collect()
+        return len(gc.get_objects()), tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        kept(3)
+        (objects, size), (more, larger) = kept(1), kept(20)
+    finally:
+        tracemalloc.stop()
+    assert more - objects < 20, "objects of every calibration are kept"
+    assert larger - size < 20 * 1024

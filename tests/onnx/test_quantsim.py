@@ -517,3 +517,21 @@ def test_a_bias_with_a_leading_axis_runs_on_integers():
     assert encoding is not None and encoding.scale.shape == (10,)
     report = sim.verify()
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("remedy", [None, "float", "int4"])
+def test_an_accumulator_that_overflows_is_named_and_the_remedies_work(remedy: str | None) -> None:
+    length, n = 100_000, Net()
+    weight = np.where(np.random.default_rng(0).random((length, 2)) > 0.5, 1.0, 0.9).astype(np.float32)
+    x = np.random.default_rng(1).uniform(0.9, 1.0, (2, length)).astype(np.float32)
+    y = n("MatMul", n.input("x", (2, length)), n.const(weight), name="fc", out="y")
+    sim = QuantizationSimModel(n.model(y), {"x": x}, preset="w4a8" if remedy == "int4" else "w8a8")
+    sim.compute_encodings([{"x": x}], progress=False)
+    if remedy == "float":
+        sim.quantizers["fc.input[0]"].enabled = False
+    report = sim.verify({"x": x})
+    assert report.ok == (remedy is not None), report.to_text()
+    if remedy is None:
+        row = next(row for row in report.rows if row.site == "fc.output[0]")
+        assert row.reason is not None and "the int32 accumulator overflows" in row.reason
+        assert "16 bits" not in row.reason
