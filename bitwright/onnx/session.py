@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -208,10 +209,15 @@ def return_memory() -> None:
     It keeps freed blocks below 32 MiB, among them the weights of a session, for allocations to come. Where those do not
     fit into the holes, each session that is opened in the place of another one takes more.
     """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(ctypes.c_size_t(0))
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+@cache
+def _malloc_trim() -> Any:
+    """The function of glibc, looked up once: every handle on a library makes a class of its own."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 def spill(model: ir.Model, folder: str) -> None:
