@@ -106,6 +106,7 @@ def write_artefacts(
     activation: ActivationForm,
     recurrent: RecurrentForm = "scan",
     weight_only: ProductForm = "exact",
+    notes: Sequence[str] = (),
     data: Sequence[Array],
     samples: Callable[[QdqResult, int | None], Samples] | None,
 ) -> Exported:
@@ -121,6 +122,7 @@ def write_artefacts(
         bias, activation, weight_only: see :func:`bitwright.export.qdq.to_qdq`.
         recurrent: how the QDQ model writes recurrent layers, see :func:`bitwright.export.recurrent.write_recurrent`;
             the float model has the operators.
+        notes: what there is to say about ``marked`` beside what is found here.
         data: the example input, for the manifest's fingerprint.
         samples: gives what the simulation computes on the first so many samples of the example, or on all of them; fewer
             are kept, with a note, where all would pass 64 MiB and the model's batch axis is free.
@@ -134,7 +136,8 @@ def write_artefacts(
     stripped = strip_sites(restore_native(marked))
     result = to_qdq(written, encodings, bias=bias, activation=activation, weight_only=weight_only)
     tensors = _tensors_of(sim, stripped.tensors)
-    notes = [
+    notes = [*notes]
+    notes += [
         f"{note.site}: {note.text}"
         for note in result.notes
         if note.kind != "no place" or note.site not in tensors

@@ -64,7 +64,7 @@ _UNCHANGED_SINCE: dict[str, int] = {
     **dict.fromkeys(("Pow",), 12),
     **dict.fromkeys(("Squeeze", "Unsqueeze", "Softmax", "LogSoftmax", "Hardmax", "Resize", "ReduceSum"), 13),
     **dict.fromkeys(("HardSwish", "Trilu"), 14),
-    **dict.fromkeys(TAKEN_IN, 1),
+    **TAKEN_IN,
     **dict.fromkeys(("BatchNormalization",), 15),
     **dict.fromkeys(("Einsum",), 12),
     **dict.fromkeys(("ScatterND", "ScatterElements", "GreaterOrEqual", "LessOrEqual"), 16),

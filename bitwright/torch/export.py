@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +27,7 @@ from bitwright.export.artefacts import (
     write_artefacts,
 )
 from bitwright.export.atomic import check_destination
+from bitwright.export.builder import read_metadata
 from bitwright.export.gate_order import GATED, to_onnx_order
 from bitwright.export.products import ProductForm
 from bitwright.export.qdq import QdqResult, rename_values, site_names, to_qdq
@@ -53,7 +54,7 @@ def export_sim(
     activation: Literal["unsigned", "as_is"] = "unsigned",
     recurrent: RecurrentForm = "scan",
     weight_only: ProductForm = "exact",
-    dynamic_batch: bool = False,
+    dynamic_batch: bool | Literal["auto"] = False,
     dynamic_shapes: Any = None,
     samples: bool = True,
 ) -> Exported:
@@ -80,7 +81,8 @@ def export_sim(
         weight_only: products of float activations with quantized weights: ``"exact"`` computes them as simulated, in float,
             in every session; ``"fused"`` lets ONNX Runtime make MatMulNBits of them, which is much faster and quantizes the
             activations to 8 bits by itself.
-        dynamic_batch: let the first axis of every input vary.
+        dynamic_batch: let the first axis of every input vary; ``"auto"`` does so where the model allows it, and says in the
+            notes of the result where it does not, and why.
         dynamic_shapes: instead, a dict from input names to axes as ``torch.export`` takes them: ``{"x": {0: Dim.AUTO}}``.
         samples: write the samples; fewer of them, with a note, when all would pass 64 MiB and the batch axis is free.
 
@@ -91,7 +93,12 @@ def export_sim(
     """
     check_destination(path, filename_prefix)
     _check(sim, encoding_version)
-    marked = marked_onnx(sim, dummy_input, dynamic_batch=dynamic_batch, dynamic_shapes=dynamic_shapes)
+    notes: list[str] = []
+    if dynamic_batch == "auto" and dynamic_shapes is None:
+        marked, notes = _free_batch(sim, dummy_input)
+    else:
+        free = dynamic_batch is True
+        marked = marked_onnx(sim, dummy_input, dynamic_batch=free, dynamic_shapes=dynamic_shapes)
     return write_artefacts(
         sim,
         path,
@@ -103,6 +110,7 @@ def export_sim(
         activation=activation,
         recurrent=recurrent,
         weight_only=weight_only,
+        notes=notes,
         data=[t.detach().cpu().numpy() for _, t in flatten_tensors(dummy_input)],
         samples=(lambda result, rows: _samples(sim, _first(dummy_input, rows), result)) if samples else None,
     )
@@ -225,12 +233,58 @@ def marked_onnx(
     model = exported.model
     model.ir_version = 10
     _forget_origins(model)
+    # an axis that was to vary, and that the model fixes, is a symbol of the name "2"
+    _replace_dims(model, lambda text: int(text) if text is not None and text.isdigit() else text)
     _rename_params(model)
     names = {id(t): name for name, t in inputs.items()}
     _rename_io(
         model, [names.get(id(t), f"input.{i}") for i, t in enumerate(tensors)], list(sim.output_values)
     )
     return rename_values(model, _readable(sim, model) | _gate_names(sim, model))
+
+
+def _free_batch(sim: QuantizationSimModel, dummy_input: Any) -> tuple[ir.Model, list[str]]:
+    """The model with a free batch axis where it allows one; otherwise with the example's, and why.
+
+    An example of one sample is doubled for it, because ``torch.export`` takes an axis of length 1 for a fixed one.
+    """
+    sizes = {len(t) for _, t in flatten_tensors(dummy_input) if t.dim()}
+    if len(sizes) != 1:
+        return marked_onnx(sim, dummy_input), [
+            "batch: the size is fixed to the example's, because its inputs do not have one first axis in common"
+        ]
+    (size,) = sizes
+    example = dummy_input
+    if size == 1:
+        example = map_tensors(dummy_input, lambda t: torch.cat([t, t]) if t.dim() else t)
+    try:
+        marked = marked_onnx(sim, example, dynamic_batch=True)
+        fixed = [str(v.name) for v in marked.graph.inputs if v.shape and isinstance(v.shape[0], int)]
+        why = f"the model computes with the size of {', '.join(fixed)}"
+    except ExportError as error:
+        fixed, why = ["all"], f"with a free one, {error.problem}"
+    if not fixed:
+        _name_batch(marked)
+        return marked, []
+    note = f"batch: the size is fixed to {size}, that of the example: {why}"
+    return marked_onnx(sim, dummy_input), [note]
+
+
+def _name_batch(model: ir.Model) -> None:
+    """Call the free batch axis ``batch``, where the exporter made a symbol like ``s95``."""
+    firsts = [v.shape[0] for v in model.graph.inputs if v.shape]
+    symbols = {dim.value for dim in firsts if isinstance(dim, ir.SymbolicDim)}
+    if len(symbols) == 1:
+        _replace_dims(model, lambda text: "batch" if text in symbols else text)
+
+
+def _replace_dims(model: ir.Model, new: Callable[[str | None], int | str | None]) -> None:
+    """Give every axis of a symbolic length the length, or name, that ``new`` has for it."""
+    values = [*model.graph.inputs, *(v for node in model.graph.all_nodes() for v in node.outputs)]
+    for value in values:
+        for i, dim in enumerate(value.shape or ()):
+            if value.shape is not None and isinstance(dim, ir.SymbolicDim):
+                value.shape[i] = new(dim.value)
 
 
 def own_copy(sim: QuantizationSimModel, batch: Any) -> Any:
@@ -352,11 +406,16 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 def site_values(
     sim: QuantizationSimModel, batch: Any, result: QdqResult
 ) -> dict[str, list[np.ndarray[Any, Any]]]:
-    """The simulation's values at each activation site, one per run of its place, and what weights and biases became."""
+    """The simulation's values at every site that the file has a quantizer for, one per run of its place.
+
+    A constant is among them where the file computes it, as one that is repeated for every sample of a free batch.
+    """
+    noted = (read_metadata(node) for node in result.model.graph.all_nodes())
+    live = {site for facts in noted if facts and facts["role"] == "activation" for site, _ in facts["places"]}
     wanted = [
         s.name
         for s in sim.quantizers.values()
-        if s.role in ("input", "output") and s.name in result.tensors and s.enabled
+        if (s.role in ("input", "output") or s.name in live) and s.name in result.tensors and s.enabled
     ]
     taps = sim.capture(wanted, own_copy(sim, batch))
     # the first step of a loop starts from a constant, which the exporter may have computed away: the last ones remain

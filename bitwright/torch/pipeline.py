@@ -162,7 +162,9 @@ def quantize(
         found = float(metric(runner.sim.model)) if report.metric is None else report.metric
         metrics["quantized"] = checked_metric("quantized", found)
     exported = (
-        None if path is None else runner.sim.export(path, filename_prefix, first, weight_only=weight_only)
+        None
+        if path is None
+        else runner.sim.export(path, filename_prefix, first, weight_only=weight_only, dynamic_batch="auto")
     )
     return Result(runner.sim, methods.folds, exported, metrics, report)
 

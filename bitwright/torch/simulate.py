@@ -392,7 +392,10 @@ class Simulator:
             quantizer.observe_once(x.detach())
             if quantizer.encoding is None:  # an empty tensor
                 return x
-        return quantizer.constant(x)
+        result = quantizer.constant(x)
+        if self.taps is not None and place.site in self.taps:
+            self.taps[place.site].append(result.detach().clone())
+        return result
 
     def _output(self, place: Place, x: torch.Tensor, *, overwrite: bool) -> torch.Tensor:
         quantizer = place.quantizer

@@ -195,6 +195,46 @@ def test_a_simulation_without_quantizers_is_verified_by_its_outputs(tmp_path: Pa
     assert verify_folder(tmp_path).ok
 
 
+class Positions(nn.Module):
+    """A constant that every sample of the batch has a copy of, as position embeddings and class tokens."""
+
+    def __init__(self, batch: int | None = None) -> None:
+        super().__init__()
+        self.token, self.fc, self.batch = nn.Parameter(torch.randn(1, 1, 6)), nn.Linear(6, 4), batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
+        if self.batch is not None and x.shape[0] == self.batch:
+            joined = joined * 2
+        return self.fc(joined)
+
+
+def test_quantize_leaves_the_batch_free(tmp_path: Path) -> None:
+    """Also from an example of one sample; what is computed for the other sizes is the same sample by sample."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 3, 6)
+    result = quantize(Positions(), [x[:1], x[1:2]], recipe=["fold"], path=tmp_path, progress=False)
+    assert result.exported is not None
+    session = ort.InferenceSession(str(result.exported.qdq))
+    assert session.get_inputs()[0].shape == ["batch", 3, 6]
+    five, one = (run(result.exported.qdq, {"x": part.numpy()})["output"] for part in (x, x[:1]))
+    np.testing.assert_array_equal(five[:1], one)
+    report = verify_folder(tmp_path)
+    assert report.ok and any(
+        "cat" in row.ops or "token" in row.site or "cat" in row.site for row in report.rows
+    ), report
+
+
+def test_a_batch_that_the_model_fixes_is_named(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 6)
+    result = quantize(Positions(2), [x], recipe=["fold"], path=tmp_path, progress=False)
+    assert result.exported is not None
+    assert ort.InferenceSession(str(result.exported.qdq)).get_inputs()[0].shape == [2, 3, 6]
+    (note,) = (note for note in result.exported.notes if note.startswith("batch:"))
+    assert note == "batch: the size is fixed to 2, that of the example: the model computes with the size of x"
+    assert verify_folder(tmp_path).ok
+
+
 def test_verify_compares_every_layer(sim: QuantizationSimModel, data: list[Tensor], tmp_path: Path) -> None:
     report = sim.verify(data[0])
     assert report.ok and len(report.rows) >= 3
