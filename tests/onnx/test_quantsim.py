@@ -223,7 +223,7 @@ def test_export_agrees_with_the_simulation_and_runs_by_default(sim, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "limit, note", [(10_000, "1 of 2 are kept, 0.0 MiB; all would be"), (1, "1 of 2 are kept"), (1 << 20, "")]
+    "limit, note", [(5_000, "1 of 2 are kept, 0.0 MiB; all would be"), (1, "1 of 2 are kept"), (1 << 20, "")]
 )
 def test_an_export_whose_samples_are_large_keeps_fewer_and_can_be_verified(
     sim, tmp_path, monkeypatch, limit, note
