@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bitwright.algorithms import gptq, reconstruct, seq_mse
+from bitwright.algorithms.bias_correct import first_samples
 from bitwright.algorithms.blocks import Unit, layer_units
 from bitwright.algorithms.program import SimulatedModel
 from bitwright.algorithms.propagate import Walk
@@ -52,7 +53,16 @@ METHODS: dict[str, Row] = {
 
 def method_options(name: str) -> tuple[str, ...]:
     """Names of the options of a method, and of those that all methods have."""
-    common = ("include", "exclude", "blocks", "seed", "memory_budget", "spill_dir", "cache_dir")
+    common = (
+        "num_samples",
+        "include",
+        "exclude",
+        "blocks",
+        "seed",
+        "memory_budget",
+        "spill_dir",
+        "cache_dir",
+    )
     return (*(f.name for f in dataclasses.fields(METHODS[name].settings)), *common)
 
 
@@ -85,6 +95,7 @@ def choose_weights(
     method: str,
     options: Mapping[str, Any],
     *,
+    num_samples: int | None = None,
     include: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
     blocks: Sequence[Sequence[str]] | None = None,
@@ -97,6 +108,7 @@ def choose_weights(
     """Carry out ``method`` on a simulation; see :func:`bitwright.algorithms.rounding.apply`.
 
     Args:
+        num_samples: batches are read until so many samples (rows) have passed; all with ``None``.
         blocks: operators (names) that are reconstructed together, instead of the blocks found from the graph.
 
     Raises:
@@ -107,7 +119,7 @@ def choose_weights(
     units = row.units if blocks is None else _given(blocks)
     return apply(
         model,
-        batches,
+        (batch for batch, _ in first_samples(batches, num_samples)),
         row.make(settings),
         name=method,
         units=units,

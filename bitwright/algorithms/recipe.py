@@ -49,6 +49,7 @@ class Kind:
     gain: float | None = None
 
 
+_ENOUGH = {"num_samples": 256}  # each doubling takes 0.5 dB off the noise, and as long again
 _WORTH = 0.1  # dB of the outputs that are worth clipped values, or 16 bits
 _RANGES = ("layer_inputs", "activation_ranges", "widen")
 _ROUNDING = ("gptq", "adaround", "brecq", "qdrop", "flexround")
@@ -222,9 +223,10 @@ def default_recipe(preset: Preset, *, own_rules: bool = False, own_scheme: bool 
             steps.append(Step("activation_ranges"))
         steps.append(Step("widen", optional=True))
     if bits < 8:
-        steps.append(Step("seq_mse", optional=True))
+        steps.append(Step("seq_mse", _ENOUGH, optional=True))
     if bits <= 8:
-        steps.append(Step("bias_correction" if coarse and bits == 8 else "gptq", optional=True))
+        coarse = coarse and bits == 8
+        steps.append(Step("bias_correction" if coarse else "gptq", {} if coarse else _ENOUGH, optional=True))
     return tuple(steps)
 
 

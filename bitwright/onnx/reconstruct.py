@@ -20,6 +20,7 @@ def apply_reconstruction(
     inputs: Iterable[Any],
     method: str = "adaround",
     *,
+    num_samples: int | None = None,
     include: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
     blocks: Sequence[Sequence[str]] | None = None,
@@ -39,6 +40,7 @@ def apply_reconstruction(
         sim: changed in place.
         inputs: feeds, as ``sim.compute_encodings`` takes them; 256 to 1024 samples.
         method: ``adaround``, ``brecq``, ``qdrop``, ``flexround``, ``gptq`` or ``seq_mse``.
+        num_samples: use so many; all with ``None``.
         include, exclude, blocks: names of nodes; globs for the first two.
         seed, memory_budget, spill_dir, cache_dir, progress, options: as in torch.
 
@@ -56,6 +58,7 @@ def apply_reconstruction(
         inputs,
         method,
         options,
+        num_samples=num_samples,
         include=include,
         exclude=exclude,
         blocks=blocks,

@@ -35,6 +35,7 @@ def apply_reconstruction(
     data: Iterable[Any],
     method: str = "adaround",
     *,
+    num_samples: int | None = None,
     include: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
     blocks: Sequence[Sequence[str]] | None = None,
@@ -67,6 +68,7 @@ def apply_reconstruction(
         sim: changed in place.
         data: batches, each a tensor, a tuple of positional arguments, or a dict of keyword arguments; 256 to 1024 samples.
         method: see above.
+        num_samples: use so many; all with ``None``.
         include, exclude: names or globs of layers; every layer by default.
         blocks: for block-wise methods, names of the operators that belong together; found from the graph by default.
         seed: same seed, same result.
@@ -92,6 +94,7 @@ def apply_reconstruction(
         data,
         method,
         options,
+        num_samples=num_samples,
         include=include,
         exclude=exclude,
         blocks=blocks,
