@@ -35,7 +35,7 @@ def adopt(model: nn.Module, example: Any, *, in_place: bool) -> nn.Module:
             "it is compiled (torch.compile), and compiled code cannot be seen by a simulation in place",
             "leave out in_place=True: the copy that is simulated is not compiled",
         )
-    own = model if in_place else copy.deepcopy(model, _computed(model))
+    own = model if in_place else copy.deepcopy(model, uncopied(model))
     for _, module in list(walk_modules(own)):
         if vars(module).get("_compiled_call_impl") is not None:
             module._compiled_call_impl = None
@@ -50,13 +50,18 @@ def _compiled(module: nn.Module) -> bool:
     return _ORIGINAL in module._modules or vars(module).get("_compiled_call_impl") is not None
 
 
-def _computed(model: nn.Module) -> dict[int, Any]:
-    """For ``copy.deepcopy``: tensors in attributes that autograd made, which it refuses to copy."""
+def uncopied(model: nn.Module) -> dict[int, Any]:
+    """For the memo of ``copy.deepcopy``, by id: what it refuses to copy, tensors that autograd made and TorchScript functions.
+
+    Both stand in attributes of modules; of a tensor the value is copied.
+    """
     found: dict[int, Any] = {}
     for _, module in walk_modules(model):
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
                 continue
+            if isinstance(value, torch.jit.ScriptFunction):  # noqa: TID251, which has no state
+                found[id(value)] = value
             for _, tensor in flatten_tensors(value):
                 if not tensor.is_leaf:
                     found[id(tensor)] = tensor.detach().clone()

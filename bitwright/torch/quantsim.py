@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,11 +30,12 @@ from bitwright.core.spec import NonFinite, Preset, RangeMethod, check_policy
 from bitwright.core.state import all_or_nothing
 from bitwright.errors import BitwrightError, CalibrationError, ModelError
 from bitwright.progress import collector_paused, progress
-from bitwright.torch.adopt import adopt
+from bitwright.torch.adopt import adopt, uncopied
 from bitwright.torch.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.intercept import Interceptor, interceptions
 from bitwright.torch.quantizer import Quantizer
-from bitwright.torch.record import record
+from bitwright.torch.record import Recorder, record
+from bitwright.torch.scripted import scripted_functions
 from bitwright.torch.simulate import CallPlan, Place, Simulator
 from bitwright.torch.trees import named_state, walk_modules
 
@@ -106,6 +108,12 @@ class QuantizationSimModel:
                 self._interceptor.detach()
                 raise
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizationSimModel:
+        memo.update(uncopied(self.model))
+        memo[id(self)] = new = object.__new__(type(self))
+        new.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return new
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self._interceptor.attached:  # programs of torch.export lose in a copy what was added to them
@@ -156,6 +164,24 @@ class QuantizationSimModel:
             self._bias(site) for site in sites.values() if site.role == "bias" and site._plan.follows
         ]
         self.output_values = recorder.output_values()
+        self._tell_scripted(recorder)
+
+    def _tell_scripted(self, recorder: Recorder) -> None:
+        """Name what TorchScript functions compute: it is in float, and so are the parameters that only they read."""
+        if not recorder.hidden:
+            return
+        unread = recorder.unread(self.model)
+        for path, names in scripted_functions(self.model).items():
+            params = [name for name in unread if name.rpartition(".")[0] == path]
+            reads = f", with {', '.join(params)}" if params else ""
+            for name in names:
+                reason = f"a torch.jit.script function, which runs outside Python: in float, without quantizers{reads}"
+                self._simulator.unseen[f"{path}.{name}" if path else name] = reason
+                logger.warning(
+                    "%s: %s; leave out @torch.jit.script to have it simulated",
+                    f"{path}.{name}" if path else name,
+                    reason,
+                )
 
     def _bias(self, site: Site) -> DerivedBias:
         source, weight = (self.quantizers[name].quantizer for name in site._plan.follows or ())

@@ -23,7 +23,7 @@ from bitwright.torch.batches import as_call, evaluation
 from bitwright.torch.functions import FUNCTIONS, SET_ITEM, Function
 from bitwright.torch.intercept import ACCESS, Frame, Interceptor, Key, forward_signature
 from bitwright.torch.loops import Where, find_loops
-from bitwright.torch.trees import flatten_tensors, map_tensors
+from bitwright.torch.trees import flatten_tensors, map_tensors, named_state
 
 
 @dataclass(frozen=True)
@@ -285,6 +285,19 @@ class Recorder:
         inner, made = inner_values(call.name, call.type, call.attrs, hidden, shape, last.dtype)
         values.update((value.name, value) for value in made)
         return inner
+
+    @property
+    def hidden(self) -> bool:
+        """Whether a float tensor came from a place that was not seen: no call made it, and it is no input."""
+        given = set(self.inputs.values())
+        return any(
+            v.kind == "input" and i not in given and v.dtype in ("float32", "float16", "bfloat16", "float64")
+            for i, v in enumerate(self.values)
+        )
+
+    def unread(self, model: nn.Module) -> list[str]:
+        """Parameters that no recorded call read."""
+        return [n for n, t in named_state(model) if isinstance(t, nn.Parameter) and n not in self._params]
 
     def output_values(self) -> dict[str, str]:
         """Graph output (``output``, ``output.logits``) -> value, for the last recorded run; valid after :meth:`graph`."""

@@ -85,6 +85,7 @@ def test_computed_weights_are_copied_and_quantized(
     with torch.no_grad(), sim.in_float():
         assert torch.equal(sim.model(X), model(X))
     assert not torch.equal(sim.model(X), model(X))
+    assert torch.equal(copy.deepcopy(sim).model(X), sim.model(X))
 
 
 # ------------------------------------------------------------------------------------------------------ lazy modules
