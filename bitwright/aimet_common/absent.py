@@ -43,6 +43,8 @@ ABSENT: dict[str, str] = {
     "aimet_onnx.layer_output_utils": f"{_LATER}; sim.verify() compares every layer with ONNX Runtime",
     "aimet_onnx.llm_configurator": _LATER,
     "aimet_onnx.llm_topology": "no topology is asked for: blocks are found in the graph",
+    "aimet_onnx.experimental": _LATER,
+    "aimet_onnx.quantsim.set_lpbq_for_params": f"{_LATER}; set_blockwise_quantization_for_weights has a float scale per block",
     "aimet_onnx.analyze_per_layer_sensitivity": f"{_LATER}; sim.health() describes every quantizer",
 }
 

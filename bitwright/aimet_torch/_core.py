@@ -9,13 +9,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from bitwright.core.affine import choose_qparams, encode, grid
-from bitwright.core.encoding import Encoding
-from bitwright.core.formats import FLOAT_FORMATS, FloatFormat, Format, IntFormat
-from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
-from bitwright.core.ranges import choose_range, find_range_method, needs
-from bitwright.core.sites import Site, SiteMap
-from bitwright.core.spec import QuantSpec, RangeMethod
+from bitwright.aimet_common.grids import (
+    Encoding,
+    FloatFormat,
+    Format,
+    Granularity,
+    IntFormat,
+    PerBlock,
+    PerChannel,
+    PerTensor,
+    QuantSpec,
+    RangeMethod,
+    Site,
+    SiteMap,
+    aimet_blocks,
+    aimet_shape,
+    encode,
+    find_range_method,
+    granularity_of,
+    int_format,
+    steps_format,
+)
+from bitwright.core.formats import FLOAT_FORMATS
+from bitwright.core.ranges import choose_range, needs
 from bitwright.core.statistics import Statistics, start, update
 from bitwright.export.encodings import read_encodings, write_encodings
 from bitwright.torch import functional
@@ -36,39 +52,21 @@ __all__ = [
     "Site",
     "SiteMap",
     "Statistics",
+    "aimet_blocks",
+    "aimet_shape",
     "broadcastable",
     "encode",
     "find_range_method",
     "functional",
     "granularity_of",
-    "range_encoding",
+    "int_format",
     "range_of_rows",
     "rewrite_encodings",
     "start_rows",
+    "steps_format",
     "update_rows",
     "walk_modules",
 ]
-
-
-def int_format(qmin: int, qmax: int) -> IntFormat | None:
-    """The integer format whose codes are ``qmin`` to ``qmax``; ``None`` where there is none."""
-    bits = int(qmax - qmin + 1).bit_length()
-    for width in (bits - 1, bits):
-        for signed, narrow in ((False, False), (True, False), (True, True)):
-            if 2 <= width <= 32:
-                fmt = IntFormat(width, signed, narrow)
-                if (fmt.qmin, fmt.qmax) == (qmin, qmax):
-                    return fmt
-    return None
-
-
-def steps_format(num_steps: float, *, signed: bool) -> IntFormat | None:
-    """The integer format with ``num_steps`` intervals; a power of two counts as one less, as AIMET's examples write it."""
-    steps = int(num_steps)
-    bits = max(2, (steps - 1).bit_length())
-    if steps in ((1 << bits) - 1, 1 << bits):
-        return IntFormat(bits, signed)
-    return IntFormat(bits, narrow=True) if steps == (1 << bits) - 2 else None
 
 
 def start_rows(method: RangeMethod, groups: int) -> Statistics:
@@ -91,78 +89,12 @@ def range_of_rows(
     return encoding.min, encoding.max
 
 
-def range_encoding(lo: Any, hi: Any, spec: QuantSpec, granularity: Granularity) -> Encoding:
-    """The encoding whose grid ends lie at ``lo`` and ``hi``, as AIMET's ``set_range`` means it.
-
-    :func:`bitwright.core.affine.encode` instead widens a symmetric range until it holds both bounds.
-    """
-    if isinstance(spec.format, FloatFormat):
-        return encode(lo, hi, spec, granularity)
-    fmt = spec.format
-    scale, zero_point = choose_qparams(lo, hi, fmt, symmetric=False)
-    if spec.symmetry != "asymmetric":
-        zero_point = np.full_like(zero_point, (fmt.qmin + fmt.qmax + 1) // 2)
-    return Encoding(fmt, scale, zero_point, granularity)
-
-
-def asked_format(spec: QuantSpec) -> Format:
-    """The grid that ``spec`` makes of its format for a range that reaches below zero."""
-    return grid(spec.format, spec.symmetry, -1.0)
-
-
-def signed_as(encoding: Encoding, signed: bool) -> Encoding:
-    """``encoding`` on the signed or the unsigned grid of its width: the same numbers under other codes."""
-    fmt = encoding.format
-    if isinstance(fmt, FloatFormat) or fmt.signed == signed or fmt.narrow:
-        return encoding
-    moved = replace(fmt, signed=signed)
-    shift = moved.qmin - fmt.qmin
-    return Encoding(moved, encoding.scale, encoding.zero_point + shift, encoding.granularity)
-
-
 def broadcastable(values: Any, granularity: Granularity, shape: tuple[int, ...]) -> torch.Tensor:
     """Parameters of an encoding for a tensor of ``shape`` as AIMET shapes them: ``(8, 1, 1, 1)`` for 8 channels."""
     values = np.asarray(values)
     if isinstance(granularity, PerChannel):
         values = values.reshape(granularity.broadcast_shape(shape))
     return torch.from_numpy(np.array(values, np.float32))
-
-
-def granularity_of(
-    params: tuple[int, ...], block_size: tuple[int, ...] | None, shape: tuple[int, ...]
-) -> Granularity | None:
-    """Our granularity for parameters of AIMET's shape on a tensor of ``shape``; ``None`` where we have none for it."""
-    if int(np.prod(params)) == 1 and not block_size:
-        return PerTensor()
-    if len(params) != len(shape):
-        return None
-    sizes = [n // p if n % p == 0 else 0 for n, p in zip(shape, params, strict=True)]
-    if 0 in sizes:
-        return None
-    many = [axis for axis, count in enumerate(params) if count > 1]
-    blocked = [axis for axis in many if sizes[axis] > 1]
-    whole = [axis for axis in many if sizes[axis] == 1]
-    if not blocked and block_size is not None:  # one block on the block axis: AIMET's -1
-        return PerChannel(whole[0]) if len(whole) == 1 else PerTensor() if not whole else None
-    if not blocked and len(whole) == 1:
-        return PerChannel(whole[0])
-    if len(blocked) == 1 and len(whole) <= 1:
-        return PerBlock(sizes[blocked[0]], blocked[0], whole[0] if whole else None)
-    return None
-
-
-def aimet_shape(granularity: Granularity, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the parameters as AIMET has it."""
-    if isinstance(granularity, PerChannel):
-        return granularity.broadcast_shape(shape)
-    return granularity.param_shape(shape)
-
-
-def aimet_blocks(granularity: Granularity, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """AIMET's block size, one number per axis; ``None`` without blocks."""
-    if not isinstance(granularity, PerBlock):
-        return None
-    return tuple(n // p for n, p in zip(shape, granularity.param_shape(shape), strict=True))
 
 
 def rewrite_encodings(path: Path, version: str) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from bitwright.aimet_common.absent import differs
+from bitwright.aimet_common.site_view import SiteView, int_format_of
 from bitwright.aimet_torch import _core
-from bitwright.aimet_torch._core import Encoding, FloatFormat, IntFormat, QuantSpec, Site
+from bitwright.aimet_torch._core import FloatFormat, QuantSpec, Site
 from bitwright.aimet_torch.quantization.affine import (
     AffineEncoding,
     AffineQuantizerBase,
@@ -53,137 +54,10 @@ class Snapshot(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-class SiteQuantizer:
+class SiteQuantizer(SiteView):
     """The quantizer of one place of a simulation."""
 
-    def __init__(self, sites: tuple[Site, ...]) -> None:
-        self.__dict__["sites"] = sites
-
-    sites: tuple[Site, ...]
-
-    @property
-    def _site(self) -> Site:
-        return self.sites[0]
-
-    @property
-    def _spec(self) -> QuantSpec:
-        spec: QuantSpec = self._site.quantizer.spec
-        return spec
-
-    @property
-    def _value_shape(self) -> tuple[int, ...]:
-        return self._site._graph.values[self._site._plan.value].shape
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not hasattr(type(self), name):
-            raise AttributeError(f"a quantizer of a simulation has no attribute {name!r} that could be set")
-        object.__setattr__(self, name, value)
-
-    def _respec(self, spec: QuantSpec, encoding: Encoding | None) -> None:
-        for site in self.sites:
-            enabled = site.enabled
-            site.spec = spec
-            if encoding is not None:
-                site.encoding = encoding
-            site.enabled = enabled
-
-    # -- grid
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of scale and offset."""
-        return _core.aimet_shape(self._granularity, self._value_shape)
-
-    @property
-    def block_size(self) -> tuple[int, ...] | None:
-        """Elements per block, axis by axis; ``None`` without blocks."""
-        return _core.aimet_blocks(self._granularity, self._value_shape)
-
-    @property
-    def _granularity(self) -> Any:
-        encoding = self._site.encoding
-        return self._spec.granularity if encoding is None else encoding.granularity
-
-    @property
-    def _format(self) -> Any:
-        encoding = self._site.encoding
-        if encoding is not None:
-            return encoding.format
-        fmt = self._spec.format
-        if isinstance(fmt, IntFormat) and self._spec.symmetry == "symmetric":
-            return replace(fmt, signed=True)
-        return fmt
-
-    @property
-    def bitwidth(self) -> int:
-        """Bits of the number format; setting it keeps the range."""
-        return int(self._format.bits)
-
-    @bitwidth.setter
-    def bitwidth(self, bitwidth: int) -> None:
-        fmt = self._spec.format
-        if isinstance(fmt, FloatFormat):
-            raise ConfigError(
-                self._site.name, "it is a float quantizer", "put an affine quantizer in its place"
-            )
-        self._regrid(replace(self._spec, format=replace(fmt, bits=int(bitwidth))), bits=int(bitwidth))
-
-    def _regrid(self, spec: QuantSpec, bits: int | None = None) -> None:
-        """Another format or symmetry on the range in force."""
-        encoding = self._site.encoding
-        if encoding is None:
-            self._respec(spec, None)
-            return
-        fmt: Any = encoding.format
-        fmt = replace(fmt, bits=bits) if bits is not None else _core.asked_format(spec)
-        moved = replace(spec, format=fmt)
-        self._respec(spec, _core.range_encoding(encoding.min, encoding.max, moved, encoding.granularity))
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether the zero point is kept in the middle of the grid; setting it keeps the range."""
-        return self._spec.symmetry != "asymmetric"
-
-    @symmetric.setter
-    def symmetric(self, symmetric: bool) -> None:
-        if bool(symmetric) != self.symmetric:
-            self._regrid(replace(self._spec, symmetry="symmetric" if symmetric else "asymmetric"))
-
-    use_symmetric_encodings = symmetric
-
-    @property
-    def signed(self) -> bool:
-        """Whether codes may be negative; setting it keeps the values of the grid."""
-        fmt = self._format
-        return isinstance(fmt, FloatFormat) or bool(fmt.signed)
-
-    @signed.setter
-    def signed(self, signed: bool) -> None:
-        fmt, encoding = self._spec.format, self._site.encoding
-        if isinstance(fmt, FloatFormat) or (self.symmetric and signed == self.signed):
-            return
-        if self.symmetric and not signed:
-            raise ConfigError(
-                self._site.name, "a symmetric grid is signed here", "leave it: the values are the same"
-            )
-        moved = None if encoding is None else _core.signed_as(encoding, bool(signed))
-        self._respec(replace(self._spec, format=replace(fmt, signed=bool(signed))), moved)
-
-    @property
-    def qmin(self) -> int:
-        """Lowest code."""
-        return int(self._format.qmin)
-
-    @property
-    def qmax(self) -> int:
-        """Highest code."""
-        return int(self._format.qmax)
-
     # -- range
-
-    def is_initialized(self) -> bool:
-        """Whether there is a range."""
-        return self._site.encoding is not None or self._site.quantizer.is_fixed
 
     def _shown(self, values: Any, dtype: torch.dtype | None) -> torch.Tensor:
         found = _core.broadcastable(values, self._granularity, self._value_shape)
@@ -242,16 +116,7 @@ class SiteQuantizer:
             for site in self.sites:
                 site.encoding = None
             return
-        granularity = self._spec.granularity
-        params = granularity.param_shape(self._value_shape, self._site.name)
-        lo, hi = (_ends(end, params, self._site.name) for end in (min, max))
-        spec = replace(self._spec, format=_core.asked_format(self._spec))
-        self.set_core(_core.range_encoding(lo, hi, spec, granularity))
-
-    def set_core(self, encoding: Encoding) -> None:
-        """Put one of our encodings in force."""
-        for site in self.sites:
-            site.encoding = encoding
+        self.set_ends(_array(min), _array(max))
 
     # -- encodings
 
@@ -313,11 +178,7 @@ class SiteQuantizer:
         spec = self._spec_for(quantizer)
         self._respec(spec, None)
         if quantizer.is_initialized() and not isinstance(quantizer, FloatQuantizeDequantize):
-            lo, hi = quantizer.get_min(), quantizer.get_max()
-            params = self._spec.granularity.param_shape(self._value_shape, self._site.name)
-            low, high = (_ends(end, params, self._site.name) for end in (lo, hi))
-            exact = replace(self._spec, format=_int_format(quantizer, self._site.name))
-            self.set_core(_core.range_encoding(low, high, exact, self._spec.granularity))
+            self.set_ends(_array(quantizer.get_min()), _array(quantizer.get_max()))
         for site in self.sites:
             site.enabled, site.frozen = True, not quantizer.is_overwrite_allowed()
         quantizer.bind(self)
@@ -349,7 +210,7 @@ class SiteQuantizer:
                 "block scales in two factors (LPBQ) cannot be simulated in this version",
                 "use a QuantizeDequantize with the same block_size, which has a float scale per block",
             )
-        fmt = _int_format(quantizer, self._site.name)
+        fmt = int_format_of(quantizer, self._site.name)
         symmetry: Any = "symmetric" if quantizer.symmetric else "asymmetric"
         symmetry = "strict_symmetric" if fmt.narrow else symmetry
         return replace(
@@ -372,30 +233,6 @@ class SiteQuantizer:
         return found
 
     # -- calibration and use
-
-    @property
-    def enabled(self) -> bool:
-        """Whether the quantizer works."""
-        return self._site.enabled
-
-    @enabled.setter
-    def enabled(self, enabled: bool) -> None:
-        for site in self.sites:
-            site.enabled = enabled
-
-    def allow_overwrite(self, mode: bool | None = None, **ends: bool) -> None:
-        """Whether calibration may change the range; for both ends alike."""
-        allowed = all(ends.values()) if mode is None else bool(mode)
-        for site in self.sites:
-            site.frozen = not allowed
-
-    def is_overwrite_allowed(self, name: str | None = None) -> bool:
-        """Whether calibration may change the range."""
-        return not self._site.frozen
-
-    def freeze_encoding(self) -> None:
-        """Keep the range through calibration."""
-        self.allow_overwrite(False)
 
     def requires_grad_(self, requires_grad: bool = True) -> SiteQuantizer:
         """Ranges of a simulation are no parameters, so that ``False`` is how it is."""
@@ -471,25 +308,7 @@ def view_of(sites: tuple[Site, ...]) -> SiteQuantizer:
     return FloatSiteQuantizer(sites) if is_float else AffineSiteQuantizer(sites)
 
 
-def _int_format(quantizer: Any, site: str) -> IntFormat:
-    fmt = _core.int_format(quantizer.qmin, quantizer.qmax)
-    if fmt is None:
-        raise ConfigError(
-            site,
-            f"a grid from {quantizer.qmin} to {quantizer.qmax} is no integer format",
-            "use bitwidth=..., or the ends of a signed or unsigned integer type",
-        )
-    return fmt
-
-
-def _ends(value: Any, params: tuple[int, ...], site: str) -> Any:
-    """An end of a range, in the parameter shape of a place."""
-    tensor = torch.as_tensor(value, dtype=torch.float64).detach().as_subclass(torch.Tensor).cpu()
-    count = 1
-    for n in params:
-        count *= n
-    if tensor.numel() not in (1, count):
-        raise ConfigError(
-            site, f"{tensor.numel()} values for {count} scales", "give one value, or one per scale"
-        )
-    return (tensor.reshape(params) if tensor.numel() == count else tensor.reshape(()).expand(params)).numpy()
+def _array(value: Any) -> Any:
+    """The numbers of a tensor or of what is like one."""
+    tensor = torch.as_tensor(value, dtype=torch.float64).detach()
+    return tensor.as_subclass(torch.Tensor).cpu().numpy()

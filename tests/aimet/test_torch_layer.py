@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from bitwright.aimet_common.absent import ABSENT, DifferenceWarning
+from bitwright.aimet_common.absent import DifferenceWarning
 from bitwright.aimet_torch import QuantizationSimModel
 from bitwright.aimet_torch import quantization as Q
 from bitwright.aimet_torch.nn import QuantizationMixin, QuantizedLinear, compute_encodings
@@ -22,16 +21,6 @@ from tests.aimet.nets import Net, Residual, batch
 def sim() -> QuantizationSimModel:
     torch.manual_seed(0)
     return QuantizationSimModel(Net().eval(), batch())
-
-
-@pytest.mark.parametrize("name", sorted(name for name in ABSENT if name.startswith("aimet_torch")))
-def test_what_is_absent_says_what_to_do_instead(name):
-    module, _, last = name.rpartition(".")
-    with pytest.raises(ImportError) as caught:
-        found = importlib.import_module(f"bitwright.{module}")
-        if not hasattr(found, last):
-            importlib.import_module(f"bitwright.{name}")
-    assert name in str(caught.value) and ABSENT[name] in str(caught.value)
 
 
 def test_unknown_names_are_attribute_errors():

@@ -1,0 +1,41 @@
+"""AIMET's package for ONNX on Bitwright: the module paths, names and signatures of ``aimet_onnx``.
+
+``bitwright migrate script.py`` rewrites the imports of a script and says what behaves differently.
+"""
+
+from bitwright import __version__
+from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_common.defs import (
+    float8e4m3fn,
+    float8e5m2,
+    float16,
+    int2,
+    int4,
+    int8,
+    int16,
+    qtype,
+)
+from bitwright.aimet_onnx.adaround.adaround_weight import apply_adaround
+from bitwright.aimet_onnx.defs import QSpec
+from bitwright.aimet_onnx.quantsim import QuantizationSimModel, compute_encodings, encodings_to_onnx_qdq
+from bitwright.aimet_onnx.sequential_mse.seq_mse import apply_seq_mse
+
+__all__ = [
+    "QSpec",
+    "QuantizationSimModel",
+    "__version__",
+    "apply_adaround",
+    "apply_seq_mse",
+    "compute_encodings",
+    "encodings_to_onnx_qdq",
+    "float8e4m3fn",
+    "float8e5m2",
+    "float16",
+    "int2",
+    "int4",
+    "int8",
+    "int16",
+    "qtype",
+]
+
+__getattr__ = absent_names(__name__)

@@ -1,0 +1,360 @@
+"""``aimet_onnx.qc_quantize_op``: the quantizer of a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_common.defs import (
+    QuantizationDataType,
+    QuantScheme,
+    kind_of,
+    number_format,
+    qtype,
+    range_method,
+)
+from bitwright.aimet_common.site_view import SiteView
+from bitwright.aimet_onnx import _core, defs
+from bitwright.aimet_onnx._core import FloatFormat, Site
+from bitwright.errors import ConfigError, ModelError
+
+__all__ = ["OpMode", "QcQuantizeOp", "TensorQuantizerParams", "TfEncoding"]
+
+__getattr__ = absent_names(__name__)
+
+
+class OpMode(Enum):
+    """What a quantizer does."""
+
+    updateStats = 0  # noqa: N815, AIMET's names
+    oneShotQuantizeDequantize = 1  # noqa: N815
+    quantizeDequantize = 2  # noqa: N815
+    passThrough = 3  # noqa: N815
+
+
+class TfEncoding:
+    """One scale: ``min``, ``max``, ``delta`` (our scale), ``offset`` of the unsigned grid, and bits."""
+
+    def __init__(self) -> None:
+        self.min = self.max = self.delta = 0.0
+        self.offset, self.bw = 0.0, 8
+
+    def __repr__(self) -> str:
+        return f"TfEncoding(min={self.min}, max={self.max}, delta={self.delta}, offset={self.offset}, bw={self.bw})"
+
+
+@dataclass
+class TensorQuantizerParams:
+    """Shape of a tensor and its axes of channels and blocks."""
+
+    tensor_shape: tuple[int, ...]
+    channel_axis: int | None = None
+    block_axis: int | None = None
+
+
+class QcQuantizeOp(SiteView):
+    """The quantizer of one tensor of a simulation; a view of its sites, which reads and writes them."""
+
+    def __init__(self, name: str, sites: tuple[Site, ...], why_none: str = "") -> None:
+        super().__init__(sites)
+        self.__dict__.update(name=name, why_none=why_none)
+
+    name: str
+    why_none: str
+
+    @property
+    def _site(self) -> Site:
+        if not self.sites:
+            raise ModelError(
+                self.name,
+                f"this tensor has no quantizer: {self.why_none}",
+                "set the quantizer of the tensor that sim.coverage() names for it, or give the simulation a config_file "
+                "that quantizes it",
+            )
+        return self.sites[0]
+
+    # -- on and off
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the quantizer works."""
+        return any(site.enabled and not site.quantizer.derived for site in self.sites)
+
+    @enabled.setter
+    def enabled(self, enable: bool) -> None:
+        if enable:
+            assert self._site is not None
+        for site in self.sites:
+            site.enabled = bool(enable)
+
+    @property
+    def op_mode(self) -> OpMode:
+        """What the quantizer does; it follows from its state."""
+        if not self.enabled:
+            return OpMode.passThrough
+        is_param = self._site.role not in ("input", "output")
+        return OpMode.oneShotQuantizeDequantize if is_param else OpMode.quantizeDequantize
+
+    @op_mode.setter
+    def op_mode(self, op_mode: OpMode) -> None:
+        self.enabled = op_mode is not OpMode.passThrough
+
+    # -- grid
+
+    def set_bitwidth(self, bitwidth: int) -> None:
+        """Use so many bits."""
+        self.bitwidth = bitwidth
+
+    @property
+    def data_type(self) -> QuantizationDataType:
+        """Integer or float."""
+        is_float = isinstance(self._spec.format, FloatFormat)
+        return QuantizationDataType.float if is_float else QuantizationDataType.int
+
+    @data_type.setter
+    def data_type(self, data_type: QuantizationDataType) -> None:
+        if data_type is not self.data_type:
+            self.set_precision(
+                qtype.from_legacy_repr(data_type, 16 if data_type.name == "float" else self.bitwidth)
+            )
+
+    def precision(self) -> qtype:
+        """Number format."""
+        return kind_of(self._spec.format)
+
+    def set_precision(self, precision: qtype | str) -> None:
+        """Use another number format; float32 switches the quantizer off."""
+        fmt = number_format(precision, signed=getattr(self._spec.format, "signed", True))
+        if fmt is None:
+            self.enabled = False
+            return
+        enabled = self.enabled
+        was_int = not isinstance(self._spec.format, FloatFormat)
+        if was_int and not isinstance(fmt, FloatFormat):
+            self.bitwidth = fmt.bits
+        else:
+            symmetry: Any = "symmetric" if isinstance(fmt, FloatFormat) else self._spec.symmetry
+            self._respec(replace(self._spec, format=fmt, symmetry=symmetry), None)
+        self.enabled = enabled
+
+    def set_qspec(self, spec: defs.QSpec) -> None:
+        """Use the number format, granularity and symmetry of ``spec``.
+
+        Raises:
+            ConfigError: LPBQ or a shifted zero point, which cannot be simulated.
+        """
+        if isinstance(spec.granularity, defs.LPBQ) or spec.shift_zero_point:
+            raise ConfigError(
+                self.name,
+                "block scales in two factors (LPBQ) and shifted zero points cannot be simulated in this version",
+                "use QSpec.blockwise(dtype, block_size)",
+            )
+        self.set_precision(spec.dtype)
+        if spec.granularity is not None:
+            self._respec(
+                replace(self._spec, granularity=_GRANULARITY[type(spec.granularity)](spec.granularity)), None
+            )
+        if spec.symmetric is not None:
+            self.symmetric = spec.symmetric
+
+    def enable_per_channel_quantization(self, enable: bool = True) -> None:
+        """Use one scale per output channel, or one for all."""
+        granularity: Any = _core.PerChannel() if enable else _core.PerTensor()
+        self._respec(replace(self._spec, granularity=granularity), None)
+
+    @property
+    def use_symmetric_encodings(self) -> bool:
+        """Whether the zero point is kept in the middle of the grid."""
+        return self.symmetric
+
+    @use_symmetric_encodings.setter
+    def use_symmetric_encodings(self, symmetric: bool) -> None:
+        self.symmetric = symmetric
+
+    @property
+    def use_strict_symmetric(self) -> bool:
+        """Whether the grid leaves out its lowest code."""
+        return self._spec.symmetry == "strict_symmetric"
+
+    @use_strict_symmetric.setter
+    def use_strict_symmetric(self, strict: bool) -> None:
+        self._set_symmetry("strict_symmetric", strict)
+
+    @property
+    def use_unsigned_symmetric(self) -> bool:
+        """Whether the grid is unsigned where no value is negative."""
+        return self._spec.symmetry == "unsigned_symmetric"
+
+    @use_unsigned_symmetric.setter
+    def use_unsigned_symmetric(self, unsigned: bool) -> None:
+        self._set_symmetry("unsigned_symmetric", unsigned)
+
+    def _set_symmetry(self, symmetry: Any, on: bool) -> None:
+        if on or self._spec.symmetry == symmetry:
+            self._respec(replace(self._spec, symmetry=symmetry if on else "symmetric"), None)
+
+    @property
+    def quant_scheme(self) -> Any:
+        """How the range is chosen."""
+        return self._spec.method.name
+
+    def set_quant_scheme(self, quant_scheme: QuantScheme | str) -> None:
+        """Choose ranges this way from now on."""
+        self._respec(replace(self._spec, method=_core.find_range_method(range_method(quant_scheme))), None)
+
+    # -- range
+
+    def is_initialized(self) -> bool:
+        """Whether there is a range."""
+        return bool(self.sites) and super().is_initialized()
+
+    def get_encodings(self) -> list[TfEncoding] | None:
+        """One encoding per scale; ``None`` without a range."""
+        encoding = self._site.encoding if self.sites else None
+        if encoding is None:
+            return None
+        shift = (
+            encoding.format.qmin
+            if not isinstance(encoding.format, FloatFormat) and encoding.format.signed
+            else 0
+        )
+        found = []
+        for lo, hi, scale, zero in zip(
+            encoding.min.ravel(),
+            encoding.max.ravel(),
+            encoding.scale.ravel(),
+            encoding.zero_point.ravel(),
+            strict=True,
+        ):
+            one = TfEncoding()
+            one.min, one.max, one.delta = float(lo), float(hi), float(scale)
+            one.offset, one.bw = float(shift - int(zero)), encoding.format.bits
+            found.append(one)
+        return found
+
+    @property
+    def encodings(self) -> list[TfEncoding] | None:
+        """:meth:`get_encodings` under its older name; assign to load."""
+        return self.get_encodings()
+
+    @encodings.setter
+    def encodings(self, encodings: list[TfEncoding] | None) -> None:
+        if encodings is None:
+            self.reset_encoding_stats()
+        else:
+            self.load_encodings(encodings)
+
+    def load_encodings(self, encoding: list[TfEncoding]) -> None:
+        """Take width and range of encodings, one per scale."""
+        if encoding[0].bw != self.bitwidth:
+            self.bitwidth = int(encoding[0].bw)
+        self.set_ends([e.min for e in encoding], [e.max for e in encoding])
+
+    def update_quantizer_and_load_encodings(
+        self,
+        encoding: list[TfEncoding],
+        is_symmetric: bool | None,
+        is_strict_symmetric: bool | None,
+        is_unsigned_symmetric: bool | None,
+        data_type: QuantizationDataType,
+    ) -> None:
+        """Take symmetry, kind, width and range."""
+        self.data_type = data_type
+        if is_symmetric is not None:
+            self.symmetric = is_symmetric
+        if is_strict_symmetric:
+            self.use_strict_symmetric = True
+        if is_unsigned_symmetric:
+            self.use_unsigned_symmetric = True
+        self.load_encodings(encoding)
+
+    def set_fixed_encoding_range(self, fixed_range: tuple[float | None, float | None]) -> None:
+        """Keep these ends of the range through calibration; ``None`` is an end that is calibrated."""
+        self._respec(replace(self._spec, fixed_range=(fixed_range[0], fixed_range[1])), None)
+        if None not in fixed_range:
+            self.set_ends(*fixed_range)
+
+    def clip_and_recompute_encodings(self, clamp_val: float) -> bool:
+        """Cut the range at plus and minus ``clamp_val``; whether it reached beyond."""
+        encoding = self._site.encoding if self.sites else None
+        if encoding is None or (np.abs([encoding.min, encoding.max]) <= clamp_val).all():
+            return False
+        self.set_ends(
+            np.clip(encoding.min, -clamp_val, clamp_val), np.clip(encoding.max, -clamp_val, clamp_val)
+        )
+        return True
+
+    def freeze_encodings(self) -> None:
+        """Keep the range through calibration."""
+        self.allow_overwrite(False)
+
+    def is_encoding_frozen(self) -> bool:
+        """Whether calibration leaves the range alone."""
+        return not self.is_overwrite_allowed()
+
+    def reset_encoding_stats(self) -> None:
+        """Forget the range, unless it is frozen."""
+        for site in self.sites:
+            if not site.frozen:
+                site.quantizer.statistics = None
+                site.encoding = None
+
+    def update_encoding_stats(self, tensor: Any) -> None:
+        """Add the values of a tensor to the statistics."""
+        self._site.quantizer.observe(np.asarray(tensor))
+
+    def compute_encodings(self) -> list[TfEncoding] | None:
+        """Turn the statistics into the range."""
+        self._site.quantizer.freeze()
+        return self.get_encodings()
+
+    def quantize_dequantize(self, input_tensor: Any) -> Any:
+        """An array on the grid.
+
+        Raises:
+            CalibrationError: (a RuntimeError) there is no range yet.
+        """
+        return _core.quantized_constant(input_tensor, self._site.quantizer.required)
+
+    def export_encodings(self, encoding_version: str = "0.6.1") -> Any:
+        """The encoding as encodings files have it; ``None`` without a range."""
+        found = self.get_encodings()
+        if found is None:
+            return None
+        if isinstance(self._format, FloatFormat):
+            return [{"bitwidth": self.bitwidth, "dtype": "float"}]
+        if encoding_version == "0.6.1":
+            return [
+                {"bitwidth": e.bw, "dtype": "int", "is_symmetric": str(self.symmetric), "max": e.max, "min": e.min,
+                 "offset": int(e.offset), "scale": e.delta}
+                for e in found
+            ]  # fmt: skip
+        kind = "PER_BLOCK" if self.block_size else "PER_CHANNEL" if len(found) > 1 else "PER_TENSOR"
+        return {
+            "bw": self.bitwidth, "dtype": "INT", "enc_type": kind, "is_sym": self.symmetric,
+            "offset": [int(e.offset) for e in found], "scale": [e.delta for e in found],
+        }  # fmt: skip
+
+    @property
+    def tensor_quantizer_params(self) -> TensorQuantizerParams:
+        """Shape and axes of the tensor."""
+        granularity = self._granularity
+        return TensorQuantizerParams(
+            self._value_shape, getattr(granularity, "channel_axis", getattr(granularity, "axis", None)),
+            granularity.axis if isinstance(granularity, _core.PerBlock) else None,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        state = "" if self.enabled else ", disabled"
+        return f"QcQuantizeOp({self.name}{state})"
+
+
+_GRANULARITY: dict[type, Any] = {
+    defs.PerTensor: lambda _: _core.PerTensor(),
+    defs.PerChannel: lambda _: _core.PerChannel(),
+    defs.Blockwise: lambda blocks: _core.PerBlock(blocks.block_size),
+}

@@ -1,0 +1,573 @@
+"""``aimet_onnx.quantsim``: the simulation under AIMET's names and signatures."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from bitwright import onnx as front
+from bitwright.aimet_common.absent import absent_names, differs
+from bitwright.aimet_common.defs import (
+    QuantizationDataType,
+    QuantScheme,
+    int8,
+    number_format,
+    qtype,
+    range_method,
+)
+from bitwright.aimet_onnx import _core, defs
+from bitwright.aimet_onnx._core import Preset, activation_spec, weight_spec
+from bitwright.aimet_onnx._export import export_files, option, qdq_model
+from bitwright.aimet_onnx._models import proto_of, wrapped
+from bitwright.aimet_onnx.qc_quantize_op import QcQuantizeOp
+from bitwright.errors import ConfigError, EncodingsError
+
+__all__ = [
+    "QuantScheme",
+    "QuantizationDataType",
+    "QuantizationSimModel",
+    "clamp_activation_encodings",
+    "compute_encodings",
+    "encodings_to_onnx_qdq",
+    "load_encodings_to_sim",
+    "set_blockwise_quantization_for_weights",
+    "set_grouped_blockwise_quantization_for_weights",
+    "set_param_type",
+]
+
+__getattr__ = absent_names(__name__)
+
+_NOT_GIVEN = object()
+_LEGACY = (
+    "dummy_input",
+    "quant_scheme",
+    "rounding_mode",
+    "default_param_bw",
+    "default_activation_bw",
+    "use_symmetric_encodings",
+    "use_cuda",
+    "device",
+    "config_file",
+    "default_data_type",
+    "user_onnx_libs",
+    "path",
+)
+
+
+class QuantizationSimModel(front.QuantizationSimModel):
+    """:class:`bitwright.onnx.QuantizationSimModel` with AIMET's methods and quantizers by tensor name.
+
+    Args:
+        model: ``ModelProto``, ONNX Runtime's ``ONNXModel`` wrapper, or a path.
+        param_type, activation_type: number formats: ``int8``, ``int16``, ``float16``, ... or their names.
+        quant_scheme: a :class:`QuantScheme`, one of AIMET's names, or one of ours.
+        config_file: path, name or dict of a configuration; ``None`` is AIMET's default, one scale per channel.
+        dummy_input, providers: as there.
+        user_onnx_libs: libraries of custom operators, which cannot be loaded here.
+        path, session_options_kwargs: accepted; nothing is written and sessions are ONNX Runtime's own.
+        legacy: the older arguments ``default_param_bw``, ``default_activation_bw``, ``use_cuda``,
+            ``use_symmetric_encodings``, ``default_data_type``, ``rounding_mode``, ``device``, also by position.
+
+    Raises:
+        ConfigError: (a ValueError) ``user_onnx_libs``, or an unknown argument.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *args: Any,
+        param_type: qtype | str = int8,
+        activation_type: qtype | str = int8,
+        quant_scheme: Any = QuantScheme.min_max,
+        config_file: str | Path | dict[str, Any] | None = None,
+        dummy_input: Any = None,
+        user_onnx_libs: list[str] | None = None,
+        providers: Sequence[Any] | None = None,
+        path: str | None = None,
+        session_options_kwargs: dict[str, Any] | None = None,
+        **legacy: Any,
+    ) -> None:
+        given = {"quant_scheme": quant_scheme, "config_file": config_file, "dummy_input": dummy_input,
+                 "user_onnx_libs": user_onnx_libs, **dict(zip(_LEGACY, args, strict=False)), **legacy}  # fmt: skip
+        unknown = sorted(set(given) - {*_LEGACY, "memory_budget", "threads"})
+        if unknown:
+            raise TypeError(f"QuantizationSimModel has no arguments {unknown}")
+        if given.get("user_onnx_libs"):
+            raise ConfigError(
+                "user_onnx_libs",
+                "operators of custom libraries cannot be run here",
+                "replace them by functions of standard operators in the model",
+            )
+        weights, activations = _formats(param_type, activation_type, given)
+        if providers is None and given.get("use_cuda"):
+            providers = _cuda(int(given.get("device", 0)))
+        self._source = proto_of(model)
+        self._watching: Any = None  # what session is while a block of compute_encodings is open
+        self._in_float: Any = None
+        super().__init__(
+            self._source,
+            given["dummy_input"],
+            range_method(given["quant_scheme"]),
+            config_file="default" if given["config_file"] is None else given["config_file"],
+            providers=providers,
+            preset=Preset(weights, activations),
+            **{name: given[name] for name in ("memory_budget", "threads") if name in given},
+        )
+        if given.get("use_symmetric_encodings"):
+            for quantizer in self.get_all_quantizers()[1]:
+                if quantizer.enabled:
+                    quantizer.symmetric = True
+
+    # -- quantizers
+
+    @property
+    def qc_quantize_op_dict(self) -> dict[str, QcQuantizeOp]:
+        """Tensor name -> its quantizer, which may be off; of every float tensor of the model."""
+        held: dict[str, list[Any]] = {}
+        for site in self.quantizers.values():
+            held.setdefault(site._plan.value, []).append(site)
+        found = {}
+        for name, value in self.graph.values.items():
+            if value.is_float:
+                group = self.plan.shared.get(name)
+                why = f"it lies on the grid of {group}" if group else "the configuration leaves it in float"
+                found[name] = QcQuantizeOp(name, tuple(held.get(name, ())), why)
+        return found
+
+    def get_qc_quantize_op(self) -> dict[str, QcQuantizeOp]:
+        """:attr:`qc_quantize_op_dict`."""
+        return self.qc_quantize_op_dict
+
+    @property
+    def param_names(self) -> list[str]:
+        """Names of the parameters."""
+        return [name for name, value in self.graph.values.items() if value.is_float and value.is_static]
+
+    @property
+    def activation_names(self) -> list[str]:
+        """Names of inputs, outputs and what lies between."""
+        return [name for name, value in self.graph.values.items() if value.is_float and not value.is_static]
+
+    @property
+    def input_quantizers_name(self) -> list[str]:
+        """Names of the model's inputs."""
+        return list(self.graph.inputs)
+
+    def get_op_quantizers(
+        self, op: Any
+    ) -> tuple[list[QcQuantizeOp], list[QcQuantizeOp], dict[str, QcQuantizeOp]]:
+        """Quantizers in force at a node (its name, or an object with one): of inputs, outputs and parameters.
+
+        Raises:
+            ConfigError: no node of this name.
+        """
+        name = op if isinstance(op, str) else op.name
+        found = next((o for o in self.graph.ops if o.name == name), None)
+        if found is None:
+            raise ConfigError(
+                "get_op_quantizers", f"there is no node {name!r}", "use the name of a node of the model"
+            )
+        table = self.qc_quantize_op_dict
+        inputs, params = [], {}
+        for port, value in enumerate(found.inputs):
+            if value is None or value not in table or not table[value].enabled:
+                continue
+            if self.graph.values[value].is_static:
+                params[{0: "input", 1: "weight", 2: "bias"}.get(port, f"param{port}")] = table[value]
+            else:
+                inputs.append(table[value])
+        outputs = [table[value] for value in found.outputs if value in table and table[value].enabled]
+        return inputs, outputs, params
+
+    def get_all_quantizers(self) -> tuple[list[QcQuantizeOp], list[QcQuantizeOp]]:
+        """Quantizers of parameters, and of activations."""
+        table = self.qc_quantize_op_dict
+        return [table[n] for n in self.param_names if n in table], [
+            table[n] for n in self.activation_names if n in table
+        ]
+
+    def set_quantizers(self, quantizer_dict: dict[str, QcQuantizeOp]) -> None:
+        """Make the quantizers of these tensors what those given are.
+
+        Raises:
+            KeyError: the model has no tensor of a name.
+        """
+        table = self.qc_quantize_op_dict
+        for name in quantizer_dict:
+            if name not in table:
+                raise KeyError(f"the model has no tensor {name!r}")
+        for name, quantizer in quantizer_dict.items():
+            own = table[name]
+            if own.sites != quantizer.sites:
+                own._respec(quantizer._spec, quantizer._site.encoding)
+                own.enabled = quantizer.enabled
+
+    def set_tensor_precision(
+        self, names: str | list[str], precision: qtype | str, *, strict: bool = True
+    ) -> None:
+        """Give tensors another number format.
+
+        Raises:
+            ConfigError: ``strict``, and a name is no tensor, or one that has no quantizer in force; nothing is changed.
+        """
+        several = [names] if isinstance(names, str) else list(names)
+        table = self.qc_quantize_op_dict
+        wrong = [name for name in several if name not in table or not table[name].enabled]
+        if wrong and strict:
+            raise ConfigError(
+                "set_tensor_precision", f"no quantizer in force at {', '.join(map(repr, wrong))}",
+                "name tensors that sim.coverage() shows as quantized, or pass strict=False",
+            )  # fmt: skip
+        for name in several:
+            if name not in wrong:
+                table[name].set_precision(precision)
+
+    # -- running
+
+    @property
+    def model(self) -> Any:
+        """The float model in ONNX Runtime's ``ONNXModel`` wrapper; quantizers are not nodes of it."""
+        return wrapped(copy.deepcopy(self._source))
+
+    @property
+    def session(self) -> Any:
+        """The simulation as a session; in float as long as nothing is calibrated, as in AIMET."""
+        if self._watching is not None:
+            return self._watching
+        sites = [s for s in self.quantizers.values() if s.enabled and not s.quantizer.derived]
+        self.calibrated = self.calibrated or all(site.encoding is not None for site in sites)
+        if self.calibrated:
+            return super().session
+        return _float_session(self)
+
+    # -- calibration
+
+    def compute_encodings(  # type: ignore[override]
+        self, inputs: Any = None, forward_pass_callback_args: Any = _NOT_GIVEN, **options: Any
+    ) -> None:
+        """Find the encodings on feeds, or by running ``callback(session)``, or ``callback(session, args)``.
+
+        The callback is also known as ``forward_pass_callback``.
+        """
+        if "forward_pass_callback" in options:
+            inputs = options.pop("forward_pass_callback")
+        if not callable(inputs):
+            super().compute_encodings(inputs, **options)
+            return
+        given, callback = forward_pass_callback_args is not _NOT_GIVEN, inputs
+
+        def run(session: Any) -> None:
+            callback(session, forward_pass_callback_args) if given else callback(session)
+
+        super().compute_encodings(run, **options)
+
+    def calibrate_on(self, callback: Callable[[Any], Any], **options: Any) -> None:
+        """:meth:`bitwright.onnx.QuantizationSimModel.compute_encodings`, as it is there."""
+        super().compute_encodings(callback, progress=False, **options)
+
+    # -- files
+
+    def export(  # type: ignore[override]
+        self,
+        path: str | Path,
+        filename_prefix: str,
+        export_model: bool = True,
+        *,
+        export_int32_bias: bool | None = None,
+        encoding_version: str | None = None,
+        force_activation_as: str | None = "unsigned",
+        **options: Any,
+    ) -> None:
+        """Write ``<prefix>.onnx`` (float), ``<prefix>.encodings``, and ``<prefix>_qdq.onnx``.
+
+        Args:
+            export_model: ``False`` writes the encodings alone.
+            options: of :meth:`bitwright.onnx.QuantizationSimModel.export`.
+        """
+        options.update(option(export_int32_bias, force_activation_as))
+        options["encoding_version"] = encoding_version or os.environ.get("AIMET_ENCODING_VERSION", "1.0.0")
+        export_files(super().export, Path(path), filename_prefix, export_model, options)
+
+    def to_onnx_qdq(
+        self,
+        *,
+        export_int32_bias: bool = False,
+        prequantize_constants: bool = False,
+        force_activation_as: str | None = "unsigned",
+    ) -> onnx.ModelProto:
+        """The model with QuantizeLinear and DequantizeLinear; weights are always stored as integers."""
+        return qdq_model(super().export, option(export_int32_bias, force_activation_as))
+
+    @classmethod
+    def from_onnx_qdq(cls, model: Any, strict: bool = False, **kwargs: Any) -> QuantizationSimModel:
+        """A simulation of a model with QuantizeLinear and DequantizeLinear, whose encodings are in force and frozen."""
+        return cls(model, **kwargs)
+
+    @classmethod
+    def remove_quantizers(cls, model: Any) -> Any:
+        """The float model: what :attr:`model` of a simulation is already."""
+        return model
+
+    def fold_param_quantizers(self) -> None:
+        """Write the quantized values into the parameters and switch their quantizers off."""
+        for site in list(self.quantizers.values()):
+            param = self.graph.values[site._plan.value].param
+            if site.role == "weight" and site.enabled and site.encoding is not None and param is not None:
+                values = self.constants[site.name]
+                self.set_parameter(param, _core.quantized_constant(values, site.encoding))
+                site.enabled = False
+
+    def set_and_freeze_param_encodings(self, encoding_path: str | Path | dict[str, Any]) -> None:
+        """Take the parameter encodings of a file and keep them through calibration."""
+        super().set_and_freeze_param_encodings(encoding_path)
+
+
+def _formats(param_type: Any, activation_type: Any, given: dict[str, Any]) -> tuple[Any, Any]:
+    """Specs of weights and of activations; older arguments win over number formats."""
+    kind = given.get("default_data_type", QuantizationDataType.int)
+    if "default_param_bw" in given or "default_data_type" in given:
+        param_type = qtype.from_legacy_repr(kind, int(given.get("default_param_bw", 8)))
+    if "default_activation_bw" in given or "default_data_type" in given:
+        activation_type = qtype.from_legacy_repr(kind, int(given.get("default_activation_bw", 8)))
+    weight, activation = number_format(param_type), number_format(activation_type, signed=False)
+    is_float = isinstance(activation, _core.FloatFormat)
+    symmetry: Any = "symmetric" if is_float else "asymmetric"
+    return (
+        None if weight is None else weight_spec(weight),
+        None if activation is None else activation_spec(activation, symmetry=symmetry),
+    )
+
+
+def _cuda(device: int) -> list[Any] | None:
+    import onnxruntime
+
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        differs("use_cuda=True", "this ONNX Runtime has no CUDA provider; the CPU is used")
+        return None
+    return [("CUDAExecutionProvider", {"device_id": device}), "CPUExecutionProvider"]
+
+
+def _float_session(sim: QuantizationSimModel) -> Any:
+    import onnxruntime
+
+    if sim._in_float is None:
+        providers: Any = sim.providers or ["CPUExecutionProvider"]
+        source = sim._source.SerializeToString()
+        sim._in_float = onnxruntime.InferenceSession(source, providers=providers)
+    return sim._in_float
+
+
+class _Watching:
+    """What ``sim.session`` is inside :func:`compute_encodings`."""
+
+    def __init__(self, sim: QuantizationSimModel) -> None:
+        self._sim, self._calls = sim, 0
+
+    def run(self, output_names: Any, input_feed: Any, *_: Any) -> Any:
+        """Outputs, with weights quantized; the values that pass are observed."""
+        found: list[Any] = []
+        self._calls += 1
+        self._sim.calibrate_on(
+            lambda session: found.append(session.run(output_names, input_feed)), resume=self._calls > 1
+        )
+        return found[0]
+
+
+@contextmanager
+def compute_encodings(sim: QuantizationSimModel) -> Iterator[None]:
+    """Calibrate on every ``sim.session.run`` inside the block; statistics of the runs are merged."""
+    sim._watching = _Watching(sim)
+    try:
+        yield
+    finally:
+        sim._watching = None
+
+
+def load_encodings_to_sim(
+    quant_sim_model: QuantizationSimModel,
+    onnx_encoding_path: str | Path | dict[str, Any],
+    strict: bool = True,
+    *,
+    allow_overwrite: bool = True,
+    disable_missing_quantizers: bool = True,
+) -> list[Any]:
+    """Take the encodings of a file or dict.
+
+    Args:
+        strict: refuse names that the model does not have.
+        allow_overwrite: whether calibration may change what was loaded.
+        disable_missing_quantizers: switch quantizers off that the file has nothing for.
+
+    Returns:
+        An empty list: what does not fit is an error.
+
+    Raises:
+        EncodingsError: (a ValueError) see :meth:`bitwright.onnx.QuantizationSimModel.load_encodings`.
+    """
+    sim = quant_sim_model
+    off = [name for name, site in sim.quantizers.items() if not site.enabled]
+    restore = sim.quantizers.remember()
+    try:
+        found = sim.load_encodings(onnx_encoding_path, strict, partial=True)
+        if strict and set(off) & set(found):
+            raise EncodingsError(
+                "load_encodings_to_sim", f"there are encodings for quantizers that are off: {sorted(set(off) & set(found))[:5]}",
+                "switch them on before, or pass strict=False to leave them off",
+            )  # fmt: skip
+    except BaseException:
+        restore()
+        raise
+    served = {id(sim.quantizers[name].quantizer) for name in found}
+    for name, site in sim.quantizers.items():
+        missing = id(site.quantizer) not in served and not site.quantizer.derived
+        if name in off or (missing and disable_missing_quantizers):
+            site.enabled = False
+        elif name in found and not allow_overwrite:
+            site.frozen = True
+    return []
+
+
+def encodings_to_onnx_qdq(
+    model: Any,
+    encodings: Any,
+    *,
+    prequantize_constants: bool = False,
+    force_activation_as: str | None = "unsigned",
+) -> onnx.ModelProto:
+    """A model with QuantizeLinear and DequantizeLinear where the encodings say so."""
+    sim = QuantizationSimModel(model)
+    load_encodings_to_sim(sim, encodings, strict=False)
+    return sim.to_onnx_qdq(force_activation_as=force_activation_as)
+
+
+def _weight_quantizers(
+    sim: QuantizationSimModel, op_types: Any, include: Iterable[str] | None, exclude: Iterable[str] | None
+) -> list[QcQuantizeOp]:
+    types = None if op_types is None else {op_types} if isinstance(op_types, str) else set(op_types)
+    unwanted, wanted = set(exclude or ()), None if include is None else set(include)
+    known = {op.name for op in sim.graph.ops}
+    missing = sorted((unwanted | (wanted or set())) - known)
+    if missing:
+        raise ConfigError("nodes", f"there are no nodes {missing}", "use names of nodes of the model")
+    return [
+        QcQuantizeOp(site._plan.value, (site,))
+        for site in sim.quantizers.values()
+        if site.role == "weight" and site.enabled and site.op not in unwanted
+        and (wanted is None or site.op in wanted)
+        and (types is None or sim.graph.op(site.op).type in types)
+    ]  # fmt: skip
+
+
+def set_blockwise_quantization_for_weights(
+    sim: QuantizationSimModel,
+    op_types: str | tuple[str, ...],
+    bitwidth: int,
+    symmetric: bool,
+    block_size: int,
+    strict: bool = False,
+    nodes_to_exclude: list[str] | None = None,
+    *,
+    excluded_nodes: list[str] | None = None,
+) -> None:
+    """Give weights one scale per block along the input channels.
+
+    Args:
+        op_types: types of nodes.
+        strict: blocks that do not divide a weight are an error; otherwise it stays as it is.
+        nodes_to_exclude: names of nodes to leave alone.
+
+    Raises:
+        GranularityError: ``strict``, and blocks that do not divide a weight; nothing is changed.
+    """
+    found = _weight_quantizers(sim, op_types, None, nodes_to_exclude or excluded_nodes)
+    _set_blocks(found, qtype.int(bitwidth), symmetric, block_size, strict)
+
+
+def _set_blocks(
+    found: list[QcQuantizeOp], kind: Any, symmetric: bool | None, block_size: int, strict: bool
+) -> None:
+    from bitwright.errors import GranularityError
+
+    fitting = []
+    for quantizer in found:
+        site = quantizer._site
+        op, shape = site._graph.op(site.op), quantizer._value_shape
+        channel, block = _core.weight_axes(op.type, op.attrs, site._plan.port, len(shape))
+        granularity = _core.PerBlock(block_size).resolve(channel, block)
+        try:
+            granularity.param_shape(shape, site.name)
+        except GranularityError:
+            if strict:
+                raise
+            continue
+        fitting.append(quantizer)
+    for quantizer in fitting:
+        quantizer.set_qspec(defs.QSpec(kind, defs.Blockwise(block_size), symmetric))
+
+
+def set_grouped_blockwise_quantization_for_weights(
+    sim: QuantizationSimModel,
+    op_types: str | tuple[str, ...],
+    bitwidth: int,
+    decompressed_bw: int,
+    block_size: int,
+    strict: bool = False,
+    nodes_to_exclude: list[str] | None = None,
+    *,
+    excluded_nodes: list[str] | None = None,
+) -> None:
+    """LPBQ, which cannot be simulated in this version.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        "set_grouped_blockwise_quantization_for_weights",
+        "block scales in two factors (LPBQ) cannot be simulated in this version",
+        "use set_blockwise_quantization_for_weights, which has a float scale per block",
+    )
+
+
+def set_param_type(
+    sim: QuantizationSimModel,
+    param_type: Any,
+    *,
+    op_types: Any = None,
+    nodes_to_include: Iterable[str] | None = None,
+    nodes_to_exclude: Iterable[str] | None = None,
+    strict: bool = True,
+    shift_zero_point: bool = False,
+) -> None:
+    """Give weights another number format and granularity.
+
+    Args:
+        param_type: a :class:`QSpec`, a number format or its name.
+        op_types, nodes_to_include, nodes_to_exclude: which nodes; all by default.
+        strict: blocks that do not divide a weight are an error; otherwise it stays as it is.
+
+    Raises:
+        ConfigError: a shifted zero point or LPBQ.
+        GranularityError: see ``strict``.
+    """
+    spec = param_type if isinstance(param_type, defs.QSpec) else defs.QSpec(qtype.as_qtype(param_type))
+    found = _weight_quantizers(sim, op_types, nodes_to_include, nodes_to_exclude)
+    if shift_zero_point:
+        spec = defs.QSpec(spec.dtype, spec.granularity, spec.symmetric, True)
+    if type(spec.granularity) is defs.Blockwise and not spec.shift_zero_point:
+        _set_blocks(found, spec.dtype, spec.symmetric, spec.granularity.block_size, strict)
+        return
+    for quantizer in found:
+        quantizer.set_qspec(spec)
+
+
+def clamp_activation_encodings(quant_sim: QuantizationSimModel, clamp_val: float) -> None:
+    """Cut the ranges of activations at plus and minus ``clamp_val``."""
+    for quantizer in quant_sim.get_all_quantizers()[1]:
+        if quantizer.enabled:
+            quantizer.clip_and_recompute_encodings(clamp_val)

@@ -1,0 +1,74 @@
+"""``aimet_onnx.sequential_mse.seq_mse``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from bitwright import onnx as front
+from bitwright.aimet_common.absent import absent_names, differs
+from bitwright.errors import ConfigError
+
+__all__ = ["SeqMseParams", "SequentialMse", "apply_seq_mse"]
+
+__getattr__ = absent_names(__name__)
+
+
+def apply_seq_mse(
+    sim: front.QuantizationSimModel,
+    inputs: Iterable[Any],
+    num_candidates: int = 20,
+    nodes_to_exclude: list[str] | None = None,
+    **options: Any,
+) -> None:
+    """:func:`bitwright.onnx.apply_seq_mse`: choose the range of every weight by its layer's output error, and freeze it."""
+    front.apply_seq_mse(sim, inputs, num_candidates, nodes_to_exclude, **options)
+
+
+@dataclass
+class SeqMseParams:
+    """What :class:`SequentialMse` is to do; other than ``symqt`` and ``mse`` warn and count as these.
+
+    Raises:
+        ConfigError: (a ValueError) a value that AIMET does not know either.
+    """
+
+    num_batches: int | None = None
+    num_candidates: int = 20
+    inp_symmetry: str = "symqt"
+    loss_fn: str = "mse"
+
+    def __post_init__(self) -> None:
+        for name, known, used in (
+            ("inp_symmetry", ("symqt", "symfp", "asym"), "symqt"),
+            ("loss_fn", ("mse", "l1", "sqnr"), "mse"),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(name, f"it is {value!r}", f"use one of {', '.join(known)}")
+            if value != used:
+                differs(f"SeqMseParams({name}={value!r})", f"ranges are chosen by {used!r}")
+
+
+class SequentialMse:
+    """The older form of :func:`apply_seq_mse`."""
+
+    def __init__(
+        self, model: Any, sim: front.QuantizationSimModel, params: SeqMseParams, data_loader: Iterable[Any],
+        nodes_to_exclude: list[str] | None = None,
+    ) -> None:  # fmt: skip
+        self._call = (sim, params, data_loader, nodes_to_exclude)
+
+    def apply_seq_mse_algo(self) -> None:
+        """Choose the ranges."""
+        sim, params, loader, excluded = self._call
+        apply_seq_mse(
+            sim, list(itertools.islice(loader, params.num_batches)), params.num_candidates, excluded
+        )
+
+    @staticmethod
+    def apply_seq_mse(model: Any, sim: Any, params: SeqMseParams, data_loader: Iterable[Any]) -> None:
+        """Choose the ranges."""
+        SequentialMse(model, sim, params, data_loader).apply_seq_mse_algo()

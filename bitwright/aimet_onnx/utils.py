@@ -1,0 +1,58 @@
+"""``aimet_onnx.utils``: helpers that scripts import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_onnx._core import example_feeds
+from bitwright.aimet_onnx._models import proto_of
+
+__all__ = ["OrtInferenceSession", "build_session", "make_dummy_input", "make_psnr_eval_fn"]
+
+__getattr__ = absent_names(__name__)
+
+
+def make_dummy_input(model: Any, dynamic_size: int = 1) -> dict[str, Any]:
+    """Random values for the inputs of a model; axes it leaves open have lengths of ours."""
+    return example_feeds(proto_of(model))
+
+
+def build_session(
+    model: Any, providers: Sequence[Any], user_onnx_libs: list[str] | None = None, path: str | None = None
+) -> Any:
+    """A session of ONNX Runtime."""
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(proto_of(model).SerializeToString(), providers=list(providers))
+
+
+OrtInferenceSession = build_session
+
+
+def make_psnr_eval_fn(
+    fp_session: Any, inputs: Iterable[dict[str, Any]], output_indices: int | list[int] | None = None
+) -> Callable[[Any], float]:
+    """A function that gives the mean peak signal-to-noise ratio, in dB and 100 at most, of a session against ``fp_session``."""
+    feeds = list(inputs)
+    expected = [fp_session.run(None, feed) for feed in feeds]
+    count = len(expected[0]) if expected else 0
+    chosen = range(count) if output_indices is None else np.atleast_1d(output_indices).tolist()
+
+    def evaluate(session: Any) -> float:
+        found = []
+        for feed, wanted in zip(feeds, expected, strict=True):
+            got = session.run(None, feed)
+            found += [_psnr(wanted[i], got[i]) for i in chosen]
+        return float(np.mean(found))
+
+    return evaluate
+
+
+def _psnr(expected: Any, actual: Any) -> float:
+    error = float(np.mean((np.asarray(expected, np.float64) - actual) ** 2))
+    peak = float(np.max(np.abs(expected)))
+    return 100.0 if error == 0 or peak == 0 else min(100.0, 10 * float(np.log10(peak**2 / error)))
