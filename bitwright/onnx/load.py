@@ -57,6 +57,11 @@ _KNOWN_DOMAINS = frozenset(
      "com.ms.internal.nhwc", "org.pytorch.aten", MARKER_DOMAIN)
 )  # fmt: skip
 _SMALL = 1024  # bytes; larger initializers cannot hold a shape and are left out of shape inference
+_WHOLE_BYTES = frozenset(
+    dtype
+    for dtype in ir.DataType
+    if dtype not in (ir.DataType.UNDEFINED, ir.DataType.STRING) and dtype.bitwidth >= 8
+)  # narrower ones take more room as arrays
 
 
 @dataclass(frozen=True)
@@ -154,10 +159,27 @@ def _deserialize(proto: onnx.ModelProto, site: str, folder: Path | None) -> ir.M
     except (ir.serde.SerdeError, ValueError, TypeError) as error:
         raise _why_not_read(proto, site, error) from error
     if folder is not None:
+        _detach(model)
         ir.external_data.set_base_dir(model.graph, folder)
         for graph in model.graphs():
             ir.external_data.set_base_dir(graph, folder)
     return model
+
+
+def _detach(model: ir.Model) -> None:
+    """Let large weights hold their own elements, so that the message they were read from, which has all, can go.
+
+    A tensor of a message also copies its elements each time it is asked for them.
+    """
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if (
+                isinstance(tensor, ir.TensorProtoTensor)
+                and tensor.nbytes > _SMALL
+                and tensor.dtype in _WHOLE_BYTES
+            ):
+                value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
 
 
 def _why_not_read(proto: onnx.ModelProto, site: str, error: Exception) -> ModelError:

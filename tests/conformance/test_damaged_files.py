@@ -36,6 +36,7 @@ from bitwright.core.ranges import find_range_method
 from bitwright.core.rules import Rules
 from bitwright.errors import BitwrightError
 from bitwright.export.encodings import read_encodings
+from bitwright.export.finished import FinishedLayers
 from bitwright.export.manifest import read_manifest, write_manifest
 from bitwright.export.samples import read_samples, verify_folder
 from bitwright.export.sites_file import read_sites
@@ -432,6 +433,28 @@ def test_encodings_of_a_simulation(sim: QuantizationSimModel, exported: Path, tm
         path = tmp_path / "copy" / "net.encodings"
         tally.note(partial(again.load_encodings, path), lambda _: None, what)
     assert tally.is_balanced()
+
+
+def test_cache_files(tmp_path: Path) -> None:
+    rng, arrays = (
+        np.random.default_rng(15),
+        {"w": np.linspace(0, 1, 64, dtype=np.float32), "s": np.float32([0.5])},
+    )
+    cache, tally = FinishedLayers(tmp_path), Tally()
+    cache.put("k" * 40, arrays)
+    (path,) = tmp_path.iterdir()
+    valid = path.read_bytes()
+    lost = 0
+
+    def check(found: Any) -> None:
+        nonlocal lost
+        lost += found is None
+        assert found is None or all(np.array_equal(found[name], array) for name, array in arrays.items())
+
+    for i in range(100):
+        path.write_bytes(damaged_bytes(valid, rng))
+        tally.note(lambda: cache.get("k" * 40), check, f"input {i}")
+    assert tally.refused + lost > 50, "damage is noticed"
 
 
 # ----------------------------------------------------------------------------------------------------- ONNX

@@ -152,3 +152,13 @@ def test_a_pipe_is_no_model(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "m.onnx")
     with pytest.raises(ModelError, match=r"m\.onnx"):
         load_model(tmp_path / "m.onnx")
+
+
+def test_large_weights_leave_the_message_they_came_in(tmp_path: Path) -> None:
+    proto = model()
+    large = np.random.default_rng(0).standard_normal((4, 500)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(large, "spare"))
+    onnx.save(proto, tmp_path / "m.onnx")
+    tensor = load_model(tmp_path / "m.onnx").model.graph.initializers["spare"].const_value
+    assert tensor is not None and np.array_equal(tensor.numpy(), large)
+    assert np.shares_memory(tensor.numpy(), tensor.numpy()), "each look at the weight copies it"
