@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Literal
 
 import onnx_ir as ir
 
-from bitwright.errors import ConfigError, ModelError, close_matches
+from bitwright.errors import ConfigError, ExportError, ModelError, close_matches
 from bitwright.export.runtime import refusals
 
 Order = Literal["fast", "frugal", "written"]
@@ -99,6 +99,7 @@ def save_optimized(model: ir.Model, path: Path) -> None:
         path: of the file.
 
     Raises:
+        ExportError: the folder of ``path`` has no room for it.
         ModelError: the runtime refuses the model.
     """
     options = _options(threads=1)
@@ -110,9 +111,39 @@ def save_optimized(model: ir.Model, path: Path) -> None:
     }
     for key, value in entries.items():
         options.add_session_config_entry(key, value)
-    with _explained(model.graph.name or "model"):
-        _open(model, options, list(_CPU))
+    try:
+        with _explained(model.graph.name or "model"):
+            _open(model, options, list(_CPU))
+    except ModelError as error:
+        _check_room(path.parent, weight_size(model))
+        raise error
     return_memory()
+
+
+def weight_size(model: ir.Model) -> int:
+    """Bytes of the tensors of the main graph."""
+    tensors = (value.const_value for value in model.graph.initializers.values())
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _check_room(folder: Path, size: int) -> None:
+    """Tell a full temporary folder, of which the runtime says only that it cannot write, from a model that it refuses.
+
+    Raises:
+        ExportError: ``folder`` has no room for a file of so many bytes.
+    """
+    probe = folder / "room"
+    try:
+        with open(probe, "wb") as file:
+            for _ in range(0, size + (1 << 20), 1 << 20):  # and as much for the graph itself
+                file.write(bytes(1 << 20))
+    except OSError as error:
+        problem = f"the temporary folder has no room for {size} bytes: {error.strerror or error}"
+        raise ExportError(
+            str(folder), problem, "free some space, or name a folder on another disk in TMPDIR"
+        ) from error
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def open_file(path: Path, *, threads: int = 0, arena: bool = True) -> Any:

@@ -24,3 +24,26 @@ def test_an_export_that_is_stopped_anywhere_leaves_the_old_or_the_new_one(tmp_pa
         switch = outcomes.index("new")
         assert switch > 8 and len(outcomes) - switch > 8
         assert set(outcomes[:switch]) == {"old"} and set(outcomes[switch:]) == {"new"}
+
+
+@pytest.mark.parametrize("limit", [500, 9000])
+def test_a_full_temporary_folder_is_named(tmp_path: Path, limit: int) -> None:
+    """The limit on file sizes stands for a full disk: ONNX Runtime writes its optimised model into a temporary folder."""
+    code = f"""
+import resource
+import bitwright.onnx as bo
+from bitwright.errors import ExportError
+from tests.onnx.nets import conv_chain, feeds_for
+model = conv_chain(3, 16)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+try:
+    bo.quantize(model, [feeds_for(model)], recipe=["fold"], path={str(tmp_path / "out")!r})
+except ExportError as error:
+    print(error)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "the temporary folder has no room for" in ran.stdout and "in TMPDIR" in ran.stdout, ran.stderr
+    assert not (tmp_path / "out").exists()
