@@ -5,8 +5,14 @@ Needs the data folder (see tests/data.py).
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
+import bitwright.torch
+from bitwright.core.model import sqnr
+from tests import data
+from tests.standins import denoiser, tone_detector
 from tests.tasks import TASKS, measured
 
 pytestmark = pytest.mark.slow
@@ -52,3 +58,36 @@ def test_faces_are_found_better_than_with_nearest_rounding(shared_data):
     task = TASKS["face_slim_320"]()
     nearest = measured("face_slim_320", task, "onnx", "w8a8", ["fold"])
     assert measured("face_slim_320", task, "onnx", "w8a8", None) >= nearest
+
+
+def gained(model, batches, unseen):
+    """dB of the outputs on unseen data, by nearest rounding and by the default recipe."""
+
+    def outputs(m):
+        with torch.no_grad():
+            found = [m(x) for x in unseen]
+        return np.concatenate([(y if isinstance(y, torch.Tensor) else y[0]).numpy().ravel() for y in found])
+
+    wanted = outputs(model)
+    nearest = bitwright.torch.quantize(model, batches, recipe=["fold"], progress=False).model
+    default = bitwright.torch.quantize(model, batches, progress=False).model
+    return sqnr(wanted, outputs(nearest)), sqnr(wanted, outputs(default))
+
+
+def test_a_denoiser_keeps_what_its_last_layers_make():
+    made = denoiser(epochs=6)
+    nearest, default = gained(made.model, made.batches(0), list(made.test[:300].split(100)))
+    assert default > nearest + 3
+
+
+def test_a_detector_keeps_its_spectrum():
+    made = tone_detector(epochs=6)
+    nearest, default = gained(made.model, made.batches(0), list(made.test[:300].split(100)))
+    assert default > max(nearest, 12)
+
+
+@pytest.mark.parametrize("name", ["resnet20_aux", "mobilenet_v2_cifar"])
+def test_outputs_come_nearer_than_by_nearest_rounding(shared_data, name):
+    batches = TASKS[name]().batches(1)[:4]
+    nearest, default = gained(data.trained(name), batches, list(data.cifar().x[:300].split(100)))
+    assert default > nearest + 1
