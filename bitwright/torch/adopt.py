@@ -26,8 +26,7 @@ def adopt(model: nn.Module, example: Any, *, in_place: bool) -> nn.Module:
     Raises:
         ModelError: a part is compiled and the model is to be simulated in place; lazy layers cannot be made.
     """
-    while isinstance(inner := model._modules.get(_ORIGINAL), nn.Module):
-        model = inner
+    model = _unwrapped(model)
     compiled = [path for path, module in walk_modules(model) if _compiled(module)]
     if compiled and in_place:
         raise ModelError(
@@ -40,14 +39,23 @@ def adopt(model: nn.Module, example: Any, *, in_place: bool) -> nn.Module:
         if vars(module).get("_compiled_call_impl") is not None:
             module._compiled_call_impl = None
         for name, child in module._modules.items():
-            while child is not None and isinstance(inner := child._modules.get(_ORIGINAL), nn.Module):
-                module._modules[name] = child = inner
+            if child is not None and _unwrapped(child) is not child:
+                module._modules[name] = _unwrapped(child)
     _make_lazy(own, example)
     return own
 
 
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given; a TorchScript module, whose table of modules is another, is refused later."""
+    while isinstance(module._modules, dict) and isinstance(
+        inner := module._modules.get(_ORIGINAL), nn.Module
+    ):
+        module = inner
+    return module
+
+
 def _compiled(module: nn.Module) -> bool:
-    return _ORIGINAL in module._modules or vars(module).get("_compiled_call_impl") is not None
+    return _unwrapped(module) is not module or vars(module).get("_compiled_call_impl") is not None
 
 
 def uncopied(model: nn.Module) -> dict[int, Any]:

@@ -21,7 +21,7 @@ from bitwright.core.ops import op_row
 from bitwright.core.quantizer import DerivedBias
 from bitwright.core.recurrence import CELLS
 from bitwright.core.repair import Repair
-from bitwright.errors import CalibrationError
+from bitwright.errors import CalibrationError, ModelError
 from bitwright.torch import recurrent
 from bitwright.torch.decompose import EXPORTABLE
 from bitwright.torch.fake_quantize import is_plain
@@ -116,7 +116,8 @@ class Simulator:
     # -- handler
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Refuse to simulate before calibration."""
+        """Refuse to simulate before calibration, and where tensors hold no values."""
+        _refuse_transforms()
         if self.stage == "uncalibrated":
             raise CalibrationError(
                 "QuantizationSimModel",
@@ -454,6 +455,22 @@ def _writes(row: Function, kwargs: dict[str, Any]) -> bool:
 def _holds_nan(output: Any) -> bool:
     tensors = [t for _, t in flatten_tensors(output) if t.is_floating_point() and is_plain(t)]
     return any(bool(t.detach().isnan().any()) for t in tensors)
+
+
+def _refuse_transforms() -> None:
+    """Quantizers compute on values, and keep what they computed of weights."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ModelError(
+            "QuantizationSimModel",
+            "sim.model was called inside a torch.func transform (vmap, grad, jvp, ...), which quantizers cannot be part of",
+            "call sim.model on the whole batch instead of under vmap, and use loss.backward() instead of torch.func.grad",
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise ModelError(
+            "QuantizationSimModel",
+            "sim.model was called by torch.jit.trace, which would write quantizers down as constants of one run",
+            "call sim.export(folder, name) for an ONNX model with its quantizers, or trace the float model",
+        )
 
 
 def _is_live(place: Place) -> bool:

@@ -179,6 +179,29 @@ def test_inference_mode_gives_the_same_bits() -> None:
         assert torch.equal(fresh.model(X), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda model: torch.vmap(model)(X), r"torch\.func transform.*whole batch"),
+        (
+            lambda model: torch.func.grad(lambda z: model(z).sum())(X),
+            r"torch\.func transform.*loss\.backward",
+        ),
+        (lambda model: torch.jit.trace(model, X), r"torch\.jit\.trace.*sim\.export"),
+    ],
+    ids=["vmap", "grad", "trace"],
+)
+def test_transforms_of_the_simulation_get_one_sentence(
+    use: Callable[[nn.Module], object], message: str
+) -> None:
+    sim = simulate(mlp())
+    expected = sim.model(X)
+    with pytest.raises(ModelError, match=message):
+        use(sim.model)
+    assert torch.equal(sim.model(X), expected)
+
+
 @pytest.mark.slow
 def test_compiling_the_simulation_warns_of_nothing_that_happened(caplog: pytest.LogCaptureFixture) -> None:
     sim = simulate(mlp())
