@@ -80,6 +80,10 @@ class Day:
         torch.manual_seed(0)
         self.architecture = architecture
         self.model = architecture.build()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.dim() > 1 and not parameter.any():
+                    parameter.normal_(std=0.5)  # tokens that training would have moved off zero
         self.batches = [architecture.batch(seed) for seed in range(3)]
         self.sim: QuantizationSimModel
 
@@ -217,7 +221,8 @@ def _said(error: BaseException) -> str:
 def run_all(architectures: Sequence[Architecture], fresh: bool, out: Callable[[str], None]) -> None:
     """A process per architecture that has no result yet; one that takes too long is ended."""
     STATE.mkdir(parents=True, exist_ok=True)
-    for package in dict.fromkeys(a.package for a in architectures):
+    parts = ("bitwright.torch.export", "bitwright.export.simulation", "transformers.generation")
+    for package in (*dict.fromkeys(a.package for a in architectures), *parts):
         try:
             importlib.import_module(package)  # once; the processes are copies of this one
         except Exception as error:

@@ -183,7 +183,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     _vision("Swinv2ForImageClassification", embed_dim=16, depths=[1, 1], num_attention_heads=[2, 2], window_size=2, patch_size=4),
     _vision("ConvNextForImageClassification", **_SMALL), _vision("ConvNextV2ForImageClassification", **_SMALL),
     _vision("ResNetForImageClassification", embedding_size=8, **_SMALL),
-    _vision("RegNetForImageClassification", embedding_size=8, groups_width=8, layer_type="y", **_SMALL),
     _vision("MobileNetV1ForImageClassification", depth_multiplier=0.25),
     _vision("MobileNetV2ForImageClassification", depth_multiplier=0.25),
     _vision("MobileViTForImageClassification", 64, hidden_sizes=[16, 16, 16], neck_hidden_sizes=[8, 8, 8, 8, 8, 8, 16],

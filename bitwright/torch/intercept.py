@@ -7,6 +7,8 @@ of parameters:
 
 - a module that owns parameters or buffers is one place, however often it runs (time steps share their sites);
 - a call that reads a parameter directly is the place of that parameter;
+- where either stands on several lines of code, one after the other in the data flow, each line is a place of its own: layers
+  that share a weight, and not a layer over time (:func:`bitwright.torch.loops.find_turns`);
 - anything else counts from the last such place in the same forward: ``for l in self.layers: x = x + l(x)`` gives one
   addition per layer, ``h = tanh(self.ih(x) + self.hh(h))`` the same addition at every time step. Only in a loop that uses
   no parameters is it the line of code that counts (:mod:`bitwright.torch.loops`).
@@ -52,6 +54,7 @@ class Frame:
     anchor: Hashable = None
     counts: dict[Hashable, int] = field(default_factory=dict)
     where: Hashable = None
+    turn: Hashable = None  # the line of code of the layer that is told apart by it, and of those around it
 
     def __post_init__(self) -> None:
         if self.where is None:
@@ -271,6 +274,8 @@ class Interceptor:
         loops: places that are told apart by the line of code.
         seen: where counted places stand, while a model is recorded.
         fused: frame and label of a fused call -> its places.
+        turns: places of parameters that are told apart by the line of code.
+        lines: how often each line called the place of a parameter, while a model is recorded.
     """
 
     def __init__(self, model: nn.Module, handler: Handler | None = None) -> None:
@@ -285,6 +290,8 @@ class Interceptor:
         self.seen: dict[Key, Where] | None = None
         self.fused: dict[Key, set[Key]] = {}
         self.recording = False
+        self.turns: frozenset[Key] = frozenset()
+        self.lines: dict[Key, dict[Where, int]] = {}
 
     # -- attaching
 
@@ -482,11 +489,14 @@ class Interceptor:
             return
         parent = here.frames[-1]
         if forward.owns:
-            parent.set_anchor(forward.path)
-            here.frames.append(Frame(forward.path, forward.path, forward.module))
+            line = self._line((parent.key, forward.path), modules=1)
+            turn = parent.turn if line is None else (parent.turn, line)
+            key = forward.path if turn is None else (forward.path, turn)
+            parent.set_anchor(key)
+            here.frames.append(Frame(key, forward.path, forward.module, turn=turn))
         else:
             key, where = self._counted(parent, forward.path, modules=1)
-            here.frames.append(Frame(key, forward.path, forward.module, where=where))
+            here.frames.append(Frame(key, forward.path, forward.module, where=where, turn=parent.turn))
 
     def param_name(self, tensor: torch.Tensor) -> str | None:
         """The first name of a parameter or buffer of the model; ``None`` for other tensors."""
@@ -567,9 +577,20 @@ class Interceptor:
             else:
                 continue
             if name is not None:
-                frame.set_anchor(name)
-                return (frame.key, name, label)
+                line = self._line((frame.key, name, label))
+                frame.set_anchor(name if line is None else (name, line))
+                return (frame.key, name, label) if line is None else (frame.key, name, label, line)
         return self._counted(frame, label)[0]
+
+    def _line(self, place: Key, modules: int = 0) -> Where | None:
+        """The line of code that calls the place of a parameter, if such places are told apart by it."""
+        if self.seen is None and place not in self.turns:
+            return None
+        line = line_of_code(_FORWARDS, modules)
+        if self.seen is not None:
+            calls = self.lines.setdefault(place, {})
+            calls[line] = calls.get(line, 0) + 1
+        return line if place in self.turns else None
 
     def _counted(self, frame: Frame, label: str, modules: int = 0) -> tuple[Key, Hashable]:
         """Key of the next ``label`` of a frame, or of this line of code in a loop; and where it stands."""
@@ -606,12 +627,12 @@ class Interceptor:
             values = (*args, *kwargs.values(), *(v for found in lists for v in found))
             key = self._place_of(here, parent, label, values)
             module = parent.module if decomposition.owner == "module" else None
-            here.frames.append(Frame(key, parent.path, module))
+            here.frames.append(Frame(key, parent.path, module, turn=parent.turn))
         else:
             key, where = self._counted(parent, label)
             key = self._fused(parent, label, key)
             path = f"{parent.path}.{label}" if parent.path else label
-            here.frames.append(Frame(key, path, None, where=where))
+            here.frames.append(Frame(key, path, None, where=where, turn=parent.turn))
         assert here.mode is not None
         try:
             with here.mode:

@@ -19,6 +19,9 @@ Where = tuple[Hashable, ...]
 
 CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
 
+#: they stand between a module and its forward while a model is exported
+_EXPORTERS = ("torch.fx.", "torch.export.", "torch._export.", "torch._dynamo.")
+
 
 def line_of_code(stop: Container[CodeType], modules: int = 0) -> Where:
     """The instructions at which the functions stand that lead from the running forward to this call.
@@ -35,7 +38,7 @@ def line_of_code(stop: Container[CodeType], modules: int = 0) -> Where:
                 break
             modules -= 1
             found.clear()
-        elif frame.f_code not in CALLS:
+        elif frame.f_code not in CALLS and not frame.f_globals.get("__name__", "").startswith(_EXPORTERS):
             found.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
     return tuple(found)
@@ -90,6 +93,55 @@ def _feeding_themselves(
         for value in call.outputs if mask else ():
             reached[value] = mask
     return list(carried)
+
+
+def find_turns(
+    calls: Iterable[Any], lines: Mapping[Hashable, Mapping[Where, int]], forwards: int
+) -> frozenset[Hashable]:
+    """The places of parameters at which several layers share them, each called by a line of its own.
+
+    Such a place is called by several lines, one of which reads what came of another. A line that is called more than once in
+    a forward is a loop over time: it stays one place, and so does what stands before it.
+
+    Args:
+        calls: those of a recorder, in execution order, the calls of one place as one.
+        lines: place -> line of code -> how often it called; a place is ``(frame, path of a module)`` or
+            ``(frame, parameter, label)``.
+        forwards: how many were recorded.
+    """
+    shared = {
+        p: len(p) == 2 for p, found in lines.items() if len(found) > 1 and max(found.values()) <= forwards
+    }  # type: ignore[arg-type]
+    if not shared:
+        return frozenset()
+    order = list(calls)
+    heads: dict[int, list[Hashable]] = {}  # the first call of a place -> the place
+    for place, is_module in shared.items():
+        at = next((i for i, call in enumerate(order) if _stands_at(call, place, is_module)), None)
+        if at is not None:
+            heads.setdefault(at, []).append(place)
+    bits = {at: 1 << n for n, at in enumerate(heads)}
+    reached: dict[int, int] = {}  # value -> the places it comes from
+    chained: set[int] = set()
+    for _ in range(3):  # what a later run reads stands behind its place in the order
+        for i, call in enumerate(order):
+            mask = 0
+            for value in (*call.inputs, *(value for _, value in call.also)):
+                mask |= reached.get(value, 0) if value is not None else 0
+            if i in bits:
+                if mask & bits[i]:
+                    chained.add(i)
+                mask |= bits[i]
+            for value in call.outputs if mask else ():
+                reached[value] = reached.get(value, 0) | mask
+    return frozenset(place for at in chained for place in heads[at])
+
+
+def _stands_at(call: Any, place: Any, is_module: bool) -> bool:
+    if not is_module:
+        return bool(call.key == place)
+    path = place[1]
+    return bool(call.path == path or call.path.startswith(f"{path}."))
 
 
 def _around(where: Where) -> Iterator[Where]:

@@ -138,7 +138,8 @@ class QuantizationSimModel:
             if quantizer is None:
                 quantizer = quantizers[planned.group] = Quantizer(planned.name, planned.role, planned.spec)
             site = sites[planned.name] = Site(planned, quantizer, self.graph)
-            held = Place(planned.name, planned.port, quantizer, site.channels)
+            repeated = self.graph.op(planned.op).calls > 1 and planned.inner is None
+            held = Place(planned.name, planned.port, quantizer, site.channels, repeated)
             if planned.inner is not None:
                 inside.setdefault(planned.op, {})[planned.inner] = held
                 continue
@@ -349,6 +350,7 @@ class QuantizationSimModel:
         self._simulator.stage = "simulate"
         self._simulator.refresh_biases()
         self.quantizers.settle_unreached(allow=allow_unreached, quiet=quiet)
+        self._simulator.warn_of_ranges()
 
     def _calibrate_unreached_weights(self) -> None:
         """Weights that no batch reached need none: their ranges follow from their values."""

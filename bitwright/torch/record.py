@@ -22,7 +22,7 @@ from bitwright.errors import ModelError
 from bitwright.torch.batches import as_call, evaluation
 from bitwright.torch.functions import FUNCTIONS, SET_ITEM, Function
 from bitwright.torch.intercept import ACCESS, Frame, Interceptor, Key, forward_signature
-from bitwright.torch.loops import Where, find_loops
+from bitwright.torch.loops import Where, find_loops, find_turns
 from bitwright.torch.trees import flatten_tensors, map_tensors, named_state
 
 
@@ -86,6 +86,7 @@ class Recorder:
         self.returned: dict[str, int] = {}
         self.static: set[Key] = set()
         self.loops: frozenset[Where] = frozenset()  # the interceptor's, for others that run the model
+        self.turns: frozenset[Key] = frozenset()  # likewise
         self._params: dict[str, int] = {}
         self._live: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
@@ -395,12 +396,17 @@ def record(model: nn.Module, examples: Sequence[Any], interceptor: Interceptor |
     try:
         with running.occupancy.exclusive("recording"):
             running.loops, running.seen, running.recording = frozenset(), {}, True
+            running.turns, running.lines = frozenset(), {}
             recorder = _run(model, examples, running, keep_arguments=interceptor is None)
+            running.turns = find_turns(recorder.calls.values(), running.lines, len(examples))
+            if running.turns:  # layers that share a weight are places of their own
+                running.seen = {}
+                recorder = _run(model, examples, running, keep_arguments=interceptor is None)
             running.loops, running.seen = find_loops(recorder.calls.values(), running.seen), None
             if running.loops:  # the places of a loop over time are one place each
                 recorder = _run(model, examples, running, keep_arguments=interceptor is None)
     finally:
-        running.seen, running.recording = None, False
+        running.seen, running.recording, running.lines = None, False, {}
         if interceptor is None:
             running.detach()
     if not recorder.calls:
@@ -415,7 +421,7 @@ def record(model: nn.Module, examples: Sequence[Any], interceptor: Interceptor |
 
 def _run(model: nn.Module, examples: Sequence[Any], running: Interceptor, keep_arguments: bool) -> Recorder:
     recorder = Recorder(lambda: running, forward_signature(model), keep_arguments)
-    recorder.loops, running.fused = running.loops, {}
+    recorder.loops, recorder.turns, running.fused = running.loops, running.turns, {}
     with running.handled_by(recorder), torch.no_grad(), evaluation(model):
         for example in examples:
             args, kwargs = as_call(example)

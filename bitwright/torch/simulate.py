@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from threading import get_ident
@@ -33,6 +34,9 @@ from bitwright.torch.trees import flatten_tensors, map_tensors
 
 logger = logging.getLogger("bitwright")
 
+#: factor between the ranges of calls from which a shared grid of eight bits leaves the smaller ones fewer than four
+UNLIKE = 32.0
+
 Stage = Literal["uncalibrated", "observe", "simulate", "mark", "float"]
 
 
@@ -44,6 +48,7 @@ class Place:
     at: int
     quantizer: Quantizer
     channels: ChannelWatch
+    repeated: bool = False  # the place was called several times in a recorded forward
 
     def observe(self, x: torch.Tensor) -> None:
         """Add a tensor that passes to what calibration knows."""
@@ -82,6 +87,9 @@ class Simulator:
         self.biases: list[DerivedBias] = []
         self.lengths: dict[str, int] = {}  # recurrent layer -> most steps in calibration
         self.longer: dict[str, int] = {}  # recurrent layer -> steps of a longer sequence that was simulated
+        self.ranges: dict[
+            str, tuple[float, float]
+        ] = {}  # repeated place -> largest value of its quietest, loudest call
         self.runs = 0
         self.gate: BatchGate | None = None  # while calibrating
         self.repairs: dict[str, Repair] = {}  # op -> what becomes of its output
@@ -125,7 +133,7 @@ class Simulator:
                 "call sim.compute_encodings(batches) or sim.load_encodings(path) first",
             )
         if self.stage == "observe" and not self.runs:
-            self.lengths, self.longer = {}, {}
+            self.lengths, self.longer, self.ranges = {}, {}, {}
         if self.stage in ("simulate", "mark"):
             self.refresh_biases()
         if self.stage == "observe":
@@ -410,6 +418,8 @@ class Simulator:
         quantizer = place.quantizer
         if self.stage == "observe":
             place.observe(x)
+            if place.repeated and x.numel():
+                self._note_range(place.site, x)
             return quantizer(x, overwrite) if quantizer.frozen else x
         result = quantizer(x, overwrite)
         if self.taps is not None and place.site in self.taps:
@@ -417,6 +427,25 @@ class Simulator:
         return result
 
     # -- notes
+
+    def _note_range(self, site: str, x: torch.Tensor) -> None:
+        lo, hi = torch.aminmax(x.detach())
+        largest = max(-float(lo), float(hi))
+        if 0.0 < largest < math.inf:
+            low, high = self.ranges.get(site, (largest, largest))
+            self.ranges[site] = (min(low, largest), max(high, largest))
+
+    def warn_of_ranges(self) -> None:
+        """Say where the calls of one place are so unlike that those with small values lose most of their grid."""
+        for site, (low, high) in self.ranges.items():
+            if high > UNLIKE * low:
+                logger.warning(
+                    "%s: several calls of one layer share this grid, and the largest values of its calls differ by a factor "
+                    "of %.3g; give each call a module of its own with the same parameter as its weight "
+                    "(second.weight = first.weight), and each has its own grid and both one weight",
+                    site,
+                    high / low,
+                )
 
     def _tap(self, plan: CallPlan | None, output: Any) -> None:
         if plan is None or self.taps is None:

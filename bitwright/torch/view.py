@@ -105,7 +105,7 @@ class TorchView:
         )
         simulator.stage = "float"
         interceptor = Interceptor(self.model)
-        interceptor.loops = self._recorder.loops
+        interceptor.loops, interceptor.turns = self._recorder.loops, self._recorder.turns
         interceptor.attach()
         device = model_device(self.model)
         try:
