@@ -82,8 +82,10 @@ class Windows(Two):
         self.norm = nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.l(self.norm(x).view(2, 2, 8)).view(4, 8)
-        return x + self.m(torch.roll(self.norm(x), 1, 0).view(2, 2, 8)).view(4, 8)
+        for shift, layer in ((0, self.l), (1, self.m)):
+            normed = self.norm(x)
+            x = x + layer((torch.roll(normed, shift, 0) if shift else normed).view(2, 2, 8)).view(4, 8)
+        return x
 
 
 def test_a_movement_with_a_quantizer_of_its_own_is_calibrated_and_saved(tmp_path: Path) -> None:
