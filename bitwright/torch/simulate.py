@@ -87,9 +87,8 @@ class Simulator:
         self.biases: list[DerivedBias] = []
         self.lengths: dict[str, int] = {}  # recurrent layer -> most steps in calibration
         self.longer: dict[str, int] = {}  # recurrent layer -> steps of a longer sequence that was simulated
-        self.ranges: dict[
-            str, tuple[float, float]
-        ] = {}  # repeated place -> largest value of its quietest, loudest call
+        # repeated place -> largest value of its quietest and its loudest call
+        self.ranges: dict[str, tuple[float, float]] = {}
         self.runs = 0
         self.gate: BatchGate | None = None  # while calibrating
         self.repairs: dict[str, Repair] = {}  # op -> what becomes of its output
@@ -437,15 +436,17 @@ class Simulator:
 
     def warn_of_ranges(self) -> None:
         """Say where the calls of one place are so unlike that those with small values lose most of their grid."""
-        for site, (low, high) in self.ranges.items():
-            if high > UNLIKE * low:
-                logger.warning(
-                    "%s: several calls of one layer share this grid, and the largest values of its calls differ by a factor "
-                    "of %.3g; give each call a module of its own with the same parameter as its weight "
-                    "(second.weight = first.weight), and each has its own grid and both one weight",
-                    site,
-                    high / low,
-                )
+        unlike = {site: high / low for site, (low, high) in self.ranges.items() if high > UNLIKE * low}
+        if unlike:
+            worst = max(unlike, key=unlike.__getitem__)
+            logger.warning(
+                "%s%s: several calls of one layer share this grid, and the largest values of its calls differ by a factor "
+                "of %.3g; give each call a module of its own with the same parameter as its weight "
+                "(second.weight = first.weight), and each has its own grid and both one weight",
+                worst,
+                f" and {len(unlike) - 1} others" if len(unlike) > 1 else "",
+                unlike[worst],
+            )
 
     def _tap(self, plan: CallPlan | None, output: Any) -> None:
         if plan is None or self.taps is None:
