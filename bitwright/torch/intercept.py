@@ -291,7 +291,7 @@ class Interceptor:
         self.fused: dict[Key, set[Key]] = {}
         self.recording = False
         self.turns: frozenset[Key] = frozenset()
-        self.lines: dict[Key, dict[Where, int]] = {}
+        self.lines: dict[Where, dict[Where, int]] = {}
 
     # -- attaching
 
@@ -491,9 +491,9 @@ class Interceptor:
         if forward.owns:
             line = self._line((parent.key, forward.path), modules=1)
             turn = parent.turn if line is None else (parent.turn, line)
-            key = forward.path if turn is None else (forward.path, turn)
-            parent.set_anchor(key)
-            here.frames.append(Frame(key, forward.path, forward.module, turn=turn))
+            owner: Key = forward.path if turn is None else (forward.path, turn)
+            parent.set_anchor(owner)
+            here.frames.append(Frame(owner, forward.path, forward.module, turn=turn))
         else:
             key, where = self._counted(parent, forward.path, modules=1)
             here.frames.append(Frame(key, forward.path, forward.module, where=where, turn=parent.turn))
@@ -582,7 +582,7 @@ class Interceptor:
                 return (frame.key, name, label) if line is None else (frame.key, name, label, line)
         return self._counted(frame, label)[0]
 
-    def _line(self, place: Key, modules: int = 0) -> Where | None:
+    def _line(self, place: Where, modules: int = 0) -> Where | None:
         """The line of code that calls the place of a parameter, if such places are told apart by it."""
         if self.seen is None and place not in self.turns:
             return None

@@ -96,7 +96,7 @@ def _feeding_themselves(
 
 
 def find_turns(
-    calls: Iterable[Any], lines: Mapping[Hashable, Mapping[Where, int]], forwards: int
+    calls: Iterable[Any], lines: Mapping[Where, Mapping[Where, int]], forwards: int
 ) -> frozenset[Hashable]:
     """The places of parameters at which several layers share them, each called by a line of its own.
 
@@ -111,7 +111,7 @@ def find_turns(
     """
     shared = {
         p: len(p) == 2 for p, found in lines.items() if len(found) > 1 and max(found.values()) <= forwards
-    }  # type: ignore[arg-type]
+    }
     if not shared:
         return frozenset()
     order = list(calls)
