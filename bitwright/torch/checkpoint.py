@@ -45,7 +45,7 @@ def save_checkpoint(sim: QuantizationSimModel, folder: str | Path) -> Path:
 
     Raises:
         ExportError: the folder cannot be written; an earlier checkpoint in it is as it was.
-        ModelError: the simulation is being calibrated, or is inside ``sim.in_float()``.
+        ModelError: the simulation is being calibrated.
     """
     from safetensors.torch import save
 
@@ -68,8 +68,8 @@ def _state(sim: QuantizationSimModel) -> dict[str, Any]:
     if sim._simulator.stage not in ("simulate", "uncalibrated"):
         raise ModelError(
             "save_checkpoint",
-            "the simulation is being calibrated or computes in float, so what it is otherwise cannot be told",
-            "call it outside of compute_encodings and of sim.in_float()",
+            "the simulation is being calibrated",
+            "call it when compute_encodings has returned",
         )
     quantizers = {
         site.name: {

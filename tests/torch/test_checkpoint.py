@@ -245,10 +245,18 @@ def test_an_uncalibrated_simulation_is_saved_as_such(tmp_path: Path) -> None:
     assert not fresh.calibrated
 
 
-def test_what_would_be_saved_in_float_is_refused(tmp_path: Path) -> None:
-    sim = make()
-    with sim.in_float(), pytest.raises(ModelError, match="computes in float.*outside of"):
+def test_saving_inside_in_float_saves_the_calibrated_simulation(tmp_path: Path) -> None:
+    sim, fresh = make(2.0), make()
+    with sim.in_float():
         sim.save_checkpoint(tmp_path)
+    fresh.load_checkpoint(tmp_path)
+    assert fresh.calibrated and torch.equal(fresh.model(X), sim.model(X))
+
+
+def test_saving_during_calibration_is_refused(tmp_path: Path) -> None:
+    sim = make()
+    with pytest.raises(ModelError, match="being calibrated.*when compute_encodings has returned"):
+        sim.compute_encodings(lambda model: sim.save_checkpoint(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
