@@ -281,7 +281,21 @@ def markdown(architectures: Sequence[Architecture]) -> str:
         counts.append(f"{sum(not c.startswith('FAILS') for c in tried)} of {len(tried)}")
     lines.append("| **works** | | " + " | ".join(counts) + " |")
     notes = [f"{n}. {reason}" for n, reason in enumerate(reasons, 1)]
-    return "\n".join([*_HEAD, *lines, "", "Reasons:", "", *notes, ""])
+    state = (
+        f"{len(found)} of {len(architectures)} architectures have run; the command goes on with the others."
+    )
+    return "\n".join(
+        [
+            *_HEAD,
+            *([] if len(found) == len(architectures) else [state, ""]),
+            *lines,
+            "",
+            "Reasons:",
+            "",
+            *notes,
+            "",
+        ]
+    )
 
 
 def _versions() -> dict[str, str]:
