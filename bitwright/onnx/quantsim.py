@@ -38,6 +38,7 @@ from bitwright.export.artefacts import (
     write_artefacts,
 )
 from bitwright.export.atomic import check_destination
+from bitwright.export.markers import is_site, site_of
 from bitwright.export.products import ProductForm
 from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, to_qdq
 from bitwright.export.recurrent import RecurrentForm, expand_recurrent
@@ -486,6 +487,7 @@ class QuantizationSimModel:
         repairs = self.repairs
         initializers = self.marked.graph.initializers if parameters else {}
         tensors = {name: value.const_value for name, value in initializers.items()}
+        constants = dict(self.constants) if parameters else {}
 
         def restore() -> None:
             from bitwright.onnx.stabilize import put_in_force
@@ -493,12 +495,30 @@ class QuantizationSimModel:
             if self.repairs is not repairs:
                 put_in_force(self, repairs)
             for name, tensor in tensors.items():
-                if tensor is not None and self.marked.graph.initializers[name].const_value is not tensor:
+                holder = self.marked.graph.initializers.get(name)  # gone where a chosen weight took its place
+                if tensor is not None and holder is not None and holder.const_value is not tensor:
                     self.set_parameter(name, tensor.numpy())
+            self._restore_computed(constants)
             quantizers()
             self.calibrated, self.calibration_log = calibrated, log
 
         return restore
+
+    def _restore_computed(self, constants: Mapping[str, Array]) -> None:
+        """Give weights that nodes computed, and that a method has replaced since, the values they had."""
+        changed = {
+            site: array
+            for site, array in constants.items()
+            if self.constants[site] is not array
+            and self.graph.values[self.plan.sites[site].value].param is None
+        }
+        for marker in [node for node in self.marked.graph if is_site(node)] if changed else ():
+            array = changed.get(site_of(marker))
+            chosen = marker.inputs[0]
+            if array is not None and chosen is not None and chosen.is_initializer():
+                chosen.const_value = ir.Tensor(array, name=chosen.name)
+                self.constants[site_of(marker)] = array
+        self._simulations.clear()
 
     # -- use
 

@@ -5,6 +5,7 @@ import pytest
 
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.onnx import quantize
+from bitwright.onnx.reconstruct import apply_reconstruction
 from tests.onnx.nets import Net
 
 
@@ -98,3 +99,21 @@ def test_finished_layers_are_not_computed_again(model, batches, tmp_path, monkey
 def test_options_are_checked_before_work(model, batches):
     with pytest.raises(ConfigError, match="gptq: there is no option 'dampling'.*damping"):
         quantize(model, batches, recipe=[{"gptq": {"dampling": 1}}])
+
+
+def test_a_weight_that_nodes_compute_is_given_back_too(batches):
+    """It is replaced by an initializer of its own; what was computed is then gone from the graph."""
+    generator = np.random.default_rng(0)
+    net = Net()
+    x = net.input("x", (32, 16))
+    weight = net("Mul", net("Transpose", net.weights(8, 16, name="w"), perm=[1, 0]), net.const(np.float32(2)))
+    model = net.model(net("MatMul", x, weight, name="product"))
+    feeds = [generator.standard_normal((32, 16)).astype(np.float32) for _ in range(4)]
+    sim = quantize(model, feeds, "w4a8", recipe=["fold"]).sim
+    before = sim.run(feeds[0])[0]
+    undo = sim.remember(parameters=True)
+    apply_reconstruction(sim, feeds, "gptq", progress=False)
+    assert not np.array_equal(sim.run(feeds[0])[0], before)
+    for _ in range(2):
+        undo()
+        assert np.array_equal(sim.run(feeds[0])[0], before)
