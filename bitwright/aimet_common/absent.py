@@ -35,6 +35,51 @@ ABSENT: dict[str, str] = {
     "aimet_torch.quantsim.check_accumulator_overflow": f"{_LATER} (AIMET announced its removal for 2.44); int32 biases are "
     "checked for overflow when they are derived",
     "aimet_torch.seq_mse.SequentialMse": "its steps are AIMET's internals; call apply_seq_mse(sim, data_loader)",
+    **dict.fromkeys(
+        (
+            f"aimet_torch.nn.{mixin}.{name}"
+            for mixin in ("BaseQuantizationMixin", "QuantizationMixin")
+            for name in ("set_default_kernel", "get_default_kernel", "set_kernel", "get_kernel")
+        ),
+        "there are no kernels to plug in: run the exported model in ONNX Runtime",
+    ),
+    **dict.fromkeys(
+        (
+            "aimet_torch.nn.BaseQuantizationMixin.set_weight_quantizer_to_mxfp4_int8",
+            "aimet_torch.nn.BaseQuantizationMixin.set_weight_quantizer_to_nvfp4_int8",
+        ),
+        f"{_LATER}; bitwright.PRESETS['mxfp4'] is a preset of a simulation",
+    ),
+    "aimet_torch.quantsim.QuantizationSimModel.quantizer_state_dict": "ranges are no parameters; "
+    "sim.save_checkpoint(folder) and sim.load_checkpoint(folder) keep quantizers and weights",
+    "aimet_torch.quantsim.QuantizationSimModel.get_supported_kernels": f"{_LATER}; supported kernels have no effect",
+    "aimet_onnx.quantsim.QuantizationSimModel.get_supported_kernels": f"{_LATER}; supported kernels have no effect",
+    "aimet_onnx.quantsim.QuantizationSimModel.save_model_graph": "print sim.coverage()",
+    "aimet_onnx.qc_quantize_op.QcQuantizeOp.get_stats_histogram": f"{_LATER}; sim.health() has the ranges seen",
+    "aimet_onnx.qc_quantize_op.QcQuantizeOp.set_zero_point_shift": "codes between the integers are not supported",
+    "aimet_onnx.qc_quantize_op.QcQuantizeOp.get_zero_point_shift": "codes between the integers are not supported",
+    **dict.fromkeys(
+        (
+            f"aimet_onnx.qc_quantize_op.{name}"
+            for name in ("GroupedBlockQuantizeDequantize", "ScaleQuantizer", "LPBQScaleQuantizer")
+        ),
+        f"{_LATER}: block scales in two factors (LPBQ)",
+    ),
+    **dict.fromkeys(
+        (
+            f"aimet_torch.nn.modules.custom.{quantized}{name}"
+            for quantized in ("", "Quantized")
+            for name in (
+                "RoiAlign",
+                "NonMaxSuppression",
+                "ScatterND",
+                "GatherNd",
+                "HadamardRotation",
+                "RotaryEmbedding",
+            )
+        ),
+        "call the function itself: simulations see it as it is",
+    ),
     "aimet_onnx.auto_quant": "AIMET removed it in 2.13; bitwright.onnx.quantize(model, data) chooses a recipe",
     "aimet_onnx.mixed_precision": f"{_LATER}; sim.set_tensor_precision(names, precision) sets single tensors",
     "aimet_onnx.lite_mp": f"{_LATER}; sim.set_tensor_precision(names, precision) sets single tensors",
@@ -84,6 +129,13 @@ def absent_names(module: str) -> Callable[[str], Any]:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return missing
+
+
+def absent_attribute(owner: str, name: str) -> AttributeError:
+    """The error for an attribute that an object of AIMET's class ``owner`` (dotted) has and ours has not."""
+    reason = ABSENT.get(f"{owner}.{name}")
+    kind = owner.rpartition(".")[2]
+    return AttributeError(f"{kind!r} object has no attribute {name!r}" + (f": {reason}" if reason else ""))
 
 
 class DifferenceWarning(UserWarning):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_common.absent import absent_attribute, absent_names
 from bitwright.aimet_common.defs import (
     QuantizationDataType,
     QuantScheme,
@@ -76,6 +76,9 @@ class QcQuantizeOp(SiteView):
                 "that quantizes it",
             )
         return self.sites[0]
+
+    def __getattr__(self, name: str) -> Any:
+        raise absent_attribute("aimet_onnx.qc_quantize_op.QcQuantizeOp", name)
 
     # -- on and off
 

@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 
 from bitwright import onnx as front
-from bitwright.aimet_common.absent import absent_names, differs
+from bitwright.aimet_common.absent import absent_attribute, absent_names, differs
 from bitwright.aimet_common.defs import (
     QuantizationDataType,
     QuantScheme,
@@ -123,6 +123,9 @@ class QuantizationSimModel(front.QuantizationSimModel):
             for quantizer in self.get_all_quantizers()[1]:
                 if quantizer.enabled:
                     quantizer.symmetric = True
+
+    def __getattr__(self, name: str) -> Any:
+        raise absent_attribute("aimet_onnx.quantsim.QuantizationSimModel", name)
 
     # -- quantizers
 

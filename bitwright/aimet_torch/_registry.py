@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bitwright.aimet_common.absent import absence, absent_attribute
 from bitwright.aimet_torch import _modules
 from bitwright.errors import ModelError
 
@@ -131,6 +132,15 @@ class BaseQuantizationMixin(metaclass=_Kind):
                               for key, value in module.__dict__.items()})  # fmt: skip
         made.__quant_init__()
         return made
+
+    def __getattr__(self, name: str) -> Any:
+        parent: Any = super()
+        try:
+            return parent.__getattr__(name)
+        except AttributeError as error:
+            if absence(f"aimet_torch.nn.BaseQuantizationMixin.{name}") is None:
+                raise
+            raise absent_attribute("aimet_torch.nn.BaseQuantizationMixin", name) from error
 
     def get_original_module(self) -> nn.Module:
         """The float module, with the same parameters."""

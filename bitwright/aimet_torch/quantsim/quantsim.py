@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bitwright import torch as front
-from bitwright.aimet_common.absent import absent_names, differs
+from bitwright.aimet_common.absent import absent_attribute, absent_names, differs
 from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, data_type, range_method
 from bitwright.aimet_torch import _modules
 from bitwright.aimet_torch._calibration import calibrate, calibrate_parameters
@@ -111,6 +111,9 @@ class QuantizationSimModel(front.QuantizationSimModel):
             for site in self.quantizers.values()
             if site.enabled and not site.quantizer.derived
         )
+
+    def __getattr__(self, name: str) -> Any:
+        raise absent_attribute("aimet_torch.quantsim.QuantizationSimModel", name)
 
     # -- calibration
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_torch._registry import INPUTS, quantized_class
+from bitwright.aimet_torch.nn.modules import layers
 
 
 def _of(name: str, function: Callable[..., Any], inputs: int = 1) -> type[nn.Module]:
@@ -47,18 +48,6 @@ class Concat(nn.Module):
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
         """The inputs, one behind the other."""
         return torch.cat(args, dim=self._axis)
-
-
-class Cast(nn.Module):
-    """A change of dtype."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``input`` in the dtype."""
-        return input.type(self.dtype)
 
 
 class RmsNorm(nn.Module):
@@ -97,11 +86,11 @@ _UNARY: dict[str, Callable[..., Any]] = {
     "Max": torch.max, "AMax": torch.amax, "Min": torch.min, "AMin": torch.amin, "Argmin": torch.argmin,
     "Argmax": torch.argmax, "Mean": torch.mean, "Sum": torch.sum, "Prod": torch.prod, "CumSum": torch.cumsum,
     "Split": torch.split, "Reshape": torch.reshape, "Permute": torch.permute, "Select": torch.select,
-    "Chunk": torch.chunk, "IndexSelect": torch.index_select, "Gather": torch.gather, "OneHot": F.one_hot,
+    "Chunk": torch.chunk, "IndexSelect": torch.index_select, "Gather": torch.gather,
     "ElementwiseCeil": torch.ceil, "ElementwiseFloor": torch.floor, "Pad": F.pad, "Interpolate": F.interpolate,
     "MaxPool2d": F.max_pool2d, "AvgPool2d": F.avg_pool2d, "AdaptiveAvgPool2d": F.adaptive_avg_pool2d,
     "BatchNorm": F.batch_norm, "GroupNorm": F.group_norm, "LogicalNot": torch.logical_not, "Tile": torch.tile,
-    "DepthToSpaceCRDMode": F.pixel_shuffle, "Squeeze": torch.squeeze, "Unsqueeze": torch.unsqueeze,
+    "Squeeze": torch.squeeze, "Unsqueeze": torch.unsqueeze,
     "Expand": lambda tensor, *sizes: tensor.expand(*sizes), "StridedSlice": lambda tensor, *index: tensor[index],
     "NullRequant": lambda tensor, *shape: tensor.reshape(*shape) if shape else tensor,
 }  # fmt: skip
@@ -124,7 +113,8 @@ _MADE: dict[str, type[nn.Module]] = {
     for inputs, table in ((1, _UNARY), (2, _BINARY), (3, _TERNARY))
     for name, function in table.items()
 }
-_MADE.update(Concat=Concat, Cast=Cast, RmsNorm=RmsNorm, DynamicConv2d=DynamicConv2d)
+_MADE.update(Concat=Concat, RmsNorm=RmsNorm, DynamicConv2d=DynamicConv2d)
+_MADE.update({kind.__name__: kind for kind in layers.ALL})
 __all__ = sorted(_MADE)  # noqa: PLE0605
 _missing = absent_names(__name__)
 
