@@ -26,7 +26,7 @@ class Judge:
     Args:
         batches: as the model takes them.
         outputs: of the float model; called when it is first needed.
-        seen: whether the methods see these batches too: the data held only one.
+        seen: whether the methods see these batches too: the data held fewer than five.
     """
 
     def __init__(self, batches: Sequence[Any], outputs: Outputs, *, seen: bool = False) -> None:
@@ -34,7 +34,7 @@ class Judge:
 
     @classmethod
     def of(cls, data: Iterable[Any], outputs: Outputs) -> tuple[Judge, Iterable[Any]]:
-        """Hold every fifth batch out of ``data``, the second first, 16 at most.
+        """Hold every fifth batch out of ``data``, the second first, 16 at most; none of fewer than five.
 
         Args:
             data: batches; gone through anew by every method.
@@ -44,6 +44,7 @@ class Judge:
             The judge, and the data without its batches.
         """
         first: list[Any] = []
+        place = -1
         held: dict[int, Any] = {}
         for place, batch in enumerate(data):
             if place == 0:
@@ -52,7 +53,7 @@ class Judge:
                 held[place] = batch
             if len(held) == _BATCHES:
                 break
-        if not held:
+        if place + 1 < _EVERY:  # a quarter of the data and more would be missed in the choice of weights
             return cls(first, outputs, seen=True), data
         return cls(list(held.values()), outputs), _Without(data, frozenset(held))
 
@@ -72,7 +73,7 @@ class Judge:
     def where(self) -> str:
         """One phrase: on what it judges."""
         if self.seen:
-            return "on the only batch, which the methods see too: give several"
+            return "on a batch that the methods see too: give five or more"
         return (
             f"on {len(self.batches)} batch{'es' if len(self.batches) > 1 else ''} that the methods do not see"
         )

@@ -13,7 +13,7 @@ def twice(batch):
 
 
 @pytest.mark.parametrize(
-    ("count", "held"), [(2, [1]), (7, [1, 6]), (20, [1, 6, 11, 16]), (200, list(range(1, 80, 5)))]
+    ("count", "held"), [(5, [1]), (7, [1, 6]), (20, [1, 6, 11, 16]), (200, list(range(1, 80, 5)))]
 )
 def test_every_fifth_batch_is_held_out_and_no_method_sees_it(count, held):
     judge, rest = Judge.of(range(count), twice)
@@ -22,10 +22,11 @@ def test_every_fifth_batch_is_held_out_and_no_method_sees_it(count, held):
         assert list(rest) == [place for place in range(count) if place not in held]
 
 
-def test_the_only_batch_is_seen_by_all_and_that_is_said():
-    judge, rest = Judge.of([3.0], twice)
-    assert judge.seen and judge.batches == [3.0] and list(rest) == [3.0]
-    assert judge.where == "on the only batch, which the methods see too: give several"
+@pytest.mark.parametrize("count", [1, 4])
+def test_of_few_batches_none_is_held_out_and_that_is_said(count):
+    judge, rest = Judge.of([3.0] * count, twice)
+    assert judge.seen and judge.batches == [3.0] and list(rest) == [3.0] * count
+    assert judge.where == "on a batch that the methods see too: give five or more"
 
 
 def test_the_float_model_runs_once_and_only_when_asked():
@@ -33,7 +34,7 @@ def test_the_float_model_runs_once_and_only_when_asked():
     judge, _ = Judge.of([1.0, 2.0], lambda batch: calls.append(batch) or twice(batch))
     assert not calls
     assert judge.sqnr(twice) == judge.sqnr(twice) == math.inf
-    assert calls == [2.0]
+    assert calls == [1.0]
 
 
 def test_outputs_count_alike_whatever_their_size():
