@@ -109,7 +109,7 @@ class Record:
     """What a module of a simulated model knows of its quantizers.
 
     Attributes:
-        sim: the simulation; a copy of the model copies it too.
+        sim: the simulation; a copy of the model has a copy of it.
         name: path of the module.
         params, inputs, outputs: the quantizers at its edge.
         inside: sites of calls in its forward that are at none of its edges.

@@ -39,18 +39,18 @@ def original_model(model: nn.Module, qdq_weights: bool) -> nn.Module:
     Raises:
         ModelError: the model is none of a simulation.
     """
-    if _modules.record_of(model) is None:
+    record = _modules.record_of(model)
+    if record is None:
         raise ModelError(
             "get_original_model",
             f"a {type(model).__name__} is no simulated model",
             "pass sim.model of a bitwright.aimet_torch.QuantizationSimModel",
         )
-    made = copy.deepcopy(model)
-    record = _modules.record_of(made)
-    assert record is not None
+    twin = copy.deepcopy(record.sim)
+    made: nn.Module = twin.model
     if qdq_weights:
         fold_parameters(_modules.below(made))
-    record.sim.remove()
+    twin.remove()
     detach(made)
     return made
 

@@ -116,7 +116,9 @@ class QuantizationSimModel:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self._interceptor.attached:  # programs of torch.export lose in a copy what was added to them
+        # programs of torch.export lose in a copy what was added to them; where the model is what is copied, its
+        # interceptor is not made yet
+        if vars(self._interceptor).get("attached", False):
             self._interceptor.attach()
 
     # -- placement

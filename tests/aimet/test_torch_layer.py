@@ -134,3 +134,14 @@ def test_our_own_calls_work_on_the_layers_simulation(sim):
     sim.compute_encodings([batch()])
     apply_gptq(sim, [batch()], progress=False)
     assert sim.coverage() and sim.health() and sim.quantizers["conv1.weight"].frozen
+
+
+def test_copies_of_a_model_and_of_its_simulation(sim):
+    sim.compute_encodings(lambda model: model(batch()))
+    alone = copy.deepcopy(sim.model)
+    assert torch.equal(alone(batch()), sim.model(batch()))
+    for twin in (alone, copy.deepcopy(sim).model):
+        with compute_encodings(twin):
+            twin(3 * batch())
+        wider = twin.relu1.output_quantizers[0].get_scale()
+        assert wider > sim.model.relu1.output_quantizers[0].get_scale()

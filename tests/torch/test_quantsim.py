@@ -454,6 +454,17 @@ def test_a_simulated_model_is_not_simulated_again(
     assert sim.calibrated and not torch.equal(sim.model(batches[0]), model(batches[0]))
 
 
+def test_copy_of_the_model_alone_has_quantizers_of_its_own(
+    sim: QuantizationSimModel, batches: list[Tensor]
+) -> None:
+    sim.compute_encodings(batches)
+    quantized = sim.model(batches[0])
+    twin = copy.deepcopy(sim.model)
+    assert torch.equal(twin(batches[0]), quantized)
+    sim.quantizers["conv.weight"].enabled = False
+    assert torch.equal(twin(batches[0]), quantized) and not torch.equal(sim.model(batches[0]), quantized)
+
+
 def test_partial_encodings_leave_other_sites_as_they_are(
     sim: QuantizationSimModel, model: Net, batches: list[Tensor], tmp_path: Path
 ) -> None:
