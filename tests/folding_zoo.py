@@ -272,6 +272,7 @@ refuses("functional-batch-statistics", BATCH, lambda: FunctionalBN(training=True
 folds(
     "conv-and-norm-reused",
     lambda: Wired(lambda m, x: m.bn(m.conv(F.relu(m.bn(m.conv(x))))), conv=conv(4, 4), bn=bn(4)),
+    pairs=2,  # two places, one weight
 )
 folds(
     "siamese",
