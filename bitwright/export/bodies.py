@@ -23,9 +23,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.export.builder import METADATA, Builder, before, read_metadata
-from bitwright.export.markers import copy_model, move_uses
+from bitwright.export.markers import STATES, copy_model, move_uses
 from bitwright.export.qdq import RANDOM
-from bitwright.export.steps import STATES
 
 Array = NDArray[Any]
 Values = Mapping[str, Array | Sequence[Array]]

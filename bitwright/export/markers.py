@@ -8,13 +8,16 @@ one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from bitwright.errors import ExportError, close_matches
+
+STATES = "bitwright.states"  # key of the metadata of a Scan that is a recurrent layer
 
 DOMAIN, OP_TYPE, ATTRIBUTE = "bitwright", "Site", "site"
 
@@ -231,3 +234,14 @@ def close(model: ir.Model) -> None:
     """Drop the markers' domain from the opset imports."""
     for graph in model.graphs():
         graph.opset_imports.pop(DOMAIN, None)
+
+
+def note_states(scan: ir.Node, sites: Sequence[str | None], lengths: str | None) -> None:
+    """Write on a Scan which sites its states pass at every step, and the tensor with the lengths of its sequences.
+
+    Args:
+        scan: the loop of a recurrent layer.
+        sites: by state; ``None`` for a state that passes none.
+        lengths: name of the tensor; ``None`` where all sequences have the length of the input.
+    """
+    scan.metadata_props[STATES] = json.dumps({"sites": list(sites), "lengths": lengths})

@@ -31,8 +31,8 @@ from bitwright.export.markers import (
     OP_TYPE,
     copy_model,
     move_uses,
+    note_states,
 )
-from bitwright.export.steps import note_states
 
 RecurrentForm = Literal["scan", "native"]
 INNER_SITES = "inner_sites"

@@ -18,22 +18,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.export.builder import Builder, before, read_metadata
-from bitwright.export.markers import copy_model, move_uses
+from bitwright.export.markers import STATES, copy_model, move_uses
 
 Array = NDArray[Any]
 Values = Mapping[str, Array | Sequence[Array]]
-STATES = "bitwright.states"  # key of the metadata of a Scan that is a recurrent layer
-
-
-def note_states(scan: ir.Node, sites: Sequence[str | None], lengths: str | None) -> None:
-    """Write on a Scan which sites its states pass at every step, and the tensor with the lengths of its sequences.
-
-    Args:
-        scan: the loop of a recurrent layer.
-        sites: by state; ``None`` for a state that passes none.
-        lengths: name of the tensor; ``None`` where all sequences have the length of the input.
-    """
-    scan.metadata_props[STATES] = json.dumps({"sites": list(sites), "lengths": lengths})
 
 
 @dataclass

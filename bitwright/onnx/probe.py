@@ -30,8 +30,8 @@ from bitwright.core.health import CLEAN, Flags
 from bitwright.errors import BitwrightError, CalibrationError, ModelError
 from bitwright.export.builder import Builder, after
 from bitwright.export.runtime import refusals
-from bitwright.onnx.calibrate import Instrument
 from bitwright.onnx.data import Feeds
+from bitwright.onnx.instrument import Instrument
 from bitwright.onnx.load import clone_model
 from bitwright.onnx.session import Providers, first_line, open_session
 from bitwright.progress import collector_paused

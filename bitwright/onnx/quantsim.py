@@ -38,19 +38,19 @@ from bitwright.export.artefacts import (
     write_artefacts,
 )
 from bitwright.export.atomic import check_destination
-from bitwright.export.markers import is_site, site_of
+from bitwright.export.markers import STATES, is_site, site_of
 from bitwright.export.products import ProductForm
 from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, to_qdq
 from bitwright.export.recurrent import RecurrentForm, expand_recurrent
 from bitwright.export.runtime import refusals
 from bitwright.export.samples import plain
 from bitwright.export.simulation import load_encodings, save_encodings, set_and_freeze_param_encodings
-from bitwright.export.steps import STATES
 from bitwright.export.verify import VerifyReport, verify_layers
-from bitwright.onnx.calibrate import Calibrator, Instrument
+from bitwright.onnx.calibrate import Calibrator
 from bitwright.onnx.data import Feeds, as_feeds, input_specs, random_feeds
 from bitwright.onnx.given_sites import Adopted, adopt
 from bitwright.onnx.graph import build_graph
+from bitwright.onnx.instrument import Instrument
 from bitwright.onnx.load import Source, load_model
 from bitwright.onnx.opset import modernize
 from bitwright.onnx.read_qdq import take_quantizers

@@ -14,9 +14,9 @@ from bitwright.core.model import AddBias, Array, Bypass, Clamp, Edit, SetParam, 
 from bitwright.errors import ModelError, close_matches
 from bitwright.export.builder import Place, after, before
 from bitwright.export.markers import Names, Outputs, bypass, move_uses, remove_unread
-from bitwright.onnx.calibrate import Instrument
 from bitwright.onnx.data import as_feeds, input_specs
 from bitwright.onnx.graph import GraphView, build_graph
+from bitwright.onnx.instrument import Instrument
 from bitwright.onnx.load import Loaded, Source, load_model
 from bitwright.onnx.session import Providers, first_line, open_session, refusals
 
