@@ -6,7 +6,7 @@
 
 Every number is appended to the results file when it is there, and not measured again: an interrupted run goes on where
 it stopped, and several runs may share the file. A seed draws the calibration samples and seeds the methods that learn.
-Needs the developer data set (see tests/data.py).
+Needs the developer data set (see tests/support/data.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 
 import measure  # first: it puts the repository on the path
 
-from bitwright.core.spec import Preset, activation_spec, find_preset, weight_spec
-from tests.tasks import TASKS, Task, measured
+from bitwright.core.numerics.spec import Preset, activation_spec, find_preset, weight_spec
+from tests.support.tasks import TASKS, Task, measured
 
 CONVOLUTIONAL = ("mobilenet_v2_cifar", "mobilenet_v1_025", "resnet20_aux")
 LANGUAGE = ("stories260k", "lstm_char")

@@ -5,7 +5,7 @@
 
 ``stories260k`` on 128 stories, 32 to calibrate; weights per channel, activations in float, the table that embedding and
 output layer share in int8. It is a small network without outliers; "outliers" is the same function with four channels
-of every norm sixteen times larger, as large language models have them. Needs the developer data set (see tests/data.py).
+of every norm sixteen times larger, as large language models have them. Needs the developer data set (see tests/support/data.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 import measure  # first: it puts the repository on the path
 from torch import Tensor
 
-from bitwright.core.spec import Preset, weight_spec
+from bitwright.core.numerics.spec import Preset, weight_spec
 from bitwright.torch import QuantizationSimModel, apply_reconstruction, awq_model
-from tests import data
 from tests.algorithms.transformer import with_outliers
+from tests.support import data
 
 METHODS = {
     "nearest": (),

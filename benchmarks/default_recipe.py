@@ -7,7 +7,7 @@
 W8A8. Two numbers per network and draw of calibration data: the signal-to-noise ratio of the outputs against the float
 model's on data that nothing was calibrated on, and the metric. ``ort`` is ``onnxruntime.quantization.quantize_static``
 after its own pre-processing; ``nncf`` is ``nncf.quantize`` of the ONNX model, where that package is installed. Networks of
-tests/standins.py are trained at the start; the others need the developer data set (see tests/data.py).
+tests/support/standins.py are trained at the start; the others need the developer data set (see tests/support/data.py).
 
     python benchmarks/default_recipe.py --weight-grid
 
@@ -38,12 +38,12 @@ import onnxruntime
 import torch
 
 import bitwright.torch
-from bitwright.core.affine import fake_quantize
-from bitwright.core.model import sqnr
-from bitwright.core.spec import Preset, find_preset
-from tests import data
-from tests.standins import STANDINS
-from tests.tasks import TASKS, exported
+from bitwright.core.numerics.affine import fake_quantize
+from bitwright.core.numerics.spec import Preset, find_preset
+from bitwright.core.simulation.protocols import sqnr
+from tests.support import data
+from tests.support.standins import STANDINS
+from tests.support.tasks import TASKS, exported
 
 FROM_DATA_SET = ("mobilenet_v2_cifar", "mobilenet_v1_025", "resnet20_aux", "stories260k", "lstm_char")
 NETWORKS = (*STANDINS, *FROM_DATA_SET)

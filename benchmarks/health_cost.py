@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch_speed import SUBJECTS, Bench, Settings
 
-from bitwright.core import statistics
-from bitwright.core.calibration import BatchGate
-from bitwright.core.channels import ChannelWatch
-from bitwright.core.health import check_parameters
-from bitwright.core.statistics import MinMax
+from bitwright.core.graph.constant_channels import ChannelWatch
+from bitwright.core.health.report import check_parameters
+from bitwright.core.numerics import statistics
+from bitwright.core.numerics.statistics import MinMax
+from bitwright.core.simulation.calibration import BatchGate
 from bitwright.torch import QuantizationSimModel, check_model
 
 HELP = """\

@@ -16,7 +16,7 @@ import onnxruntime as ort
 import torch
 
 from bitwright.onnx import QuantizationSimModel, check_model, fold_all_batch_norms
-from tests.zoo import MobileNetV2, ResNet18
+from tests.support.zoo import MobileNetV2, ResNet18
 
 HELP = """\
 Time the simulation of an ONNX model against the float ONNX Runtime session of the same model, batch norms folded.

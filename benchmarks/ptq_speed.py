@@ -12,10 +12,10 @@ from pathlib import Path
 import measure  # first of ours: it puts the repository on the path
 import torch
 
-from bitwright.algorithms import gptq, reconstruct
-from bitwright.algorithms.adaround import AdaptiveRounding
-from bitwright.algorithms.matrices import Grid, Layer, second_moment
-from bitwright.algorithms.reconstruct import LayerProblem, Settings
+from bitwright.algorithms.rounding import gptq, reconstruct
+from bitwright.algorithms.rounding.adaround import AdaptiveRounding
+from bitwright.algorithms.rounding.matrices import Grid, Layer, second_moment
+from bitwright.algorithms.rounding.reconstruct import LayerProblem, Settings
 
 HELP = """\
 Time AdaRound on a 64 x 64 x 3 x 3 convolution (1,000 iterations) and GPTQ on a 1024 x 1024 linear layer.

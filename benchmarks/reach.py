@@ -33,10 +33,10 @@ from measure import ROOT, machine  # puts the repository on the path and fixes o
 from reach_models import ARCHITECTURES, Architecture
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bitwright.core.model import sqnr
-from bitwright.core.ops import op_row
+from bitwright.core.graph.ops import op_row
+from bitwright.core.simulation.protocols import sqnr
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms, quantize
-from bitwright.torch.trees import flatten_tensors
+from bitwright.torch.calls.trees import flatten_tensors
 
 STAGES = (
     "simulate", "calibrate", "forward", "coverage", "generate", "train", "fold", "export", "verify", "recipe",
@@ -221,7 +221,11 @@ def _said(error: BaseException) -> str:
 def run_all(architectures: Sequence[Architecture], fresh: bool, out: Callable[[str], None]) -> None:
     """A process per architecture that has no result yet; one that takes too long is ended."""
     STATE.mkdir(parents=True, exist_ok=True)
-    parts = ("bitwright.torch.export", "bitwright.export.simulation", "transformers.generation")
+    parts = (
+        "bitwright.torch.simulation.export",
+        "bitwright.export.encodings.of_simulation",
+        "transformers.generation",
+    )
     for package in (*dict.fromkeys(a.package for a in architectures), *parts):
         try:
             importlib.import_module(package)  # once; the processes are copies of this one

@@ -14,10 +14,10 @@ import measure  # first of ours: it puts the repository on the path
 import onnx_ir as ir
 import onnxruntime as ort
 
-from bitwright.export.markers import strip_sites
-from bitwright.export.recurrent import expand_recurrent
+from bitwright.export.qdq.markers import strip_sites
+from bitwright.export.qdq.recurrent import expand_recurrent
 from bitwright.onnx import QuantizationSimModel
-from tests.recurrent_nets import Variant, feeds, layer_model
+from tests.support.recurrent_nets import Variant, feeds, layer_model
 
 HELP = """\
 Time the simulation of one recurrent layer against ONNX Runtime's operator on the same input.

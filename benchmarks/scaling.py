@@ -11,7 +11,7 @@ from typing import Any
 import measure  # first of ours: it puts the repository on the path
 
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
-from tests.zoo import chain, chain_input
+from tests.support.zoo import chain, chain_input
 
 HELP = """\
 Create a simulation of, and fold, chains of convolution, batch norm and ReLU (2 channels, 4x4), with and

@@ -16,9 +16,9 @@ import measure  # first of ours: it puts the repository on the path
 import torch
 from torch import Tensor, nn
 
-from bitwright.core.ranges import choose_range_of
+from bitwright.core.numerics.ranges import choose_range_of
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
-from tests.zoo import Encoder, MobileNetV2, ResNet18
+from tests.support.zoo import Encoder, MobileNetV2, ResNet18
 
 HELP = """\
 Time a quantization simulation against the float model it simulates.

@@ -24,13 +24,13 @@ from bitwright.errors import BitwrightError, ConfigError, ExportError
 from bitwright.interrupt import INTERRUPTED, Interrupts, watched
 
 if TYPE_CHECKING:
-    from bitwright.core.encoding import Encoding
-    from bitwright.core.granularity import Granularity
-    from bitwright.core.health import HealthReport
-    from bitwright.core.rules import Rule
-    from bitwright.core.spec import QuantSpec
-    from bitwright.export.sites_file import SavedSite
-    from bitwright.onnx.data import Pictures
+    from bitwright.core.health.report import HealthReport
+    from bitwright.core.numerics.encoding import Encoding
+    from bitwright.core.numerics.granularity import Granularity
+    from bitwright.core.numerics.spec import QuantSpec
+    from bitwright.core.placement.rules import Rule
+    from bitwright.export.encodings.sites_file import SavedSite
+    from bitwright.onnx.model.data import Pictures
 
 NO, USER_ERROR = 1, 2
 
@@ -88,7 +88,7 @@ def _explained(error: Exception) -> BitwrightError:
     if isinstance(error, ModuleNotFoundError):
         return _missing(error)
     if isinstance(error, OSError):
-        from bitwright.export.atomic import file_error
+        from bitwright.export.files.atomic import file_error
 
         name = error.filename if isinstance(error.filename, (str, bytes)) else "a file"
         return file_error(os.fsdecode(name), error)
@@ -222,8 +222,8 @@ def verify(
       bitwright verify exported/
       bitwright verify exported/ --prefix digits --json report.json
     """
-    from bitwright.export.atomic import atomic_write
-    from bitwright.export.samples import verify_folder
+    from bitwright.export.files.atomic import atomic_write
+    from bitwright.export.verify.samples import verify_folder
 
     report = verify_folder(folder, prefix)
     if json_file is not None:
@@ -259,8 +259,8 @@ def show(
     """
     out = console()
     if path.is_dir():
-        from bitwright.export.samples import find_export
-        from bitwright.export.sites_file import read_sites
+        from bitwright.export.encodings.sites_file import read_sites
+        from bitwright.export.verify.samples import find_export
 
         stem = find_export(path, prefix)
         saved = read_sites(path / f"{stem}_sites.json")
@@ -269,7 +269,7 @@ def show(
         if floats:
             out.print(table("In float", ("value", "reason"), floats))
         return
-    from bitwright.export.encodings import read_encodings
+    from bitwright.export.encodings.versions import read_encodings
 
     if not path.is_file():
         raise ExportError(str(path), "there is no such file or folder", "check the path")
@@ -359,11 +359,11 @@ def quantize_model(
     """
     from itertools import islice
 
-    from bitwright.core.entry_points import load_entry_point
-    from bitwright.core.spec import check_policy
-    from bitwright.export.atomic import check_stem
+    from bitwright.core.files.entry_points import load_entry_point
+    from bitwright.core.numerics.spec import check_policy
+    from bitwright.export.files.atomic import check_stem
     from bitwright.onnx import Pictures, load_data, load_model, quantize
-    from bitwright.onnx.data import input_specs, random_feeds
+    from bitwright.onnx.model.data import input_specs, random_feeds
 
     policy = check_policy(non_finite, "--non-finite")
     loaded = load_model(model)
@@ -483,11 +483,11 @@ def doctor(
       bitwright doctor model.onnx --data photos/ --json report.json
       bitwright doctor mypackage.models:make --data mypackage.data:batches
     """
-    from bitwright.core.spec import check_policy
+    from bitwright.core.numerics.spec import check_policy
 
     tolerant = check_policy(policy, "--policy") != "error"
     if Path(model).suffix == ".onnx" or ":" not in model:
-        from bitwright.onnx.data import Pictures
+        from bitwright.onnx.model.data import Pictures
 
         pictures = Pictures(layout, colours, scale, _numbers("--mean", mean), _numbers("--std", std))
         report = _check_onnx(Path(model), data, batch_size, limit, pictures)
@@ -498,7 +498,7 @@ def doctor(
     else:
         typer.echo(report.to_json())
     if json_file is not None and str(json_file) != "-":
-        from bitwright.export.atomic import atomic_write
+        from bitwright.export.files.atomic import atomic_write
 
         with atomic_write(json_file) as temporary:
             temporary.write_text(report.to_json(), encoding="utf-8")
@@ -514,7 +514,7 @@ def _check_onnx(
     from itertools import islice
 
     from bitwright.onnx import check_model, load_data, load_model
-    from bitwright.onnx.data import input_specs
+    from bitwright.onnx.model.data import input_specs
 
     if data is None:
         report = check_model(path)
@@ -526,7 +526,7 @@ def _check_onnx(
 def _check_torch(model: str, data: str | None, limit: int) -> HealthReport:
     from itertools import islice
 
-    from bitwright.core.entry_points import load_entry_point
+    from bitwright.core.files.entry_points import load_entry_point
     from bitwright.torch import check_model
 
     if data is None:
@@ -687,10 +687,10 @@ def presets() -> None:
       quantize(model, data, preset="w4a8")
       QuantizationSimModel(model, x, "percentile", config_file="htp_v73")
     """
-    from bitwright.algorithms.recipe import KINDS
-    from bitwright.core.aimet_config import ALIASES, SHIPPED
-    from bitwright.core.ranges import RANGE_METHODS, method_aliases
-    from bitwright.core.spec import PRESETS
+    from bitwright.algorithms.search.recipe import KINDS
+    from bitwright.core.numerics.ranges import RANGE_METHODS, method_aliases
+    from bitwright.core.numerics.spec import PRESETS
+    from bitwright.core.placement.aimet_config import ALIASES, SHIPPED
 
     out = console()
     specs = [(name, _spec(p.weight), _spec(p.activation)) for name, p in PRESETS.items()]
@@ -737,8 +737,8 @@ def check_config(
       bitwright check-config default_config.json
       bitwright check-config htp_v73 --preset w4a8
     """
-    from bitwright.core.config import load_config
-    from bitwright.core.spec import find_preset
+    from bitwright.core.numerics.spec import find_preset
+    from bitwright.core.placement.config import load_config
 
     rules = load_config(file, find_preset(preset))
     out = console()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import data
+from tests.support import data
 
 # The same examples on every run, and no example fails because the machine was busy.
 settings.register_profile(

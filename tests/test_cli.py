@@ -17,14 +17,14 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from bitwright import __version__
-from bitwright.algorithms.recipe import KINDS
+from bitwright.algorithms.search.recipe import KINDS
 from bitwright.cli import app
-from bitwright.core.aimet_config import SHIPPED
-from bitwright.core.ranges import RANGE_METHODS
-from bitwright.core.spec import PRESETS
+from bitwright.core.numerics.ranges import RANGE_METHODS
+from bitwright.core.numerics.spec import PRESETS
+from bitwright.core.placement.aimet_config import SHIPPED
 from bitwright.errors import ExportError
-from bitwright.export.manifest import write_manifest
-from bitwright.export.samples import read_samples, write_samples
+from bitwright.export.files.manifest import write_manifest
+from bitwright.export.verify.samples import read_samples, write_samples
 from bitwright.torch import QuantizationSimModel
 from tests.onnx.nets import Net, body
 

@@ -19,7 +19,7 @@ from bitwright.interrupt import watched
 def test_ctrl_c_at_step_boundaries_at_random_moments_and_in_c_code(tmp_path: Path) -> None:
     """See ``stopped_command.py``: also where the KeyboardInterrupt is lost, and where C code does not return."""
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.stopped_command", str(tmp_path)],
+        [sys.executable, "-m", "tests.support.stopped_command", str(tmp_path)],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import data
+from tests.support import data
 
 
 def test_missing_folder_is_told(monkeypatch, tmp_path):

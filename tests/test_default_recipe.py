@@ -1,6 +1,6 @@
 """What ``quantize(model, data)`` does to trained networks when nothing is said: W8A8, every network, both front ends.
 
-Needs the data folder (see tests/data.py).
+Needs the data folder (see tests/support/data.py).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import bitwright.torch
-from bitwright.core.model import sqnr
-from tests import data
-from tests.standins import denoiser, tone_detector
-from tests.tasks import TASKS, measured
+from bitwright.core.simulation.protocols import sqnr
+from tests.support import data
+from tests.support.standins import denoiser, tone_detector
+from tests.support.tasks import TASKS, measured
 
 pytestmark = pytest.mark.slow
 IMAGES = ("mobilenet_v2_cifar", "mobilenet_v1_025", "resnet20_aux")

@@ -1,6 +1,6 @@
 """Rounding methods on trained networks: what nearest rounding loses at 4 bits, and how much comes back.
 
-Needs the data folder (see tests/data.py). Every network is one test per front end; iterations are few, so that the
+Needs the data folder (see tests/support/data.py). Every network is one test per front end; iterations are few, so that the
 tests are short: more of them bring more.
 """
 
@@ -18,8 +18,8 @@ from bitwright.torch import (
     fold_all_batch_norms,
 )
 from tests.algorithms.transformer import with_outliers
-from tests.data import accuracy, onnx_file, perplexity, shakespeare, stories, trained
-from tests.tasks import TASKS, measured
+from tests.support.data import accuracy, onnx_file, perplexity, shakespeare, stories, trained
+from tests.support.tasks import TASKS, measured
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,7 @@ def test_mobilenet_v1_at_four_bits(shared_data):
 
 @pytest.mark.parametrize("name", ["stories260k", "lstm_char"])
 def test_learned_rounding_of_language_models_at_three_bits(name, shared_data):
-    from bitwright.core.spec import Preset, activation_spec, weight_spec
+    from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
 
     task, preset = TASKS[name](), Preset(weight_spec("int3"), activation_spec("uint16"))
     nearest, ranges, learned, feedback = (
@@ -115,7 +115,7 @@ def test_resnet20_as_an_onnx_file_reaches_what_the_module_reaches(cifar, cifar_t
 
 @pytest.mark.parametrize("width", [4, 3])
 def test_a_language_model_with_few_bits_of_weight(width, shared_data):
-    from bitwright.core.spec import Preset, activation_spec, weight_spec
+    from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
 
     calib, test = stories("calib"), stories("test")[:32]
     batches = [rows[:, :-1] for rows in calib.split(8)]
@@ -136,7 +136,7 @@ def test_a_language_model_with_few_bits_of_weight(width, shared_data):
 
 
 def test_scales_of_channels_help_a_language_model_with_few_bits_of_weight(shared_data):
-    from bitwright.core.spec import Preset, weight_spec
+    from bitwright.core.numerics.spec import Preset, weight_spec
 
     calib, test = stories("calib"), stories("test")[:32]
     batches = [rows[:, :-1] for rows in calib.split(8)]

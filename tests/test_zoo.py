@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.cases import Case
-from tests.zoo import FOLDING_ZOO, ZOO, cases, chain, chain_input
+from tests.support.cases import Case
+from tests.support.zoo import FOLDING_ZOO, ZOO, cases, chain, chain_input
 
 ALL = [pytest.param(case, id=name) for zoo in (ZOO, FOLDING_ZOO) for name, case in zoo.items()]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from bitwright.core.formats import FLOAT_FORMATS, Format, IntFormat, parse_format
+from bitwright.core.numerics.formats import FLOAT_FORMATS, Format, IntFormat, parse_format
 from bitwright.errors import ConfigError, close_matches
 
 

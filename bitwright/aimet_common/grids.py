@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from bitwright.core.affine import choose_qparams, encode, grid
-from bitwright.core.encoding import Encoding
-from bitwright.core.formats import FloatFormat, Format, IntFormat
-from bitwright.core.granularity import Granularity, PerBlock, PerChannel, PerTensor
-from bitwright.core.ranges import find_range_method
-from bitwright.core.sites import Site, SiteMap
-from bitwright.core.spec import Preset, QuantSpec, RangeMethod, activation_spec, weight_spec
+from bitwright.core.numerics.affine import choose_qparams, encode, grid
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import FloatFormat, Format, IntFormat
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
+from bitwright.core.numerics.ranges import find_range_method
+from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod, activation_spec, weight_spec
+from bitwright.core.simulation.sites import Site, SiteMap
 
 __all__ = [
     "Encoding",
@@ -68,7 +68,7 @@ def steps_format(num_steps: float, *, signed: bool) -> IntFormat | None:
 def range_encoding(lo: Any, hi: Any, spec: QuantSpec, granularity: Granularity) -> Encoding:
     """The encoding whose grid ends lie at ``lo`` and ``hi``, as AIMET's ``set_range`` means it.
 
-    :func:`bitwright.core.affine.encode` instead widens a symmetric range until it holds both bounds.
+    :func:`bitwright.core.numerics.affine.encode` instead widens a symmetric range until it holds both bounds.
     """
     if isinstance(spec.format, FloatFormat):
         return encode(lo, hi, spec, granularity)

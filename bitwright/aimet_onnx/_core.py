@@ -21,11 +21,11 @@ from bitwright.aimet_common.grids import (
     find_range_method,
     weight_spec,
 )
-from bitwright.core.affine import fake_quantize
-from bitwright.core.arrays import to_numpy
-from bitwright.core.ops import weight_axes
-from bitwright.onnx.data import input_specs, random_feeds
-from bitwright.onnx.load import load_model
+from bitwright.core.graph.ops import weight_axes
+from bitwright.core.numerics.affine import fake_quantize
+from bitwright.core.numerics.arrays import to_numpy
+from bitwright.onnx.model.data import input_specs, random_feeds
+from bitwright.onnx.model.load import load_model
 
 __all__ = [
     "Encoding",

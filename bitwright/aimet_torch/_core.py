@@ -30,12 +30,12 @@ from bitwright.aimet_common.grids import (
     int_format,
     steps_format,
 )
-from bitwright.core.formats import FLOAT_FORMATS
-from bitwright.core.ranges import choose_range, needs
-from bitwright.core.statistics import Statistics, start, update
-from bitwright.export.encodings import read_encodings, write_encodings
-from bitwright.torch import functional
-from bitwright.torch.trees import walk_modules
+from bitwright.core.numerics.formats import FLOAT_FORMATS
+from bitwright.core.numerics.ranges import choose_range, needs
+from bitwright.core.numerics.statistics import Statistics, start, update
+from bitwright.export.encodings.versions import read_encodings, write_encodings
+from bitwright.torch.calls.trees import walk_modules
+from bitwright.torch.simulation import functional
 
 __all__ = [
     "FLOAT_FORMATS",

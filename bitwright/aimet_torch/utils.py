@@ -175,7 +175,7 @@ def create_fake_data_loader(dataset_size: int, batch_size: int, image_size: Any 
 
 def change_tensor_device_placement(input_data: Any, device: torch.device) -> Any:
     """Nested tuples, lists and dicts with their tensors on a device."""
-    from bitwright.torch.batches import to_device
+    from bitwright.torch.calls.batches import to_device
 
     return to_device(input_data, device)
 

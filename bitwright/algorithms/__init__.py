@@ -1,1 +1,4 @@
-"""One method of the literature per file: arithmetic on arrays first, then the method on a ``ModelView``."""
+"""Methods of the literature: arithmetic on arrays first, then the method on a model of either front end.
+
+Nothing here knows which front end the model comes from. Methods that learn (``rounding``) are written in torch.
+"""

@@ -23,11 +23,11 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from bitwright.algorithms.layers import Array, Layer, Layers, Refused
-from bitwright.algorithms.trial import Bar, no_bar
-from bitwright.core.graph import Graph, Op
-from bitwright.core.model import AddBias, ModelView
-from bitwright.core.scheme import QuantScheme
+from bitwright.algorithms.channels.layers import Array, Layer, Layers, Refused
+from bitwright.algorithms.channels.trial import Bar, no_bar
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.placement.user_scheme import QuantScheme
+from bitwright.core.simulation.protocols import AddBias, ModelView
 from bitwright.errors import CalibrationError, ConfigError
 
 logger = logging.getLogger("bitwright")

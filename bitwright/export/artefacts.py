@@ -13,18 +13,18 @@ from typing import Any, Literal
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.core.encoding import Encoding
-from bitwright.core.recurrence import HIDDEN
-from bitwright.core.serialize import encoding_to_json, spec_to_json
+from bitwright.core.graph.recurrence import HIDDEN
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.serialize import encoding_to_json, spec_to_json
 from bitwright.errors import ConfigError, close_matches
-from bitwright.export.atomic import atomic_files, check_destination
-from bitwright.export.encodings import VERSIONS, NamedEncoding, write_encodings
-from bitwright.export.manifest import earlier_files, fingerprint, write_manifest
-from bitwright.export.products import ProductForm
-from bitwright.export.qdq import ActivationForm, BiasForm, QdqResult, save_model, strip_sites, to_qdq
-from bitwright.export.recurrent import RecurrentForm, restore_native, write_recurrent
-from bitwright.export.samples import write_samples
-from bitwright.export.simulation import Simulated, quantizer_args
+from bitwright.export.encodings.of_simulation import Simulated, quantizer_args
+from bitwright.export.encodings.versions import VERSIONS, NamedEncoding, write_encodings
+from bitwright.export.files.atomic import atomic_files, check_destination
+from bitwright.export.files.manifest import earlier_files, fingerprint, write_manifest
+from bitwright.export.qdq.products import ProductForm
+from bitwright.export.qdq.recurrent import RecurrentForm, restore_native, write_recurrent
+from bitwright.export.qdq.write import ActivationForm, BiasForm, QdqResult, save_model, strip_sites, to_qdq
+from bitwright.export.verify.samples import write_samples
 
 logger = logging.getLogger("bitwright")
 
@@ -119,8 +119,8 @@ def write_artefacts(
         marked: the model with a marker at every site.
         encodings: site -> encoding, of the enabled sites.
         encoding_version: of the encodings file.
-        bias, activation, weight_only: see :func:`bitwright.export.qdq.to_qdq`.
-        recurrent: how the QDQ model writes recurrent layers, see :func:`bitwright.export.recurrent.write_recurrent`;
+        bias, activation, weight_only: see :func:`bitwright.export.qdq.write.to_qdq`.
+        recurrent: how the QDQ model writes recurrent layers, see :func:`bitwright.export.qdq.recurrent.write_recurrent`;
             the float model has the operators.
         notes: what there is to say about ``marked`` beside what is found here.
         data: the example input, for the manifest's fingerprint.
@@ -129,7 +129,7 @@ def write_artefacts(
 
     Raises:
         ConfigError: see :func:`check_destination`.
-        ExportError, EncodingsError: see :func:`bitwright.export.qdq.to_qdq`; the folder cannot be written.
+        ExportError, EncodingsError: see :func:`bitwright.export.qdq.write.to_qdq`; the folder cannot be written.
     """
     check_destination(path, prefix)
     written = write_recurrent(marked, recurrent)

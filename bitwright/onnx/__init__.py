@@ -1,13 +1,14 @@
 """The front end for ONNX models, on ``onnx_ir`` and ONNX Runtime."""
 
-from bitwright.core.health import HealthReport
-from bitwright.core.repair import Stabilized
-from bitwright.core.scheme import QuantizationDataType, QuantScheme
-from bitwright.core.sites import Site, SiteGroup, SiteMap
+from bitwright.core.health.repair import Stabilized
+from bitwright.core.health.report import HealthReport
+from bitwright.core.placement.user_scheme import QuantizationDataType, QuantScheme
+from bitwright.core.simulation.sites import Site, SiteGroup, SiteMap
 from bitwright.onnx.batch_norm_fold import fold_all_batch_norms, fold_all_batch_norms_to_weight
-from bitwright.onnx.data import Pictures, load_data
-from bitwright.onnx.health import check_model
-from bitwright.onnx.load import Loaded, load_model
+from bitwright.onnx.health.check import check_model
+from bitwright.onnx.model.data import Pictures, load_data
+from bitwright.onnx.model.load import Loaded, load_model
+from bitwright.onnx.model.view import OnnxView
 from bitwright.onnx.pipeline import Result, quantize
 from bitwright.onnx.ptq import (
     CrossLayerScaling,
@@ -24,7 +25,6 @@ from bitwright.onnx.ptq import (
     rotate_model,
     smooth_model,
 )
-from bitwright.onnx.quantsim import QuantizationSimModel
 from bitwright.onnx.reconstruct import (
     apply_adaround,
     apply_adascale,
@@ -32,8 +32,8 @@ from bitwright.onnx.reconstruct import (
     apply_reconstruction,
     apply_seq_mse,
 )
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.onnx.stabilize import progressive, stabilize
-from bitwright.onnx.view import OnnxView
 
 __all__ = [
     "CrossLayerScaling",

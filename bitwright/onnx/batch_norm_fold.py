@@ -11,15 +11,15 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from bitwright.algorithms import batch_norm_fold as algorithm
-from bitwright.algorithms.batch_norm_affine import LAYERS
-from bitwright.core.graph import Graph, Op
-from bitwright.core.model import AddBias, Array, Edit, sqnr
+from bitwright.algorithms.channels.batch_norm_affine import LAYERS
+from bitwright.algorithms.folding import batch_norm_fold as algorithm
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.simulation.protocols import AddBias, Array, Edit, sqnr
 from bitwright.errors import ModelError
-from bitwright.onnx.data import as_feeds, input_specs
-from bitwright.onnx.load import Loaded, load_model
-from bitwright.onnx.session import Providers, open_session
-from bitwright.onnx.view import OnnxView, Undo, measure_shapes
+from bitwright.onnx.model.data import as_feeds, input_specs
+from bitwright.onnx.model.load import Loaded, load_model
+from bitwright.onnx.model.session import Providers, open_session
+from bitwright.onnx.model.view import OnnxView, Undo, measure_shapes
 from bitwright.progress import progress as bar
 
 _LEAST_AGREEMENT = 60.0  # dB between the outputs before and after: beyond it only rounding differs
@@ -41,7 +41,7 @@ def fold_all_batch_norms(
 
     Args:
         model: changed in place; its functions are inlined and its constants become initializers
-            (see :mod:`bitwright.onnx.load`).
+            (see :mod:`bitwright.onnx.model.load`).
         dummy_input: feeds of one run. With them shapes are measured where they cannot be inferred, and the outputs before
             and after are compared; folds that changed them are found and undone.
         providers: as ONNX Runtime takes them; the CPU by default.

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bitwright.algorithms.activation_ranges import activation_ranges
-from bitwright.algorithms.batch_norm_fold import FoldReport
 from bitwright.algorithms.bias_correct import BiasReport
-from bitwright.algorithms.equalize import EqualizeReport
-from bitwright.algorithms.judge import Judge
-from bitwright.algorithms.layer_inputs import layer_inputs
-from bitwright.algorithms.recipe import (
+from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.algorithms.scaling.equalize import EqualizeReport
+from bitwright.algorithms.search.activation_ranges import activation_ranges
+from bitwright.algorithms.search.judge import Judge
+from bitwright.algorithms.search.layer_inputs import layer_inputs
+from bitwright.algorithms.search.recipe import (
     KINDS,
     Action,
     FrontEnd,
@@ -29,22 +29,22 @@ from bitwright.algorithms.recipe import (
     run_recipe,
     weight_actions,
 )
-from bitwright.algorithms.recipe_report import RecipeReport, checked_metric
-from bitwright.core.model import Array, Undo
-from bitwright.core.spec import NonFinite, Preset
+from bitwright.algorithms.search.recipe_report import RecipeReport, checked_metric
+from bitwright.core.numerics.spec import NonFinite, Preset
+from bitwright.core.simulation.protocols import Array, Undo
 from bitwright.export.artefacts import Exported
-from bitwright.export.atomic import check_destination
-from bitwright.export.products import ProductForm, check_weight_only
+from bitwright.export.files.atomic import check_destination
+from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.onnx import ptq
 from bitwright.onnx.batch_norm_fold import fold_all_batch_norms
-from bitwright.onnx.data import as_feeds, input_specs
-from bitwright.onnx.load import Loaded, Source, load_model
-from bitwright.onnx.quantsim import QuantizationSimModel
+from bitwright.onnx.model.data import as_feeds, input_specs
+from bitwright.onnx.model.load import Loaded, Source, load_model
+from bitwright.onnx.model.session import Providers, open_session
 from bitwright.onnx.reconstruct import apply_reconstruction, require_torch
-from bitwright.onnx.session import Providers, open_session
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 
 if TYPE_CHECKING:
-    from bitwright.algorithms.widen import WidenReport
+    from bitwright.algorithms.search.widen import WidenReport
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def quantize(
             the example input; a generator is fine.
         preset: a row of ``PRESETS`` or a :class:`Preset`.
         recipe: post-training methods in their order, ``["fold", "equalize", {"adaround": {"iterations": 2000}}]``, or the
-            path of a file that lists them; :func:`bitwright.algorithms.recipe.default_recipe` by default.
+            path of a file that lists them; :func:`bitwright.algorithms.search.recipe.default_recipe` by default.
         config_file, quant_scheme, providers, memory_budget: as for :class:`QuantizationSimModel`.
         metric: ``metric(session) -> float`` of an ``InferenceSession``, measured on the float and on the simulated model,
             and after every step of a recipe that is given.
@@ -244,8 +244,8 @@ class _Methods:
 
     def widen(self, sim: QuantizationSimModel, **options: Any) -> WidenReport:
         """16 bits where 8 cost the output most."""
-        from bitwright.algorithms.widen import widen
-        from bitwright.onnx.program import OnnxSimulation
+        from bitwright.algorithms.search.widen import widen
+        from bitwright.onnx.adapters.program import OnnxSimulation
 
         return widen(OnnxSimulation(sim), self.chosen, **options)
 
@@ -287,7 +287,7 @@ class _Methods:
 
 def _widen_options() -> tuple[str, ...]:
     require_torch("widen")  # derivatives are taken on it
-    from bitwright.algorithms.widen import OPTIONS
+    from bitwright.algorithms.search.widen import OPTIONS
 
     return OPTIONS
 
@@ -314,7 +314,7 @@ def _arrays(outputs: Iterable[Any]) -> list[Array]:
 
 def _method_options(name: str) -> tuple[str, ...]:
     require_torch(name)  # what chooses weights is written on it
-    from bitwright.algorithms.methods import method_options
+    from bitwright.algorithms.rounding.table import method_options
 
     return method_options(name)
 

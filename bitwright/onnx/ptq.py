@@ -10,31 +10,33 @@ from typing import Any, TypeVar
 import onnx
 import onnx_ir as ir
 
-from bitwright.algorithms import awq, bias_correct, norm_fold
-from bitwright.algorithms import equalize as equalization
-from bitwright.algorithms import rotate as rotation
-from bitwright.algorithms import smooth as smoothing
-from bitwright.algorithms.awq import AwqReport
-from bitwright.algorithms.batch_norm_affine import LAYERS
-from bitwright.algorithms.batch_norm_fold import FoldReport
+from bitwright.algorithms import bias_correct
 from bitwright.algorithms.bias_correct import BiasReport, QuantParams
-from bitwright.algorithms.equalize import EqualizeReport
-from bitwright.algorithms.layers import Array, Layers
-from bitwright.algorithms.norm_fold import NormReport
-from bitwright.algorithms.rotate import RotateReport
-from bitwright.algorithms.smooth import SmoothReport
-from bitwright.core.graph import Graph
-from bitwright.core.model import Undo
-from bitwright.core.scheme import QuantScheme
-from bitwright.core.spec import Preset, QuantSpec, RangeMethod
+from bitwright.algorithms.channels.batch_norm_affine import LAYERS
+from bitwright.algorithms.channels.layers import Array, Layers
+from bitwright.algorithms.folding import norm_fold
+from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.algorithms.folding.norm_fold import NormReport
+from bitwright.algorithms.scaling import awq
+from bitwright.algorithms.scaling import equalize as equalization
+from bitwright.algorithms.scaling import rotate as rotation
+from bitwright.algorithms.scaling import smooth as smoothing
+from bitwright.algorithms.scaling.awq import AwqReport
+from bitwright.algorithms.scaling.equalize import EqualizeReport
+from bitwright.algorithms.scaling.rotate import RotateReport
+from bitwright.algorithms.scaling.smooth import SmoothReport
+from bitwright.core.graph.graph import Graph
+from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod
+from bitwright.core.placement.user_scheme import QuantScheme
+from bitwright.core.simulation.protocols import Undo
 from bitwright.errors import ModelError
+from bitwright.onnx.adapters.bias_correct import OnnxCorrectable
 from bitwright.onnx.batch_norm_fold import float_outputs, fold_all_batch_norms, give_back, what_changed
-from bitwright.onnx.bias_correct import OnnxCorrectable
-from bitwright.onnx.data import as_feeds, input_specs, random_feeds
-from bitwright.onnx.load import Loaded, Source, load_model
-from bitwright.onnx.quantsim import QuantizationSimModel
-from bitwright.onnx.session import Providers
-from bitwright.onnx.view import OnnxView, measure_shapes
+from bitwright.onnx.model.data import as_feeds, input_specs, random_feeds
+from bitwright.onnx.model.load import Loaded, Source, load_model
+from bitwright.onnx.model.session import Providers
+from bitwright.onnx.model.view import OnnxView, measure_shapes
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.progress import progress as bar
 
 Model = onnx.ModelProto | ir.Model | Loaded

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bitwright.errors import ConfigError
-from bitwright.export.finished import FinishedLayers
-from bitwright.onnx.quantsim import QuantizationSimModel
+from bitwright.export.files.finished import FinishedLayers
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.progress import progress as bar
 
 if TYPE_CHECKING:
-    from bitwright.algorithms.rounding import RoundingReport
+    from bitwright.algorithms.rounding.driver import RoundingReport
 
 
 def apply_reconstruction(
@@ -50,8 +50,8 @@ def apply_reconstruction(
         ModelError: a feed does not fit, or the model fails on it.
     """
     require_torch(method)
-    from bitwright.algorithms.methods import choose_weights
-    from bitwright.onnx.program import OnnxSimulation
+    from bitwright.algorithms.rounding.table import choose_weights
+    from bitwright.onnx.adapters.program import OnnxSimulation
 
     return choose_weights(
         OnnxSimulation(sim),

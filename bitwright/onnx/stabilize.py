@@ -11,21 +11,19 @@ clamp       IsNaN, Where; then Clip, which by itself keeps NaN or loses it, by r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.algorithms.progressive import Progression, quantize_progressively
-from bitwright.core.health import LIMITS, HealthReport
-from bitwright.core.repair import Repair, Stabilized, choose
-from bitwright.core.state import all_or_nothing
+from bitwright.algorithms.search.progressive import Progression, quantize_progressively
+from bitwright.core.health.repair import Repair, Stabilized, choose
+from bitwright.core.health.report import HealthReport
+from bitwright.core.simulation.state import all_or_nothing
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.export.builder import Builder, after
-from bitwright.export.markers import Outputs, is_site, move_uses, remove_unread
-from bitwright.onnx.quantsim import QuantizationSimModel
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
+from bitwright.onnx.simulation.repairs import float_results, nodes_of, put_in_force
 from bitwright.progress import progress as shown
 
 _D = ir.DataType
@@ -37,7 +35,7 @@ def stabilize(
 ) -> Stabilized:
     """Apply repairs to the simulation of a model that makes NaN or Inf, without touching the model.
 
-    An overflow is clamped, any other non-finite value is replaced (see :func:`bitwright.core.repair.propose`), by standard
+    An overflow is clamped, any other non-finite value is replaced (see :func:`bitwright.core.health.repair.propose`), by standard
     nodes behind the operator, in bodies of If, Loop and Scan too. Repairs hold in every stage, calibration and export
     included, and are listed in ``sim.repairs`` and in the manifest of an export.
 
@@ -50,11 +48,11 @@ def stabilize(
         ConfigError: a repair names no operator of the simulation, or one without results in a type that is repaired (float8
             is not), or neither a report nor repairs were given.
     """
-    nodes = _nodes(sim)
+    nodes = nodes_of(sim)
     known = {op.name for op in sim.graph.ops}
-    chosen, refused = choose(report, repairs, known, lambda op: bool(_results(nodes.get(op))))
+    chosen, refused = choose(report, repairs, known, lambda op: bool(float_results(nodes.get(op))))
     for repair in chosen:
-        if repair.kind != "float" and not _results(nodes.get(repair.op)):
+        if repair.kind != "float" and not float_results(nodes.get(repair.op)):
             raise ConfigError(
                 f"Repair({repair.op!r})",
                 f"the operator has no result in {', '.join(_LIMITS.values())} that anything reads",
@@ -88,7 +86,7 @@ def progressive(
 ) -> Progression:
     """Switch the sites of a calibrated simulation on, one operator after the other, until the outputs turn bad.
 
-    See :func:`bitwright.algorithms.progressive.quantize_progressively`. Each group opens a session and runs every batch in
+    See :func:`bitwright.algorithms.search.progressive.quantize_progressively`. Each group opens a session and runs every batch in
     it: use few batches.
 
     Raises:
@@ -121,90 +119,3 @@ def progressive(
 def _is_float(output: Any) -> bool:
     """Whether an output of a session is a floating-point tensor; sequences are lists, bfloat16 is of no kind of numpy."""
     return isinstance(output, np.ndarray) and (output.dtype.kind == "f" or output.dtype.name == "bfloat16")
-
-
-# --------------------------------------------------------------------------------------------------- in the graph
-
-
-@dataclass(frozen=True, eq=False)
-class Mended:
-    """A value behind which a repair stands.
-
-    Attributes:
-        raw: what the operator wrote; its name ends in ``_unrepaired``.
-        result: what its readers see, under the name that ``raw`` had.
-    """
-
-    raw: ir.Value
-    result: ir.Value
-
-
-def _nodes(sim: QuantizationSimModel) -> dict[str, ir.Node]:
-    """Operator -> its node in the marked model."""
-    return {str(node.name): node for node in sim.marked.graph.all_nodes() if not is_site(node)}
-
-
-def _results(node: ir.Node | None) -> list[ir.Value]:
-    """The floating-point tensors that a node writes and somebody reads."""
-    read = [v for v in (() if node is None else node.outputs) if v.uses() or v.is_graph_output()]
-    return [v for v in read if not isinstance(v.type, ir.SequenceType) and _dtype(v) in _LIMITS]
-
-
-def _dtype(value: ir.Value) -> ir.DataType:
-    """The type of a tensor; float32 behind an operator that type inference does not know, as for quantizers."""
-    return value.dtype or _D.FLOAT
-
-
-def put_in_force(sim: QuantizationSimModel, repairs: tuple[Repair, ...]) -> None:
-    """Let exactly these repairs be in force."""
-    _take_out(sim)
-    builder, nodes = Builder(sim.marked), _nodes(sim)
-    for repair in repairs:
-        sim.mended += [_put_in(builder, value, repair) for value in _results(nodes[repair.op])]
-    sim.repairs = repairs
-    sim.forget_simulations()
-
-
-def _take_out(sim: QuantizationSimModel) -> None:
-    outputs = Outputs(sim.marked)
-    for mended in reversed(sim.mended):
-        raw, result, name = mended.raw, mended.result, mended.result.name
-        move_uses(result, raw)
-        outputs.replace(result, raw)
-        remove_unread(result)
-        raw.name = name
-    sim.mended, sim.repairs = [], ()
-
-
-def _put_in(builder: Builder, raw: ir.Value, repair: Repair) -> Mended:
-    """Write the nodes of one repair behind ``raw``; its readers move to their result."""
-    name, dtype, last = str(raw.name), _dtype(raw), raw.producer()
-    assert last is not None
-    limit = LIMITS[_LIMITS[dtype]][0]
-    own: set[ir.Node] = set()
-
-    def constant(what: str, number: float) -> ir.Value:
-        array = np.asarray(min(max(number, -limit), limit)).astype(dtype.numpy())
-        return builder.initializer_of(f"{name}/{what}", ir.Tensor(array, dtype=dtype))
-
-    def emit(op: str, inputs: Sequence[ir.Value], out: ir.DataType) -> ir.Value:
-        nonlocal last
-        assert last is not None
-        value = builder.emit(after(last), op, inputs, f"{name}/{op.lower()}", out)
-        value.shape = None if raw.shape is None else raw.shape.copy()
-        last = value.producer()
-        assert last is not None
-        own.add(last)
-        return value
-
-    value = emit("Where", [emit("IsNaN", [raw], _D.BOOL), constant("nan", repair.nan), raw], dtype)
-    lo, hi = constant("lo", repair.lo), constant("hi", repair.hi)
-    if repair.kind == "clamp":
-        value = emit("Clip", [value, lo, hi], dtype)
-    else:  # beyond the largest number is only infinity
-        value = emit("Where", [emit("Greater", [value, constant("max", limit)], _D.BOOL), hi, value], dtype)
-        value = emit("Where", [emit("Less", [value, constant("min", -limit)], _D.BOOL), lo, value], dtype)
-    move_uses(raw, value, keep=own)
-    builder.outputs.replace(raw, value)
-    value.name, raw.name = name, builder.names.value(f"{name}_unrepaired")
-    return Mended(raw, value)

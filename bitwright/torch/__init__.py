@@ -1,9 +1,10 @@
 """The PyTorch front end: simulation, folding and export of eager modules, without tracing or rewriting them."""
 
-from bitwright.core.repair import Stabilized
-from bitwright.core.sites import Site, SiteGroup, SiteMap
+from bitwright.core.health.repair import Stabilized
+from bitwright.core.simulation.sites import Site, SiteGroup, SiteMap
+from bitwright.torch.adapters.view import TorchView
 from bitwright.torch.batch_norm_fold import fold_all_batch_norms, fold_given_batch_norms
-from bitwright.torch.batches import Inputs
+from bitwright.torch.calls.batches import Inputs
 from bitwright.torch.cross_layer import CrossLayerScaling, HighBiasFold
 from bitwright.torch.health import check_model
 from bitwright.torch.pipeline import Result, quantize
@@ -20,7 +21,6 @@ from bitwright.torch.ptq import (
     rotate_model,
     smooth_model,
 )
-from bitwright.torch.quantsim import QuantizationDataType, QuantizationSimModel, QuantScheme
 from bitwright.torch.reconstruct import (
     Adaround,
     AdaroundParameters,
@@ -30,9 +30,9 @@ from bitwright.torch.reconstruct import (
     apply_reconstruction,
     apply_seq_mse,
 )
+from bitwright.torch.simulation.quantsim import QuantizationDataType, QuantizationSimModel, QuantScheme
 from bitwright.torch.stabilize import progressive, stabilize
 from bitwright.torch.training import TrainingGuard
-from bitwright.torch.view import TorchView
 
 __all__ = [
     "Adaround",

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitwright.algorithms import batch_norm_fold as algorithm
-from bitwright.core.model import sqnr
+from bitwright.algorithms.folding import batch_norm_fold as algorithm
+from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ModelError
 from bitwright.progress import progress as bar
-from bitwright.torch.batches import as_call, evaluation, model_device, to_device
-from bitwright.torch.trees import flatten_tensors, map_tensors, walk_modules
-from bitwright.torch.view import BATCH_NORMS, TorchView
+from bitwright.torch.adapters.view import BATCH_NORMS, TorchView
+from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.calls.trees import flatten_tensors, map_tensors, walk_modules
 
 # dB that the outputs before and after must agree to: what the rounding of the weights' own dtype leaves in a deep network
 _FLOORS = {torch.float16: 30.0, torch.bfloat16: 12.0}

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from bitwright.algorithms import equalize as equalization
-from bitwright.algorithms.batch_norm_fold import FoldReport
-from bitwright.algorithms.equalize import EqualizeReport
-from bitwright.algorithms.layers import Array
+from bitwright.algorithms.channels.layers import Array
+from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.algorithms.scaling import equalize as equalization
+from bitwright.algorithms.scaling.equalize import EqualizeReport
 from bitwright.errors import ModelError
 from bitwright.progress import progress as bar
-from bitwright.torch.batches import model_device
+from bitwright.torch.adapters.view import BATCH_NORMS, TorchView
+from bitwright.torch.calls.batches import model_device
+from bitwright.torch.calls.trees import walk_modules
 from bitwright.torch.ptq import Shapes, equalize_bn_folded_model
-from bitwright.torch.trees import walk_modules
-from bitwright.torch.view import BATCH_NORMS, TorchView
 
 
 class CrossLayerScaling:

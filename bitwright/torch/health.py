@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from bitwright.core.diagnosis import Finding, diagnose, remedy
-from bitwright.core.health import (
+from bitwright.core.health.diagnosis import Finding, diagnose, remedy
+from bitwright.core.health.report import (
     CLEAN,
     HALVES,
     Culprit,
@@ -36,11 +36,11 @@ from bitwright.core.health import (
 )
 from bitwright.errors import BitwrightError, CalibrationError
 from bitwright.progress import progress as shown
-from bitwright.torch.batches import as_call, evaluation, model_device, to_device
-from bitwright.torch.functions import FUNCTIONS, SET_ITEM
-from bitwright.torch.intercept import OUTERMOST, Frame, Interceptor, Key, forward_signature
-from bitwright.torch.record import Recorder, explained, named_inputs, output_name
-from bitwright.torch.trees import flatten_tensors, map_tensors, named_state, walk_modules
+from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM
+from bitwright.torch.calls.intercept import OUTERMOST, Frame, Interceptor, Key, forward_signature
+from bitwright.torch.calls.record import Recorder, explained, named_inputs, output_name
+from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state, walk_modules
 
 _EMPTY = frozenset(
     ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")

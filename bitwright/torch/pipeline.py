@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from bitwright.algorithms.activation_ranges import activation_ranges
-from bitwright.algorithms.batch_norm_fold import FoldReport
 from bitwright.algorithms.bias_correct import BiasReport
-from bitwright.algorithms.equalize import EqualizeReport
-from bitwright.algorithms.judge import Judge
-from bitwright.algorithms.layer_inputs import layer_inputs
-from bitwright.algorithms.methods import method_options
-from bitwright.algorithms.recipe import (
+from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.algorithms.rounding.table import method_options
+from bitwright.algorithms.scaling.equalize import EqualizeReport
+from bitwright.algorithms.search.activation_ranges import activation_ranges
+from bitwright.algorithms.search.judge import Judge
+from bitwright.algorithms.search.layer_inputs import layer_inputs
+from bitwright.algorithms.search.recipe import (
     KINDS,
     Action,
     FrontEnd,
@@ -31,18 +31,18 @@ from bitwright.algorithms.recipe import (
     run_recipe,
     weight_actions,
 )
-from bitwright.algorithms.recipe_report import RecipeReport, checked_metric
-from bitwright.algorithms.widen import OPTIONS, WidenReport, widen
-from bitwright.core.model import Undo
-from bitwright.core.spec import NonFinite, Preset
-from bitwright.export.atomic import check_destination
-from bitwright.export.products import ProductForm, check_weight_only
+from bitwright.algorithms.search.recipe_report import RecipeReport, checked_metric
+from bitwright.algorithms.search.widen import OPTIONS, WidenReport, widen
+from bitwright.core.numerics.spec import NonFinite, Preset
+from bitwright.core.simulation.protocols import Undo
+from bitwright.export.files.atomic import check_destination
+from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.torch import ptq
+from bitwright.torch.adapters.program import TorchSimulation
 from bitwright.torch.batch_norm_fold import fold_all_batch_norms
-from bitwright.torch.batches import outputs_of
-from bitwright.torch.program import TorchSimulation
-from bitwright.torch.quantsim import QuantizationSimModel, require_module
+from bitwright.torch.calls.batches import outputs_of
 from bitwright.torch.reconstruct import apply_reconstruction
+from bitwright.torch.simulation.quantsim import QuantizationSimModel, require_module
 
 if TYPE_CHECKING:
     from bitwright.export.artefacts import Exported
@@ -98,7 +98,7 @@ def quantize(
             is also the example input; a generator is fine.
         preset: a row of ``PRESETS`` or a :class:`Preset`.
         recipe: post-training methods in their order, ``["fold", "equalize", {"adaround": {"iterations": 2000}}]``, or the
-            path of a file that lists them; :func:`bitwright.algorithms.recipe.default_recipe` by default.
+            path of a file that lists them; :func:`bitwright.algorithms.search.recipe.default_recipe` by default.
         config_file: rules, as for :class:`QuantizationSimModel`.
         quant_scheme: range method, as for :class:`QuantizationSimModel`.
         metric: ``metric(model) -> float``, measured on the float and on the simulated model, and after every step of a

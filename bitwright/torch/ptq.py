@@ -9,26 +9,28 @@ from typing import Any
 
 from torch import nn
 
-from bitwright.algorithms import awq, bias_correct, norm_fold
-from bitwright.algorithms import equalize as equalization
-from bitwright.algorithms import rotate as rotation
-from bitwright.algorithms import smooth as smoothing
-from bitwright.algorithms.awq import AwqReport
-from bitwright.algorithms.batch_norm_fold import FoldReport
+from bitwright.algorithms import bias_correct
 from bitwright.algorithms.bias_correct import BiasReport, QuantParams
-from bitwright.algorithms.equalize import EqualizeReport
-from bitwright.algorithms.layers import Array, Layers
-from bitwright.algorithms.norm_fold import NormReport
-from bitwright.algorithms.rotate import RotateReport
-from bitwright.algorithms.smooth import SmoothReport
-from bitwright.core.scheme import QuantScheme
-from bitwright.core.spec import Preset, QuantSpec, RangeMethod
+from bitwright.algorithms.channels.layers import Array, Layers
+from bitwright.algorithms.folding import norm_fold
+from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.algorithms.folding.norm_fold import NormReport
+from bitwright.algorithms.scaling import awq
+from bitwright.algorithms.scaling import equalize as equalization
+from bitwright.algorithms.scaling import rotate as rotation
+from bitwright.algorithms.scaling import smooth as smoothing
+from bitwright.algorithms.scaling.awq import AwqReport
+from bitwright.algorithms.scaling.equalize import EqualizeReport
+from bitwright.algorithms.scaling.rotate import RotateReport
+from bitwright.algorithms.scaling.smooth import SmoothReport
+from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod
+from bitwright.core.placement.user_scheme import QuantScheme
 from bitwright.progress import progress as bar
+from bitwright.torch.adapters.bias_correct import TorchCorrectable
+from bitwright.torch.adapters.view import TorchView
 from bitwright.torch.batch_norm_fold import example_input, float_outputs, fold_all_batch_norms, what_changed
-from bitwright.torch.batches import model_device, to_device
-from bitwright.torch.bias_correct import TorchCorrectable
-from bitwright.torch.quantsim import QuantizationSimModel
-from bitwright.torch.view import TorchView
+from bitwright.torch.calls.batches import model_device, to_device
+from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
 Shapes = Sequence[int] | Sequence[Sequence[int]] | None
 

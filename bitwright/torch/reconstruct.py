@@ -12,20 +12,20 @@ from typing import Any
 
 from torch import nn
 
-from bitwright.algorithms.methods import choose_weights
-from bitwright.algorithms.rounding import RoundingReport
-from bitwright.core.formats import IntFormat
-from bitwright.core.scheme import QuantScheme
-from bitwright.core.sites import Site
+from bitwright.algorithms.rounding.driver import RoundingReport
+from bitwright.algorithms.rounding.table import choose_weights
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.placement.user_scheme import QuantScheme
+from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError
-from bitwright.export.atomic import check_destination
-from bitwright.export.encodings import write_encodings
-from bitwright.export.finished import FinishedLayers
-from bitwright.export.simulation import site_records
+from bitwright.export.encodings.of_simulation import site_records
+from bitwright.export.encodings.versions import write_encodings
+from bitwright.export.files.atomic import check_destination
+from bitwright.export.files.finished import FinishedLayers
 from bitwright.progress import progress as bar
-from bitwright.torch.program import Forward, TorchSimulation
-from bitwright.torch.quantsim import QuantizationSimModel
-from bitwright.torch.trees import walk_modules
+from bitwright.torch.adapters.program import Forward, TorchSimulation
+from bitwright.torch.calls.trees import walk_modules
+from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
 logger = logging.getLogger("bitwright")
 

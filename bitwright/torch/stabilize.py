@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bitwright.algorithms.progressive import Progression, quantize_progressively
-from bitwright.core.health import HealthReport
-from bitwright.core.repair import Repair, Stabilized, choose
+from bitwright.algorithms.search.progressive import Progression, quantize_progressively
+from bitwright.core.health.repair import Repair, Stabilized, choose
+from bitwright.core.health.report import HealthReport
 from bitwright.errors import CalibrationError
 from bitwright.progress import progress as shown
-from bitwright.torch.batches import as_call, evaluation, model_device, to_device
-from bitwright.torch.quantsim import QuantizationSimModel
-from bitwright.torch.trees import flatten_tensors
+from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.calls.trees import flatten_tensors
+from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
 
 def stabilize(
@@ -24,8 +24,9 @@ def stabilize(
 ) -> Stabilized:
     """Apply repairs to the simulation of a model that makes NaN or Inf, without touching the model.
 
-    An overflow is clamped, any other non-finite value is replaced (see :func:`bitwright.core.repair.propose`). Repairs hold in
-    every stage, calibration and export included, and are listed in ``sim.repairs`` and in the manifest of an export.
+    An overflow is clamped, any other non-finite value is replaced (see :func:`bitwright.core.health.repair.propose`).
+    Repairs hold in every stage, calibration and export included, and are listed in ``sim.repairs`` and in the
+    manifest of an export.
 
     Args:
         sim: calibrated or not; calibrate afterwards.
@@ -65,7 +66,7 @@ def progressive(
 ) -> Progression:
     """Switch the sites of a calibrated simulation on, one operator after the other, until the outputs turn bad.
 
-    See :func:`bitwright.algorithms.progressive.quantize_progressively`. One forward per group and batch: use few batches.
+    See :func:`bitwright.algorithms.search.progressive.quantize_progressively`. One forward per group and batch: use few batches.
 
     Raises:
         CalibrationError: the simulation is not calibrated, or there is no batch.

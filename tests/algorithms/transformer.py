@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitwright.algorithms.layers import Layers, rescaling
-from bitwright.algorithms.smooth import linear_groups
+from bitwright.algorithms.channels.layers import Layers, rescaling
+from bitwright.algorithms.scaling.smooth import linear_groups
 from bitwright.torch import TorchView
 
 

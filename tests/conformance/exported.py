@@ -9,15 +9,15 @@ from functools import cache
 import onnx
 import torch
 
-from tests.zoo import ZOO
+from tests.support.zoo import ZOO
 
 #: models that the exporter refuses -> its reason
 NOT_EXPORTED = {
     "conv3d-net": "_adaptive_avg_pool3d",
     "gru-packed": "must be tuple of ints,but got FakeTensor",
     "branch": "Could not guard on data-dependent expression",
-    "dataclass-io": "Unsupported input type <class 'tests.zoo.Sample'>",
-    "dataclass-io-optional": "Unsupported input type <class 'tests.zoo.Sample'>",
+    "dataclass-io": "Unsupported input type <class 'tests.support.zoo.Sample'>",
+    "dataclass-io-optional": "Unsupported input type <class 'tests.support.zoo.Sample'>",
     "dict-io": "Error when translating node return",
 }
 #: models that it writes with two values of one name -> what loading says

@@ -25,25 +25,25 @@ from torch import nn
 from typer.testing import CliRunner
 
 import bitwright.onnx
-from bitwright.algorithms.recipe import Step, load_recipe
+from bitwright.algorithms.search.recipe import Step, load_recipe
 from bitwright.cli import app
-from bitwright.core.aimet_config import shipped_config
-from bitwright.core.config import load_config
-from bitwright.core.encoding import Encoding
-from bitwright.core.formats import IntFormat
-from bitwright.core.granularity import PerBlock, PerChannel, PerTensor
-from bitwright.core.ranges import find_range_method
-from bitwright.core.rules import Rules
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
+from bitwright.core.numerics.ranges import find_range_method
+from bitwright.core.placement.aimet_config import shipped_config
+from bitwright.core.placement.config import load_config
+from bitwright.core.placement.rules import Rules
 from bitwright.errors import BitwrightError
-from bitwright.export.encodings import read_encodings
-from bitwright.export.finished import FinishedLayers
-from bitwright.export.manifest import read_manifest, write_manifest
-from bitwright.export.samples import read_samples, verify_folder
-from bitwright.export.sites_file import read_sites
+from bitwright.export.encodings.sites_file import read_sites
+from bitwright.export.encodings.versions import read_encodings
+from bitwright.export.files.finished import FinishedLayers
+from bitwright.export.files.manifest import read_manifest, write_manifest
+from bitwright.export.verify.samples import read_samples, verify_folder
 from bitwright.onnx import load_data, load_model
-from bitwright.onnx.data import InputSpec
+from bitwright.onnx.model.data import InputSpec
 from bitwright.torch import QuantizationSimModel
-from tests.damage import as_json, damaged_bytes, damaged_document, damaged_message
+from tests.support.damage import as_json, damaged_bytes, damaged_document, damaged_message
 
 _LONGEST = 13_000  # characters of a message: three parts of 4,000 and what joins them
 

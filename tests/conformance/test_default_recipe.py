@@ -10,8 +10,8 @@ from torch import nn
 
 import bitwright.onnx
 import bitwright.torch
-from bitwright.algorithms.judge import Judge
-from bitwright.core.model import sqnr
+from bitwright.algorithms.search.judge import Judge
+from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ConfigError
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import bitwright.onnx as bo
 import bitwright.torch as bt
-from bitwright.core.exact import exact_values
-from bitwright.core.model import sqnr
-from bitwright.core.placement import place
-from bitwright.core.rules import Rule, default_rules
-from bitwright.core.spec import PRESETS
+from bitwright.core.graph.exact import exact_values
+from bitwright.core.numerics.spec import PRESETS
+from bitwright.core.placement.plan import place
+from bitwright.core.placement.rules import Rule, default_rules
+from bitwright.core.simulation.protocols import sqnr
 from tests.conformance.test_ptq import exported
 from tests.core.graphs import Build
 

@@ -13,14 +13,14 @@ from torch import nn
 
 import bitwright.onnx
 import bitwright.torch
-from bitwright.core.diagnosis import remedy
-from bitwright.core.ranges import RANGE_METHODS
-from bitwright.core.spec import RangeMethod
+from bitwright.core.health.diagnosis import remedy
+from bitwright.core.numerics.ranges import RANGE_METHODS
+from bitwright.core.numerics.spec import RangeMethod
 from bitwright.errors import CalibrationError
 from bitwright.onnx import check_model as onnx_check
-from bitwright.torch.batches import as_call
-from bitwright.torch.trees import flatten_tensors
-from tests.health_zoo import FAULTS, LOOK_ALIKES, check
+from bitwright.torch.calls.batches import as_call
+from bitwright.torch.calls.trees import flatten_tensors
+from tests.support.health_zoo import FAULTS, LOOK_ALIKES, check
 
 
 def params(table):

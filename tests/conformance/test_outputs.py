@@ -17,18 +17,18 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from bitwright.core.model import sqnr
+from bitwright.core.simulation.protocols import sqnr
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx import fold_all_batch_norms as fold_onnx
 from bitwright.onnx import load_model
 from bitwright.torch import Inputs
 from bitwright.torch import QuantizationSimModel as TorchSim
 from bitwright.torch import fold_all_batch_norms as fold_torch
-from bitwright.torch.trees import flatten_tensors
-from tests import data
+from bitwright.torch.calls.trees import flatten_tensors
 from tests.conformance.exported import NOT_EXPORTED, NOT_LOADED, NOT_RUN, REWRITTEN, RUN, exported
 from tests.onnx.nets import run
-from tests.zoo import ZOO
+from tests.support import data
+from tests.support.zoo import ZOO
 
 Array = NDArray[Any]
 FAST = {"functional", "mobilenet-v3-block", "nested-names"}

@@ -13,15 +13,15 @@ import onnx
 import pytest
 import torch
 
-from bitwright.core.config import load_config
-from bitwright.core.graph import Graph
-from bitwright.core.placement import Plan, place
-from bitwright.onnx.graph import build_graph
-from bitwright.onnx.load import load_model
+from bitwright.core.graph.graph import Graph
+from bitwright.core.placement.config import load_config
+from bitwright.core.placement.plan import Plan, place
+from bitwright.onnx.model.graph import build_graph
+from bitwright.onnx.model.load import load_model
 from bitwright.torch import Inputs, TorchView
 from bitwright.torch import QuantizationSimModel as TorchSim
 from tests.conformance.exported import PLANNED, REWRITTEN, exported
-from tests.zoo import ZOO, Case
+from tests.support.zoo import ZOO, Case
 
 #: parameters that one of the two has no weight for
 ONLY = {
@@ -96,7 +96,7 @@ def test_both_front_ends_plan_alike(name):
 
 
 def test_the_same_batch_norms_fold():
-    from bitwright.algorithms.batch_norm_fold import find_folds
+    from bitwright.algorithms.folding.batch_norm_fold import find_folds
     from bitwright.onnx.batch_norm_fold import fold_all_batch_norms
 
     case = ZOO["mobilenet-v3-block"]

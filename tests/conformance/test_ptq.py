@@ -19,10 +19,10 @@ import bitwright.onnx.ptq as onnx_ptq
 import bitwright.torch.ptq as torch_ptq
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.onnx import QuantizationSimModel as OnnxSim
-from bitwright.onnx.bias_correct import OnnxCorrectable
+from bitwright.onnx.adapters.bias_correct import OnnxCorrectable
 from bitwright.torch import QuantizationSimModel as TorchSim
 from tests.algorithms.transformer import Decoder, tokens
-from tests.data import Images, accuracy, perplexity, stories, trained
+from tests.support.data import Images, accuracy, perplexity, stories, trained
 
 logging.getLogger("torch.onnx").setLevel(logging.ERROR)
 

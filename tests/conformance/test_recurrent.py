@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from bitwright.core.graph import Op
-from bitwright.core.model import sqnr
-from bitwright.core.recurrence import CELLS
+from bitwright.core.graph.graph import Op
+from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.simulation.protocols import sqnr
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel as TorchSim
-from tests.recurrent_nets import run_model
+from tests.support.recurrent_nets import run_model
 
 LENGTH, BATCH, INPUTS, HIDDEN = 9, 5, 6, 8
 LAYERS = {

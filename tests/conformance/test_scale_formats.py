@@ -12,9 +12,9 @@ from torch import nn
 
 import bitwright.onnx as bo
 import bitwright.torch as bt
-from bitwright.core.affine import is_sayable
-from bitwright.core.spec import PRESETS
-from bitwright.export.encodings import read_encodings
+from bitwright.core.numerics.affine import is_sayable
+from bitwright.core.numerics.spec import PRESETS
+from bitwright.export.encodings.versions import read_encodings
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 SCALED = [name for name, p in PRESETS.items() if p.weight and p.weight.scale_format.name != "float32"]

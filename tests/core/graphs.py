@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bitwright.core.graph import Graph, Op, Value
+from bitwright.core.graph.graph import Graph, Op, Value
 
 
 class Build:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bitwright.core.affine import (
+from bitwright.core.numerics.affine import (
     encode,
     fake_quantize,
     is_sayable,
@@ -19,12 +19,23 @@ from bitwright.core.affine import (
     scale_multiples,
     with_scale,
 )
-from bitwright.core.encoding import Encoding
-from bitwright.core.formats import FLOAT_FORMATS, SCALE_FORMATS, IntFormat, largest_code, parse_scale_format
-from bitwright.core.granularity import PerBlock, PerChannel
-from bitwright.core.ranges import choose_range_of
-from bitwright.core.serialize import encoding_from_json, encoding_to_json, spec_from_json, spec_to_json
-from bitwright.core.spec import PRESETS, QuantSpec
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import (
+    FLOAT_FORMATS,
+    SCALE_FORMATS,
+    IntFormat,
+    largest_code,
+    parse_scale_format,
+)
+from bitwright.core.numerics.granularity import PerBlock, PerChannel
+from bitwright.core.numerics.ranges import choose_range_of
+from bitwright.core.numerics.serialize import (
+    encoding_from_json,
+    encoding_to_json,
+    spec_from_json,
+    spec_to_json,
+)
+from bitwright.core.numerics.spec import PRESETS, QuantSpec
 from bitwright.errors import ConfigError, EncodingsError, FormatError
 
 ELEMENTS = {

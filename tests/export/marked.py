@@ -11,13 +11,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx.reference import ReferenceEvaluator
 
-from bitwright.core.affine import encode, fake_quantize
-from bitwright.core.bias import derive_bias_encoding, fake_quantize_bias
-from bitwright.core.encoding import Encoding
-from bitwright.core.formats import parse_format
-from bitwright.core.granularity import Granularity, PerTensor
-from bitwright.core.spec import QuantSpec, Symmetry
-from bitwright.export.runtime import run_model
+from bitwright.core.numerics.affine import encode, fake_quantize
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import parse_format
+from bitwright.core.numerics.granularity import Granularity, PerTensor
+from bitwright.core.numerics.int32_bias import derive_bias_encoding, fake_quantize_bias
+from bitwright.core.numerics.spec import QuantSpec, Symmetry
+from bitwright.export.verify.runtime import run_model
 
 Array = np.ndarray[Any, Any]
 

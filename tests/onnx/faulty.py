@@ -1,4 +1,4 @@
-"""ONNX models with one planted fault each, and some that only look as if they had one; see ``tests.faults``.
+"""ONNX models with one planted fault each, and some that only look as if they had one; see ``tests.support.faults``.
 
 The planted operator is called ``culprit`` unless the case says otherwise.
 """
@@ -14,9 +14,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from tests import faults
-from tests.faults import Fault, LookAlike
 from tests.onnx.nets import BOOL, FLOAT, INT64, Net, body
+from tests.support import faults
+from tests.support.faults import Fault, LookAlike
 
 Array = NDArray[Any]
 HALF, DOUBLE = TensorProto.FLOAT16, TensorProto.DOUBLE

@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 import bitwright.onnx as bo
 from bitwright.cli import app
-from bitwright.export.manifest import read_manifest
-from bitwright.export.samples import find_export, read_samples, verify_folder
-from bitwright.export.simulation import load_encodings
-from bitwright.onnx import quantsim
+from bitwright.export.encodings.of_simulation import load_encodings
+from bitwright.export.files.manifest import read_manifest
+from bitwright.export.verify.samples import find_export, read_samples, verify_folder
+from bitwright.onnx.simulation import quantsim
 from tests.onnx.nets import conv_chain, feeds_for
-from tests.stopping import stops
+from tests.support.stopping import stops
 
 
 def prepared(sim: bo.QuantizationSimModel, samples: bool) -> Any:

@@ -6,8 +6,8 @@ import numpy as np
 import onnx
 import pytest
 
-from bitwright.core.model import sqnr
-from bitwright.onnx.quantsim import QuantizationSimModel
+from bitwright.core.simulation.protocols import sqnr
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx import flow
 from tests.onnx.nets import feeds_for, run
 

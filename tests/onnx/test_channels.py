@@ -10,10 +10,10 @@ import onnx
 import pytest
 
 from bitwright.onnx import QuantizationSimModel
-from bitwright.onnx.session import open_session
-from tests.cost import steps
+from bitwright.onnx.model.session import open_session
 from tests.onnx.flow import loop
 from tests.onnx.nets import Net
+from tests.support.cost import steps
 
 CHANNELS = (32, 24, 5)  # that fill blocks of 16, of 8, and neither
 

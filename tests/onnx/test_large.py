@@ -11,7 +11,9 @@ import numpy as np
 import onnx
 import pytest
 
-from bitwright.onnx import QuantizationSimModel, quantsim, session, simulate
+from bitwright.onnx import QuantizationSimModel
+from bitwright.onnx.model import session
+from bitwright.onnx.simulation import quantsim, simulate
 from tests.onnx.nets import Net, feeds_for
 
 

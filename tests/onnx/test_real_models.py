@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bitwright.core.model import sqnr
+from bitwright.core.simulation.protocols import sqnr
 from bitwright.onnx import QuantizationSimModel, fold_all_batch_norms, load_model
-from tests import data
+from tests.support import data
 
 Array = NDArray[Any]
 

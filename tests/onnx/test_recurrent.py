@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitwright.core.affine import fake_quantize
-from bitwright.core.granularity import PerBlock, PerChannel, PerTensor
-from bitwright.core.model import sqnr
-from bitwright.core.recurrence import CELLS, inner_names, step, variant_of
+from bitwright.core.graph.recurrence import CELLS, inner_names, step, variant_of
+from bitwright.core.numerics.affine import fake_quantize
+from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
+from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ConfigError
-from bitwright.export.builder import read_metadata
-from bitwright.export.qdq import to_qdq
-from bitwright.export.recurrent import expand_recurrent
-from bitwright.export.verify import verify_layers
+from bitwright.export.qdq.forms import read_metadata
+from bitwright.export.qdq.recurrent import expand_recurrent
+from bitwright.export.qdq.write import to_qdq
+from bitwright.export.verify.report import verify_layers
 from bitwright.onnx import QuantizationSimModel
-from bitwright.onnx.load import load_model
-from bitwright.onnx.view import OnnxView
-from tests import data
-from tests.recurrent_nets import GATES, Variant, feeds, layer_model, native_outputs, run_model
+from bitwright.onnx.model.load import load_model
+from bitwright.onnx.model.view import OnnxView
+from tests.support import data
+from tests.support.recurrent_nets import GATES, Variant, feeds, layer_model, native_outputs, run_model
 
 TYPES = tuple(CELLS)
 

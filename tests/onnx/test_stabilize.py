@@ -11,7 +11,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from bitwright.core.repair import Repair
+from bitwright.core.health.repair import Repair
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.onnx import QuantizationSimModel, check_model, progressive, stabilize
 from tests.onnx.faulty import FAULTS, HALF, head, tail

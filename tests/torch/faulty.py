@@ -1,4 +1,4 @@
-"""PyTorch models with one planted fault each, and some that only look as if they had one; see ``tests.faults``.
+"""PyTorch models with one planted fault each, and some that only look as if they had one; see ``tests.support.faults``.
 
 The line at fault bears the comment ``culprit``, or the module at fault is called so.
 """
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests import faults
-from tests.faults import Fault, LookAlike
+from tests.support import faults
+from tests.support.faults import Fault, LookAlike
 
 FAULTS: list[Fault] = []
 LOOK_ALIKES: list[LookAlike] = []

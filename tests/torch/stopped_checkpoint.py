@@ -13,7 +13,7 @@ from torch import nn
 
 from bitwright.errors import EncodingsError
 from bitwright.torch import QuantizationSimModel
-from tests.stopping import stops
+from tests.support.stopping import stops
 
 
 def main(work: Path) -> None:

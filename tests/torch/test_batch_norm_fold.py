@@ -7,9 +7,9 @@ from torch import nn
 
 from bitwright.errors import ModelError
 from bitwright.torch.batch_norm_fold import fold_all_batch_norms
-from tests.cases import settle
-from tests.folding_zoo import IMAGE, Wired, bn, conv, point, row
-from tests.zoo import chain, chain_input
+from tests.support.cases import settle
+from tests.support.folding_zoo import IMAGE, Wired, bn, conv, point, row
+from tests.support.zoo import chain, chain_input
 
 
 class TwoPaddings(nn.Module):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from bitwright.algorithms.batch_norm_fold import fold_all_batch_norms
-from bitwright.torch.trees import flatten_tensors, map_tensors
-from bitwright.torch.view import TorchView
-from tests.zoo import FOLDING_ZOO, ZOO
+from bitwright.algorithms.folding.batch_norm_fold import fold_all_batch_norms
+from bitwright.torch.adapters.view import TorchView
+from bitwright.torch.calls.trees import flatten_tensors, map_tensors
+from tests.support.zoo import FOLDING_ZOO, ZOO
 
 # relative to the largest output, by dtype: rounding of the folded weights is what remains
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitwright.core.model import sqnr
+from bitwright.core.simulation.protocols import sqnr
 from bitwright.torch import QuantizationSimModel, quantize
 
 EXPERTS, WIDTH, HIDDEN = 4, 8, 16

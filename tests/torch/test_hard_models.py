@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bitwright.core.model import sqnr
+from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ExportError, ModelError
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
 

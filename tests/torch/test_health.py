@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitwright.core.health import HealthReport
+from bitwright.core.health.report import HealthReport
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.torch import QuantizationSimModel, check_model
-from tests.cost import steps
+from tests.support.cost import steps
 
 NAN, INF = math.nan, math.inf
 

@@ -181,7 +181,7 @@ def padded(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.slow
 def test_a_language_model_on_padded_batches(shared_data: Any) -> None:
-    from tests.data import stories, trained
+    from tests.support.data import stories, trained
 
     def perplexity(model: nn.Module) -> float:
         tokens, mask, targets = padded(stories("test")[:32])

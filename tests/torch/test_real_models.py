@@ -1,6 +1,6 @@
 """Trained networks on real data: what quantization costs, and that the runtime agrees.
 
-Needs the data folder (see tests/data.py); without it these tests are skipped and everything else still runs.
+Needs the data folder (see tests/support/data.py); without it these tests are skipped and everything else still runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
-from tests.data import Images, accuracy, perplexity, trained
+from tests.support.data import Images, accuracy, perplexity, trained
 
 CALIBRATION, TEST = 200, 1000
 
@@ -79,7 +79,7 @@ def test_mobilenet_v1_on_photographs(imagenet, imagenet_calibration) -> None:  #
 
 
 def test_a_language_model(shared_data) -> None:  # type: ignore[no-untyped-def]
-    from tests.data import stories
+    from tests.support.data import stories
 
     calib, test = stories("calib"), stories("test")
     model = trained("stories260k")

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
-from bitwright.core import affine
+from bitwright.core.numerics import affine
 from bitwright.errors import CalibrationError, EncodingsError, ModelError
 from bitwright.torch import QuantizationSimModel, TorchView, prepare_model
-from tests.cost import steps
+from tests.support.cost import steps
 
 INPUTS, HIDDEN = 3, 4
 KINDS: dict[str, Callable[..., nn.Module]] = {

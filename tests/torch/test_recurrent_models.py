@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.core.model import sqnr
+from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ExportError
 from bitwright.torch import QuantizationSimModel, prepare_model
-from tests import data
-from tests.recurrent_zoo import RECURRENT_ZOO, Recurrent, Stateful
+from tests.support import data
+from tests.support.recurrent_zoo import RECURRENT_ZOO, Recurrent, Stateful
 
 CASES = [pytest.param(case, id=name) for name, case in RECURRENT_ZOO.items()]
 

@@ -11,7 +11,7 @@ import pytest
 CODE = """
 import sys
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
-from tests.zoo import chain, chain_input
+from tests.support.zoo import chain, chain_input
 assert sys.getrecursionlimit() == 1000
 blocks, residual = int(sys.argv[1]), sys.argv[2] == "residual"
 model, x = chain(blocks, residual), chain_input(0)

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.algorithms.progressive import quantize_progressively
-from bitwright.core.health import Culprit, HealthReport, measure_tensor
-from bitwright.core.repair import REPAIRS, Repair, headroom, propose
+from bitwright.algorithms.search.progressive import quantize_progressively
+from bitwright.core.health.repair import REPAIRS, Repair, headroom, propose
+from bitwright.core.health.report import Culprit, HealthReport, measure_tensor
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.torch import QuantizationSimModel, check_model, progressive, stabilize
 
@@ -152,7 +152,7 @@ def test_a_fault_behind_another_is_found_when_the_first_is_repaired() -> None:
 
 
 def test_every_repair_answers_a_known_cause() -> None:
-    from bitwright.core.diagnosis import REMEDIES
+    from bitwright.core.health.diagnosis import REMEDIES
 
     assert REPAIRS.keys() <= REMEDIES.keys()
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from bitwright.core.model import sqnr
-from bitwright.torch.batches import Inputs
-from bitwright.torch.quantsim import QuantizationSimModel
-from bitwright.torch.trees import flatten_tensors
-from tests.zoo import ZOO, Case
+from bitwright.core.simulation.protocols import sqnr
+from bitwright.torch.calls.batches import Inputs
+from bitwright.torch.calls.trees import flatten_tensors
+from bitwright.torch.simulation.quantsim import QuantizationSimModel
+from tests.support.zoo import ZOO, Case
 
 CASES = [pytest.param(case, id=name) for name, case in ZOO.items()]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bitwright.aimet_common.quantsim_config.utils import CONFIGS
-from bitwright.core.aimet_config import ALIASES, shipped_config
+from bitwright.core.placement.aimet_config import ALIASES, shipped_config
 
 
 def get_path_for_target_config(target_config: str) -> str:

@@ -1,0 +1,550 @@
+"""Layers as the post-training methods see them: stored weight and bias, channels in, channels out; and which of
+them share the channels of one value.
+
+A *group* is a value between layers together with everything that hands its channels on unchanged but for a
+positive factor. Multiply channel ``c`` of all that produces it by ``a[c]``, divide the matching input channel of
+all that consumes it by ``a[c]``, and the model computes what it did before. Equalization and smoothing choose
+``a``; they find their groups here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.algorithms.channels.batch_norm_affine import LAYERS, ChannelAxes, channel_axes
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.ops import CELLS, op_row
+from bitwright.core.simulation.protocols import Clamp, Edit, ModelView, SetParam
+
+Array = NDArray[Any]
+Kind = Literal["layer", "norm", "embedding"]
+
+#: operators that hand each channel on by itself, times the same positive factor if the input has one
+_HOMOGENEOUS = frozenset(
+    (
+        "Relu",
+        "LeakyRelu",
+        "PRelu",
+        "Clip",
+        "Identity",
+        "Dropout",
+        "Contiguous",
+        "Clone",
+        "MaxPool",
+        "AveragePool",
+    )
+    + ("GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceMax", "Pad", "Resize", "ResizeNearest")
+    + ("Reshape", "Flatten", "Squeeze", "Mul", "Div")
+)
+_BOTH_PORTS = frozenset({"Mul"})
+_NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An operator with a stored weight.
+
+    Attributes:
+        op: its name in the graph.
+        type, attrs: canonical type and attributes.
+        kind: ``layer`` (sums over its input channels), ``norm`` (a stored factor per channel of the last axis) or
+            ``embedding`` (rows of a table).
+        weight, bias: names of the parameters.
+        axes: how the axes of the weight count channels; for norms and embeddings only ``outputs`` means something.
+        rank: of the output.
+        output: the value behind the bias, which in ONNX an ``Add`` of its own may add.
+        adder: that Add.
+    """
+
+    op: str
+    type: str
+    attrs: Mapping[str, Any] = field(repr=False, compare=False)
+    kind: Kind
+    weight: str
+    bias: str | None
+    axes: ChannelAxes
+    rank: int
+    output: str
+    adder: str | None = None
+
+    @property
+    def channel_axis(self) -> int:
+        """The axis of the output that holds its channels."""
+        return 1 if self.type in ("Conv", "ConvTranspose") else self.rank - 1
+
+    def times_outputs(self, W: Array, a: Array) -> Array:
+        """The weight with output channel c multiplied by ``a[c]``, float64."""
+        if self.kind != "layer":
+            return np.asarray(W, np.float64) * a
+        return (self.axes.split(W) * self.axes.over_outputs(a)).reshape(W.shape)
+
+    def times_inputs(self, W: Array, a: Array) -> Array:
+        """The weight with input channel c multiplied by ``a[c]``, float64."""
+        return (self.axes.split(W) * self.axes.over_inputs(a)).reshape(W.shape)
+
+    def output_range(self, W: Array) -> Array:
+        """Largest magnitude of the weight per output channel, shape [outputs]."""
+        if self.kind != "layer":
+            return np.abs(W).reshape(-1, self.axes.outputs).max(axis=0, initial=0.0)
+        return self._largest(W, (2, 3) if self.axes.outputs_first else (1, 3))
+
+    def input_range(self, W: Array) -> Array:
+        """Largest magnitude of the weight per input channel, shape [inputs]."""
+        return self._largest(W, (1, 3) if self.axes.outputs_first else (2, 3))
+
+    def _largest(self, W: Array, axes: tuple[int, int]) -> Array:
+        found: Array = np.abs(self.axes.split(W)).max(axis=axes, initial=0.0).reshape(-1)
+        return found
+
+
+class Layers:
+    """Every layer of a graph whose parameters a method may change, and why not the others.
+
+    Attributes:
+        graph: it was read from.
+        of: op name -> layer.
+        refused: op name -> reason, for operators that would be layers.
+        shared: parameter -> where else it is read, for parameters that are not one layer's own.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.of: dict[str, Layer] = {}
+        self.refused: dict[str, str] = {}
+        self.shared = _shared_parameters(graph)
+        for op in graph.ops:
+            found = self._read(op)
+            if isinstance(found, Layer):
+                self.of[op.name] = found
+            elif found is not None:
+                self.refused[op.name] = found
+        self.by_output = {layer.output: layer for layer in self.of.values()}
+
+    def why_not_private(self, layer: Layer) -> str | None:
+        """A parameter of ``layer`` that belongs to others as well."""
+        for name in (layer.weight, layer.bias):
+            if name is not None and name in self.shared:
+                return f"{self.shared[name]} also reads {name}"
+        return None
+
+    # -- reading an operator
+
+    def _read(self, op: Op) -> Layer | str | None:
+        if op.type in LAYERS:
+            return self._read_layer(op)
+        if op.type in _NORMS or op.type == "Mul":
+            return self._read_norm(op)
+        return self._read_embedding(op) if op.type == "Embedding" else None
+
+    def _read_layer(self, op: Op) -> Layer | str | None:
+        values = self.graph.values
+        weight = values.get(_at(op, 1) or "")
+        if weight is None or not weight.is_static:
+            return None  # a product of two activations
+        if weight.kind != "param":
+            return f"its weight {weight.name} is computed in the model, not a stored parameter"
+        if op.also or op.attrs.get("varies"):
+            return "it runs several times in one forward, on different values or parameters"
+        if (
+            op.attrs.get("transA")
+            or len(weight.shape) < 2
+            or (op.type == "MatMul" and len(weight.shape) != 2)
+        ):
+            return f"its weight of shape {weight.shape} is not applied to the last axis of its input"
+        axes = channel_axes(op.type, op.attrs, weight.shape)
+        rank = len(values[op.outputs[0]].shape)
+        bias, output, adder = self._bias(op, axes.outputs)
+        if isinstance(bias, _Odd):
+            return bias.reason
+        return Layer(
+            op.name, op.type, op.attrs, "layer", weight.param or weight.name, bias, axes, rank, output, adder
+        )
+
+    def _bias(self, op: Op, channels: int) -> tuple[str | _Odd | None, str, str | None]:
+        """Name of the bias, the value behind it, and the Add that adds it."""
+        values, output = self.graph.values, op.outputs[0]
+        name = _at(op, 2)
+        if name is None:
+            add = sole_reader(self.graph, output) if op.type in ("MatMul", "Gemm") else None
+            found = None if add is None else _added_bias(self.graph, add, output, channels)
+            return (None, output, None) if found is None or add is None else (found, add.outputs[0], add.name)
+        value = values[name]
+        if value.kind != "param" or value.shape not in ((channels,), (1, channels)) or op.type == "MatMul":
+            return _Odd(f"its bias {name} is no stored parameter with one entry per channel"), output, None
+        return value.param or name, output, None
+
+    def _read_norm(self, op: Op) -> Layer | str | None:
+        """A norm, or the product by a stored vector that ends one."""
+        values = self.graph.values
+        ports = [p for p, name in enumerate(op.inputs) if name is not None and values[name].kind == "param"]
+        weight = next((values[str(op.inputs[p])] for p in ports if p == 1 or op.type == "Mul"), None)
+        if weight is None or op.also or len(weight.shape) != 1 or not op.outputs:
+            return None
+        shape, channels = values[op.outputs[0]].shape, weight.shape[0]
+        if len(shape) < 2 or channels < 2 or shape[-1] not in (channels, -1):
+            return None
+        output, adder = op.outputs[0], None
+        bias = values[str(op.inputs[2])].param if 2 in ports and op.type != "Mul" else None
+        if bias is None and op.type == "Mul" and (add := sole_reader(self.graph, output)) is not None:
+            bias = _added_bias(self.graph, add, output, channels)
+            output, adder = (add.outputs[0], add.name) if bias else (output, None)
+        axes = ChannelAxes(1, channels, channels, False)
+        name = weight.param or weight.name
+        return Layer(op.name, op.type, op.attrs, "norm", name, bias, axes, len(shape), output, adder)
+
+    def _read_embedding(self, op: Op) -> Layer | str | None:
+        weight = self.graph.values.get(_at(op, 0) or "")
+        if weight is None or len(weight.shape) != 2:
+            return None
+        if weight.kind != "param" or op.also:
+            return "its table is computed in the model, or read in several places of the forward"
+        axes = ChannelAxes(1, weight.shape[0], weight.shape[1], False)
+        rank = len(self.graph.values[op.outputs[0]].shape)
+        name = weight.param or weight.name
+        return Layer(op.name, op.type, op.attrs, "embedding", name, None, axes, rank, op.outputs[0])
+
+
+@dataclass(frozen=True)
+class _Odd:
+    reason: str
+
+
+def data_readers(graph: Graph, value: str) -> list[tuple[Op, int]]:
+    """Each ``(op, port)`` that reads the elements of ``value``, not only its shape."""
+    return [(op, port) for op, port in graph.consumers(value) if op.type not in ("Shape", "Size")]
+
+
+def sole_reader(graph: Graph, value: str) -> Op | None:
+    """The only op that reads the elements of ``value``; ``None`` when there are several or the model returns it."""
+    readers = data_readers(graph, value)
+    return readers[0][0] if len(readers) == 1 and not graph.is_output(value) else None
+
+
+def holds_layer_weight(graph: Graph, op: str, role: str, port: int) -> bool:
+    """Whether an operand is the stored weight of a layer: of a matrix product, a convolution, a recurrent layer.
+
+    Args:
+        graph: of the model.
+        op: name of the operator that reads it.
+        role: of its site.
+        port: where it is read.
+    """
+    kind = graph.op(op).type
+    if kind in CELLS:
+        return role == "weight"
+    row = op_row(kind)
+    return role in ("weight", "constant") and row.kind == "compute" and port == row.weight
+
+
+def _at(op: Op, port: int) -> str | None:
+    return op.inputs[port] if port < len(op.inputs) else None
+
+
+def _added_bias(graph: Graph, add: Op, value: str, channels: int) -> str | None:
+    """The stored bias that ``add`` adds to ``value``."""
+    if add.type != "Add" or len(add.inputs) != 2 or add.also or value not in add.inputs:
+        return None
+    other = graph.values.get(add.inputs[1 - add.inputs.index(value)] or "")
+    if other is None or other.kind != "param" or other.shape != (channels,):
+        return None
+    return other.param or other.name
+
+
+def _shared_parameters(graph: Graph) -> dict[str, str]:
+    """Parameters read in several places, returned by the model, or used to compute something that is read."""
+    found: dict[str, str] = {}
+    for value in graph.values.values():
+        readers = graph.consumers(value.name)
+        if value.kind == "param":
+            name = value.param or value.name
+            if len(readers) > 1:
+                found[name] = readers[1][0].name
+            elif graph.is_output(value.name):
+                found[name] = "the model's output"
+        elif value.sources and (readers or graph.is_output(value.name)):
+            reader = readers[0][0].name if readers else "the model's output"
+            for source in value.sources:
+                held = graph.values.get(source)
+                if held is not None and (graph.consumers(held.name) or len(value.sources) > 1):
+                    found[source] = reader
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ groups
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share the channels of one value.
+
+    Attributes:
+        producers: layers whose output channels these are.
+        consumers: ``(layer, repeat)``: layers whose input channels these are, each channel ``repeat`` times in a row
+            (a flattened image).
+        clips: operators between them that cut at fixed bounds, each with the axis of the channels.
+        channels: how many.
+        block: channels that are repeated together: the size of a head where several query heads read one value head.
+    """
+
+    producers: tuple[Layer, ...]
+    consumers: tuple[tuple[Layer, int], ...]
+    clips: tuple[tuple[Op, int], ...]
+    channels: int
+    block: int = 1
+
+    def spread(self, values: Array, repeat: int) -> Array:
+        """One number per channel, shape [channels], as one per input of a consumer, shape [channels * repeat]."""
+        return np.repeat(np.asarray(values).reshape(-1, self.block), repeat, axis=0).reshape(-1)
+
+    def gathered(self, values: Array, repeat: int) -> Array:
+        """One number per input of a consumer, shape [channels * repeat], in a row per channel: [channels, repeat]."""
+        blocks = np.asarray(values).reshape(-1, repeat, self.block)
+        return blocks.transpose(0, 2, 1).reshape(self.channels, repeat)
+
+    def __str__(self) -> str:
+        names = [
+            " + ".join(layer.op for layer in part)
+            for part in (self.producers, [c for c, _ in self.consumers])
+        ]
+        return " -> ".join(names)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A layer that a method leaves alone, and why."""
+
+    op: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.reason}"
+
+
+def find_groups(
+    layers: Layers, starts: Iterable[Layer], ties: frozenset[str] = frozenset()
+) -> tuple[list[Group], list[Refused]]:
+    """The groups that begin at the outputs of ``starts``, and why some begin none.
+
+    Args:
+        layers: of the graph.
+        starts: layers, each looked at once.
+        ties: operators whose inputs and output share channels, as the two sides of an ``Add`` do. Without any, such
+            an operator is a reason to refuse: scaling one side of a residual addition changes the sum.
+
+    Returns:
+        Groups in execution order of their first producer; every one of ``starts`` is in one group or one refusal.
+        Linear in the graph.
+    """
+    groups: list[Group] = []
+    refused: list[Refused] = []
+    seen: set[str] = set()
+    for start in starts:
+        if start.op in seen:
+            continue
+        walk = _Walk(layers, ties)
+        found = walk.run(start)
+        seen.update(layer.op for layer in walk.producers)
+        if isinstance(found, Group):
+            groups.append(found)
+        else:
+            refused.append(Refused(start.op, found))
+    return groups, refused
+
+
+class _Walk:
+    """The closure of one value over operators that hand channels on."""
+
+    def __init__(self, layers: Layers, ties: frozenset[str]) -> None:
+        self.layers, self.graph, self.ties = layers, layers.graph, ties
+        self.producers: list[Layer] = []
+        self.consumers: list[tuple[Layer, int]] = []
+        self.clips: list[tuple[Op, int]] = []
+        self.axis: dict[str, int] = {}
+        self.open: list[str] = []
+
+    def run(self, start: Layer) -> Group | str:
+        """The group, or the first reason against it."""
+        self.channels = start.axes.outputs
+        self.producers.append(start)
+        self._enter(start.output, start.channel_axis)
+        reason: str | None = None
+        while self.open and reason is None:
+            reason = self._behind(self.open.pop())
+        if reason is None and not self.consumers:
+            reason = "no layer reads its output"
+        for layer in (*self.producers, *(c for c, _ in self.consumers)):
+            reason = reason or self._why_fixed(layer)
+        if reason is not None:
+            return reason
+        return Group(tuple(self.producers), tuple(self.consumers), tuple(self.clips), self.channels)
+
+    def _why_fixed(self, layer: Layer) -> str | None:
+        reason = self.layers.why_not_private(layer)
+        return reason and f"{reason}, so that the parameter is not its own"
+
+    def _enter(self, value: str, axis: int) -> None:
+        if value not in self.axis:
+            self.axis[value] = axis
+            self.open.append(value)
+
+    def _tie(self, value: str, axis: int) -> str | None:
+        """Follow a value that shares channels with the group back to the layers that make it."""
+        back = [value]
+        while back:
+            value = back.pop()
+            if value in self.axis:
+                continue
+            self._enter(value, axis)
+            layer, op = self.layers.by_output.get(value), self.graph.producer(value)
+            if layer is not None:
+                self.producers.append(layer)
+                if layer.axes.outputs != self.channels or layer.channel_axis != axis:
+                    return f"{layer.op} has its {layer.axes.outputs} channels on another axis"
+                continue
+            shape = self.graph.values[value].shape
+            sources = (
+                [] if op is None else [s for s in op.inputs if s and self.graph.values[s].shape == shape]
+            )
+            if op is None or op.also or not sources or op.type not in self.ties | _HOMOGENEOUS - _BOTH_PORTS:
+                made = (
+                    "an input or a parameter of the model" if op is None else f"made by {op.name} ({op.type})"
+                )
+                return f"{value} is {made}"
+            back.extend(sources if op.type in self.ties else sources[:1])
+        return None
+
+    def _behind(self, value: str) -> str | None:
+        """Look at what reads ``value``."""
+        if self.graph.is_output(value):
+            return f"{value} is an output of the model"
+        for op, port in data_readers(self.graph, value):
+            reason = self._reader(op, port, value)
+            if reason:
+                return reason
+        return None
+
+    def _reader(self, op: Op, port: int, value: str) -> str | None:
+        layer = self.layers.of.get(op.name)
+        if layer is not None and layer.kind == "layer" and port == 0:
+            return self._consume(layer, value)
+        if op.name in self.layers.refused:
+            return f"{op.name}: {self.layers.refused[op.name]}"
+        if op.also or len(op.outputs) != 1:
+            return f"{op.name} ({op.type}) reads it, and runs several times or has several outputs"
+        if op.type in self.ties:
+            self._enter(op.outputs[0], self.axis[value])
+            others = [source for source in op.inputs if source is not None and source != value]
+            return next((r for other in others if (r := self._tie(other, self.axis[value]))), None)
+        if op.type not in _HOMOGENEOUS or (port != 0 and op.type not in _BOTH_PORTS):
+            return f"{op.name} ({op.type}) reads {value}"
+        return self._pass(op, value)
+
+    def _consume(self, layer: Layer, value: str) -> str | None:
+        spatial = layer.type in ("Conv", "ConvTranspose")
+        axis, rank = self.axis[value], len(self.graph.values[value].shape)
+        if axis != (1 if spatial else rank - 1) or layer.axes.inputs % self.channels:
+            return f"{layer.op} sums over another axis than that of the channels"
+        repeat = layer.axes.inputs // self.channels
+        if spatial and repeat != 1:
+            return f"{layer.op} reads {layer.axes.inputs} channels"
+        self.consumers.append((layer, repeat))
+        return None
+
+    def _pass(self, op: Op, value: str) -> str | None:
+        """Go on behind an operator that hands channels on."""
+        values, axis = self.graph.values, self.axis[value]
+        if op.type == "Mul" and len({source for source in op.inputs if source in self.axis}) > 1:
+            return f"{op.name} multiplies it by itself"
+        if op.type == "Clip":
+            if op.attrs.get("min") is None and op.attrs.get("max") is None:
+                return f"{op.name} (Clip) cuts at bounds that are computed in the model"
+            self.clips.append((op, axis))
+        shape, out = values[value].shape, values[op.outputs[0]].shape
+        last = axis == len(shape) - 1
+        if len(out) == len(shape) and _same(shape[axis], out[axis]) and (op.type != "Reshape" or last):
+            self._enter(op.outputs[0], axis)
+        elif last and out and _same(shape[-1], out[-1]) and op.type in ("Reshape", "Squeeze", "Flatten"):
+            self._enter(op.outputs[0], len(out) - 1)
+        elif (
+            axis == 1 and len(out) == 2
+        ):  # [N, C, ...] -> [N, C * ...], or the other axes reduced or taken out
+            self._enter(op.outputs[0], 1)
+        else:
+            return f"{op.name} ({op.type}) changes the axes of {value}"
+        return None
+
+
+def _same(one: int, other: int) -> bool:
+    return one == other or -1 in (one, other)
+
+
+def rescaling(
+    view: ModelView, groups: Sequence[Group], factors: Sequence[Array]
+) -> tuple[list[Edit], dict[str, Array]]:
+    """The edits that divide the channels of each group's value by its factors, and undo that in its consumers.
+
+    Args:
+        view: asked for the parameters; not changed.
+        groups: a layer may be producer in one and consumer in another.
+        factors: per group, positive, shape [channels].
+
+    Returns:
+        The edits, each parameter set once; and by what the output channels of each producer were multiplied.
+    """
+    weights: dict[str, Array] = {}
+    edits: list[Edit] = []
+    multiplied: dict[str, Array] = {}
+    for group, s in zip(groups, factors, strict=True):
+        for layer in group.producers:
+            W = weights.get(layer.weight)
+            weights[layer.weight] = layer.times_outputs(view.param(layer.weight) if W is None else W, 1 / s)
+            multiplied[layer.op] = 1 / s
+            if layer.bias is not None:
+                b = np.asarray(view.param(layer.bias), np.float64)
+                edits.append(SetParam(layer.bias, (b.reshape(-1) / s).reshape(b.shape)))
+        for layer, repeat in group.consumers:
+            W = weights.get(layer.weight)
+            spread = group.spread(s, repeat)
+            weights[layer.weight] = layer.times_inputs(view.param(layer.weight) if W is None else W, spread)
+        for op, axis in group.clips:
+            low, high = (op.attrs.get(end) for end in ("min", "max"))
+            edits.append(Clamp(op.name, _bound(low, -np.inf) / s, _bound(high, np.inf) / s, axis))
+    edits.extend(SetParam(name, W) for name, W in weights.items())
+    return edits, multiplied
+
+
+def _bound(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else float(value)
+
+
+def batch_norm_moments(view: ModelView, graph: Graph | None = None) -> dict[str, tuple[Array, Array]]:
+    """Mean and standard deviation per channel behind every batch norm, as its parameters say: beta and \\|gamma\\|.
+
+    To be asked before the batch norms are folded; :func:`moments_of_layers` then says them of the layers.
+    """
+    graph, found = graph or view.graph(), {}
+    for op in graph.ops:
+        if op.type != "BatchNormalization" or op.attrs.get("training") or len(op.inputs) < 5:
+            continue
+        held = [None if name is None else graph.values[name] for name in op.inputs[1:4]]
+        if any(value is not None and value.kind != "param" for value in held) or held[2] is None:
+            continue
+        gamma, beta = (None if v is None else view.param(v.param or v.name) for v in held[:2])
+        channels = held[2].shape
+        found[op.name] = (
+            np.zeros(channels) if beta is None else np.asarray(beta, np.float64),
+            np.ones(channels) if gamma is None else np.abs(np.asarray(gamma, np.float64)),
+        )
+    return found
+
+
+def moments_of_layers(
+    moments: Mapping[str, tuple[Array, Array]], pairs: Iterable[tuple[str, str]]
+) -> dict[str, tuple[Array, Array]]:
+    """Layer -> moments of its output, from the ``(layer, batch norm)`` pairs that were folded backward, in order."""
+    return {layer: moments[norm] for layer, norm in pairs if norm in moments}

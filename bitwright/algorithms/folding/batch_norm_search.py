@@ -1,0 +1,523 @@
+"""Where batch norms can be folded without changing the function, and why not elsewhere.
+
+Batch norms in a row, each the only reader of the one before, form a *chain* and are folded as one. Chains and
+the layers beside them form a *component* when they share a batch norm or a parameter: it is folded whole or
+not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from bitwright.algorithms.channels.batch_norm_affine import (
+    LAYERS,
+    Array,
+    bn_affine,
+    channel_axes,
+    forward_obstacle,
+)
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.simulation.protocols import AddBias, Bypass, ModelView
+from bitwright.errors import ModelError
+
+Direction = Literal["backward", "forward"]
+#: names of batch norms in execution order
+Chain = tuple[str, ...]
+
+_TRANSPARENT = frozenset({"Identity", "Dropout"})
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Layers that change together, each with the batch norms it absorbs.
+
+    Attributes:
+        direction: ``backward`` into the layer before, ``forward`` into the layer behind.
+        layers: ``(layer, batch norms in execution order)``; several when they share a batch norm or a
+            parameter.
+        scale, shift: what is absorbed, float64, shape [C]; not part of the comparison.
+        keeps_shift: the layer has no place for a bias, so the last batch norm stays and only adds the shift.
+    """
+
+    direction: Direction
+    layers: tuple[tuple[str, tuple[str, ...]], ...]
+    scale: Array = field(compare=False, repr=False)
+    shift: Array = field(compare=False, repr=False)
+    keeps_shift: bool = False
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Every ``(layer, batch norm)``."""
+        return tuple((layer, bn) for layer, chain in self.layers for bn in chain)
+
+    @property
+    def batch_norms(self) -> tuple[str, ...]:
+        """Every batch norm once."""
+        return tuple(dict.fromkeys(bn for _, bn in self.pairs))
+
+    def __str__(self) -> str:
+        form = "{layer} <- {norms}" if self.direction == "backward" else "{norms} -> {layer}"
+        rows = [form.format(layer=layer, norms=" + ".join(chain)) for layer, chain in self.layers]
+        kept = " (the shift stays in the batch norm, the layer has no bias)" if self.keeps_shift else ""
+        return ", ".join(rows) + kept
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A batch norm that stays, and why.
+
+    Attributes:
+        op: the layer that could have absorbed it, if there is one beside it.
+        bn: the batch norm.
+        reason: what stands against it, with the names involved.
+    """
+
+    op: str | None
+    bn: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.bn}: {self.reason}"
+
+
+@dataclass
+class _Component:
+    """Chains of batch norms and the layers to absorb them, tied by a shared norm or a shared parameter."""
+
+    chains: list[Chain]
+    layers: dict[str, Chain] = field(default_factory=dict)
+    reason: str | None = None
+
+    def object(self, reason: str | None) -> None:
+        """Note the first reason against the fold."""
+        self.reason = self.reason or reason
+
+
+def find_folds(graph: Graph, view: ModelView) -> tuple[list[Fold], list[Refusal]]:
+    """Where batch norms can be folded without changing the function, and why not elsewhere.
+
+    Backward folds come first: they need no assumption on padding. What they leave is tried forward. Each
+    batch norm is in exactly one fold or one refusal. Time and memory grow linearly with the graph.
+
+    Args:
+        graph: of the model as it stands.
+        view: the same model, asked for parameters of batch norms and for possible edits; not changed.
+
+    Returns:
+        The folds, independent of each other, and the refusals in execution order.
+    """
+    search = _Search(graph, view)
+    folds, before = search.folds(search.chains, "backward", taken=())
+    more, behind = search.folds(list(reversed(before)), "forward", taken=folds)
+    refusals = list(search.unfit)
+    for chain in before.keys() & behind.keys():
+        layer = next(iter((*before[chain].layers, *behind[chain].layers)), None)
+        reason = (
+            f"not into a layer before it: {before[chain].reason}; "
+            f"not into a layer behind it: {behind[chain].reason}"
+        )
+        refusals.extend(Refusal(layer, bn, reason) for bn in chain)
+    order = {op.name: i for i, op in enumerate(graph.ops)}
+    return folds + more, sorted(refusals, key=lambda refusal: order[refusal.bn])
+
+
+class _Search:
+    """What :func:`find_folds` knows of a graph while it looks."""
+
+    def __init__(self, graph: Graph, view: ModelView) -> None:
+        self.graph, self.view = graph, view
+        self.affine: dict[str, tuple[Array, Array]] = {}
+        self.unfit: list[Refusal] = []
+        self._derived: dict[str, list[str]] = {}
+        for value in graph.values.values():
+            for source in value.sources:
+                self._derived.setdefault(source, []).append(value.name)
+        self._fixed: dict[str, bool] = {}
+        for op in graph.ops:
+            if op.type == "BatchNormalization":
+                self._admit(op)
+        self.chains = self._build_chains()
+        self._starts = {chain[0]: chain for chain in self.chains}
+        self._ends = {chain[-1]: chain for chain in self.chains}
+
+    # -- batch norms
+
+    def _admit(self, op: Op) -> None:
+        """Note what a batch norm does, or why it has to stay."""
+        reason = self._why_unfit(op)
+        if reason is None:
+            weight, bias, mean, var = (self._param(op, port) for port in (1, 2, 3, 4))
+            assert mean is not None and var is not None
+            try:
+                self.affine[op.name] = bn_affine(
+                    weight, bias, mean, var, float(op.attrs.get("epsilon", 1e-5))
+                )
+                reason = self._why_pointless(op)
+            except ModelError as error:
+                reason = error.problem
+        if reason is None:
+            return
+        self.affine.pop(op.name, None)
+        self.unfit.append(Refusal(None, op.name, reason))
+
+    def _why_unfit(self, op: Op) -> str | None:
+        if op.attrs.get("training") or any(operand(op, port) is None for port in (3, 4)):
+            return "it normalises with the statistics of the batch, so it is no fixed function of one value"
+        if _varies(op):
+            return "its runs differ in their parameters or attributes"
+        for port in (1, 2, 3, 4):
+            value = operand(op, port)
+            if value is None:
+                continue
+            if self.graph.values[value].kind != "param":
+                return f"its parameter {value} is computed in the model, not stored"
+            other = self._other_use(value)
+            if other:
+                return other
+        bypass = self.view.can_edit(Bypass(op.name))
+        if bypass is None:
+            return None
+        shared = self._why_not_private(op)
+        return shared and f"it cannot be removed ({bypass}) nor be made an identity ({shared})"
+
+    def _why_not_private(self, op: Op) -> str | None:
+        """Why the parameters of a batch norm cannot be rewritten for it alone."""
+        for port in (1, 2, 3, 4):
+            value = operand(op, port)
+            others = [] if value is None else [r.name for r, _ in self.graph.consumers(value) if r is not op]
+            if others:
+                return f"{others[0]} also reads {value}"
+        return None
+
+    def _why_pointless(self, op: Op) -> str | None:
+        scale, shift = self.affine[op.name]
+        if np.any(shift) or not _is_one(scale) or self.view.can_edit(Bypass(op.name)) is None:
+            return None
+        return "it is an exact identity already, and cannot be removed"
+
+    def _other_use(self, param: str) -> str | None:
+        """A use of a parameter that its readers do not show: something computed from it, or an output."""
+        if self.graph.is_output(param):
+            return f"{param} is an output of the model"
+        for value in self._derived.get(self.graph.values[param].param or param, ()):
+            readers = self.graph.consumers(value)
+            if readers:
+                return f"{readers[0][0].name} reads a value computed from {param}"
+            if self.graph.is_output(value):
+                return f"an output of the model is computed from {param}"
+        return None
+
+    def _param(self, op: Op, port: int) -> Array | None:
+        value = operand(op, port)
+        return None if value is None else self.view.param(self.graph.values[value].param or value)
+
+    def _build_chains(self) -> list[Chain]:
+        """Runs of batch norms each of which is the only reader of the one before."""
+        following: dict[str, str] = {}
+        for name in self.affine:
+            reader = self._only_reader(self.graph.op(name).outputs[0])
+            if reader is not None and reader.name in self.affine and len(_sources(reader)) == 1:
+                following[name] = reader.name
+        chains = []
+        later = set(following.values())
+        for name in self.affine:
+            if name not in later:
+                chain = [name]
+                while chain[-1] in following:
+                    chain.append(following[chain[-1]])
+                chains.append(tuple(chain))
+        return chains
+
+    # -- the neighbourhood of a value
+
+    def _only_reader(self, value: str) -> Op | None:
+        """The one op that reads ``value`` at port 0, across operators that change nothing, if any."""
+        seen = {value}
+        while True:
+            readers = self.graph.consumers(value)
+            if len(readers) != 1 or readers[0][1] != 0 or self.graph.is_output(value):
+                return None
+            op = readers[0][0]
+            if not self._passes(op):
+                return op
+            value = op.outputs[0]
+            if value in seen or len(_sources(op)) != 1:
+                return None
+            seen.add(value)
+
+    def _passes(self, op: Op) -> bool:
+        """Whether the op hands its input on unchanged."""
+        if op.type not in _TRANSPARENT or len(op.outputs) != 1 or op.inputs[0] is None:
+            return False
+        source, result = self.graph.values[op.inputs[0]], self.graph.values[op.outputs[0]]
+        if (source.shape, source.dtype) != (result.shape, result.dtype):
+            return False
+        if op.type == "Identity":
+            return True
+        if op.name not in self._fixed:
+            # nothing in the graph says whether dropout drops also in inference, as F.dropout does unless told
+            # otherwise
+            ones = np.ones((32, 32, *(1,) * (len(source.shape) - 2)), np.float32)
+            self._fixed[op.name] = bool(np.all(self.view.local(op.name)(ones) == 1))
+        return self._fixed[op.name]
+
+    def _before(self, chain: Chain) -> tuple[list[Op], str | None]:
+        """The layers whose values, read by nothing else, enter the chain; and what stands against them."""
+        head = self.graph.op(chain[0])
+        layers: list[Op] = []
+        open_values = [(value, head) for value in _sources(head)]
+        seen = {value for value, _ in open_values}
+        while open_values:
+            value, reader = open_values.pop()
+            reason = self._why_no_source(value) or self._why_shared(value, reader)
+            if reason:
+                return layers, reason
+            op = self.graph.producer(value)
+            assert op is not None
+            if op.type in LAYERS:
+                layers.append(op)
+            else:
+                fresh = [source for source in _sources(op) if source not in seen]
+                seen.update(fresh)
+                open_values.extend((source, op) for source in fresh)
+        return layers, None
+
+    def _why_no_source(self, value: str) -> str | None:
+        op = self.graph.producer(value)
+        if op is None:
+            return f"its input {value} is no result of a layer but {_KINDS[self.graph.values[value].kind]}"
+        if op.type in LAYERS or self._passes(op):
+            return None
+        return f"its input comes from {op.name} ({op.type})"
+
+    def _why_shared(self, value: str, reader: Op) -> str | None:
+        if self.graph.is_output(value):
+            return f"{value} is an output of the model"
+        for op, port in self.graph.consumers(value):
+            if op is not reader or port != 0:
+                return f"{op.name} also reads {value}"
+        return None
+
+    def _behind(self, chain: Chain) -> tuple[list[Op], str | None]:
+        """The layers that read what leaves the chain; and what stands against them."""
+        layers: list[Op] = []
+        passed: list[Op] = []
+        open_values = [self.graph.op(chain[-1]).outputs[0]]
+        seen = set(open_values)
+        while open_values:
+            value = open_values.pop()
+            if self.graph.is_output(value):
+                return layers, f"{value} is an output of the model"
+            for op, port in self.graph.consumers(value):
+                if port == 0 and op.type in LAYERS:
+                    layers.append(op)
+                elif port == 0 and self._passes(op):
+                    passed.append(op)
+                    if op.outputs[0] not in seen:
+                        seen.add(op.outputs[0])
+                        open_values.append(op.outputs[0])
+                else:
+                    return layers, f"{op.name} ({op.type}) reads {value}"
+        for op in (*layers, *passed):
+            foreign = next((source for source in _sources(op) if source not in seen), None)
+            if foreign:
+                return layers, f"{op.name} also runs on {foreign}"
+        return layers, None if layers else "nothing reads its output"
+
+    def _chain_at(self, layer: Op, direction: Direction) -> Chain | None:
+        """The chain that is beside a layer."""
+        if direction == "backward":
+            reader = self._only_reader(layer.outputs[0])
+            return None if reader is None else self._starts.get(reader.name)
+        value = layer.inputs[0]
+        seen: set[str] = set()
+        while value is not None and value not in seen:
+            seen.add(value)
+            op = self.graph.producer(value)
+            if op is None or not self._passes(op):
+                return None if op is None else self._ends.get(op.name)
+            value = op.inputs[0]
+        return None
+
+    # -- what belongs together
+
+    def folds(
+        self, chains: Sequence[Chain], direction: Direction, taken: Iterable[Fold]
+    ) -> tuple[list[Fold], dict[Chain, _Component]]:
+        """The folds in one direction, and for each chain that is in none the component that failed."""
+        gone = {chain for fold in taken for _, chain in fold.layers}
+        found: list[Fold] = []
+        failed: dict[Chain, _Component] = {}
+        done: set[Chain] = set()
+        for start in chains:
+            if start in done:
+                continue
+            component = self._component(start, direction, gone)
+            done.update(component.chains)
+            if component.reason is None:
+                found.append(self._fold(component, direction))
+            else:
+                failed.update(dict.fromkeys(component.chains, component))
+        return found, failed
+
+    def _component(self, start: Chain, direction: Direction, gone: set[Chain]) -> _Component:
+        component = _Component([start])
+        known, params = {start}, set[str]()
+        scale, shift = self.composed(start)
+        for chain in component.chains:  # grows inside the loop
+            if chain in gone:
+                component.object(f"{chain[-1]} goes into the layer before it")
+            if not all(map(np.array_equal, self.composed(chain), (scale, shift))):
+                component.object(f"{chain[-1]} normalises differently, and a parameter is shared with it")
+            layers, reason = (self._before if direction == "backward" else self._behind)(chain)
+            component.object(reason)
+            for layer in layers:
+                if component.layers.setdefault(layer.name, chain) != chain:
+                    component.object(f"{layer.name} is beside two batch norms")
+                component.object(self._why_no_layer(layer, direction, scale, shift))
+                for reader in self._tied(layer, params, component):
+                    neighbour = self._chain_at(reader, direction)
+                    if neighbour is None:
+                        component.object(
+                            f"{reader.name} shares a parameter with {layer.name}, but not the batch norm"
+                        )
+                    elif neighbour not in known:
+                        known.add(neighbour)
+                        component.chains.append(neighbour)
+        if component.reason is None:
+            component.object(self._why_no_bias_place(component, direction, shift))
+        return component
+
+    def composed(self, chain: Chain) -> tuple[Array, Array]:
+        """Scale and shift of all batch norms of a chain, in float64."""
+        scale, shift = self.affine[chain[0]]
+        for name in chain[1:]:
+            s, t = self.affine[name]
+            scale, shift = scale * s, shift * s + t
+        return scale, shift
+
+    def _tied(self, layer: Op, params: set[str], component: _Component) -> Iterator[Op]:
+        """Layers that read the weight or the bias of ``layer`` as it does; other readers are an objection."""
+        for port in (1, 2):
+            value = operand(layer, port)
+            if value is None or value in params:
+                continue
+            params.add(value)
+            component.object(self._other_use(value) if self.graph.values[value].kind == "param" else None)
+            for reader, at in self.graph.consumers(value):
+                if reader is layer:
+                    if at != port:
+                        component.object(f"{layer.name} reads {value} twice")
+                elif at != port or _folding_attrs(reader) != _folding_attrs(layer):
+                    component.object(f"{reader.name} ({reader.type}) also reads {value}")
+                else:
+                    yield reader
+
+    def _why_no_layer(self, op: Op, direction: Direction, scale: Array, shift: Array) -> str | None:
+        """What in a layer itself stands against folding into it."""
+        graph, weight, bias = self.graph, operand(op, 1), operand(op, 2)
+        if _varies(op):
+            return f"the runs of {op.name} differ in their parameters or attributes"
+        if weight is None or graph.values[weight].kind != "param":
+            return f"the weight of {op.name} is computed in the model, not a stored parameter"
+        shape = graph.values[weight].shape
+        flat = op.type in ("Gemm", "MatMul")
+        beside = op.outputs[0] if direction == "backward" else op.inputs[0]
+        assert beside is not None
+        rank = len(graph.values[beside].shape)
+        if len(shape) != 2 if flat else len(shape) < 3:
+            return f"the weight of {op.name} has shape {shape}"
+        if rank != len(shape) or (direction == "forward" and op.attrs.get("transA")):
+            axis = "last axis" if flat and not op.attrs.get("transA") else "first axis"
+            return f"the channels of {op.name} are the {axis} of {beside}, those of the batch norm are axis 1"
+        axes = channel_axes(op.type, op.attrs, shape)
+        channels = axes.outputs if direction == "backward" else axes.inputs
+        if channels != scale.size:
+            return f"{op.name} has {channels} channels there, the batch norm {scale.size}"
+        if bias is not None:
+            reason = self._why_no_bias(op, bias, axes.outputs)
+            if reason:
+                return reason
+        obstacle = forward_obstacle(op.type, op.attrs, shape[2:], shift) if direction == "forward" else None
+        return obstacle and f"{op.name}: {obstacle}"
+
+    def _why_no_bias(self, op: Op, bias: str, channels: int) -> str | None:
+        value = self.graph.values[bias]
+        if value.kind != "param":
+            return f"the bias of {op.name} is computed in the model, not a stored parameter"
+        if value.shape not in ((channels,), (1, channels)):
+            return f"the bias of {op.name} has shape {value.shape}, not one entry per channel"
+        if op.type == "MatMul" or not float(op.attrs.get("beta", 1.0)):
+            return f"{op.name} has an operand {bias} that is no plain bias"
+        return None
+
+    def _why_no_bias_place(self, component: _Component, direction: Direction, shift: Array) -> str | None:
+        blocked = self._no_bias_place(component, shift)
+        if blocked is None:
+            return None
+        if direction == "forward":
+            return blocked
+        for chain in component.chains:
+            private = self._why_not_private(self.graph.op(chain[-1]))
+            if private:
+                return f"{blocked}, and the shift cannot stay in the batch norm: {private}"
+        if all(len(chain) == 1 and _is_one(self.affine[chain[0]][0]) for chain in component.chains):
+            return f"it only adds a shift, and {blocked}"
+        return None
+
+    def _no_bias_place(self, component: _Component, shift: Array) -> str | None:
+        """A layer of the component that needs a bias and cannot have one."""
+        if not np.any(shift):
+            return None
+        for name in component.layers:
+            op = self.graph.op(name)
+            if operand(op, 2) is None:
+                reason = self.view.can_edit(AddBias(name, np.zeros(shift.size)))
+                if reason:
+                    return f"{name} has no bias and cannot get one: {reason}"
+        return None
+
+    def _fold(self, component: _Component, direction: Direction) -> Fold:
+        """The fold of a component against which nothing stands."""
+        scale, shift = self.composed(component.chains[0])
+        keeps = direction == "backward" and self._no_bias_place(component, shift) is not None
+        return Fold(direction, tuple(component.layers.items()), scale, shift, keeps)
+
+
+_KINDS = {
+    "input": "an input of the model",
+    "param": "a parameter",
+    "constant": "a constant",
+    "activation": "an activation",
+}
+
+
+def operand(op: Op, port: int) -> str | None:
+    """The value the op reads at ``port``; ``None`` when the port is empty or missing."""
+    return op.inputs[port] if port < len(op.inputs) else None
+
+
+def _is_one(scale: Array) -> bool:
+    """Whether the scale is 1 in float32: there the neutral variance of an earlier fold is exact."""
+    return bool(np.all(np.abs(scale - 1) <= np.finfo(np.float32).epsneg))
+
+
+def _sources(op: Op) -> tuple[str, ...]:
+    """What any run of the op reads at port 0."""
+    return tuple(dict.fromkeys(value for port, value in op.sources() if port == 0))
+
+
+def _varies(op: Op) -> bool:
+    """Whether runs of the op read different parameters or had different attributes."""
+    return bool(op.attrs.get("varies")) or any(port != 0 for port, _ in op.also)
+
+
+def _folding_attrs(op: Op) -> tuple[Any, ...]:
+    """What decides how a layer's parameters absorb a scale and a shift."""
+    attrs = op.attrs
+    numbers = (attrs.get("group", 1), attrs.get("alpha", 1.0), attrs.get("beta", 1.0))
+    return op.type, bool(attrs.get("transB")), *map(float, numbers)

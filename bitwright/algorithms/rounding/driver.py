@@ -1,0 +1,517 @@
+"""Layers one after another, each from what its predecessors really made: what all rounding methods have in common.
+
+A method is a function that chooses the weights of one unit; finding the layers, bringing float and quantized values to
+them, keeping finished work and reporting is done here.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bitwright.algorithms.channels.layers import holds_layer_weight
+from bitwright.algorithms.rounding.activation_cache import Store, Walk
+from bitwright.algorithms.rounding.blocks import Unit, layer_units
+from bitwright.algorithms.rounding.matrices import RECURRENT, Grid, Layer
+from bitwright.algorithms.rounding.program import SimulatedModel
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.numerics.affine import with_scale
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.simulation.sites import Site
+from bitwright.errors import CalibrationError, ConfigError, close_matches
+
+logger = logging.getLogger("bitwright")
+
+#: bytes of activations held in memory, unless told otherwise
+MEMORY_BUDGET = 4 << 30
+TREATED = ("Conv", "ConvTranspose", "Gemm", "MatMul", *RECURRENT)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a method found for one layer.
+
+    Attributes:
+        layer: its name: of the operator, or of the site where an operator has several weights.
+        weight: its new weights, on the grid of ``encoding``; ``None`` leaves them as they are.
+        encoding: its grid.
+        before, after: the error of its output with weights rounded to nearest, and with these; in units of the method.
+    """
+
+    layer: str
+    weight: Tensor | None
+    encoding: Encoding
+    before: float
+    after: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A unit that is to be treated, and what the method may look at.
+
+    Attributes:
+        unit: operators and layers.
+        layers: the layers as matrix products, by name.
+        walk: both streams, standing before the unit.
+        generator: the unit's own source of random numbers.
+    """
+
+    unit: Unit
+    layers: Mapping[str, Layer]
+    walk: Walk
+    generator: torch.Generator
+
+    def encoding(self, layer: Layer) -> Encoding:
+        """The encoding in force of a layer's weight."""
+        encoding = self.walk.model.sites()[layer.site].encoding
+        assert encoding is not None, layer.site
+        return encoding
+
+    def grid(self, layer: Layer, weight: Tensor) -> Grid:
+        """The grid in force, as matrices on the device of ``weight``."""
+        return Grid.of(self.encoding(layer), layer, weight.device)
+
+    def weight(self, layer: Layer) -> Tensor:
+        """The float weights of a layer as a matrix, float32."""
+        return layer.matrix(self.walk.model.weight(layer.site).float()).contiguous()
+
+
+Method = Callable[[Task], Sequence[Choice]]
+Units = Callable[[Walk, Sequence[str]], Sequence[Unit]]
+"""Layers -> which of them are treated together, given the programs of all batches."""
+
+
+class Cache(Protocol):
+    """Where finished layers are kept between runs."""
+
+    def get(self, key: str) -> dict[str, NDArray[Any]] | None:
+        """What was kept under ``key``."""
+
+    def put(self, key: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Keep ``arrays`` under ``key``, whole or not at all."""
+
+
+@dataclass(frozen=True)
+class RoundingReport(Sequence[Choice]):
+    """What became of every layer; a table when printed.
+
+    Attributes:
+        method: its name.
+        rows: the layers that were treated, in order.
+        skipped: layer -> why it keeps its nearest rounding.
+    """
+
+    method: str
+    rows: tuple[Choice, ...]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, index: int) -> Choice:  # type: ignore[override]
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def gain(self) -> float:
+        """Geometric mean of the error after over the error before; below 1 is better."""
+        ratios = [max(r.after, 1e-12) / r.before for r in self.rows if r.before > 0]
+        return float(np.exp(np.mean(np.log(ratios)))) if ratios else 1.0
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        left = f", {len(self.skipped)} left at nearest rounding" if self.skipped else ""
+        return f"{len(self.rows)} layers, output error x {self.gain:.2f}{left}"
+
+    def __str__(self) -> str:
+        lines = [("layer", "nearest", self.method, "", "")]
+        for r in self.rows:
+            ratio = f"x {r.after / r.before:.3f}" if r.before > 0 else ""
+            lines.append((r.layer, f"{r.before:.5g}", f"{r.after:.5g}", ratio, r.note))
+        widths = [max(len(line[i]) for line in lines) for i in range(4)]
+        table = [
+            f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}  {d.rjust(widths[3])}  {e}".rstrip()
+            for a, b, c, d, e in lines
+        ]
+        return "\n".join([*table, *(f"{op}: nearest rounding, {why}" for op, why in self.skipped.items())])
+
+
+def find_layers(
+    model: SimulatedModel, include: Iterable[str] | None = None, exclude: Iterable[str] = ()
+) -> tuple[dict[str, Layer], dict[str, str]]:
+    """The layers whose weights a method can choose, in execution order, and why not the others.
+
+    Args:
+        model: the simulation.
+        include, exclude: operator names or globs.
+
+    Raises:
+        ConfigError: a name or glob that matches no layer.
+    """
+    graph = model.graph()
+    weights: dict[str, list[Site]] = {}
+    for site in model.sites().values():
+        if holds_layer_weight(graph, site.op, site.role, site._plan.port):
+            weights.setdefault(site.op, []).append(site)
+    wanted = set(weights) if include is None else _matching(include, weights, "include")
+    unwanted = _matching(exclude, weights, "exclude")
+    readers = _readers(graph)
+    found: dict[str, Layer] = {}
+    skipped: dict[str, str] = {}
+    for op in graph.ops:
+        for site in weights.get(op.name, ()):
+            name = site.name if op.type in RECURRENT else op.name
+            if op.name not in wanted or op.name in unwanted:
+                reason: str | None = "excluded"
+            else:
+                reason = _why_not(model, op, site, readers)
+            shape = () if reason is not None else tuple(int(n) for n in model.weight(site.name).shape)
+            if reason is None and op.type in ("Gemm", "MatMul") and len(shape) != 2:
+                reason = f"its weight has {len(shape)} axes"
+            if reason is not None:
+                skipped[name] = reason
+            else:
+                found[name] = Layer(name, op.name, op.type, dict(op.attrs), shape, site.name, site._plan.port)
+    return found, skipped
+
+
+def _matching(patterns: Iterable[str], names: Iterable[str], argument: str) -> set[str]:
+    known, found = list(names), set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        hits = [n for n in known if n == pattern or fnmatch.fnmatchcase(n, pattern.replace("[", "[[]"))]
+        if not hits:
+            raise ConfigError(
+                argument,
+                f"{pattern!r} matches no layer with a quantized weight{close_matches(pattern, known)}",
+                "use names as sim.coverage() lists them, or globs like 'layers.*'",
+            )
+        found.update(hits)
+    return found
+
+
+def _readers(graph: Graph) -> dict[str, set[str]]:
+    """Parameter -> operators that read it, also through constants computed from it."""
+    found: dict[str, set[str]] = {}
+    for op in graph.ops:
+        for _, name in op.sources():
+            value = graph.values[name]
+            for param in (value.param,) if value.param else value.sources:
+                found.setdefault(param, set()).add(op.name)
+    return found
+
+
+def _why_not(model: SimulatedModel, op: Op, site: Site, readers: Mapping[str, set[str]]) -> str | None:
+    graph = model.graph()
+    value = graph.values[site._plan.value]
+    if not site.enabled or site.encoding is None:
+        return "its weight is in float"
+    if not isinstance(site.encoding.format, IntFormat) or site.encoding.format.bits > 16:
+        return f"{site.encoding.format.name} is no integer grid of at most 16 bits"
+    if op.type not in TREATED:
+        return f"a {op.type} is no matrix product of its input"
+    fixed = model.why_fixed(site.name)
+    if fixed is not None:
+        return fixed
+    if not value.shape or min(value.shape) < 0:
+        return "the model does not tell the shape of its weight"
+    sharing = {reader.name for reader, _ in graph.consumers(value.name)}
+    if value.param is not None:
+        sharing |= readers.get(value.param, set())
+    if op.type in RECURRENT:
+        return _why_not_recurrent(op, site, sharing)
+    others = sharing - {op.name}
+    if others:
+        return f"its weight is also read by {sorted(others)[0]}, which would change with it"
+    if op.attrs.get("varies"):
+        return "it runs with different attributes"
+    plain = {"alpha": 1.0, "beta": 1.0, "transA": 0}
+    changed = next((k for k, v in plain.items() if op.type == "Gemm" and op.attrs.get(k, v) != v), None)
+    if changed is not None:
+        return f"{changed} is {op.attrs[changed]}"
+    if len(op.inputs) > 2 and op.inputs[2] is not None:
+        bias = graph.values[op.inputs[2]]
+        if not bias.is_static or np.prod(bias.shape) != max(bias.shape, default=0):
+            return "what it adds is no vector of biases"
+    return None
+
+
+def _why_not_recurrent(op: Op, site: Site, readers: set[str]) -> str | None:
+    if site._plan.port not in (1, 2):
+        return "it is no product of the input or the hidden state"
+    if len(op.inputs) > 4 and op.inputs[4] is not None and site._plan.port == 2:
+        return "its sequences are of different lengths, so that the hidden states before each step do not lie in a row"
+    others = readers - {op.name}
+    return f"its weight is also read by {sorted(others)[0]}, which would change with it" if others else None
+
+
+def apply(
+    model: SimulatedModel,
+    batches: Iterable[Any],
+    method: Method,
+    *,
+    name: str,
+    units: Units,
+    include: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
+    seed: int = 0,
+    memory_budget: int | None = None,
+    spill_dir: str | None = None,
+    cache: Cache | None = None,
+    settings: str = "",
+    progress: Callable[[Sequence[Unit]], Iterable[Unit]] = lambda items: items,
+) -> RoundingReport:
+    """Choose the weights of every layer by ``method``, unit after unit.
+
+    The chosen weights replace the float ones and their encodings are frozen. What was finished when Ctrl-C or an error
+    comes stays in force; with a ``cache``, a later call with the same model, data and settings takes it from there.
+
+    Args:
+        model: the simulation; changed in place.
+        batches: calibration data.
+        method: chooses the weights of a unit.
+        name: of the method, for the report.
+        units: which layers are treated together.
+        include, exclude: names or globs of layers.
+        seed: same seed, same result.
+        memory_budget: bytes of activations held in memory, 4 GiB by default; the rest lies on disk.
+        spill_dir: where on disk.
+        cache: finished layers.
+        settings: everything that changes what ``method`` finds; part of the cache's keys.
+        progress: shows a bar.
+
+    Raises:
+        CalibrationError: no batch, activations that are not finite, or no room for them.
+        ConfigError: ``include`` or ``exclude`` match nothing.
+    """
+    layers, skipped = find_layers(model, include, exclude)
+    if not layers:
+        logger.warning("%s has no layer to work on: %s", name, _some(skipped))
+        return RoundingReport(name, (), skipped)
+    store = Store(MEMORY_BUDGET if memory_budget is None else memory_budget, spill_dir)
+    rows: list[Choice] = []
+    try:
+        walk = Walk(model, batches, store)
+        key = hashlib.sha256(f"{name} {settings} {seed}".encode() + _fingerprint(walk))
+        by_op: dict[str, list[Layer]] = {}
+        for layer in layers.values():
+            by_op.setdefault(layer.op, []).append(layer)
+        stretches = stretch(walk, _reached(walk, units(walk, list(by_op)), by_op, skipped))
+        first = {id(group[0]): [op for unit in group for op in unit.ops] for group in stretches}
+        last = {id(group[-1]): first[id(group[0])] for group in stretches}
+        for unit in progress([unit for group in stretches for unit in group]):
+            if id(unit) in first:
+                walk.advance(first[id(unit)])
+            mine = [layer for op in unit.layers for layer in by_op[op]]
+            for layer in mine:
+                key.update(_weight_key(model, layer))
+            rows += _treat(walk, unit, mine, method, cache, key.hexdigest(), seed)
+            if id(unit) in last:
+                walk.leave(last[id(unit)])
+    except KeyboardInterrupt:
+        logger.warning(
+            "%s interrupted after %d of %d layers; these stay in force", name, len(rows), len(layers)
+        )
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise CalibrationError(
+            name,
+            f"the memory is used up after {len(rows)} of {len(layers)} layers: {str(error).splitlines()[0]}",
+            "give fewer samples or smaller batches, a memory_budget (what goes beyond it lies on disk), or fewer rows; the "
+            "layers that are done stay in force, and with cache_dir the next call takes them from there",
+        ) from error
+    finally:
+        store.close()
+    _warn(name, layers, walk, skipped)
+    return RoundingReport(name, tuple(rows), skipped)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether the host or a device had no room; torch says so on the CPU by a plain RuntimeError."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error)
+
+
+def _treat(
+    walk: Walk, unit: Unit, layers: Sequence[Layer], method: Method, cache: Cache | None, key: str, seed: int
+) -> list[Choice]:
+    """Choose the weights of one unit and put them in force."""
+    kept = None if cache is None else _known(cache, key, layers, walk.model)
+    if kept is not None:
+        choices = [_unpacked(kept, i, layer, walk.model) for i, layer in enumerate(layers)]
+    elif layers[0].type in RECURRENT:  # one weight after the other, each from the same states
+        choices = [c for layer in layers for c in _chosen(walk, unit, [layer], method, seed)]
+    else:
+        choices = _chosen(walk, unit, layers, method, seed)
+    if kept is None and cache is not None:
+        cache.put(key, {k: v for i, c in enumerate(choices) for k, v in _packed(c, i).items()})
+    for choice, layer in zip(choices, layers, strict=True):
+        site = walk.model.sites()[layer.site]
+        site.encoding, site.frozen = choice.encoding, True
+        if choice.weight is not None:
+            walk.replace(layer, choice.weight)
+    return choices
+
+
+def _chosen(walk: Walk, unit: Unit, layers: Sequence[Layer], method: Method, seed: int) -> list[Choice]:
+    named = {layer.name: layer for layer in layers}
+    digest = int.from_bytes(hashlib.sha256(f"{seed} {' '.join(named)}".encode()).digest()[:7], "big")
+    return list(method(Task(unit, named, walk, torch.Generator().manual_seed(digest))))
+
+
+def _packed(choice: Choice, index: int) -> dict[str, NDArray[Any]]:
+    weight = {} if choice.weight is None else {f"{index}.weight": choice.weight.float().cpu().numpy()}
+    return {
+        **weight,
+        f"{index}.scale": np.asarray(choice.encoding.scale),
+        f"{index}.zero_point": np.asarray(choice.encoding.zero_point, np.int64),
+        f"{index}.errors": np.array([choice.before, choice.after]),
+    }
+
+
+def _known(
+    cache: Cache, key: str, layers: Sequence[Layer], model: SimulatedModel
+) -> dict[str, NDArray[Any]] | None:
+    """What ``cache`` has under ``key``, if it can be what was found for ``layers``."""
+    kept = cache.get(key)
+    for index, layer in enumerate(layers if kept is not None else ()):
+        wrong = _misfit(kept or {}, index, layer, model)
+        if wrong is not None:
+            logger.warning("%s: what the cache has of it is computed anew: %s", layer.name, wrong)
+            return None
+    return kept
+
+
+def _misfit(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model: SimulatedModel) -> str | None:
+    """Why what a cache has is nothing that :func:`_packed` gives for this layer; ``None`` if it can be."""
+    known = model.sites()[layer.site].encoding
+    assert known is not None
+    shapes = {"scale": known.scale.shape, "zero_point": known.scale.shape, "errors": (2,)}
+    if f"{index}.weight" in kept:
+        shapes["weight"] = tuple(model.weight(layer.site).shape)
+    for part, shape in shapes.items():
+        array = kept.get(f"{index}.{part}")
+        if array is None or array.shape != shape:
+            return f"its {part} {'is missing' if array is None else f'has shape {array.shape}, not {shape}'}"
+        if array.dtype.kind not in ("i" if part == "zero_point" else "f"):
+            return f"its {part} is {array.dtype}"
+        if part != "errors" and not np.isfinite(array).all():
+            return f"its {part} holds NaN or Inf"
+    fmt, zero = known.format, kept[f"{index}.zero_point"]
+    lowest, highest = (fmt.qmin, fmt.qmax) if isinstance(fmt, IntFormat) else (0, 0)
+    if not (kept[f"{index}.scale"] > 0).all() or ((zero < lowest) | (zero > highest)).any():
+        return "its scale is not positive, or its zero point outside of the grid"
+    return None
+
+
+def _unpacked(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model: SimulatedModel) -> Choice:
+    known = model.sites()[layer.site].encoding
+    assert known is not None
+    encoding = with_scale(replace(known, zero_point=kept[f"{index}.zero_point"]), kept[f"{index}.scale"])
+    before, after = kept[f"{index}.errors"].tolist()
+    weight = kept.get(f"{index}.weight")
+    return Choice(layer.name, None if weight is None else torch.from_numpy(weight), encoding, before, after)
+
+
+def _reached(
+    walk: Walk, units: Sequence[Unit], by_op: Mapping[str, Sequence[Layer]], skipped: dict[str, str]
+) -> list[Unit]:
+    """The units that some batch runs; layers of the others are listed."""
+    found = []
+    for unit in units:
+        if any(r.program.span(unit.ops) is not None for r in walk.runs):
+            found.append(unit)
+        else:
+            names = [layer.name for op in unit.layers for layer in by_op[op]]
+            skipped.update(dict.fromkeys(names, "no batch reached it"))
+    return found
+
+
+def stretch(walk: Walk, units: Sequence[Unit]) -> list[list[Unit]]:
+    """Units in groups that follow one another in every batch.
+
+    Where a layer runs several times, its steps lie around those of others: such units form a group of layers that stand
+    alone, and the walk stays before all of them until their weights are chosen.
+    """
+    groups: list[list[Unit]] = []
+    ends: dict[int, int] = {}
+    for unit in units:
+        spans = {id(p): span for p in walk.programs if (span := p.span(unit.ops)) is not None}
+        if groups and any(span[0] < ends.get(program, 0) for program, span in spans.items()):
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+        for program, span in spans.items():
+            ends[program] = max(ends.get(program, 0), span[1])
+    graph = walk.model.graph()
+    return [
+        group if len(group) == 1 else layer_units(graph, [op for unit in group for op in unit.layers])
+        for group in groups
+    ]
+
+
+def _fingerprint(walk: Walk) -> bytes:
+    """Of the data: the inputs of every batch."""
+    digest = hashlib.sha256()
+    for r in walk.runs:
+        for tensor in r.real.values():
+            digest.update(str((tuple(tensor.shape), tensor.dtype)).encode())
+            digest.update(tensor.detach().double().cpu().numpy().tobytes())
+    return digest.digest()
+
+
+def _weight_key(model: SimulatedModel, layer: Layer) -> bytes:
+    encoding = model.sites()[layer.site].encoding
+    weight = model.weight(layer.site).float().cpu().numpy()
+    assert encoding is not None, layer.site
+    grid = encoding.scale.tobytes() + encoding.zero_point.tobytes()
+    return f"{layer.name} {encoding.format.name}".encode() + grid + weight.tobytes()
+
+
+def _warn(name: str, layers: Mapping[str, Layer], walk: Walk, skipped: Mapping[str, str]) -> None:
+    unusual = {op: why for op, why in skipped.items() if why != "excluded"}
+    if unusual:
+        logger.warning("%s left %d layer(s) at nearest rounding: %s", name, len(unusual), _some(unusual))
+
+
+def _some(reasons: Mapping[str, str]) -> str:
+    shown = "; ".join(f"{op} ({why})" for op, why in list(reasons.items())[:4])
+    return (
+        shown + (f"; and {len(reasons) - 4} more" if len(reasons) > 4 else "")
+        or "none has a quantized weight"
+    )
+
+
+def check_rows(name: str, layer: Layer, rows: int, inputs: int) -> None:
+    """Warn where there are fewer samples than a layer has inputs, so that any rounding looks good on them."""
+    if rows < inputs:
+        logger.warning(
+            "%s: %s sees %d samples for %d inputs per output, too few to tell good roundings from bad ones; "
+            "256 to 1024 samples are enough for most networks",
+            name, layer.name, rows, inputs,
+        )  # fmt: skip
+
+
+def check_finite(layer: Layer, tensor: Tensor) -> None:
+    """Refuse inputs that are not finite.
+
+    Raises:
+        CalibrationError: naming the layer.
+    """
+    if not bool(torch.isfinite(tensor).all()):
+        raise CalibrationError(
+            layer.name,
+            "its input or output on the calibration data holds NaN or infinite numbers",
+            "find the batch or the operator before it that makes them; the layers before this one are done",
+        )

@@ -1,0 +1,148 @@
+"""GPTQ: round a matrix column by column and let the columns still to come make up for each error.
+
+Frantar et al. 2022, arXiv:2210.17323. Letters of the paper: ``W [O, K]``, ``H = 2 X X^T [K, K]``, and ``U``, the upper
+Cholesky factor of the inverse of ``H``. Matrices of groups (grouped and depthwise convolutions) are done side by side:
+``W [G, O, K]``, ``H [G, K, K]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bitwright.algorithms.rounding.driver import Choice, Task, check_finite, check_rows
+from bitwright.algorithms.rounding.matrices import Grid, Layer, cross_moment, second_moment
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the method.
+
+    Attributes:
+        damping: share of the mean diagonal that is added to the diagonal of ``H``, section 3.3, step 3.
+        act_order: round columns in the order of falling diagonal of ``H``. Scales are those of the columns' own places,
+            whatever the order ("static groups").
+        block: columns between two updates of everything behind them.
+        match_float: aim at the outputs of the float model on its own inputs, and not at the float weights' outputs on the
+            quantized predecessor's: the weights are first moved to the least-squares solution.
+    """
+
+    damping: float = 0.01
+    act_order: bool = True
+    block: int = 128
+    match_float: bool = True
+
+
+def round_columns(w: Tensor, hessian: Tensor, grid: Grid, settings: Settings) -> Tensor:
+    """Codes of ``w`` that keep ``(W - W_q) H (W - W_q)^T`` small.
+
+    Args:
+        w: ``[G, O, K]`` float32.
+        hessian: ``[G, K, K]`` float64, symmetric and positive semidefinite; any factor before it is without effect.
+        grid: of every weight.
+
+    Returns:
+        Codes, ``[G, O, K]`` float32. Columns whose inputs are all zero ("dead") are rounded to nearest.
+    """
+    if settings.act_order:
+        order = torch.argsort(torch.diagonal(hessian, dim1=1, dim2=2), dim=1, descending=True, stable=True)
+    else:
+        order = torch.arange(w.shape[2], device=w.device).expand(w.shape[0], -1)
+    columns = order[:, None, :].expand(w.shape)
+    upper = inverse_factor(_permuted(hessian, order), settings.damping).float()
+    w = w.gather(2, columns)
+    scale, lo, hi = (t.expand(columns.shape).gather(2, columns) for t in (grid.scale, grid.lo, grid.hi))
+    codes = torch.empty_like(w)
+    n = int(w.shape[2])
+    for start in range(0, n, settings.block):
+        stop = min(start + settings.block, n)
+        block, errors = w[:, :, start:stop].clone(), w.new_empty((*w.shape[:2], stop - start))
+        for j in range(stop - start):
+            k = start + j
+            column = block[:, :, j]
+            code = torch.clamp((column / scale[:, :, k]).round_(), lo[:, :, k], hi[:, :, k])
+            codes[:, :, k] = code
+            error = (column - code * scale[:, :, k]) / upper[:, k, k, None]
+            block[:, :, j:] -= error[:, :, None] * upper[:, k, None, k:stop]
+            errors[:, :, j] = error
+        w[:, :, stop:] -= errors @ upper[:, start:stop, stop:]
+    return torch.empty_like(codes).scatter_(2, columns, codes)
+
+
+def _permuted(hessian: Tensor, order: Tensor) -> Tensor:
+    rows = hessian.gather(1, order[:, :, None].expand(hessian.shape))
+    return rows.gather(2, order[:, None, :].expand(hessian.shape))
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """The upper Cholesky factor of the inverse of the damped ``hessian``, ``[G, K, K]`` float64.
+
+    Dead columns get a one on the diagonal: no error passes to or from them. Damping grows tenfold until the factor exists.
+    """
+    diagonal = torch.diagonal(hessian, dim1=1, dim2=2)
+    dead = diagonal == 0
+    mean = diagonal.sum(1) / (~dead).sum(1).clamp(min=1)
+    mean = torch.where(mean > 0, mean, torch.ones_like(mean))
+    ones = torch.diag_embed(dead.to(hessian.dtype))
+    while True:
+        damped = hessian + ones + torch.diag_embed((damping * mean)[:, None].expand(diagonal.shape) * ~dead)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed.any():
+            inverse, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed.any():
+                return inverse
+        damping = max(damping, 1e-8) * 10
+
+
+def quadratic_error(delta: Tensor, hessian: Tensor) -> Tensor:
+    """``delta H delta^T`` of every row: ``[G, O, K]``, ``[G, K, K]`` -> ``[G, O]`` float64."""
+    wide = delta.double()
+    return ((wide @ hessian) * wide).sum(2)
+
+
+def solve(task: Task, settings: Settings) -> list[Choice]:
+    """Choose the weights of a layer; nearest rounding stays where the layer saw no input or gains nothing."""
+    (layer,) = task.layers.values()
+    w = task.weight(layer)
+    grid = task.grid(layer, w)
+    hessian, rows = second_moment(layer, (quantized for _, quantized in task.walk.inputs(layer)))
+    check_finite(layer, hessian)
+    check_rows("gptq", layer, rows, int(w.shape[2]))
+    seen = bool(hessian.any())
+    target = _least_squares(task, layer, w, hessian, settings) if settings.match_float and seen else w
+    nearest = grid.nearest(w)
+    note = ""
+    if not seen:
+        codes, note = nearest, "its inputs are all zero: nearest rounding kept"
+    else:
+        codes = round_columns(target.clone(), hessian, grid, settings)
+    error = [float(quadratic_error(grid.values(c) - target, hessian).sum()) / rows for c in (nearest, codes)]
+    if error[1] > error[0]:
+        codes, error[1], note = nearest, error[0], "nearest rounding kept"
+    return [
+        Choice(layer.name, layer.tensor(grid.values(codes)), task.encoding(layer), error[0], error[1], note)
+    ]
+
+
+def _least_squares(task: Task, layer: Layer, w: Tensor, hessian: Tensor, settings: Settings) -> Tensor:
+    """Weights whose outputs on the quantized predecessor's values come nearest to the float model's."""
+    cross = cross_moment(layer, task.walk.inputs(layer))  # sum of x x_q^T
+    diagonal = torch.diagonal(hessian, dim1=1, dim2=2)
+    share = (settings.damping * diagonal.mean(1, keepdim=True)).expand(diagonal.shape)
+    damped = hessian + torch.diag_embed(torch.where(diagonal > 0, share, torch.ones_like(share)))
+    wide = w.double()
+    # move from W along what the inputs differ by, so that directions without data stay as they are
+    step = wide @ (cross - hessian)
+    return (wide + torch.linalg.solve(damped, step.transpose(1, 2)).transpose(1, 2)).float()
+
+
+def method(settings: Settings) -> Callable[[Task], Sequence[Choice]]:
+    """:func:`solve` for :func:`bitwright.algorithms.rounding.driver.apply`."""
+
+    def choose(task: Task) -> Sequence[Choice]:
+        return solve(task, settings)
+
+    return choose

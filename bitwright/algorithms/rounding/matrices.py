@@ -1,0 +1,275 @@
+"""Layers as matrix products: the form in which rounding methods see convolutions and linear layers alike.
+
+A layer multiplies rows by a matrix: ``X [G, P, K]`` (groups, positions, inputs of one output) times ``W [G, O, K]``.
+For a convolution the rows are patches. A transposed convolution is taken as the product before its outputs are added up
+where they overlap.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bitwright.core.numerics.affine import with_scale
+from bitwright.core.numerics.encoding import Encoding
+
+RECURRENT = ("LSTM", "GRU", "RNN")
+_CHUNK = 1 << 24  # numbers of a patch matrix made at once: 64 MiB
+
+
+def conv_pads(attrs: Mapping[str, Any], sizes: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
+    """ONNX ``pads`` (all begins, then all ends) of a convolution or pool, ``auto_pad`` resolved.
+
+    >>> conv_pads({"auto_pad": "SAME_UPPER", "strides": (2,), "dilations": (1,)}, (8,), (3,))
+    (0, 1)
+    """
+    mode = str(attrs.get("auto_pad", "NOTSET"))
+    if mode == "VALID":
+        return (0,) * 2 * len(kernel)
+    if not mode.startswith("SAME"):
+        return tuple(int(p) for p in attrs.get("pads", (0,) * 2 * len(kernel)))
+    strides, dilations = (attrs.get(k, (1,) * len(kernel)) for k in ("strides", "dilations"))
+    totals = [
+        max(0, (-(-n // s) - 1) * s + (k - 1) * d + 1 - n)
+        for n, k, s, d in zip(sizes, kernel, strides, dilations, strict=True)
+    ]
+    less, more = tuple(t // 2 for t in totals), tuple(t - t // 2 for t in totals)
+    return (*less, *more) if mode == "SAME_UPPER" else (*more, *less)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that can be written as a matrix product.
+
+    Attributes:
+        name: the operator's, or the site's where an operator has several weights.
+        op: operator.
+        type: ``Conv``, ``ConvTranspose``, ``Gemm``, ``MatMul``, or a recurrent layer.
+        attrs: of the operator.
+        shape: of the weight tensor.
+        site: of the weight.
+        port: of the weight.
+    """
+
+    name: str
+    op: str
+    type: str
+    attrs: Mapping[str, Any]
+    shape: tuple[int, ...]
+    site: str
+    port: int = 1
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it multiplies the hidden state of the step before, and not the operator's input."""
+        return self.type in RECURRENT and self.port == 2
+
+    @property
+    def groups(self) -> int:
+        """Independent matrix products side by side."""
+        return int(self.attrs.get("group", 1)) if self.type in ("Conv", "ConvTranspose") else 1
+
+    @property
+    def has_rows_as_outputs(self) -> bool:
+        """Whether row ``o`` of the matrix makes output channel ``o``, so that a bias and a function can follow."""
+        return self.type != "ConvTranspose"
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """The weight tensor (or one that broadcasts like it) as ``[G, O, K]``.
+
+        ============== =================================== ==============
+        type           weight                              matrix
+        ============== =================================== ==============
+        Conv           ``[G*O, I/G, *kernel]``             K = I/G * kernel
+        ConvTranspose  ``[G*K, O', *kernel]``              O = O' * kernel
+        Gemm           ``[O, K]`` if ``transB`` else ``[K, O]``
+        MatMul         ``[K, O]``
+        LSTM, GRU, RNN ``[O, K]`` or ``[1, O, K]``         O = gates * hidden
+        ============== =================================== ==============
+        """
+        if self.type in RECURRENT:
+            return weight.reshape(1, -1, self.shape[-1])
+        if self.type == "Conv":
+            return weight.reshape(self.groups, self.shape[0] // self.groups, -1)
+        if self.type == "ConvTranspose":
+            return weight.reshape(self.groups, self.shape[0] // self.groups, -1).transpose(1, 2)
+        if self.type == "Gemm" and self.attrs.get("transB"):
+            return weight[None]
+        return weight.t()[None]
+
+    def tensor(self, matrix: Tensor) -> Tensor:
+        """The weight tensor that :meth:`matrix` makes ``matrix`` of."""
+        if self.type == "Conv" or self.type in RECURRENT:
+            return matrix.reshape(self.shape)
+        if self.type == "ConvTranspose":
+            return matrix.transpose(1, 2).reshape(self.shape)
+        if self.type == "Gemm" and self.attrs.get("transB"):
+            return matrix[0]
+        return matrix[0].t().contiguous()
+
+    def positions(self, x: Tensor) -> int:
+        """How many rows ``x`` gives."""
+        if self.type == "Conv":
+            return int(x.shape[0]) * math.prod(self._sizes(x))
+        if self.type == "ConvTranspose":
+            return int(x.shape[0]) * math.prod(x.shape[2:])
+        return x.numel() // int(x.shape[-1])
+
+    def rows(self, x: Tensor) -> Iterator[Tensor]:
+        """``x`` as rows ``[G, P, K]`` float32, in parts of bounded size, in the order of :meth:`positions`."""
+        if self.type not in ("Conv", "ConvTranspose"):
+            flat = x.reshape(-1, x.shape[-1])
+            for part in flat.split(max(1, _CHUNK // int(flat.shape[1]))):
+                yield part.float()[None]
+            return
+        kernel = math.prod(self.shape[2:]) if self.type == "Conv" else 1
+        size = max(1, x[0].numel() * kernel) if len(x) else 1
+        for part in x.split(max(1, _CHUNK // size)):
+            patches = self._patches(part.float()) if self.type == "Conv" else part.float().flatten(2)
+            n, _, length = patches.shape
+            grouped = patches.reshape(n, self.groups, -1, length)
+            yield grouped.permute(1, 0, 3, 2).reshape(self.groups, n * length, -1)
+
+    def pads(self, x: Tensor) -> tuple[int, ...]:
+        """Padding of a convolution of ``x``: what is given, or what ``auto_pad`` makes of the input's size."""
+        sizes = tuple(int(n) for n in x.shape[2:])
+        return conv_pads(self.attrs, sizes, self.shape[2:])
+
+    def _sizes(self, x: Tensor) -> tuple[int, ...]:
+        """Output sizes of a convolution."""
+        strides, dilations = self.attrs["strides"], self.attrs["dilations"]
+        pads, n = self.pads(x), len(self.shape) - 2
+        return tuple(
+            (int(x.shape[2 + i]) + pads[i] + pads[n + i] - dilations[i] * (self.shape[2 + i] - 1) - 1)
+            // strides[i]
+            + 1
+            for i in range(n)
+        )
+
+    def _patches(self, x: Tensor) -> Tensor:
+        """``[N, C * kernel, L]`` of ``[N, C, *spatial]``."""
+        strides, dilations = self.attrs["strides"], self.attrs["dilations"]
+        pads, sizes, n = self.pads(x), self._sizes(x), len(self.shape) - 2
+        if any(pads):
+            x = F.pad(x, [p for i in reversed(range(n)) for p in (pads[i], pads[n + i])])
+        parts = []
+        for offset in itertools.product(*(range(k) for k in self.shape[2:])):
+            window = tuple(
+                slice(o * d, o * d + s * (size - 1) + 1, s)
+                for o, d, s, size in zip(offset, dilations, strides, sizes, strict=True)
+            )
+            parts.append(x[(slice(None), slice(None), *window)])
+        return torch.stack(parts, 2).reshape(int(x.shape[0]), -1, math.prod(sizes))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The grid of every weight of a layer, as matrices that broadcast against ``[G, O, K]``.
+
+    Attributes:
+        scale: float32, input units per step.
+        lo, hi: ``qmin - zero_point`` and ``qmax - zero_point``: codes with real zero at 0.
+        own_rows: whether the scales of different rows may differ, so that they can be changed row by row.
+    """
+
+    scale: Tensor
+    lo: Tensor
+    hi: Tensor
+    own_rows: bool = True
+
+    def nearest(self, w: Tensor) -> Tensor:
+        """Codes of ``w``, ties to even."""
+        return torch.clamp((w / self.scale).round_(), self.lo, self.hi)
+
+    def values(self, codes: Tensor) -> Tensor:
+        """The numbers that codes stand for: what the quantizer leaves unchanged."""
+        return codes * self.scale + 0.0
+
+    @staticmethod
+    def of(encoding: Encoding, layer: Layer, device: torch.device) -> Grid:
+        """The grid of an integer ``encoding`` of the layer's weight."""
+        shape, granularity = layer.shape, encoding.granularity
+        broadcast, view = granularity.broadcast_shape(shape), granularity.view_shape(shape)
+
+        def spread(values: Any) -> Tensor:
+            small = torch.from_numpy(np.array(values).reshape(broadcast)).to(device)
+            return layer.matrix(small.expand(view).reshape(shape)).contiguous()
+
+        lo = (encoding.format.qmin - encoding.zero_point).astype("float32")  # type: ignore[union-attr]
+        hi = (encoding.format.qmax - encoding.zero_point).astype("float32")  # type: ignore[union-attr]
+        own_rows = encoding.scale.ndim > 0 and layer.has_rows_as_outputs
+        return Grid(spread(encoding.scale), spread(lo), spread(hi), own_rows)
+
+
+def grid_encoding(grid: Grid, encoding: Encoding, layer: Layer) -> Encoding:
+    """``encoding`` with the scales of ``grid``, which was made from it."""
+    granularity = encoding.granularity
+    broadcast = granularity.broadcast_shape(layer.shape)
+    scale = layer.tensor(grid.scale).reshape(granularity.view_shape(layer.shape))
+    if broadcast:
+        scale = scale[tuple(slice(0, n) for n in broadcast)]
+    else:
+        scale = scale.reshape(-1)[0]
+    values = scale.reshape(granularity.param_shape(layer.shape)).cpu().numpy()
+    return with_scale(encoding, values)
+
+
+def second_moment(layer: Layer, inputs: Iterable[Tensor]) -> tuple[Tensor, int]:
+    """``sum of x x^T`` over all rows, ``[G, K, K]`` float64, and the number of rows.
+
+    Products are float32 within a part of at most 2^24 numbers and float64 between parts.
+    """
+    total: Tensor | None = None
+    count = 0
+    for x in inputs:
+        for rows in layer.rows(x):
+            part = (rows.transpose(1, 2) @ rows).double()
+            total = part if total is None else total.add_(part)
+            count += int(rows.shape[1])
+    assert total is not None, layer.name
+    return total, count
+
+
+def cross_moment(layer: Layer, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """``sum of x x_q^T`` over all rows of float and quantized inputs, ``[G, K, K]`` float64."""
+    total: Tensor | None = None
+    for real, quantized in pairs:
+        for x, x_q in zip(layer.rows(real), layer.rows(quantized), strict=True):
+            part = (x.transpose(1, 2) @ x_q).double()
+            total = part if total is None else total.add_(part)
+    assert total is not None, layer.name
+    return total
+
+
+def sample_rows(
+    layer: Layer,
+    pairs: Iterable[tuple[Tensor, Tensor]],
+    total: int,
+    most: int,
+    generator: torch.Generator,
+    places: tuple[Tensor, Tensor],
+) -> None:
+    """Fill ``places`` (float and quantized, each ``[G, most, K]``) with the same random rows of both inputs."""
+    chosen = torch.randperm(total, generator=generator)[:most].sort().values
+    start = filled = 0
+    for pair in pairs:
+        counts = 0
+        for real, quantized in zip(layer.rows(pair[0]), layer.rows(pair[1]), strict=True):
+            n = int(real.shape[1])
+            low, high = torch.searchsorted(
+                chosen, torch.tensor([start + counts, start + counts + n])
+            ).tolist()
+            index = (chosen[low:high] - start - counts).to(real.device)
+            places[0][:, filled : filled + high - low] = real[:, index]
+            places[1][:, filled : filled + high - low] = quantized[:, index]
+            filled += high - low
+            counts += n
+        start += counts

@@ -1,0 +1,167 @@
+"""A model as a list of steps on torch tensors: what reconstruction runs, one step at a time, in float and quantized.
+
+Both front ends make a :class:`Program` of their model: one step per operator call, with the sites of its quantizers.
+Algorithms run steps over kept values instead of the model from its input, so that their cost is linear in depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bitwright.core.graph.graph import Graph
+from bitwright.core.simulation.sites import Site
+
+State = dict[int, Tensor]
+"""Value -> tensor, of the values that are still to be read; a sequence of an ONNX model is a tuple of tensors."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of an operator.
+
+    Attributes:
+        op: name of the operator in the graph; ``""`` for calls that the graph does not have.
+        reads: values it reads, one per slot.
+        writes: values it makes.
+        function: tensors, one per slot -> tensors, one per written value; writes into none of its arguments.
+        ports: input port of the operator -> slot.
+        operands: ``(slot, site)`` of what is quantized before the call.
+        results: ``(index, site)`` of what is quantized after it.
+        differentiable: whether gradients flow through ``function``.
+        inside: what takes the place of ``function`` in the quantized model, where quantizers are inside it.
+    """
+
+    op: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    function: Callable[[Sequence[Tensor]], Sequence[Tensor]] = field(compare=False)
+    ports: Mapping[int, int] = field(default_factory=dict)
+    operands: tuple[tuple[int, str], ...] = ()
+    results: tuple[tuple[int, str], ...] = ()
+    differentiable: bool = True
+    inside: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps of one run of a model.
+
+    Attributes:
+        steps: in execution order.
+        constants: value -> tensor, of everything that does not depend on the input; parameters are the model's own.
+        outputs: values the model returns.
+    """
+
+    steps: tuple[Step, ...]
+    constants: Mapping[int, Tensor]
+    outputs: tuple[int, ...]
+
+    @cached_property
+    def last_read(self) -> dict[int, int]:
+        """Value -> index of the last step that reads it."""
+        found = {v: i for i, step in enumerate(self.steps) for v in step.reads}
+        return {v: i for v, i in found.items() if v not in self.constants}
+
+    @cached_property
+    def places(self) -> dict[str, tuple[int, ...]]:
+        """Operator -> indices of its steps."""
+        found: dict[str, list[int]] = {}
+        for i, step in enumerate(self.steps):
+            found.setdefault(step.op, []).append(i)
+        return {op: tuple(places) for op, places in found.items() if op}
+
+    def span(self, ops: Iterable[str]) -> tuple[int, int] | None:
+        """``(first, last + 1)`` of the steps of ``ops``; ``None`` when this run has none of them."""
+        places = [i for op in ops for i in self.places.get(op, ())]
+        return (min(places), max(places) + 1) if places else None
+
+
+class SimulatedModel(Protocol):
+    """What reconstruction asks of a quantization simulation, whatever it is written in."""
+
+    def graph(self) -> Graph:
+        """The data-flow graph."""
+
+    def sites(self) -> Mapping[str, Site]:
+        """Every quantizer site by name; weights have their encodings."""
+
+    def shared(self) -> Mapping[str, str]:
+        """Value that only carries the elements of another -> the group of sites on whose grid they lie."""
+
+    def weight(self, site: str) -> Tensor:
+        """The value of a weight; a copy."""
+
+    def why_fixed(self, site: str) -> str | None:
+        """Why the weight at ``site`` cannot be replaced; ``None`` when it can."""
+
+    def set_weight(self, site: str, value: Tensor) -> None:
+        """Replace the weight by one of the same shape; its dtype is kept."""
+
+    def program(self, batch: Any) -> tuple[Program, State]:
+        """The steps that the model takes on ``batch``, and the state they start from."""
+
+    def quantize(self, site: str, x: Tensor) -> Tensor:
+        """``x`` as the quantizer of ``site`` leaves it; differentiable by straight-through; ``x`` where it is off."""
+
+
+def run_step(
+    step: Step,
+    state: Mapping[int, Tensor],
+    constants: Mapping[int, Tensor],
+    quantize: Callable[[str, Tensor], Tensor] | None = None,
+    given: Mapping[int, Tensor] | None = None,
+) -> Sequence[Tensor]:
+    """What ``step`` writes.
+
+    Args:
+        state, constants: values it may read.
+        quantize: quantizer by site; ``None`` runs in float.
+        given: slot -> tensor that takes the place of what the slot reads, unquantized.
+    """
+    tensors = [state[v] if v in state else constants[v] for v in step.reads]
+    for slot, site in step.operands if quantize is not None else ():
+        if given is None or slot not in given:
+            tensors[slot] = quantize(site, tensors[slot])  # type: ignore[misc]
+    for slot, tensor in (given or {}).items():
+        tensors[slot] = tensor
+    function = step.function if quantize is None or step.inside is None else step.inside
+    results = list(function(tensors))
+    for index, site in step.results if quantize is not None else ():
+        results[index] = quantize(site, results[index])  # type: ignore[misc]
+    return results
+
+
+def run(
+    program: Program,
+    state: State,
+    first: int,
+    last: int,
+    quantize: Callable[[str, Tensor], Tensor] | None = None,
+    keep: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    constants: Mapping[int, Tensor] | None = None,
+) -> None:
+    """Run the steps ``[first, last)``; ``state`` loses what nobody reads any more and gains what is still read.
+
+    Args:
+        keep: called on every tensor that enters the state, for example to put it on disk.
+        constants: instead of the program's own.
+    """
+    end = program.last_read
+    constants = program.constants if constants is None else constants
+    with torch.no_grad():
+        for i in range(first, last):
+            step = program.steps[i]
+            results = run_step(step, state, constants, quantize)
+            for value in step.reads:
+                if end.get(value) == i:
+                    state.pop(value, None)
+            for value, tensor in zip(step.writes, results, strict=True):
+                if end.get(value, -1) > i:
+                    # a value that outlives the span of steps is kept, others come and go
+                    state[value] = keep(tensor) if end[value] >= last else tensor

@@ -1,0 +1,161 @@
+"""The methods that choose weights on the grid, by name: one table for both front ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bitwright.algorithms.bias_correct import first_samples
+from bitwright.algorithms.rounding import gptq, reconstruct, seq_mse
+from bitwright.algorithms.rounding.activation_cache import Walk
+from bitwright.algorithms.rounding.blocks import Unit, layer_units
+from bitwright.algorithms.rounding.driver import Cache, Method, RoundingReport, Task, Units, apply
+from bitwright.algorithms.rounding.program import SimulatedModel
+from bitwright.algorithms.rounding.reconstruct import feasible
+from bitwright.errors import ConfigError, close_matches
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of :data:`METHODS`.
+
+    Attributes:
+        settings: the data class of its options.
+        make: settings -> the method.
+        units: what is treated together.
+    """
+
+    settings: type[Any]
+    make: Callable[[Any], Method]
+    units: Units
+
+
+def _alone(walk: Walk, layers: Sequence[str]) -> list[Unit]:
+    units = layer_units(walk.model.graph(), layers)
+    return [Unit((op,), (op,)) for unit in units for op in unit.layers]
+
+
+def _learned(variant: reconstruct.Variant) -> Row:
+    def make(settings: reconstruct.Settings) -> Callable[[Task], Any]:
+        return reconstruct.method(variant, settings)
+
+    return Row(reconstruct.Settings, make, reconstruct.variant_units(variant))
+
+
+METHODS: dict[str, Row] = {
+    **{name: _learned(variant) for name, variant in reconstruct.VARIANTS.items()},
+    "gptq": Row(gptq.Settings, gptq.method, _alone),
+    "seq_mse": Row(seq_mse.Settings, seq_mse.method, _alone),
+}
+
+
+def method_options(name: str) -> tuple[str, ...]:
+    """Names of the options of a method, and of those that all methods have."""
+    common = (
+        "num_samples",
+        "include",
+        "exclude",
+        "blocks",
+        "seed",
+        "memory_budget",
+        "spill_dir",
+        "cache_dir",
+    )
+    return (*(f.name for f in dataclasses.fields(METHODS[name].settings)), *common)
+
+
+def find_method(name: str, options: Mapping[str, Any]) -> tuple[Row, Any]:
+    """The row of a method and its settings.
+
+    Raises:
+        ConfigError: an unknown method or option, with close matches, or an option out of its range.
+    """
+    if name not in METHODS:
+        known = ", ".join(METHODS)
+        raise ConfigError(
+            "method", f"there is no method {name!r}{close_matches(name, METHODS)}", f"use one of {known}"
+        )
+    row = METHODS[name]
+    fields = [f.name for f in dataclasses.fields(row.settings)]
+    for option in options:
+        if option not in fields:
+            raise ConfigError(
+                name,
+                f"there is no option {option!r}{close_matches(option, fields)}",
+                f"use {', '.join(fields)}",
+            )
+    return row, row.settings(**options)
+
+
+def choose_weights(
+    model: SimulatedModel,
+    batches: Iterable[Any],
+    method: str,
+    options: Mapping[str, Any],
+    *,
+    num_samples: int | None = None,
+    include: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
+    blocks: Sequence[Sequence[str]] | None = None,
+    seed: int = 0,
+    memory_budget: int | None = None,
+    spill_dir: str | None = None,
+    cache: Cache | None = None,
+    progress: Callable[[Sequence[Unit]], Iterable[Unit]] = lambda items: items,
+) -> RoundingReport:
+    """Carry out ``method`` on a simulation; see :func:`bitwright.algorithms.rounding.driver.apply`.
+
+    Args:
+        num_samples: batches are read until so many samples (rows) have passed; all with ``None``.
+        blocks: operators (names) that are reconstructed together, instead of the blocks found from the graph.
+
+    Raises:
+        ConfigError: an unknown method, option, layer or block.
+        CalibrationError: see :func:`bitwright.algorithms.rounding.driver.apply`.
+    """
+    row, settings = find_method(method, options)
+    units = row.units if blocks is None else _given(blocks)
+    return apply(
+        model,
+        (batch for batch, _ in first_samples(batches, num_samples)),
+        row.make(settings),
+        name=method,
+        units=units,
+        include=include,
+        exclude=exclude,
+        seed=seed,
+        memory_budget=memory_budget,
+        spill_dir=spill_dir,
+        cache=cache,
+        settings=f"{settings} {blocks}",
+        progress=progress,
+    )
+
+
+def _given(blocks: Sequence[Sequence[str]]) -> Units:
+    """Units as the user lists them; layers in none of them stand alone."""
+
+    def units(walk: Walk, layers: Sequence[str]) -> list[Unit]:
+        graph = walk.model.graph()
+        position = {op.name: i for i, op in enumerate(graph.ops)}
+        unknown = next((name for block in blocks for name in block if name not in position), None)
+        if unknown is not None:
+            raise ConfigError(
+                "blocks",
+                f"there is no operator {unknown!r}{close_matches(unknown, position)}",
+                "use names of sim.graph",
+            )
+        wanted, found = set(layers), []
+        for block in blocks:
+            first, last = min(position[n] for n in block), max(position[n] for n in block)
+            ops = tuple(op.name for op in graph.ops[first : last + 1])
+            inside = tuple(name for name in ops if name in wanted)
+            if inside:
+                found.append(Unit(ops, inside))
+            wanted.difference_update(inside)
+        alone = layer_units(graph, [name for name in layers if name in wanted])
+        return sorted(feasible(walk, found) + alone, key=lambda u: position[u.ops[0]])
+
+    return units

@@ -1,0 +1,1 @@
+"""Rescaling channels without changing the function: equalization, SmoothQuant, AWQ, rotations."""

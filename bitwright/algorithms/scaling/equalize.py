@@ -1,0 +1,413 @@
+"""Cross-layer equalization and high-bias absorption: balance the channel ranges of neighbouring layers.
+
+Between two layers with nothing but a piecewise-linear activation, channel ``c`` can be divided by ``s[c]`` behind the
+first and multiplied by it in front of the second. The choice ``s = sqrt(r1 / r2)`` gives both weights the same range
+in every channel, so that one grid per tensor serves all channels. Where batch norms or data say what the values between
+the layers are, the factors are those of the least rounding noise in weights and activations together (``channel_noise``).
+
+Reference: Nagel et al. 2019, arXiv:1906.04721, sections 4.1 and 4.2. Beyond the paper: factors that look at the
+activations too; groups of any number of consumers, transposed and grouped convolutions, linear layers, products with a
+gate, and activations that cut at fixed bounds (ReLU6), whose bounds are divided too instead of being dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bitwright.algorithms.channels.batch_norm_affine import forward_obstacle
+from bitwright.algorithms.channels.layers import Array, Group, Layer, Layers, Refused, find_groups, rescaling
+from bitwright.algorithms.channels.trial import Bar, Check, Reversible, no_bar, sift
+from bitwright.algorithms.scaling.channel_noise import (
+    Channels,
+    channels_of,
+    measured_moments,
+    quietest_factors,
+)
+from bitwright.core.simulation.protocols import AddBias, Clamp, Edit, ModelView, SetParam, Undo
+
+logger = logging.getLogger("bitwright")
+
+MAX_ROUNDS = 1000
+#: factors of a round that are nearer to 1 than this end the iteration
+TOLERANCE = 1e-3
+_LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+def equalizing_factors(r1: Array, r2: Array) -> Array:
+    """``s`` with ``r1 / s == r2 * s`` per channel; 1 where a range is zero or not finite.
+
+    Args:
+        r1: largest magnitude of the first weight per output channel, shape [C].
+        r2: of the second weight per input channel, shape [C].
+
+    Example:
+        >>> equalizing_factors(np.array([8.0, 1.0, 0.0]), np.array([2.0, 4.0, 1.0]))
+        array([2. , 0.5, 1. ])
+
+    Reference: arXiv:1906.04721, eq. 11: s = sqrt(r1 r2) / r2.
+    """
+    with np.errstate(all="ignore"):
+        s = np.sqrt(np.asarray(r1, np.float64) / np.asarray(r2, np.float64))
+    return np.where(np.isfinite(s) & (s > 0), s, 1.0)
+
+
+def converged_factors(
+    groups: Sequence[Group], weights: Mapping[str, Array], bar: Bar = no_bar
+) -> tuple[list[Array], int]:
+    """Factors of every group such that all of them are equalized at once.
+
+    A layer between two groups changes both, so the groups are equalized in turn until the factors stop to change.
+
+    Args:
+        groups: to equalize, in execution order.
+        weights: of their layers, by name.
+        bar: shows the rounds.
+
+    Returns:
+        Per group the factors that its channels are divided by, shape [channels]; and the number of rounds.
+    """
+    state = _Ranges(weights)
+    total = [np.ones(group.channels) for group in groups]
+    rounds = 0
+    change = np.inf
+    for _ in bar(iter(range(MAX_ROUNDS)), "equalize: rounds"):
+        if change <= TOLERANCE or not groups:
+            break
+        change, rounds = 0.0, rounds + 1
+        for i, group in enumerate(groups):
+            r1 = np.max([state.outputs(layer) for layer in group.producers], axis=0)
+            r2 = np.max([state.inputs(layer, repeat) for layer, repeat in group.consumers], axis=0)
+            s = equalizing_factors(r1, r2)
+            state.divide(group, s)
+            total[i] = total[i] * s
+            change = max(change, float(np.abs(np.log(s)).max(initial=0.0)))
+    return total, rounds
+
+
+class _Ranges:
+    """Magnitudes of weights with the kernel taken out, under factors of their input and output channels."""
+
+    def __init__(self, weights: Mapping[str, Array]) -> None:
+        self.weights = weights
+        self._magnitude: dict[str, Array] = {}
+
+    def _of(self, layer: Layer) -> Array:
+        if layer.op not in self._magnitude:
+            split = layer.axes.split(np.abs(self.weights[layer.weight]).astype(np.float64))
+            self._magnitude[layer.op] = split.max(axis=3, keepdims=True, initial=0.0)
+        return self._magnitude[layer.op]
+
+    def outputs(self, layer: Layer) -> Array:
+        found: Array = self._of(layer).max(axis=2 if layer.axes.outputs_first else 1).reshape(-1)
+        return found
+
+    def inputs(self, layer: Layer, repeat: int) -> Array:
+        found = self._of(layer).max(axis=1 if layer.axes.outputs_first else 2).reshape(-1, repeat)
+        result: Array = found.max(axis=1)
+        return result
+
+    def divide(self, group: Group, s: Array) -> None:
+        for layer in group.producers:
+            self._magnitude[layer.op] = self._of(layer) / layer.axes.over_outputs(s)
+        for layer, repeat in group.consumers:
+            self._magnitude[layer.op] = self._of(layer) * layer.axes.over_inputs(np.repeat(s, repeat))
+
+
+# ------------------------------------------------------------------------------------- high-bias absorption
+
+
+def absorbed_bias(mean: Array, std: Array) -> Array:
+    """What can be taken off a channel before a ReLU and added behind it, changing one value in 740 a little.
+
+    Args:
+        mean, std: of the channel before the ReLU, shape [C]: beta and \\|gamma\\| of its batch norm.
+
+    Returns:
+        ``max(0, mean - 3 std)``, shape [C], >= 0.
+
+    Reference: arXiv:1906.04721, section 4.1.3.
+    """
+    return np.maximum(0.0, np.asarray(mean, np.float64) - 3 * np.abs(std))
+
+
+# ---------------------------------------------------------------------------------------------- on a model
+
+
+@dataclass
+class EqualizeReport(Reversible):
+    """What was equalized and what was not.
+
+    Attributes:
+        groups: the equalized ones.
+        refused: layers that begin no group, with the reasons.
+        factors: per group, what its channels were divided by.
+        rounds: until the factors stopped to change.
+        clamped: activations that now cut each channel at a bound of its own.
+        absorbed: layers whose high biases moved into the next layer.
+        statistics: of the layers' outputs, mean and standard deviation per channel, brought up to date.
+        spread: largest range of a channel over the smallest, the worst group, before and after.
+        noise: expected of rounding weights and activations to 8 bits with one scale per tensor, before and after: the
+            power of each tensor's rounding over that of the signal, summed over the tensors of groups whose values are
+            known. ``None`` where those of none are.
+        view: the model.
+    """
+
+    groups: tuple[Group, ...] = ()
+    refused: tuple[Refused, ...] = ()
+    factors: tuple[Array, ...] = field(default=(), repr=False)
+    rounds: int = 0
+    clamped: tuple[str, ...] = ()
+    absorbed: tuple[str, ...] = ()
+    statistics: dict[str, tuple[Array, Array]] = field(default_factory=dict, repr=False)
+    spread: tuple[float, float] = (1.0, 1.0)
+    noise: tuple[float, float] | None = None
+    _undos: list[Undo] = field(default_factory=list, repr=False)
+    view: ModelView | None = field(default=None, repr=False)
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything was equalized or absorbed."""
+        return bool(self.groups or self.absorbed)
+
+    def __str__(self) -> str:
+        count = len(self.groups)
+        lines = [
+            f"{count} group{'s' * (count != 1)} of layers equalized in {self.rounds} rounds, {len(self.refused)} layers "
+            f"begin none; largest spread of channel ranges {self.spread[0]:.3g} before, {self.spread[1]:.3g} after"
+        ]
+        if self.noise is not None:
+            lines[0] += f"; expected noise {self.noise[0]:.3g} before, {self.noise[1]:.3g} after"
+        lines += [f"  equalized  {group}" for group in self.groups]
+        lines += [f"  clamped    {op}: a bound per channel" for op in self.clamped]
+        lines += [f"  absorbed   high biases of {op}" for op in self.absorbed]
+        lines += [f"  left       {refused}" for refused in self.refused]
+        return "\n".join(lines)
+
+
+def equalize(
+    view: ModelView,
+    check: Check | None = None,
+    *,
+    statistics: Mapping[str, tuple[Array, Array]] | None = None,
+    data: Iterable[Any] | None = None,
+    absorb_bias: bool = False,
+    bar: Bar = no_bar,
+) -> EqualizeReport:
+    """Equalize every group of layers that can be, leaving the function of the model as it is.
+
+    Args:
+        view: the model, batch norms folded; changed in place.
+        check: says what is wrong with the model's function, or ``None``; groups it objects to are found by halving
+            and left alone.
+        statistics: mean and standard deviation per channel of the outputs of layers, by op name (beta and \\|gamma\\|
+            of the folded batch norm). Groups that have them get the factors of the least noise, the others those that
+            give both weights the same ranges.
+        data: batches to measure the statistics of the other layers on; not run where there are none.
+        absorb_bias: also absorb high biases, where the statistics of the layer are known. That changes the function a little.
+        bar: shows checks and rounds.
+
+    Returns:
+        The report; ``report.undo()`` gives the model back as it was.
+
+    Raises:
+        CalibrationError: no batch in ``data``, or a value on it that is NaN or infinite.
+    """
+    layers = Layers(view.graph())
+    groups, refused = equalizable(view, layers)
+    known = dict(statistics or {})
+    unknown = [g for g in groups if len(g.producers) == 1 and channels_of(layers.graph, g, known) is None]
+    if data is not None and unknown:
+        known |= measured_moments(view, unknown, bar(data, "equalize: measuring activations"))
+    channels = {g.producers[0].op: channels_of(layers.graph, g, known) for g in groups}
+    plans: dict[tuple[str, ...], _Plan] = {}  # what was accepted together in a check is not searched again
+
+    def planned(some: Sequence[Group]) -> _Plan:
+        key = tuple(g.producers[0].op for g in some)
+        if key not in plans:
+            plans.clear()
+            plans[key] = _plan(view, some, [channels[op] for op in key], known, bar)
+        return plans[key]
+
+    kept, rejected = sift(groups, lambda some: view.edit(planned(some).edits), check, bar)
+    refused += [Refused(group.producers[0].op, reason) for group, reason in rejected]
+    done = planned(kept)
+    undo = view.edit(done.edits)
+    order = {op.name: i for i, op in enumerate(layers.graph.ops)}
+    report = EqualizeReport(
+        tuple(kept), tuple(sorted(refused, key=lambda r: order[r.op])), tuple(done.factors), done.rounds,
+        tuple(op.name for group in kept for op, _ in group.clips), spread=done.spread, noise=done.noise,
+        statistics=_divided(known, kept, done.factors), view=view, _undos=[undo],
+    )  # fmt: skip
+    for line in report.refused:
+        logger.info("not equalized: %s", line)
+    if absorb_bias:
+        try:
+            _absorb(view, layers, report)
+        except BaseException:
+            report.undo()
+            raise
+    return report
+
+
+def absorb_biases(
+    report: EqualizeReport, statistics: Mapping[str, tuple[Array, Array]], view: ModelView | None = None
+) -> None:
+    """Move high biases of groups that were equalized before into the next layers; noted in ``report``.
+
+    Args:
+        report: of :func:`equalize`.
+        statistics: as for :func:`equalize`, from before the layers were equalized.
+        view: the model, where it is no longer the one that was equalized but a copy of it.
+    """
+    view = view or report.view
+    assert view is not None
+    report.statistics = _divided(statistics, report.groups, report.factors)
+    _absorb(view, Layers(view.graph()), report)
+
+
+def equalizable(view: ModelView, layers: Layers) -> tuple[list[Group], list[Refused]]:
+    """The groups that ``view`` lets us rescale, and why the other layers begin none."""
+    found, refused = find_groups(layers, [layer for layer in layers.of.values() if layer.kind == "layer"])
+    refused += [
+        Refused(op, reason) for op, reason in layers.refused.items() if layers.graph.op(op).type in _LAYERS
+    ]
+    groups = []
+    for group in found:
+        reason = next(
+            (r for op, axis in group.clips if (r := _why_no_clamp(view, op.name, group, axis))), None
+        )
+        if reason is None:
+            groups.append(group)
+        else:
+            refused.append(Refused(group.producers[0].op, reason))
+    return groups, refused
+
+
+def _why_no_clamp(view: ModelView, op: str, group: Group, axis: int) -> str | None:
+    ones = np.ones(group.channels)
+    reason = view.can_edit(Clamp(op, ones, ones, axis))
+    return reason and f"{op} cuts all channels at the same bounds and cannot be changed: {reason}"
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How groups are equalized, and what the report says of it."""
+
+    edits: list[Edit]
+    factors: list[Array]
+    rounds: int
+    spread: tuple[float, float]
+    noise: tuple[float, float] | None
+
+
+def _plan(
+    view: ModelView,
+    groups: Sequence[Group],
+    channels: Sequence[Channels | None],
+    statistics: Mapping[str, tuple[Array, Array]],
+    bar: Bar = no_bar,
+) -> _Plan:
+    names = dict.fromkeys(
+        layer.weight for group in groups for layer in (*group.producers, *(c for c, _ in group.consumers))
+    )
+    weights = {name: view.param(name) for name in names}
+    factors, rounds, noise = _factors(groups, weights, channels, statistics, bar)
+    edits, _ = rescaling(view, groups, factors)
+    before = _spread(groups, weights)
+    weights.update(
+        {edit.name: edit.value for edit in edits if isinstance(edit, SetParam) and edit.name in weights}
+    )
+    return _Plan(edits, factors, rounds, (before, _spread(groups, weights)), noise)
+
+
+def _factors(
+    groups: Sequence[Group],
+    weights: Mapping[str, Array],
+    channels: Sequence[Channels | None],
+    statistics: Mapping[str, tuple[Array, Array]],
+    bar: Bar,
+) -> tuple[list[Array], int, tuple[float, float] | None]:
+    """Factors of every group, the rounds, and the noise where something is known of it."""
+    fixed, rounds = [np.ones(group.channels) for group in groups], 0
+    if any(known is None for known in channels):
+        fixed, rounds = converged_factors(groups, weights, bar)
+    if all(known is None for known in channels):
+        return fixed, rounds, None
+    factors, descents, noise = quietest_factors(groups, weights, channels, statistics, fixed, bar)
+    return factors, rounds + descents, noise
+
+
+def _spread(groups: Sequence[Group], weights: Mapping[str, Array]) -> float:
+    """The largest ratio of two output channels' ranges in one producer; channels without weights left out."""
+    worst = 1.0
+    for layer in (layer for group in groups for layer in group.producers):
+        ranges = layer.output_range(weights[layer.weight])
+        ranges = ranges[ranges > 0]
+        worst = max(worst, float(ranges.max() / ranges.min()) if ranges.size else 1.0)
+    return worst
+
+
+def _divided(
+    statistics: Mapping[str, tuple[Array, Array]], groups: Sequence[Group], factors: Sequence[Array]
+) -> dict[str, tuple[Array, Array]]:
+    found = dict(statistics)
+    for group, s in zip(groups, factors, strict=True):
+        for layer in group.producers:
+            if layer.op in found:
+                mean, std = found[layer.op]
+                found[layer.op] = (mean / s, std / s)
+    return found
+
+
+def _absorb(view: ModelView, layers: Layers, report: EqualizeReport) -> None:
+    """Move high biases of equalized groups into the next layers where a constant shift stays one."""
+    for group in report.groups:
+        edits, shift = _absorbing(view, layers, group, report.statistics)
+        if edits:
+            report._undos.append(view.edit(edits))
+            for layer in group.producers:
+                mean, std = report.statistics[layer.op]
+                report.statistics[layer.op] = (mean - shift, std)
+            report.absorbed += tuple(layer.op for layer in group.producers)
+
+
+def _absorbing(
+    view: ModelView, layers: Layers, group: Group, statistics: Mapping[str, tuple[Array, Array]]
+) -> tuple[list[Edit], Array]:
+    nothing: tuple[list[Edit], Array] = ([], np.zeros(group.channels))
+    (first, *more), value = group.producers, group.producers[0].output
+    relu = layers.graph.sole_consumer(value)
+    plain = relu is not None and relu.type == "Relu" and not group.clips
+    if more or first.op not in statistics or first.bias is None or not plain:
+        return nothing
+    assert relu is not None
+    readers = {op.name for op, _ in layers.graph.consumers(relu.outputs[0])}
+    if readers != {layer.op for layer, _ in group.consumers}:
+        return nothing
+    h = absorbed_bias(*statistics[first.op])
+    kernels = (
+        (layer, layers.graph.values[str(layers.graph.op(layer.op).inputs[1])].shape)
+        for layer, _ in group.consumers
+    )
+    if not h.any() or any(
+        forward_obstacle(layer.type, layer.attrs, shape[2:], h) for layer, shape in kernels
+    ):
+        return nothing
+    b = np.asarray(view.param(first.bias), np.float64)
+    edits: list[Edit] = [SetParam(first.bias, (b.reshape(-1) - h).reshape(b.shape))]
+    for layer, repeat in group.consumers:
+        split = layer.axes.split(view.param(layer.weight))
+        moved = layer.axes.sum_over_inputs(split * layer.axes.over_inputs(np.repeat(h, repeat)))
+        if layer.bias is None:
+            if view.can_edit(AddBias(layer.op, moved)):
+                return nothing
+            edits.append(AddBias(layer.op, moved))
+        else:
+            old = np.asarray(view.param(layer.bias), np.float64)
+            edits.append(SetParam(layer.bias, old + moved.reshape(old.shape)))
+    return edits, h

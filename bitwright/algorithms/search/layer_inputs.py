@@ -1,0 +1,104 @@
+"""Quantize of the activations only what layers with stored weights read; the rest stays in float.
+
+That is what W8A8 means for transformers: the products with weights, nearly all of the work, run on integers, while
+residual sums, gates, rotary positions and the products inside the attention, which lose far more accuracy than they cost
+time, do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from bitwright.algorithms.channels.attention import attention_products
+from bitwright.algorithms.channels.layers import holds_layer_weight
+from bitwright.core.graph.graph import Graph
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.placement.plan import Plan
+from bitwright.core.simulation.sites import Site
+
+
+class Simulation(Protocol):
+    """What both front ends have of a simulation."""
+
+    @property
+    def graph(self) -> Graph:
+        """The data flow it was placed on."""
+
+    @property
+    def plan(self) -> Plan:
+        """Where its sites are, and which values lie on their grids."""
+
+    @property
+    def quantizers(self) -> Mapping[str, Site]:
+        """Its sites."""
+
+
+@dataclass(frozen=True)
+class LayerInputsReport:
+    """Which sites are quantized still, and which are not any more.
+
+    Attributes:
+        kept: sites of values that a layer reads, or inside a recurrent layer.
+        in_float: sites that were switched off.
+    """
+
+    kept: tuple[str, ...]
+    in_float: tuple[str, ...]
+
+    @property
+    def changed(self) -> bool:
+        """Whether a site was switched off."""
+        return bool(self.in_float)
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        if not self.in_float:
+            return "every activation quantized stays so"
+        return f"{len(self.in_float)} activations between layers in float, {len(self.kept)} that layers read quantized"
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary, *(f"  in float  {name}" for name in self.in_float)])
+
+
+def layer_inputs(sim: Simulation, *, only_with_attention: bool = False) -> LayerInputsReport:
+    """Switch off the quantizers of activations that no layer with a stored weight reads.
+
+    A layer reads what it is handed, and what was only moved on the way to it: reshaped, transposed, sliced.
+    Activations of more than 8 bits, or of a floating-point format, are left as they are. A quantizer that several
+    sites share stays when a layer reads one of them.
+
+    Args:
+        sim: the simulation; changed in place.
+        only_with_attention: leave models without an attention as they are.
+    """
+    sites = sim.quantizers.values()
+    layers = {site.op for site in sites if holds_layer_weight(sim.graph, site.op, site.role, site._plan.port)}
+    read = {value for name in layers for value in sim.graph.op(name).inputs if value is not None}
+    # a value that was only moved (heads put together again behind an attention) lies on the grid of another's site
+    grids = {sim.plan.shared[value] for value in read if value in sim.plan.shared}
+    needed = {
+        id(site.quantizer)
+        for site in sites
+        if site.role == "weight"
+        or site.inner is not None
+        or site.op in layers
+        and site.role != "output"
+        or site._plan.value in read
+        or site.name in grids
+    }
+    narrow = [
+        site
+        for site in sites
+        if site.enabled and isinstance(site.quantizer.spec.format, IntFormat)
+        and site.role != "weight" and (site.quantizer.derived or site.quantizer.spec.format.bits <= 8)
+    ]  # fmt: skip
+    kept = tuple(site.name for site in narrow if id(site.quantizer) in needed)
+    if only_with_attention and next(attention_products(sim.graph), None) is None:
+        return LayerInputsReport(tuple(site.name for site in narrow), ())
+    off = [site for site in narrow if id(site.quantizer) not in needed]
+    for site in off:
+        site.enabled = False
+    return LayerInputsReport(kept, tuple(site.name for site in off))

@@ -1,0 +1,570 @@
+"""Recipes: post-training methods in a row, and what each of them did to the metric.
+
+A recipe is a list of steps. Steps of the phase ``float`` change the float model without changing its function; then the
+simulation is made and calibrated; steps of the phase ``simulation`` choose roundings, scales and biases in it. This
+module knows names, order and bookkeeping; a :class:`Runner` of either front end carries the steps out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from bitwright.algorithms.search.judge import Judge
+from bitwright.algorithms.search.recipe_report import Book, RecipeReport
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerTensor
+from bitwright.core.numerics.spec import Preset, QuantSpec, find_preset
+from bitwright.core.placement.config import read_file
+from bitwright.core.simulation.protocols import Undo
+from bitwright.errors import BitwrightError, CalibrationError, ConfigError, close_matches
+
+logger = logging.getLogger("bitwright")
+
+Phase = Literal["float", "simulation"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of :data:`KINDS`.
+
+    Attributes:
+        phase: on what the step works.
+        after: steps that must come earlier where a recipe has both: they would undo or miss what this one does.
+        instead_of: steps that decide the same thing, so that a recipe has one of them at most.
+        does: one phrase, for tables and ``--help``.
+        gain: dB of the outputs that the step must bring where a judge is asked (:mod:`bitwright.algorithms.search.judge`);
+            ``None`` for steps that are not put to one.
+    """
+
+    phase: Phase
+    does: str
+    after: tuple[str, ...] = ()
+    instead_of: tuple[str, ...] = ()
+    gain: float | None = None
+
+
+_ENOUGH = {"num_samples": 256}  # each doubling takes 0.5 dB off the noise, and as long again
+_WORTH = 0.1  # dB of the outputs that are worth clipped values, or 16 bits
+_RANGES = ("layer_inputs", "activation_ranges", "widen")
+_ROUNDING = ("gptq", "adaround", "brecq", "qdrop", "flexround")
+
+
+def _rounding(does: str) -> Kind:
+    return Kind("simulation", does, (*_RANGES, "seq_mse"), _ROUNDING, gain=0.0)
+
+
+KINDS: dict[str, Kind] = {
+    "fold": Kind("float", "batch norms into the layers before them"),
+    "fold_norms": Kind("float", "weights of layer and RMS norms into the layers behind them"),
+    "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold",), gain=0.0),
+    "smooth": Kind("float", "move activation outliers into weights", ("fold_norms", "rotate"), gain=0.0),
+    "rotate": Kind("float", "spread outliers by Hadamard rotations", ("fold_norms",)),
+    "awq": Kind(
+        "float",
+        "scale channels so that rounded weights change outputs least",
+        ("fold_norms", "equalize", "smooth", "rotate"),
+    ),
+    "layer_inputs": Kind("simulation", "keep activations in float that no layer with a weight reads"),
+    "activation_ranges": Kind(
+        "simulation", "activation ranges by least squared error", ("layer_inputs",), gain=_WORTH
+    ),
+    "widen": Kind(
+        "simulation",
+        "16 bits, or float, where 8 bits cost the outputs most",
+        ("layer_inputs", "activation_ranges"),
+        gain=_WORTH,
+    ),
+    "seq_mse": Kind("simulation", "weight ranges by output error, layer after layer", _RANGES, gain=0.0),
+    "gptq": _rounding("round weights column by column with error feedback"),
+    "adaround": _rounding("learn each weight's rounding, layer after layer"),
+    "brecq": _rounding("learn each weight's rounding, block after block"),
+    "qdrop": _rounding("as brecq, with activation quantizers dropped at random"),
+    "flexround": _rounding("learn scales and roundings together"),
+    "bias_correction": Kind(
+        "simulation", "take the mean error out of every layer's output", _ROUNDING, gain=0.0
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a recipe: a row of :data:`KINDS` and the options of its function.
+
+    A step that is ``optional`` is left out, with the reason in the report, where it cannot be done.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    optional: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.options.items())})"
+
+
+def parse_recipe(steps: Iterable[str | Mapping[str, Any] | Step], source: str = "recipe") -> tuple[Step, ...]:
+    """Steps from what a user wrote: names, ``{name: {option: value}}``, or :class:`Step` objects.
+
+    Raises:
+        ConfigError: an unknown step (with close matches), a step twice, or an order that cannot work.
+
+    >>> [str(step) for step in parse_recipe(["fold", {"adaround": {"iterations": 2000}}])]
+    ['fold()', 'adaround(iterations=2000)']
+    """
+    if isinstance(steps, (str, Mapping)) or not isinstance(steps, Iterable):
+        raise ConfigError(
+            source, f"a recipe is a list of steps, not {steps!r:.300}", f"write [{steps!r:.300}]"
+        )
+    parsed = tuple(_parse_step(item, source) for item in steps)
+    _check_order(parsed, source)
+    return parsed
+
+
+def load_recipe(path: str | Path) -> tuple[Step, ...]:
+    """The recipe of a YAML, TOML or JSON file with the key ``recipe``.
+
+    Raises:
+        ConfigError: the file cannot be read, has another key, or its recipe cannot work.
+    """
+    data = read_file(Path(path), ("recipe",))
+    unknown = next((key for key in data if key != "recipe"), None)
+    if unknown is not None or "recipe" not in data:
+        problem = "it has no recipe" if unknown is None else f"unknown key {unknown!r}"
+        raise ConfigError(str(path), problem, "write a list of steps under the key recipe")
+    return parse_recipe(() if data["recipe"] is None else data["recipe"], str(path))
+
+
+def _parse_step(item: str | Mapping[str, Any] | Step, source: str) -> Step:
+    if isinstance(item, str):
+        item = Step(item)
+    if isinstance(item, Mapping):
+        if len(item) != 1:
+            raise ConfigError(source, f"{dict(item)!r:.300} is not one step", "write {step: {option: value}}")
+        ((name, options),) = item.items()
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(
+                source,
+                f"the options of {name!r:.100} are {options!r:.100}",
+                f"write {{{name}: {{option: value}}}}",
+            )
+        item = Step(str(name), {str(key): value for key, value in (options or {}).items()})
+    if not isinstance(item, Step):
+        problem = f"{item!r:.100} is a {type(item).__name__}, not one step"
+        raise ConfigError(source, problem, "write step or {step: {option: value}}")
+    if item.name not in KINDS:
+        raise ConfigError(
+            source,
+            f"there is no step {item.name!r}{close_matches(item.name, KINDS)}",
+            f"use {', '.join(KINDS)}",
+        )
+    return item
+
+
+def _check_order(steps: Sequence[Step], source: str) -> None:
+    seen: dict[str, int] = {}
+    for at, step in enumerate(steps):
+        kind = KINDS[step.name]
+        for earlier, where in seen.items():
+            rivals = {step.name, *kind.instead_of}
+            if earlier in rivals:
+                raise ConfigError(
+                    source,
+                    f"step {at + 1} ({step.name}) decides again what step {where + 1} ({earlier}) decided",
+                    "keep one of them",
+                )
+            wrong_phase = kind.phase == "float" and KINDS[earlier].phase == "simulation"
+            if wrong_phase or step.name in KINDS[earlier].after:
+                why = (
+                    f"it changes the float model, and {earlier} has worked on its simulation"
+                    if wrong_phase
+                    else f"{earlier} relies on it"
+                )
+                raise ConfigError(
+                    source,
+                    f"step {at + 1} ({step.name}) comes too late: {why}",
+                    f"put {step.name} before {earlier}",
+                )
+        seen[step.name] = at
+
+
+def default_recipe(preset: Preset, *, own_rules: bool = False, own_scheme: bool = False) -> tuple[Step, ...]:
+    """What is done when no recipe is given: no labels, no settings, seconds to minutes.
+
+    Batch norms are folded; for one scale per tensor channels are equalized; where activations have at most 8 bits,
+    transformers are smoothed and only what their layers read is quantized, ranges are chosen by least squared error, and the
+    few activations that cost the output most get 16 bits. Integer weights are rounded with error feedback; those of 8 bits
+    with one scale per tensor have their biases corrected instead. A judge decides which of these steps stay.
+
+    Args:
+        preset: of the simulation.
+        own_rules: whether a configuration of the user's says which activations are quantized.
+        own_scheme: whether the user says how ranges are chosen.
+
+    Example:
+        >>> from bitwright.core.numerics.spec import find_preset
+        >>> [step.name for step in default_recipe(find_preset("w8a8"))]
+        ['fold', 'smooth', 'layer_inputs', 'activation_ranges', 'widen', 'gptq']
+    """
+    steps, bits = [Step("fold")], _bits(preset.weight)
+    coarse = bits <= 8 and preset.weight is not None and preset.weight.granularity == PerTensor()
+    if coarse:
+        steps.append(Step("equalize", optional=True))
+    if _bits(preset.activation) <= 8:
+        steps.append(Step("smooth", optional=True))
+        if not own_rules:
+            steps.append(Step("layer_inputs", {"only_with_attention": True}))
+    if _bits(preset.activation) <= 8 and not own_rules:
+        if not own_scheme:
+            steps.append(Step("activation_ranges"))
+        steps.append(Step("widen", optional=True))
+    if bits < 8:
+        steps.append(Step("seq_mse", _ENOUGH, optional=True))
+    if bits <= 8:
+        coarse = coarse and bits == 8
+        steps.append(Step("bias_correction" if coarse else "gptq", {} if coarse else _ENOUGH, optional=True))
+    return tuple(steps)
+
+
+def _bits(spec: QuantSpec | None) -> int:
+    """Width of an integer format; more than any of them for others."""
+    return spec.format.bits if spec is not None and isinstance(spec.format, IntFormat) else 64
+
+
+RecipeLike = str | Path | Iterable[str | Mapping[str, Any] | Step]
+
+
+def as_recipe(
+    recipe: RecipeLike | None,
+    preset: str | Preset = "w8a8",
+    *,
+    own_rules: bool = False,
+    own_scheme: bool = False,
+) -> tuple[Step, ...]:
+    """Steps from a list, the path of a recipe file, or ``None`` for :func:`default_recipe`.
+
+    Raises:
+        ConfigError: see :func:`parse_recipe` and :func:`load_recipe`; or an unknown preset.
+    """
+    if recipe is None:
+        return default_recipe(find_preset(preset), own_rules=own_rules, own_scheme=own_scheme)
+    if isinstance(recipe, (str, Path)) and Path(recipe).suffix:
+        return load_recipe(recipe)
+    return parse_recipe(recipe)  # type: ignore[arg-type]
+
+
+def batches_of(data: Iterable[Any], *, again: bool) -> tuple[Any, Iterable[Any]]:
+    """The first batch, and all of them.
+
+    Args:
+        data: batches.
+        again: whether they are to be gone through more than once; those of a generator are then kept.
+
+    Raises:
+        CalibrationError: there is none.
+    """
+    if again and iter(data) is data:
+        data = list(data)
+    source = iter(data)
+    first = next(source, None)
+    if first is None:
+        raise CalibrationError(
+            "quantize",
+            "the data held no batch",
+            "pass a non-empty list or DataLoader; a few hundred samples are enough",
+        )
+    return first, data if again else itertools.chain([first], source)
+
+
+class Runner(Protocol):
+    """A model that steps are carried out on; each front end has one.
+
+    Attributes:
+        judge: says what a step is worth; ``None`` keeps every step.
+        changed: whether the last step did anything.
+    """
+
+    judge: Judge | None
+    changed: bool
+
+    def check(self, step: Step) -> None:
+        """Refuse options the step's function does not have, before any work is done.
+
+        Raises:
+            ConfigError: naming the option, with close matches.
+        """
+
+    def apply(self, step: Step) -> str:
+        """Carry the step out; returns one line on what it did."""
+
+    def simulate(self) -> None:
+        """Make the calibrated simulation of the float model as it stands."""
+
+    def measure(self) -> float:
+        """The metric of the simulation, or of the one the float model would have now."""
+
+    def sqnr(self) -> float:
+        """What the judge says of the simulation, or of the one the float model would have now, in dB."""
+
+    def keep(self) -> Undo:
+        """Remember the state; the function returned brings it back."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """How a front end carries out one step.
+
+    Attributes:
+        run: (the model in the phase ``float``, the simulation in the other, then options) -> the report: its ``summary``
+            or first line is written down, and its ``changed`` says whether anything was done.
+        options: names it takes; asked for when a recipe is checked.
+    """
+
+    run: Callable[..., Any]
+    options: Callable[[], tuple[str, ...]]
+
+
+def action(function: Callable[..., Any], **bound: Any) -> Action:
+    """An action that calls ``function(target, **bound, **options)``; its options are the keyword-only parameters."""
+    parameters = inspect.signature(function).parameters.values()
+    names = tuple(p.name for p in parameters if p.kind == p.KEYWORD_ONLY and p.name not in bound)
+    return Action(lambda target, **options: function(target, **bound, **options), lambda: names)
+
+
+def weight_actions(
+    choose: Callable[..., Any], calibrate: Callable[[Any], None], options: Callable[[str], tuple[str, ...]]
+) -> dict[str, Action]:
+    """Actions of the steps that choose weights on the grid.
+
+    Args:
+        choose: ``choose(sim, method=name, **options)``.
+        calibrate: finds the ranges of the activations anew for the weights chosen.
+        options: of a method.
+    """
+
+    def one(name: str) -> Action:
+        def run(sim: Any, **given: Any) -> Any:
+            report = choose(sim, method=name, **given)
+            calibrate(sim)
+            return report
+
+        return Action(run, lambda: options(name))
+
+    return {name: one(name) for name in ("seq_mse", *_ROUNDING)}
+
+
+def _said(report: object) -> str:
+    return str(getattr(report, "summary", None) or str(report).partition("\n")[0])
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    """What a :class:`ModelRunner` asks of a front end.
+
+    Attributes:
+        copy: model -> an independent copy.
+        simulate: model, which it may keep -> calibrated simulation.
+        measure: simulation -> metric.
+        remember: simulation -> how to bring its present state back.
+        actions: by step.
+        outputs: (simulation, batch) -> its outputs, as a judge compares them.
+        trial: model, which it may keep -> simulation calibrated on the judge's batches alone, for a comparison.
+    """
+
+    copy: Callable[[Any], Any]
+    simulate: Callable[[Any], Any]
+    measure: Callable[[Any], float]
+    remember: Callable[[Any], Undo]
+    actions: Mapping[str, Action]
+    outputs: Callable[[Any, Any], Sequence[Any]] | None = None
+    trial: Callable[[Any, Judge], Any] | None = None
+
+
+class ModelRunner:
+    """The :class:`Runner` of both front ends.
+
+    Attributes:
+        model: the float model as it stands; its own copy.
+        sim: the calibrated simulation, once there is one.
+        judge, changed: see :class:`Runner`.
+    """
+
+    def __init__(self, model: Any, front_end: FrontEnd, judge: Judge | None = None) -> None:
+        self.model, self._front, self.judge = model, front_end, judge
+        self.sim: Any = None
+        self.changed = False
+
+    def check(self, step: Step) -> None:
+        """See :class:`Runner`."""
+        known = self._front.actions[step.name].options()
+        for option in step.options:
+            if option not in known:
+                raise ConfigError(
+                    step.name,
+                    f"there is no option {option!r}{close_matches(option, known)}",
+                    f"use {', '.join(known)}" if known else "it takes none",
+                )
+
+    def apply(self, step: Step) -> str:
+        """See :class:`Runner`."""
+        target = self.model if KINDS[step.name].phase == "float" else self.sim
+        report = self._front.actions[step.name].run(target, **step.options)
+        self.changed = bool(getattr(report, "changed", True))
+        return _said(report)
+
+    def simulate(self) -> None:
+        """See :class:`Runner`."""
+        self.sim = self._front.simulate(self.model)
+
+    def measure(self) -> float:
+        """See :class:`Runner`; in the phase ``float`` a simulation is made for it and dropped."""
+        sim = self._front.simulate(self._front.copy(self.model)) if self.sim is None else self.sim
+        return float(self._front.measure(sim))
+
+    def sqnr(self) -> float:
+        """See :class:`Runner`."""
+        outputs, trial = self._front.outputs, self._front.trial
+        assert self.judge is not None and outputs is not None and trial is not None
+        sim = trial(self._front.copy(self.model), self.judge) if self.sim is None else self.sim
+        return self.judge.sqnr(lambda batch: outputs(sim, batch))
+
+    def keep(self) -> Undo:
+        """See :class:`Runner`."""
+        if self.sim is not None:
+            return self._front.remember(self.sim)
+        saved = self._front.copy(self.model)
+        return lambda: setattr(self, "model", saved)
+
+
+OnHarm = Literal["report", "undo"]
+
+
+def run_recipe(
+    steps: Sequence[Step],
+    runner: Runner,
+    *,
+    float_metric: float | None = None,
+    on_harm: OnHarm = "report",
+    lower_is_better: bool = False,
+) -> RecipeReport:
+    """Carry out ``steps`` and leave the runner with a calibrated simulation.
+
+    Args:
+        steps: as :func:`parse_recipe` gives them.
+        runner: the model.
+        float_metric: metric of the float model; ``None`` when there is no metric, and then nothing is measured.
+        on_harm: what becomes of a step that makes the metric worse: ``report`` keeps it and says so, ``undo`` takes it
+            back.
+        lower_is_better: for perplexities and errors.
+
+    Raises:
+        ConfigError: an option that a step does not have, or an unknown ``on_harm``; before any work.
+        CalibrationError: the metric is NaN.
+        KeyboardInterrupt: Ctrl-C; a note on it names the step. A model that is treated in part is nobody's result, so
+            none is returned.
+    """
+    if on_harm not in ("report", "undo"):
+        raise ConfigError("on_harm", f"{on_harm!r} is neither 'report' nor 'undo'", "use one of them")
+    impossible = _check(steps, runner)
+    book = Book(lower_is_better)
+    if float_metric is not None:
+        book.add("float", float_metric)
+        book.add("no step", runner.measure())
+    judging = _Judging(runner)
+    simulated = False
+    for index, step in enumerate(steps):
+        if index in impossible:
+            book.leave_out(str(step), impossible[index])
+            continue
+        if KINDS[step.name].phase == "simulation" and not simulated:
+            runner.simulate()
+            judging.begin()
+            simulated = True
+        undo = runner.keep()
+        try:
+            note = runner.apply(step)
+            verdict = judging.verdict(step, undo)
+            value = None if float_metric is None else runner.measure()
+        except KeyboardInterrupt as stop:
+            stop.add_note(f"during the step {step} of the recipe")
+            raise
+        except BitwrightError as error:
+            undo()
+            if not step.optional:
+                raise
+            book.leave_out(str(step), error)
+            continue
+        outcome = book.add(str(step), value, note, None if verdict is None else verdict.sqnr)
+        if verdict is not None and not verdict.kept:
+            logger.info("%s is taken back: the outputs did not gain", step)
+            undo()
+            book.take_back()
+        elif outcome.hurts:
+            logger.warning("%s made the metric worse by %.4g%s", step, -(outcome.change or 0), _fate(on_harm))
+            if on_harm == "undo":
+                undo()
+                book.take_back()
+    if not simulated:
+        runner.simulate()
+    return RecipeReport(tuple(book.outcomes), judging.where)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What a step was worth: the judge's numbers before and after it, and whether it stays."""
+
+    sqnr: tuple[float, float]
+    kept: bool
+
+
+class _Judging:
+    """Puts the steps that ask for it before the runner's judge, if it has one."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._before: float | None = None
+        self.where = ""
+
+    def begin(self) -> None:
+        """The simulation is made: numbers of trials do not compare with its own."""
+        self._before = None
+
+    def verdict(self, step: Step, undo: Undo) -> _Verdict | None:
+        """Of the step just done; ``None`` where nothing is asked."""
+        runner, gain = self._runner, KINDS[step.name].gain
+        if not runner.changed or runner.judge is None or not runner.judge.possible:
+            return None
+        if gain is None:
+            self._before = None
+            return None
+        self.where = runner.judge.where
+        if self._before is None:
+            again = runner.keep()
+            undo()
+            self._before = runner.sqnr()
+            again()
+        before, after = self._before, runner.sqnr()
+        kept = after >= before + gain
+        self._before = after if kept else before
+        return _Verdict((before, after), kept)
+
+
+def _check(steps: Sequence[Step], runner: Runner) -> dict[int, BitwrightError]:
+    """Refuse what the runner cannot do; of optional steps, say why by their place."""
+    impossible = {}
+    for index, step in enumerate(steps):
+        try:
+            runner.check(step)
+        except BitwrightError as error:
+            if not step.optional:
+                raise
+            impossible[index] = error
+    return impossible
+
+
+def _fate(on_harm: OnHarm) -> str:
+    return "; it is taken back" if on_harm == "undo" else "; on_harm='undo' would take it back"

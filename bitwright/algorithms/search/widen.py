@@ -1,0 +1,255 @@
+"""More bits, or float, for the few activations whose eight bits cost the outputs most, within a stated allowance.
+
+A value that a layer multiplies gets 16 bits. Others, which only elementwise operators and the caller read, stay in float,
+where such operators run anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bitwright.algorithms.rounding.program import SimulatedModel
+from bitwright.algorithms.search.output_error import OutputErrors, output_errors
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.ops import op_row
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.simulation.sites import Site
+from bitwright.errors import ConfigError
+
+#: names of the options of :func:`widen`
+OPTIONS = ("allowance", "memory", "least", "samples", "seed")
+_DROWNED, _HALF = 0.1, 0.5  # noise over signal beyond which the allowances are at least a half
+_NARROW = 8  # bits from which upwards nothing is raised
+
+
+@dataclass(frozen=True)
+class Widened:
+    """A quantizer that works with more bits now, or would.
+
+    Attributes:
+        site: its first site.
+        bits: before and after; ``None`` is float.
+        share: of the noise in the outputs, what it made; of what those before it in the report left.
+        products: share of the model's multiplications in the layers that read or make its values, and no longer run on
+            8-bit kernels.
+        elements: share of the quantized activations' elements; 0 if no layer reads or makes them.
+    """
+
+    site: str
+    bits: tuple[int, int | None]
+    share: float
+    products: float
+    elements: float
+
+    @property
+    def now(self) -> str:
+        """What it has now."""
+        return "float" if self.bits[1] is None else f"{self.bits[1]} bits"
+
+    @property
+    def why(self) -> str:
+        """The reason, for the coverage."""
+        return f"{self.bits[0]} bits made {self.share:.0%} of the outputs' noise"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.site}: {self.share:.0%} of the outputs' noise, {self.products:.1%} of the multiplications, "
+            f"{self.elements:.1%} of the activations"
+        )
+
+
+@dataclass(frozen=True)
+class WidenReport:
+    """What was raised, and what would have been.
+
+    Attributes:
+        raised: the quantizers with more bits.
+        too_dear: those that make as much noise and did not fit the allowance.
+        errors: the estimate behind it.
+    """
+
+    raised: tuple[Widened, ...] = ()
+    too_dear: tuple[Widened, ...] = ()
+    errors: OutputErrors = field(default_factory=OutputErrors, repr=False)
+
+    @property
+    def changed(self) -> bool:
+        """Whether something was raised."""
+        return bool(self.raised)
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        shown = [f"{w.now} at {w.site} ({w.share:.0%} of the noise)" for w in self.raised[:4]]
+        if len(self.raised) > len(shown):
+            shown.append(f"{len(self.raised) - len(shown)} more")
+        if self.too_dear:
+            shown.append(f"{len(self.too_dear)} beyond the allowance")
+        return ", ".join(shown) or "no activation makes much of the outputs' noise"
+
+    def __str__(self) -> str:
+        lines = [f"  {w.now.ljust(16)} {w}" for w in self.raised]
+        return "\n".join([self.summary, *lines, *(f"  beyond allowance {w}" for w in self.too_dear)])
+
+
+def widen(
+    model: SimulatedModel,
+    batches: Iterable[Any],
+    *,
+    allowance: float = 0.1,
+    memory: float = 0.2,
+    least: float = 0.05,
+    samples: int = 32,
+    seed: int = 0,
+) -> WidenReport:
+    """Give 16 bits, or float, to the activations whose quantizers make most of the noise in the outputs.
+
+    Values of fewer than 8 bits that a layer multiplies get 8.
+
+    What each makes is estimated by :func:`output_errors`. From the largest down, a quantizer is raised while it makes
+    ``least`` of the noise that is left, and while the raised ones keep within the allowances. As long as the noise left is
+    more than a tenth of the signal, these are at least a half: no saving is worth outputs that are noise.
+
+    Args:
+        model: a calibrated simulation; changed in place.
+        batches: data.
+        allowance: share of the model's multiplications in layers that may read or make raised values, 0 to 1; 0 is kept
+            whatever the noise.
+        memory: share of the elements of quantized activations that may be raised, 0 to 1; the same.
+        least: share of the noise from which on a quantizer is worth it, 0 to 1.
+        samples, seed: of the estimate.
+
+    Raises:
+        ConfigError: an option out of its range.
+    """
+    for name, value in (("allowance", allowance), ("memory", memory), ("least", least)):
+        if not 0 <= value <= 1:
+            raise ConfigError("widen", f"{name} is {value!r}", "use a share from 0 to 1")
+    errors = output_errors(model, batches, samples=samples, seed=seed)
+    candidates = _Candidates(model)
+    left = total = errors.total
+    raised: list[Widened] = []
+    too_dear: list[Widened] = []
+    keys: list[int] = []
+    for key, noise in candidates.ranked(errors):
+        if noise < least * left or not noise:
+            break
+        mine = candidates.widened(key, noise / left)
+        drowned = errors.measured * left / total > _DROWNED
+        products, elements = candidates.cost([*keys, key])
+        dear = _beyond(products, allowance, drowned) or _beyond(elements, memory, drowned)
+        if dear and mine.products:
+            too_dear.append(mine)
+            continue
+        keys, left = [*keys, key], left - noise
+        raised.append(mine)
+        candidates.put_in_force(key, mine)
+    return WidenReport(tuple(raised), tuple(too_dear), errors)
+
+
+def _beyond(share: float, allowance: float, drowned: bool) -> bool:
+    return share > (max(allowance, _HALF) if drowned and allowance else allowance)
+
+
+class _Candidates:
+    """The quantizers that can be raised, and what it costs."""
+
+    def __init__(self, model: SimulatedModel) -> None:
+        graph, sites = model.graph(), model.sites()
+        self._sites = sites
+        fixed = {id(site.quantizer) for site in sites.values() if not _can_be_raised(site)}
+        self.quantizers = {
+            id(site.quantizer): site.quantizer for site in sites.values() if id(site.quantizer) not in fixed
+        }
+        self._work = {op.name: _products(graph, op) for op in graph.ops}
+        self._all_work = sum(self._work.values()) or 1.0
+        values = _values(model)
+        sizes = {key: float(sum(_size(graph, v) for v in held)) for key, held in values.items()}
+        all_sizes = sum(sizes.values()) or 1.0
+        self._read: set[int] = set()  # by layers
+        self._layers: dict[int, set[str]] = {}
+        self._elements: dict[int, float] = {}
+        for key in self.quantizers:
+            readers = {op.name for v in values[key] for op, _ in graph.consumers(v) if self._work[op.name]}
+            makers = {op.name for v in values[key] if (op := graph.producer(v)) is not None}
+            self._layers[key] = readers | {name for name in makers if self._work[name]}
+            self._elements[key] = sizes[key] / all_sizes if self._layers[key] else 0.0
+            if readers:
+                self._read.add(key)
+
+    def cost(self, keys: Sequence[int]) -> tuple[float, float]:
+        """Shares of the model's multiplications, in layers that read or make their values, and of the elements."""
+        layers = {name for key in keys for name in self._layers[key]}
+        return sum(self._work[name] for name in layers) / self._all_work, sum(self._elements[k] for k in keys)
+
+    def ranked(self, errors: OutputErrors) -> list[tuple[int, float]]:
+        """Quantizers and the noise they make, the most first."""
+        made: dict[int, float] = {}
+        for name, noise in errors.activations.items():
+            key = id(self._sites[name].quantizer)
+            if key in self.quantizers:
+                made[key] = made.get(key, 0.0) + noise
+        return sorted(made.items(), key=lambda item: -item[1])
+
+    def widened(self, key: int, share: float) -> Widened:
+        """What raising it means."""
+        quantizer = self.quantizers[key]
+        bits = quantizer.spec.format.bits
+        now = None if key not in self._read else 8 if bits < _NARROW else 16
+        return Widened(quantizer.name, (bits, now), share, *self.cost([key]))
+
+    def put_in_force(self, key: int, what: Widened) -> None:
+        """Raise it."""
+        if what.bits[1] is None:
+            self.quantizers[key].release(what.why)
+        else:
+            self.quantizers[key].refine(what.bits[1], what.why)
+
+
+def _can_be_raised(site: Site) -> bool:
+    quantizer = site.quantizer
+    return (
+        site.role in ("input", "output") and site.inner is None
+        and site.enabled and not site.frozen and not quantizer.derived and quantizer.encoding is not None
+        and isinstance(quantizer.spec.format, IntFormat) and quantizer.spec.format.bits <= _NARROW
+    )  # fmt: skip
+
+
+def _values(model: SimulatedModel) -> dict[int, dict[str, None]]:
+    """Quantizer -> the values that lie on its grid."""
+    sites = model.sites()
+    found: dict[int, dict[str, None]] = {}
+    by_group = {}
+    for site in sites.values():
+        if site.role in ("input", "output"):
+            found.setdefault(id(site.quantizer), {}).setdefault(site._plan.value)
+            by_group[site._plan.group] = id(site.quantizer)
+    for value, group in model.shared().items():
+        if group in by_group:
+            found[by_group[group]].setdefault(value)
+    return found
+
+
+def _size(graph: Graph, value: str) -> float:
+    return float(np.prod([max(n, 1) for n in graph.values[value].shape]))
+
+
+def _products(graph: Graph, op: Op) -> float:
+    """Multiplications of an operator that multiplies matrices, of the recorded run; 0 for the others."""
+    row = op_row(op.type)
+    if row.kind != "compute" or not op.outputs or op.inputs[0] is None:
+        return 0.0
+    made, read = _size(graph, op.outputs[0]), graph.values[op.inputs[0]].shape
+    weight = op.inputs[1] if len(op.inputs) > 1 else None
+    if op.type in ("Conv", "ConvTranspose") and weight is not None:
+        positions = made if op.type == "Conv" else _size(graph, op.inputs[0])
+        return positions * float(np.prod(graph.values[weight].shape[1:]))
+    if op.type in ("LSTM", "GRU", "RNN"):
+        steps = float(np.prod(read[:-1])) if read else 1.0
+        return steps * sum(_size(graph, v) for v in op.inputs[1:3] if v is not None)
+    inner = read[-1 if not op.attrs.get("transA") else 0] if read else 1
+    return made * max(inner, 1)

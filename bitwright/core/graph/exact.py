@@ -1,0 +1,119 @@
+"""Values that no integer grid can hold well enough for the operator that reads them.
+
+A grid's error is the same everywhere on it. Some operators ask for something else: a divisor, a logarithm or a
+root needs a small *relative* error down to the smallest value (a grid rounds these to zero, and the answer is infinite or
+NaN); sine and cosine need a small error against one turn, however many turns the range has; a label that is compared has to be
+the number it was. The op table says which
+(``OpRow.exact``); here the need is followed back to where such a value comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.ops import Need, OpRow, op_row
+
+#: why a value stays in float, for the operator named
+REASONS: dict[Need, str] = {
+    "divisor": "float: {} divides by it, and an integer grid rounds its small values to zero",
+    "magnitude": "float: {} needs its magnitude, of which an integer grid has only the large ones",
+    "domain": "float: {} has no answer beyond a bound that an integer grid may pass",
+    "identity": "float: {} compares it or counts with it, and a grid has other numbers",
+    "phase": "float: {} takes it for an angle, and the steps of an integer grid are large against a turn",
+}
+_KEEPS = frozenset(("Neg", "Abs", "Square", "Pow", "Sqrt", "Clip", "Max", "Min", "Mul", "Div", "Reciprocal"))
+_POSITIVE = frozenset(("Abs", "Square", "Pow", "Sqrt", "Exp"))
+_LINEAR = frozenset(("Neg", "Mul", "Div", "Add", "Sub"))
+_PRODUCTS = frozenset(("MatMul", "Gemm", "Einsum"))
+
+
+def computed_values(graph: Graph) -> set[str]:
+    """What a product of tensors leads to; a table that is looked up by position is none."""
+    computed: set[str] = set()
+    for op in graph.ops:
+        product = op_row(op.type).kind == "compute" and op.type != "Embedding"
+        if product or any(value in computed for _, value in op.sources()):
+            computed.update(op.outputs)
+    return computed
+
+
+def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
+    """Value -> what it is needed for, and the operator that needs it; in one linear pass against the order of execution.
+
+    A need for small relative errors reaches back over products, powers and shifts by a constant, and over sums of squares;
+    it stops at reductions, layers and activation functions, whose own output is the last value found. An angle is followed
+    over scales and shifts, and where no layer has been before (coordinates, positions, times), over everything, the matrix
+    that makes angles of them included.
+
+    Args:
+        graph: the model.
+        static: values that are the same in every run.
+    """
+    trace = _Trace(graph, static)
+    for op in reversed(graph.ops):
+        trace.visit(op)
+    return trace.found
+
+
+class _Trace:
+    def __init__(self, graph: Graph, static: set[str]) -> None:
+        self.graph, self.static = graph, static
+        self.computed = computed_values(graph)
+        self.found: dict[str, tuple[Need, str]] = {}
+
+    def visit(self, op: Op) -> None:
+        """Note what ``op`` needs of its operands, and what is needed of them through it."""
+        row = op_row(op.type)
+        for port, value in op.sources():
+            need = row.exact.get(port) if op.type != "Pow" else _power(op, port)
+            if need is not None:
+                self.found.setdefault(value, (need, op.name))
+        wanted = next((self.found[value] for value in op.outputs if value in self.found), None)
+        if wanted is not None:
+            passed = self._angles(op, row) if wanted[0] == "phase" else self._magnitudes(op, row)
+            for value in passed:
+                self.found.setdefault(value, wanted)
+
+    def _data(self, op: Op, row: OpRow) -> list[str]:
+        ports = row.activations
+        return [
+            value
+            for port, value in op.sources()
+            if (ports is None or port in ports) and self.graph.values[value].is_float
+        ]
+
+    def _magnitudes(self, op: Op, row: OpRow) -> Iterator[str]:
+        data = [value for value in self._data(op, row) if value not in self.static]
+        if row.kind in ("movement", "merge") or op.type in _KEEPS:
+            yield from data
+        elif op.type in ("Add", "Sub"):
+            alone = len(data) == 1 or len(set(data)) == 1
+            yield from (value for value in data if alone or self._is_positive(value))
+
+    def _is_positive(self, value: str) -> bool:
+        """Whether a value is made without a sign, so that a sum with it loses no magnitude."""
+        maker = self.graph.producer(value)
+        if maker is None:
+            return False
+        return maker.type in _POSITIVE or (maker.type == "Mul" and len(set(maker.inputs)) == 1)
+
+    def _angles(self, op: Op, row: OpRow) -> Iterator[str]:
+        data = self._data(op, row)
+        if row.kind == "compute":
+            plain = not any(value in self.computed for value in data)
+            yield from (v for _, v in op.sources() if plain and op.type in _PRODUCTS)
+        elif row.kind in ("movement", "merge"):
+            yield from data
+        else:
+            moving = [value for value in data if value not in self.static]
+            yield from (
+                v for v in data if v not in self.computed or (op.type in _LINEAR and len(moving) == 1)
+            )
+
+
+def _power(op: Op, port: int) -> Need | None:
+    exponent = op.attrs.get("exponent")
+    if port != 0 or exponent is None:
+        return None
+    return "divisor" if exponent < 0 else "magnitude" if 0 < exponent < 1 else None

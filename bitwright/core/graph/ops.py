@@ -1,0 +1,246 @@
+"""The op table: what quantization has to know about each operator, keyed by canonical (ONNX) type.
+
+A row says which ports are parameters, where a weight has its output channels, whether the operator only moves data,
+and whether integer runtimes have a kernel for it. Adding an operator is adding a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerGate, PerTensor
+
+Kind = Literal["compute", "movement", "pointwise", "merge", "norm", "reduce", "float"]
+Need = Literal["divisor", "magnitude", "domain", "phase", "identity"]
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """One operator type.
+
+    Attributes:
+        kind: ``compute`` multiplies activations with weights or activations; ``movement`` only moves or selects
+            elements, so its output has its input's encoding; ``merge`` joins inputs (concat, where); ``float`` has no
+            integer kernel anywhere.
+        params: port -> parameter name in rules (``weight``, ``bias``, ...), for ports that usually hold parameters.
+        weight: port whose constant operand is the weight.
+        bias: port of the bias.
+        activations: ports that carry activations; ``None`` means every port not in ``params``.
+        integer: whether common integer runtimes run the operator on integers, so that its output is worth a grid.
+        fixed_range: the output's range whatever the input (``(0, 1)`` for sigmoid).
+        exact: port -> what no integer grid gives the operator there: small values of a ``divisor``, the ``magnitude`` of
+            what is small, values within its ``domain``, a ``phase``, the very numbers that are compared or counted with
+            (``identity``); see :mod:`bitwright.core.graph.exact`.
+    """
+
+    kind: Kind
+    params: Mapping[int, str] = field(default_factory=dict)
+    weight: int | None = None
+    bias: int | None = None
+    activations: tuple[int, ...] | None = None
+    integer: bool = False
+    fixed_range: tuple[float, float] | None = None
+    exact: Mapping[int, Need] = field(default_factory=dict)
+
+
+_WB = {1: "weight", 2: "bias"}
+_MATMUL = OpRow("compute", {}, weight=1, activations=(0, 1), integer=True)
+_MOVE = OpRow("movement", activations=(0,))
+_POINT = OpRow("pointwise")
+_INT_POINT = OpRow("pointwise", integer=True)
+_ACT = OpRow("pointwise", activations=(0,), integer=True)
+_NORM = OpRow("norm", _WB, activations=(0,))
+_REDUCE = OpRow("reduce", activations=(0,))
+#: parameters that normalisations measure: a grid of few steps on a variance is a factor on every value behind it
+STATISTICS = frozenset(("running_mean", "running_var"))
+_CHANNEL_NORMS = ("BatchNormalization", "InstanceNormalization", "GroupNormalization")
+_GATED = (1, 2)  # W and R have rows of gates, a projection has none
+_RECURRENT = OpRow(
+    "compute",
+    {1: "weight", 2: "weight", 3: "bias", 7: "peephole", 8: "weight", 9: "bias"},
+    weight=1,
+    activations=(0, 5, 6),
+    integer=True,
+)
+
+OPS: dict[str, OpRow] = {
+    "Conv": OpRow("compute", _WB, weight=1, bias=2, activations=(0,), integer=True),
+    "ConvTranspose": OpRow("compute", _WB, weight=1, bias=2, activations=(0,), integer=True),
+    "Gemm": OpRow("compute", _WB, weight=1, bias=2, activations=(0,), integer=True),
+    "MatMul": _MATMUL,
+    # rows of the first operand, each group of them by its own matrix of the second: experts
+    "GroupedMatMul": OpRow("compute", {3: "bias"}, weight=1, activations=(0, 1), integer=True),
+    "Einsum": OpRow("compute", activations=(0, 1), integer=True),
+    "Bilinear": OpRow("compute", {2: "weight", 3: "bias"}, weight=2, bias=3, activations=(0, 1)),
+    "Embedding": OpRow("compute", {0: "weight"}, weight=0, activations=(), integer=True),
+    "PRelu": OpRow("pointwise", {1: "weight"}, weight=1, activations=(0,), integer=True),
+    # batch normalisation: scale, shift, mean, variance in ONNX port order
+    "BatchNormalization": OpRow(
+        "norm", {1: "weight", 2: "bias", 3: "running_mean", 4: "running_var"}, activations=(0,), integer=True
+    ),
+    "LayerNormalization": _NORM,
+    "GroupNormalization": _NORM,
+    "InstanceNormalization": OpRow(
+        "norm", {1: "weight", 2: "bias", 3: "running_mean", 4: "running_var"}, activations=(0,)
+    ),
+    "RMSNormalization": OpRow("norm", {1: "weight"}, activations=(0,)),
+    "LRN": OpRow("norm", activations=(0,)),
+    "LpNormalization": OpRow("norm", activations=(0,)),
+    # joins
+    "Concat": OpRow("merge", integer=True),
+    "Where": OpRow("merge", activations=(1, 2)),
+    "MaskedFill": OpRow("merge", activations=(0,)),
+    "ScatterElements": OpRow("merge", activations=(0, 2)),
+    # reductions and pools
+    "AveragePool": OpRow("reduce", activations=(0,), integer=True),
+    "GlobalAveragePool": OpRow("reduce", activations=(0,), integer=True),
+    "ReduceMean": OpRow("reduce", activations=(0,), integer=True),
+    **dict.fromkeys(
+        ("ReduceSum", "ReduceProd", "ReduceL2", "CumSum", "ReduceLogSumExp", "Variance"), _REDUCE
+    ),
+    # activations
+    **dict.fromkeys(
+        ("Relu", "Clip", "LeakyRelu", "HardSwish", "HardSigmoid", "Silu", "Gelu", "Elu", "Mish"), _ACT
+    ),
+    **dict.fromkeys(("Selu", "Celu", "Softplus", "Softsign", "HardShrink", "SoftShrink", "TanhShrink"), _ACT),
+    **dict.fromkeys(("LogSigmoid", "Threshold", "Glu", "RRelu"), _ACT),
+    "Sigmoid": OpRow("pointwise", activations=(0,), integer=True, fixed_range=(0.0, 1.0)),
+    "Softmax": OpRow("pointwise", activations=(0,), integer=True, fixed_range=(0.0, 1.0)),
+    "Tanh": OpRow("pointwise", activations=(0,), integer=True, fixed_range=(-1.0, 1.0)),
+    **dict.fromkeys(
+        ("Sin", "Cos"), OpRow("pointwise", activations=(0,), fixed_range=(-1.0, 1.0), exact={0: "phase"})
+    ),
+    "Tan": OpRow("pointwise", exact={0: "phase"}),
+    "LogSoftmax": OpRow("pointwise", activations=(0,)),
+    # arithmetic: four with integer kernels, the rest float between grids
+    **dict.fromkeys(("Add", "Sub", "Mul"), _INT_POINT),
+    **dict.fromkeys(("Div", "Mod", "FloorDiv"), OpRow("pointwise", exact={1: "divisor"})),
+    **dict.fromkeys(("Reciprocal", "Rsqrt"), OpRow("pointwise", exact={0: "divisor"})),
+    **dict.fromkeys(("Log", "Sqrt"), OpRow("pointwise", exact={0: "magnitude"})),
+    **dict.fromkeys(("log2", "log10"), OpRow("float", activations=(0,), exact={0: "magnitude"})),
+    **dict.fromkeys(("Asin", "Acos"), OpRow("pointwise", exact={0: "domain"})),
+    **dict.fromkeys(("eq", "ne", "Equal"), OpRow("float", exact={0: "identity", 1: "identity"})),
+    **dict.fromkeys(("Cast", "long", "int"), OpRow("float", exact={0: "identity"})),
+    **dict.fromkeys(("Pow", "Min", "Max", "Lerp", "Addcmul", "Atan2"), _POINT),  # Pow: by its exponent
+    **dict.fromkeys(("Exp", "Abs", "Neg", "Square", "Erf", "Round", "Floor", "Ceil"), _POINT),
+    **dict.fromkeys(("Atan", "Sinh", "Cosh", "Log1p", "Expm1", "Sign"), _POINT),
+    # movement of data: the values on the output are values of the input (or zero)
+    **dict.fromkeys(
+        ("Identity", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split"), _MOVE
+    ),
+    **dict.fromkeys(
+        ("Expand", "Tile", "Pad", "MaxPool", "GlobalMaxPool", "DepthToSpace", "SpaceToDepth"), _MOVE
+    ),
+    **dict.fromkeys(
+        ("Gather", "GatherElements", "GatherND", "ReduceMax", "ReduceMin", "TopK", "Sort"), _MOVE
+    ),
+    **dict.fromkeys(
+        ("Dropout", "Flip", "Roll", "Unfold", "ChannelShuffle", "ResizeNearest", "Compress"), _MOVE
+    ),
+    **dict.fromkeys(("Trilu", "Diagonal", "Contiguous", "MaxUnpool", "Clone"), _MOVE),
+    "Stack": OpRow("merge", integer=True),
+    "Col2Im": OpRow("reduce", activations=(0,)),  # adds where columns overlap
+    # control flow: which branch's value it is; what the body made last, or in each run
+    "If": OpRow("merge", activations=(1, 2)),
+    **dict.fromkeys(("Loop", "Scan"), _MOVE),
+    "Resize": OpRow("pointwise", activations=(0,), integer=True),
+    "GridSample": OpRow("pointwise", activations=(0,)),
+    # one layer in one direction: X, W, R, B, sequence_lens, initial_h, initial_c, P, and what only torch has:
+    # a projection and a second bias
+    **dict.fromkeys(CELLS, _RECURRENT),
+    # one call in torch that the front end takes apart; listed in float where it could not
+    "Attention": OpRow("float"),
+}
+
+_UNKNOWN = OpRow("float")
+
+
+def op_row(op_type: str) -> OpRow:
+    """The row of ``op_type``; an operator without a row is treated as ``float``."""
+    return OPS.get(op_type, _UNKNOWN)
+
+
+def weight_axes(
+    op_type: str, attrs: Mapping[str, Any], port: int, rank: int
+) -> tuple[int | None, int | None]:
+    """``(channel_axis, block_axis)`` of a constant operand: output channels, and the axis that is summed over.
+
+    ============== ============================= =============
+    type           channel axis                  block axis
+    ============== ============================= =============
+    Conv           0                             1
+    ConvTranspose  1                             0
+    Gemm           0 if ``transB`` else 1        the other
+    MatMul         last (right), rank-2 (left)   the other
+    GroupedMatMul  last, for each matrix         the one before
+    Embedding      0 (rows)                      1
+    LSTM, GRU, RNN the one before the last       last
+    channel norms  0                             none
+    ============== ============================= =============
+
+    Channel norms are batch, instance and group normalisation, with their scale and shift.
+    A 1-D operand of MatMul has no output channel: ``(None, 0)``.
+    """
+    if op_type == "Conv":
+        return 0, 1
+    if op_type == "ConvTranspose":
+        return 1, 0
+    if op_type == "Gemm":
+        if port == 1:
+            return (0, 1) if attrs.get("transB") else (1, 0)
+        return (1, 0) if attrs.get("transA") else (0, 1)
+    if op_type == "MatMul":
+        if rank < 2:
+            return None, 0
+        return (rank - 1, rank - 2) if port == 1 else (rank - 2, rank - 1)
+    if op_type == "GroupedMatMul":
+        return rank - 1, rank - 2
+    if op_type in ("Embedding", "Bilinear"):
+        return 0, 1
+    if op_type == "PRelu" or (op_type in _CHANNEL_NORMS and rank == 1):
+        return 0, None
+    if (
+        op_type in CELLS and rank > 1
+    ):  # rows of gates: [gates * hidden, in], and [1, gates * hidden, in] in ONNX
+        return rank - 2, rank - 1
+    return None, None
+
+
+#: in a stack of matrices, the axis that the scales of each follow: columns of a product, rows of what is picked
+_STACK_CHANNELS = {"GroupedMatMul": 2, "Embedding": 1}
+
+
+def resolve_granularity(
+    op_type: str, attrs: Mapping[str, Any], port: int, granularity: Granularity, shape: tuple[int, ...]
+) -> Granularity:
+    """``granularity`` with its open axes filled in for a constant operand of ``shape`` at ``port``.
+
+    A grouped transposed convolution has its output channels spread over two axes (group, channel within the group):
+    per channel then means one scale per group and per index of axis 1, which is a block of ``in / group`` along axis 0.
+    Stacked matrices do not share scales: per channel means one per matrix and column (row, where matrices are picked).
+    A per-channel scale over a single element (1-D weights of PRelu with one slope) falls back to per tensor.
+    """
+    channel, block = weight_axes(op_type, attrs, port, len(shape))
+    if isinstance(granularity, PerGate) and op_type in CELLS and port in _GATED and channel is not None:
+        return PerBlock(shape[channel] // len(CELLS[op_type].gates), axis=channel)
+    if op_type == "PRelu" and shape:  # slopes may bear axes of length 1, to broadcast against the input
+        channel = max(range(len(shape)), key=shape.__getitem__)
+    if op_type in _STACK_CHANNELS and port != 2 and granularity == PerChannel() and len(shape) == 3:
+        return PerBlock(1, axis=0, channel_axis=_STACK_CHANNELS[op_type])
+    group = int(attrs.get("group", 1))
+    if (
+        op_type == "ConvTranspose"
+        and group > 1
+        and isinstance(granularity, PerChannel)
+        and granularity.axis is None
+    ):
+        if shape[1] == 1:
+            return PerChannel(0)
+        return PerBlock(shape[0] // group, axis=0, channel_axis=1)
+    resolved = granularity.resolve(channel, block)
+    if isinstance(resolved, PerChannel) and shape and resolved.axis is not None and shape[resolved.axis] == 1:
+        return PerTensor()
+    return resolved

@@ -1,0 +1,571 @@
+"""The records a diagnosis is made of, and the rules by which an operator is accused.
+
+A front end runs the model on data, tells a :class:`Tracker` which tensors every operator read and wrote, and
+measures the ones around each origin of a non-finite value (:func:`measure_tensor`). The tracker decides which
+origins are faults and which are harmless: a ``-inf`` mask before a softmax, a NaN that is masked out before
+use. What comes out is a :class:`HealthReport`. Nothing here knows a framework.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.core.numerics.arrays import (
+    Array,
+    as_array,
+    cast,
+    dtype_name,
+    is_floating,
+    is_torch,
+    namespace,
+    to_numpy,
+)
+from bitwright.errors import CalibrationError
+
+TensorKind = Literal["input", "param", "constant", "activation"]
+
+#: dtype -> (largest finite number, smallest normal number)
+LIMITS: dict[str, tuple[float, float]] = {
+    "float16": (65504.0, 2.0**-14),
+    "bfloat16": (3.3895313892515355e38, 2.0**-126),
+    "float32": (float(np.finfo(np.float32).max), 2.0**-126),
+    "float64": (float(np.finfo(np.float64).max), 2.0**-1022),
+}
+HALVES = ("float16", "bfloat16")
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class TensorHealth:
+    """What one tensor holds.
+
+    Attributes:
+        name: value, parameter or argument name.
+        shape, dtype, size: of the tensor; ``size`` in elements.
+        nan, pos_inf, neg_inf: how many elements are NaN, +Inf and -Inf.
+        min, max: bounds of the finite elements; ``None`` without any.
+        zeros: how many elements are zero.
+        smallest: least magnitude of the finite elements that are not zero; ``None`` without any.
+        subnormals: in half precision, elements that are not zero and below the smallest normal number.
+        saturated: in half precision, finite elements at the largest number of the type.
+        first_bad: index of the first element that is NaN or +Inf, or of the first -Inf where there is neither.
+        kind: ``input`` of the model, ``param``, ``constant`` or ``activation``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    size: int
+    nan: int = 0
+    pos_inf: int = 0
+    neg_inf: int = 0
+    min: float | None = None
+    max: float | None = None
+    zeros: int = 0
+    smallest: float | None = None
+    subnormals: int = 0
+    saturated: int = 0
+    first_bad: tuple[int, ...] | None = None
+    kind: TensorKind = "activation"
+
+    @property
+    def inf(self) -> int:
+        """Infinite elements of either sign."""
+        return self.pos_inf + self.neg_inf
+
+    @property
+    def bad(self) -> int:
+        """Elements that are not finite."""
+        return self.nan + self.inf
+
+    @property
+    def finite(self) -> bool:
+        """Whether every element is finite."""
+        return not self.bad
+
+    @property
+    def magnitude(self) -> float:
+        """Largest finite magnitude; 0 without any."""
+        return max(abs(self.min or 0.0), abs(self.max or 0.0))
+
+    def __str__(self) -> str:
+        where = f"{self.name} {self.dtype}{list(self.shape)}"
+        parts = [f"in [{self.min:.4g}, {self.max:.4g}]" if self.min is not None else "no finite element"]
+        for count, what in ((self.nan, "NaN"), (self.pos_inf, "+Inf"), (self.neg_inf, "-Inf")):
+            if count:
+                parts.append(f"{count} of {self.size} {what}")
+        if self.first_bad is not None:
+            parts.append(f"first at {list(self.first_bad)}")
+        if self.zeros:
+            parts.append(f"{self.zeros} zero")
+        for count, what in ((self.subnormals, "subnormal"), (self.saturated, "saturated")):
+            if count:
+                parts.append(f"{count} {what}")
+        return f"{where}: {', '.join(parts)}"
+
+
+def measure_tensor(name: str, x: Any, kind: TensorKind = "activation") -> TensorHealth:
+    """The health of one tensor.
+
+    Args:
+        name: for messages.
+        x: numpy array, torch tensor or number, any dtype; integers and booleans are always finite.
+        kind: role in the model.
+
+    >>> print(measure_tensor("x", np.float32([0, 2, np.nan])))
+    x float32[3]: in [0, 2], 1 of 3 NaN, first at [2], 1 zero
+    """
+    x = as_array(x)
+    shape, dtype, size = tuple(int(n) for n in x.shape), dtype_name(x), int(math.prod(x.shape))
+    if size == 0:
+        return TensorHealth(name, shape, dtype, 0, kind=kind)
+    xp = namespace(x)
+    half = dtype in LIMITS and dtype in HALVES
+    values = x.reshape(-1)
+    if half or not is_floating(values) or "float8" in dtype:
+        values = cast(values, "float32" if is_floating(values) else "float64")
+    finite = xp.isfinite(values)
+    nan = int(xp.isnan(values).sum())
+    pos, neg = int((values == math.inf).sum()), int((values == -math.inf).sum())
+    some = values if not nan + pos + neg else values[finite]
+    first_bad = None
+    if nan + pos + neg:
+        worst = ~finite if not nan + pos else ~finite & (values != -math.inf)
+        flat = int(to_numpy(worst).argmax())
+        first_bad = tuple(int(i) for i in np.unravel_index(flat, shape)) if shape else ()
+    low = high = smallest = None
+    zeros = subnormals = saturated = 0
+    if int(math.prod(some.shape)):
+        low, high = float(some.min()), float(some.max())
+        sizes = abs(some)
+        zeros = int((sizes == 0).sum())
+        if zeros < int(math.prod(some.shape)):
+            smallest = float((sizes[sizes > 0] if zeros else sizes).min())
+        if half:
+            largest, normal = LIMITS[dtype]
+            subnormals, saturated = int((sizes < normal).sum()) - zeros, int((sizes >= largest).sum())
+    return TensorHealth(
+        name, shape, dtype, size, nan, pos, neg, low, high, zeros, smallest, subnormals, saturated, first_bad, kind
+    )  # fmt: skip
+
+
+def first_non_finite(x: Array) -> tuple[tuple[int, ...], float] | None:
+    """Index and value of the first element of ``x`` that is not finite; ``None`` if all are.
+
+    >>> first_non_finite(np.float32([[1, 2], [np.inf, 3]]))
+    ((1, 0), inf)
+    """
+    x = as_array(x)
+    if not is_floating(x) or 0 in tuple(x.shape):
+        return None
+    if is_torch(x):
+        wide = namespace(x).float32 if dtype_name(x) in HALVES else None
+        if bool(
+            x.sum(dtype=wide).isfinite()
+        ):  # a tenth of what isfinite costs; one that overflows is no proof
+            return None
+        bad: NDArray[np.bool_] = to_numpy(~namespace(x).isfinite(x))
+    else:
+        bad = ~np.isfinite(x)
+    if not bad.any():
+        return None
+    index = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), bad.shape))
+    return index, float(to_numpy(x[index]))
+
+
+def check_parameters(parameters: Mapping[str, Array]) -> None:
+    """Refuse parameters that hold NaN or Inf, before anything is calibrated.
+
+    Args:
+        parameters: by name, those that are to be quantized.
+
+    Raises:
+        CalibrationError: names the first such parameter and the index of its first bad element.
+    """
+    found = [(name, bad) for name, value in parameters.items() if (bad := first_non_finite(value))]
+    if not found:
+        return
+    name, (index, value) = found[0]
+    more = ""
+    if len(found) > 1:
+        shown = ", ".join(other for other, _ in found[1 : _SHOWN + 1])
+        more = f"; so do {len(found) - 1} more: {shown}{', ...' if len(found) > _SHOWN + 1 else ''}"
+    raise CalibrationError(
+        name,
+        f"the parameter holds values that are not finite, the first {value} at index {list(index)}{more}",
+        "load or train it again (a diverged training step writes NaN); no range can be taken from it",
+    )
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The operator that turned finite values into others.
+
+    Attributes:
+        op: readable name; the one its quantizer sites carry.
+        op_type: canonical type (``Div``, ``Softmax``, ...).
+        where: module path (torch) or node name (ONNX).
+        cause: a key of ``diagnosis.REMEDIES``.
+        problem: what happened, with the numbers seen.
+        remedy: what to do about it.
+        source: ``file.py:123: code line`` of the user's code, if there is any.
+        batch, sample: which batch of the data, and which row of it, showed it first.
+        inputs, params, outputs: the tensors around the call, measured before it wrote any of them.
+        spread: how many operators after it carried the values on, and the names of the first ones.
+        reached: outputs of the model that hold the values.
+        batches: how many batches showed it.
+    """
+
+    op: str
+    op_type: str
+    where: str
+    cause: str
+    problem: str
+    remedy: str
+    source: str | None = None
+    batch: int | None = None
+    sample: int | None = None
+    inputs: tuple[TensorHealth, ...] = ()
+    params: tuple[TensorHealth, ...] = ()
+    outputs: tuple[TensorHealth, ...] = ()
+    spread: int = 0
+    spread_names: tuple[str, ...] = ()
+    reached: tuple[str, ...] = ()
+    batches: int = 1
+
+    @property
+    def summary(self) -> str:
+        """One line: the operator and what happened."""
+        return f"{self.op} ({self.op_type}): {self.problem}"
+
+    def lines(self) -> list[str]:
+        """The whole record, for a terminal."""
+        found = [f"{self.op} ({self.op_type}): {self.problem}"]
+        if self.source:
+            found.append(f"  at {self.source}")
+        if self.where and self.where != self.op:
+            found.append(f"  in {self.where}")
+        if self.batch is not None:
+            sample = "" if self.sample is None else f", sample {self.sample}"
+            more = f" ({self.batches} batches show it)" if self.batches > 1 else ""
+            found.append(f"  first in batch {self.batch}{sample}{more}")
+        for title, tensors in (("input", self.inputs), ("param", self.params), ("output", self.outputs)):
+            found += [f"  {title} {tensor}" for tensor in tensors]
+        if self.spread:
+            found.append(
+                f"  carried on by {counted(self.spread, 'operator')}: {_shortened(self.spread_names, self.spread)}"
+            )
+        if self.reached:
+            found.append(f"  reaches {_shortened(self.reached, len(self.reached))}")
+        return [*found, f"  remedy: {self.remedy}"]
+
+
+@dataclass(frozen=True)
+class HealthReport:
+    """What a run over the data showed.
+
+    Attributes:
+        model: its name.
+        culprits: faults in execution order; the first is the one to mend first.
+        bad_inputs: model inputs that are not finite, each with the batch in its name.
+        bad_params: parameters and buffers that are not finite.
+        notes: what looked like a fault and is none, one sentence each.
+        batches, calls: how much was looked at.
+    """
+
+    model: str
+    culprits: tuple[Culprit, ...] = ()
+    bad_inputs: tuple[TensorHealth, ...] = ()
+    bad_params: tuple[TensorHealth, ...] = ()
+    notes: tuple[str, ...] = ()
+    batches: int = 0
+    calls: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing non-finite was made that matters, and every parameter is finite."""
+        return not self.culprits and not self.bad_params
+
+    @property
+    def culprit(self) -> Culprit | None:
+        """The first fault."""
+        return self.culprits[0] if self.culprits else None
+
+    @property
+    def exit_code(self) -> int:
+        """0 for a healthy model, 1 for one with a fault."""
+        return 0 if self.ok else 1
+
+    def text(self) -> str:
+        """The report as lines for a terminal."""
+        verdict = "healthy" if self.ok else "not healthy"
+        seen = f"{counted(self.batches, 'batch', 'batches')}, {counted(self.calls, 'call')}"
+        found = [f"{self.model}: {verdict} ({seen})"]
+        for title, tensors in (("parameters", self.bad_params), ("inputs", self.bad_inputs)):
+            if tensors:
+                found.append(f"{title} that are not finite:")
+                found += [f"  {tensor}" for tensor in tensors[:_SHOWN]]
+                found += [f"  and {len(tensors) - _SHOWN} more"] if len(tensors) > _SHOWN else []
+        for number, culprit in enumerate(self.culprits, 1):
+            first, *rest = culprit.lines()
+            found += [f"{number}. {first}", *(f" {line}" for line in rest)]
+        found += [f"note: {note}" for note in self.notes]
+        return "\n".join(found)
+
+    def to_json(self) -> str:
+        """The report as JSON; numbers that are not finite become strings."""
+        document = {"ok": self.ok, **asdict(self)}
+        return json.dumps(_plain(document), indent=1, allow_nan=False)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def counted(number: int, one: str, more: str = "") -> str:
+    """``1 zero``, ``3 zeros``."""
+    return f"{number} {one if number == 1 else more or f'{one}s'}"
+
+
+def _shortened(names: Sequence[str], count: int) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown + (f" and {count - min(len(names), _SHOWN)} more" if count > min(len(names), _SHOWN) else "")
+
+
+def _plain(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which floats that JSON has no word for are strings; nested data without recursion."""
+    root: dict[str, Any] = {}
+    stack: list[tuple[Any, Any, Any]] = [
+        (root, key, value) for key, value in reversed(list(document.items()))
+    ]
+    while stack:
+        target, key, value = stack.pop()
+        if isinstance(value, Mapping):
+            new: Any = {}
+            stack.extend((new, k, v) for k, v in reversed(list(value.items())))
+        elif isinstance(value, list | tuple):
+            new = [None] * len(value)
+            stack.extend((new, i, v) for i, v in enumerate(value))
+        else:
+            new = str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        target[key] = new
+    return root
+
+
+# ---- who made it, and does it matter
+
+
+class Flags(NamedTuple):
+    """Which non-finite values a tensor holds."""
+
+    nan: bool = False
+    pos_inf: bool = False
+    neg_inf: bool = False
+
+    @property
+    def bad(self) -> bool:
+        """Whether there are any."""
+        return self.nan or self.pos_inf or self.neg_inf
+
+
+CLEAN = Flags()
+
+#: operators that write a constant the author chose: an infinity from them is meant
+MAKERS = frozenset(
+    "MaskedFill Where full full_like new_full fill tensor as_tensor Constant ConstantOfShape scatter "
+    "ScatterElements PadConstant Pad setitem index_fill masked_scatter".split()
+)
+#: operators that answer an infinity with an innocent number: port -> what becomes of it
+_DIVIDES = {"Div": 1, "Reciprocal": 0, "Rsqrt": 0}
+#: operators that weigh data with parameters: an infinity among what they read is no mask
+_WEIGHS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN"))
+#: operators that turn NaN into an index, a count or a choice
+_CHOOSES = frozenset(
+    "ArgMax ArgMin argmax argmin argsort multinomial bincount long int TopK Sort Cast".split()
+)
+
+
+#: operators in which some runtimes lose a NaN: ``max(NaN, 0)`` may be 0
+_SWALLOWS = frozenset(
+    "Relu LeakyRelu ThresholdedRelu PRelu Clip Max Min MaxPool GlobalMaxPool ReduceMax ReduceMin Sigmoid HardSigmoid "
+    "HardSwish Tanh Softmax QuantizeLinear DynamicQuantizeLinear LSTM GRU RNN".split()
+)
+
+
+@dataclass
+class Event:
+    """One origin of non-finite values in one run.
+
+    Attributes:
+        index: order of appearance.
+        op, op_type: who made them; for a model input or a parameter its name and ``input`` or ``param``.
+        meant: it is a constant that the author wrote, a mask or a fill value.
+        accused: the values reached an output, or falsified one.
+        carriers: operators that carried them on, each once, in order.
+        reached: model outputs that hold them.
+    """
+
+    index: int
+    op: str
+    op_type: str
+    meant: bool
+    accused: bool = False
+    carriers: dict[str, None] = field(default_factory=dict)
+    reached: list[str] = field(default_factory=list)
+
+    @property
+    def spread(self) -> int:
+        """How many operators carried the values on."""
+        return len(self.carriers)
+
+    @property
+    def names(self) -> list[str]:
+        """The first of these operators."""
+        return list(islice(self.carriers, _SHOWN))
+
+
+class Tracker:
+    """Follows non-finite values through one run of a model, operator by operator in execution order.
+
+    Tensors go by any hashable key of the front end's. An operator is the origin of an :class:`Event` when it
+    writes non-finite values and read none, or writes NaN and read only infinities that somebody meant (a
+    softmax over a row that is masked throughout), or adds up to +Inf beside a mask of -Inf. An event is accused when its values
+
+    - reach an output of the model, unless they are infinities that somebody meant;
+    - are infinite by overflow and a division turns them into an innocent zero (``x * rsqrt(mean(x * x))`` in half
+      precision), an exponential excepted: ``1 / (1 + exp(-x))`` is right;
+    - are NaN and an operator chooses an index by them, or loses them (``max(NaN, 0)`` is 0 in some runtimes);
+    - stand in the data, not masked yet when they are multiplied with a weight.
+
+    Everything else is harmless: nothing of it is left at the end.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._taint: dict[Hashable, Event] = {}
+
+    def source(self, key: Hashable, name: str, kind: TensorKind, flags: Flags) -> Event | None:
+        """A tensor enters the run: a model input, a parameter, a constant. Returns the event if it is bad.
+
+        ``-inf`` alone is a mask, whoever made it; in a constant of the model any infinity is meant.
+        """
+        if not flags.bad:
+            self._taint.pop(key, None)
+            return None
+        meant = flags == Flags(neg_inf=True) or (kind == "constant" and not flags.nan)
+        event = self._event(name, kind, meant=meant)
+        self._taint[key] = event
+        return event
+
+    @property
+    def busy(self) -> bool:
+        """Whether any tensor is known to hold non-finite values."""
+        return bool(self._taint)
+
+    def knows(self, key: Hashable) -> bool:
+        """Whether the non-finite values of this tensor are attributed to an event."""
+        return key in self._taint
+
+    def move(self, key: Hashable, to: Hashable) -> None:
+        """The tensor ``key`` is known as ``to`` from now on too: what enters or leaves the body of a loop."""
+        event = self._taint.get(key)
+        if event is None:
+            self._taint.pop(to, None)
+        else:
+            self._taint[to] = event
+
+    def call(
+        self,
+        op: str,
+        op_type: str,
+        inputs: Iterable[tuple[Hashable, Flags]],
+        outputs: Iterable[tuple[Hashable, Flags]],
+    ) -> Event | None:
+        """One operator ran; returns the event whose origin it is, if it is one.
+
+        Args:
+            op, op_type: its name and canonical type.
+            inputs: key and flags of every tensor read, in port order, as they were before the call.
+            outputs: the same for every tensor written.
+        """
+        read = [(port, self._taint.get(key), flags) for port, (key, flags) in enumerate(inputs) if flags.bad]
+        written = list(outputs)
+        if read and op_type in _WEIGHS:
+            for _, event, _ in read:
+                if event is not None and event.op_type == "input":
+                    event.meant, event.accused = False, True
+        if not read and not any(flags.bad for _, flags in written):
+            if self._taint:
+                for key, _ in written:
+                    self._taint.pop(key, None)
+            return None
+        origin = self._origin(op, op_type, read, written)
+        blamed = origin or _blamed([event for _, event, _ in read])
+        for key, flags in written:
+            if flags.bad and blamed is not None:
+                self._taint[key] = blamed
+            else:
+                self._taint.pop(key, None)
+        carried = blamed is not None and origin is None and any(flags.bad for _, flags in written)
+        if carried and blamed is not None:
+            blamed.carriers[op] = None
+        elif origin is None:
+            self._absorbed(op_type, read)
+        return origin
+
+    def output(self, name: str, key: Hashable, flags: Flags) -> None:
+        """The model returns this tensor."""
+        event = self._taint.get(key)
+        if event is None or not flags.bad:
+            return
+        event.reached.append(name)
+        event.accused = event.accused or not event.meant or flags.nan
+
+    @property
+    def accused(self) -> list[Event]:
+        """The faults, in execution order."""
+        return [event for event in self.events if event.accused]
+
+    def _event(self, op: str, op_type: str, meant: bool) -> Event:
+        self.events.append(Event(len(self.events), op, op_type, meant))
+        return self.events[-1]
+
+    def _origin(
+        self,
+        op: str,
+        op_type: str,
+        read: Sequence[tuple[int, Event | None, Flags]],
+        written: Sequence[tuple[Hashable, Flags]],
+    ) -> Event | None:
+        made = Flags(*(any(parts) for parts in zip(*(flags for _, flags in written), strict=True)))
+        if not made.bad:
+            return None
+        unknown = bool(read) and all(event is None for _, event, _ in read)
+        if read and not unknown:
+            innocent = all(event is None or event.meant for _, event, _ in read)
+            before = Flags(*map(any, zip(*(flags for _, _, flags in read), strict=True)))
+            overflows = op_type == "Add" and made.pos_inf and not before.pos_inf  # beside a mask
+            if not innocent or before.nan or not (made.nan or overflows):
+                return None
+        return self._event(op, op_type, meant=op_type in MAKERS and not made.nan)
+
+    def _absorbed(self, op_type: str, read: Sequence[tuple[int, Event | None, Flags]]) -> None:
+        for port, event, flags in read:
+            if event is None or event.meant:
+                continue
+            divided = _DIVIDES.get(op_type) == port and not flags.nan and event.op_type != "Exp"
+            if divided or (flags.nan and (op_type in _CHOOSES or op_type in _SWALLOWS)):
+                event.accused = True
+
+
+def _blamed(events: Sequence[Event | None]) -> Event | None:
+    """The earliest of the events that nobody meant, or else of those that somebody did."""
+    known = [event for event in events if event is not None]
+    return min(known, key=lambda event: (event.meant, event.index), default=None)

@@ -1,0 +1,444 @@
+"""The reference arithmetic: range -> scale and zero point -> codes -> values.
+
+Every faster path elsewhere is tested against these functions bit for bit. They take numpy arrays and torch
+tensors and give the same bits for both, because only divide, round, add, clip and multiply occur, each
+rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from bitwright.core.numerics.arrays import (
+    Array,
+    as_array,
+    cast,
+    dtype_name,
+    is_floating,
+    is_torch,
+    like,
+    namespace,
+    rint,
+)
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import (
+    FLOAT32_SCALE,
+    FLOAT_FORMATS,
+    FloatFormat,
+    Format,
+    IntFormat,
+    ScaleFormat,
+    largest_code,
+)
+from bitwright.core.numerics.granularity import PER_TENSOR, Granularity, PerBlock
+from bitwright.core.numerics.spec import QuantSpec, Symmetry
+from bitwright.errors import RangeError
+
+Float64s = NDArray[np.float64]
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_FLOAT32_TINY = float(np.finfo(np.float32).tiny)
+
+
+def grid(fmt: Format, symmetry: Symmetry, lo: ArrayLike) -> Format:
+    """The grid that ``symmetry`` makes of ``fmt``, given the lower bounds ``lo`` of the range.
+
+    ======================  ==============================================================
+    symmetry                integer grid
+    ======================  ==============================================================
+    ``asymmetric``          as given
+    ``symmetric``           signed, of the same width
+    ``strict_symmetric``    signed without its lowest code
+    ``unsigned_symmetric``  unsigned if no bound is negative, else signed
+    ======================  ==============================================================
+
+    Float formats are symmetric by nature and stay as they are.
+
+    >>> [grid(IntFormat(8), "unsigned_symmetric", lo).name for lo in (0.0, -1.0)]
+    ['uint8', 'int8']
+    """
+    if isinstance(fmt, FloatFormat) or symmetry == "asymmetric":
+        return fmt
+    if symmetry == "strict_symmetric":
+        return IntFormat(fmt.bits, narrow=True)
+    if symmetry == "unsigned_symmetric" and bool((np.asarray(lo) >= 0).all()):
+        return IntFormat(fmt.bits, signed=False)
+    return replace(fmt, signed=True)
+
+
+def choose_qparams(
+    lo: ArrayLike, hi: ArrayLike, fmt: Format, *, symmetric: bool, site: str = "tensor"
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Map the range ``[lo, hi]`` onto the grid of ``fmt``.
+
+    The range is widened to contain zero, so that zero padding stays exact. An empty range gets scale 1, or,
+    among several channels, the largest scale of the others. The arithmetic is float64; the scale is rounded
+    to float32 before the zero point is taken, so that both describe one grid.
+
+    - asymmetric: ``scale = (hi - lo) / steps``, ``zero_point = clip(rint(qmin - lo / scale), qmin, qmax)``;
+    - symmetric, signed: ``scale = max(hi / qmax, lo / qmin)``, zero point 0; the grid has one code more below
+      zero, so a range that is only negative may use it;
+    - symmetric, unsigned: ``scale = hi / qmax``, zero point 0;
+    - float formats: ``scale = max(-lo, hi) / fmt.max`` if scaled, else 1.
+
+    The scale is never below the smallest normal float32 (below it hardware may flush to zero), nor so large
+    that the ends of the grid overflow float32; bounds beyond float32 count as its largest number.
+
+    Args:
+        lo, hi: bounds, both of parameter shape P (see ``Granularity.param_shape``).
+        fmt: the grid.
+        symmetric: keep the zero point at code 0.
+        site: name for error messages.
+
+    Returns:
+        ``scale``, shape P, float32, > 0, input units per step; ``zero_point``, shape P, int64, within
+        ``[qmin, qmax]``.
+
+    Raises:
+        RangeError: a bound is NaN or infinite, ``lo > hi``, or a symmetric unsigned grid is asked to hold
+            negative numbers; the message names the first such index.
+
+    Example:
+        >>> choose_qparams([-1.0], [3.0], IntFormat(8, signed=False), symmetric=False)[1]
+        array([64])
+
+    Reference: Jacob et al. 2018, arXiv:1712.05877, eq. 1; signs and rounding as in ONNX QuantizeLinear.
+    """
+    lower, upper = checked_bounds(lo, hi, site)
+    empty = (lower == 0) & (upper == 0)
+    zero_point = np.zeros(lower.shape)
+    if isinstance(fmt, FloatFormat):
+        scale = np.maximum(-lower, upper) / fmt.max if fmt.scaled else np.ones(lower.shape)
+        return _finish(scale, empty, np.full(lower.shape, fmt.max)), zero_point.astype(np.int64)
+    if not symmetric:
+        scale = _finish((upper - lower) / fmt.steps, empty, np.ones(lower.shape)).astype(np.float64)
+        zero_point = np.clip(np.rint(fmt.qmin - lower / scale), fmt.qmin, fmt.qmax)
+    elif fmt.signed:
+        scale = np.maximum(upper / fmt.qmax, lower / fmt.qmin)
+    else:
+        problem = f"has a negative part, which the symmetric {fmt.name} grid lacks"
+        _refuse(lower < 0, lower, upper, site, problem)
+        scale = upper / fmt.qmax
+    reach = np.maximum(fmt.qmax - zero_point, zero_point - fmt.qmin)
+    return _finish(scale, empty, reach), np.asarray(zero_point).astype(np.int64)
+
+
+def checked_bounds(lo: ArrayLike, hi: ArrayLike, site: str = "tensor") -> tuple[Float64s, Float64s]:
+    """``lo`` and ``hi`` in float64, widened to contain zero and cut to the range of float32.
+
+    Raises:
+        RangeError: a bound is NaN or infinite, or ``lo > hi``; the message names the first such index.
+    """
+    lower, upper = np.broadcast_arrays(np.asarray(lo, np.float64), np.asarray(hi, np.float64))
+    _refuse(~(np.isfinite(lower) & np.isfinite(upper)), lower, upper, site, "is not finite")
+    _refuse(lower > upper, lower, upper, site, "has its bounds exchanged")
+    return np.clip(lower, -_FLOAT32_MAX, 0), np.clip(upper, 0, _FLOAT32_MAX)
+
+
+def _refuse(bad: NDArray[np.bool_], lo: Float64s, hi: Float64s, site: str, problem: str) -> None:
+    if not bad.any():
+        return
+    index = tuple(int(i) for i in np.argwhere(bad)[0])
+    where = f" of index {index if len(index) > 1 else index[0]}" if index else ""
+    raise RangeError(
+        site,
+        f"the range{where}, lo={float(lo[index])!r} to hi={float(hi[index])!r}, {problem}",
+        "find the operator that produced these values, leave the site in float, or give it a fixed range",
+    )
+
+
+def _finish(scale: Float64s, empty: NDArray[np.bool_], reach: Float64s) -> NDArray[np.float32]:
+    """Fill in empty ranges and round to a normal float32 whose product with ``reach`` steps stays finite."""
+    largest = float(np.max(scale, where=~empty, initial=0.0))
+    scale = np.where(empty, largest or 1.0, scale)
+    rounded = np.maximum(scale, _FLOAT32_TINY).astype(np.float32)
+    limit = _FLOAT32_MAX / reach
+    floor = limit.astype(np.float32)
+    floor = np.where(floor > limit, np.nextafter(floor, np.float32(0)), floor)
+    return np.asarray(np.minimum(rounded, floor))
+
+
+def encode(
+    lo: ArrayLike,
+    hi: ArrayLike,
+    spec: QuantSpec,
+    granularity: Granularity = PER_TENSOR,
+    site: str = "tensor",
+) -> Encoding:
+    """The encoding of the range ``[lo, hi]`` under ``spec``.
+
+    The ends that ``spec.fixed_range`` gives take the place of ``lo`` and ``hi``; an end that is still
+    calibrated then moves, if it must, so as not to pass the fixed one.
+
+    Args:
+        lo, hi: bounds, both of parameter shape P of ``granularity`` for the tensor.
+        spec: format, symmetry and fixed range asked for.
+        granularity: concrete (axes filled in).
+        site: name for error messages.
+
+    Raises:
+        RangeError: see :func:`choose_qparams`.
+
+    Example:
+        >>> encode(-1.0, 2.0, QuantSpec(IntFormat(8)))
+        Encoding(int8, scale=0.015748, zero_point=0)
+    """
+    lower, upper = _fixed(np.asarray(lo, np.float64), np.asarray(hi, np.float64), spec.fixed_range)
+    fmt = grid(spec.format, spec.symmetry, lower)
+    if (
+        spec.scale_format.name == "e8m0"
+    ):  # decided on the exact bounds: at a power of two, rounding would matter
+        lower, upper = checked_bounds(lower, upper, site)
+        powers = power_of_two_scale(np.maximum(-lower, upper), fmt)
+        upper = np.where((lower == 0) & (upper == 0), 0.0, powers * largest_code(fmt))
+        lower = np.where(lower < 0, -upper, 0.0)
+    scale, zero_point = choose_qparams(lower, upper, fmt, symmetric=spec.symmetry != "asymmetric", site=site)
+    return with_scale(Encoding(fmt, scale, zero_point, granularity), scale, spec.scale_format)
+
+
+def power_of_two_scale(largest: ArrayLike, fmt: Format) -> Float64s:
+    """The shared scale that the OCP Microscaling Formats give a block: ``2 ** (floor(log2(largest)) - emax)``.
+
+    Args:
+        largest: magnitude of the block, >= 0.
+        fmt: of its elements; ``emax`` is the exponent of the largest number (2 for e2m1, 8 for e4m3). An integer
+            element counts in codes, so that MXINT8's implied ``2 ** -6`` is part of the scale.
+
+    Returns:
+        A power of two from ``2 ** -126``, the smallest normal float32, to ``2 ** 127``. Values of the block above
+        ``largest_code(fmt)`` times it saturate, as the text says.
+
+    Example:
+        >>> power_of_two_scale([6.0, 7.9, 8.0], FLOAT_FORMATS["float4_e2m1"])
+        array([1., 1., 2.])
+
+    Reference: OCP Microscaling Formats (MX) Specification 1.0, section 6.3.
+    """
+    _, exponent = np.frexp(np.asarray(largest, np.float64))
+    _, emax = np.frexp(largest_code(fmt))
+    return np.asarray(np.ldexp(1.0, np.clip(exponent - emax, -126, 127).astype(np.int32)), np.float64)
+
+
+def with_scale(encoding: Encoding, scale: ArrayLike, scale_format: ScaleFormat | None = None) -> Encoding:
+    """``encoding`` with other scales, each moved to the nearest that its scale format can say.
+
+    Args:
+        encoding: format, zero point and granularity stay.
+        scale: > 0, of the shape of ``encoding.scale``.
+        scale_format: another one than that of ``encoding``.
+
+    Returns:
+        For ``e8m0`` the largest magnitude keeps its place, see :func:`power_of_two_scale`. For ``e4m3`` the largest scale
+        of the tensor becomes 448 of ``common``, and none becomes zero. For ``uint4`` the largest of a channel becomes 16 of
+        ``common``, and none less than 1. The product of a multiple and ``common`` is rounded to float32 once, as runtimes
+        compute it.
+    """
+    fmt = encoding.scale_format if scale_format is None else scale_format
+    scale = np.asarray(scale, np.float32)
+    if fmt.name == "e8m0":
+        scale = power_of_two_scale(scale.astype(np.float64) * largest_code(encoding.format), encoding.format)
+        return replace(encoding, scale=scale.astype(np.float32), scale_format=fmt, common=None)
+    if fmt.multiples is None:
+        return replace(encoding, scale=scale, scale_format=fmt, common=None)
+    most = 1 << fmt.multiples.bits if isinstance(fmt.multiples, IntFormat) else fmt.multiples.max
+    shared: int | tuple[int, ...] | None = None
+    if fmt.shared == "channel":
+        shared = encoding.granularity.axis if isinstance(encoding.granularity, PerBlock) else ()
+    largest = scale.max(axis=shared, keepdims=True) if shared != () else scale
+    common = np.maximum(largest / np.float64(most), _FLOAT32_TINY).astype(np.float32)
+    multiples = _nearest_multiples(scale.astype(np.float64) / common, fmt.multiples)
+    return replace(encoding, scale=multiples * common, scale_format=fmt, common=common)
+
+
+def scale_multiples(encoding: Encoding) -> NDArray[np.float32] | None:
+    """What is stored of each scale beside ``encoding.common``, of the shape of ``encoding.scale``.
+
+    ``None`` where each scale is stored as itself. The float32 product of the two is ``encoding.scale``.
+    """
+    if encoding.common is None or encoding.scale_format.multiples is None:
+        return None
+    return _nearest_multiples(
+        encoding.scale.astype(np.float64) / encoding.common, encoding.scale_format.multiples
+    )
+
+
+def is_sayable(encoding: Encoding) -> bool:
+    """Whether the scales are numbers that the scale format of ``encoding`` can say."""
+    if encoding.scale_format.name == "e8m0":
+        return bool((np.frexp(encoding.scale)[0] == 0.5).all())
+    multiples = scale_multiples(encoding)
+    if multiples is None or encoding.common is None:
+        return True
+    return np.array_equal(multiples * encoding.common, encoding.scale)
+
+
+def recognized(encoding: Encoding, scale_format: ScaleFormat) -> Encoding:
+    """``encoding`` with ``scale_format``, if its scales are of it; files of other tools say the product only."""
+    if encoding.scale_format != FLOAT32_SCALE or scale_format == FLOAT32_SCALE:
+        return encoding
+    stored = with_scale(encoding, encoding.scale, scale_format)
+    return stored if np.array_equal(stored.scale, encoding.scale) else encoding
+
+
+def _nearest_multiples(ratio: Float64s, fmt: Format) -> NDArray[np.float32]:
+    if isinstance(fmt, IntFormat):
+        return np.clip(np.rint(ratio), 1, 1 << fmt.bits).astype(np.float32)
+    rounded: Float64s = round_to_float(ratio, fmt)
+    return np.maximum(rounded, fmt.step).astype(np.float32)
+
+
+def _fixed(
+    lo: Float64s, hi: Float64s, fixed_range: tuple[float | None, float | None] | None
+) -> tuple[Float64s, Float64s]:
+    low_end, high_end = fixed_range or (None, None)
+    if low_end is not None:
+        lo = np.full_like(lo, low_end)
+        hi = np.maximum(hi, lo) if high_end is None else hi
+    if high_end is not None:
+        hi = np.full_like(hi, high_end)
+        lo = np.minimum(lo, hi) if low_end is None else lo
+    return lo, hi
+
+
+def quantize(x: Array, enc: Encoding) -> Array:
+    """Codes of ``x``: ``clip(rint(x / scale) + zero_point, qmin, qmax)``, ties to even.
+
+    The arithmetic is float32, as in ONNX QuantizeLinear; it is float64 for float64 input and for grids of
+    more than 16 bits, whose codes float32 cannot tell apart. Infinities saturate; NaN has no code and becomes
+    ``qmin``.
+
+    Args:
+        x: numpy array or torch tensor, any floating dtype.
+        enc: encoding whose granularity fits ``x``.
+
+    Returns:
+        Shape of ``x``. Integer formats: the smallest integer dtype that holds the grid (torch: int32 for
+        unsigned 16 bits and int64 for unsigned 32, where its own unsigned types lack operators). Float
+        formats: ``x / scale`` rounded to the format, float32 (float64 for float64 input); NaN stays NaN.
+
+    Example:
+        >>> enc = Encoding(IntFormat(8), np.float32(0.5), np.int32(0))
+        >>> quantize(np.float32([0.25, 0.75, -100]), enc)
+        array([   0,    2, -128], dtype=int8)
+    """
+    x = as_array(x)
+    codes = _codes(x, enc).reshape(x.shape)
+    if isinstance(enc.format, FloatFormat):
+        return codes
+    xp = namespace(codes)
+    codes = xp.where(xp.isnan(codes), enc.format.qmin, codes)
+    return cast(codes, storage_dtype(enc.format, torch=is_torch(x)))
+
+
+def dequantize(q: Array, enc: Encoding, dtype: Any = "float32") -> Array:
+    """Values of the codes ``q``: ``(q - zero_point) * scale``.
+
+    Args:
+        q: codes as :func:`quantize` returns them, or any integer array.
+        enc: the encoding they were made with.
+        dtype: of the result; ``"float64"`` also computes in float64, half types are computed in float32.
+
+    Example:
+        >>> dequantize(np.int8([-2, 3]), Encoding(IntFormat(8), np.float32(0.5), np.int32(1)))
+        array([-1.5,  1. ], dtype=float32)
+    """
+    q = as_array(q)
+    view = q.reshape(enc.granularity.view_shape(tuple(q.shape)))
+    return _narrowed(_values(view, q, enc, wide="float64" in str(dtype)).reshape(q.shape), dtype)
+
+
+def fake_quantize(x: Array, enc: Encoding) -> Array:
+    """``x`` after a round trip through the grid: equal to ``dequantize(quantize(x))`` bit for bit.
+
+    Equal also to ONNX QuantizeLinear followed by DequantizeLinear, except that NaN stays NaN. Values within
+    the range move by at most half a step. Adding the zero point turns the ``-0.0`` of a small negative number
+    into ``0.0``, also where the zero point is 0.
+
+    Args:
+        x: numpy array or torch tensor; float16 and bfloat16 are computed in float32 and cast back.
+        enc: encoding whose granularity fits ``x``.
+
+    Returns:
+        Shape and dtype of ``x`` (float32 for integer input), without gradients.
+
+    Example:
+        >>> fake_quantize(np.float32([0.3, 70]), Encoding(IntFormat(8), np.float32(0.5), np.int32(0)))
+        array([ 0.5, 63.5], dtype=float32)
+    """
+    x = as_array(x)
+    values = _values(_codes(x, enc), x, enc, wide=dtype_name(x) == "float64").reshape(x.shape)
+    return _narrowed(values, x.dtype if is_floating(x) else "float32")
+
+
+def storage_dtype(fmt: IntFormat, *, torch: bool = False) -> str:
+    """Name of the smallest integer dtype that holds the codes of ``fmt``.
+
+    >>> storage_dtype(IntFormat(4, signed=False)), storage_dtype(IntFormat(16, signed=False), torch=True)
+    ('uint8', 'int32')
+    """
+    bits = next(width for width in (8, 16, 32) if fmt.bits <= width)
+    if fmt.signed:
+        return f"int{bits}"
+    if torch and bits > 8:
+        return f"int{2 * bits if fmt.bits == bits else bits}"
+    return f"uint{bits}"
+
+
+def round_to_float(x: Array, fmt: FloatFormat) -> Array:
+    """``x`` rounded to the numbers of ``fmt``, ties to even, saturating at ``fmt.max``; float64.
+
+    Below ``2 ** fmt.min_exponent`` the spacing stays constant (subnormal numbers). Everything is exact in
+    float64: the spacing at ``x`` is a power of two, found with ``frexp``.
+
+    >>> round_to_float(np.array([5.1, 0.2, 100.0]), FloatFormat("float4_e2m1", 2, 1, 6.0, scaled=True))
+    array([6., 0., 6.])
+    """
+    xp = namespace(x)
+    x = xp.clip(cast(x, "float64"), -fmt.max, fmt.max)
+    mantissa, _ = xp.frexp(x)
+    power = x / xp.where(mantissa == 0, 1.0, mantissa)  # the smallest power of two above |x|; exact
+    spacing = xp.clip(power / 2, 2.0**fmt.min_exponent, None) * 2.0**-fmt.mantissa_bits
+    return rint(x / spacing) * spacing
+
+
+def _wide(fmt: Format) -> bool:
+    """Whether codes of ``fmt`` need float64: float32, with its 24-bit mantissa, serves up to 16 bits."""
+    return isinstance(fmt, IntFormat) and fmt.bits > 16
+
+
+def _params(x: Array, enc: Encoding, dtype: str) -> tuple[Array, Array]:
+    """Scale and zero point, shaped to broadcast against ``x`` in the view of the granularity."""
+    shape = enc.granularity.broadcast_shape(tuple(x.shape))
+    return like(enc.scale.reshape(shape), x, dtype), like(enc.zero_point.reshape(shape), x, dtype)
+
+
+def _codes(x: Array, enc: Encoding) -> Array:
+    """Codes in floating point, in the view shape of the granularity; NaN stays NaN."""
+    dtype = "float64" if dtype_name(x) == "float64" or _wide(enc.format) else "float32"
+    scale, zero_point = _params(x, enc, dtype)
+    view = cast(x, dtype).reshape(enc.granularity.view_shape(tuple(x.shape)))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # overflow saturates, NaN stays
+        if isinstance(enc.format, FloatFormat):
+            return cast(round_to_float(view / scale, enc.format), dtype)
+        return namespace(x).clip(rint(view / scale) + zero_point, enc.format.qmin, enc.format.qmax)
+
+
+def _values(codes: Array, x: Array, enc: Encoding, *, wide: bool) -> Array:
+    """Values of ``codes`` (in view shape) for a tensor shaped like ``x``."""
+    dtype = "float64" if wide or _wide(enc.format) else "float32"
+    scale, zero_point = _params(x, enc, dtype)
+    with np.errstate(under="ignore", invalid="ignore"):
+        return (cast(codes, dtype) - zero_point) * scale
+
+
+def _narrowed(values: Array, dtype: Any) -> Array:
+    """``values`` in ``dtype``; half types saturate where the end of a grid lies beyond them."""
+    name = str(dtype).removeprefix("torch.")
+    if name in ("float16", "bfloat16"):
+        limit = FLOAT_FORMATS[name].max
+        values = namespace(values).clip(values, -limit, limit)
+    return cast(values, dtype)

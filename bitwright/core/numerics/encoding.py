@@ -1,0 +1,99 @@
+"""What calibration found for one site: the grid and where it lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.core.numerics.formats import FLOAT32_SCALE, Format, IntFormat, ScaleFormat
+from bitwright.core.numerics.granularity import Granularity, PerTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Encoding:
+    """A format with its scale and zero point: ``x ~ (q - zero_point) * scale``.
+
+    Attributes:
+        format: integer grid or small float format.
+        scale: float32, parameter shape P of ``granularity`` for the tensor, > 0, input units per step.
+        zero_point: int32 (int64 for uint32 grids), shape P, within ``[qmin, qmax]``; zeros for float formats.
+        granularity: concrete (axes filled in).
+        scale_format: what the scales are stored as; ``scale`` holds only numbers that it can say.
+        common: float32, the number of which the scales are multiples, where ``scale_format`` has one: shape P with 1 on
+            every axis that shares it; else ``None``.
+
+    Two encodings are equal when every field is equal, bit for bit.
+    """
+
+    format: Format
+    scale: NDArray[np.float32]
+    zero_point: NDArray[np.int32 | np.int64]
+    granularity: Granularity = PerTensor()
+    scale_format: ScaleFormat = FLOAT32_SCALE
+    common: NDArray[np.float32] | None = None
+
+    def __post_init__(self) -> None:
+        scale = np.array(self.scale, np.float32)
+        zero_point = np.array(self.zero_point, np.int64).astype(np.int32 if self._narrow() else np.int64)
+        assert scale.shape == zero_point.shape, (scale.shape, zero_point.shape)
+        scale.flags.writeable = zero_point.flags.writeable = False
+        assert (self.common is None) == (self.scale_format.shared == "none"), self.scale_format
+        if self.common is not None:
+            common = np.array(self.common, np.float32)
+            common.flags.writeable = False
+            object.__setattr__(self, "common", common)
+        object.__setattr__(self, "scale", scale)
+        object.__setattr__(self, "zero_point", zero_point)
+
+    def _narrow(self) -> bool:
+        return not (isinstance(self.format, IntFormat) and self.format.bits == 32 and not self.format.signed)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether real zero sits where a symmetric grid has it: code 0 if signed, 0 or the middle if unsigned."""
+        if not isinstance(self.format, IntFormat):
+            return True
+        if self.format.signed:
+            return bool((self.zero_point == 0).all())
+        middle = (self.format.qmax + 1) // 2
+        return bool((self.zero_point == 0).all() or (self.zero_point == middle).all())
+
+    @property
+    def min(self) -> NDArray[np.float64]:
+        """Lowest representable value, shape P."""
+        if isinstance(self.format, IntFormat):
+            return (self.format.qmin - self.zero_point.astype(np.float64)) * self.scale
+        return -self.format.max * self.scale.astype(np.float64)
+
+    @property
+    def max(self) -> NDArray[np.float64]:
+        """Highest representable value, shape P."""
+        if isinstance(self.format, IntFormat):
+            return (self.format.qmax - self.zero_point.astype(np.float64)) * self.scale
+        return self.format.max * self.scale.astype(np.float64)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Encoding):
+            return NotImplemented
+        return (
+            self.format == other.format
+            and self.granularity == other.granularity
+            and np.array_equal(self.scale, other.scale)
+            and np.array_equal(self.zero_point, other.zero_point)
+            and self.scale_format == other.scale_format
+            and (self.common is None) == (other.common is None)
+            and (other.common is None or np.array_equal(np.asarray(self.common), other.common))
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.format, self.granularity, self.scale.tobytes(), self.zero_point.tobytes()))
+
+    def __repr__(self) -> str:
+        if self.scale.ndim == 0:
+            return f"Encoding({self.format.name}, scale={float(self.scale):.6g}, zero_point={int(self.zero_point)})"
+        return (
+            f"Encoding({self.format.name}, {self.granularity}, scale={self.scale.min():.4g}..{self.scale.max():.4g} "
+            f"{self.scale.shape})"
+        )

@@ -1,0 +1,185 @@
+"""What is asked for: one tensor (`QuantSpec`), and the named presets for a whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from bitwright.core.numerics.formats import (
+    FLOAT32_SCALE,
+    SCALE_FORMATS,
+    FloatFormat,
+    Format,
+    IntFormat,
+    ScaleFormat,
+    parse_format,
+    parse_scale_format,
+)
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
+from bitwright.errors import ConfigError, close_matches
+
+Symmetry = Literal["asymmetric", "symmetric", "strict_symmetric", "unsigned_symmetric"]
+NonFinite = Literal["error", "skip", "clamp"]
+NON_FINITE: tuple[NonFinite, ...] = ("error", "skip", "clamp")
+SYMMETRIES: tuple[Symmetry, ...] = ("asymmetric", "symmetric", "strict_symmetric", "unsigned_symmetric")
+
+
+@dataclass(frozen=True)
+class RangeMethod:
+    """How the range is taken from the statistics: the name of a row of ``ranges.RANGE_METHODS`` and its options.
+
+    ``RangeMethod("percentile", {"percentile": 99.99})``; options are kept as a sorted tuple so that specs hash.
+    """
+
+    name: str = "minmax"
+    options: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def of(cls, name: str, options: Mapping[str, float] | None = None) -> RangeMethod:
+        """The method called ``name`` with ``options``."""
+        return cls(name, tuple(sorted((options or {}).items())))
+
+
+def check_policy(policy: str, site: str = "non_finite") -> NonFinite:
+    """``policy``, if there is one of this name.
+
+    Raises:
+        ConfigError: with the names that exist.
+    """
+    for known in NON_FINITE:
+        if policy == known:
+            return known
+    raise ConfigError(
+        site=site,
+        problem=f"{policy!r} is not a policy for NaN and Inf{close_matches(str(policy), NON_FINITE)}",
+        remedy=f"use one of {', '.join(NON_FINITE)}",
+    )
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """What one tensor is quantized to, before any data was seen.
+
+    Attributes:
+        format: the grid. Under ``symmetry`` the calibrated encoding may carry a variant of it:
+            ``strict_symmetric`` drops the lowest code; ``unsigned_symmetric`` uses the unsigned grid of the
+            same width when no value is negative.
+        granularity: which elements share a scale; axes left ``None`` come from the operator.
+        symmetry: where the zero point lies.
+        method: how the range is chosen.
+        fixed_range: ``(lo, hi)`` instead of calibration; either end may be ``None`` (that end is calibrated).
+        non_finite: what calibration does when the tensor holds NaN or Inf: ``error`` stops, ``skip`` leaves
+            the whole batch out of all statistics, ``clamp`` uses the finite elements only; ``None`` is the
+            policy of the call.
+        scale_format: what scales are stored as, a row of ``formats.SCALE_FORMATS`` or its name.
+    """
+
+    format: Format = field(default_factory=lambda: IntFormat(8))
+    granularity: Granularity = PerTensor()
+    symmetry: Symmetry = "symmetric"
+    method: RangeMethod = RangeMethod()
+    fixed_range: tuple[float | None, float | None] | None = None
+    non_finite: NonFinite | None = None
+    scale_format: ScaleFormat = FLOAT32_SCALE
+
+    def __post_init__(self) -> None:
+        if self.symmetry not in SYMMETRIES:
+            raise ConfigError(
+                site="QuantSpec.symmetry",
+                problem=f"{self.symmetry!r} is not a symmetry{close_matches(str(self.symmetry), SYMMETRIES)}",
+                remedy=f"use one of {', '.join(SYMMETRIES)}",
+            )
+        if self.non_finite is not None:
+            check_policy(self.non_finite, "QuantSpec.non_finite")
+        object.__setattr__(self, "scale_format", parse_scale_format(self.scale_format))
+        if self.scale_format == FLOAT32_SCALE:
+            return
+        has_zero_point = isinstance(self.format, IntFormat) and self.symmetry == "asymmetric"
+        if has_zero_point or (isinstance(self.format, FloatFormat) and not self.format.scaled):
+            what = "has a zero point" if has_zero_point else "has no scale"
+            raise ConfigError(
+                site="QuantSpec.scale_format",
+                problem=f"scales of format {self.scale_format.name} go with symmetric grids, and {self.format.name} {what}",
+                remedy="set symmetry to 'symmetric', or scale_format to 'float32'"
+                if has_zero_point
+                else "set scale_format to 'float32'",
+            )
+
+    def describe(self) -> str:
+        """One short phrase: ``int8 symmetric per channel (axis 0), minmax``."""
+        if isinstance(self.granularity, PerChannel):
+            where = "per channel" + (
+                "" if self.granularity.axis is None else f" (axis {self.granularity.axis})"
+            )
+        elif isinstance(self.granularity, PerBlock):
+            where = f"per block of {self.granularity.size}"
+        else:
+            where = "per tensor"
+        symmetry = f" {self.symmetry.replace('_', ' ')}" if isinstance(self.format, IntFormat) else ""
+        scales = "" if self.scale_format == FLOAT32_SCALE else f" ({self.scale_format.name} scales)"
+        return f"{self.format.name}{symmetry} {where}{scales}, {self.method.name}"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Specs for the weights and the activations of a whole model; ``None`` leaves that kind in float."""
+
+    weight: QuantSpec | None
+    activation: QuantSpec | None
+
+
+def weight_spec(
+    format: str | Format = "int8", granularity: Granularity | None = None, **changes: Any
+) -> QuantSpec:
+    """A weight spec: symmetric, per output channel unless told otherwise."""
+    return QuantSpec(parse_format(format), PerChannel() if granularity is None else granularity, **changes)
+
+
+def activation_spec(format: str | Format = "uint8", **changes: Any) -> QuantSpec:
+    """An activation spec: asymmetric and per tensor unless told otherwise."""
+    changes.setdefault("symmetry", "asymmetric")
+    return QuantSpec(parse_format(format), PerTensor(), **changes)
+
+
+_E8M0 = SCALE_FORMATS["e8m0"]
+
+PRESETS: dict[str, Preset] = {
+    "w8a8": Preset(weight_spec("int8"), activation_spec("uint8")),
+    "w8a16": Preset(weight_spec("int8"), activation_spec("uint16")),
+    "w4a8": Preset(weight_spec("int4"), activation_spec("uint8")),
+    "w4a16": Preset(weight_spec("int4"), activation_spec("uint16")),
+    "w8": Preset(weight_spec("int8"), None),
+    "w4": Preset(weight_spec("int4"), None),
+    "w4g32": Preset(weight_spec("int4", PerBlock(32)), None),
+    "w8a8_per_tensor": Preset(weight_spec("int8", PerTensor()), activation_spec("uint8")),
+    "fp8": Preset(weight_spec("float8_e4m3"), activation_spec("float8_e4m3", symmetry="symmetric")),
+    "w4lpbq": Preset(weight_spec("int4", PerBlock(64), scale_format=SCALE_FORMATS["uint4"]), None),
+    "mxfp4": Preset(weight_spec("float4_e2m1", PerBlock(32), scale_format=_E8M0), None),
+    "mxfp6_e2m3": Preset(weight_spec("float6_e2m3", PerBlock(32), scale_format=_E8M0), None),
+    "mxfp6_e3m2": Preset(weight_spec("float6_e3m2", PerBlock(32), scale_format=_E8M0), None),
+    "mxfp8": Preset(weight_spec("float8_e4m3", PerBlock(32), scale_format=_E8M0), None),
+    "mxint8": Preset(
+        weight_spec("int8", PerBlock(32), symmetry="strict_symmetric", scale_format=_E8M0), None
+    ),
+    "nvfp4": Preset(weight_spec("float4_e2m1", PerBlock(16), scale_format=SCALE_FORMATS["e4m3"]), None),
+    "fp16": Preset(weight_spec("float16", PerTensor()), activation_spec("float16", symmetry="symmetric")),
+    "bf16": Preset(weight_spec("bfloat16", PerTensor()), activation_spec("bfloat16", symmetry="symmetric")),
+}
+
+
+def find_preset(name: str | Preset) -> Preset:
+    """The preset called ``name``; a :class:`Preset` is returned as it is.
+
+    Raises:
+        ConfigError: no such preset; the message lists close names.
+    """
+    if isinstance(name, Preset):
+        return name
+    if isinstance(name, str) and name in PRESETS:
+        return PRESETS[name]
+    raise ConfigError(
+        site=f"preset {name!r:.100}",
+        problem=f"there is no preset of this name{close_matches(str(name), PRESETS)}",
+        remedy=f"use one of {', '.join(PRESETS)}, or a Preset of your own",
+    )

@@ -1,0 +1,482 @@
+"""AIMET's quantsim configuration JSON, read into our rules; and the shipped targets in that form.
+
+The file says, from the general to the particular, what is quantized: ``defaults``, ``params``, ``op_type``,
+``supergroups``, ``model_input``, ``model_output``, in this order of application. Each statement becomes a
+:class:`~bitwright.core.placement.rules.Rule` whose ``origin`` is its place in the file. What AIMET decides in code,
+by the kind of hardware, is added where a rule can say it; the rest is told in ``Rules.notes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from bitwright.core.graph.ops import OPS
+from bitwright.core.graph.patterns import MASKED_SOFTMAX, MATMUL_ADD, Pattern
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
+from bitwright.core.numerics.spec import PRESETS, Preset, Symmetry
+from bitwright.core.placement.rules import BOUNDARY_ONLY, Rule, Rules
+from bitwright.errors import ConfigError, close_matches
+
+REQUIRED = ("defaults", "params", "op_type", "supergroups", "model_input", "model_output")
+SECTIONS = (*REQUIRED, "supergroup_pass_list")
+
+# what may stand where; the values are checked as they are read
+_DEFAULTS = (
+    "ops",
+    "params",
+    "strict_symmetric",
+    "unsigned_symmetric",
+    "per_channel_quantization",
+    "supported_kernels",
+    "hw_version",
+)
+_OPS_KEYS = ("is_output_quantized", "is_input_quantized", "is_symmetric")
+_PARAM_KEYS = ("is_quantized", "is_symmetric")
+_OP_TYPE_KEYS = (
+    *_OPS_KEYS,
+    "params",
+    "per_channel_quantization",
+    "supported_kernels",
+    "encoding_constraints",
+)
+_BOOLEANS = {"True": True, "False": False, True: True, False: False}
+
+# names of operator types that differ from ours
+_TYPES = {
+    "Mean": "ReduceMean",
+    "Max": "Max",
+    "Upsample": "Resize",
+    "GroupNorm": "GroupNormalization",
+    "LayerNorm": "LayerNormalization",
+    "InstanceNorm": "InstanceNormalization",
+    "RMSNorm": "RMSNormalization",
+    "BatchNorm": "BatchNormalization",
+    "SiLU": "Silu",
+    "Swish": "Silu",
+    "Linear": "Gemm",
+    "BatchToSpace": "DepthToSpace",
+    "SpaceToBatch": "SpaceToDepth",
+}
+_CANONICAL = {name.lower(): name for name in OPS} | {name.lower(): to for name, to in _TYPES.items()}
+# types that AIMET's files name and that never appear in a recorded graph as an operator on floats
+_KNOWN_ABSENT = ("Cast", "NonMaxSuppression", "NonZero", "Shape", "MaxRoiPool", "SplitToSequence")
+_PASSES = {"MatmulAdd": MATMUL_ADD, "MaskedSoftmax": MASKED_SOFTMAX}
+_RECORDED_WHOLE = ("LayerNormalization", "RMSNormalization", "GroupNormalization", "InstanceNormalization")
+
+
+def is_aimet_config(data: Mapping[str, Any]) -> bool:
+    """Whether ``data`` has the top-level keys of AIMET's file rather than ours."""
+    return any(key in data for key in REQUIRED if key != "supergroups")
+
+
+def read_aimet_config(
+    data: Mapping[str, Any], preset: Preset = PRESETS["w8a8"], source: str = "AIMET configuration"
+) -> Rules:
+    """The rules that a quantsim configuration stands for.
+
+    Bit widths are no part of the file: they are those of ``preset``, and so is a blockwise granularity,
+    which the file cannot express. A bias with ``is_quantized: False`` becomes the int32 that integer
+    kernels add, derived from input and weight, because that is what the target runs (AIMET leaves it in
+    float while it simulates).
+
+    Args:
+        data: the parsed JSON; booleans are the strings "True" and "False".
+        preset: base specs of weights and activations.
+        source: name for messages.
+
+    Raises:
+        ConfigError: a key that is missing, unknown or has a value that cannot be; the message names it.
+    """
+    return _Reader(data, preset, source).rules()
+
+
+class _Reader:
+    def __init__(self, data: Mapping[str, Any], preset: Preset, source: str) -> None:
+        self.preset, self.source = preset, source
+        self.notes: list[str] = []
+        self.data = self._section(data, "", SECTIONS, REQUIRED)
+        self.defaults = self._section(self.data["defaults"], "defaults", _DEFAULTS, ("ops", "params"))
+        self.word = self._symmetric_word()
+
+    def rules(self) -> Rules:
+        found = [
+            BOUNDARY_ONLY,  # AIMET quantizes what enters and leaves a recurrent layer
+            *self._default_rules(),
+            *self._param_rules(self.data["params"], "params", "*"),
+            *self._op_type_rules(),
+            *self._model_rules("model_input", "is_input_quantized"),
+            *self._model_rules("model_output", "is_output_quantized"),
+            *self._hardware_rules(),
+        ]
+        groups = (*self._supergroups(), *self._passes())
+        return Rules(
+            self.preset.weight,
+            self.preset.activation,
+            tuple(found),
+            groups,
+            fixed_ranges=False,
+            source=self.source,
+            notes=tuple(self.notes),
+        )
+
+    # ---- sections, in the order of application
+
+    def _default_rules(self) -> Iterator[Rule]:
+        ops = self._section(self.defaults["ops"], "defaults.ops", _OPS_KEYS)
+        params = self._section(self.defaults["params"], "defaults.params", _PARAM_KEYS)
+        output = self._flag(ops, "defaults.ops", "is_output_quantized", only=True) or False
+        yield self._rule("defaults.ops.is_output_quantized", output, port="output", quantized=output)
+        reads = self._flag(ops, "defaults.ops", "is_input_quantized", only=True) or False
+        yield self._rule("defaults.ops.is_input_quantized", reads, port="input", quantized=reads)
+        symmetric = self._flag(ops, "defaults.ops", "is_symmetric") or False
+        for port in ("output", "input", "constant"):
+            yield self._rule(
+                "defaults.ops.is_symmetric", symmetric, port=port, symmetry=self._symmetry(symmetric)
+            )
+        quantized = self._flag(params, "defaults.params", "is_quantized") or False
+        yield self._rule("defaults.params.is_quantized", quantized, port="param", quantized=quantized)
+        symmetric = self._flag(params, "defaults.params", "is_symmetric") or False
+        symmetry = self._symmetry(symmetric)
+        yield self._rule("defaults.params.is_symmetric", symmetric, port="param", symmetry=symmetry)
+        yield from self._per_channel(self.defaults, "defaults", "*", default=False)
+        self._kernels(self.defaults, "defaults")
+
+    def _param_rules(self, params: Any, at: str, op: str) -> Iterator[Rule]:
+        for name, entry in self._section(params, at, None).items():
+            where = f"{at}.{name}"
+            section = self._section(entry, where, _PARAM_KEYS)
+            quantized = self._flag(section, where, "is_quantized")
+            bias = name == "bias"
+            selector: dict[str, Any] = {"op": op, "port": "bias" if bias else "param"}
+            if not bias:
+                selector["param"] = name
+            if quantized is not None:
+                value = "derived" if bias and not quantized else quantized
+                yield self._rule(f"{where}.is_quantized", quantized, **selector, quantized=value)
+            symmetric = self._flag(section, where, "is_symmetric")
+            if symmetric is not None:
+                symmetry = self._symmetry(symmetric)
+                yield self._rule(f"{where}.is_symmetric", symmetric, **selector, symmetry=symmetry)
+
+    def _op_type_rules(self) -> Iterator[Rule]:
+        for name, entry in self._section(self.data["op_type"], "op_type", None).items():
+            at, op = f"op_type.{name}", self._type(name, "op_type")
+            section = self._section(entry, at, _OP_TYPE_KEYS)
+            output = self._flag(section, at, "is_output_quantized")
+            if output is not None:
+                yield self._rule(f"{at}.is_output_quantized", output, op=op, port="output", quantized=output)
+            if self._flag(section, at, "is_input_quantized", only=True):
+                yield self._rule(f"{at}.is_input_quantized", True, op=op, port="input", quantized=True)
+            symmetric = self._flag(section, at, "is_symmetric")
+            if symmetric is not None:
+                yield from self._op_symmetry(at, op, symmetric)
+            yield from self._param_rules(section.get("params", {}), f"{at}.params", op)
+            yield from self._per_channel(section, at, op, default=None)
+            yield from self._constraints(section, at, op)
+            self._kernels(section, at)
+
+    def _op_symmetry(self, at: str, op: str, symmetric: bool) -> Iterator[Rule]:
+        """The symmetry of an operator is that of what it writes and of what it reads, wherever that is
+        quantized."""
+        origin, symmetry = f"{at}.is_symmetric", self._symmetry(symmetric)
+        yield self._rule(origin, symmetric, op=op, port="output", symmetry=symmetry)
+        yield self._rule(origin, symmetric, op=op, port="input", symmetry=symmetry)
+        yield self._rule(origin, symmetric, op=op, port="input", symmetry=symmetry, reaches_producer=True)
+
+    def _per_channel(
+        self, section: Mapping[str, Any], at: str, op: str, default: bool | None
+    ) -> Iterator[Rule]:
+        value = self._flag(section, at, "per_channel_quantization")
+        value = default if value is None else value
+        if value is None or isinstance(self.preset.weight and self.preset.weight.granularity, PerBlock):
+            return
+        granularity = PerChannel() if value else PerTensor()
+        origin = f"{at}.per_channel_quantization"
+        yield self._rule(origin, value, op=op, port="weight", granularity=granularity)
+
+    def _constraints(self, section: Mapping[str, Any], at: str, op: str) -> Iterator[Rule]:
+        if "encoding_constraints" not in section:
+            return
+        where = f"{at}.encoding_constraints"
+        ends = self._section(section["encoding_constraints"], where, ("min", "max"), ("min",))
+        lo, hi = (self._number(ends, where, key) for key in ("min", "max"))
+        symmetry: Symmetry | None = None
+        if lo is not None and hi is not None and lo == -hi:
+            symmetry = self._symmetry(True)  # both ends equally far from zero ask for a symmetric grid
+        yield Rule(
+            op=op,
+            port="output",
+            fixed_range=(lo, hi),
+            symmetry=symmetry,
+            origin=f"{where} ({self.source})",
+            optional=True,
+        )
+
+    def _supergroups(self) -> Iterator[Pattern]:
+        groups = self.data["supergroups"]
+        if not isinstance(groups, list):
+            problem = f"it is a {type(groups).__name__}"
+            raise self._error("supergroups", problem, 'write a list of {"op_list": [...]}')
+        for i, entry in enumerate(groups):
+            at = f"supergroups[{i}]"
+            types = self._section(entry, at, ("op_list",), ("op_list",))["op_list"]
+            if not isinstance(types, list) or len(types) < 2 or not all(isinstance(t, str) for t in types):
+                raise self._error(
+                    f"{at}.op_list", f"{types!r} is not a chain", "list at least two operator types"
+                )
+            yield Pattern(tuple(self._type(t, f"{at}.op_list") for t in types), plain_only=True)
+
+    def _model_rules(self, section: str, key: str) -> Iterator[Rule]:
+        entry = self._section(self.data[section], section, (key,))
+        if self._flag(entry, section, key, only=True):
+            port = "model_input" if section == "model_input" else "model_output"
+            yield self._rule(f"{section}.{key}", True, port=port, quantized=True)
+
+    def _hardware_rules(self) -> Iterator[Rule]:
+        """What AIMET decides in code: normalisation scales, and weights that follow their output on newer
+        targets."""
+        weight, activation = self.preset.weight, self.preset.activation
+        bits = weight.format.bits if weight is not None and isinstance(weight.format, IntFormat) else 0
+        if bits:
+            symmetry = self._symmetry(bits >= 16)
+            origin = "AIMET's rule for the scale of layer normalisations"
+            yield Rule(
+                op="LayerNormalization", param="weight", symmetry=symmetry, origin=origin, optional=True
+            )
+        version = self._version()
+        if version is None:
+            return
+        if version >= 73 and activation is not None:
+            ops = self.defaults["ops"]
+            symmetry = self._symmetry(self._flag(ops, "defaults.ops", "is_symmetric") or False)
+            yield Rule(
+                op=("Embedding", "GroupNormalization"),
+                param="weight",
+                format=activation.format,
+                symmetry=symmetry,
+                granularity=PerTensor(),
+                origin=f"AIMET's rule for weights that follow their output (V{version})",
+                optional=True,
+            )
+        self.notes.append(
+            f"defaults.hw_version: AIMET's special cases of V{version} for products of two activations, "
+            "rotary embeddings and rescaling by a constant are not applied; write rules where they matter"
+        )
+
+    def _passes(self) -> Iterator[Pattern]:
+        names = self.data.get("supergroup_pass_list", [])
+        if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+            problem = f"{names!r} is not a list of names"
+            raise self._error("supergroup_pass_list", problem, "write a list of strings")
+        for name in names:
+            if name in _PASSES:
+                yield from _PASSES[name]
+            elif name not in _RECORDED_WHOLE:  # these need no pass: the front ends see one operator
+                near = close_matches(name, (*_PASSES, *_RECORDED_WHOLE))
+                self.notes.append(f"supergroup_pass_list: {name!r} has no effect here{near}")
+
+    # ---- values
+
+    def _rule(self, at: str, value: bool, **facets: Any) -> Rule:
+        return Rule(**facets, origin=f"{at}={value} ({self.source})", optional=True)
+
+    def _symmetric_word(self) -> Symmetry:
+        strict = self._flag(self.defaults, "defaults", "strict_symmetric")
+        unsigned = self._flag(self.defaults, "defaults", "unsigned_symmetric")
+        if strict and unsigned:
+            self.notes.append("defaults.unsigned_symmetric has no effect beside defaults.strict_symmetric")
+        return "strict_symmetric" if strict else "unsigned_symmetric" if unsigned else "symmetric"
+
+    def _symmetry(self, symmetric: bool) -> Symmetry:
+        return self.word if symmetric else "asymmetric"
+
+    def _version(self) -> int | None:
+        version = self.defaults.get("hw_version")
+        if version is None:
+            return None
+        digits = str(version).upper().removeprefix("V")
+        if not isinstance(version, str) or not digits.isdigit():
+            raise self._error("defaults.hw_version", f"{version!r} is not a version", 'write it like "V73"')
+        return int(digits)
+
+    def _kernels(self, section: Mapping[str, Any], at: str) -> None:
+        kernels = section.get("supported_kernels")
+        if kernels is None:
+            return
+        if not isinstance(kernels, list) or not kernels or not all(isinstance(k, Mapping) for k in kernels):
+            problem = f"{kernels!r} is not a list of kernels"
+            remedy = 'write [{"activation": {"bitwidth": 8, "dtype": "int"}}]'
+            raise self._error(f"{at}.supported_kernels", problem, remedy)
+        self.notes.append(f"{at}.supported_kernels has no effect: widths come from the preset and from rules")
+
+    def _type(self, name: str, at: str) -> str:
+        canonical = _CANONICAL.get(name.lower())
+        if canonical is None and name not in _KNOWN_ABSENT:
+            self.notes.append(f"{at}: no operator of type {name!r} is known{close_matches(name, OPS)}")
+        return canonical or name
+
+    def _number(self, section: Mapping[str, Any], at: str, key: str) -> float | None:
+        value = section.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise self._error(f"{at}.{key}", f"{value!r} is not a number", "write a number, such as 0.0")
+        return None if value is None else float(value)
+
+    def _flag(
+        self, section: Mapping[str, Any], at: str, key: str, *, only: bool | None = None
+    ) -> bool | None:
+        """The boolean at ``key``, ``None`` where there is none; ``only`` is the value the schema allows."""
+        if key not in section:
+            return None
+        raw = section[key]
+        if not isinstance(raw, (str, bool)) or raw not in _BOOLEANS:
+            raise self._error(f"{at}.{key}", f"{raw!r} is no boolean", 'write the string "True" or "False"')
+        value = _BOOLEANS[raw]
+        if only is not None and value is not only:
+            raise self._error(
+                f"{at}.{key}", f'it may only be "{only}"', "leave the key out to get the opposite"
+            )
+        return value
+
+    def _section(
+        self, value: Any, at: str, known: tuple[str, ...] | None, required: tuple[str, ...] = ()
+    ) -> Mapping[str, Any]:
+        """``value`` as an object with none but the ``known`` keys (``None``: any) and all ``required``
+        ones."""
+        if not isinstance(value, Mapping):
+            raise self._error(at, f"it is a {type(value).__name__}, not an object", "write {...}")
+        for key in value if known is not None else ():
+            if key not in (known or ()):
+                near = close_matches(str(key), known or ())
+                raise self._error(at, f"unknown key {key!r}{near}", f"use {', '.join(known or ())}")
+        missing = [key for key in required if key not in value]
+        if missing:
+            raise self._error(
+                at, f"the key {missing[0]!r} is missing", f'add "{missing[0]}"; it may be empty'
+            )
+        return value
+
+    def _error(self, at: str, problem: str, remedy: str) -> ConfigError:
+        return ConfigError(f"{self.source}: {at}" if at else self.source, problem, remedy)
+
+
+# ---- shipped targets
+
+_PER_CHANNEL = ("Conv", "ConvTranspose", "Gemm", "MatMul", "PRelu")
+_STATS = ("running_mean", "running_var")
+_OFF = {"is_output_quantized": "False"}
+_ASYMMETRIC_WEIGHT = {"params": {"weight": {"is_symmetric": "False"}}}
+_UNIT = {"encoding_constraints": {"min": 0.0, "max": 1.0}}
+_SIGNED_UNIT = {"encoding_constraints": {"min": -1.0, "max": 1.0}}
+_WAVES = dict.fromkeys(("Sin", "Cos", "Tanh"), _SIGNED_UNIT)
+_NORM_PASSES = ("LayerNormalization", "RMSNormalization", "MatmulAdd")
+
+_DEFAULT_OPS = {"Cast": _OFF}
+_DEFAULT_GROUPS = "Conv>Relu ConvTranspose>Relu Conv>Clip Add>Relu Gemm>Relu"
+_V68_OPS = {
+    **dict.fromkeys(("Cast", "ChannelShuffle", "Gather", "NonMaxSuppression"), _OFF),
+    **dict.fromkeys(("LayerNormalization", "RMSNormalization", "InstanceNormalization"), _ASYMMETRIC_WEIGHT),
+    **_WAVES,
+    "Relu": {"encoding_constraints": {"min": 0.0}},
+}
+_V66_OPS = {k: v for k, v in _V68_OPS.items() if k not in ("RMSNormalization", "InstanceNormalization")}
+_V73_OPS = {
+    **_V68_OPS,
+    "GroupNormalization": {"params": {"bias": {"is_quantized": "True"}}},
+    "Sigmoid": _UNIT,
+    "Softmax": _UNIT,
+}
+_V68_GROUPS = "ConvTranspose>Relu Add>Relu Gemm>Relu"
+_V73_GROUPS = " ".join(
+    ["Add>Relu"]
+    + [f"Conv>BatchNormalization>{a}" for a in ("HardSwish", "PRelu", "LeakyRelu", "Relu")]
+    + [f"Conv>Transpose>{a}" for a in ("Relu", "PRelu", "LeakyRelu")]
+    + [f"Conv>{a}" for a in ("Clip", "PRelu", "LeakyRelu", "Relu")]
+    + ["ConvTranspose>Relu", "Gemm>Relu"]
+)
+_ENPU_OPS = {**_WAVES, "Sigmoid": _UNIT, "Softmax": _UNIT}
+_ENPU_V7_OPS = {**_ENPU_OPS, **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _ASYMMETRIC_WEIGHT)}
+_IMAGE = ("Conv", "ConvTranspose", "AveragePool", "MaxPool")
+_SIX = ("Relu", "Clip", "Sigmoid", "Tanh", "HardSwish", "Gelu")
+_ENPU_GROUPS = " ".join(
+    [f"{h}>{a}" for h in _IMAGE for a in (*_SIX, "PRelu", "LeakyRelu", "BatchNormalization")]
+    + [f"{h}>BatchNormalization>{a}" for h in _IMAGE for a in _SIX]
+    + [f"{h}>{a}" for h in ("Gemm", "MatMul", "Add", "Sub", "Mul") for a in (*_SIX, "LeakyRelu")]
+)
+_LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+
+# name -> hw_version, per-channel types, operator types, supergroups, passes
+_TARGETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str, tuple[str, ...]]] = {
+    "default": ("", _PER_CHANNEL, _DEFAULT_OPS, _DEFAULT_GROUPS, ("MatmulAdd",)),
+    "default_per_tensor": ("", (), _DEFAULT_OPS, _DEFAULT_GROUPS, ("MatmulAdd",)),
+    "htp_v66": ("V66", (), {**_V66_OPS, "Flatten": _OFF}, _V68_GROUPS, ()),
+    "htp_v68": ("V68", ("Conv", "ConvTranspose", "PRelu"), _V68_OPS, _V68_GROUPS, _NORM_PASSES),
+    "htp_v69": ("V69", _PER_CHANNEL, _V68_OPS, _V68_GROUPS, _NORM_PASSES),
+    **{
+        f"htp_v{n}": (f"V{n}", _PER_CHANNEL, _V73_OPS, _V73_GROUPS, _NORM_PASSES)
+        for n in (73, 75, 79, 81, 85)
+    },
+    "enpu_v6": ("", (), _ENPU_OPS, _ENPU_GROUPS, _NORM_PASSES),
+    "enpu_v7": ("", (), _ENPU_V7_OPS, _ENPU_GROUPS, _NORM_PASSES),
+    "enpu_v7_per_channel": ("", _LINEAR, _ENPU_V7_OPS, _ENPU_GROUPS, _NORM_PASSES),
+}
+SHIPPED: tuple[str, ...] = tuple(_TARGETS)
+ALIASES: dict[str, str] = {
+    "default_config": "default_per_tensor",
+    "default_per_channel": "default",
+    "default_config_per_channel": "default",
+    **{f"htp_quantsim_config_v{n}": f"htp_v{n}" for n in (66, 68, 69, 73, 75, 79, 81, 85)},
+    **{f"htp_v{n}_per_channel_linear": f"htp_v{n}" for n in (69, 73, 75, 79, 81)},
+}
+
+
+def shipped_config(name: str) -> dict[str, Any]:
+    """The configuration of a shipped target, in AIMET's form.
+
+    ``default`` (per channel), ``default_per_tensor``, ``htp_v66`` to ``htp_v85`` and ``enpu_v6``,
+    ``enpu_v7``, ``enpu_v7_per_channel``; AIMET's own names for them are known too. They are written from
+    the published behaviour of AIMET 2.42. Six chains that enpu_v7 has beyond enpu_v6 are not published and
+    so not in it.
+
+    Raises:
+        ConfigError: no such target; the message lists close names.
+
+    >>> shipped_config("htp_v73")["defaults"]["hw_version"]
+    'V73'
+    """
+    key = ALIASES.get(name, name)
+    if key not in _TARGETS:
+        raise ConfigError(
+            f"configuration {name!r}",
+            f"there is no target of this name{close_matches(name, (*SHIPPED, *ALIASES))}",
+            f"use one of {', '.join(SHIPPED)}, or the path of a file",
+        )
+    version, per_channel, op_types, groups, passes = _TARGETS[key]
+    enpu = key.startswith("enpu")
+    defaults: dict[str, Any] = {
+        "ops": {"is_output_quantized": "True", "is_symmetric": str(enpu)},
+        "params": {"is_quantized": "True", "is_symmetric": "True"},
+        "per_channel_quantization": "False",
+    }
+    if version:
+        defaults["hw_version"] = version
+    unquantized = ("weight", "bias", *_STATS) if enpu else _STATS
+    op_type: dict[str, Any] = {
+        "BatchNormalization": {"params": {name: {"is_quantized": "False"} for name in unquantized}}
+    }
+    for op, entry in op_types.items():
+        op_type[op] = dict(entry)
+    for op in _LINEAR if enpu else per_channel:
+        op_type.setdefault(op, {})["per_channel_quantization"] = str(op in per_channel)
+    config: dict[str, Any] = {
+        "defaults": defaults,
+        "params": {"bias": {"is_quantized": "False"}},
+        "op_type": op_type,
+        "supergroups": [{"op_list": chain.split(">")} for chain in groups.split()],
+        "model_input": {"is_input_quantized": "True"},
+        "model_output": {"is_output_quantized": "True"} if enpu else {},
+    }
+    if passes:
+        config["supergroup_pass_list"] = list(passes)
+    return config

@@ -1,0 +1,338 @@
+"""Configuration files: ours (YAML, TOML or JSON) and AIMET's JSON, read into rules.
+
+Ours, in YAML::
+
+    preset: w8a8
+    rules:
+      - {match: "layer1.*", op: Conv, weight: int4}
+      - {match: head, weight: {format: int8, granularity: per_tensor}, output: null}
+    supergroups: [default, [Conv, Silu]]
+    recurrent: boundary_only      # or "inside", the default: quantizers inside the steps of recurrent layers
+
+Every key is checked, and an unknown one is answered with what it may have been. TOML has no ``null``: write
+``"float"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bitwright.core.files.documents import read_document
+from bitwright.core.graph.patterns import DEFAULT_SUPERGROUPS, MASKED_SOFTMAX, MATMUL_ADD, Pattern
+from bitwright.core.numerics.formats import parse_format, parse_scale_format
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerGate, PerTensor
+from bitwright.core.numerics.spec import PRESETS, SYMMETRIES, Preset, RangeMethod, check_policy, find_preset
+from bitwright.core.placement.aimet_config import (
+    ALIASES,
+    SECTIONS,
+    SHIPPED,
+    is_aimet_config,
+    read_aimet_config,
+    shipped_config,
+)
+from bitwright.core.placement.rules import BOUNDARY_ONLY, FixedRange, Rule, Rules, default_rules
+from bitwright.errors import BitwrightError, ConfigError, close_matches
+
+_TOP = ("preset", "rules", "supergroups", "recurrent")
+_PORTS = {
+    **{
+        p: p
+        for p in (
+            "output",
+            "input",
+            "inner",
+            "weight",
+            "bias",
+            "param",
+            "constant",
+            "model_input",
+            "model_output",
+        )
+    },
+    "all": "*",
+}
+_RULE = ("match", "op", *_PORTS, "params")
+_FACETS = (
+    "quantized",
+    "format",
+    "symmetry",
+    "granularity",
+    "method",
+    "fixed_range",
+    "non_finite",
+    "scale_format",
+)
+_GROUPS = {"default": DEFAULT_SUPERGROUPS, "masked_softmax": MASKED_SOFTMAX, "matmul_add": MATMUL_ADD}
+
+
+def load_config(source: str | Path | Mapping[str, Any] | None = None, preset: Preset | None = None) -> Rules:
+    """Rules from a file, a dictionary, or the name of a shipped target.
+
+    Args:
+        source: ``None`` for the default rules; a path to a ``.json``, ``.yaml``, ``.yml`` or ``.toml``
+            file; a dictionary with the contents of one; or a name such as ``default`` or ``htp_v73``
+            (:func:`~bitwright.core.placement.aimet_config.shipped_config`). AIMET's form is told from ours by its
+            top-level keys.
+        preset: base specs where the configuration names none; w8a8 if not given.
+
+    Raises:
+        ConfigError: a file that is missing or cannot be parsed (with the line), an unknown key or value
+            (with close matches).
+    """
+    if source is None:
+        chosen = preset or PRESETS["w8a8"]
+        return default_rules(chosen.weight, chosen.activation)
+    if isinstance(source, Mapping):
+        return _read(source, preset, "configuration")
+    if isinstance(source, str) and (source in SHIPPED or source in ALIASES):
+        return _read(shipped_config(source), preset, source)
+    path = Path(source)
+    if not path.is_file() and not path.suffix:
+        near = close_matches(str(path), (*SHIPPED, *ALIASES))
+        raise ConfigError(
+            f"configuration {str(path)!r}",
+            f"it is neither a file nor a shipped target{near}",
+            f"give a path, or one of {', '.join(SHIPPED)}",
+        )
+    return _read(read_file(path, _TOP), preset, path.name)
+
+
+def _read(data: Mapping[str, Any], preset: Preset | None, source: str) -> Rules:
+    if is_aimet_config(data):
+        return read_aimet_config(data, preset or PRESETS["w8a8"], source)
+    return read_config(data, preset, source)
+
+
+# ---- files
+
+
+def read_file(path: Path, keys: tuple[str, ...]) -> Mapping[str, Any]:
+    """The mapping that a ``.json``, ``.yaml``, ``.yml`` or ``.toml`` file holds.
+
+    Args:
+        path: of the file.
+        keys: what such a file has at its top, for messages.
+
+    Raises:
+        ConfigError: the file is missing, cannot be parsed (with the line), or holds no mapping.
+    """
+    data = read_document(path, ConfigError)
+    if not isinstance(data, Mapping):
+        problem = f"it holds a {type(data).__name__}, not keys and values"
+        raise ConfigError(
+            str(path), problem, f"write {', '.join(keys)} as {'keys' if len(keys) > 1 else 'key'}"
+        )
+    return data
+
+
+# ---- our form
+
+
+def read_config(
+    data: Mapping[str, Any], preset: Preset | None = None, source: str = "configuration"
+) -> Rules:
+    """The rules of a configuration in our form.
+
+    Args:
+        data: keys ``preset``, ``rules``, ``supergroups`` and ``recurrent``, each optional.
+        preset: base specs if ``data`` names no preset.
+        source: name for messages.
+
+    Raises:
+        ConfigError: an unknown key or a value that cannot be; the message names it and lists close matches.
+    """
+    _keys(data, source, (*_TOP,), also=SECTIONS)
+    chosen = find_preset(data["preset"]) if "preset" in data else preset or PRESETS["w8a8"]
+    entries = data.get("rules") or []
+    if not isinstance(entries, list):
+        raise ConfigError(f"{source}: rules", f"it is a {type(entries).__name__}", "write a list of rules")
+    rules = [rule for i, entry in enumerate(entries) for rule in _rules(entry, f"{source}: rules[{i}]")]
+    if _recurrent(data.get("recurrent", "inside"), f"{source}: recurrent") == "boundary_only":
+        rules.insert(0, BOUNDARY_ONLY)
+    groups = _supergroups(data.get("supergroups", ["default"]), f"{source}: supergroups")
+    return Rules(chosen.weight, chosen.activation, tuple(rules), groups, source=source)
+
+
+def _keys(data: Any, at: str, known: tuple[str, ...], also: tuple[str, ...] = ()) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise ConfigError(
+            at, f"it is a {type(data).__name__}, not keys and values", f"use {', '.join(known)}"
+        )
+    for key in data:
+        if key not in known:
+            near = close_matches(str(key), (*known, *also))
+            raise ConfigError(at, f"unknown key {key!r}{near}", f"use {', '.join(known)}")
+    return data
+
+
+def _rules(entry: Any, at: str) -> list[Rule]:
+    """One entry of ``rules``: one rule per kind of tensor it speaks about."""
+    entry = _keys(entry, at, _RULE)
+    selector = {"name": entry.get("match", "*"), "op": _types(entry.get("op", "*"), f"{at}.op")}
+    if not isinstance(selector["name"], str):
+        problem = f"{selector['name']!r} is not a name"
+        raise ConfigError(f"{at}.match", problem, 'write a module, operator or site name, or "*"')
+    rules = []
+    for key, value in entry.items():
+        if key in _PORTS:
+            rules.append(_rule(value, f"{at}.{key}", {**selector, "port": _PORTS[key]}))
+        elif key == "params":
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{at}.params", f"{value!r} is no mapping", "write {running_mean: null}")
+            for name, facets in value.items():
+                where = f"{at}.params.{name}"
+                rules.append(_rule(facets, where, {**selector, "port": "param", "param": str(name)}))
+    if not rules:
+        raise ConfigError(
+            at, "the rule sets nothing", f"add one of {', '.join(_PORTS)}, such as weight: int4"
+        )
+    return rules
+
+
+def _types(value: Any, at: str) -> str | tuple[str, ...]:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    raise ConfigError(at, f"{value!r} is no operator type", "write a type such as Conv, or a list of types")
+
+
+def _rule(value: Any, at: str, selector: Mapping[str, Any]) -> Rule:
+    facets: dict[str, Any]
+    if value is None or value == "float":
+        facets = {"quantized": False}
+    elif value == "derived" and selector["port"] == "bias":
+        facets = {"quantized": "derived"}
+    elif isinstance(value, str):
+        facets = {"format": _at(at, parse_format, value)}
+    else:
+        facets = _facets(_keys(value, at, _FACETS), at)
+    origin = ", ".join(f"{k}={v!r}" for k, v in selector.items() if v != "*")
+    try:
+        return Rule(**selector, **facets, origin=f"{at} ({origin or 'all tensors'})")
+    except BitwrightError as error:
+        raise ConfigError(at, error.problem, error.remedy) from error
+
+
+def _at(at: str, read: Any, value: Any) -> Any:
+    """``read(value)``, with the place in the file on any error."""
+    try:
+        return read(value)
+    except BitwrightError as error:
+        raise ConfigError(at, error.problem, error.remedy) from error
+
+
+def _facets(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
+    readers: dict[str, Callable[[Any, str], Any]] = {
+        "quantized": _boolean,
+        "format": lambda value, where: _at(where, parse_format, value),
+        "symmetry": _symmetry,
+        "granularity": _granularity,
+        "method": _method,
+        "fixed_range": _range,
+        "non_finite": check_policy,
+        "scale_format": lambda value, where: _at(where, parse_scale_format, value),
+    }
+    return {key: readers[key](value, f"{at}.{key}") for key, value in entry.items()}
+
+
+def _boolean(value: Any, at: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(at, f"{value!r} is no boolean", "write true or false")
+    return value
+
+
+def _symmetry(value: Any, at: str) -> str:
+    if value not in SYMMETRIES:
+        near = close_matches(str(value), SYMMETRIES)
+        raise ConfigError(at, f"{value!r} is not a symmetry{near}", f"use {', '.join(SYMMETRIES)}")
+    return str(value)
+
+
+def _granularity(value: Any, at: str) -> Granularity:
+    words: dict[str, Granularity] = {
+        "per_tensor": PerTensor(),
+        "per_channel": PerChannel(),
+        "per_gate": PerGate(),
+    }
+    if isinstance(value, str) and value in words:
+        return words[value]
+    if isinstance(value, Mapping) and len(value) == 1:
+        (word, number), *_ = value.items()
+        if isinstance(number, int) and not isinstance(number, bool):
+            if word == "per_channel":
+                return PerChannel(number)
+            if word == "per_block":
+                block: Granularity = _at(at, PerBlock, number)
+                return block
+    word = next(iter(value), "") if isinstance(value, Mapping) else value
+    near = close_matches(str(word), (*words, "per_block"))
+    raise ConfigError(
+        at,
+        f"{value!r} is not a granularity{near}",
+        "use per_tensor, per_channel, per_gate, {per_channel: axis} or {per_block: size}",
+    )
+
+
+def _method(value: Any, at: str) -> RangeMethod:
+    from bitwright.core.numerics.ranges import find_range_method
+
+    if isinstance(value, Mapping):
+        options = {str(k): v for k, v in value.items() if k != "name"}
+        if "name" not in value or not all(isinstance(v, (int, float)) for v in options.values()):
+            problem = f"{value!r} is no range method with options"
+            raise ConfigError(at, problem, "write {name: percentile, percentile: 99.9}")
+        method: RangeMethod = _at(at, lambda v: find_range_method(str(v["name"]), options), value)
+        return method
+    found: RangeMethod = _at(at, find_range_method, value)
+    return found
+
+
+def _range(value: Any, at: str) -> FixedRange:
+    ends = value if isinstance(value, (list, tuple)) else ()
+    if len(ends) != 2 or any(
+        e is not None and (isinstance(e, bool) or not isinstance(e, (int, float))) for e in ends
+    ):
+        raise ConfigError(
+            at, f"{value!r} is not a range", "write [lowest, highest], with null for a calibrated end"
+        )
+    return ends[0], ends[1]
+
+
+def _recurrent(value: Any, at: str) -> str:
+    """Whether quantizers go inside recurrent layers."""
+    words = ("inside", "boundary_only")
+    if value not in words:
+        raise ConfigError(
+            at,
+            f"{value!r} is no way to place them{close_matches(str(value), words)}",
+            f"use {', '.join(words)}",
+        )
+    return str(value)
+
+
+def _supergroups(value: Any, at: str) -> tuple[Pattern, ...]:
+    if isinstance(value, str):
+        value = [value]
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise ConfigError(
+            at, f"it is a {type(value).__name__}", "write a list of chains, such as [[Conv, Relu]]"
+        )
+    found: list[Pattern] = []
+    for i, entry in enumerate(value):
+        if isinstance(entry, str):
+            if entry not in _GROUPS:
+                near = close_matches(entry, _GROUPS)
+                raise ConfigError(
+                    f"{at}[{i}]", f"{entry!r} is no set of chains{near}", f"use {', '.join(_GROUPS)}"
+                )
+            found.extend(_GROUPS[entry])
+        elif isinstance(entry, list) and len(entry) > 1 and all(isinstance(t, str) for t in entry):
+            found.append(Pattern(tuple(entry)))
+        else:
+            raise ConfigError(f"{at}[{i}]", f"{entry!r} is not a chain", "list at least two operator types")
+    return tuple(dict.fromkeys(found))

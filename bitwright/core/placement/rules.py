@@ -1,0 +1,334 @@
+"""What the user asks for, rule by rule: which tensors are quantized, and how.
+
+A :class:`Rule` selects tensors and sets some of their facets; :class:`Rules` is the base specs, the rules in
+order, and the supergroups. Later rules win, facet by facet, so a list of rules reads from the general to the
+particular. Nothing here knows a graph: :mod:`bitwright.core.placement.plan` asks a :class:`Resolver` about each
+tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from bitwright.core.graph.patterns import DEFAULT_SUPERGROUPS, Pattern
+from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.numerics.formats import Format, ScaleFormat, parse_format
+from bitwright.core.numerics.granularity import Granularity
+from bitwright.core.numerics.spec import (
+    PRESETS,
+    SYMMETRIES,
+    NonFinite,
+    QuantSpec,
+    RangeMethod,
+    Symmetry,
+    activation_spec,
+    check_policy,
+    weight_spec,
+)
+from bitwright.errors import ConfigError, close_matches
+
+Port = Literal[
+    "output", "input", "inner", "weight", "bias", "param", "constant", "model_input", "model_output", "*"
+]
+PORTS: tuple[str, ...] = get_args(Port)
+FixedRange = tuple[float | None, float | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which tensors (the first four fields), and what they shall be (the others; ``None`` leaves a facet as
+    it is).
+
+    Attributes:
+        name: an operator, module, parameter or site. ``layer1`` means the operator of that name and
+            everything below it (``layer1.0.conv1``, never ``layer10``); ``*`` and ``?`` are wildcards that
+            also pass dots; brackets are literal, so ``conv1.output[0]`` is one site and ``conv1.weight``
+            one parameter.
+        op: canonical operator type, or several.
+        port: which tensors of the operator. ``param`` is every parameter, ``weight`` and ``bias`` those of
+            that name; ``constant`` is a constant operand that is no parameter of the operator type (a
+            positional embedding that is added); ``inner`` is what is computed inside a step of a recurrent
+            layer; ``model_input`` and ``model_output`` are the tensors the model takes and returns.
+        param: exact parameter name in the operator's vocabulary (``running_mean``).
+        quantized: ``False`` leaves the tensor in float; ``True`` quantizes it even where integer runtimes
+            would compute in float. For a bias, ``"derived"`` is the default: int32 with the scales of input
+            and weight.
+        format: number format, or its name. It also takes back an earlier ``quantized=False``.
+        symmetry: see :class:`~bitwright.core.numerics.spec.QuantSpec`.
+        granularity: which elements share a scale.
+        method: how the range is taken, or the name of the method.
+        fixed_range: ``(lo, hi)`` in input units; ``None`` at either end calibrates that end.
+        non_finite: what calibration does about NaN and Inf, see :class:`~bitwright.core.numerics.spec.QuantSpec`.
+        scale_format: what scales are stored as, see :class:`~bitwright.core.numerics.formats.ScaleFormat`.
+        origin: where the rule was written; shown instead of the rule when it is cited.
+        optional: the rule describes a target rather than this model, so matching nothing is not reported.
+        reaches_producer: with ``port="input"``, set ``symmetry`` on the tensor that is read, wherever it is
+            quantized.
+
+    Raises:
+        ConfigError: an unknown port or symmetry, or a range whose ends are exchanged.
+
+    >>> str(Rule("layer1.*", op="Conv", port="weight", format="int4"))
+    "Rule('layer1.*', op='Conv', port='weight', format='int4')"
+    """
+
+    name: str = "*"
+    op: str | tuple[str, ...] = "*"
+    port: Port = "*"
+    param: str | None = None
+    quantized: bool | Literal["derived"] | None = None
+    format: Format | str | None = None
+    symmetry: Symmetry | None = None
+    granularity: Granularity | None = None
+    method: RangeMethod | str | None = None
+    fixed_range: FixedRange | None = None
+    non_finite: NonFinite | None = None
+    scale_format: ScaleFormat | None = None
+    origin: str = field(default="", compare=False)
+    optional: bool = field(default=False, compare=False)
+    reaches_producer: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice(self, "port", self.port, PORTS)
+        if self.symmetry is not None:
+            _check_choice(self, "symmetry", self.symmetry, SYMMETRIES)
+        if self.quantized == "derived" and self.port != "bias":
+            _check_choice(self, f"value of quantized for port {self.port!r}", "derived", ("True", "False"))
+        if isinstance(self.format, str):
+            parse_format(self.format)
+        if self.non_finite is not None:
+            check_policy(self.non_finite, self.origin or f"Rule({self.name!r})")
+        if self.fixed_range is not None:
+            _check_range(self)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The operator types selected; ``("*",)`` for all."""
+        return (self.op,) if isinstance(self.op, str) else tuple(self.op)
+
+    def __str__(self) -> str:
+        if self.origin:
+            return self.origin
+        parts = [repr(self.name)]
+        for facet in (
+            "op",
+            "port",
+            "param",
+            "quantized",
+            "format",
+            "symmetry",
+            "granularity",
+            "method",
+            "fixed_range",
+            "non_finite",
+            "scale_format",
+        ):
+            value = getattr(self, facet)
+            if value not in (None, "*"):
+                shown = getattr(value, "name", value) if facet in ("format", "method") else value
+                parts.append(f"{facet}={shown!r}")
+        return f"Rule({', '.join(parts)})"
+
+
+def _check_choice(rule: Rule, facet: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(
+            rule.origin or f"Rule({rule.name!r})",
+            f"{value!r} is not a {facet}{close_matches(str(value), known)}",
+            f"use one of {', '.join(known)}",
+        )
+
+
+def _check_range(rule: Rule) -> None:
+    assert rule.fixed_range is not None
+    lo, hi = rule.fixed_range
+    ends = [end for end in (lo, hi) if end is not None]
+    finite = all(isinstance(e, (int, float)) and abs(e) < float("inf") for e in ends)  # also refuses NaN
+    if not finite or (len(ends) == 2 and ends[0] > ends[1]):
+        raise ConfigError(
+            rule.origin or f"Rule({rule.name!r})",
+            f"fixed_range {rule.fixed_range!r} is not a range of finite numbers, lowest first",
+            "write (lowest, highest), with None at an end that shall be calibrated",
+        )
+
+
+#: leaves the inside of recurrent layers in float: quantizers stand only at what enters and leaves a layer
+BOUNDARY_ONLY = Rule(op=tuple(CELLS), port="inner", quantized=False, origin="boundary_only", optional=True)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Everything that decides a placement, except the graph.
+
+    Attributes:
+        weight: base spec of weights; ``None`` leaves them in float unless a rule gives a format.
+        activation: base spec of activations; ``None`` likewise.
+        rules: applied in order; later ones win facet by facet.
+        supergroups: chains of operators that have one quantizer, at their end.
+        fixed_ranges: pin the range of operators whose output lies in a known interval (sigmoid, softmax,
+            tanh).
+        source: where the rules come from, for messages.
+        notes: what was read and has no effect, one sentence each.
+    """
+
+    weight: QuantSpec | None = PRESETS["w8a8"].weight
+    activation: QuantSpec | None = PRESETS["w8a8"].activation
+    rules: tuple[Rule, ...] = ()
+    supergroups: tuple[Pattern, ...] = DEFAULT_SUPERGROUPS
+    fixed_ranges: bool = True
+    source: str = "default rules"
+    notes: tuple[str, ...] = ()
+
+    def extended(self, rules: Iterable[Rule]) -> Rules:
+        """These rules with more behind them."""
+        return replace(self, rules=(*self.rules, *rules))
+
+    def with_base(self, weight: QuantSpec | None, activation: QuantSpec | None) -> Rules:
+        """These rules over other base specs."""
+        return replace(self, weight=weight, activation=activation)
+
+
+def default_rules(
+    weight: QuantSpec | None = PRESETS["w8a8"].weight,
+    activation: QuantSpec | None = PRESETS["w8a8"].activation,
+) -> Rules:
+    """Quantize what common integer runtimes compute on integers, and nothing else.
+
+    Args:
+        weight: spec of weights; ``None`` leaves them in float.
+        activation: spec of activations; ``None`` leaves them in float.
+    """
+    return Rules(weight, activation)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The facets that the rules give one tensor; ``None`` where no rule spoke.
+
+    ``decided_by`` is the rule that set ``quantized``; ``matched`` are the positions of all rules that
+    matched.
+    """
+
+    quantized: bool | Literal["derived"] | None = None
+    format: Format | None = None
+    symmetry: Symmetry | None = None
+    granularity: Granularity | None = None
+    method: RangeMethod | None = None
+    fixed_range: FixedRange | None = None
+    non_finite: NonFinite | None = None
+    scale_format: ScaleFormat | None = None
+    decided_by: Rule | None = None
+    matched: tuple[int, ...] = ()
+
+    def apply(self, base: QuantSpec | None, *, weight: bool) -> QuantSpec | None:
+        """``base`` with the facets set; where there is no base, a rule that gives a format makes one.
+
+        Args:
+            base: spec of the preset.
+            weight: whether the tensor is a weight (symmetric, per channel) or an activation.
+        """
+        if base is None:
+            if self.format is None:
+                return None
+            base = weight_spec(self.format) if weight else activation_spec(self.format)
+        if not self.matched:
+            return base
+        fixed = base.fixed_range if self.fixed_range is None else self.fixed_range
+        return replace(
+            base,
+            format=base.format if self.format is None else self.format,
+            symmetry=base.symmetry if self.symmetry is None else self.symmetry,
+            granularity=base.granularity if self.granularity is None else self.granularity,
+            method=base.method if self.method is None else self.method,
+            fixed_range=None if fixed == (None, None) else fixed,
+            non_finite=self.non_finite or base.non_finite,
+            scale_format=self.scale_format or base.scale_format,
+        )
+
+    def followed_by(self, index: int, rule: Rule) -> Setting:
+        """This setting after one more matching rule."""
+        quantized, decided_by = self.quantized, self.decided_by
+        if rule.quantized is not None:
+            quantized, decided_by = rule.quantized, rule
+        elif rule.format is not None and quantized is False:
+            quantized, decided_by = None, rule  # naming a format takes an earlier "float" back
+        return Setting(
+            quantized,
+            self.format if rule.format is None else parse_format(rule.format),
+            rule.symmetry or self.symmetry,
+            self.granularity if rule.granularity is None else rule.granularity,
+            self.method if rule.method is None else _method(rule.method),
+            self.fixed_range if rule.fixed_range is None else rule.fixed_range,
+            rule.non_finite or self.non_finite,
+            rule.scale_format or self.scale_format,
+            decided_by,
+            (*self.matched, index),
+        )
+
+
+def _method(method: RangeMethod | str) -> RangeMethod:
+    return RangeMethod(method) if isinstance(method, str) else method
+
+
+_Candidate = tuple[int, Rule, re.Pattern[str] | None]
+
+
+class Resolver:
+    """Answers for each tensor of one model which facets the rules give it.
+
+    Rules are sorted once by operator type and port, and tensors that no rule names share their answer, so
+    the cost is that of the names that have to be compared.
+    """
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self.rules = tuple(rules)
+        self._names = [None if rule.name == "*" else name_pattern(rule.name) for rule in self.rules]
+        self._candidates: dict[tuple[str, frozenset[str], str | None], tuple[_Candidate, ...]] = {}
+        self._settings: dict[tuple[_Candidate, ...], Setting] = {}
+
+    def setting(
+        self, op_type: str, ports: frozenset[str], param: str | None, names: Sequence[str]
+    ) -> Setting:
+        """The setting of a tensor.
+
+        Args:
+            op_type: canonical type of the operator that makes or reads it.
+            ports: the ports it answers to, such as ``{"weight", "param"}``.
+            param: its parameter name in the operator's vocabulary.
+            names: the operator, module, parameter and site names it goes by.
+        """
+        found = self._select(op_type, ports, param)
+        if any(pattern is not None for _, _, pattern in found):
+            found = tuple(c for c in found if c[2] is None or any(c[2].fullmatch(name) for name in names))
+        if found not in self._settings:
+            setting = Setting()
+            for index, rule, _ in found:
+                setting = setting.followed_by(index, rule)
+            self._settings[found] = setting
+        return self._settings[found]
+
+    def _select(self, op_type: str, ports: frozenset[str], param: str | None) -> tuple[_Candidate, ...]:
+        key = (op_type, ports, param)
+        if key not in self._candidates:
+            self._candidates[key] = tuple(
+                (i, rule, self._names[i])
+                for i, rule in enumerate(self.rules)
+                if (rule.types == ("*",) or op_type in rule.types)
+                and (rule.port == "*" or rule.port in ports)
+                and (rule.param is None or rule.param == param)
+                and not rule.reaches_producer
+            )
+        return self._candidates[key]
+
+
+def name_pattern(name: str) -> re.Pattern[str]:
+    """The names that ``name`` selects: itself, everything below it, and what its wildcards allow.
+
+    >>> [bool(name_pattern("layer1").fullmatch(n)) for n in ("layer1", "layer1.0.conv1", "layer10")]
+    [True, True, False]
+    """
+    body = re.escape(name).replace(r"\*", ".*").replace(r"\?", ".")
+    return re.compile(rf"{body}(\..*)?", re.DOTALL)

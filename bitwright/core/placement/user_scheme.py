@@ -1,0 +1,111 @@
+"""What a user says about a whole model (scheme, bit widths, preset, configuration), made into rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from bitwright.core.numerics.formats import Format, IntFormat, parse_format
+from bitwright.core.numerics.ranges import find_range_method
+from bitwright.core.numerics.spec import Preset, RangeMethod, activation_spec, find_preset, weight_spec
+from bitwright.core.placement.rules import Rules, default_rules
+from bitwright.errors import BitwrightError, ConfigError
+
+
+class QuantScheme(Enum):
+    """Range methods under the names AIMET gives them; the strings are accepted everywhere too."""
+
+    min_max = "min_max"
+    post_training_tf = "min_max"
+    post_training_tf_enhanced = "tf_enhanced"
+    post_training_percentile = "percentile"
+    training_range_learning_with_tf_init = "min_max"
+    training_range_learning_with_tf_enhanced_init = "tf_enhanced"
+
+
+class QuantizationDataType(Enum):
+    """Kind of number format for ``default_data_type``."""
+
+    int = "int"
+    float = "float"
+
+
+def make_rules(
+    quant_scheme: str | QuantScheme | RangeMethod | None = None,
+    preset: str | Preset | None = None,
+    config_file: str | Path | dict[str, Any] | None = None,
+    *,
+    param_bw: int = 8,
+    output_bw: int = 8,
+    data_type: str | QuantizationDataType = QuantizationDataType.int,
+    names: tuple[str, str] = ("default_param_bw", "default_output_bw"),
+) -> Rules:
+    """Rules from the arguments of a ``QuantizationSimModel``.
+
+    Args:
+        quant_scheme: range method of weights and activations; ``None`` leaves the preset's.
+        preset: base specs; ``None`` makes them from the bit widths.
+        config_file: see :func:`bitwright.core.placement.config.load_config`; ``None`` means our default rules.
+        param_bw, output_bw, data_type: bits of weights and of activations, integer or float.
+        names: what the front end calls the two widths, for messages.
+
+    Raises:
+        FormatError: an impossible bit width.
+        ConfigError: an unknown scheme or preset, or a configuration that cannot be read.
+    """
+    method = _method(quant_scheme)
+    if preset is None:
+        preset = _preset(param_bw, output_bw, data_type, names)
+    return _rules(config_file, _with_method(find_preset(preset), method))
+
+
+def _method(scheme: str | QuantScheme | RangeMethod | None) -> RangeMethod | None:
+    if scheme is None:
+        return None
+    name = scheme.value if isinstance(scheme, Enum) else scheme
+    return find_range_method(name)
+
+
+def _format(bits: int, data_type: str, signed: bool, argument: str) -> Format:
+    if data_type == "float":
+        known = {16: "float16", 8: "float8_e4m3"}
+        if bits not in known:
+            raise ConfigError(
+                argument, f"there is no float format of {bits} bits here", "use 16 or 8 bits, or a preset"
+            )
+        return parse_format(known[bits])
+    try:
+        return IntFormat(bits, signed)
+    except BitwrightError as error:
+        raise type(error)(argument, error.problem, error.remedy) from None
+
+
+def _preset(
+    param_bw: int, output_bw: int, data_type: str | QuantizationDataType, names: tuple[str, str]
+) -> Preset:
+    kind = str(data_type.value if isinstance(data_type, Enum) else data_type)
+    if kind not in ("int", "float"):
+        raise ConfigError("default_data_type", f"{kind!r} is neither int nor float", "use 'int' or 'float'")
+    weight = _format(param_bw, kind, True, names[0])
+    activation = _format(output_bw, kind, False, names[1])
+    symmetry = "asymmetric" if kind == "int" else "symmetric"
+    return Preset(weight_spec(weight), activation_spec(activation, symmetry=symmetry))
+
+
+def _rules(config: str | Path | dict[str, Any] | None, preset: Preset) -> Rules:
+    if config is None:
+        return default_rules(preset.weight, preset.activation)
+    from bitwright.core.placement.config import load_config
+
+    return load_config(config, preset)
+
+
+def _with_method(preset: Preset, method: RangeMethod | None) -> Preset:
+    if method is None:
+        return preset
+    return Preset(
+        None if preset.weight is None else replace(preset.weight, method=method),
+        None if preset.activation is None else replace(preset.activation, method=method),
+    )

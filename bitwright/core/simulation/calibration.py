@@ -1,0 +1,216 @@
+"""What calibration does about NaN and Inf: whole batches enter the statistics, or none of a batch does.
+
+A front end tells a :class:`BatchGate` where a batch starts and ends. Statistics are values that an update replaces, so a
+batch is taken back by putting the old ones into place again; a clean batch costs a look at the counts of every site.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bitwright.core.graph.constant_channels import ChannelWatch, ConstantChannels
+from bitwright.core.health.report import HealthReport
+from bitwright.core.numerics.spec import NON_FINITE, NonFinite
+from bitwright.core.numerics.statistics import Histogram, MinMax, Statistics, bounds_of
+from bitwright.core.simulation.quantizer import Quantizer
+from bitwright.errors import CalibrationError
+
+logger = logging.getLogger("bitwright")
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Offence:
+    """A site that saw NaN or Inf in one batch, and how many of each; ``policy`` is the one in force there."""
+
+    site: str
+    nan: int
+    pos_inf: int
+    neg_inf: int
+    policy: NonFinite
+
+    def __str__(self) -> str:
+        counts = ((self.nan, "NaN"), (self.pos_inf, "+Inf"), (self.neg_inf, "-Inf"))
+        return f"{self.site} ({', '.join(f'{n} {what}' for n, what in counts if n)})"
+
+
+@dataclass
+class CalibrationLog:
+    """What became of the batches.
+
+    Attributes:
+        batches: how many came.
+        skipped: numbers of those left out of all statistics.
+        clamped: numbers of those whose finite elements alone were used.
+        first: the first site that saw NaN or Inf, in each of these batches.
+    """
+
+    batches: int = 0
+    skipped: list[int] = field(default_factory=list)
+    clamped: list[int] = field(default_factory=list)
+    first: dict[int, str] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """One sentence per kind of batch that was not taken as it was; empty if all were clean."""
+        found = []
+        for numbers, what in (
+            (self.skipped, "left out, because they hold values that are not finite"),
+            (self.clamped, "hold values that are not finite; ranges are of the finite ones"),
+        ):
+            if numbers:
+                shown = ", ".join(f"{n}, first at {self.first[n]}" for n in numbers[:_SHOWN])
+                more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+                found.append(f"{len(numbers)} of {self.batches} batches {what}: batch {shown}{more}")
+        return found
+
+
+class BatchGate:
+    """Decides batch by batch what enters the statistics of the quantizers.
+
+    Args:
+        quantizers: those that observe activations.
+        policy: for sites whose spec names none: ``error``, ``skip`` or ``clamp``.
+        diagnose: finds the operator to blame, given the batch; called under the policy ``error`` only. A report that
+            is ``ok`` says that nothing of it matters (values that are masked out before use): the batch is clamped.
+        watches: of the sites of these quantizers.
+
+    The strictest policy among the sites that saw something decides for the batch: ``error`` before ``skip`` before
+    ``clamp``. So the statistics do not depend on the order of the batches.
+    """
+
+    def __init__(
+        self,
+        quantizers: Iterable[Quantizer],
+        policy: NonFinite = "error",
+        diagnose: Callable[[Any], HealthReport | None] | None = None,
+        watches: Iterable[ChannelWatch] = (),
+    ) -> None:
+        self.quantizers = list(quantizers)
+        self.watches = list(watches)
+        self.policy = policy
+        self.diagnose = diagnose
+        self.log = CalibrationLog()
+        self._before: list[Statistics | None] | None = None
+        self._empty: list[int] = []
+        self._channels: list[ConstantChannels | None] = []
+        self._batch: Any = None
+
+    def open(self, batch: Any = None) -> None:
+        """A batch starts; one that is still open is closed first."""
+        if self._before is not None:
+            self.close()
+        self._batch = batch
+        self._before = [quantizer.statistics for quantizer in self.quantizers]
+        self._empty = [quantizer.empty for quantizer in self.quantizers]
+        self._channels = [watch.seen for watch in self.watches]
+
+    def close(self) -> bool:
+        """The batch is through; returns whether it counts. Does nothing when none is open.
+
+        Raises:
+            CalibrationError: a site with the policy ``error`` saw NaN or Inf; its batch is not in the statistics.
+        """
+        if self._before is None:
+            return True
+        offences = self._offences()
+        batch, self._batch = self._batch, None
+        number = self.log.batches
+        self.log.batches += 1
+        policy = min((offence.policy for offence in offences), key=NON_FINITE.index, default=None)
+        if policy == "error":
+            before, self._before = self._before, None
+            report = self.diagnose(batch) if self.diagnose is not None else None
+            if report is None or not report.ok:
+                self._restore(before)
+                raise _refusal(number, offences[0], report)
+            policy, self._before = "clamp", before
+        if policy is not None:
+            self.log.first[number] = str(offences[0])
+            (self.log.skipped if policy == "skip" else self.log.clamped).append(number)
+        if policy == "skip":
+            self._restore(self._before)
+        self._before = None
+        return policy != "skip"
+
+    def abandon(self) -> None:
+        """Take the open batch back, if there is one: it was interrupted or failed."""
+        if self._before is not None:
+            self._restore(self._before)
+        self._before = self._batch = None
+
+    def finish(self) -> CalibrationLog:
+        """No more batches come: close the last one and report.
+
+        Raises:
+            CalibrationError: see :meth:`close`; also when every batch was left out.
+        """
+        self.close()
+        for line in self.log.lines():
+            logger.warning("calibration: %s", line)
+        if self.log.batches and len(self.log.skipped) == self.log.batches:
+            raise CalibrationError(
+                "compute_encodings",
+                f"all {self.log.batches} batches were left out, because each holds values that are not finite, "
+                f"first at {self.log.first[0]}",
+                "run check_model(model, data) to find the operator that makes them, or clean the data",
+            )
+        return self.log
+
+    def _offences(self) -> list[Offence]:
+        assert self._before is not None
+        found = []
+        for quantizer, before in zip(self.quantizers, self._before, strict=True):
+            after = quantizer.statistics
+            if after is before or not isinstance(after, MinMax | Histogram):
+                continue
+            now = _bad(after)
+            if any(now):
+                then = _bad(before) if isinstance(before, MinMax | Histogram) else (0, 0, 0)
+                nan, above, below = (a - b for a, b in zip(now, then, strict=True))
+                if quantizer.masking:  # -Inf is a mask there
+                    below = 0
+                if nan or above or below:
+                    policy = quantizer.spec.non_finite or self.policy
+                    found.append(Offence(quantizer.name, nan, above, below, policy))
+        return found
+
+    def _restore(self, before: list[Statistics | None]) -> None:
+        for quantizer, statistics, empty in zip(self.quantizers, before, self._empty, strict=True):
+            quantizer.statistics, quantizer.empty = statistics, empty
+        for watch, seen in zip(self.watches, self._channels, strict=True):
+            watch.seen = seen
+
+
+def _bad(stats: MinMax | Histogram) -> tuple[int, int, int]:
+    bounds = bounds_of(stats)
+    counts = (bounds.nan_count, bounds.pos_inf_count, bounds.neg_inf_count)
+    # a sum takes twenty times as long as reading the one number that most sites have
+    nan, above, below = (int(count) if count.ndim == 0 else int(count.sum()) for count in counts)
+    return nan, above, below
+
+
+def _refusal(number: int, offence: Offence, report: HealthReport | None) -> CalibrationError:
+    policies = (
+        "or calibrate with non_finite='skip' (leaves such batches out) or 'clamp' (uses the finite values)"
+    )
+    if report is None or report.culprit is None:
+        return CalibrationError(
+            f"batch {number}, {offence.site}",
+            f"the values are not finite: {offence}",
+            f"run check_model(model, data) to find the operator that makes them, {policies}",
+        )
+    culprit = report.culprit
+    sample = "" if culprit.sample is None else f" of sample {culprit.sample}"
+    source = f", at {culprit.source}" if culprit.source else ""
+    made = f"{culprit.op_type} made values that are not finite{sample}: {culprit.problem}{source}"
+    if culprit.op_type in ("input", "param"):
+        made = f"the {culprit.op_type} is not finite{sample}: {culprit.problem}"
+    return CalibrationError(
+        f"batch {number}, {culprit.op}",
+        f"{made}; the first quantizer to see it is {offence}",
+        f"{culprit.remedy}; {policies}",
+    )

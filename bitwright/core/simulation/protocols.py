@@ -1,0 +1,135 @@
+"""``ModelView``: the one small protocol through which algorithms see a model, whatever it is written in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.core.graph.graph import Graph
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.spec import QuantSpec
+
+Array = NDArray[Any]
+Undo = Callable[[], None]
+"""Takes an edit back."""
+
+
+@dataclass(frozen=True)
+class SetParam:
+    """Give the parameter ``name`` a new value of the same shape; its dtype stays."""
+
+    name: str
+    value: Array
+
+
+@dataclass(frozen=True)
+class AddBias:
+    """Give the op ``op`` a bias it did not have; ``value`` has one entry per output channel."""
+
+    op: str
+    value: Array
+
+
+@dataclass(frozen=True)
+class Bypass:
+    """Make the op ``op`` pass its first input through unchanged."""
+
+    op: str
+
+
+@dataclass(frozen=True)
+class Clamp:
+    """Make the op ``op``, which cuts at fixed bounds, cut each channel at bounds of its own.
+
+    ``low`` and ``high`` have one entry per channel of ``axis``; an infinite one does not cut.
+    """
+
+    op: str
+    low: Array
+    high: Array
+    axis: int = 1
+
+
+@dataclass(frozen=True)
+class Untie:
+    """Give the op ``op`` a copy of its own of the parameter that it reads at ``port`` and that others read too."""
+
+    op: str
+    port: int
+
+
+Edit = SetParam | AddBias | Bypass | Clamp | Untie
+
+
+class Site(Protocol):
+    """A place that can hold a quantizer."""
+
+    name: str
+    spec: QuantSpec | None
+    encoding: Encoding | None
+    enabled: bool
+
+
+class ModelView(Protocol):
+    """What an algorithm may ask of a model; named after the model, never after an algorithm."""
+
+    def graph(self) -> Graph:
+        """The data-flow graph of the model as it stands after the edits so far."""
+
+    def param(self, name: str) -> Array:
+        """The value of a parameter, float32 or wider; a copy."""
+
+    def set_param(self, name: str, value: Array) -> None:
+        """Replace a parameter's value; shape must match, dtype is kept."""
+
+    def sites(self) -> dict[str, Site]:
+        """Every site by name."""
+
+    def capture(self, values: Sequence[str], batches: Iterable[Any]) -> Iterator[dict[str, list[Array]]]:
+        """Run the batches one by one; yield the named values of each, one array per run of their place."""
+
+    def local(self, op: str) -> Callable[..., Array]:
+        """One operator as a function of its activation inputs, with its parameters as they stand."""
+
+    def can_edit(self, edit: Edit) -> str | None:
+        """Why ``edit`` is impossible, or ``None`` when it can be done."""
+
+    def edit(self, edits: Sequence[Edit]) -> Undo:
+        """Carry out the edits together; the function returned takes them back."""
+
+    def evaluate(self, metric: Callable[..., float]) -> float:
+        """``metric`` of the model as it stands."""
+
+
+def carry_out(edits: Sequence[Edit], one: Callable[[Edit], Undo]) -> Undo:
+    """Do ``edits`` in order by ``one``, which returns how to take its edit back; all of them or none.
+
+    Returns:
+        A function that takes all of them back, the last first; calling it again does nothing.
+    """
+    undos: list[Undo] = []
+
+    def undo() -> None:
+        while undos:
+            undos.pop()()
+
+    try:
+        for edit in edits:
+            undos.append(one(edit))
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def sqnr(reference: Array, other: Array) -> float:
+    """Signal-to-quantization-noise ratio in dB, in float64; ``inf`` when equal."""
+    signal = np.square(np.asarray(reference, np.float64)).sum()
+    noise = np.square(np.asarray(reference, np.float64) - np.asarray(other, np.float64)).sum()
+    if noise == 0:
+        return float("inf")
+    return float(10 * np.log10(signal / noise)) if signal else float("-inf")

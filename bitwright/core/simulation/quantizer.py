@@ -1,0 +1,331 @@
+"""One quantizer: what is asked for, what was seen, what came out. How it works on a tensor is the front end's."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.core.health.report import check_parameters
+from bitwright.core.numerics import affine, ranges, statistics
+from bitwright.core.numerics.arrays import Array, to_numpy
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import FloatFormat, IntFormat
+from bitwright.core.numerics.granularity import PerTensor
+from bitwright.core.numerics.int32_bias import derive_bias_encoding, floor_weight_scale, underivable
+from bitwright.core.numerics.spec import QuantSpec, Symmetry
+from bitwright.core.placement.plan import Role
+from bitwright.core.simulation.protocols import Undo
+from bitwright.errors import CalibrationError, ConfigError
+
+logger = logging.getLogger("bitwright")
+
+
+class Quantizer:
+    """Holds one encoding; every site of a sharing group refers to the same quantizer.
+
+    Attributes:
+        name: the first site that uses it.
+        role: ``weight``, ``bias``, ``constant``, ``input`` or ``output``.
+        spec: what is asked for. Setting a new spec forgets the encoding and the statistics.
+        enabled: a disabled quantizer lets the tensor through.
+        frozen: a frozen encoding survives calibration.
+        derived: the encoding follows from others (an int32 bias) and is never calibrated.
+        masking: its values go to a softmax or the like, to which a large negative number is nothing (``masks``).
+        why_float: why calibration switched it off, if it did.
+        why_spec: why a step of a recipe changed the spec or switched it off, if one did.
+        empty: how many tensors without elements calibration met; they are in no statistics.
+    """
+
+    def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
+        self.name, self.role = name, role
+        self._spec = spec
+        self._encoding: Encoding | None = None
+        self._enabled, self.why_float, self.why_spec = True, "", ""
+        self.frozen, self.derived, self.masking = False, False, False
+        self.statistics: statistics.Statistics | None = None
+        self.empty = 0
+
+    # -- its state
+
+    def remember(self) -> Undo:
+        """Keep the whole state; the function returned brings it back."""
+        spec, encoding, statistics, empty = self._spec, self._encoding, self.statistics, self.empty
+        enabled, frozen, why_float, why_spec = self._enabled, self.frozen, self.why_float, self.why_spec
+
+        def restore() -> None:
+            self._spec, self.statistics, self.empty = spec, statistics, empty
+            self._enabled, self.frozen, self.why_float, self.why_spec = enabled, frozen, why_float, why_spec
+            self.encoding = encoding
+
+        return restore
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it works. What is set here is a decision of the user's, which no calibration takes back."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        self._enabled, self.why_float = bool(enabled), ""
+
+    def leave_in_float(self, why: str) -> None:
+        """Switch it off until the next calibration decides anew."""
+        self._enabled, self.why_float = False, why
+
+    def reconsider(self) -> None:
+        """Switch it on again if a calibration switched it off."""
+        if self.why_float:
+            self.enabled = True
+
+    # -- what is asked for and what came out
+
+    @property
+    def spec(self) -> QuantSpec:
+        """The spec in force."""
+        return self._spec
+
+    @spec.setter
+    def spec(self, spec: QuantSpec) -> None:
+        if not isinstance(spec, QuantSpec):
+            raise ConfigError(
+                self.name,
+                f"spec must be a QuantSpec, not {type(spec).__name__}",
+                "use dataclasses.replace(quantizer.spec, format=parse_format('int4')), "
+                "or quantizer.enabled = False to leave the site in float",
+            )
+        if spec != self._spec:
+            self._spec, self.statistics, self.why_spec = spec, None, ""
+            self.encoding = None
+
+    def refine(self, bits: int, why: str) -> None:
+        """Give a calibrated integer quantizer the finer grid of the range it has; ``why`` stands in the coverage."""
+        seen, encoding = self.statistics, self.required
+        assert isinstance(self._spec.format, IntFormat)
+        self.spec = replace(self._spec, format=replace(self._spec.format, bits=bits))
+        self.why_spec, self.statistics = why, seen
+        self.freeze()
+        if self._encoding is None:  # no statistics: the encoding was given
+            lo, hi = encoding.min, encoding.max
+            self.encoding = affine.encode(lo, hi, self._spec, encoding.granularity, self.name)
+
+    def release(self, why: str) -> None:
+        """Leave its values in float, calibrated anew or not; ``why`` stands in the coverage."""
+        self.enabled = False
+        self.why_spec = why
+
+    @property
+    def described(self) -> str:
+        """The spec in force in one phrase, with the reason where it is not what the rules asked for."""
+        return f"{self._spec.describe()}{self.why_spec and f', because {self.why_spec}'}"
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """The calibrated encoding; ``None`` until calibration."""
+        return self._encoding
+
+    @encoding.setter
+    def encoding(self, encoding: Encoding | None) -> None:
+        self._set_encoding(encoding)
+
+    def _set_encoding(self, encoding: Encoding | None) -> None:
+        self._encoding = encoding
+
+    def take(self, encoding: Encoding) -> None:
+        """Use an encoding that came from elsewhere; the spec is made to describe it."""
+        if not _fits(self._spec, encoding):
+            self.spec = fulfilled_by(self._spec, encoding)
+        self.encoding = encoding
+
+    @property
+    def required(self) -> Encoding:
+        """The encoding.
+
+        Raises:
+            CalibrationError: there is none yet.
+        """
+        if self._encoding is None and self.frozen:
+            raise CalibrationError(
+                self.name,
+                "the quantizer has no encoding and is frozen, so that calibration passes it over",
+                f"set sim.quantizers[{self.name!r}].frozen = False and calibrate, or give it an encoding of your own",
+            )
+        if self._encoding is None:
+            raise CalibrationError(
+                self.name,
+                "the quantizer has no encoding: calibration never reached this site",
+                "calibrate with data that reaches it, set sim.quantizers[...].enabled = False for it, "
+                "or allow it to run in float with compute_encodings(..., allow_unreached=True)",
+            )
+        return self._encoding
+
+    @property
+    def state(self) -> str:
+        """``enabled``, or ``disabled`` with the reason if calibration did it."""
+        if self.enabled:
+            return "enabled"
+        why = self.why_float or self.why_spec
+        return f"disabled, because {why}" if why else "disabled"
+
+    # -- calibration
+
+    @property
+    def needs(self) -> statistics.Kind:
+        """The statistics its range method reads."""
+        return ranges.needs(self._spec.method.name)
+
+    def observe(self, x: Array) -> None:
+        """Add the values of ``x`` (numpy array or torch tensor) to the statistics."""
+        shape = tuple(x.shape)
+        if self.frozen:
+            return
+        if 0 in shape:
+            self.empty += 1
+            return
+        if self.statistics is None:
+            self.statistics = statistics.start(
+                self.needs, self._spec.granularity.param_shape(shape, self.name)
+            )
+        self.statistics = statistics.update(self.statistics, x, self._spec.granularity)  # type: ignore[type-var]
+
+    def observe_statistics(self, seen: statistics.Statistics) -> None:
+        """Add statistics of the kind :attr:`needs` that were taken elsewhere."""
+        if self.frozen:
+            return
+        self.statistics = seen if self.statistics is None else statistics.merge(self.statistics, seen)  # type: ignore[type-var]
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether both ends of the range are given, so that no data is needed."""
+        fixed = self._spec.fixed_range
+        unscaled = isinstance(self._spec.format, FloatFormat) and not self._spec.format.scaled
+        return unscaled or (fixed is not None and None not in fixed)
+
+    def freeze(self) -> None:
+        """Turn the statistics into the encoding; does nothing when nothing was seen or the encoding is frozen."""
+        if self.frozen:
+            return
+        if self.is_fixed:
+            self._freeze_fixed(())
+        elif self.statistics is not None:
+            assert not isinstance(self.statistics, statistics.Moments)
+            lo, hi = ranges.choose_range(self.statistics, self._spec, self.name)
+            self.encoding = affine.encode(lo, hi, self._spec, self._spec.granularity, self.name)
+
+    def _freeze_fixed(self, shape: tuple[int, ...]) -> None:
+        """Both ends of the range are given, or the format has none (fp16, bf16: one scale of 1)."""
+        lo, hi = self._spec.fixed_range or (0.0, 0.0)
+        assert lo is not None and hi is not None
+        granularity = PerTensor() if self._spec.fixed_range is None else self._spec.granularity
+        params = granularity.param_shape(shape, self.name)
+        self.encoding = affine.encode(
+            np.full(params, lo), np.full(params, hi), self._spec, granularity, self.name
+        )
+
+    def observe_once(self, x: Array) -> None:
+        """Calibrate on ``x`` alone: what weights and other constants need."""
+        shape = tuple(x.shape)
+        if self._encoding is not None or 0 in shape:
+            return
+        if self.role != "constant":
+            check_parameters({self.name: x})
+        if self.is_fixed:
+            self._freeze_fixed(shape)
+            return
+        self._spec.granularity.param_shape(shape, self.name)  # blocks must divide, axes exist
+        lo, hi = ranges.choose_range_of(x, self._spec, self._spec.granularity, self.name)
+        self.encoding = affine.encode(lo, hi, self._spec, self._spec.granularity, self.name)
+
+    def __repr__(self) -> str:
+        state = "" if self.enabled else ", disabled"
+        return (
+            f"{type(self).__name__}({self.name}: {self._spec.describe()}, encoding={self._encoding}{state})"
+        )
+
+
+def fulfilled_by(spec: QuantSpec, encoding: Encoding) -> QuantSpec:
+    """``spec`` with the format, granularity and symmetry of an encoding that came from elsewhere."""
+    fmt, symmetry = encoding.format, spec.symmetry
+    if isinstance(fmt, IntFormat):
+        middle: Symmetry = "symmetric" if fmt.signed else "unsigned_symmetric"
+        plain = (encoding.zero_point == 0).all()
+        symmetry = middle if plain and spec.symmetry != "asymmetric" else "asymmetric"
+        if fmt.narrow and plain:
+            symmetry = "strict_symmetric"
+    return replace(spec, format=fmt, granularity=encoding.granularity, symmetry=symmetry)
+
+
+def _fits(spec: QuantSpec, encoding: Encoding) -> bool:
+    """Whether calibration under ``spec`` could end in an encoding like this one."""
+    same_width = spec.format.bits == encoding.format.bits and type(spec.format) is type(encoding.format)
+    symmetric = spec.symmetry == "asymmetric" or encoding.symmetric
+    return same_width and symmetric and spec.granularity == encoding.granularity
+
+
+class DerivedBias:
+    """A bias whose int32 grid follows from its operator's input and weight.
+
+    Args:
+        site: name, for messages.
+        quantizer: the bias's own; its encoding is kept up to date here.
+        source, weight: the quantizers whose scales are multiplied.
+        operand: the bias (numpy array or torch tensor, read anew each time); ``None`` where it is not known.
+    """
+
+    def __init__(
+        self,
+        site: str,
+        quantizer: Quantizer,
+        source: Quantizer,
+        weight: Quantizer,
+        operand: Array | None,
+    ) -> None:
+        self.site, self.quantizer, self.operand = site, quantizer, operand
+        self.source, self.weight = source, weight
+        quantizer.derived = True
+        # input's and weight's encodings, and what followed from them
+        self._derived_from: tuple[Encoding | None, Encoding | None, Encoding | None] | None = None
+        self.reason: str | None = None
+
+    def replace(self, operand: Array) -> None:
+        """The bias has other values; its grid is derived anew when it is next asked for."""
+        self.operand, self._derived_from = operand, None
+
+    def refresh(self) -> None:
+        """Derive the grid anew if the input's or the weight's encoding changed; raise the weight's scale where it must be.
+
+        The scale of a weight channel grows when the bias would not fit an int32 accumulator in steps of
+        ``s_x * s_w``. Where no integer bias follows from the two, the bias stays in float and ``reason`` says why.
+        """
+        source = self.source.encoding if self.source.enabled else None
+        weight = self.weight.encoding if self.weight.enabled else None
+        if (
+            self._derived_from is not None
+            and self._derived_from[0] is source
+            and self._derived_from[1] is weight
+            and self._derived_from[2] is self.quantizer.encoding  # it may have been brought back
+        ):
+            return
+        self.quantizer.encoding, self.reason = None, None
+        if source is None or weight is None or self.operand is None:
+            self.reason = "its input or its weight is in float"
+        else:
+            weight = self._derive(source, weight, np.asarray(to_numpy(self.operand), np.float32))
+        self._derived_from = (source, weight, self.quantizer.encoding)
+
+    def _derive(self, source: Encoding, weight: Encoding, values: NDArray[np.float32]) -> Encoding:
+        """Set the bias's encoding or the reason why there is none; returns the weight's encoding in force."""
+        self.reason = underivable(source, weight, values.size)
+        if self.reason is not None:
+            return weight
+        floored = floor_weight_scale(weight, source, values, self.site)
+        if floored is not weight:
+            if self.weight.frozen:
+                self.reason = "it does not fit int32 in steps of input scale times the frozen weight scale"
+                return weight
+            logger.info("%s: weight scale raised so that the bias fits int32", self.site)
+            self.weight.encoding = weight = floored
+        self.quantizer.encoding = derive_bias_encoding(source, weight, values, self.site)
+        return weight

@@ -1,0 +1,393 @@
+"""Sites and their mapping: what a user touches to look at a quantizer or change it."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from bitwright.core.graph.constant_channels import ChannelWatch, channel_axes
+from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.masks import MASKED, holds_mask, mask_values
+from bitwright.core.graph.ops import resolve_granularity
+from bitwright.core.health.report import HealthReport
+from bitwright.core.health.site_health import SiteHealth, site_health
+from bitwright.core.numerics.arrays import Array
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
+from bitwright.core.numerics.spec import QuantSpec
+from bitwright.core.numerics.statistics import Histogram, MinMax, Statistics, bounds_of, measure, start
+from bitwright.core.placement.plan import Plan, Role, SitePlan
+from bitwright.core.simulation.protocols import Undo
+from bitwright.core.simulation.quantizer import Quantizer
+from bitwright.errors import CalibrationError, ConfigError, close_matches
+
+logger = logging.getLogger("bitwright")
+
+UNREACHED = "no calibration batch reached it"
+
+
+class Site:
+    """A place that holds a quantizer: ``conv1.weight``, ``conv1.output[0]``, ``conv1.input[0]``.
+
+    Sites of one sharing group have one quantizer, so a change at one of them is a change at all (``shared_with``).
+    """
+
+    def __init__(self, plan: SitePlan, quantizer: Quantizer, graph: Graph) -> None:
+        self._plan, self.quantizer, self._graph = plan, quantizer, graph
+        self.channels = ChannelWatch()  # of this site alone, whoever shares the quantizer
+
+    @property
+    def name(self) -> str:
+        """Unique name of the site."""
+        return self._plan.name
+
+    @property
+    def role(self) -> Role:
+        """``weight``, ``bias``, ``constant``, ``input`` or ``output``."""
+        return self._plan.role
+
+    @property
+    def op(self) -> str:
+        """Name of the operator the site belongs to."""
+        return self._plan.op
+
+    @property
+    def inner(self) -> str | None:
+        """What it is inside the steps of a recurrent layer (``cell``, ``input.pre``, ...), if it is there."""
+        return self._plan.inner
+
+    @property
+    def spec(self) -> QuantSpec | None:
+        """What is asked for. A new spec may leave its axes open; they are filled in from the operator."""
+        return self.quantizer.spec if self.quantizer.enabled else None
+
+    @spec.setter
+    def spec(self, spec: QuantSpec | None) -> None:
+        if spec is None:
+            self.enabled = False
+            return
+        if isinstance(spec, QuantSpec) and self.role in ("weight", "bias", "constant"):
+            op, value = self._graph.op(self._plan.op), self._graph.values[self._plan.value]
+            granularity = resolve_granularity(
+                op.type, op.attrs, self._plan.port, spec.granularity, value.shape
+            )
+            granularity.param_shape(value.shape, self.name)  # blocks must divide, axes exist
+            spec = replace(spec, granularity=granularity)
+        self.quantizer.spec = spec
+        self.quantizer.enabled = True
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """The encoding in force; ``None`` until calibration. Set it to use a grid of your own: the spec follows it."""
+        return self.quantizer.encoding
+
+    @encoding.setter
+    def encoding(self, encoding: Encoding | None) -> None:
+        if encoding is not None and not isinstance(encoding, Encoding):
+            raise ConfigError(
+                self.name,
+                f"encoding must be an Encoding or None, not {type(encoding).__name__}",
+                "build one with bitwright.core.numerics.affine.encode(lo, hi, spec, granularity)",
+            )
+        if encoding is not None:
+            shape = self._graph.values[self._plan.value].shape
+            expected = encoding.granularity.param_shape(shape, self.name)
+            if encoding.scale.shape != expected:
+                raise ConfigError(
+                    self.name,
+                    f"the encoding has scales of shape {encoding.scale.shape}, but {encoding.granularity} of a tensor of "
+                    f"shape {shape} has {expected}",
+                    "give one scale per channel (or block) of this tensor",
+                )
+        if encoding is None:
+            self.quantizer.encoding = None
+        else:
+            self.quantizer.take(encoding)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the quantizer works; a disabled site is in float."""
+        return self.quantizer.enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        self.quantizer.enabled = bool(enabled)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether calibration leaves the encoding alone."""
+        return self.quantizer.frozen
+
+    @frozen.setter
+    def frozen(self, frozen: bool) -> None:
+        self.quantizer.frozen = bool(frozen)
+
+    def __repr__(self) -> str:
+        state = "" if self.enabled else ", disabled"
+        return f"Site({self.name}: {self.quantizer.spec.describe()}, encoding={self.encoding}{state})"
+
+
+class SiteGroup:
+    """The sites a glob matched; setting ``spec``, ``enabled`` or ``frozen`` sets it on each of them, or on none."""
+
+    def __init__(self, sites: dict[str, Site]) -> None:
+        object.__setattr__(self, "sites", sites)
+
+    sites: dict[str, Site]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("spec", "enabled", "frozen", "encoding"):
+            raise AttributeError(
+                f"{name!r} cannot be set on a group of sites; set spec, enabled, frozen or encoding"
+            )
+        undos = [site.quantizer.remember() for site in self.sites.values()]
+        try:
+            for site in self.sites.values():
+                setattr(site, name, value)
+        except BaseException:
+            for undo in reversed(undos):
+                undo()
+            raise
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self.sites.values())
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __repr__(self) -> str:
+        return f"SiteGroup({len(self)} sites: {', '.join(list(self.sites)[:4])}{', ...' if len(self) > 4 else ''})"
+
+
+class SiteMap(Mapping[str, Any]):
+    """Sites by name. ``sim.quantizers["layer1.0.conv1.weight"]`` is a :class:`Site`; a glob gives a :class:`SiteGroup`.
+
+    ``[`` has its plain meaning in an exact name (``conv1.output[0]``); in a glob only ``*`` and ``?`` are special.
+    """
+
+    def __init__(self, sites: dict[str, Site]) -> None:
+        self._sites = sites
+        self._find_masks()
+        self._find_channels()
+
+    def _find_masks(self) -> None:
+        """Mark the quantizers whose values only go to a softmax or the like."""
+        graphs = {id(site._graph): site._graph for site in self._sites.values()}
+        values = {key: mask_values(graph) for key, graph in graphs.items()}
+        for quantizer in self.unique():
+            quantizer.masking = True
+        for site in self._sites.values():
+            on_the_way = site.role in ("input", "output") and site._plan.value in values[id(site._graph)]
+            site.quantizer.masking = site.quantizer.masking and on_the_way
+
+    def _find_channels(self) -> None:
+        """Tell every activation site where its channels are."""
+        graphs = {id(site._graph): site._graph for site in self._sites.values()}
+        places = {key: channel_axes(graph) for key, graph in graphs.items()}
+        for site in self._sites.values():
+            if site.role in ("input", "output"):
+                site.channels.place = places[id(site._graph)].get(site._plan.value)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._sites:
+            return self._sites[name]
+        if "*" in name or "?" in name:
+            found = self.select(lambda site: fnmatch.fnmatchcase(site.name, name.replace("[", "[[]")))
+            if found:
+                return found
+        raise KeyError(
+            f"there is no quantizer site {name!r}{close_matches(name, self._sites)}; sim.coverage() lists them all"
+        )
+
+    def select(self, condition: Callable[[Site], bool]) -> SiteGroup:
+        """The sites for which ``condition`` holds, as a group."""
+        return SiteGroup({name: site for name, site in self._sites.items() if condition(site)})
+
+    def unique(self) -> Iterator[Quantizer]:
+        """Each quantizer once, in execution order of its first site."""
+        return iter({id(site.quantizer): site.quantizer for site in self._sites.values()}.values())
+
+    def remember(self) -> Undo:
+        """Keep the state of every quantizer; the function returned brings it back."""
+        kept = [quantizer.remember() for quantizer in self.unique()]
+        channels = [(site.channels, site.channels.seen) for site in self._sites.values()]
+
+        def restore() -> None:
+            for undo in kept:
+                undo()
+            for watch, seen in channels:
+                watch.seen = seen
+
+        return restore
+
+    def reconsider(self) -> None:
+        """Switch on again what the last calibration left in float: more data may decide otherwise."""
+        for quantizer in self.unique():
+            quantizer.reconsider()
+
+    def forget(self) -> None:
+        """Drop the statistics and encodings of every quantizer that is not frozen."""
+        for quantizer in self.unique():
+            if not quantizer.frozen:
+                quantizer.statistics, quantizer.encoding, quantizer.empty = None, None, 0
+        for site in self._sites.values():
+            if not site.frozen:
+                site.channels.seen = None
+
+    def freeze_activations(self) -> None:
+        """Turn the statistics of every enabled activation site into its encoding; say where values were not finite.
+
+        A site that saw mask constants is left in float: on a grid that holds them nothing else could be told apart.
+        """
+        for quantizer in self.unique():
+            if not quantizer.enabled or quantizer.role not in ("input", "output"):
+                continue
+            if quantizer.masking and not quantizer.frozen and holds_mask(quantizer.statistics):
+                quantizer.leave_in_float(MASKED)
+                logger.info("%s: left in float, because %s", quantizer.name, MASKED)
+            else:
+                quantizer.freeze()
+        self._warn_of_non_finite()
+
+    def _warn_of_non_finite(self) -> None:
+        found = []
+        for quantizer in self.unique():
+            if quantizer.enabled and isinstance(quantizer.statistics, MinMax | Histogram):
+                bounds = bounds_of(quantizer.statistics)
+                nan, inf = int(bounds.nan_count.sum()), int(bounds.inf_count.sum())
+                if nan or inf:
+                    found.append(f"{quantizer.name} ({nan} NaN, {inf} infinite)")
+        if found:
+            more = f", and {len(found) - 1} sites behind it" if len(found) > 1 else ""
+            logger.warning(
+                "calibration met values that are not finite, first at %s%s; ranges leave them out",
+                found[0],
+                more,
+            )
+
+    def changes(self, plan: Plan) -> dict[str, str]:
+        """Site -> what became of it since ``plan``: a new spec, or that it is disabled and why."""
+        changed = {}
+        for name, site in self._sites.items():
+            if not site.enabled:
+                changed[name] = site.quantizer.state
+            elif missing := self._float_sources(site):
+                changed[name] = (
+                    f"disabled, because {' and '.join(missing)} {'are' if missing[1:] else 'is'} in float"
+                )
+            elif site.quantizer.spec != plan.sites[site.quantizer.name].spec:
+                changed[name] = site.quantizer.described
+        return changed
+
+    def _float_sources(self, site: Site) -> list[str]:
+        """Of a bias with the scales of input and weight: which of these are not quantized."""
+        return [name for name in site._plan.follows or () if not self._sites[name].enabled]
+
+    def health(self, parameters: Mapping[str, Array]) -> list[SiteHealth]:
+        """The health of every enabled activation site that was calibrated, and of the weights among ``parameters``.
+
+        Args:
+            parameters: site -> its values.
+        """
+        found = []
+        for name, site in self._sites.items():
+            quantizer, value = site.quantizer, site._graph.values[site._plan.value]
+            seen: Statistics | None = quantizer.statistics
+            granularity = quantizer.spec.granularity
+            if site.role == "weight" and name in parameters and site.enabled:
+                granularity = _channelwise(site, granularity)
+                seen = measure("minmax", parameters[name], granularity)
+            elif seen is None and quantizer.empty:
+                seen = start("minmax")
+            if site.enabled and isinstance(seen, MinMax | Histogram):
+                found.append(
+                    site_health(
+                        name, seen, value.dtype, quantizer.empty, channels=site.channels.seen, layer=_maker(site),
+                        kind="blocks" if isinstance(granularity, PerBlock) else "channels",
+                    )
+                )  # fmt: skip
+        return found
+
+    def unreached(self) -> list[Site]:
+        """The enabled sites that calibration left without an encoding."""
+        return [
+            s for s in self._sites.values() if s.enabled and s.encoding is None and not s.quantizer.derived
+        ]
+
+    def require_reached(self) -> None:
+        """Refuse sites that no batch reached, before anything is built on the calibration.
+
+        Raises:
+            CalibrationError: there are such sites; the first is the place, the message counts them.
+        """
+        unreached = self.unreached()
+        if unreached:
+            raise CalibrationError(
+                unreached[0].name,
+                f"no calibration batch reached this site{_and_more(unreached)}",
+                "add data that takes this branch of the model, or leave such sites in float with "
+                "allow_unreached=True (bitwright quantize --allow-unreached)",
+            )
+
+    def describe_nan(self, report: HealthReport, graph: Graph) -> str:
+        """A sentence about NaN in a simulation: the operator that a report on it accuses, and the sites it reads from."""
+        culprit = report.culprit
+        if culprit is None:
+            return (
+                f"the simulation returns NaN and float does not; the operator was not found ({report.model})"
+            )
+        ops = {op.name: op for op in graph.ops}
+        read = set(ops[culprit.op].inputs) if culprit.op in ops else set()
+        near = [
+            n for n, s in self._sites.items() if s.enabled and (s.op == culprit.op or s._plan.value in read)
+        ]
+        remedy = " and ".join(f"sim.quantizers[{name!r}].enabled = False" for name in near[:3])
+        return (
+            f"{culprit.op} ({culprit.op_type}) makes NaN in the simulation and not in float: {culprit.problem}; "
+            f"it reads {', '.join(near) or 'no quantizer of its own'}. "
+            f"Remedy: {remedy or 'leave what leads to it in float'}, or more bits there"
+        )
+
+    def settle_unreached(self, *, allow: bool, quiet: bool = False) -> None:
+        """Log the enabled sites without an encoding after calibration; switch them off if that is allowed."""
+        unreached = self.unreached()
+        for site in unreached if allow else ():
+            site.quantizer.leave_in_float(UNREACHED)
+        if unreached and not quiet:
+            what = "left in float" if allow else "without an encoding; using them is an error"
+            shown = ", ".join(site.name for site in unreached[:8])
+            more = f" and {len(unreached) - 8} more" if len(unreached) > 8 else ""
+            logger.warning(
+                "calibration never reached %d site(s), %s: %s%s", len(unreached), what, shown, more
+            )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sites)
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    def __repr__(self) -> str:
+        done = sum(site.encoding is not None for site in self._sites.values())
+        return f"SiteMap({len(self)} sites, {done} calibrated)"
+
+
+def _and_more(sites: list[Site]) -> str:
+    return "" if len(sites) == 1 else f", nor {len(sites) - 1} others"
+
+
+def _channelwise(site: Site, granularity: Granularity) -> Granularity:
+    """``granularity`` of a weight, or that of its output channels where it has one scale for all of them."""
+    if not isinstance(granularity, PerTensor):
+        return granularity
+    op, value = site._graph.op(site._plan.op), site._graph.values[site._plan.value]
+    return resolve_granularity(op.type, op.attrs, site._plan.port, PerChannel(), value.shape)
+
+
+def _maker(site: Site) -> str:
+    """The layer that makes the channels of an activation, where it is not the site's own operator."""
+    place = site.channels.place
+    return "" if place is None or place.layer == site.op else place.layer

@@ -1,0 +1,259 @@
+"""Encodings files of a simulation: written under site names, read under site names or the names of an exported model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from bitwright.core.graph.ops import weight_axes
+from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.health.repair import Repair
+from bitwright.core.numerics.affine import recognized
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerTensor
+from bitwright.core.numerics.spec import QuantSpec
+from bitwright.core.placement.plan import Plan
+from bitwright.core.placement.rules import Rules
+from bitwright.core.simulation.calibration import CalibrationLog
+from bitwright.core.simulation.protocols import Undo
+from bitwright.core.simulation.sites import Site, SiteMap
+from bitwright.core.simulation.state import all_or_nothing
+from bitwright.errors import EncodingsError
+from bitwright.export.encodings.gate_order import GATED, from_onnx_order, gate_order
+from bitwright.export.encodings.sites_file import read_sites
+from bitwright.export.encodings.versions import NamedEncoding, names_error, read_encodings, write_encodings
+from bitwright.export.files.atomic import settle
+
+logger = logging.getLogger("bitwright")
+
+
+class Simulated(Protocol):
+    """What a simulation of either front end offers to whoever reads or writes its encodings."""
+
+    @property
+    def quantizers(self) -> SiteMap:
+        """Every site by name."""
+
+    @property
+    def rules(self) -> Rules:
+        """What was asked for."""
+
+    @property
+    def plan(self) -> Plan:
+        """Where the rules put quantizers, and why not elsewhere."""
+
+    @property
+    def repairs(self) -> Sequence[Repair]:
+        """What keeps the model's operators from handing on NaN and Inf."""
+
+    @property
+    def calibration_log(self) -> CalibrationLog | None:
+        """What became of the batches of the last calibration."""
+
+    def remember(self, *, parameters: bool = False) -> Undo:
+        """Keep its state; the function returned brings it back."""
+
+    @property
+    def output_values(self) -> Mapping[str, str]:
+        """Output of an exported model -> the graph's value behind it, where the two have different names."""
+
+
+def quantizer_args(sim: Simulated) -> dict[str, Any]:
+    """The global settings under the names encodings files use."""
+    weight, activation = sim.rules.weight, sim.rules.activation
+    spec = weight or activation or QuantSpec()
+    return {
+        "quant_scheme": spec.method.name,
+        "param_bitwidth": 32 if weight is None else weight.format.bits,
+        "activation_bitwidth": 32 if activation is None else activation.format.bits,
+        "dtype": "int" if isinstance(spec.format, IntFormat) else "float",
+        "is_symmetric": weight is None or weight.symmetry != "asymmetric",
+        "per_channel_quantization": weight is not None and type(weight.granularity).__name__ == "PerChannel",
+    }
+
+
+def site_records(sim: Simulated) -> list[NamedEncoding]:
+    """One record per calibrated, enabled site; derived biases are left to whoever needs them."""
+    return [
+        NamedEncoding(
+            site.name, "param" if site.role in ("weight", "bias", "constant") else "activation", site.encoding
+        )
+        for site in sim.quantizers.values()
+        if site.enabled and site.encoding is not None and not site.quantizer.derived
+    ]
+
+
+def save_encodings(sim: Simulated, path: str | Path, version: str = "2.0.0") -> Path:
+    """Write the encodings of ``sim`` under site names; what the version cannot express is logged."""
+    disabled = [site.name for site in sim.quantizers.values() if not site.enabled]
+    summary = version != "2.0.0"  # which has no place for one; every record of it says these things itself
+    written = write_encodings(
+        path,
+        site_records(sim),
+        version,
+        quantizer_args=quantizer_args(sim) if summary else {},
+        excluded_layers=disabled if summary else (),
+    )
+    for lost in written.not_expressed:
+        logger.warning("%s: %s", lost.name, lost.reason)
+    return Path(written.path)
+
+
+def load_encodings(
+    sim: Simulated, source: str | Path | dict[str, Any], strict: bool = True, partial: bool = False
+) -> tuple[str, ...]:
+    """Give every site of ``sim`` the encoding the file has for it; sites without one are switched off.
+
+    With ``partial`` they are left as they are instead, and missing ones are no error.
+
+    A record belongs to the site of its name, or, in a file written for an exported model, to the sites that read the
+    tensor of its name (``x`` for the input ``x``). The ``<prefix>_sites.json`` that an export writes beside
+    ``<prefix>.encodings`` is read too: it knows the tensors whose names only the exported model has.
+
+    Raises (and leaves the simulation as it was):
+        EncodingsError: the file is malformed; or, when ``strict``, it names what the model does not have, or has nothing
+            for a site of it (which are missing, which are extra).
+
+    Returns:
+        The sites that got an encoding.
+    """
+    found = _matched(sim, source, strict, params_only=False, partial=partial)
+    with all_or_nothing(sim):
+        for site in sim.quantizers.values():
+            if site.name in found:
+                _take(site, found[site.name])
+        for site in () if partial else sim.quantizers.values():
+            if not site.quantizer.derived and site.encoding is None:
+                site.enabled = False
+    return tuple(name for name in sim.quantizers if name in found)
+
+
+def set_and_freeze_param_encodings(sim: Simulated, source: str | Path | dict[str, Any]) -> None:
+    """Take the parameter encodings of the file and protect them from calibration.
+
+    Raises (and leaves the simulation as it was):
+        EncodingsError: the file is malformed or names parameters the model does not have.
+    """
+    found = _matched(sim, source, strict=False, params_only=True)
+    with all_or_nothing(sim):
+        for name, record in found.items():
+            _take(sim.quantizers[name], record)
+            sim.quantizers[name].frozen = True
+
+
+def _matched(
+    sim: Simulated,
+    source: str | Path | dict[str, Any],
+    strict: bool,
+    params_only: bool,
+    partial: bool = False,
+) -> dict[str, NamedEncoding]:
+    sites = [s for s in sim.quantizers.values() if not s.quantizer.derived]
+    params = {s.name for s in sites if s.role in ("weight", "bias", "constant")}
+    exported = _exported_names(source)
+    file = read_encodings(source, params=params.union(*(exported.get(name, ()) for name in params)))
+    by_value: dict[str, list[str]] = {}
+    for site in sites:
+        by_value.setdefault(site._plan.value, []).append(site.name)
+    for value, group in sim.plan.shared.items():  # tensors that lie on the grid of a site
+        by_value.setdefault(value, [group] if group in sim.quantizers else [])
+    for output, value in sim.output_values.items():  # an exported model calls it by the name of its output
+        by_value.setdefault(output, by_value.get(value, []))
+    derived = {s.name for s in sim.quantizers.values() if s.quantizer.derived}
+    derived |= {s._plan.value for s in sim.quantizers.values() if s.quantizer.derived}
+    derived = derived.union(*(exported.get(name, ()) for name in derived))
+    records = [
+        r for r in file.records if r.name not in derived and not (params_only and r.kind == "activation")
+    ]
+    by_tensor = _by_tensor(sites, exported, {record.name: record for record in records})
+    known = {tensor for site in sites for tensor in exported.get(site.name, ())}
+    found = dict(by_tensor)
+    extra: list[str] = []
+    for record in records:
+        names = [name for name in by_value.get(record.name, []) if name not in by_tensor]
+        if record.name in sim.quantizers:
+            names = [record.name]
+        if not names and record.name not in known:
+            extra.append(record.name)
+        found.update(dict.fromkeys(names, record))
+    # a site is served when any site of its sharing group is
+    served = {id(sim.quantizers[name].quantizer) for name in found}
+    expected = [s.name for s in sites if s.enabled and (not params_only or s.name in params)]
+    have = [s.name for s in sites if id(s.quantizer) in served]
+    where = str(source) if isinstance(source, (str, Path)) else "encodings"
+    problem = names_error(where, expected if strict and not partial else have, [*have, *extra])
+    if problem is not None and (strict or extra):
+        if strict or params_only:
+            raise problem
+        logger.warning("%s", problem)
+    return found
+
+
+def _exported_names(source: str | Path | dict[str, Any]) -> dict[str, list[str]]:
+    """Site -> names of its tensors in the exported model, from ``<prefix>_sites.json``; empty where there is none.
+
+    A tensor that several sites mark has the record of the first in the encodings file; it is no name of a site whose
+    encoding was another.
+    """
+    if isinstance(source, dict) or Path(source).suffix != ".encodings":
+        return {}
+    settle(Path(source).parent)  # the two files are read as a pair
+    path = Path(source).with_name(f"{Path(source).stem}_sites.json")
+    if not path.is_file():
+        return {}
+    first: dict[str, Any] = {}
+    return {
+        name: [tensor for tensor in site.tensors if first.setdefault(tensor, site.encoding) == site.encoding]
+        for name, site in read_sites(path).sites.items()
+    }
+
+
+def _by_tensor(
+    sites: Sequence[Site], exported: Mapping[str, Sequence[str]], records: Mapping[str, NamedEncoding]
+) -> dict[str, NamedEncoding]:
+    """Site -> the record of its first tensor that has one, as it stands in the simulated model."""
+    found = {}
+    for site in sites:
+        for tensor in exported.get(site.name, ()):
+            if tensor in records:
+                found[site.name] = _from_exported(site, records[tensor])
+                break
+    return found
+
+
+def _from_exported(site: Site, record: NamedEncoding) -> NamedEncoding:
+    """``record``, with a recurrent weight's scales in the order of gates and with the axes of the simulated model.
+
+    Raises:
+        EncodingsError: the scales do not fit the weight, or lie along the axis of directions.
+    """
+    op, shape = site._graph.op(site.op), site._graph.values[site._plan.value].shape
+    if op.type not in CELLS or site.role != "weight" or len(shape) != 2:
+        return record
+    port, there = site._plan.port, (1, *shape)
+    order = gate_order(CELLS[op.type].gates, op.attrs["gates"]) if port in GATED else ()
+    whole = record.resolve(there, *weight_axes(op.type, op.attrs, port, len(there)))
+    granularity = whole.encoding.granularity
+    if not isinstance(granularity, PerTensor) and granularity.axis == 0:
+        raise EncodingsError(
+            record.name,
+            "its scales lie along axis 0, the one direction of a recurrent weight",
+            "write one scale for the whole weight without an axis",
+        )
+    return replace(whole, encoding=from_onnx_order(whole.encoding, order))
+
+
+def _take(site: Site, record: NamedEncoding) -> None:
+    op, shape = site._graph.op(site.op), site._graph.values[site._plan.value].shape
+    channel, block = (
+        (None, None)
+        if site.role in ("input", "output")
+        else weight_axes(op.type, op.attrs, site._plan.port, len(shape))
+    )
+    encoding = record.resolve(shape, channel, block).encoding if record.is_open else record.encoding
+    spec = site.spec
+    site.encoding = encoding if spec is None else recognized(encoding, spec.scale_format)
+    site.enabled = True

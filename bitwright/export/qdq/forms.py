@@ -1,0 +1,591 @@
+"""Writing quantizers into a graph: unique names, initializers, and the forms a quantizer can take.
+
+=====================  ==========================================  ==================================
+format                 activation                                  constant
+=====================  ==========================================  ==================================
+int4/8/16, uint4/8/16  QuantizeLinear, DequantizeLinear            integers, DequantizeLinear
+other widths to 16     float Clip, then the pair of 8 or 16 bits   as the next wider row
+17 bits and more       Div, Round, Add, Clip, Sub, Mul in float64  float, already quantized
+float8                 QuantizeLinear, DequantizeLinear            float8, DequantizeLinear
+float4, float6         Div, Round at the local spacing, Clip, Mul  int8 or int16 in the smallest steps, DequantizeLinear
+float16, bfloat16      Clip, Cast, Cast back                       half, Cast
+=====================  ==========================================  ==================================
+
+Next to Relu, Clip and operators that move data, activations of 4 bits take the form of odd widths, and float8
+becomes Div, Clip, Cast, Cast back, Mul: ONNX Runtime (1.31) drops a Relu in front of such a QuantizeLinear
+whatever its zero point, and fails to load when it moves these types across MaxPool, Slice or Unsqueeze. Up
+to 8 bits with several scales (per channel, in blocks) become 16 bits wherever an integer kernel would take
+them for one scale: activations always, constants beside a quantized input unless the kernel knows their
+axis.
+
+Each form gives what ``core.affine.fake_quantize`` gives, bit for bit (the sign of zero aside, for float4
+and float6 constants). A float Clip before a wider pair is exact because rounding is monotone: what lies beyond the
+last code lands on it. Integer Clip between the pair would do the same, but runtimes lack a 16-bit kernel
+for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeGuard
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.graph.ops import op_row
+from bitwright.core.numerics.affine import fake_quantize, quantize
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import FloatFormat, Format, IntFormat
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
+from bitwright.errors import EncodingsError, ExportError, GranularityError
+from bitwright.export.qdq.markers import Names, Outputs, is_site
+
+METADATA = (
+    "bitwright"  # key of the node metadata that tells what a quantizer is, and of the model's: who wrote it
+)
+D = ir.DataType
+_INTEGERS: dict[tuple[int, bool], ir.DataType] = {
+    (4, True): D.INT4, (8, True): D.INT8, (16, True): D.INT16,
+    (4, False): D.UINT4, (8, False): D.UINT8, (16, False): D.UINT16,
+}  # fmt: skip
+_FLOAT8 = {"float8_e4m3": D.FLOAT8E4M3FN, "float8_e5m2": D.FLOAT8E5M2}
+_HALVES = {"float16": D.FLOAT16, "bfloat16": D.BFLOAT16}
+# The opset whose QuantizeLinear and DequantizeLinear know a type; 13 knows 8 bits per channel.
+_SINCE = {
+    **dict.fromkeys((D.INT4, D.UINT4, D.INT16, D.UINT16), 21),
+    **dict.fromkeys(_FLOAT8.values(), 19),
+}
+
+
+Place = Callable[[ir.Node], None]  # puts a new node into the graph
+
+
+def before(anchor: ir.Node) -> Place:
+    """The place in front of ``anchor``."""
+    assert anchor.graph is not None
+    return partial(anchor.graph.insert_before, anchor)
+
+
+def after(anchor: ir.Node) -> Place:
+    """The place behind ``anchor``."""
+    assert anchor.graph is not None
+    return partial(anchor.graph.insert_after, anchor)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What a second QuantizeLinear and DequantizeLinear of the same grid needs."""
+
+    encoding: Encoding
+    dtype: ir.DataType
+    scale: ir.Value
+    zero_point: ir.Value
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A constant in its small form; ``array`` is in the type it is stored as."""
+
+    array: NDArray[Any]
+    scale: NDArray[np.float32] | None
+    zero_point: NDArray[Any] | None
+    axis: int | None = None
+    block: int | None = None
+
+    @property
+    def op(self) -> str | None:
+        """The operator that makes its float value; none where it is stored in float."""
+        if self.scale is not None:
+            return "DequantizeLinear"
+        return None if self.array.dtype == np.float32 else "Cast"
+
+
+class Builder:
+    """Adds nodes and initializers to one model.
+
+    Attributes:
+        names: names still free.
+        outputs: where graph outputs come from.
+        own: every node added or converted so far.
+        opset: lowest opset that what was added needs, and the tensor that needs it.
+    """
+
+    def __init__(self, model: ir.Model) -> None:
+        self.graph = model.graph
+        self.names, self.outputs = Names(model), Outputs(model)
+        self.own: set[ir.Node] = set()
+        self.opset: tuple[int, str] = (13, "per-channel QuantizeLinear")
+
+    def initializer(self, base: str, array: NDArray[Any]) -> ir.Value:
+        """A new constant of the main graph, visible in the graphs nested in it."""
+        return self.initializer_of(base, ir.Tensor(array))
+
+    def initializer_of(self, base: str, tensor: ir.Tensor | ir.LazyTensor) -> ir.Value:
+        """The same of a tensor, which takes on the name."""
+        tensor.name = name = self.names.value(base)
+        value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        self.graph.register_initializer(value)
+        return value
+
+    def emit(
+        self,
+        place: Place,
+        op: str,
+        inputs: Sequence[ir.Value],
+        name: str,
+        dtype: ir.DataType,
+        **attributes: int,
+    ) -> ir.Value:
+        """A new node at ``place``; its output is named ``name`` (or nearly), shaped like its first input."""
+        node = ir.Node("", op, inputs, name=self.names.node(f"{name}/{op}"))
+        set_attributes(node, attributes)
+        value = node.outputs[0]
+        value.name, value.type = self.names.value(name), ir.TensorType(dtype)
+        value.shape = None if inputs[0].shape is None else inputs[0].shape.copy()
+        place(node)
+        self.own.add(node)
+        return value
+
+    def become(
+        self, node: ir.Node, op: str, inputs: Sequence[ir.Value], name: str | None = None, **attributes: int
+    ) -> None:
+        """Turn ``node`` into another operator; its output, with its name and readers, stays."""
+        node.domain, node.op_type = "", op
+        node.attributes.clear()
+        set_attributes(node, attributes)
+        node.resize_inputs(len(inputs))
+        for i, value in enumerate(inputs):
+            node.replace_input_with(i, value)
+        node.name = name or self.names.node(f"{node.outputs[0].name}/{op}")
+        self.own.add(node)
+
+    def take_over(self, node: ir.Node, last: ir.Value) -> None:
+        """Let ``node`` do what the producer of ``last`` does, under its names, and remove that producer."""
+        producer, result = last.producer(), node.outputs[0]
+        assert producer is not None and producer.graph is not None
+        attributes = {key: attr.as_int() for key, attr in producer.attributes.items()}
+        inputs = [value for value in producer.inputs if value is not None]
+        producer.graph.remove(producer, safe=True)
+        self.own.discard(producer)
+        self.become(node, producer.op_type, inputs, producer.name, **attributes)
+        result.type, result.shape = result.type or last.type, result.shape or last.shape
+        if not result.is_graph_output():
+            result.name = last.name
+
+    def need(self, dtype: ir.DataType, what: str, blocks: bool = False) -> None:
+        """Remember that ``what`` is written with ``dtype``, perhaps in blocks."""
+        version = 21 if blocks else _SINCE.get(dtype, 13)
+        if version > self.opset[0]:
+            self.opset = (version, f"{what} ({dtype.name.lower()}{' in blocks' if blocks else ''})")
+
+
+def set_attributes(node: ir.Node, attributes: dict[str, int]) -> None:
+    """Give ``node`` integer attributes."""
+    for key, number in attributes.items():
+        node.attributes.add(ir.AttrInt64(key, number))
+
+
+def note_metadata(node: ir.Node, **facts: object) -> None:
+    """Write what a quantizer is onto the node that ends it, as JSON, where verification finds it."""
+    node.metadata_props[METADATA] = json.dumps(facts)
+
+
+def read_metadata(node: ir.Node) -> dict[str, Any] | None:
+    """What :func:`note_metadata` wrote, or ``None``."""
+    text = node.metadata_props.get(METADATA)
+    return None if text is None else json.loads(text)
+
+
+def unsigned(encoding: Encoding) -> Encoding:
+    """The same grid counted from zero: codes and zero point shifted by ``2 ** (bits - 1)``; values unchanged.
+
+    The unsigned format cannot say that a grid is narrow; the writer's float Clip keeps its lowest code at 1.
+    """
+    fmt = encoding.format
+    if not isinstance(fmt, IntFormat) or not fmt.signed:
+        return encoding
+    shift = 1 << (fmt.bits - 1)
+    wide = encoding.zero_point.astype(np.int64) + shift
+    return replace(encoding, format=IntFormat(fmt.bits, signed=False), zero_point=wide)
+
+
+def check_shape(encoding: Encoding, shape: tuple[int, ...], site: str) -> None:
+    """Refuse an encoding whose scale does not fit a tensor of ``shape``.
+
+    Raises:
+        EncodingsError: with both shapes.
+    """
+    expected: tuple[int, ...] | str
+    try:
+        expected = encoding.granularity.param_shape(shape, site)
+    except GranularityError as error:
+        expected = error.problem
+    if encoding.scale.shape != expected:
+        raise EncodingsError(
+            site,
+            f"its encoding has a scale of shape {encoding.scale.shape}, but a tensor of shape {shape} with "
+            f"{encoding.granularity} needs {expected}",
+            "compute the encodings again for this model",
+        )
+
+
+# ------------------------------------------------------------------------------------------------ constants
+
+
+def store_constant(
+    array: NDArray[Any], encoding: Encoding, shown: Encoding, site: str, *, wide: bool = False
+) -> Stored:
+    """The small form of a constant, see the table of this module.
+
+    Args:
+        array: any float type; computed in float32 (float64 above 16 bits).
+        encoding: as simulated; fits the shape of ``array``.
+        shown: the grid to be written: ``encoding`` itself or its :func:`unsigned` form.
+        site: name for error messages.
+        wide: store 8 bits as 16, which no integer kernel takes up.
+
+    Raises:
+        EncodingsError: the encoding does not fit the shape.
+    """
+    array = np.asarray(array, np.float32)
+    check_shape(encoding, array.shape, site)
+    fmt, codes = encoding.format, np.asarray(quantize(array, encoding))
+    if is_small_float(fmt):  # its numbers are whole multiples of the smallest one
+        steps = replace(encoding, scale=encoding.scale * np.float32(fmt.step))
+        small = fmt.max / fmt.step <= 127 and not wide
+        return _scaled((codes / fmt.step).astype(np.int8 if small else np.int16), steps, array.shape)
+    if isinstance(fmt, FloatFormat):
+        if fmt.name in _HALVES:
+            return Stored(codes.astype(_HALVES[fmt.name].numpy()), None, None)
+        return _scaled(codes.astype(_FLOAT8[fmt.name].numpy()), encoding, array.shape)
+    # Above 16 bits DequantizeLinear takes int32, which integer kernels would misread.
+    if fmt.bits > 16:
+        return Stored(np.asarray(fake_quantize(array, encoding)), None, None)
+    width = 4 if fmt.bits <= 4 else 8 if fmt.bits <= 8 and not wide else 16
+    dtype = _INTEGERS[width, isinstance(shown.format, IntFormat) and shown.format.signed]
+    shift = (1 << (fmt.bits - 1)) if shown.format != fmt else 0
+    return _scaled((codes.astype(np.int64) + shift).astype(dtype.numpy()), shown, array.shape)
+
+
+def _scaled(codes: NDArray[Any], encoding: Encoding, shape: tuple[int, ...]) -> Stored:
+    """Codes with scale and zero point in the shapes DequantizeLinear wants."""
+    zero_point, granularity = encoding.zero_point.astype(codes.dtype), encoding.granularity
+    if isinstance(granularity, PerTensor):
+        return Stored(codes, encoding.scale, zero_point)
+    assert granularity.axis is not None
+    axis = granularity.axis % len(shape)
+    if isinstance(granularity, PerChannel):
+        return Stored(codes, encoding.scale, zero_point, axis)
+    axis, size = _blocked_axis(encoding.scale.shape, shape) or (axis, granularity.size)
+    # A zero point as large as the expanded scale is only worth its bytes when it says something.
+    zeros = _expand(zero_point, axis, shape) if encoding.zero_point.any() else None
+    return Stored(codes, _expand(encoding.scale, axis, shape), zeros, axis, size)
+
+
+def _blocked_axis(param: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """The one axis along which values share scales, and how many do; then nothing has to be expanded."""
+    shared = [axis for axis, (n, length) in enumerate(zip(param, shape, strict=True)) if n != length]
+    return (shared[0], shape[shared[0]] // param[shared[0]]) if len(shared) == 1 else None
+
+
+def _expand(param: NDArray[Any], axis: int, shape: tuple[int, ...]) -> NDArray[Any]:
+    """A block-wise parameter with every axis but ``axis`` as long as the tensor's, which ONNX demands."""
+    full = (*shape[:axis], param.shape[axis], *shape[axis + 1 :])
+    return np.ascontiguousarray(np.broadcast_to(param, full))
+
+
+def transpose_encoding(encoding: Encoding, perm: Sequence[int]) -> Encoding:
+    """The encoding of a constant after a transposition by ``perm``."""
+    granularity = encoding.granularity
+    if isinstance(granularity, PerTensor):
+        return encoding
+    where = {source % len(perm): target for target, source in enumerate(perm)}
+    assert granularity.axis is not None
+    axis = where[granularity.axis % len(perm)]
+    if isinstance(granularity, PerChannel):
+        return replace(encoding, granularity=PerChannel(axis))
+    channel = granularity.channel_axis
+    moved = PerBlock(granularity.size, axis, None if channel is None else where[channel % len(perm)])
+    common = encoding.common
+    return replace(
+        encoding,
+        scale=encoding.scale.transpose(perm),
+        zero_point=encoding.zero_point.transpose(perm),
+        granularity=moved,
+        common=common if common is None else common.transpose(perm),
+    )
+
+
+# ---------------------------------------------------------------------------------------------- activations
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """What was written for an activation: facts for verification, and the pair if it can be repeated."""
+
+    value: ir.Value
+    scale: ir.Value | None = None
+    axis: int | None = None
+    pair: Pair | None = None
+
+
+@dataclass(frozen=True)
+class _Pen:
+    """Writes the operators of one quantizer, in order, under names that begin with its tensor's."""
+
+    builder: Builder
+    place: Place
+    base: str
+    site: str
+
+    def emit(
+        self,
+        op: str,
+        inputs: Sequence[ir.Value],
+        suffix: str,
+        dtype: ir.DataType = D.FLOAT,
+        **attributes: int,
+    ) -> ir.Value:
+        return self.builder.emit(self.place, op, inputs, f"{self.base}_{suffix}", dtype, **attributes)
+
+    def constant(self, suffix: str, array: Any) -> ir.Value:
+        return self.builder.initializer(f"{self.base}_{suffix}", np.asarray(array))
+
+    def cast(self, value: ir.Value, suffix: str, dtype: ir.DataType) -> ir.Value:
+        return self.emit("Cast", [value], suffix, dtype, to=int(dtype))
+
+
+def write_activation(
+    builder: Builder, node: ir.Node, encoding: Encoding, shown: Encoding, site: str
+) -> Quantizer:
+    """Turn the marker ``node`` into a quantizer of its input; see the table of this module.
+
+    A tensor that is not float32 is cast to it and back, as the reference arithmetic does with half types.
+
+    Args:
+        builder: of the model the node is in.
+        node: the marker; becomes the last operator of the quantizer, so that its output keeps name and
+            readers.
+        encoding: as simulated.
+        shown: the grid to be written: ``encoding`` itself or its :func:`unsigned` form.
+        site: name for error messages.
+
+    Raises:
+        EncodingsError: the scale does not fit the tensor.
+        ExportError: the tensor is not float, or its shape is unknown where blocks or channels need it.
+    """
+    source = node.inputs[0]
+    assert source is not None
+    dtype = source.dtype or D.FLOAT
+    if not dtype.is_floating_point():
+        problem = f"its tensor {source.name!r} holds {dtype.name.lower()}, and only float can be quantized"
+        raise ExportError(site, problem, "remove the encoding of this site")
+    if source.shape is not None and source.shape.is_static():
+        check_shape(encoding, source.shape.numpy(), site)
+    pen = _Pen(builder, before(node), str(source.name), site)
+    value = source if dtype == D.FLOAT else pen.cast(source, "f32", D.FLOAT)
+    narrow = dtype != D.FLOAT or _narrow_is_safe(node)
+    found = _form(encoding, narrow)(pen, value, encoding, shown)
+    if dtype != D.FLOAT:
+        found = Quantizer(pen.cast(found.value, "dq", dtype), found.scale, found.axis)
+    builder.take_over(node, found.value)
+    return replace(found, value=node.outputs[0])
+
+
+_Form = Callable[[_Pen, ir.Value, Encoding, Encoding], Quantizer]
+
+
+def _form(encoding: Encoding, narrow: bool) -> _Form:
+    """The function that writes ``encoding``; ``narrow`` allows QuantizeLinear to 4 bits and to float8."""
+    fmt = encoding.format
+    if isinstance(fmt, IntFormat):
+        return _write_wide if fmt.bits > 16 else partial(_write_pair, narrow=narrow)
+    if fmt.name in _HALVES:
+        return _write_half
+    if is_small_float(fmt):
+        return _write_small_float
+    return partial(_write_pair, narrow=True) if narrow else _write_float8
+
+
+def _narrow_is_safe(marker: ir.Node) -> bool:
+    """Whether no operator beside the marker leads ONNX Runtime astray with 4-bit and float8 types."""
+    source = marker.inputs[0]
+    assert source is not None
+    maker = source.producer()
+    if maker is not None and (maker.op_type in ("Relu", "Clip") or op_row(maker.op_type).kind == "movement"):
+        return False
+    # Other markers of the same tensor may end in the same quantizer, so their readers count too.
+    marked = [use.node.outputs[0] for use in source.uses() if is_site(use.node)]
+    readers = (use.node for value in marked for use in value.uses())
+    return all(op_row(node.op_type).kind != "movement" for node in readers)
+
+
+def _write_pair(
+    pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding, *, narrow: bool
+) -> Quantizer:
+    fmt, granularity = encoding.format, encoding.granularity
+    dtype = _pair_dtype(shown, narrow)
+    exact = isinstance(fmt, FloatFormat) or (fmt.bits == dtype.bitwidth and not fmt.narrow)
+    if not exact:
+        value = _write_clip(pen, value, encoding)
+    scale, zero_point = shown.scale, shown.zero_point.astype(dtype.numpy())
+    attributes: dict[str, int] = {}
+    if not isinstance(granularity, PerTensor):
+        assert granularity.axis is not None
+        attributes["axis"] = granularity.axis
+    if isinstance(granularity, PerBlock):
+        attributes["block_size"] = granularity.size
+        shape = _static_shape(value, pen.site)
+        axis = attributes["axis"] % len(shape)
+        scale, zero_point = _expand(scale, axis, shape), _expand(zero_point, axis, shape)
+    pen.builder.need(dtype, pen.site, isinstance(granularity, PerBlock))
+    params = [pen.constant("scale", scale), pen.constant("zero_point", zero_point)]
+    codes = pen.emit("QuantizeLinear", [value, *params], "q", dtype, **attributes)
+    result = pen.emit("DequantizeLinear", [codes, *params], "dq", D.FLOAT, **attributes)
+    repeatable = isinstance(granularity, PerTensor) and isinstance(fmt, IntFormat) and dtype.bitwidth >= 8
+    pair = Pair(encoding, dtype, params[0], params[1]) if repeatable else None
+    return Quantizer(result, params[0], attributes.get("axis"), pair)
+
+
+def _pair_dtype(shown: Encoding, narrow: bool) -> ir.DataType:
+    """Type of the codes; 8 bits only for one scale per tensor: integer kernels would misread several."""
+    fmt = shown.format
+    if isinstance(fmt, FloatFormat):
+        return _FLOAT8[fmt.name]
+    if not isinstance(shown.granularity, PerTensor):
+        return _INTEGERS[16, fmt.signed]
+    return _INTEGERS[4 if fmt.bits == 4 and narrow else 8 if fmt.bits <= 8 else 16, fmt.signed]
+
+
+def _static_shape(value: ir.Value, site: str) -> tuple[int, ...]:
+    if value.shape is None or not value.shape.is_static():
+        problem = f"blocks of an activation need a known shape, and its tensor has {value.shape or 'none'}"
+        raise ExportError(site, problem, "export with a fixed input shape, or quantize this site per tensor")
+    return value.shape.numpy()
+
+
+def _spread(param: NDArray[Any], granularity: Granularity, value: ir.Value, site: str) -> NDArray[Any]:
+    """A parameter that broadcasts against ``value``: scalar, (channels, 1, ...), or one per element."""
+    if isinstance(granularity, PerTensor):
+        return param
+    assert granularity.axis is not None
+    if isinstance(granularity, PerBlock):
+        shape = _static_shape(value, site)
+        axis = granularity.axis % len(shape)
+        return np.repeat(_expand(param, axis, shape), granularity.size, axis)
+    if value.shape is None and granularity.axis >= 0:
+        problem = f"its channels lie on axis {granularity.axis}, and the rank of its tensor is unknown"
+        raise ExportError(site, problem, "run shape inference on the model, or quantize this site per tensor")
+    rank = 0 if value.shape is None else len(value.shape)
+    behind = rank - 1 - granularity.axis % rank if rank else -1 - granularity.axis
+    return param.reshape(-1, *[1] * behind)
+
+
+def _write_clip(pen: _Pen, value: ir.Value, encoding: Encoding) -> ir.Value:
+    """Saturate in float at the ends of the grid, where the pair behind it has codes beyond them."""
+    fmt = encoding.format
+    assert isinstance(fmt, IntFormat)
+    zero_point = encoding.zero_point.astype(np.float32)
+    ends = [(np.float32(end) - zero_point) * encoding.scale for end in (fmt.qmin, fmt.qmax)]
+    low, high = (
+        pen.constant(name, _spread(end, encoding.granularity, value, pen.site))
+        for name, end in zip(("min", "max"), ends, strict=True)
+    )
+    if isinstance(encoding.granularity, PerTensor):
+        return pen.emit("Clip", [value, low, high], "clip")
+    return pen.emit("Min", [pen.emit("Max", [value, low], "low"), high], "clip")
+
+
+def _write_wide(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:
+    """More than 16 bits: float64, because float32 cannot tell the codes apart."""
+    fmt = encoding.format
+    assert isinstance(fmt, IntFormat)
+    scale, zero_point = (
+        pen.constant(name, _spread(param.astype(np.float64), encoding.granularity, value, pen.site))
+        for name, param in (("scale", encoding.scale), ("zero_point", encoding.zero_point))
+    )
+    ends = [pen.constant("qmin", np.float64(fmt.qmin)), pen.constant("qmax", np.float64(fmt.qmax))]
+    chain: tuple[tuple[str, list[ir.Value]], ...] = (
+        ("Div", [scale]), ("Round", []), ("Add", [zero_point]), ("Clip", ends), ("Sub", [zero_point]),
+        ("Mul", [scale]),
+    )  # fmt: skip
+    value = pen.cast(value, "f64", D.DOUBLE)
+    for op, extra in chain:
+        value = pen.emit(op, [value, *extra], op.lower(), D.DOUBLE)
+    return Quantizer(pen.cast(value, "dq", D.FLOAT), scale)
+
+
+def _write_half(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:
+    """A cast to the half type and back; Clip first, because Cast makes infinity of what is too large."""
+    fmt = encoding.format
+    assert isinstance(fmt, FloatFormat)
+    value = _clip_to(pen, value, fmt.max)
+    return Quantizer(pen.cast(pen.cast(value, "q", _HALVES[fmt.name]), "dq", D.FLOAT))
+
+
+def _write_float8(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:
+    """float8 without QuantizeLinear; Clip first, so that Cast saturates in every runtime."""
+    fmt = encoding.format
+    assert isinstance(fmt, FloatFormat)
+    dtype = _FLOAT8[fmt.name]
+    pen.builder.need(dtype, pen.site)
+    scale = pen.constant("scale", _spread(encoding.scale, encoding.granularity, value, pen.site))
+    ratio = _clip_to(pen, pen.emit("Div", [value, scale], "ratio"), fmt.max)
+    grid = pen.cast(pen.cast(ratio, "q", dtype), "grid", D.FLOAT)
+    return Quantizer(pen.emit("Mul", [grid, scale], "dq"), scale)
+
+
+def is_small_float(fmt: Format) -> TypeGuard[FloatFormat]:
+    """Whether ``fmt`` is a float format of fewer than 8 bits, which no operator of ONNX Runtime rounds to."""
+    return isinstance(fmt, FloatFormat) and fmt.bits < 8
+
+
+def _write_small_float(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:
+    """The spacing doubles at every power of two from the smallest normal number on; so nothing but Div rounds."""
+    fmt = encoding.format
+    assert isinstance(fmt, FloatFormat)
+    scale = pen.constant("scale", _spread(encoding.scale, encoding.granularity, value, pen.site))
+    ratio = pen.emit("Div", [value, scale], "ratio")
+    size = pen.emit("Abs", [ratio], "size")
+    ends = range(fmt.min_exponent + 1, int(np.log2(fmt.max)) + 1)
+    step = pen.constant("step", np.float32(2.0 ** (ends[-1] - fmt.mantissa_bits)))
+    for end in reversed(ends):
+        bound = pen.constant("bound", np.float32(2.0**end))
+        finer = pen.constant("step", np.float32(2.0 ** (end - 1 - fmt.mantissa_bits)))
+        below = pen.emit("Less", [size, bound], "below", D.BOOL)
+        step = pen.emit("Where", [below, finer, step], "step")
+    steps = pen.emit("Round", [pen.emit("Div", [ratio, step], "steps")], "rounded")
+    codes = _clip_to(pen, pen.emit("Mul", [steps, step], "grid"), fmt.max)
+    return Quantizer(pen.emit("Mul", [codes, scale], "dq"), scale)
+
+
+def _clip_to(pen: _Pen, value: ir.Value, end: float) -> ir.Value:
+    ends = [pen.constant("min", np.float32(-end)), pen.constant("max", np.float32(end))]
+    return pen.emit("Clip", [value, *ends], "clip")
+
+
+def write_follower(builder: Builder, value: ir.Value, pair: Pair) -> ir.Value:
+    """A second pair of the same grid behind ``value``, which already lies on it: changes no bit, but tells
+    integer runtimes so.
+
+    Readers move to the result, quantizers excepted; where ``value`` was a graph output, the result is,
+    under its name.
+    """
+    producer, base = value.producer(), str(value.name)
+    assert producer is not None
+    readers = [(node, i) for node, i in value.uses() if node not in builder.own]
+    params = [pair.scale, pair.zero_point]
+    codes = builder.emit(after(producer), "QuantizeLinear", [value, *params], f"{base}_q", pair.dtype)
+    maker = codes.producer()
+    assert maker is not None
+    result = builder.emit(after(maker), "DequantizeLinear", [codes, *params], f"{base}_dq", D.FLOAT)
+    for node, i in readers:
+        node.replace_input_with(i, result)
+    if value.is_graph_output():
+        builder.outputs.replace(value, result)
+        value.name = builder.names.value(f"{base}_raw")
+    return result

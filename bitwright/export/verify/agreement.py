@@ -1,0 +1,102 @@
+"""Codes of two tensors on one grid: how many are equal, and how far the others are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.core.numerics.formats import FloatFormat, parse_format
+from bitwright.errors import ExportError
+from bitwright.export.verify.cut import OUTPUT_FORMAT
+
+Array = NDArray[Any]
+
+LEAST_EQUAL, MOST_LSB = 0.999, 1.0
+# values of a 16-bit grid are rounded to float32, each by up to 2 ** -24 * 32768 = 0.002 steps
+SLACK = 5e-3
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How one tensor compares in one mode.
+
+    Attributes:
+        equal: share of elements with the same code, 0 to 1.
+        lsb: largest difference in steps of the grid.
+        elements: number of elements compared.
+        off: how far the value before rounding lies beyond the border between two codes that differ, in steps; ``None``
+            where it was not needed, or cannot be measured.
+        allowed: how far the arithmetic of the kernel may bring it there.
+    """
+
+    equal: float
+    lsb: float
+    elements: int
+    off: float | None = None
+    allowed: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """At least 99.9 % equal codes (of few, all but one) and none more than one step off."""
+        allowed = max(1.0, (1 - LEAST_EQUAL) * self.elements)
+        return round((1 - self.equal) * self.elements) <= allowed and self.lsb <= MOST_LSB + SLACK
+
+    @property
+    def within(self) -> bool:
+        """Whether codes that differ do so only where their value lies on the border between them."""
+        return self.off is not None and self.off <= self.allowed
+
+
+def compare(expected: Array, found: Array, facts: Mapping[str, Any], scale: Array | None) -> Agreement:
+    """Codes of two tensors on one grid.
+
+    Args:
+        expected, found: float, of one shape.
+        facts: of the quantizer; ``format``, ``axis``, ``places`` are read.
+        scale: one step of an integer grid: scalar, one per index of ``axis``, or one per block along it.
+
+    Raises:
+        ExportError: the shapes differ.
+    """
+    if expected.shape != found.shape:
+        raise ExportError(
+            facts["places"][0][0],
+            f"the simulation's value has shape {expected.shape}, the file's tensor {found.shape}",
+            "give the values of the same input that graph_inputs holds",
+        )
+    if not expected.size:
+        return Agreement(1.0, 0.0, 0)
+    one, other = np.asarray(expected, np.float64), np.asarray(found, np.float64)
+    step = step_of(one, other, facts, scale)
+    with np.errstate(invalid="ignore"):
+        difference = np.where(one == other, 0.0, np.abs(one - other) / step)
+    difference = np.where(np.isnan(difference), np.inf, difference)
+    return Agreement(float((difference < 0.5).mean()), float(difference.max()), expected.size)
+
+
+def step_of(one: Array, other: Array, facts: Mapping[str, Any], scale: Array | None) -> Array:
+    """One step of the grid at each element, broadcast against ``one``; ``facts`` and ``scale`` as for :func:`compare`."""
+    fmt = None if facts["format"] == OUTPUT_FORMAT else parse_format(facts["format"])
+    step = np.array(1.0) if scale is None else spread(scale, facts["axis"], one)
+    return _spacing(one, other, fmt, step) if isinstance(fmt, FloatFormat) else step
+
+
+def spread(scale: Array, axis: int | None, like: Array) -> Array:
+    """``scale`` so that it broadcasts against ``like``."""
+    scale = scale.astype(np.float64)
+    if scale.ndim == 0 or axis is None:
+        return scale
+    if scale.ndim == 1:
+        return scale.reshape([-1 if i == axis % like.ndim else 1 for i in range(like.ndim)])
+    return np.repeat(scale, like.shape[axis] // scale.shape[axis], axis)
+
+
+def _spacing(one: Array, other: Array, fmt: FloatFormat, unit: Array) -> Array:
+    """Distance of neighbouring numbers of a float format, scaled by ``unit``, at the larger of two values."""
+    size = np.maximum(np.maximum(np.abs(one), np.abs(other)) / unit, 2.0**fmt.min_exponent)
+    exponent = np.frexp(np.where(np.isfinite(size), size, 1.0))[1] - 1
+    return unit * np.exp2(exponent - fmt.mantissa_bits)

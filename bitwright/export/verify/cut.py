@@ -1,0 +1,321 @@
+"""Taking an exported model apart at its quantizers, so that each layer can be fed the simulation's own values.
+
+The cut is made once, in one model: behind each quantizer its readers read a new graph input instead,
+through a copy of the quantizer, and the quantizer's own output becomes a graph output. The pieces between
+the cuts do not touch each other. They are handed out in models of about a hundred places each, because the
+runtime's time to load a model grows faster than its number of inputs and outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.export.qdq.forms import read_metadata
+from bitwright.export.qdq.markers import Names, copy_model, move_uses
+from bitwright.export.verify.accumulated import accumulated
+from bitwright.export.verify.bodies import BORDER
+
+Array = NDArray[Any]
+Values = Mapping[str, Array | Sequence[Array]]
+
+OUTPUT_FORMAT = "float32"  # of graph outputs that end in no quantizer
+OUTPUT_STEP = 1e-3  # what counts as one step there, relative to the largest value
+WITH_BIAS = frozenset(("Conv", "ConvTranspose", "Gemm"))
+_PLACES_AT_ONCE = 100
+_QDQ = frozenset(("QuantizeLinear", "DequantizeLinear"))
+
+
+@dataclass(eq=False)
+class Piece:
+    """What lies between quantizers: operators that depend on each other without a cut between them.
+
+    Attributes:
+        ops: their types, in execution order, without QuantizeLinear and DequantizeLinear.
+        made: names of the tensors they make.
+        float_params: ``weight``, ``bias``: which of them a Conv or Gemm among them has in float.
+        accumulated: the largest sum that an integer kernel among them may have to hold, see
+            :mod:`bitwright.core.numerics.accumulator`.
+    """
+
+    ops: list[str] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
+    float_params: set[str] = field(default_factory=set)
+    accumulated: int = 0
+
+    def add(self, node: ir.Node) -> None:
+        """Take in one operator."""
+        self.ops.append(node.op_type)
+        self.made.extend(str(value.name) for value in node.outputs)
+        self.accumulated = max(self.accumulated, accumulated(node))
+        for port, name in ((1, "weight"), (2, "bias")) if node.op_type in WITH_BIAS else ():
+            value = node.inputs[port] if len(node.inputs) > port else None
+            if value is not None and value.is_initializer():
+                self.float_params.add(name)
+
+
+@dataclass(eq=False)
+class Place:
+    """A tensor to compare: the result of an activation quantizer, or a graph output that ends in none.
+
+    Attributes:
+        facts: what ``to_qdq`` noted: ``places``, ``format``, ``axis``.
+        chain: the nodes of the quantizer, from ``entry`` to ``result``; empty for a plain output.
+        expected: the simulation's value.
+        scale: one step of the grid.
+        piece: what computes it.
+    """
+
+    facts: dict[str, Any]
+    chain: list[ir.Node]
+    entry: ir.Value
+    result: ir.Value
+    expected: Array
+    scale: Array | None
+    piece: Piece = field(default_factory=Piece)
+    feed: str = ""
+
+    @property
+    def codes(self) -> str:
+        """Name of the tensor that an integer kernel would make: the codes, or the result itself."""
+        value = self.chain[-1].inputs[0] if self.chain else self.result
+        return "" if value is None else str(value.name)
+
+
+class Cut:
+    """A model taken apart at every activation quantizer that the simulation has a value for.
+
+    Args:
+        model: as ``to_qdq`` wrote it; it is left as it is.
+        values: site or tensor name -> the simulation's value, or a list of them.
+        outputs: graph output -> what the simulation returned.
+
+    Attributes:
+        places: the tensors that are to be compared.
+        unchecked: site -> why it is not.
+    """
+
+    def __init__(self, model: ir.Model, values: Values, outputs: Mapping[str, Array]) -> None:
+        self._model, self._values = copy_model(model), values
+        self.places: list[Place] = []
+        self.unchecked: dict[str, str] = {}
+        self._runs: dict[str, int] = {}  # site -> how often it occurs
+        self._find()
+        self._find_outputs(outputs)
+        self._find_pieces()
+        self._fed = self._apply()
+        self._index = {node: i for i, node in enumerate(self._model.graph)}
+
+    def parts(self) -> Iterator[tuple[ir.Model, list[Place], dict[str, Array]]]:
+        """``(model, places it computes, what to feed beside the graph's inputs)``, until all places were handed out."""
+        by_piece: dict[Piece, list[Place]] = {}
+        for place in self.places:
+            by_piece.setdefault(place.piece, []).append(place)
+        group: list[Place] = []
+        for i, places in enumerate(by_piece.values()):
+            group += places
+            if len(group) >= _PLACES_AT_ONCE or i == len(by_piece) - 1:
+                model, feeds = self._part([place.result for place in group])
+                yield model, group, feeds
+                group = []
+
+    def before(self, places: Sequence[Place]) -> tuple[ir.Model, dict[str, Array]]:
+        """A model that ends in front of the quantizers of ``places``, which must not be at the graph's inputs; its feeds."""
+        return self._part(list(dict.fromkeys(place.entry for place in places)))
+
+    def _part(self, results: list[ir.Value]) -> tuple[ir.Model, dict[str, Array]]:
+        """What makes ``results``, and what to feed it beside the graph's inputs."""
+        index = self._index
+        nodes: set[ir.Node] = set()
+        ends: dict[ir.Value, None] = {}
+        stack = list(results)
+        while stack:
+            value = stack.pop()
+            node = value.producer()
+            if node is None:
+                ends[value] = None
+            elif node not in nodes and node in index:
+                nodes.add(node)
+                stack.extend(_reads(node))
+        graph = self._model.graph
+        view = ir.GraphView(
+            [value for value in ends if value.is_graph_input() and value.graph is graph],
+            results,
+            nodes=sorted(nodes, key=index.__getitem__),
+            initializers=[
+                v for v in ends if v.is_initializer() and v.graph is graph and not v.is_graph_input()
+            ],
+            opset_imports=dict(graph.opset_imports),
+            name=graph.name,
+        )
+        model = ir.Model(view.clone(), ir_version=self._model.ir_version)
+        model.opset_imports.update(graph.opset_imports)
+        needed = {str(value.name) for value in ends}
+        return model, {name: self._feed(name) for name in needed & self._fed.keys()}
+
+    def _feed(self, name: str) -> Array:
+        place = self._fed[name]
+        return np.ascontiguousarray(place.expected, (place.entry.dtype or ir.DataType.FLOAT).numpy())
+
+    def _find(self) -> None:
+        named = {str(v.name): v for v in self._model.graph.inputs}
+        noted = [(node, read_metadata(node)) for node in self._model.graph.all_nodes()]
+        for _, facts in noted:
+            for site, run in facts["places"] if facts else ():
+                self._runs[site] = max(self._runs.get(site, 0), run + 1)
+        for node, facts in noted:
+            named.update((str(v.name), v) for v in node.outputs)
+            if facts is None or facts["role"] != "activation":
+                continue
+            expected, why = self._expected(node, facts)
+            if expected is None:
+                self.unchecked.update({site: why for site, _ in facts["places"]})
+                continue
+            entry = named[facts["entry"]]
+            scale = self._model.graph.initializers.get(facts["scale"] or "")
+            array = None if scale is None or scale.const_value is None else scale.const_value.numpy()
+            chain = _chain(node, entry)
+            self.places.append(Place(facts, chain, entry, node.outputs[0], expected, array))
+
+    def _expected(self, node: ir.Node, facts: dict[str, Any]) -> tuple[Array | None, str]:
+        """The simulation's value behind ``node``, or why there is none to compare."""
+        if node.graph is not self._model.graph:
+            return None, "it lies inside the body of If, Loop or Scan"
+        if node.outputs[0].dtype == ir.DataType.BFLOAT16:
+            return None, "ONNX Runtime takes no bfloat16 from numpy"
+        for name, run in (*facts["places"], (str(node.outputs[0].name), 0)):
+            given, total = self._values.get(name), self._runs.get(name, 1)
+            if given is None:
+                continue
+            several = [given] if isinstance(given, np.ndarray) else given
+            if len(several) < total:
+                return None, f"it runs {total} times in the file, and {len(several)} arrays were given"
+            return np.asarray(several[run]), ""
+        return None, "the simulation gave no value for it"
+
+    def _find_outputs(self, outputs: Mapping[str, Array]) -> None:
+        """Float outputs that end in no quantizer are places too: the only ones of a weight-only model."""
+        quantized = {place.result for place in self.places}
+        for value in self._model.graph.outputs:
+            name, node = str(value.name), value.producer()
+            expected = outputs.get(name)
+            plain = node is not None and read_metadata(node) is None and value not in quantized
+            if expected is None or not plain or not np.issubdtype(expected.dtype, np.floating):
+                continue
+            peak = float(np.abs(expected).max(initial=0.0))
+            facts = {"places": [[name, 0]], "format": OUTPUT_FORMAT, "axis": None}
+            step = np.array(OUTPUT_STEP * peak if np.isfinite(peak) and peak else OUTPUT_STEP)
+            quantized.add(value)
+            self.places.append(Place(facts, [], value, value, expected, step))
+
+    def _find_pieces(self) -> None:
+        """Join operators that no cut lies between: union-find, one pass over the nodes."""
+        cuts = {place.result for place in self.places if place.chain}
+        owners: dict[ir.Node, ir.Node] = {}
+        parent: dict[ir.Node, ir.Node] = {}
+        static: set[ir.Node] = set()
+        top = None
+        for node in self._model.graph.all_nodes():
+            top = node if node.graph is self._model.graph or top is None else top
+            owners[node] = top
+            parent.setdefault(top, top)
+            makers = [v.producer() for v in node.inputs if v is not None and v not in cuts]
+            if node is top and _reads_constants(node, static):
+                static.add(node)
+                continue
+            for maker in makers:
+                if maker is not None and maker not in static:
+                    parent[_root(parent, owners[maker])] = _root(parent, top)
+        chained = {node for place in self.places for node in place.chain}
+        pieces: dict[ir.Node, Piece] = {}
+        for node, owner in owners.items():
+            piece = pieces.setdefault(_root(parent, owner), Piece())
+            own = node not in static and node not in chained and BORDER not in node.metadata_props
+            if own and node.op_type not in _QDQ:
+                piece.add(node)
+        for place in self.places:
+            maker = place.result.producer()
+            assert maker is not None
+            place.piece = pieces[_root(parent, maker)]
+
+    def _apply(self) -> dict[str, Place]:
+        """Feed every piece from new graph inputs, through copies of the quantizers; name of the input -> place."""
+        graph, names = self._model.graph, Names(self._model)
+        fed: dict[str, Place] = {}
+        copies: list[tuple[ir.Value, ir.Value]] = []
+        first = graph[0] if len(graph) else None
+        for place in self.places:
+            if not place.chain or first is None:
+                continue
+            name = names.value(f"{place.entry.name}_simulated")
+            dtype = place.entry.dtype or ir.DataType.FLOAT
+            value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(place.expected.shape))
+            known: dict[ir.Value, ir.Value] = {place.entry: value}
+            for node in place.chain:
+                inputs = [known.get(v, v) if v is not None else None for v in node.inputs]
+                label = names.node(f"{name}/{node.op_type}")
+                copy = ir.Node("", node.op_type, inputs, node.attributes.values(), name=label)
+                copy.outputs[0].name = names.value(f"{name}_{node.op_type}")
+                known[node.outputs[0]] = copy.outputs[0]
+                graph.insert_before(first, copy)
+            graph.inputs.append(value)
+            fed[name] = place
+            copies.append((place.result, known[place.result]))
+        for result, copy_result in copies:
+            move_uses(result, copy_result)
+        return fed
+
+
+def _reads(node: ir.Node) -> Iterator[ir.Value]:
+    """What a node reads, and what the graphs nested in it read; their own values among it do no harm."""
+    yield from (value for value in node.inputs if value is not None)
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            nested = [attribute.as_graph()]
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            nested = list(attribute.as_graphs())
+        else:
+            continue
+        for graph in nested:
+            yield from graph.outputs
+            for inner in graph.all_nodes():
+                yield from (value for value in inner.inputs if value is not None)
+
+
+def _reads_constants(node: ir.Node, static: set[ir.Node]) -> bool:
+    """Whether ``node`` is a Constant, or reads initializers and what ``static`` nodes make of them, only."""
+    for value in node.inputs:
+        if value is not None and (
+            value.is_graph_input() or not (value.producer() is None or value.producer() in static)
+        ):
+            return False
+    return bool(node.inputs) or node.op_type == "Constant"
+
+
+def _root(parent: dict[ir.Node, ir.Node], node: ir.Node) -> ir.Node:
+    while parent[node] is not node:
+        parent[node] = parent[parent[node]]
+        node = parent[node]
+    return node
+
+
+def _chain(last: ir.Node, entry: ir.Value) -> list[ir.Node]:
+    """The nodes that lead from ``entry`` to ``last``, in execution order."""
+    found: dict[ir.Node, None] = {}
+    stack = [(last, False)]
+    while stack:
+        node, ready = stack.pop()
+        if node in found:
+            continue
+        if ready:
+            found[node] = None
+            continue
+        stack.append((node, True))
+        makers = (v.producer() for v in node.inputs if v is not None and v is not entry)
+        stack.extend((maker, False) for maker in makers if maker is not None)
+    return list(found)

@@ -1,0 +1,214 @@
+"""Why codes of the exported file differ from the simulation's, and how far each reason reaches.
+
+A reason that is bounded does not excuse whatever it could explain. The value before rounding is measured, in float, and
+two codes of one value may differ only where it lies on the border between them, give or take what the kernel's arithmetic
+is known to be off by. A wrong weight, bias or scale moves values away from the borders, so it is never excused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.core.numerics.accumulator import INT32_MAX
+from bitwright.core.numerics.formats import FloatFormat, parse_format
+from bitwright.export.verify.agreement import MOST_LSB, SLACK, Agreement
+from bitwright.export.verify.cut import OUTPUT_FORMAT, WITH_BIAS
+from bitwright.export.verify.runtime import Mode
+
+Array = NDArray[Any]
+
+# Float operators are off by some units in the last place of their largest terms; 64 of them, at least a hundredth of a
+# step and never more than a quarter.
+_ULPS, _LEAST, _MOST = 64 * 2.0**-24, 0.01, 0.25
+
+_SUMS = WITH_BIAS | {
+    "MatMul", "Einsum", "AveragePool", "GlobalAveragePool", "ReduceMean", "ReduceSum", "LayerNormalization",
+    "GroupNormalization", "InstanceNormalization", "BatchNormalization", "RMSNormalization", "CumSum", "LRN",
+    "Attention", "LSTM", "GRU", "RNN", "ReduceL2", "ReduceL1", "ReduceSumSquare", "LpNormalization", "Sum", "Mean",
+}  # fmt: skip
+_FUNCTIONS = frozenset((
+    "Softmax", "LogSoftmax", "Sigmoid", "Tanh", "Erf", "Gelu", "Exp", "Log", "Pow", "Sqrt", "Reciprocal",
+    "Div", "Elu", "Softplus", "Mish", "HardSwish", "Selu", "Celu", "Sin", "Cos", "LSTM", "GRU", "RNN",
+    "Resize",
+))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known about a place whose codes differ.
+
+    Attributes:
+        ops: operator types of its piece of the graph.
+        kernel: what the default mode ran last for it, or ``float``.
+        runtime: operator types the default mode made of the piece.
+        format: of the grid.
+        float_params: ``weight``, ``bias``: which of them a Conv or Gemm has in float.
+        found: agreement by mode.
+        failures: modes the runtime refused.
+        accumulated: the largest sum that an integer kernel may have to hold.
+    """
+
+    ops: frozenset[str]
+    kernel: str
+    runtime: frozenset[str | None]
+    format: str
+    float_params: frozenset[str]
+    found: Mapping[Mode, Agreement]
+    failures: Mapping[Mode, str]
+    accumulated: int = 0
+
+    @property
+    def wide(self) -> bool:
+        """Whether one step of the grid is about as fine as float32's own rounding of a sum."""
+        if self.format == OUTPUT_FORMAT:
+            return False
+        fmt = parse_format(self.format)
+        return isinstance(fmt, FloatFormat) or fmt.bits > 8
+
+    @property
+    def uses_integers(self) -> bool:
+        """Whether an integer kernel computed the codes, or a product that float operators turn into them."""
+        return self.kernel != "float" or "MatMulIntegerToFloat" in self.runtime
+
+    @property
+    def by_table(self) -> bool:
+        """Whether the runtime's table for Softmax takes part."""
+        return "QLinearSoftmax" in (self.kernel, *self.runtime)
+
+    def differs(self, mode: Mode) -> bool:
+        """Whether codes differ in ``mode``."""
+        return self.found[mode].equal < 1
+
+
+class Reason(NamedTuple):
+    """``text`` where ``test`` holds; a ``bounded`` one may make codes agree, see :func:`measure`."""
+
+    test: Callable[[Evidence], bool]
+    text: str
+    bounded: bool = False
+
+
+_ORDER = "the order of float summation differs"
+# First match wins; float mode first, because integer mode inherits what happens there.
+FLOAT_REASONS: tuple[Reason, ...] = (
+    Reason(lambda e: "float" in e.failures, "the runtime refused the model"),
+    Reason(
+        lambda e: bool(e.ops & _SUMS) and e.wide,
+        f"{_ORDER}, and a step of this fine grid is about as small",
+        bounded=True,
+    ),
+    Reason(lambda e: bool(e.ops & _SUMS) and e.found["float"].lsb <= MOST_LSB + SLACK, _ORDER, bounded=True),
+    Reason(
+        lambda e: bool(e.ops & _FUNCTIONS),
+        "the runtime approximates this function in its own way",
+        bounded=True,
+    ),
+)
+INTEGER_REASONS: tuple[Reason, ...] = (
+    Reason(lambda e: len(e.failures) == 2, "the runtime refused the model"),
+    Reason(
+        lambda e: "integer" in e.failures, "the runtime refused the model; try session.qdqisint8allowed=1"
+    ),
+    Reason(lambda e: not e.found["float"].ok, "as with float kernels", bounded=True),
+    Reason(
+        lambda e: "MatMulNBits" in e.runtime,
+        "runs as MatMulNBits with int8 activations; export with weight_only='exact', or set "
+        "session.qdq_matmulnbits_accuracy_level=1",
+    ),
+    Reason(
+        lambda e: e.by_table and e.found["integer"].lsb > 2,
+        "QLinearSoftmax overflows where the probabilities of a row are nearly equal; "
+        "leave this output in float: sim.quantizers[...].enabled = False",
+    ),
+    Reason(lambda e: e.by_table, "QLinearSoftmax works with a table", bounded=True),
+    Reason(lambda e: "weight" in e.float_params, "the runtime quantizes this float weight by itself"),
+    Reason(
+        lambda e: e.kernel == "float" and e.differs("float"),
+        "no integer kernel, so it runs in float: as there",
+        bounded=True,
+    ),
+    Reason(lambda e: "bias" in e.float_params, "the runtime quantizes this float bias by itself"),
+    Reason(
+        lambda e: e.uses_integers and e.accumulated > INT32_MAX and e.found["integer"].lsb > MOST_LSB + SLACK,
+        "the int32 accumulator overflows: the inner length of this product is too large for codes of this width; leave "
+        "its input in float (sim.quantizers[...].enabled = False), split the layer along its inner axis and add the "
+        "parts, or give its weight fewer bits",
+    ),
+    Reason(
+        lambda e: e.kernel != "float" and e.found["integer"].lsb > MOST_LSB + SLACK,
+        "integer sums of uint8 times int8 saturate at 16 bits on CPUs without VNNI",
+    ),
+    Reason(
+        lambda e: e.uses_integers and e.found["integer"].lsb <= MOST_LSB + SLACK,
+        "the integer kernel rounds exact sums where the simulation rounds float sums",
+        bounded=True,
+    ),
+)
+OTHER_CONSTANT = "the file holds another value: simulate with the encodings that were written"
+UNEXPLAINED = "unexplained: the operator computes something else than the simulation"
+_REASONS: dict[Mode, tuple[Reason, ...]] = {"float": FLOAT_REASONS, "integer": INTEGER_REASONS}
+
+
+def reason_of(evidence: Evidence, mode: Mode) -> Reason:
+    """The first reason that fits what happened in ``mode``; one that is not bounded where none does."""
+    unknown = Reason(lambda e: True, UNEXPLAINED)
+    return next((reason for reason in _REASONS[mode] if reason.test(evidence)), unknown)
+
+
+def explain(evidence: Evidence) -> str | None:
+    """Why codes differ, by mode; ``None`` where none does."""
+    lines = [f"{mode}: {reason_of(evidence, mode).text}" for mode in _REASONS if evidence.differs(mode)]
+    return "; ".join(lines) or None
+
+
+def measure(
+    evidence: Evidence, mode: Mode, expected: Array, found: Array, exact: Array, step: Array, scale: float
+) -> tuple[float, float]:
+    """How far codes that differ are from the value that both were rounded from.
+
+    Args:
+        evidence: of the place.
+        mode: which of its two comparisons.
+        expected, found: dequantized codes of the simulation and of the file, float, of one shape.
+        exact: the value before rounding, as float kernels make it from the same input, limited to the grid.
+        step: one step of the grid, broadcast against ``expected``.
+        scale: the scale of the quantizer, for kernels whose table depends on it.
+
+    Returns:
+        ``(off, allowed)`` in steps, of the element that exceeds what is allowed to it most, or comes closest to it: the
+        distance of the farther code from ``exact`` beyond the half step of correct rounding, and what the simulation's
+        float arithmetic, or the kernel's, may add to it.
+    """
+    precision = 2 * float(np.finfo(exact.dtype).eps)
+    one, other, value, step = (np.asarray(a, np.float64) for a in (expected, found, exact, step))
+    differ = one != other
+    step = np.broadcast_to(step, one.shape)[differ]
+    one, other, value = (a[differ] / step for a in (one, other, value))
+    if not value.size or not np.isfinite(value).all() or not _on_one_grid(evidence, one - other):
+        return math.inf, 0.0
+    peak = float(np.abs(value).max())
+    rounding = min(_MOST, max(_LEAST, _ULPS * peak, precision * peak))
+    table = np.abs(value) * _table_error(scale) if mode == "integer" and evidence.by_table else 0.0
+    off = np.stack([np.abs(value - one), np.abs(value - other)]) - 0.5
+    allowed = np.stack([np.full_like(value, rounding), rounding + table * np.ones_like(value)])
+    at = np.unravel_index(int(np.argmax(np.nan_to_num(off - allowed, nan=np.inf))), off.shape)
+    return float(off[at]), float(allowed[at])
+
+
+def _on_one_grid(evidence: Evidence, steps: Array) -> bool:
+    """Whether codes differ by whole steps; those of a grid with another scale do not."""
+    if isinstance(parse_format(evidence.format), FloatFormat):
+        return True  # neighbours of a power of two have different distances
+    return bool((np.abs(steps - np.rint(steps)) <= 2 * SLACK).all())
+
+
+def _table_error(scale: float) -> float:
+    """Relative error of QLinearSoftmax: it multiplies by 1 / scale, rounded down to an integer."""
+    inverse = 1.0 / scale
+    return 1.0 - math.floor(np.float32(inverse)) / inverse

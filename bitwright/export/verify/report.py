@@ -1,0 +1,480 @@
+"""Does the exported file compute what the simulation computed? Layer by layer, in ONNX Runtime.
+
+Deep networks cannot be compared end to end: one value that lands on the other side of a rounding boundary
+(float sums depend on their order) spreads through all layers behind it. So every activation quantizer is
+fed the simulation's own values from upstream, and what it produces is compared with the simulation's value
+there, in steps of its grid (LSB). That happens twice: with float kernels (``session.disable_quant_qdq=1``,
+all other optimisations on) and in the runtime's default mode, where QDQ groups become integer kernels. Time
+and memory are linear in the model; how it is taken apart is told in :mod:`bitwright.export.verify.cut`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.simulation.protocols import sqnr
+from bitwright.errors import ExportError, close_matches
+from bitwright.export.qdq.forms import METADATA, read_metadata
+from bitwright.export.verify.agreement import Agreement, compare, spread, step_of
+from bitwright.export.verify.bodies import open_bodies
+from bitwright.export.verify.cut import Cut, Place
+from bitwright.export.verify.reasons import OTHER_CONSTANT, Evidence, explain, measure, reason_of
+from bitwright.export.verify.runtime import MODES, Mode, refusals, run_model
+from bitwright.export.verify.steps import side_by_side
+
+Array = NDArray[Any]
+Verdict = Literal["agrees", "within", "fails"]
+
+_OTHER_COLUMNS = 86  # of a printed report, beside the names of sites
+_MOST_OPS = 8
+_SAME_OUTPUT = 60.0  # dB, of a model without anything quantized
+_VERDICTS: dict[Verdict, str] = {"agrees": "", "within": "within ", "fails": "FAILS "}
+_FLOAT_MAKERS = frozenset(("QuantizeLinear", "Cast", "Clip", "Mul", "Min"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantized place.
+
+    Attributes:
+        site: name in the simulation.
+        run: which run of the place it is, from 0; above 0 only in loops.
+        tensor: name in the file.
+        format: ``uint8``, ``int16``, ...
+        ops: operator types between the upstream quantizers and this one, in execution order.
+        kernel: what the runtime's default mode ran last for it (``QLinearConv``), or ``float``; ``constant``.
+        as_float, as_integer: agreement with float kernels and with integer kernels.
+        reason: why codes differ, where they do.
+    """
+
+    site: str
+    run: int
+    tensor: str
+    format: str
+    ops: tuple[str, ...]
+    kernel: str
+    as_float: Agreement
+    as_integer: Agreement
+    reason: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether both modes agree with the simulation, or within what their kernels may do."""
+        return self.verdict != "fails"
+
+    @property
+    def verdict(self) -> Verdict:
+        """``"agrees"``; ``"within"`` what the arithmetic of the kernel named in ``reason`` may do; or ``"fails"``.
+
+        Within means that every code that differs was rounded from a value on the border between the two codes, as
+        measured, up to the error that such a kernel is known to make. It takes nothing else: a place whose values are
+        anywhere off fails.
+        """
+        both = (self.as_float, self.as_integer)
+        if all(a.ok for a in both):
+            return "agrees"
+        return "within" if all(a.ok or a.within for a in both) else "fails"
+
+
+@dataclass(frozen=True)
+class OutputRow:
+    """One graph output, end to end: signal-to-noise ratio against the simulation in dB, ``inf`` if equal."""
+
+    name: str
+    as_float: float
+    as_integer: float
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :func:`verify_layers` found.
+
+    Attributes:
+        rows: one per quantized place, in execution order.
+        outputs: graph outputs that the simulation's values were given for.
+        unchecked: site -> why it could not be compared.
+        failures: mode -> why the runtime refused the model in it.
+        idle: site that did not run on this input -> why: a branch was not taken, a loop had no iteration.
+    """
+
+    rows: tuple[Row, ...]
+    outputs: tuple[OutputRow, ...] = ()
+    unchecked: dict[str, str] = field(default_factory=dict)
+    failures: dict[Mode, str] = field(default_factory=dict)
+    idle: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Every place that ran was compared and agrees in both modes, or within what the kernel may do.
+
+        Where nothing is quantized, not even an output is of floats, all outputs are equal to 60 dB.
+        """
+        compared = all(r.ok for r in self.rows) if self.rows else self._outputs_agree
+        return compared and not self.unchecked and not self.failures
+
+    @property
+    def _outputs_agree(self) -> bool:
+        levels = [level for end in self.outputs for level in (end.as_float, end.as_integer)]
+        return bool(levels) and min(levels) >= _SAME_OUTPUT
+
+    def to_json(self) -> str:
+        """The report as JSON text; infinities are the strings ``"inf"`` and ``"-inf"``."""
+        document = {
+            "ok": self.ok,
+            "rows": [{**asdict(row), "ok": row.ok, "verdict": row.verdict} for row in self.rows],
+            "outputs": [asdict(output) for output in self.outputs],
+            "unchecked": self.unchecked,
+            "failures": self.failures,
+            "idle": self.idle,
+        }
+        return json.dumps(_finite(document), indent=1)
+
+    def to_text(self, width: int = 140) -> str:
+        """The report as a table for the terminal, with the reasons as numbered notes below it.
+
+        Names of sites are never cut; where they are longer than ``width`` allows, the table is wider.
+        """
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        names = [f"{row.site} (run {row.run})" if row.run else row.site for row in self.rows]
+        notes = self._notes()
+        table = Table(title="Simulation against the exported file, layer by layer")
+        table.add_column("site", no_wrap=True)
+        table.add_column("operators", overflow="fold")
+        table.add_column("kernel", no_wrap=True)
+        for title in ("equal (float)", "LSB", "equal (integer)", "LSB", "note"):
+            table.add_column(title, justify="right")
+        for name, row in zip(names, self.rows, strict=True):
+            numbers = [
+                text for a in (row.as_float, row.as_integer) for text in (f"{a.equal:.3%}", f"{a.lsb:.3g}")
+            ]
+            note = _VERDICTS[row.verdict]
+            note += "" if row.reason is None else str(notes[row.reason])
+            table.add_row(*map(Text, (name, " ".join(row.ops), row.kernel, *numbers, note)))
+        width = max(width, max(map(len, names), default=0) + _OTHER_COLUMNS)
+        buffer = StringIO()
+        console = Console(file=buffer, width=width, color_system=None, markup=False, highlight=False)
+        console.print(table)
+        for reason, number in notes.items():
+            console.print(f"{number:>2}  {reason}")
+        for line in self._lines():
+            console.print(line)
+        return buffer.getvalue()
+
+    def _notes(self) -> dict[str, int]:
+        """Every reason once, numbered from 1 in the order of the rows."""
+        reasons = dict.fromkeys(row.reason for row in self.rows if row.reason is not None)
+        return {reason: number for number, reason in enumerate(reasons, 1)}
+
+    __str__ = to_text
+
+    def _lines(self) -> Iterator[str]:
+        for end in self.outputs:
+            levels = f"{end.as_float:.1f} dB (float kernels), {end.as_integer:.1f} dB (integer kernels)"
+            yield f"output {end.name}: {levels}"
+        for site, why in self.unchecked.items():
+            yield f"not compared: {site}: {why}"
+        for site, why in self.idle.items():
+            yield f"did not run: {site}: {why}"
+        for mode, why in self.failures.items():
+            yield f"does not run with {mode} kernels: {why}"
+        good = sum(row.verdict == "agrees" for row in self.rows)
+        within = sum(row.verdict == "within" for row in self.rows)
+        more = f", {within} within what their kernel may do" if within else ""
+        yield f"{good} of {len(self.rows)} places agree{more}: {'ok' if self.ok else 'NOT ok'}"
+
+
+def _finite(tree: Any) -> Any:
+    """``tree`` with infinities and NaN as strings, which JSON has no numbers for."""
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return str(tree) if isinstance(tree, float) and not math.isfinite(tree) else tree
+
+
+def verify_layers(
+    model: ir.Model | str | os.PathLike[str],
+    values: Mapping[str, Array | Sequence[Array]],
+    graph_inputs: Mapping[str, Array],
+    *,
+    outputs: Mapping[str, Array] | None = None,
+) -> VerifyReport:
+    """Compare an exported model with the simulation at every quantized place.
+
+    Args:
+        model: QDQ model as ``to_qdq`` wrote it, or its path.
+        values: site (or name of the dequantized tensor) -> what the simulation had there, quantized, in
+            float; a list of arrays, in execution order, for a site that ran several times. Weights and
+            biases may be given too and are then compared with what the file stores. Of a site inside a recurrent
+            layer all steps, ``[length, batch, hidden]``, in the order of time; inside another Loop or Scan all
+            iterations along a first axis; inside a branch that was not taken an empty array.
+        graph_inputs: name -> value of every graph input.
+        outputs: name -> what the simulation returned, for the comparison end to end.
+
+    Returns:
+        A report with one row per place: quantized tensors, and float outputs that end in no quantizer (one
+        step there is a thousandth of the largest value). Activations without a value are listed as
+        unchecked.
+
+    Raises:
+        ExportError: the file cannot be read or was not written by ``to_qdq``, a graph input is missing, or a
+            value has another shape than its tensor.
+    """
+    loaded = _load(model)
+    _check_inputs(loaded, graph_inputs)
+    opened = open_bodies(loaded, values)
+    laid_out = side_by_side(opened.model, opened.values, graph_inputs)
+    open_outputs = {name: array for name, array in (outputs or {}).items() if name not in laid_out.settled}
+    cut = Cut(laid_out.model, laid_out.values, open_outputs)
+    failures: dict[Mode, str] = {}
+    found: dict[Place, list[Row]] = {}
+    given = {**graph_inputs, **laid_out.feeds}
+    for part, places, feeds in cut.parts():
+        found |= _compare_part(cut, part, places, {**given, **feeds}, failures)
+    rows = [row for place in cut.places for row in found[place]]
+    rows += [row for node in loaded.graph.all_nodes() for row in _constant_rows(node, values)]
+    ends = _compare_outputs(loaded, outputs or {}, graph_inputs, failures)
+    ran = {row.site for row in rows}
+    idle = {site: why for site, why in opened.idle.items() if site not in ran}
+    unchecked = {site: why for site, why in cut.unchecked.items() if site not in idle}
+    return VerifyReport(tuple(rows), ends, unchecked, failures, idle)
+
+
+def _load(model: ir.Model | str | os.PathLike[str]) -> ir.Model:
+    site = "model" if isinstance(model, ir.Model) else os.fspath(model)
+    if not isinstance(model, ir.Model):
+        if not Path(model).is_file():
+            raise ExportError(site, "there is no such file", "export the simulation first, or check the path")
+        model = _read(model, site)
+    if METADATA not in model.metadata_props and not any(map(read_metadata, model.graph.all_nodes())):
+        problem = "no node carries the notes of to_qdq, so its quantizers cannot be told from others"
+        raise ExportError(site, problem, "verify a model as to_qdq wrote it")
+    return model
+
+
+def _read(path: str | os.PathLike[str], site: str) -> ir.Model:
+    try:
+        return ir.load(path)
+    except Exception as error:  # protobuf's own errors are not importable through onnx
+        problem = f"it cannot be read as an ONNX model: {error}"
+        raise ExportError(site, problem, "export the simulation again, or check the path") from error
+
+
+def _check_inputs(model: ir.Model, graph_inputs: Mapping[str, Array]) -> None:
+    for value in model.graph.inputs:
+        name = str(value.name)
+        if name not in graph_inputs and not value.is_initializer():
+            near = close_matches(name, graph_inputs)
+            raise ExportError(
+                name, f"no value was given for this graph input{near}", "add it to graph_inputs"
+            )
+
+
+# ------------------------------------------------------------------------------------------------ comparisons
+
+
+def _compare_part(
+    cut: Cut, part: ir.Model, places: list[Place], feeds: Mapping[str, Array], failures: dict[Mode, str]
+) -> dict[Place, list[Row]]:
+    """The rows of the places that one part computes; adds to ``failures`` what the runtime refuses."""
+    results: dict[Mode, dict[str, Array]] = {}
+    refused: dict[Mode, str] = {}
+    kernels: dict[str, str] = {}
+    for mode in MODES:
+        try:
+            results[mode] = run_model(part, feeds, mode, kernels if mode == "integer" else None)
+        except refusals() as error:
+            refused[mode] = str(error).strip().splitlines()[0]
+    for mode, text in refused.items():
+        failures.setdefault(mode, text)
+    runtimes = {place.piece: frozenset(map(kernels.get, place.piece.made)) for place in places}
+    compared = [_Compared.of(place, results, refused, kernels, runtimes[place.piece]) for place in places]
+    doubtful = [one for one in compared if one.is_doubtful]
+    exact = _before_rounding(cut, [one.place for one in doubtful], feeds)
+    measured = {one.place: one.measured(exact, results) for one in doubtful}
+    return {one.place: measured.get(one.place, one).rows() for one in compared}
+
+
+def _before_rounding(cut: Cut, places: list[Place], feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """What float kernels make in front of the quantizers of ``places``, by name; empty where the runtime refuses that."""
+    if not places:
+        return {}
+    model, more = cut.before(places)
+    try:
+        return run_model(model, {**feeds, **more}, "float")
+    except refusals():
+        return {}  # the places then count as they are, by equal codes
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A place after the comparison of its codes."""
+
+    place: Place
+    evidence: Evidence
+
+    @staticmethod
+    def of(
+        place: Place,
+        results: Mapping[Mode, Mapping[str, Array]],
+        failures: Mapping[Mode, str],
+        kernels: Mapping[str, str],
+        runtime: frozenset[str | None],
+    ) -> _Compared:
+        """Compare a place in both modes; a mode that the runtime refused agrees in nothing."""
+        name, facts, expected = str(place.result.name), place.facts, place.expected
+        last = kernels.get(place.codes, "float")
+        kernel = "float" if not place.chain or last in _FLOAT_MAKERS else last
+        found = {
+            mode: compare(expected, results[mode][name], facts, place.scale)
+            if mode in results
+            else Agreement(0.0, math.inf, expected.size)
+            for mode in MODES
+        }
+        params, fmt = frozenset(place.piece.float_params), str(facts["format"])
+        return _Compared(
+            place,
+            Evidence(
+                frozenset(place.piece.ops),
+                kernel,
+                runtime,
+                fmt,
+                params,
+                found,
+                failures,
+                place.piece.accumulated,
+            ),
+        )
+
+    @property
+    def _unsettled(self) -> list[Mode]:
+        """Modes whose codes differ in too many places, for a reason that is bounded."""
+        found = self.evidence.found
+        return [m for m in MODES if not found[m].ok and reason_of(self.evidence, m).bounded]
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the value before rounding decides."""
+        return bool(self.place.chain and self._unsettled) and self.place.entry.producer() is not None
+
+    def measured(self, exact: Mapping[str, Array], results: Mapping[Mode, Mapping[str, Array]]) -> _Compared:
+        """With the distance of its codes from what they were rounded from."""
+        place, name = self.place, str(self.place.result.name)
+        before, rounded = exact.get(str(place.entry.name)), results["float"][name]
+        if before is None or before.shape != rounded.shape:
+            return self
+        found = dict(self.evidence.found)
+        for mode in self._unsettled:
+            code = results[mode][name]
+            step = step_of(place.expected, code, place.facts, place.scale)
+            # beyond half a step from its own code a value lies outside the grid
+            value = np.where(np.abs(before - rounded) > 0.5001 * step, rounded, before).astype(before.dtype)
+            scale = 1.0 if place.scale is None else float(np.max(place.scale))
+            off, allowed = measure(self.evidence, mode, place.expected, code, value, step, scale)
+            found[mode] = replace(found[mode], off=off, allowed=allowed)
+        return replace(self, evidence=replace(self.evidence, found=found))
+
+    def rows(self) -> list[Row]:
+        """One row per site."""
+        place, evidence = self.place, self.evidence
+        ops = tuple(place.piece.ops[-_MOST_OPS:])
+        ops = ops if len(place.piece.ops) <= _MOST_OPS else ("...", *ops)
+        ends, why = (evidence.found["float"], evidence.found["integer"]), explain(evidence)
+        name = str(place.result.name)
+        return [
+            Row(site, run, name, evidence.format, ops, evidence.kernel, *ends, why)
+            for site, run in place.facts["places"]
+        ]
+
+
+def _constant_rows(node: ir.Node, values: Mapping[str, Array | Sequence[Array]]) -> Iterator[Row]:
+    """What a stored weight or bias stands for against the simulation's value, where one was given."""
+    facts = read_metadata(node)
+    if facts is None or facts["role"] == "activation":
+        return
+    for site, run in facts["places"]:
+        given = values.get(site)
+        several = [given] if isinstance(given, np.ndarray) else given
+        if several is None or run >= len(several):
+            continue
+        expected = np.asarray(several[run])
+        perm = facts["perm"]
+        found, scale = _stored_value(node)
+        found = found.transpose(np.argsort(perm)) if perm else found
+        step = scale.transpose(np.argsort(perm)) if perm and scale is not None and scale.ndim > 1 else scale
+        axis = perm[facts["axis"]] if perm and facts["axis"] is not None else facts["axis"]
+        agreement = compare(expected, found, {**facts, "axis": axis}, step)
+        why = None if agreement.equal == 1 else OTHER_CONSTANT
+        name = str(node.outputs[0].name)
+        yield Row(site, run, name, facts["format"], (), "constant", agreement, agreement, why)
+
+
+def _stored_value(node: ir.Node) -> tuple[Array, Array | None]:
+    """The float value that ``node`` makes of initializers, and the scale it uses."""
+    tensors = [_initializer(v) for v in node.inputs]
+    if node.op_type != "DequantizeLinear":
+        maker = node.inputs[0].producer() if node.inputs[0] is not None else None
+        if maker is not None:
+            value, scale = _stored_value(maker)
+            dtype = node.outputs[0].dtype
+            return (value.astype(dtype.numpy()) if dtype else value), scale
+        assert tensors[0] is not None
+        return np.asarray(tensors[0], np.float32), None
+    codes, scale = tensors[0], tensors[1]
+    assert codes is not None and scale is not None
+    axis = node.attributes.get_int("axis", 1)
+    steps = spread(scale, axis, codes).astype(np.float32)
+    centered = codes.astype(np.float32)
+    if len(tensors) > 2 and tensors[2] is not None:
+        centered = centered - spread(tensors[2].astype(np.int64), axis, codes).astype(np.float32)
+    return centered * steps, scale
+
+
+def _initializer(value: ir.Value | None) -> Array | None:
+    return None if value is None or value.const_value is None else value.const_value.numpy()
+
+
+def _compare_outputs(
+    model: ir.Model,
+    expected: Mapping[str, Array],
+    graph_inputs: Mapping[str, Array],
+    failures: dict[Mode, str],
+) -> tuple[OutputRow, ...]:
+    """The whole model end to end; adds to ``failures`` when the runtime refuses it."""
+    results: dict[Mode, dict[str, Array]] = {}
+    for mode in MODES:
+        try:
+            results[mode] = run_model(model, graph_inputs, mode)
+        except refusals() as error:
+            failures.setdefault(mode, str(error).strip().splitlines()[0])
+    rows = []
+    for name, array in expected.items():
+        known = [str(v.name) for v in model.graph.outputs]
+        if name not in known:
+            near = close_matches(name, known)
+            raise ExportError(name, f"the model has no output of this name{near}", f"name one of {known}")
+        decibel = {m: _level(array, results[m][name]) if m in results else -math.inf for m in MODES}
+        rows.append(OutputRow(name, decibel["float"], decibel["integer"]))
+    return tuple(rows)
+
+
+def _level(expected: Array, found: Array) -> float:
+    """Signal-to-noise ratio in dB; of strings only whether they are equal."""
+    if expected.dtype.kind in "OSU":
+        same = np.array_equal(expected.astype(np.str_), found.astype(np.str_))
+        return math.inf if same else -math.inf
+    return sqnr(expected, found)

@@ -1,0 +1,1 @@
+"""An ONNX simulation as the protocols of :mod:`bitwright.algorithms` see it."""

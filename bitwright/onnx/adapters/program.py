@@ -1,0 +1,378 @@
+"""An ONNX simulation as a :class:`bitwright.algorithms.rounding.program.SimulatedModel`: its nodes as steps on torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bitwright.algorithms.rounding.program import Program, State, Step, run
+from bitwright.core.graph.graph import Graph
+from bitwright.core.numerics.affine import fake_quantize
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.int32_bias import fake_quantize_bias
+from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.sites import Site
+from bitwright.errors import ModelError
+from bitwright.export.qdq.markers import Names, is_site, remove_unread, site_of
+from bitwright.onnx.adapters.to_torch import as_torch
+from bitwright.onnx.model.data import as_feeds
+from bitwright.onnx.model.session import open_session
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
+from bitwright.onnx.simulation.simulate import simulation_model
+
+# dB between ONNX Runtime and torch: the two sum in different orders, and round in different places in half precision
+_CLOSE_ENOUGH = {"float16": 25.0}
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The reference arithmetic, with the identity as its gradient inside the range and zero outside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantize: Callable[[Tensor], Tensor], lo: Tensor, hi: Tensor) -> Tensor:
+        ctx.save_for_backward((x >= lo) & (x <= hi))
+        return quantize(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0] * ctx.saved_tensors[0], None, None, None
+
+
+class OnnxSimulation:
+    """A :class:`QuantizationSimModel` of ONNX as reconstruction sees it.
+
+    Args:
+        sim: calibrated or not; weights without an encoding get theirs.
+    """
+
+    def __init__(self, sim: QuantizationSimModel) -> None:
+        self.sim = sim
+        self._program: Program | None = None
+        self._inputs: dict[str, int] = {}
+        self._source_of: dict[str, int] = {}  # site of a constant -> the value in the program
+        self._names: Names | None = None
+        self._markers = {site_of(node): node for node in sim.marked.graph if is_site(node)}
+        for site in sim.quantizers.values():
+            if site.name in sim.constants and site.enabled and not site.quantizer.derived:
+                site.quantizer.observe_once(sim.constants[site.name])
+
+    def graph(self) -> Graph:
+        """The graph of the simulation."""
+        return self.sim.graph
+
+    def sites(self) -> Mapping[str, Site]:
+        """The sites of the simulation."""
+        return self.sim.quantizers
+
+    def shared(self) -> Mapping[str, str]:
+        """What the plan says of values that are only moved."""
+        return self.sim.plan.shared
+
+    def weight(self, site: str) -> Tensor:
+        """A copy of the initializer at a weight site."""
+        return to_tensor(self.sim.constants[site]).clone()
+
+    def why_fixed(self, site: str) -> str | None:
+        """Weights of the main graph can be written, also those that nodes compute from initializers."""
+        known = site in self.sim.constants and site in self._markers
+        return (
+            None
+            if known
+            else "its weight is computed from the input, or belongs to a body of If, Loop or Scan"
+        )
+
+    def set_weight(self, site: str, value: Tensor) -> None:
+        """Replace an initializer of the simulation's model."""
+        param = self.sim.graph.values[self.sim.plan.sites[site].value].param
+        array = value.detach().cpu().numpy()
+        if param is not None:
+            self.sim.set_parameter(param, array)
+        else:
+            self._set_computed(site, array)
+        if self._program is not None and site in self._source_of:
+            constant = self._program.constants[self._source_of[site]]
+            constant.copy_(value.to(constant.dtype))
+
+    def _set_computed(self, site: str, array: NDArray[Any]) -> None:
+        """Let the operator read an initializer of its own in the place of what nodes computed from others."""
+        marker = self._markers[site]
+        source, before = marker.inputs[0], self.sim.constants[site]
+        assert source is not None
+        if self._names is None:
+            self._names = Names(self.sim.marked)
+        name = self._names.value(f"{source.name}_chosen")
+        tensor = ir.Tensor(np.ascontiguousarray(array).astype(before.dtype), name=name)
+        new = ir.Value(name=name, shape=source.shape, type=source.type, const_value=tensor)
+        self.sim.marked.graph.register_initializer(new)
+        marker.replace_input_with(0, new)
+        remove_unread(source)
+        self.sim.constants[site] = tensor.numpy()
+        self.sim._simulations.clear()
+
+    def quantize(self, site: str, x: Tensor) -> Tensor:
+        """``x`` as the quantizer of ``site`` leaves it."""
+        quantizer = self.sim.quantizers[site].quantizer
+        encoding = quantizer.encoding
+        if not quantizer.enabled or encoding is None or not x.is_floating_point():
+            return x
+        if quantizer.role == "bias" and encoding.format == IntFormat(32):
+            return to_tensor(fake_quantize_bias(x.detach().cpu().numpy(), encoding)).to(x)
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return torch.as_tensor(fake_quantize(x, encoding))
+        shape = encoding.granularity.broadcast_shape(tuple(x.shape))
+        lo, hi = (
+            torch.from_numpy(np.asarray(v, np.float32).reshape(shape)).to(x)
+            for v in (encoding.min, encoding.max)
+        )
+        return _StraightThrough.apply(x, lambda t: torch.as_tensor(fake_quantize(t, encoding)), lo, hi)
+
+    def program(self, batch: Any) -> tuple[Program, State]:
+        """The steps of the model, the same for every batch, and the batch's own inputs.
+
+        Raises:
+            ModelError: the batch does not fit, or the steps do not compute what ONNX Runtime computes.
+        """
+        feeds = as_feeds(batch, self.sim.specs)
+        first = self._program is None
+        if self._program is None:
+            self._program = self._build()
+        state = {
+            self._inputs[name]: to_tensor(array) for name, array in feeds.items() if name in self._inputs
+        }
+        if first:
+            self._check(self._program, state, feeds)
+        return self._program, state
+
+    # -- building
+
+    def _build(self) -> Program:
+        model, ids = self.sim.marked, _Ids()
+        constants: dict[int, Tensor] = {}
+        for value in model.graph.initializers.values():
+            if value.const_value is not None and not value.is_graph_input():
+                constants[ids(value)] = to_tensor(value.const_value.numpy()).clone()
+        self._inputs = {str(v.name): ids(v) for v in model.graph.inputs}
+        ops = {op.name for op in self.sim.graph.ops}
+        fixed = _constants_of(model)
+        steps: list[Step] = []
+        made: dict[int, tuple[int, int]] = {}  # value -> step and index that made it
+        pending: dict[ir.Value, str] = {}  # marked operand -> its site
+        results: dict[int, list[tuple[int, str]]] = {}
+        for node in model.graph:
+            if is_site(node):
+                source = node.inputs[0]
+                assert source is not None
+                if self.sim.plan.sites[site_of(node)].role != "output":
+                    pending[node.outputs[0]] = site_of(node)
+                    if ids(source) in constants:
+                        self._source_of[site_of(node)] = ids(source)
+                elif ids(source) in made:
+                    at, index = made[ids(source)]
+                    results.setdefault(at, []).append((index, site_of(node)))
+                ids.alias(node.outputs[0], source)
+                continue
+            step = self._step(node, ids, ops, pending, fixed)
+            if all(v in constants for v in step.reads) and not step.operands and not node_has_graphs(node):
+                values = step.function([constants[v] for v in step.reads])
+                constants.update(zip(step.writes, values, strict=True))
+                continue
+            made.update((v, (len(steps), i)) for i, v in enumerate(step.writes))
+            steps.append(step)
+        steps = [replace_results(step, results.get(i, ())) for i, step in enumerate(steps)]
+        return Program(tuple(steps), constants, tuple(ids(v) for v in model.graph.outputs))
+
+    def _step(
+        self, node: ir.Node, ids: _Ids, ops: Container[str], pending: Mapping[ir.Value, str],
+        fixed: Container[ir.Value],
+    ) -> Step:  # fmt: skip
+        ports = [i for i, v in enumerate(node.inputs) if v is not None]
+        given = [v for v in node.inputs if v is not None]
+        outputs = [v for v in node.outputs if v.name]
+        name = str(node.name) if str(node.name) in ops else ""
+        attrs: dict[str, Any] = {a.name: a.value for a in node.attributes.values()}
+        attrs |= {"opset": self.sim.marked.graph.opset_imports.get("", 1), "outputs": len(node.outputs)}
+        function = None if node.domain else as_torch(node.op_type, attrs, len(outputs))
+        operands = tuple((slot, pending[v]) for slot, v in enumerate(given) if v in pending)
+        if function is None:
+            opaque = _Opaque(self.sim, node, fixed)
+            return Step(
+                name, tuple(ids(v) for v in opaque.inputs), tuple(ids(v) for v in outputs), opaque.real,
+                {port: opaque.inputs.index(v) for port, v in enumerate(node.inputs) if v in opaque.inputs},
+                tuple((i, pending[v]) for i, v in enumerate(opaque.inputs) if v in pending), (), False,
+                opaque.quantized,
+            )  # fmt: skip
+        return Step(
+            name,
+            tuple(ids(v) for v in given),
+            tuple(ids(v) for v in outputs),
+            _Ports(function, ports, len(node.inputs)),
+            {port: slot for slot, port in enumerate(ports)},
+            operands,
+        )
+
+    def _check(self, program: Program, inputs: State, feeds: Mapping[str, NDArray[Any]]) -> None:
+        whole = Program(
+            (*program.steps, Step("", program.outputs, (), lambda tensors: ())), program.constants, ()
+        )
+        state = dict(inputs)
+        run(whole, state, 0, len(program.steps))
+        session = open_session(simulation_model(self.sim.marked, {}).model, self.sim.providers)
+        for value, name, expected in zip(
+            program.outputs,
+            self.sim.output_names,
+            session.run(self.sim.output_names, dict(feeds)),
+            strict=True,
+        ):
+            found = state.get(value, program.constants.get(value))
+            if found is None or expected.dtype.kind != "f":
+                continue
+            finite = np.isfinite(expected)
+            agreement = sqnr(expected[finite], found.numpy()[finite])
+            if agreement < _CLOSE_ENOUGH.get(expected.dtype.name, 50.0):
+                raise ModelError(
+                    name,
+                    f"its operators, run one by one, agree with ONNX Runtime to {agreement:.0f} dB only",
+                    "report the model; its other methods (calibration, export) do not depend on this",
+                )
+
+
+class _Ids:
+    """Numbers for values."""
+
+    def __init__(self) -> None:
+        self._ids: dict[ir.Value, int] = {}
+
+    def __call__(self, value: ir.Value) -> int:
+        return self._ids.setdefault(value, len(self._ids))
+
+    def alias(self, value: ir.Value, source: ir.Value) -> None:
+        """Let ``value`` be the same as ``source``."""
+        self._ids[value] = self(source)
+
+
+class _Ports:
+    """A row of the table as a function of the inputs that are there."""
+
+    def __init__(
+        self, function: Callable[[Sequence[Any]], Sequence[Tensor]], ports: Sequence[int], size: int
+    ) -> None:
+        self._function, self._ports, self._size = function, tuple(ports), size
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        given: list[Tensor | None] = [None] * self._size
+        for port, tensor in zip(self._ports, tensors, strict=True):
+            given[port] = tensor
+        return self._function(given)
+
+
+class _Opaque:
+    """A node that ONNX Runtime runs: control flow, recurrent layers, operators without a row in torch."""
+
+    def __init__(self, sim: QuantizationSimModel, node: ir.Node, fixed: Container[ir.Value]) -> None:
+        self._sim, self._node = sim, node
+        read = [v for v in (*node.inputs, *_captured(node)) if v is not None and v not in fixed]
+        self.inputs = list(dict.fromkeys(read))
+        self._sites = [name for name, site in sim.quantizers.items() if site.op == str(node.name)]
+        self._sessions: dict[str, tuple[list[Any], Any]] = {}
+
+    def real(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """In float."""
+        return self._run("real", tensors)
+
+    def quantized(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """With the quantizers inside it."""
+        return self._run("quantized", tensors)
+
+    def _run(self, kind: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        state = [] if kind == "real" else self._state()
+        built = self._sessions.get(kind)
+        if built is None or any(one is not other for one, other in zip(built[0], state, strict=True)):
+            sim = self._sim
+            outputs = [v for v in self._node.outputs if v.name]
+            part = ir.convenience.extract(sim.marked.graph, self.inputs, outputs)
+            part.opset_imports.update(sim.marked.graph.opset_imports)
+            piece = ir.Model(part, ir_version=sim.marked.ir_version)
+            encodings = {} if kind == "real" else _encodings(sim)
+            session = open_session(simulation_model(piece, encodings, _biases(sim)).model, sim.providers)
+            built = self._sessions[kind] = (state, session)
+        session = built[1]
+        feeds = {i.name: _to_runtime(t) for i, t in zip(session.get_inputs(), tensors, strict=True)}
+        return [_from_runtime(found) for found in session.run(None, feeds)]
+
+    def _state(self) -> list[Any]:
+        """Weights and encodings that a session with quantizers is built with; others stand there after a choice."""
+        sim = self._sim
+        encodings = [sim.quantizers[name].encoding for name in self._sites]
+        return [*encodings, *(sim.constants.get(name) for name in self._sites)]
+
+
+def _to_runtime(held: Any) -> Any:
+    """A value of a step as ONNX Runtime takes it; a sequence is a tuple of tensors, as only such nodes read it."""
+    if isinstance(held, tuple):
+        return [tensor.detach().cpu().numpy() for tensor in held]
+    return held.detach().cpu().numpy() if isinstance(held, Tensor) else held
+
+
+def _from_runtime(found: Any) -> Any:
+    """What ONNX Runtime returned as the value of a step; what is neither tensor nor sequence stays as it is."""
+    if isinstance(found, list):
+        return tuple(to_tensor(array) for array in found)
+    return to_tensor(found) if isinstance(found, np.ndarray) else found
+
+
+def _encodings(sim: QuantizationSimModel) -> dict[str, Any]:
+    return {s.name: s.encoding for s in sim.quantizers.values() if s.enabled and s.encoding is not None}
+
+
+def _biases(sim: QuantizationSimModel) -> set[str]:
+    return {s.name for s in sim.quantizers.values() if s.quantizer.derived}
+
+
+def _constants_of(model: ir.Model) -> set[ir.Value]:
+    """Initializers, and what markers and other nodes make of constants alone."""
+    known = {
+        v for v in model.graph.initializers.values() if v.const_value is not None and not v.is_graph_input()
+    }
+    for node in model.graph:
+        if node.inputs and all(v is None or v in known for v in node.inputs) and not node_has_graphs(node):
+            known.update(node.outputs)
+    return known
+
+
+def node_has_graphs(node: ir.Node) -> bool:
+    """Whether a node has bodies."""
+    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    return any(attribute.type in graphs for attribute in node.attributes.values())
+
+
+def _captured(node: ir.Node) -> list[ir.Value]:
+    """Values from outside that the bodies of a node read."""
+    bodies = [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
+    found = []
+    for body in bodies:
+        for inner in body.all_nodes():
+            found += [v for v in inner.inputs if v is not None and v.graph is node.graph]
+        found += [v for v in body.outputs if v.graph is node.graph]
+    return found
+
+
+def replace_results(step: Step, results: Sequence[tuple[int, str]]) -> Step:
+    """``step`` with quantizers behind it."""
+    if not results:
+        return step
+    return Step(
+        step.op, step.reads, step.writes, step.function, step.ports, step.operands, tuple(results), step.differentiable,
+        step.inside,
+    )  # fmt: skip
+
+
+def to_tensor(array: NDArray[Any]) -> Tensor:
+    """A numpy array as a tensor that owns its numbers."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))

@@ -1,0 +1,389 @@
+"""What makes the tensors of a model visible from outside: reductions beside them, and ways out of bodies.
+
+A :class:`Tap` is one tensor with the quantizer that watches it; an :class:`Instrument` adds what a tap reads to a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.graph.constant_channels import ChannelWatch, channels_within
+from bitwright.core.numerics import statistics
+from bitwright.core.numerics.granularity import PerTensor
+from bitwright.core.simulation.quantizer import Quantizer
+from bitwright.export.qdq.forms import Builder, Place, after, before
+from bitwright.onnx.model.data import Feeds
+
+Array = NDArray[Any]
+_SCALARS = (
+    ("ReduceMin", ir.DataType.FLOAT, np.float32(np.inf), "ReduceMin"),
+    ("ReduceMax", ir.DataType.FLOAT, np.float32(-np.inf), "ReduceMax"),
+    ("ReduceSum", ir.DataType.FLOAT, np.float32(0), "ReduceSum"),
+    ("Size", ir.DataType.INT64, np.int64(0), "ReduceSum"),
+)  # operator, its type, its value where nothing ran, how the iterations of a loop are joined
+
+
+@dataclass(eq=False)
+class Tap:
+    """One tensor and the quantizer that watches it.
+
+    Attributes:
+        quantizer: gets the statistics.
+        value: of the main graph: the tensor, or what carries it out of a body (after :meth:`settle`).
+        times: how many sites of the quantizer see this tensor; each counts.
+        leading: axes that loops put in front of the tensor's own.
+        scalars: minimum, maximum, sum and size, of the main graph; empty where the tensor itself is fetched.
+        bring_out: makes the value that carries a reduced tensor out of its body, and counts the axes in front.
+        inside: whether the tensor stands in a body, where no elements may also mean that the body did not run.
+        watches: what the sites show of their channels.
+        axis, channels: axis of the channels, counted from the end, and their minima and maxima; samples may be left in front,
+            axes of length one behind. Empty where the tensor itself is fetched, or stands in a body.
+        pooled: the maxima, where a pool takes them, which the runtime has in its own layout of images, too.
+    """
+
+    quantizer: Quantizer
+    value: ir.Value
+    times: int = 1
+    leading: int = 0
+    scalars: tuple[ir.Value, ...] = ()
+    bring_out: Callable[[], tuple[ir.Value, int]] | None = None
+    inside: bool = False
+    watches: list[ChannelWatch] = field(default_factory=list)
+    axis: int = -1
+    channels: tuple[ir.Value, ...] = ()
+    pooled: ir.Value | None = None
+
+    def settle(self) -> None:
+        """Bring a reduced tensor out of its body, where a loop would keep it for all iterations."""
+        if self.bring_out is not None:
+            self.value, self.leading = self.bring_out()
+            self.bring_out = None
+
+    @property
+    def followed(self) -> bool:
+        """Whether more data can change what is known of its channels."""
+        return (bool(self.channels) or not self.scalars) and any(watch.wanted for watch in self.watches)
+
+    @property
+    def unordered(self) -> bool:
+        """Whether the order of the tensor's elements is of no interest."""
+        return isinstance(self.quantizer.spec.granularity, PerTensor)
+
+    def observe_channels_of(self, x: Array) -> None:
+        """Look at the channels of the tensor itself."""
+        for watch in self.watches:
+            watch.observe(x)
+
+    def observe_channels(self, ends: Sequence[Array], least: float) -> bool:
+        """Take minima and maxima per channel, or maxima alone and the least value of the tensor; one of no elements has none.
+
+        Returns:
+            Whether that was enough to tell which channels are still constant.
+        """
+        if not ends[-1].size or self.quantizer.frozen:
+            return True
+        *lo, hi = (end.reshape(-1, end.shape[self.axis]) for end in ends)
+        top = hi.max(0)
+        if not lo and any(least < value and top[i] == value for i, value in self._constants()):
+            return False
+        seen = channels_within(lo[0].min(0) if lo else np.full_like(top, least), top)
+        for watch in self.watches:
+            watch.add(seen)
+        return True
+
+    def _constants(self) -> Iterator[tuple[int, float]]:
+        """Channels that are constant so far at any of the sites, and their value."""
+        for watch in self.watches:
+            if watch.seen is not None:
+                yield from zip(watch.seen.index.tolist(), watch.seen.value.tolist(), strict=True)
+
+    def is_least(self, value: float) -> bool:
+        """Whether every channel that is constant so far holds ``value``."""
+        return all(constant == value for _, constant in self._constants())
+
+    def note_empty(self) -> None:
+        """The tensor has no elements."""
+        if not self.inside:
+            self.quantizer.empty += self.times
+
+    def observe(self, x: Array) -> None:
+        """Give the tensor to the quantizer."""
+        if self.quantizer.frozen:
+            return
+        if x.size == 0:
+            self.note_empty()
+            return
+        self.observe_channels_of(x)
+        parts: Iterable[Array] = (x,)
+        if self.leading and not self.unordered:
+            parts = x.reshape(-1, *x.shape[self.leading :])
+        for part in parts:
+            if self.times == 1:
+                self.quantizer.observe(part)
+                continue
+            granularity = self.quantizer.spec.granularity
+            granularity.param_shape(part.shape, self.quantizer.name)
+            seen = statistics.measure(self.quantizer.needs, part, granularity)
+            for _ in range(self.times):
+                self.quantizer.observe_statistics(seen)
+
+
+class Instrument:
+    """Adds to a model what makes its tensors visible from outside, and opens sessions on parts of that."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.model = model
+        self.builder = Builder(model)
+        self._owners = {
+            graph: node
+            for node in model.graph.all_nodes()
+            for attribute in node.attributes.values()
+            if attribute.type == ir.AttributeType.GRAPH
+            for graph in (attribute.as_graph(),)
+        }
+        self._first = next(iter(model.graph), None)
+        self._axes: dict[tuple[int, ...], ir.Value] = {}
+
+    def owner(self, graph: ir.Graph) -> ir.Node | None:
+        """The node that ``graph`` is a body of; ``None`` for the main graph."""
+        return self._owners.get(graph)
+
+    def tap(self, quantizer: Quantizer, value: ir.Value, graph: ir.Graph, axis: int | None = None) -> Tap:
+        """The tap of ``value`` as it stands in ``graph``, with everything that brings it into the main graph.
+
+        Args:
+            axis: of its channels, counted from the end, where they are to be looked at.
+        """
+        reducible = (
+            quantizer.needs == "minmax"
+            and isinstance(quantizer.spec.granularity, PerTensor)
+            and value.dtype in (None, ir.DataType.FLOAT)
+        )
+        if not reducible:
+            outer, leading = self.lift(value, graph, np.zeros(0, _numpy_type(value)), None)
+            return Tap(quantizer, outer, leading=leading, inside=graph is not self.model.graph)
+        tap = Tap(quantizer, value)
+        if axis is not None and graph is self.model.graph:  # in a body it would cost much at every step
+            self._add_channels(tap, axis)
+        place = self._behind(value, graph)
+        for op, dtype, neutral, merge in _SCALARS:
+            source, behind = value, place
+            if op == "ReduceMax" and tap.pooled is not None:
+                source, behind = tap.pooled, after(_producer(tap.pooled))
+            attributes = {} if op == "Size" else {"keepdims": 0}
+            scalar = self.builder.emit(behind, op, [source], f"{value.name}_{op}", dtype, **attributes)
+            scalar.shape = ir.Shape([])
+            tap.scalars += (self.lift(scalar, graph, np.asarray(neutral), merge)[0],)
+        if graph is not self.model.graph:  # its scalars came out; the tensor itself only if it is asked for
+            tap.inside = True
+            tap.bring_out = partial(self.lift, value, graph, np.zeros(0, np.float32), None)
+        return tap
+
+    def _add_channels(self, tap: Tap, axis: int) -> None:
+        """Bounds of channels over the axes behind them, one after the other in front; of features, over all axes."""
+        value, rank = tap.value, 1 - axis  # of what a convolution makes
+        if value.shape is not None:
+            rank = len(value.shape)
+        axes = tuple(range(axis + 1, 0)) or tuple(range(rank - 1))
+        if not axes or (value.shape is None and axis == -1):
+            return
+        place, floats = self._behind(value, self.model.graph), ir.DataType.FLOAT
+        tap.axis = axis
+        for op in ("ReduceMin", "ReduceMax"):
+            name = f"{value.name}_{op}_channels"
+            if op == "ReduceMax" and axis == -3 and _is_image(value):
+                end = tap.pooled = self.builder.emit(place, "GlobalMaxPool", [value], name, floats)
+            else:
+                operands = [value, self._constant_axes(axes)]
+                end = self.builder.emit(place, op, operands, name, floats, keepdims=int(axis != -1))
+            end.shape = None
+            tap.channels += (end,)
+
+    def drop(self, values: Sequence[ir.Value]) -> None:
+        """Take out the nodes of the main graph that make ``values``, as far as nobody reads them: the runtime would run them."""
+        for value in values:
+            node = value.producer()
+            if node is not None and not value.uses():
+                self.model.graph.remove(node, safe=True)
+
+    def _constant_axes(self, axes: tuple[int, ...]) -> ir.Value:
+        if axes not in self._axes:
+            self._axes[axes] = self.builder.initializer("axes", np.asarray(axes, np.int64))
+        return self._axes[axes]
+
+    def join(self, rows: Sequence[Sequence[ir.Value]]) -> list[ir.Value]:
+        """The columns of a table of scalars as vectors: four outputs to hand over, whatever the number of tensors."""
+        joined = []
+        for column in zip(*rows, strict=True):
+            place, name = self.model.graph.append, str(column[0].name)
+            dtype = _type_of(column[0])
+            several = self.builder.emit(place, "SequenceConstruct", column, f"{name}_several", dtype)
+            several.type, several.shape = ir.SequenceType(ir.TensorType(dtype)), None
+            vector = self.builder.emit(
+                place, "ConcatFromSequence", [several], f"{name}_joined", dtype, axis=0, new_axis=1
+            )
+            vector.shape = ir.Shape([len(column)])
+            joined.append(vector)
+        return joined
+
+    def _behind(self, value: ir.Value, graph: ir.Graph) -> Place:
+        """The place right behind ``value``: there it is still warm, and gone before its last readers run."""
+        node = value.producer()
+        if node is not None and node.graph is graph:
+            return after(node)
+        first = next(iter(graph))
+        return before(first)
+
+    def lift(
+        self, value: ir.Value, graph: ir.Graph, neutral: Array, merge: str | None
+    ) -> tuple[ir.Value, int]:
+        """``value`` as a value of the main graph, and how many axes loops put in front of it.
+
+        A branch that is not taken yields ``neutral``; iterations are joined by the operator ``merge``, or stacked.
+        """
+        leading = 0
+        while graph is not self.model.graph:
+            owner = self._owners[graph]
+            # ONNX Runtime leaves one of two outputs of a body unwritten when they are the same value
+            if value.producer() is None or value.graph is not graph or value.is_graph_output():
+                value = self.builder.emit(
+                    self._behind(value, graph), "Identity", [value], f"{value.name}_seen", _type_of(value)
+                )
+            graph.outputs.append(value)
+            dtype = _type_of(value)
+            if owner.op_type == "If":
+                self._neutral_branches(owner, graph, neutral, dtype)
+            elif owner.op_type == "Scan":
+                _extend_scan(owner)
+            owner.resize_outputs(len(owner.outputs) + 1)
+            outer = owner.outputs[-1]
+            outer.name = self.builder.names.value(f"{value.name}_out")
+            outer.type = ir.TensorType(dtype)
+            assert owner.graph is not None
+            value, graph = outer, owner.graph
+            if owner.op_type in ("Loop", "Scan"):
+                if merge is None:
+                    leading += 1
+                else:
+                    value = self.builder.emit(
+                        after(owner), merge, [outer], f"{outer.name}_all", dtype, keepdims=0
+                    )
+                    value.shape = ir.Shape([])
+        return value, leading
+
+    def _neutral_branches(self, owner: ir.Node, taken: ir.Graph, neutral: Array, dtype: ir.DataType) -> None:
+        for attribute in owner.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH and attribute.as_graph() is not taken:
+                branch = attribute.as_graph()
+                node = ir.Node(
+                    "",
+                    "Constant",
+                    [],
+                    [ir.AttrTensor("value", ir.Tensor(neutral))],
+                    name=self.builder.names.node("none"),
+                )
+                node.outputs[0].name = self.builder.names.value("none")
+                node.outputs[0].type = ir.TensorType(dtype)
+                branch.append(node)
+                branch.outputs.append(node.outputs[0])
+
+    def open(self, wanted: Sequence[ir.Value], opener: Any) -> Any:
+        """A session of the model that also returns ``wanted``; the model is as before afterwards."""
+        graph = self.model.graph
+        count = len(graph.outputs)
+        there = set(graph.outputs)
+        graph.outputs.extend([value for value in dict.fromkeys(wanted) if value not in there])
+        try:
+            return opener(self.model)
+        finally:
+            del graph.outputs[count:]
+
+    def sizing(self, values: Sequence[ir.Value], opener: Any) -> Any:
+        """A session that returns the number of elements of each value, and nothing else."""
+        graph = self.model.graph
+        sizes = [
+            self.builder.emit(self._behind(v, graph), "Size", [v], f"{v.name}_elements", ir.DataType.INT64)
+            for v in values
+        ]
+        for size in sizes:
+            size.shape = ir.Shape([])
+        outputs = list(graph.outputs)
+        graph.outputs.clear()
+        graph.outputs.extend(sizes)
+        try:
+            return opener(self.model)
+        finally:
+            graph.outputs.clear()
+            graph.outputs.extend(outputs)
+            for size in sizes:
+                node = size.producer()
+                assert node is not None
+                graph.remove(node, safe=True)
+
+    def symbols(self, feeds: Feeds) -> dict[str, int]:
+        """Lengths of the axes that the inputs name."""
+        found: dict[str, int] = {}
+        for value in self.model.graph.inputs:
+            array = feeds.get(str(value.name))
+            if array is not None and value.shape is not None and len(value.shape) == array.ndim:
+                for axis, n in zip(value.shape, array.shape, strict=True):
+                    if isinstance(axis, ir.SymbolicDim) and axis.value is not None:
+                        found.setdefault(str(axis.value), n)
+        return found
+
+
+def _producer(value: ir.Value) -> ir.Node:
+    node = value.producer()
+    assert node is not None, value.name
+    return node
+
+
+def _is_image(value: ir.Value) -> bool:
+    """Whether a tensor is known to have pixels: a pool of none is an error."""
+    shape = value.shape
+    return shape is not None and len(shape) == 4 and all(isinstance(n, int) and n > 0 for n in shape[1:])
+
+
+def _extend_scan(node: ir.Node) -> None:
+    """Tell a Scan about one more scan output; one that runs backwards puts it into the order of what it reads."""
+    directions = node.attributes.get_ints("scan_input_directions", ())
+    backwards = int(bool(directions) and all(directions))
+    states = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
+    for name, last in (("scan_output_axes", 0), ("scan_output_directions", backwards)):
+        attribute = node.attributes.get(name)
+        if attribute is not None or last:
+            known = [0] * (len(node.outputs) - states) if attribute is None else list(attribute.as_ints())
+            node.attributes.add(ir.AttrInt64s(name, [*known, last]))
+
+
+def _type_of(value: ir.Value) -> ir.DataType:
+    return value.dtype or ir.DataType.FLOAT
+
+
+def _numpy_type(value: ir.Value) -> np.dtype[Any]:
+    return np.dtype(_type_of(value).numpy())
+
+
+def itemsize(value: ir.Value) -> int:
+    """Bytes of an element."""
+    return _numpy_type(value).itemsize
+
+
+def static_bytes(value: ir.Value, symbols: Mapping[str, int]) -> int | None:
+    """Bytes of a tensor whose named axes are ``symbols`` long; ``None`` where an axis is not known."""
+    if value.shape is None:
+        return None
+    size = itemsize(value)
+    for axis in value.shape:
+        n = axis if isinstance(axis, int) else symbols.get(str(axis.value))
+        if n is None:
+            return None
+        size *= n
+    return size

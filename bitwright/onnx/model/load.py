@@ -1,0 +1,543 @@
+"""Reading a model into the form the toolkit works on: a private copy whose names are unique and whose shapes are
+known.
+
+What is done, in this order; none of it changes the function, the inputs, the outputs or their names:
+
+1. initializers that are listed as inputs too become plain initializers (noted, because they can no longer be fed);
+2. functions of the model are inlined;
+3. ``Constant`` nodes become initializers;
+4. names of nodes, and of values inside the bodies of If, Loop and Scan, become unique;
+5. nodes are put into execution order where they are not;
+6. bidirectional RNN, GRU and LSTM nodes become one node per direction;
+7. shapes and types are inferred;
+8. ``CastLike`` becomes ``Cast`` where the type is known, so that nothing is read for its type only;
+9. initializers of bodies move to the main graph.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes.common import (
+    InlinePass,
+    LiftConstantsToInitializersPass,
+    LiftSubgraphInitializersToMainGraphPass,
+)
+
+from bitwright.errors import ModelError
+from bitwright.export.files.atomic import settle
+from bitwright.export.qdq.markers import DOMAIN as MARKER_DOMAIN
+from bitwright.onnx.model.recurrent import split_directions
+from bitwright.onnx.model.untrusted import (
+    check_bodies,
+    check_external_data,
+    check_names,
+    check_tensors,
+    checked_on_failure,
+    graph_protos,
+    read_proto,
+)
+
+Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
+
+#: lowest opset that ONNX Runtime has kernels for
+LOWEST_OPSET = 7
+# ONNX Runtime 1.31 reads files up to this IR version; the number says how the file is laid out, not what it computes
+_MOST_IR = 13
+_STANDARD = ("", "ai.onnx")
+# domains that ONNX Runtime implements itself
+_KNOWN_DOMAINS = frozenset(
+    ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft", "com.microsoft.nchwc",
+     "com.ms.internal.nhwc", "org.pytorch.aten", MARKER_DOMAIN)
+)  # fmt: skip
+_SMALL = 1024  # bytes; larger initializers cannot hold a shape and are left out of shape inference
+_WHOLE_BYTES = frozenset(
+    dtype
+    for dtype in ir.DataType
+    if dtype not in (ir.DataType.UNDEFINED, ir.DataType.STRING) and dtype.bitwidth >= 8
+)  # narrower ones take more room as arrays
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model as the toolkit works on it.
+
+    Attributes:
+        model: private copy, normalised as the module says; external data is read when it is asked for.
+        path: the file it came from, if it came from one.
+        opset: version of the standard operators.
+        notes: what was normalised, and what a user should know about the model, one sentence each.
+        inputs: names of all inputs of the original, initializers that it lists as inputs too included, in their order.
+    """
+
+    model: ir.Model
+    path: Path | None
+    opset: int
+    notes: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def overridable(self) -> tuple[str, ...]:
+        """Initializers that the original lists as inputs too."""
+        kept = {value.name for value in self.model.graph.inputs}
+        return tuple(name for name in self.inputs if name not in kept)
+
+
+def load_model(model: Source) -> Loaded:
+    """A private, normalised copy of a model.
+
+    Args:
+        model: path of a ``.onnx`` file, also one with external data or above 2 GB; or a proto; or an ``onnx_ir``
+            model. It is left as it is. External data of a proto is looked for in the working directory.
+
+    Raises:
+        ModelError: the file is missing, is no ONNX model or is truncated; external data is missing; the opset is below
+            7 or not known yet; an output is no tensor; a name is given to two values, is read but made by nothing, or
+            depends on itself.
+    """
+    path = Path(model) if isinstance(model, (str, os.PathLike)) else None
+    with checked_on_failure(model, "model" if path is None else str(path)):
+        return _load(model, path)
+
+
+def _load(model: Source, path: Path | None) -> Loaded:
+    copy = _read(path) if path is not None else _private(model)
+    site = str(path) if path is not None else copy.graph.name or "model"
+    opset = _check_opset(copy, site)
+    check_external_data(copy, path)
+    check_bodies(copy)
+    _check_interface(copy, site)
+    notes: list[str] = []
+    inputs = tuple(str(value.name) for value in copy.graph.inputs)
+    _drop_initializers_from_inputs(copy, notes)
+    copy = _inline(copy, notes)
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
+    _name_uniquely(copy, notes)
+    _order(copy, site, notes)
+    _split_directions(copy, notes)
+    infer_shapes(copy)
+    _name_types(copy)
+    LiftSubgraphInitializersToMainGraphPass()(copy)
+    notes += _foreign_domains(copy)
+    if copy.ir_version > _MOST_IR:
+        notes.append(
+            f"IR version {copy.ir_version} was lowered to {_MOST_IR}, the newest that ONNX Runtime reads"
+        )
+        copy.ir_version = _MOST_IR
+    return Loaded(copy, path, opset, tuple(notes), inputs)
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def _read(path: Path) -> ir.Model:
+    settle(path.parent)  # a model and its external data are a pair
+    if not path.is_file():
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise ModelError(str(path), f"the model file {problem}", "pass the path of an .onnx file")
+    proto = read_proto(path)
+    if not proto.ir_version or not (proto.graph.node or proto.graph.output):
+        raise ModelError(
+            str(path),
+            f"it holds no ONNX graph ({path.stat().st_size} bytes)",
+            "export or download the file again",
+        )
+    return _deserialize(proto, str(path), path.parent)
+
+
+def _deserialize(proto: onnx.ModelProto, site: str, folder: Path | None) -> ir.Model:
+    check_names(proto, site)
+    check_tensors(proto)
+    try:
+        model = ir.from_proto(proto)
+    except (ir.serde.SerdeError, ValueError, TypeError) as error:
+        raise _why_not_read(proto, site, error) from error
+    if folder is not None:
+        _detach(model)
+        ir.external_data.set_base_dir(model.graph, folder)
+        for graph in model.graphs():
+            ir.external_data.set_base_dir(graph, folder)
+    return model
+
+
+def _detach(model: ir.Model) -> None:
+    """Let large weights hold their own elements, so that the message they were read from, which has all, can go.
+
+    A tensor of a message also copies its elements each time it is asked for them.
+    """
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if (
+                isinstance(tensor, ir.TensorProtoTensor)
+                and tensor.nbytes > _SMALL
+                and tensor.dtype in _WHOLE_BYTES
+            ):
+                value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
+
+
+def _why_not_read(proto: onnx.ModelProto, site: str, error: Exception) -> ModelError:
+    for kind, values in (("input", proto.graph.input), ("output", proto.graph.output)):
+        for value in values:
+            what = value.type.WhichOneof("value")
+            if what not in (None, "tensor_type"):
+                return _not_a_tensor(site, kind, value.name, str(what).removesuffix("_type"))
+    counts = Counter(name for node in proto.graph.node for name in node.output if name)
+    counts.update({i.name for i in proto.graph.input} | {i.name for i in proto.graph.initializer})
+    twice = next((name for name, count in counts.items() if count > 1), None)
+    if twice is not None:
+        return _defined_twice(site, twice)
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    return ModelError(site, f"it cannot be read: {cause}", "check the file with onnx.checker.check_model")
+
+
+def _defined_twice(site: str, name: str) -> ModelError:
+    return ModelError(
+        site,
+        f"two values of one graph bear the name {name!r}",
+        "give every node output its own name; a graph like this has no defined meaning",
+    )
+
+
+def _not_a_tensor(site: str, kind: str, name: str, what: str) -> ModelError:
+    return ModelError(
+        site,
+        f"its {kind} {name!r} is no tensor but a {what}",
+        "cut the model in front of this value (for classifiers of scikit-learn: convert with zipmap=False)",
+    )
+
+
+def _private(model: object) -> ir.Model:
+    """A copy whose names can be changed: the tensor behind an initializer is renamed with it."""
+    if isinstance(model, onnx.ModelProto):
+        copy = _deserialize(model, model.graph.name or "model", None)
+    elif isinstance(model, ir.Model):
+        copy = clone_model(model)
+    else:
+        what = type(model).__name__
+        raise ModelError(
+            "model", f"a {what} is no model", "pass a path, an onnx.ModelProto or an onnx_ir.Model"
+        )
+    for graph in copy.graphs():
+        for value in graph.initializers.values():
+            value.const_value = _own_tensor(value.const_value)
+    for node in copy.graph.all_nodes():
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                own = _own_tensor(attribute.as_tensor())
+                assert own is not None
+                node.attributes[attribute.name] = ir.AttrTensor(attribute.name, own)
+        for value in node.outputs:
+            value.const_value = None
+    return copy
+
+
+def clone_model(model: ir.Model) -> ir.Model:
+    """A copy that shares the tensors, also of a model that is not valid."""
+    try:
+        return model.clone()
+    except (
+        RuntimeError,
+        ValueError,
+    ):  # clone wants nodes in execution order; what is wrong otherwise is told later
+        return ir.from_proto(ir.to_proto(model))
+
+
+def _own_tensor(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol | None:
+    """The same elements, not copied, under a name of their own."""
+    if tensor is None or tensor.dtype == ir.DataType.STRING:
+        return tensor
+    if isinstance(tensor, ir.ExternalTensor):
+        return ir.ExternalTensor(
+            tensor.location, tensor.offset, tensor.length, tensor.dtype,
+            shape=tensor.shape, name=tensor.name or "", base_dir=tensor.base_dir,
+        )  # fmt: skip
+    return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
+
+
+# ------------------------------------------------------------------------------------------------- checks
+
+
+def _check_opset(model: ir.Model, site: str) -> int:
+    opset = max(
+        (model.opset_imports[domain] for domain in _STANDARD if domain in model.opset_imports), default=0
+    )
+    if opset < LOWEST_OPSET:
+        found = f"opset {opset}" if opset else "no opset of the standard operators"
+        raise ModelError(
+            site,
+            f"it has {found}, and ONNX Runtime has no kernels below opset {LOWEST_OPSET}",
+            "export the model again with opset 13 or newer, or convert it with onnx.version_converter",
+        )
+    newest = onnx.defs.onnx_opset_version()
+    if opset > newest:
+        raise ModelError(
+            site,
+            f"it has opset {opset}, and the installed onnx {onnx.__version__} knows operators up to opset {newest}",
+            "export the model again with opset 21, or install newer versions of onnx and onnxruntime",
+        )
+    return int(opset)
+
+
+def _check_interface(model: ir.Model, site: str) -> None:
+    graph = model.graph
+    for kind, values in (("input", graph.inputs), ("output", graph.outputs)):
+        for value in values:
+            if value.type is not None and not isinstance(value.type, ir.TensorType):
+                what = type(value.type).__name__.removesuffix("Type").lower()
+                raise _not_a_tensor(site, kind, str(value.name), what)
+    if not graph.outputs:
+        raise ModelError(site, "the graph has no outputs", "export the model again")
+    for value in graph.outputs:
+        if value.producer() is None and not value.is_graph_input() and not value.is_initializer():
+            raise ModelError(
+                site,
+                f"no node makes the output {value.name!r}",
+                "remove the output, or export the model again",
+            )
+
+
+def _foreign_domains(model: ir.Model) -> Iterator[str]:
+    found: dict[str, dict[str, None]] = {}
+    for node in model.graph.all_nodes():
+        if node.domain not in _KNOWN_DOMAINS:
+            found.setdefault(node.domain, {})[node.op_type] = None
+    for domain, types in found.items():
+        yield (
+            f"operators of the domain {domain!r} ({', '.join(types)}) stay in float; ONNX Runtime runs them only "
+            "with the library that implements them"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- normal form
+
+
+def _drop_initializers_from_inputs(model: ir.Model, notes: list[str]) -> None:
+    dropped: list[str] = []
+    for graph in model.graphs():
+        kept = [value for value in graph.inputs if not value.is_initializer()]
+        if len(kept) == len(graph.inputs):
+            continue
+        if graph is model.graph:
+            dropped = [str(value.name) for value in graph.inputs if value.is_initializer()]
+        for value in graph.inputs:
+            # one that nothing reads is no tensor of the model any more; ONNX Runtime refuses such an initializer
+            if value.is_initializer() and not value.uses() and not value.is_graph_output():
+                graph.initializers.pop(str(value.name))
+        graph.inputs.clear()
+        graph.inputs.extend(kept)
+    if dropped:
+        some = ", ".join(dropped[:3]) + (", ..." if len(dropped) > 3 else "")
+        notes.append(f"initializers that are listed as inputs too are constants from now on: {some}")
+
+
+def _inline(model: ir.Model, notes: list[str]) -> ir.Model:
+    if not model.functions:
+        return model
+    names = ", ".join(sorted({f.name for f in model.functions.values()}))
+    notes.append(f"functions of the model were inlined: {names}")
+    interface = [[v.name for v in values] for values in (model.graph.inputs, model.graph.outputs)]
+    inlined = InlinePass()(model).model
+    assert interface == [[v.name for v in values] for values in (inlined.graph.inputs, inlined.graph.outputs)]
+    return inlined
+
+
+def _name_uniquely(model: ir.Model, notes: list[str]) -> None:
+    """Every node has a name of its own, and every value one that is unique over all graphs.
+
+    Names of the main graph win; a node without a name is called after its first output.
+    """
+    site = model.graph.name or "model"
+    taken = _main_names(model, site)
+    for graph in model.graphs():
+        if graph is not model.graph:
+            for value in _values_of(graph):
+                value.name = _free(value.name or "value", taken)
+    for value in _values_of(model.graph):
+        if not value.name:
+            value.name = _free("value", taken)
+    for graph in model.graphs():
+        for node in graph:
+            for value in node.outputs:
+                if not value.name and value.uses():
+                    value.name = _free(f"{node.name or node.op_type}_output", taken)
+    nodes = {str(node.name): 0 for node in _nodes(model) if node.name}
+    seen: set[str] = set()
+    twice: dict[str, None] = {}
+    for node in _nodes(model):
+        if not node.name:
+            base = next((value.name for value in node.outputs if value.name), None)
+            node.name = _free(base or node.op_type, nodes)
+        elif node.name in seen:
+            twice[node.name] = None
+            node.name = _free(node.name, nodes)
+        seen.add(str(node.name))
+    if twice:
+        some = ", ".join(list(twice)[:3]) + (", ..." if len(twice) > 3 else "")
+        notes.append(f"nodes that shared a name were told apart by a number: {some}")
+
+
+def _main_names(model: ir.Model, site: str) -> dict[str, int]:
+    taken: dict[str, int] = {}
+    for value in _values_of(model.graph):
+        if value.name in taken:
+            raise _defined_twice(site, str(value.name))
+        if value.name:
+            taken[value.name] = 0
+    return taken
+
+
+def _values_of(graph: ir.Graph) -> Iterator[ir.Value]:
+    yield from graph.inputs
+    yield from (v for v in list(graph.initializers.values()) if not v.is_graph_input())
+    for node in graph:
+        yield from (value for value in node.outputs if value.name or value.is_graph_output())
+
+
+def _free(base: str, taken: dict[str, int]) -> str:
+    """``base``, or ``base_1``, ``base_2``, ...: the first that is not taken; taken from now on."""
+    name = base
+    while name in taken:
+        taken[base] += 1
+        name = f"{base}_{taken[base]}"
+    taken[name] = 0
+    return name
+
+
+def _nodes(model: ir.Model) -> Iterable[ir.Node]:
+    return model.graph.all_nodes()
+
+
+def _order(model: ir.Model, site: str, notes: list[str]) -> None:
+    """Put nodes behind what they read; refuse what nothing makes, and circles."""
+    place: dict[ir.Node, int] = {}
+    for graph in model.graphs():
+        place.update((node, i) for i, node in enumerate(graph))
+    unsorted: dict[ir.Graph, None] = {}
+    for node in _nodes(model):
+        for value in node.inputs:
+            maker = None if value is None else value.producer()
+            if value is None or value.is_graph_input() or value.is_initializer():
+                continue
+            if maker is None:
+                raise ModelError(
+                    site,
+                    f"node {node.name!r} ({node.op_type}) reads {value.name!r}, which nothing makes",
+                    "export the model again; a node or an initializer is missing",
+                )
+            if maker.graph is node.graph and place[maker] >= place[node]:
+                assert node.graph is not None
+                unsorted[node.graph] = None
+    for graph in unsorted:
+        try:
+            graph.sort()
+        except ValueError as error:
+            raise ModelError(
+                site,
+                f"its nodes form a circle, at {_in_a_circle(graph)}",
+                "no value can depend on itself; use Loop or Scan for what is repeated",
+            ) from error
+    if unsorted:
+        notes.append("nodes were put into execution order")
+
+
+def _split_directions(model: ir.Model, notes: list[str]) -> None:
+    names = split_directions(model)
+    if names:
+        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        notes.append(f"bidirectional layers are a forward and a reverse one from now on: {some}")
+
+
+def _name_types(model: ir.Model) -> None:
+    for node in _nodes(model):
+        like = node.inputs[1] if node.op_type == "CastLike" and node.domain in _STANDARD else None
+        if like is not None and like.dtype is not None:
+            node.op_type = "Cast"
+            node.resize_inputs(1)
+            node.attributes.add(ir.AttrInt64("to", int(like.dtype)))
+
+
+def _in_a_circle(graph: ir.Graph) -> str:
+    """Name of a node that cannot be ordered: what is left when nodes are taken away that wait for nothing."""
+    waits = {
+        node: len(
+            {m for v in node.inputs if v is not None and (m := v.producer()) is not None and m.graph is graph}
+        )
+        for node in graph
+    }
+    ready = [node for node, count in waits.items() if not count]
+    while ready:
+        node = ready.pop()
+        del waits[node]
+        for reader in {n for value in node.outputs for n, _ in value.uses() if n in waits}:
+            waits[reader] -= 1
+            if not waits[reader]:
+                ready.append(reader)
+    first = next(iter(waits), None)
+    return "a node of a body" if first is None else f"node {first.name!r} ({first.op_type})"
+
+
+# ------------------------------------------------------------------------------------------ shape inference
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Note shapes and types on the values of ``model``, as far as ONNX shape inference knows them.
+
+    Values are found by name, which must be unique over all graphs. Large initializers stay where they are: inference
+    sees them as inputs, so that models above 2 GB work.
+    """
+    proto = _skeleton(model)
+    try:
+        inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    except (onnx.shape_inference.InferenceError, RuntimeError) as error:
+        raise ModelError(
+            model.graph.name or "model",
+            f"its shapes contradict each other: {error}",
+            "check the file with onnx.checker.check_model(path, full_check=True)",
+        ) from error
+    known = {
+        info.name: info
+        for graph in graph_protos((inferred.graph,))
+        if isinstance(graph, onnx.GraphProto)
+        for info in (*graph.value_info, *graph.output)
+    }
+    for graph in model.graphs():
+        inputs = () if graph is model.graph else graph.inputs
+        for value in (*inputs, *(v for node in graph for v in node.outputs)):
+            info = known.get(value.name or "")
+            if info is None or info.type.WhichOneof("value") is None:
+                continue
+            if value.type is None:
+                value.type = ir.serde.deserialize_type_proto_for_type(info.type)
+            shape = ir.serde.deserialize_type_proto_for_shape(info.type)
+            value.shape = value.shape if shape is None else shape
+
+
+def _skeleton(model: ir.Model) -> onnx.ModelProto:
+    """The model as a proto without the data of large initializers; ``model`` is as before afterwards."""
+    graph, inputs = model.graph, list(model.graph.inputs)
+    large: dict[ir.Value, ir.TensorProtocol] = {}
+    for value in list(graph.initializers.values()):
+        if value.const_value is not None and value.const_value.nbytes > _SMALL:
+            large[value] = value.const_value
+    try:
+        for value, tensor in large.items():
+            graph.initializers.pop(str(value.name))
+            value.const_value = None
+            value.shape, value.type = ir.Shape(tensor.shape.numpy()), ir.TensorType(tensor.dtype)
+        graph.inputs.extend(large)
+        return ir.to_proto(model)
+    finally:
+        graph.inputs.clear()
+        graph.inputs.extend(inputs)
+        for value, tensor in large.items():
+            value.const_value = tensor
+            graph.initializers[str(value.name)] = value

@@ -1,0 +1,302 @@
+"""Opening ONNX Runtime sessions: what the simulation needs of them, and errors that say what to do."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import onnx_ir as ir
+
+from bitwright.errors import ConfigError, ExportError, ModelError, close_matches
+from bitwright.export.verify.runtime import refusals
+
+Order = Literal["fast", "frugal", "written"]
+Providers = Sequence[str | tuple[str, dict[str, Any]]]
+
+
+#: bytes of weights up to which a model is held whole and handed over as one message, which takes three copies of it and
+#: more time than a file beyond this size
+IN_MEMORY = 1 << 22
+_CPU = ("CPUExecutionProvider",)
+SPILLED = "bitwright.spilled"  # what a model notes the folder of its weights under
+_PAGE = 4096  # bytes; what lies at a multiple of it can be mapped into memory
+_LARGE = 1024  # bytes of a tensor that is kept out of messages and optimised files
+
+
+def open_session(
+    model: ir.Model,
+    providers: Providers | None = None,
+    *,
+    threads: int = 0,
+    order: Order = "fast",
+    arena: bool = True,
+) -> Any:
+    """An ``onnxruntime.InferenceSession`` that leaves QuantizeLinear and DequantizeLinear as they are.
+
+    All other optimisations are on. Without ``session.disable_quant_qdq`` the runtime would put integer kernels in
+    the place of quantizers, and move quantizers to where they are not.
+
+    Args:
+        model: any model whose opset the runtime knows.
+        providers: as ONNX Runtime takes them; the CPU by default.
+        threads: of one operator; 0 leaves the number to the runtime.
+        order: ``"frugal"`` runs every node as soon as the order of the model allows and keeps the plain memory
+            layout, so that a tensor is gone once its readers are through; ``"fast"`` is the runtime's default, which
+            may keep every tensor that is also an output's source until the end; ``"written"`` is frugal and optimises
+            nothing, so that every node of the model runs.
+        arena: keep the memory of one run for the next.
+
+    Raises:
+        ConfigError: a provider is not available.
+        ModelError: the runtime refuses the model; its message, which names the node, is part of the problem.
+    """
+    import onnxruntime as ort
+
+    chosen = check_providers(providers)
+    options = _options(threads, arena)
+    if order != "fast":
+        levels = ort.GraphOptimizationLevel
+        options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+        options.graph_optimization_level = (
+            levels.ORT_ENABLE_EXTENDED if order == "frugal" else levels.ORT_DISABLE_ALL
+        )
+    with _explained(model.graph.name or "model"):
+        return _open(model, options, chosen)
+
+
+def _open(model: ir.Model, options: Any, providers: list[Any]) -> Any:
+    """A session; what is too large for a message goes through a file, which is gone when this returns."""
+    import onnxruntime as ort
+
+    if fits_a_message(model):
+        return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=providers)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
+        folder = model.meta.get(SPILLED)
+        before = _write_weights(model, own) if folder is None else {}
+        handle, name = tempfile.mkstemp(suffix=".onnx", dir=folder or own)
+        os.close(handle)
+        try:
+            ir.save(model, name)
+            return ort.InferenceSession(name, options, providers=providers)
+        finally:
+            os.unlink(name)
+            for value, tensor in before.items():
+                value.const_value = tensor
+
+
+def save_optimized(model: ir.Model, path: Path) -> None:
+    """Write the model as ONNX Runtime optimises it for this CPU; large tensors into a second file beside it.
+
+    Args:
+        model: any.
+        path: of the file.
+
+    Raises:
+        ExportError: the folder of ``path`` has no room for it.
+        ModelError: the runtime refuses the model.
+    """
+    options = _options(threads=1)
+    options.optimized_model_filepath = str(path)
+    entries = {
+        "session.disable_prepacking": "1",  # nothing will run here
+        "session.optimized_model_external_initializers_file_name": f"{path.name}.data",
+        "session.optimized_model_external_initializers_min_size_in_bytes": str(_LARGE),
+    }
+    for key, value in entries.items():
+        options.add_session_config_entry(key, value)
+    try:
+        with _explained(model.graph.name or "model"):
+            _open(model, options, list(_CPU))
+    except ModelError as error:
+        _check_room(path.parent, weight_size(model))
+        raise error
+    return_memory()
+
+
+def weight_size(model: ir.Model) -> int:
+    """Bytes of the tensors of the main graph."""
+    tensors = (value.const_value for value in model.graph.initializers.values())
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _check_room(folder: Path, size: int) -> None:
+    """Tell a full temporary folder, of which the runtime says only that it cannot write, from a model that it refuses.
+
+    Raises:
+        ExportError: ``folder`` has no room for a file of so many bytes.
+    """
+    probe = folder / "room"
+    try:
+        with open(probe, "wb") as file:
+            for _ in range(0, size + (1 << 20), 1 << 20):  # and as much for the graph itself
+                file.write(bytes(1 << 20))
+    except OSError as error:
+        problem = f"the temporary folder has no room for {size} bytes: {error.strerror or error}"
+        raise ExportError(
+            str(folder), problem, "free some space, or name a folder on another disk in TMPDIR"
+        ) from error
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def open_file(path: Path, *, threads: int = 0, arena: bool = True) -> Any:
+    """A session on the CPU that runs the nodes of an optimised file as they stand there; see :func:`open_session`."""
+    import onnxruntime as ort
+
+    options = _options(threads, arena)
+    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    with _explained(path.name):
+        return ort.InferenceSession(str(path), options, providers=list(_CPU))
+
+
+def _options(threads: int, arena: bool = True) -> Any:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.enable_cpu_mem_arena = arena
+    options.log_severity_level = 4  # refusals arrive as exceptions; the log would only repeat them
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    return options
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """What the runtime refuses becomes a ModelError."""
+    try:
+        yield
+    except refusals() as error:
+        raise ModelError(
+            name,
+            f"ONNX Runtime cannot load it: {first_line(error)}",
+            "run the float model in ONNX Runtime first; a model that it refuses cannot be simulated",
+        ) from error
+
+
+def check_providers(providers: Providers | None) -> list[Any]:
+    """``providers`` as a list, the CPU where none are named.
+
+    Raises:
+        ConfigError: one is not available in the installed ONNX Runtime.
+    """
+    import onnxruntime as ort
+
+    known = ort.get_available_providers()
+    chosen = list(_CPU if providers is None else providers)
+    for provider in chosen:
+        name = provider if isinstance(provider, str) else provider[0]
+        if name not in known:
+            raise ConfigError(
+                "providers",
+                f"{name!r} is not available in this ONNX Runtime{close_matches(str(name), known)}",
+                f"use {' or '.join(known)}, or install a build of onnxruntime that has it",
+            )
+    return chosen
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()),
+        f"{type(error).__name__}, without a message",
+    )
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: what the machine has free, and less where a control group says so."""
+    free = [1 << 30]
+    try:
+        text = Path("/proc/meminfo").read_text()
+        free = [
+            int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemAvailable")
+        ] or free
+    except OSError:  # not Linux: what the C library knows
+        if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+            free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
+    if limit is not None and used is not None:
+        free.append(max(0, limit - used))
+    return min(free)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no control group, or no limit ("max")
+        return None
+
+
+def return_memory() -> None:
+    """Give what was freed back to the system, where the C library can be asked to (glibc).
+
+    It keeps freed blocks below 32 MiB, among them the weights of a session, for allocations to come. Where those do not
+    fit into the holes, each session that is opened in the place of another one takes more.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
+@cache
+def _malloc_trim() -> Any:
+    """The function of glibc, looked up once: every handle on a library makes a class of its own."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+
+def spill(model: ir.Model, folder: str) -> None:
+    """Write the weights of ``model`` to a file in ``folder``, one after the other, and let it read them from there.
+
+    Sessions of the model then share the file; it must stay as long as one is to be opened.
+    """
+    _write_weights(model, folder)
+    model.meta[SPILLED] = folder
+
+
+def _write_weights(model: ir.Model, folder: str) -> dict[ir.Value, ir.TensorProtocol]:
+    """Let large initializers lie in a file in ``folder``, and none in any other; the tensors that were there before."""
+    path, before = Path(folder, "weights.data"), {}
+    with path.open("wb") as file:
+        for value in (v for graph in model.graphs() for v in graph.initializers.values()):
+            tensor = value.const_value
+            if tensor is None or tensor.dtype == ir.DataType.STRING:
+                continue
+            if tensor.nbytes >= _LARGE:
+                value.const_value = _written(str(value.name), tensor, file, path)
+            elif isinstance(tensor, ir.ExternalTensor):
+                value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=value.name)
+            before[value] = tensor
+    return before
+
+
+def _written(name: str, tensor: ir.TensorProtocol, file: BinaryIO, path: Path) -> ir.ExternalTensor:
+    file.write(b"\0" * (-file.tell() % _PAGE))
+    start = file.tell()
+    file.write(tensor.tobytes())
+    return ir.ExternalTensor(
+        path.name, start, file.tell() - start, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()),
+        name=name, base_dir=str(path.parent),
+    )  # fmt: skip
+
+
+def fits_a_message(model: ir.Model) -> bool:
+    """Whether the model can be handed over in memory: small enough, and no tensor in another file."""
+    external = any(isinstance(tensor, ir.ExternalTensor) for tensor in _constants(model))
+    return not external and weight_bytes(model) <= IN_MEMORY
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """Bytes of all initializers."""
+    return sum(tensor.nbytes for tensor in _constants(model))
+
+
+def _constants(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    values = (v for graph in model.graphs() for v in graph.initializers.values())
+    return (v.const_value for v in values if v.const_value is not None)

@@ -1,0 +1,296 @@
+"""What is checked of a model file before anything reads its tensors: their sizes, and where their data lie.
+
+A tensor whose data do not fit its shape, or lie in a file that the model has no business with, would be read past its
+end, allocated at a length that a damaged number says, or taken from anywhere on the disk.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import onnx
+import onnx_ir as ir
+
+from bitwright.core.files.documents import read_bytes
+from bitwright.errors import BitwrightError, ModelError
+
+#: bytes of a file; protobuf has no larger messages
+MAX_BYTES = 2 << 30
+_AGAIN = "export or download the file again; onnx.checker.check_model(path) shows whether it is whole"
+_BESIDE = "put the data file beside the model file and name it without a folder; onnx.save writes it so"
+
+
+def read_proto(path: Path) -> onnx.ModelProto:
+    """The message that a file holds; external data stay where they are.
+
+    Raises:
+        ModelError: the file is missing, larger than a message can be, or no ONNX model.
+    """
+    from google.protobuf.message import DecodeError
+
+    larger = "keep the weights in a second file: onnx.save(model, path, save_as_external_data=True)"
+    content = read_bytes(path, MAX_BYTES, ModelError, larger=larger)
+    try:
+        return onnx.ModelProto.FromString(content)
+    except (DecodeError, ValueError) as error:
+        raise ModelError(str(path), f"it is not an ONNX model, or it was cut off: {error}", _AGAIN) from error
+
+
+def check_tensors(proto: onnx.ModelProto) -> None:
+    """Every tensor of ``proto`` holds as many elements as its shape says, or names a file of its own folder.
+
+    Raises:
+        ModelError: one does not; names the tensor.
+    """
+    for tensor in _tensors(proto):
+        _check_tensor(tensor, tensor.name or "a tensor without a name")
+
+
+def check_names(proto: onnx.ModelProto, site: str) -> None:
+    """Every name and type of ``proto`` is text; what is not UTF-8, protobuf hands over as bytes.
+
+    Raises:
+        ModelError: one is not.
+    """
+    for graph in graph_protos((proto.graph, *proto.functions)):
+        words = [graph.name]
+        if isinstance(graph, onnx.GraphProto):
+            words += [v.name for v in (*graph.input, *graph.output, *graph.value_info, *graph.initializer)]
+        for node in graph.node:
+            words += (node.name, node.op_type, node.domain, *node.input, *node.output)
+            words += [attribute.name for attribute in node.attribute]
+        wrong = next((word for word in words if not isinstance(word, str)), None)
+        if wrong is not None:
+            raise ModelError(site, f"the name {wrong!r:.100} is not UTF-8", _AGAIN)
+
+
+def graph_protos(
+    roots: Iterable[onnx.GraphProto | onnx.FunctionProto],
+) -> Iterator[onnx.GraphProto | onnx.FunctionProto]:
+    """``roots`` and every graph in an attribute below them."""
+    waiting = list(roots)
+    while waiting:
+        graph = waiting.pop()
+        yield graph
+        for attribute in (a for node in graph.node for a in node.attribute):
+            if attribute.HasField("g"):
+                waiting.append(attribute.g)
+            waiting.extend(attribute.graphs)
+
+
+def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    for graph in graph_protos((proto.graph, *proto.functions)):
+        sparse: list[onnx.SparseTensorProto] = []
+        if isinstance(graph, onnx.GraphProto):
+            yield from graph.initializer
+            sparse += graph.sparse_initializer
+        for attribute in (a for node in graph.node for a in node.attribute):
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            sparse += [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
+            sparse += attribute.sparse_tensors
+        for tensor in sparse:
+            yield from (tensor.values, tensor.indices)
+
+
+def _check_tensor(tensor: onnx.TensorProto, site: str) -> None:
+    if any(n < 0 for n in tensor.dims):
+        raise ModelError(site, f"its shape {list(tensor.dims)} has an axis of negative length", _AGAIN)
+    known = tensor.data_type in onnx.TensorProto.DataType.values() and tensor.data_type
+    if not known:
+        raise ModelError(site, f"its data type, number {tensor.data_type}, is not one of ONNX", _AGAIN)
+    dtype = ir.DataType(tensor.data_type)
+    count, bits = math.prod(tensor.dims), 8 if dtype == ir.DataType.STRING else dtype.bitwidth
+    bits = 8 if bits == 6 else bits  # stored one to a byte, unlike narrower ones
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        _check_entries(tensor, site, (count * bits + 7) // 8)
+    elif tensor.HasField("raw_data"):
+        _compare(tensor, site, len(tensor.raw_data), (count * bits + 7) // 8, "bytes")
+    else:
+        values = getattr(tensor, onnx.helper.tensor_dtype_to_field(tensor.data_type))
+        needed = (count * bits + 7) // 8 if bits < 8 else count * (2 if "COMPLEX" in dtype.name else 1)
+        _compare(tensor, site, len(values), needed, "elements")
+
+
+def _compare(tensor: onnx.TensorProto, site: str, found: int, needed: int, unit: str) -> None:
+    if found != needed:
+        raise ModelError(
+            site, f"its shape {list(tensor.dims)} needs {needed} {unit} of data, and it has {found}", _AGAIN
+        )
+
+
+def _check_entries(tensor: onnx.TensorProto, site: str, needed: int) -> None:
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    parts = PurePosixPath(location.replace("\\", "/"))
+    if not location or "\0" in location:
+        raise ModelError(site, "its data lie in another file, whose name is missing", _AGAIN)
+    if parts.is_absolute() or PureWindowsPath(location).drive or ".." in parts.parts:
+        raise ModelError(site, f"its data lie in {location!r:.200}, outside the folder of the model", _BESIDE)
+    for key in ("offset", "length"):
+        text = entries.get(key, "0")
+        if not (text.isascii() and text.isdigit() and len(text) < 20):
+            raise ModelError(site, f"the {key} of its data, {text!r:.40}, is no number of bytes", _AGAIN)
+    if "length" in entries:
+        _compare(tensor, site, int(entries["length"]), needed, "bytes")
+
+
+def check_bodies(model: ir.Model) -> None:
+    """Every If, Loop and Scan has the bodies and as many inputs and outputs as it needs, every Constant one value.
+
+    Raises:
+        ModelError: one has not; names the node.
+    """
+    for node in model.graph.all_nodes():
+        names = _BODIES.get(node.op_type, ()) if node.domain in ("", "ai.onnx") else ()
+        if node.op_type == "Constant" and node.domain in ("", "ai.onnx") and len(node.attributes) != 1:
+            problem = f"it is a Constant of {len(node.attributes)} attributes instead of one, its value"
+            raise ModelError(f"node {node.name!r}", problem, _AGAIN)
+        for name in names:
+            attribute = node.attributes.get(name)
+            if attribute is None or attribute.type != ir.AttributeType.GRAPH or attribute.is_ref():
+                raise ModelError(f"node {node.name!r}", f"it is a {node.op_type} without {name}", _AGAIN)
+            body, extra = attribute.as_graph(), 1 if node.op_type == "Loop" else 0
+            found, needed = len(body.outputs) - extra, len(node.outputs)
+            if found < needed or (node.op_type == "If" and found != needed):
+                problem = (
+                    f"its {name} gives {max(0, found)} values, and the {node.op_type} has {needed} outputs"
+                )
+                raise ModelError(f"node {node.name!r}", problem, _AGAIN)
+            if not _is_fed(node, body):
+                problem = f"its {len(node.inputs)} inputs are too few or too many for its {name}"
+                raise ModelError(f"node {node.name!r}", problem, _AGAIN)
+
+
+_BODIES = {"If": ("then_branch", "else_branch"), "Loop": ("body",), "Scan": ("body",)}
+
+
+def _is_fed(node: ir.Node, body: ir.Graph) -> bool:
+    given = len(node.inputs)
+    if node.op_type == "If":
+        return given == 1 and node.inputs[0] is not None and not body.inputs
+    if node.op_type == "Loop":
+        return given >= 2 and len(body.inputs) == given
+    return given in (len(body.inputs), len(body.inputs) + 1)  # one more of them up to opset 8
+
+
+@contextmanager
+def checked_on_failure(source: object, site: str) -> Iterator[None]:
+    """An error inside becomes a ``ModelError`` where the checker of onnx says that the model is not valid.
+
+    Models with flaws that do no harm pass; an error about a valid model is ours and goes on as it is.
+    """
+    try:
+        yield
+    except BitwrightError:
+        raise
+    except Exception as error:
+        flaw = _flaw(source)
+        if flaw is None:
+            raise
+        raise ModelError(site, f"it is no valid ONNX model: {flaw}", _AGAIN) from error
+
+
+def _flaw(source: object) -> str | None:
+    """What the checker says of a path, a proto or a model."""
+    try:
+        onnx.checker.check_model(ir.to_proto(source) if isinstance(source, ir.Model) else source)  # type: ignore[arg-type]
+    except onnx.checker.ValidationError as error:
+        return " ".join(str(error).split())
+    except Exception:  # larger than a message, or too broken to be written: the error at hand says more
+        return None
+    return None
+
+
+def check_external_data(model: ir.Model, path: Path | None) -> None:
+    """Every tensor whose data lie in a file finds them there, inside the folder of the model.
+
+    A link is followed: the file may also lie where the model file really is, as in caches that link both. Such a
+    tensor is given the real name, because ``onnx_ir`` reads no data through a link that leaves the folder.
+
+    Args:
+        model: as read; private.
+        path: of its file; ``None`` for a model in memory, whose tensors know their folders.
+
+    Raises:
+        ModelError: a file is missing, lies elsewhere or is too short; names the tensor.
+    """
+    files = _DataFiles(path)
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = files.checked(value.const_value, str(value.name))
+    for node in model.graph.all_nodes():
+        for attribute in list(node.attributes.values()):
+            if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                tensor = attribute.as_tensor()
+                if isinstance(tensor, ir.ExternalTensor):
+                    site = f"{node.name or node.op_type}, attribute {attribute.name}"
+                    node.attributes[attribute.name] = ir.AttrTensor(
+                        attribute.name, files.checked(tensor, site)
+                    )
+
+
+class _DataFiles:
+    """The files beside a model; each is looked at once."""
+
+    def __init__(self, model: Path | None) -> None:
+        self._home = None if model is None else os.path.dirname(os.path.realpath(model))
+        self._known: dict[tuple[str, str], tuple[str, int]] = {}
+
+    def checked(self, tensor: ir.ExternalTensor, site: str) -> ir.ExternalTensor:
+        """``tensor``, under its real name where a link leads out of the folder of the model."""
+        base, location = os.fspath(tensor.base_dir), os.fspath(tensor.location)
+        if (base, location) not in self._known:
+            self._known[base, location] = self._look(base, location, site)
+        real, size = self._known[base, location]
+        end = (tensor.offset or 0) + (tensor.nbytes if tensor.length is None else tensor.length)
+        if end > size:
+            raise ModelError(
+                site,
+                f"its data ends at byte {end} of {os.path.basename(location)!r}, which has only {size}",
+                "copy the data file again, it was cut off",
+            )
+        if not base or _inside(real, os.path.realpath(base)):
+            return tensor
+        return ir.ExternalTensor(
+            os.path.basename(real), tensor.offset, tensor.length, tensor.dtype,
+            shape=tensor.shape, name=tensor.name or "", base_dir=os.path.dirname(real),
+        )  # fmt: skip
+
+    def _look(self, base: str, location: str, site: str) -> tuple[str, int]:
+        """Where the file really is, and its size."""
+        path = Path(base, location)
+        real = os.path.realpath(path)
+        if not any(_inside(real, home) for home in (os.path.realpath(base), self._home) if home is not None):
+            raise ModelError(site, f"its data lie in {real!r:.300}, outside the folder of the model", _BESIDE)
+        found = _status(path)
+        if found is None:
+            raise ModelError(
+                site,
+                f"its data lies in {path.name!r:.300}, which is not in {str(path.parent)!r}",
+                "put the data file beside the model file; both belong together",
+            )
+        if base and found.st_nlink > 1:
+            problem = f"its data lie in {path.name!r}, which has other names too (hard links), so that onnx_ir reads none"
+            raise ModelError(site, problem, "copy the data file: cp data copy && mv copy data")
+        return real, found.st_size
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """What the system knows of a regular file; ``None`` where there is none, or none of such a name."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
+
+
+def _inside(path: str, folder: str) -> bool:
+    return os.path.commonpath((path, folder)) == folder

@@ -1,0 +1,591 @@
+"""``ModelView`` of an ONNX model: how algorithms, which know no framework, read and change it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from bitwright.core.graph.graph import Graph
+from bitwright.core.simulation.protocols import (
+    AddBias,
+    Array,
+    Bypass,
+    Clamp,
+    Edit,
+    SetParam,
+    Undo,
+    Untie,
+    carry_out,
+)
+from bitwright.errors import ModelError, close_matches
+from bitwright.export.qdq.forms import Place, after, before
+from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
+from bitwright.onnx.model.data import as_feeds, input_specs
+from bitwright.onnx.model.graph import GraphView, build_graph
+from bitwright.onnx.model.instrument import Instrument
+from bitwright.onnx.model.load import Loaded, Source, load_model
+from bitwright.onnx.model.session import Providers, first_line, open_session, refusals
+
+#: operators whose third input is a bias that may be left out
+_WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
+_CONTROL_FLOW = ("If", "Loop", "Scan")
+_NOT_TAKEN = [-1]  # stands for the shape of what lies in a branch that is not taken
+
+
+class OnnxView:
+    """A model seen through :class:`bitwright.core.simulation.protocols.ModelView`.
+
+    Edits change the loaded copy, never what it was loaded from. A bypassed node becomes an ``Identity``;
+    :meth:`tidy` takes such nodes out when the edits are final.
+
+    Args:
+        model: path, proto, ``onnx_ir`` model, or a :class:`Loaded` one, which is then changed in place.
+        providers: as ONNX Runtime takes them; the CPU by default.
+        shapes: of values as seen in a run, where shape inference may not know them; see :func:`measure_shapes`.
+    """
+
+    def __init__(
+        self,
+        model: Source | Loaded,
+        providers: Providers | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        self.loaded = model if isinstance(model, Loaded) else load_model(model)
+        self.model = self.loaded.model
+        self.providers, self._shapes = providers, dict(shapes or {})
+        self._view: GraphView | None = None
+        self._sessions: dict[Any, Any] = {}  # of single operators, by what they compute
+        self._names: Names | None = None
+        self._constants: dict[str, Array] = {}
+
+    def graph(self) -> Graph:
+        """The graph of the model; read anew after :meth:`refresh`."""
+        return self._read().graph
+
+    def _read(self) -> GraphView:
+        if self._view is None:
+            self._view = build_graph(self.model, self._shapes)
+            self._constants.clear()
+        return self._view
+
+    def refresh(self) -> None:
+        """Forget the graph: the next question is answered about the model as it is now."""
+        self._view = None
+
+    # -- parameters
+
+    def _initializer(self, name: str) -> ir.Value:
+        value = self.model.graph.initializers.get(name)
+        if value is None or value.const_value is None:
+            known = list(self.model.graph.initializers)[:2000]  # close matches compare every pair of letters
+            raise KeyError(f"the model has no initializer {name!r}{close_matches(name, known)}")
+        return value
+
+    def param(self, name: str) -> Array:
+        """A copy of an initializer; numbers of less than 32 bits as float32."""
+        tensor = self._initializer(name).const_value
+        assert tensor is not None
+        return _wide(tensor.numpy()).copy()
+
+    def set_param(self, name: str, value: Array) -> None:
+        """Give an initializer a new value; its dtype stays.
+
+        Raises:
+            ModelError: the shape differs.
+        """
+        holder = self._initializer(name)
+        tensor = holder.const_value
+        assert tensor is not None
+        shape = tuple(int(n) for n in tensor.shape.numpy())
+        if tuple(value.shape) != shape:
+            raise ModelError(
+                name, f"the new value has shape {value.shape}, the parameter {shape}", "keep the shape"
+            )
+        array = np.ascontiguousarray(value).astype(tensor.dtype.numpy())
+        holder.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
+        self._constants.clear()
+
+    def sites(self) -> dict[str, Any]:
+        """A plain model has no quantizers."""
+        return {}
+
+    # -- running
+
+    def capture(self, values: Sequence[str], batches: Iterable[Any]) -> Iterator[dict[str, list[Array]]]:
+        """Run the batches one by one; yield the named values of each, every one in a list of its own.
+
+        A value of the main graph has one array per batch; one in the body of a Loop or Scan as many as there are
+        iterations, one in a branch of an If none where the other branch is taken.
+
+        Args:
+            values: names of any kind of value.
+            batches: feeds, as :func:`bitwright.onnx.model.data.as_feeds` takes them.
+
+        Raises:
+            ModelError: a value is unknown, or changes its shape from one iteration to the next; or a feed does not fit.
+        """
+        self.graph()
+        for name in values:
+            self._check_value(name)
+        session, leading = _capture_session(self.model, values, self.providers)
+        specs = input_specs(self.model)
+        for i, batch in enumerate(batches):
+            feeds = as_feeds(batch, specs, f"batch {i}")
+            arrays = _run(session, feeds, f"batch {i}")
+            yield {
+                name: [_wide(part) for part in _iterations(array, axes)]
+                for name, array, axes in zip(values, arrays, leading, strict=True)
+            }
+
+    def _check_value(self, name: str) -> None:
+        if name not in self._read().value:
+            some = list(self._read().value)[:2000]
+            raise ModelError(
+                name, f"the model has no such value{close_matches(name, some)}", "name a graph value"
+            )
+
+    def local(self, op: str) -> Callable[..., Array]:
+        """The op as a function of its activation inputs, in port order; parameters are read at each call.
+
+        Raises:
+            ModelError: the op is an If, a Loop or a Scan.
+        """
+        view = self._read()
+        node, fixed = view.node[op], view.graph.values
+        if node.op_type in _CONTROL_FLOW and not node.domain:
+            raise ModelError(
+                op, f"a {node.op_type} is no single operator", "ask for the operators of its bodies"
+            )
+
+        def is_open(value: ir.Value | None) -> bool:
+            if value is None:
+                return False
+            known = fixed.get(str(value.name))
+            return (known is None or not known.is_static) and not value.is_initializer()
+
+        return lambda *inputs: self._apply(node, inputs, is_open)
+
+    def _apply(
+        self, node: ir.Node, given: Sequence[Array], is_open: Callable[[ir.Value | None], bool]
+    ) -> Array:
+        left = iter(given)
+        feeds = {}
+        for port, value in enumerate(node.inputs):
+            if value is not None:
+                array = np.asarray(next(left)) if is_open(value) else self._constant(value)
+                if value.dtype is not None and value.dtype.is_floating_point():
+                    array = array.astype(value.dtype.numpy(), copy=False)
+                feeds[f"i{port}"] = np.ascontiguousarray(array)
+        (result, *_) = _run(self._single(node), feeds, str(node.name))
+        return _wide(result)
+
+    def _constant(self, value: ir.Value) -> Array:
+        """What a static value holds; values computed from initializers are computed once and kept."""
+        if value.const_value is not None:
+            array: Array = value.const_value.numpy()
+            return array
+        name = str(value.name)
+        if name not in self._constants:
+            part = ir.convenience.extract(self.model.graph, [], [value])
+            part.opset_imports.update(self.model.opset_imports)
+            session = open_session(ir.Model(part, ir_version=self.model.ir_version), self.providers)
+            self._constants[name] = _run(session, {}, name)[0]
+        return self._constants[name]
+
+    def materialize(self, values: Iterable[str]) -> None:
+        """Turn constants that the model computes into initializers; what only served to compute them goes.
+
+        Args:
+            values: names; those of initializers and of values inside bodies are left as they are.
+        """
+        view, graph = self._read(), self.model.graph
+        found = [view.value[name] for name in dict.fromkeys(values)]
+        wanted = [value for value in found if value.const_value is None and value.graph is graph]
+        if not wanted:
+            return
+        part = ir.convenience.extract(graph, [], wanted)
+        part.opset_imports.update(self.model.opset_imports)
+        session = open_session(ir.Model(part, ir_version=self.model.ir_version), self.providers)
+        for value, array in zip(wanted, _run(session, {}, "constants"), strict=True):
+            move_uses(value, self._new_initializer(f"{value.name}_value", array, value.dtype))
+            remove_unread(value)
+        self.refresh()
+
+    def _single(self, node: ir.Node) -> Any:
+        """A session for an operator like ``node``; operators that compute the same share it."""
+        key = _signature(node)
+        if key not in self._sessions:
+            inputs: list[ir.Value | None] = []
+            for port, value in enumerate(node.inputs):
+                kind = None if value is None else value.type or ir.TensorType(ir.DataType.FLOAT)
+                inputs.append(None if kind is None else ir.Value(name=f"i{port}", type=kind))
+            single = ir.Node(
+                node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs),
+                name=node.name,
+            )  # fmt: skip
+            for i, value in enumerate(single.outputs):
+                value.name = f"o{i}" if node.outputs[i].name or i == 0 else ""
+            single.outputs[0].type = node.outputs[0].type
+            kept = [value for value in inputs if value is not None]
+            graph = ir.Graph(
+                kept,
+                single.outputs[:1],
+                nodes=[single],
+                opset_imports=dict(self.model.opset_imports),
+                name="single",
+            )
+            self._sessions[key] = open_session(
+                ir.Model(graph, ir_version=self.model.ir_version), self.providers, threads=1
+            )
+        return self._sessions[key]
+
+    # -- edits
+
+    def can_edit(self, edit: Edit) -> str | None:
+        """Why ``edit`` cannot be done on this model; ``None`` when it can."""
+        if isinstance(edit, SetParam):
+            known = edit.name in self.model.graph.initializers
+            return None if known else f"there is no initializer {edit.name}"
+        node = self._read().node.get(edit.op)
+        if node is None:
+            return f"there is no operator {edit.op}"
+        if isinstance(edit, AddBias):
+            return _no_bias_place(node)
+        if isinstance(edit, Clamp):
+            return (
+                None if node.op_type == "Clip" and not node.domain else f"it is a {node.op_type}, not a Clip"
+            )
+        if isinstance(edit, Untie):
+            held = node.inputs[edit.port] if edit.port < len(node.inputs) else None
+            return None if held is not None and held.is_initializer() else "it reads no initializer there"
+        if sum(bool(value.name) for value in node.outputs) != 1:
+            return "it has several outputs"
+        if not node.inputs or node.inputs[0] is None or node.op_type in _CONTROL_FLOW:
+            return "it has no input to pass through"
+        return None
+
+    def edit(self, edits: Sequence[Edit]) -> Undo:
+        """Carry out the edits; the function returned takes them back in reverse order.
+
+        Raises:
+            ModelError: an edit is impossible; those before it are taken back.
+        """
+        return carry_out(edits, self._one)
+
+    def _one(self, edit: Edit) -> Undo:
+        if isinstance(edit, SetParam):
+            holder = self._initializer(edit.name)
+            before = holder.const_value
+            self.set_param(edit.name, edit.value)
+
+            def restore() -> None:
+                holder.const_value = before
+                self._constants.clear()
+
+            return restore
+        reason = self.can_edit(edit)
+        if reason:
+            raise ModelError(edit.op, f"{type(edit).__name__} is impossible: {reason}", "ask can_edit first")
+        if isinstance(edit, AddBias):
+            return self._add_bias(edit)
+        if isinstance(edit, Untie):
+            return self._untie(edit)
+        return self._clamp(edit) if isinstance(edit, Clamp) else self._bypass(edit)
+
+    def _new_initializer(self, name: str, array: Array, dtype: ir.DataType | None) -> ir.Value:
+        """A registered initializer under ``name`` or one like it."""
+        if self._names is None:
+            self._names = Names(self.model)
+        name = self._names.value(name)
+        kind = dtype or ir.DataType.FLOAT
+        tensor = ir.Tensor(np.ascontiguousarray(array).astype(kind.numpy()), dtype=kind, name=name)
+        value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(kind), const_value=tensor)
+        self.model.graph.register_initializer(value)
+        return value
+
+    def _add_bias(self, edit: AddBias) -> Undo:
+        node = self._read().node[edit.op]
+        weight = node.inputs[1]
+        assert weight is not None
+        bias = self._new_initializer(f"{edit.op}.bias", edit.value, weight.dtype)
+        if node.op_type == "MatMul":
+            added = self._insert_behind(node, "Add", bias, f"{edit.op}.add")
+            return lambda: self._take_out(added, node, bias)
+        size = len(node.inputs)
+        node.resize_inputs(3)
+        node.replace_input_with(2, bias)
+
+        def restore() -> None:
+            node.replace_input_with(2, None)
+            node.resize_inputs(size)
+            self.model.graph.initializers.pop(str(bias.name))
+
+        return restore
+
+    def _insert_behind(self, node: ir.Node, op_type: str, operand: ir.Value, name: str) -> ir.Node:
+        """Put an operator of ``node``'s result and ``operand`` between it and its readers."""
+        assert node.graph is not None and self._names is not None
+        result = node.outputs[0]
+        behind = ir.Node("", op_type, [result, operand], name=self._names.node(name))
+        out = behind.outputs[0]
+        out.name, out.type, out.shape = (
+            self._names.value(f"{result.name}.{op_type.lower()}"),
+            result.type,
+            result.shape,
+        )
+        node.graph.insert_after(node, behind)
+        move_uses(result, out, keep={behind})
+        if result.is_graph_output():
+            name, self_name = str(result.name), str(out.name)
+            Outputs(self.model).replace(result, out)
+            result.name, out.name = self_name, name
+        return behind
+
+    def _take_out(self, behind: ir.Node, node: ir.Node, *initializers: ir.Value) -> None:
+        """Undo :meth:`_insert_behind`; the operands named are dropped."""
+        result, out = node.outputs[0], behind.outputs[0]
+        move_uses(out, result)
+        if out.is_graph_output():
+            name = str(out.name)
+            Outputs(self.model).replace(out, result)
+            result.name = name
+        assert behind.graph is not None
+        behind.graph.remove(behind, safe=True)
+        for value in initializers:
+            self.model.graph.initializers.pop(str(value.name))
+
+    def _clamp(self, edit: Clamp) -> Undo:
+        """``Clip`` takes one bound for all: it becomes Relu or Max, and Min behind it."""
+        node = self._read().node[edit.op]
+        result = node.outputs[0]
+        rank = (
+            len(result.shape)
+            if result.shape is not None
+            else len(self.graph().values[str(result.name)].shape)
+        )
+        shape = [-1, *(1,) * (rank - edit.axis - 1)]
+        low, high = (np.asarray(end, np.float64).reshape(shape) for end in (edit.low, edit.high))
+        attributes, inputs = dict(node.attributes), node.inputs
+        kind = ir.DataType.FLOAT if result.dtype is None else result.dtype
+        made: list[ir.Value] = []
+        node.attributes.clear()
+        if np.any(low):
+            made.append(self._new_initializer(f"{edit.op}.low", low, kind))
+            node.op_type = "Max"
+            node.resize_inputs(2)
+            node.replace_input_with(1, made[0])
+        else:
+            node.op_type = "Relu"
+            node.resize_inputs(1)
+        behind: ir.Node | None = None
+        if np.isfinite(high).all():
+            made.append(self._new_initializer(f"{edit.op}.high", high, kind))
+            behind = self._insert_behind(node, "Min", made[-1], f"{edit.op}.min")
+
+        def restore() -> None:
+            if behind is not None:
+                self._take_out(behind, node)
+            node.op_type = "Clip"
+            node.attributes.update(attributes)
+            node.resize_inputs(len(inputs))
+            for port, value in enumerate(inputs[1:], 1):
+                node.replace_input_with(port, value)
+            for value in made:
+                self.model.graph.initializers.pop(str(value.name))
+
+        return restore
+
+    def _untie(self, edit: Untie) -> Undo:
+        node = self._read().node[edit.op]
+        shared = node.inputs[edit.port]
+        assert shared is not None and shared.const_value is not None
+        own = self._new_initializer(f"{edit.op}.{shared.name}", shared.const_value.numpy(), shared.dtype)
+        node.replace_input_with(edit.port, own)
+        self.refresh()
+
+        def restore() -> None:
+            node.replace_input_with(edit.port, shared)
+            self.model.graph.initializers.pop(str(own.name))
+            self.refresh()
+
+        return restore
+
+    def _bypass(self, edit: Bypass) -> Undo:
+        node = self._read().node[edit.op]
+        kind, inputs, attributes = (node.domain, node.op_type), node.inputs, dict(node.attributes)
+        outputs = len(node.outputs)
+        node.resize_inputs(1)
+        if outputs > 1:
+            node.resize_outputs(1)
+        node.domain, node.op_type = "", "Identity"
+        node.attributes.clear()
+
+        def restore() -> None:
+            node.domain, node.op_type = kind
+            node.attributes.update(attributes)
+            node.resize_inputs(len(inputs))
+            for port, value in enumerate(inputs[1:], 1):
+                node.replace_input_with(port, value)
+            if outputs > 1:
+                node.resize_outputs(outputs)
+
+        return restore
+
+    def tidy(self) -> None:
+        """Take out ``Identity`` nodes and initializers that nothing reads; edits cannot be taken back after it."""
+        graphs, outputs = list(self.model.graphs()), Outputs(self.model)
+        for graph in graphs:
+            for node in list(graph):
+                if node.op_type == "Identity" and not node.domain:
+                    bypass(node, outputs)
+        held = [(graph, value) for graph in graphs for value in list(graph.initializers.values())]
+        for graph, value in held:
+            if not value.uses() and not value.is_graph_output():
+                graph.initializers.pop(str(value.name))
+        self.refresh()
+
+    def evaluate(self, metric: Callable[..., float]) -> float:
+        """``metric(model)``, the ``onnx_ir`` model as it stands."""
+        return metric(self.model)
+
+
+def _capture_session(
+    model: ir.Model, values: Sequence[str], providers: Providers | None
+) -> tuple[Any, list[int | None]]:
+    """A session that returns ``values``, and how many axes loops put in front of each; ``None`` in the main graph."""
+    copy = model.clone()
+    held = _values_by_name(copy)
+    instrument = Instrument(copy)
+    outputs, leading = [], []
+    for name in values:
+        value, axes = held[name], None
+        inner = value.graph
+        if inner is not None and inner is not copy.graph:
+            value, axes = instrument.lift(
+                value, inner, np.zeros(0, (value.dtype or ir.DataType.FLOAT).numpy()), None
+            )
+        # an Identity each, so that inputs, initializers and values named twice can be returned too
+        node = ir.Node("", "Identity", [value], name=instrument.builder.names.node(f"{name}/captured"))
+        node.outputs[0].name = instrument.builder.names.value(f"{name}_captured")
+        node.outputs[0].type = value.type
+        copy.graph.append(node)
+        outputs.append(node.outputs[0])
+        leading.append(axes)
+    copy.graph.outputs.clear()
+    copy.graph.outputs.extend(outputs)
+    return open_session(copy, providers), leading
+
+
+def _values_by_name(model: ir.Model) -> dict[str, ir.Value]:
+    held = {str(v.name): v for g in model.graphs() for v in (*g.inputs, *g.initializers.values())}
+    held.update((str(v.name), v) for node in model.graph.all_nodes() for v in node.outputs if v.name)
+    return held
+
+
+def _iterations(array: Array, axes: int | None) -> list[Array]:
+    """What one run has of a value: loops put ``axes`` axes in front of it."""
+    if axes is None:
+        return [array]
+    if axes == 0:  # of a branch; one that was not taken gives nothing
+        return [array] if array.shape != (0,) else []
+    return list(array.reshape(math.prod(array.shape[:axes]), *array.shape[axes:]))
+
+
+def _behind(value: ir.Value, graph: ir.Graph) -> Place:
+    """The place where ``value`` has just been made, in the graph that makes it or is given it."""
+    node = value.producer()
+    if node is not None:
+        return after(node)
+    first = next(iter(graph), None)
+    return graph.append if first is None else before(first)
+
+
+def measure_shapes(
+    model: ir.Model, feeds: Any, providers: Providers | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of every value in one run: for models whose shapes cannot be inferred.
+
+    The tensors themselves are not kept: the run returns their shapes. Of a value inside a loop the shape in its last
+    iteration is given, of one in a branch that is not taken nothing.
+
+    Args:
+        model: as :func:`load_model` gives it; left as it is.
+        feeds: one batch.
+    """
+    copy = model.clone()
+    instrument = Instrument(copy)
+    asked: list[tuple[str, ir.Value, int | None]] = []
+    for value in [v for v in _values_by_name(copy).values() if not v.is_initializer()]:
+        graph = value.graph
+        if graph is None or not isinstance(value.type or ir.TensorType(ir.DataType.FLOAT), ir.TensorType):
+            continue
+        shape = instrument.builder.emit(
+            _behind(value, graph), "Shape", [value], f"{value.name}_shape", ir.DataType.INT64
+        )
+        shape.shape, axes = None, None
+        if graph is not copy.graph:
+            shape, axes = instrument.lift(shape, graph, np.asarray(_NOT_TAKEN, np.int64), None)
+        asked.append((str(value.name), shape, axes))
+    copy.graph.outputs.clear()
+    copy.graph.outputs.extend(shape for _, shape, _ in asked)
+    arrays = _run(open_session(copy, providers), as_feeds(feeds, input_specs(model)), "feeds")
+    found = {}
+    for (name, _, axes), array in zip(asked, arrays, strict=True):
+        if array.tolist() == _NOT_TAKEN:
+            continue
+        seen = _iterations(array, axes) if axes else [array]
+        if seen and seen[-1].tolist() != _NOT_TAKEN:
+            found[name] = tuple(int(n) for n in seen[-1])
+    return found
+
+
+def _no_bias_place(node: ir.Node) -> str | None:
+    if node.op_type == "MatMul" and not node.domain:
+        weight = node.inputs[1]
+        stored = (
+            weight is not None
+            and weight.is_initializer()
+            and weight.shape is not None
+            and len(weight.shape) == 2
+        )
+        return None if stored else "it multiplies by no stored matrix"
+    if node.op_type not in _WITH_BIAS or node.domain:
+        return f"a {node.op_type} has no input for a bias"
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        return f"it has the bias {node.inputs[2].name}"
+    return None
+
+
+def _signature(node: ir.Node) -> tuple[Any, ...]:
+    """What an operator computes, whatever it reads: equal for operators that a session can serve together."""
+    attributes = tuple(
+        sorted(
+            (a.name, a.type, a.value if isinstance(a.value, (int, float, str)) else repr(a.value))
+            for a in node.attributes.values()
+        )
+    )
+    kinds = tuple(None if value is None else value.dtype for value in node.inputs)
+    made = tuple(bool(value.name) for value in node.outputs)
+    large = any(a.type in (ir.AttributeType.TENSOR, ir.AttributeType.GRAPH) for a in node.attributes.values())
+    return node.domain, node.op_type, attributes, kinds, made, id(node) if large else 0
+
+
+def _run(session: Any, feeds: Mapping[str, Array], site: str) -> list[Array]:
+    try:
+        return list(session.run(None, dict(feeds)))
+    except refusals() as error:
+        raise ModelError(
+            site,
+            f"ONNX Runtime cannot run it: {first_line(error)}",
+            "run the float model in ONNX Runtime with this input first",
+        ) from error
+
+
+def _wide(array: Array) -> Array:
+    """Floating-point numbers of less than 32 bits as float32."""
+    narrow = array.dtype.name in ("float16", "bfloat16") or array.dtype.name.startswith("float8")
+    return array.astype(np.float32) if narrow else np.asarray(array)

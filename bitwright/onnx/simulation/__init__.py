@@ -1,0 +1,1 @@
+"""The simulation of an ONNX model: markers in the graph, calibration, and ``QuantizationSimModel``."""

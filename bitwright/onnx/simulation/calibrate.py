@@ -1,0 +1,374 @@
+"""Watching activations while a model runs: bounds by reductions inside the graph, histograms from the tensors.
+
+What a quantizer needs decides what is fetched. Bounds (range method ``minmax``, per tensor) are three reductions and
+a size beside each tensor; only scalars leave the runtime. ReduceMin and ReduceMax pass over NaN, so a ReduceSum goes
+with them: where one of the three is not finite, the tensor itself is fetched in a second run of the batch and counted
+exactly. Everything else (histograms, several scales, half types) fetches the tensors and hands them to
+:mod:`bitwright.core.numerics.statistics`, so that encodings are those of any other front end, bit for bit.
+
+Memory: tensors are fetched in groups whose bytes stay within a budget, one run of the batch per group; the runtime
+frees every other tensor as soon as its readers are through (:mod:`bitwright.onnx.model.schedule`).
+
+Channels that are constant (:mod:`bitwright.core.graph.constant_channels`) are found by two reductions per channel
+beside each tensor that is reduced. They run until one batch has counted. The session of the next batches, opened from
+the model that was optimised for the first, has them only where a channel was constant in that one, and only the
+maximum where the constant is the least value of the tensor, as behind a ReLU: a channel whose maximum is the minimum
+of the tensor is constant.
+
+Tensors inside the bodies of If, Loop and Scan leave them as additional outputs; a loop hands out one entry per
+iteration, and a branch that was not taken contributes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.graph.constant_channels import ChannelWatch
+from bitwright.core.numerics import statistics
+from bitwright.core.simulation.calibration import BatchGate
+from bitwright.core.simulation.quantizer import Quantizer
+from bitwright.errors import BitwrightError, CalibrationError
+from bitwright.export.verify.runtime import refusals
+from bitwright.onnx.model.data import Feeds, InputSpec, as_feeds, input_specs
+from bitwright.onnx.model.instrument import Instrument, Tap, itemsize, static_bytes
+from bitwright.onnx.model.schedule import Watching, narrow, open_watching
+from bitwright.onnx.model.session import Providers, first_line, open_session, return_memory, weight_bytes
+from bitwright.onnx.simulation.simulate import Simulation
+
+Array = NDArray[Any]
+_KEPT = 32  # sessions at most
+
+
+@dataclass
+class _Bounds:
+    """Bounds of all reduced taps so far, as vectors: one update per batch, whatever the number of sites."""
+
+    lo: Array
+    hi: Array
+    count: Array
+
+    @classmethod
+    def of(cls, size: int) -> _Bounds:
+        return cls(np.full(size, np.inf), np.full(size, -np.inf), np.zeros(size, np.int64))
+
+    def add(self, lo: Array, hi: Array, count: Array, use: Array) -> None:
+        self.lo = np.where(use, np.minimum(self.lo, lo), self.lo)
+        self.hi = np.where(use, np.maximum(self.hi, hi), self.hi)
+        self.count = self.count + np.where(use, count, 0)
+
+
+@dataclass(eq=False)
+class _Session:
+    """A session with some taps among its outputs."""
+
+    watching: Watching
+    followed: dict[Tap, bool]  # the taps that show their channels, and whether their minima too
+    names: list[str]  # to fetch: outputs of the model, scalars, bounds of channels, arrays
+    used: int = 0  # number of the batch that it ran last
+
+    def run(self, feeds: Feeds) -> list[Array]:
+        found: list[Array] = self.watching.session.run(self.names, feeds)
+        return found
+
+
+@dataclass(eq=False)
+class Calibrator:
+    """Runs batches and fills the statistics of quantizers.
+
+    Args:
+        simulation: constants quantized, activations in float except the frozen ones.
+        quantizers: site -> quantizer, for the activation sites to watch.
+        budget: bytes of activations that may be held at once beside what the model itself needs.
+        providers, threads: of the sessions.
+        gate: decides about batches that are not finite; without one their finite elements are used.
+        channels: site -> what it shows of its channels.
+    """
+
+    simulation: Simulation
+    quantizers: Mapping[str, Quantizer]
+    budget: int
+    providers: Providers | None = None
+    threads: int = 0
+    gate: BatchGate | None = None
+    channels: Mapping[str, ChannelWatch] = field(default_factory=dict)
+    runs: int = 0
+    specs: tuple[InputSpec, ...] = field(init=False)
+    _sessions: dict[tuple[Any, ...], _Session] = field(default_factory=dict)
+    _sizes: dict[tuple[Any, ...], dict[Tap, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        model = self.simulation.model
+        self.specs = input_specs(model)
+        self._outputs = [str(v.name) for v in model.graph.outputs]
+        self._instrument = Instrument(model)
+        self.taps = self._find_taps()
+        self._reduced = [tap for tap in self.taps if tap.scalars]
+        self._fetched = [tap for tap in self.taps if not tap.scalars]
+        self._joined = self._instrument.join([tap.scalars for tap in self._reduced])
+        self._bounds = _Bounds.of(len(self._reduced))
+        self._followed = dict.fromkeys((tap for tap in self.taps if tap.followed), True)
+        self._settled = False  # whether a batch has shown which channels may be constant
+        self._weights = weight_bytes(model)
+
+    def _find_taps(self) -> list[Tap]:
+        found: dict[tuple[int, ir.Value, ir.Graph], Tap] = {}
+        for site, places in self.simulation.taps.items():
+            quantizer = self.quantizers.get(site)
+            if quantizer is None or not quantizer.enabled or quantizer.frozen or quantizer.is_fixed:
+                continue
+            for value, graph in places:
+                key = (id(quantizer), value, graph)
+                watch = self.channels.get(site, ChannelWatch())
+                if key in found:
+                    found[key].times += 1
+                else:
+                    axis = None if watch.place is None else watch.place.axis
+                    found[key] = self._instrument.tap(quantizer, value, graph, axis)
+                found[key].watches.append(watch)
+        return list(found.values())
+
+    def _settle(self) -> None:
+        """From now on look at those channels only of which another batch can still tell something."""
+        if not self._settled:
+            least = dict(zip(self._reduced, self._bounds.lo.tolist(), strict=True))
+            still = (tap for tap in self._followed if tap.followed)
+            self._followed = {tap: tap not in least or not tap.is_least(least[tap]) for tap in still}
+            self._settled = True
+            for tap in self._reduced:
+                both = self._followed.get(tap)
+                self._instrument.drop(tap.channels if both is None else tap.channels[: 0 if both else 1])
+
+    # -- running
+
+    def run(self, given: Any) -> list[Array]:
+        """Run one batch and watch it; the outputs of the model, activations in float.
+
+        Raises:
+            ModelError: the batch does not fit the inputs.
+            CalibrationError: the model fails on it, or makes NaN or Inf of it that the gate does not let through.
+        """
+        where = f"batch {self.runs}"
+        feeds = as_feeds(given, self.specs, where)
+        before = replace(self._bounds)
+        if self.gate is not None:
+            self.gate.open(feeds)
+        counts = False
+        try:
+            outputs = self._watch(feeds, where)
+            counts = self.gate is None or self.gate.close()
+            if counts:
+                self._settle()
+        finally:
+            if not counts:
+                self._bounds = before
+        self.runs += 1
+        return outputs
+
+    def _watch(self, feeds: Feeds, where: str) -> list[Array]:
+        outputs: list[Array] = []
+        try:
+            groups = self._groups(self._tap_sizes(feeds))
+            for i, group in enumerate(groups):
+                found = self._session(group, first=i == 0, arena=len(groups) == 1).run(feeds)
+                if i == 0:
+                    outputs, found = found[: len(self._outputs)], found[len(self._outputs) :]
+                    scalars, found = found[: len(self._joined)], found[len(self._joined) :]
+                    ends, found = self._split(found)
+                self._read_arrays(group, found, feeds)
+                if i == 0:  # may take runs of its own
+                    odd = self._read_scalars(scalars, feeds)
+                    self._read_channels({t: ends[t] for t in ends.keys() - set(odd)}, scalars, feeds)
+        except BitwrightError:
+            raise
+        except refusals() as error:
+            raise CalibrationError(
+                where,
+                f"the model fails on it: {first_line(error)}",
+                "run the float model in ONNX Runtime on the same batch; what it refuses cannot be calibrated on",
+            ) from error
+        return outputs
+
+    def finish(self) -> None:
+        """Hand the bounds gathered so far to the quantizers."""
+        lo, hi, count = self._bounds.lo, self._bounds.hi, self._bounds.count
+        for i, tap in enumerate(self._reduced):
+            if count[i]:
+                none = np.zeros((), np.int64)
+                seen = np.asarray(count[i] * tap.times)
+                tap.quantizer.observe_statistics(
+                    statistics.MinMax(np.asarray(lo[i]), np.asarray(hi[i]), seen, none, none, none)
+                )
+        self._bounds = _Bounds.of(len(self._reduced))
+
+    def _channel_values(self) -> dict[Tap, tuple[ir.Value, ...]]:
+        """The bounds per channel that a run gives, for every reduced tap whose channels are looked at."""
+        followed = ((tap, self._followed[tap]) for tap in self._reduced if tap in self._followed)
+        return {tap: tap.channels if both else tap.channels[1:] for tap, both in followed}
+
+    def _split(self, found: list[Array]) -> tuple[dict[Tap, list[Array]], list[Array]]:
+        """The bounds per channel that a run gave, and what comes behind them."""
+        rest = iter(found)
+        return {tap: list(islice(rest, len(values))) for tap, values in self._channel_values().items()}, list(
+            rest
+        )
+
+    def _read_scalars(self, found: Sequence[Array], feeds: Feeds) -> list[Tap]:
+        """Take the bounds of the reduced taps; those that were fetched because they are not finite."""
+        if not self._reduced:
+            return []
+        lo, hi, total, count = (vector.astype(np.float64) for vector in found)
+        there = count > 0
+        finite = np.isfinite(lo) & np.isfinite(hi) & np.isfinite(total)
+        self._bounds.add(lo, hi, count.astype(np.int64), there & finite)
+        for i in np.flatnonzero(~there):
+            self._reduced[i].note_empty()
+        odd = [self._reduced[i] for i in np.flatnonzero(there & ~finite)]
+        self._look_again(odd, feeds, Tap.observe)
+        return odd
+
+    def _read_channels(self, ends: Mapping[Tap, list[Array]], scalars: Sequence[Array], feeds: Feeds) -> None:
+        """Take the bounds per channel; where they are not enough, look at the tensor."""
+        least = dict(zip(self._reduced, scalars[0].tolist(), strict=True)) if ends else {}
+        unclear = [tap for tap, found in ends.items() if not tap.observe_channels(found, least[tap])]
+        self._look_again(unclear, feeds, Tap.observe_channels_of)
+
+    def _look_again(self, taps: Sequence[Tap], feeds: Feeds, see: Callable[[Tap, Array], None]) -> None:
+        """Fetch reduced tensors of the same batch."""
+        for tap in taps:
+            tap.settle()
+        for group in self._groups(self._tap_sizes(feeds, taps)) if taps else ():
+            given = all(
+                tap.value.is_graph_input() for tap in group
+            )  # no run needed: they came with the batch
+            found = [] if given else self._session(group, first=False, arena=False).run(feeds)
+            self._read_arrays(group, found, feeds, see)
+
+    def _read_arrays(
+        self,
+        group: Sequence[Tap],
+        found: list[Array],
+        feeds: Feeds,
+        see: Callable[[Tap, Array], None] | None = None,
+    ) -> None:
+        """Count the tensors of one run; ``found`` gives up each once it is counted, so that nothing waits for the next."""
+        found.reverse()
+        for tap in group:
+            name = str(tap.value.name)
+            (see or Tap.observe)(tap, feeds[name] if name in feeds else found.pop())
+        assert not found, "more was fetched than is watched"
+
+    # -- sessions and memory
+
+    def _session(self, arrays: Sequence[Tap], *, first: bool, arena: bool) -> _Session:
+        """The session for a run; a few are kept for the batches to come."""
+        key = (tuple(map(id, arrays)), first, arena)
+        found = self._sessions.pop(key, None)
+        if found is None or found.followed != self._followed:
+            before = None if found is None else replace(found.watching, session=None)
+            found = None  # its memory goes before another one takes its own
+            self._make_room()
+            found = self._open(arrays, first=first, arena=arena, before=before)
+        found.used = self.runs
+        self._sessions[key] = found
+        return found
+
+    def _make_room(self) -> None:
+        """Let sessions go until one more may come: those of other shapes first, then the one that ran last.
+
+        Groups come round in the same order with every batch, so what ran last is needed last.
+        """
+        beside = min(self._kept_bytes // max(1, self._weights), _KEPT - 1)
+        if len(self._sessions) <= beside:
+            return
+        for key in [key for key, session in self._sessions.items() if session.used < self.runs - 1]:
+            del self._sessions[key]
+        while len(self._sessions) > beside:
+            self._sessions.popitem()
+        return_memory()
+
+    @property
+    def _kept_bytes(self) -> int:
+        """The part of the budget for the weights of sessions that are kept beside the one that runs."""
+        part = self.budget // 4
+        return part if self._weights <= part else 0
+
+    def _open(
+        self, arrays: Sequence[Tap], *, first: bool, arena: bool, before: Watching | None = None
+    ) -> _Session:
+        """A session; ``before`` is what is left of one that showed the channels of more taps."""
+        fetched = [tap for tap in arrays if not tap.value.is_graph_input()]
+        ordered = {tap.value for tap in fetched if not tap.unordered or tap in self._followed}
+        channels = chain.from_iterable(self._channel_values().values())
+        small = [*self._joined, *channels] if first else []
+        names = [*(self._outputs if first else ()), *(str(v.name) for v in small)]
+        names += [str(tap.value.name) for tap in fetched]
+        reduced = {str(v.name) for tap in self._reduced for v in tap.scalars}
+        unordered = {str(tap.value.name) for tap in fetched if tap.value not in ordered}
+        unordered = unordered.difference(self._outputs)
+        if before is not None and before.optimized is not None:
+            kept = {*names, *self._outputs}
+            watching = narrow(
+                before, kept, scalars=reduced, unordered=unordered, threads=self.threads, arena=arena
+            )
+        else:
+            watching = self._instrument.open(
+                [*small, *(tap.value for tap in fetched)],
+                lambda model: open_watching(
+                    model,
+                    self.providers,
+                    threads=self.threads,
+                    scalars=reduced,
+                    channels={str(v.name) for tap in self._followed for v in tap.channels},
+                    unordered=unordered,
+                    arena=arena,
+                    keep=bool(self._followed) and not self._settled,
+                ),
+            )
+        return _Session(watching, self._followed, [watching.name(name) for name in names])
+
+    def _groups(self, sizes: Mapping[Tap, int]) -> list[tuple[Tap, ...]]:
+        """The taps in runs that stay within the budget together with the sessions that are kept; at least one run."""
+        groups: list[list[Tap]] = [[]]
+        held, room = 0, self.budget
+        if sum(sizes.values()) > room:
+            room -= self._kept_bytes
+        for tap, size in sizes.items():
+            if held and held + size > room:
+                groups.append([])
+                held = 0
+            groups[-1].append(tap)
+            held += size
+        return [tuple(group) for group in groups]
+
+    def _tap_sizes(self, feeds: Feeds, taps: Sequence[Tap] | None = None) -> dict[Tap, int]:
+        """Bytes that fetching every tensor takes: from the shapes in the model, else measured in a run of its own.
+
+        An input takes none, it is there already.
+        """
+        taps = self._fetched if taps is None else taps
+        shapes = tuple((name, array.shape) for name, array in feeds.items())
+        known = self._sizes.setdefault(shapes, {})
+        new = [tap for tap in taps if tap not in known]
+        symbols = self._instrument.symbols(feeds)
+        static = {tap: 0 if tap.value.is_graph_input() else static_bytes(tap.value, symbols) for tap in new}
+        unknown = [tap for tap, size in static.items() if size is None]
+        known.update((tap, size) for tap, size in static.items() if size is not None)
+        known.update(zip(unknown, self._measure(unknown, feeds), strict=True))
+        return {tap: known[tap] for tap in taps}
+
+    def _measure(self, taps: Sequence[Tap], feeds: Feeds) -> list[int]:
+        if not taps:
+            return []
+        session = self._instrument.sizing(
+            [tap.value for tap in taps],
+            lambda model: open_session(model, self.providers, threads=self.threads, order="frugal"),
+        )
+        counts = session.run(None, feeds)
+        return [int(n) * itemsize(tap.value) for n, tap in zip(counts, taps, strict=True)]

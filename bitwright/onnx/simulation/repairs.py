@@ -1,0 +1,113 @@
+"""Repairs in the graph of a simulation: the nodes of each, behind the value that it repairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from bitwright.core.health.repair import Repair
+from bitwright.core.health.report import LIMITS
+from bitwright.export.qdq.forms import Builder, after
+from bitwright.export.qdq.markers import Outputs, is_site, move_uses, remove_unread
+
+_D = ir.DataType
+_LIMITS = {_D.FLOAT16: "float16", _D.BFLOAT16: "bfloat16", _D.FLOAT: "float32", _D.DOUBLE: "float64"}
+
+
+class Repaired(Protocol):
+    """What of a simulation repairs change."""
+
+    marked: ir.Model
+    mended: list[Mended]
+    repairs: tuple[Repair, ...]
+
+    def forget_simulations(self) -> None:
+        """Models made from the marked one are made anew."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mended:
+    """A value behind which a repair stands.
+
+    Attributes:
+        raw: what the operator wrote; its name ends in ``_unrepaired``.
+        result: what its readers see, under the name that ``raw`` had.
+    """
+
+    raw: ir.Value
+    result: ir.Value
+
+
+def nodes_of(sim: Repaired) -> dict[str, ir.Node]:
+    """Operator -> its node in the marked model."""
+    return {str(node.name): node for node in sim.marked.graph.all_nodes() if not is_site(node)}
+
+
+def float_results(node: ir.Node | None) -> list[ir.Value]:
+    """The floating-point tensors that a node writes and somebody reads."""
+    read = [v for v in (() if node is None else node.outputs) if v.uses() or v.is_graph_output()]
+    return [v for v in read if not isinstance(v.type, ir.SequenceType) and _dtype(v) in _LIMITS]
+
+
+def _dtype(value: ir.Value) -> ir.DataType:
+    """The type of a tensor; float32 behind an operator that type inference does not know, as for quantizers."""
+    return value.dtype or _D.FLOAT
+
+
+def put_in_force(sim: Repaired, repairs: tuple[Repair, ...]) -> None:
+    """Let exactly these repairs be in force."""
+    _take_out(sim)
+    builder, nodes = Builder(sim.marked), nodes_of(sim)
+    for repair in repairs:
+        sim.mended += [_put_in(builder, value, repair) for value in float_results(nodes[repair.op])]
+    sim.repairs = repairs
+    sim.forget_simulations()
+
+
+def _take_out(sim: Repaired) -> None:
+    outputs = Outputs(sim.marked)
+    for mended in reversed(sim.mended):
+        raw, result, name = mended.raw, mended.result, mended.result.name
+        move_uses(result, raw)
+        outputs.replace(result, raw)
+        remove_unread(result)
+        raw.name = name
+    sim.mended, sim.repairs = [], ()
+
+
+def _put_in(builder: Builder, raw: ir.Value, repair: Repair) -> Mended:
+    """Write the nodes of one repair behind ``raw``; its readers move to their result."""
+    name, dtype, last = str(raw.name), _dtype(raw), raw.producer()
+    assert last is not None
+    limit = LIMITS[_LIMITS[dtype]][0]
+    own: set[ir.Node] = set()
+
+    def constant(what: str, number: float) -> ir.Value:
+        array = np.asarray(min(max(number, -limit), limit)).astype(dtype.numpy())
+        return builder.initializer_of(f"{name}/{what}", ir.Tensor(array, dtype=dtype))
+
+    def emit(op: str, inputs: Sequence[ir.Value], out: ir.DataType) -> ir.Value:
+        nonlocal last
+        assert last is not None
+        value = builder.emit(after(last), op, inputs, f"{name}/{op.lower()}", out)
+        value.shape = None if raw.shape is None else raw.shape.copy()
+        last = value.producer()
+        assert last is not None
+        own.add(last)
+        return value
+
+    value = emit("Where", [emit("IsNaN", [raw], _D.BOOL), constant("nan", repair.nan), raw], dtype)
+    lo, hi = constant("lo", repair.lo), constant("hi", repair.hi)
+    if repair.kind == "clamp":
+        value = emit("Clip", [value, lo, hi], dtype)
+    else:  # beyond the largest number is only infinity
+        value = emit("Where", [emit("Greater", [value, constant("max", limit)], _D.BOOL), hi, value], dtype)
+        value = emit("Where", [emit("Less", [value, constant("min", -limit)], _D.BOOL), lo, value], dtype)
+    move_uses(raw, value, keep=own)
+    builder.outputs.replace(raw, value)
+    value.name, raw.name = name, builder.names.value(f"{name}_unrepaired")
+    return Mended(raw, value)

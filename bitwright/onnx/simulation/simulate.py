@@ -1,0 +1,232 @@
+"""From placed sites to models that run: markers in the graph, and the simulation that follows from them.
+
+There is one marked model per simulation. What runs (calibration, simulation) and what is exported are both derived
+from it, by the same writer of quantizers (:mod:`bitwright.export.qdq.forms`), so that they cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.numerics.affine import fake_quantize
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.int32_bias import fake_quantize_bias
+from bitwright.core.placement.plan import SitePlan
+from bitwright.export.qdq.forms import Builder, unsigned, write_activation
+from bitwright.export.qdq.markers import (
+    ATTRIBUTE,
+    DOMAIN,
+    OP_TYPE,
+    Names,
+    Outputs,
+    bypass,
+    close,
+    copy_model,
+    move_uses,
+    remove_unread,
+    site_nodes,
+    site_of,
+)
+from bitwright.export.qdq.recurrent import INNER_SITES, expand_recurrent
+from bitwright.export.qdq.write import find_constants, let_go
+from bitwright.onnx.model.recurrent import is_layer
+from bitwright.onnx.model.session import IN_MEMORY, spill, weight_bytes
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A model that computes with quantized constants and, where they have encodings, quantized activations.
+
+    Attributes:
+        model: standard ONNX; graph inputs and outputs keep their names and order.
+        taps: activation site -> the float tensors that enter it, each with the graph in which the site stands.
+        results: activation site -> what its readers see.
+        folder: where the weights of a large model lie while this exists; sessions share them.
+    """
+
+    model: ir.Model
+    taps: dict[str, list[tuple[ir.Value, ir.Graph]]] = field(default_factory=dict)
+    results: dict[str, list[ir.Value]] = field(default_factory=dict)
+    folder: tempfile.TemporaryDirectory[str] | None = None
+
+
+def mark_sites(model: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str, ir.Node]) -> ir.Model:
+    """A copy of ``model`` with a ``bitwright::Site`` marker at every site.
+
+    A recurrent layer with sites inside its steps becomes the node of :mod:`bitwright.export.qdq.recurrent` that says so.
+
+    Args:
+        model: names of nodes and values are unique over all graphs; left as it is.
+        sites: as :func:`bitwright.core.placement.plan.place` gives them.
+        node_of: operator -> its node in ``model``.
+    """
+    copy = copy_model(model)
+    nodes = {node.name: node for node in copy.graph.all_nodes()}
+    values = {value.name: value for node in copy.graph.all_nodes() for value in node.outputs}
+    values.update((v.name, v) for graph in copy.graphs() for v in graph.inputs)
+    names, outputs = Names(copy), Outputs(copy)
+    inner: dict[ir.Node, list[str]] = {}
+    for site in sites:
+        node = nodes[node_of[site.op].name]
+        if site.inner is not None:
+            inner.setdefault(node, []).append(f"{site.inner}={site.name}")
+        elif site.role == "output":
+            _mark_output(values[site.value], site.name, names, outputs)
+        elif node.op_type == "If" and not node.domain:
+            _mark_returned(values[site.value], site.name, names, outputs)
+        else:
+            _mark_input(node, site.port, site.name, names)
+    for node in nodes.values():  # ONNX Runtime has no kernels for layout 1, and none with quantizers inside
+        if node in inner or (is_layer(node) and node.attributes.get_int("layout", 0) == 1):
+            node.domain = DOMAIN
+            node.attributes.add(ir.AttrStrings(INNER_SITES, inner.get(node, [])))
+    for graph in copy.graphs():
+        graph.opset_imports[DOMAIN] = 1
+    return copy
+
+
+def _mark_input(node: ir.Node, port: int, site: str, names: Names) -> None:
+    value = node.inputs[port]
+    assert value is not None and node.graph is not None, (site, port)
+    marker = _marker(value, site, names)
+    node.graph.insert_before(node, marker)
+    node.replace_input_with(port, marker.outputs[0])
+
+
+def _mark_returned(value: ir.Value, site: str, names: Names, outputs: Outputs) -> None:
+    """Mark what the branch of an If hands out, for nobody but the reader of the If."""
+    assert value.graph is not None
+    marker = _marker(value, site, names)
+    value.graph.append(marker)
+    name = str(value.name)
+    outputs.replace(value, marker.outputs[0])
+    value.name = names.value(f"{name}_raw")
+
+
+def _mark_output(value: ir.Value, site: str, names: Names, outputs: Outputs) -> None:
+    node, graph = value.producer(), value.graph
+    marker = _marker(value, site, names)
+    if node is not None and node.graph is not None:
+        node.graph.insert_after(node, marker)
+    else:  # what enters a body
+        assert graph is not None
+        graph.insert_before(next(iter(graph)), marker)
+    move_uses(value, marker.outputs[0], keep={marker})
+    if value.is_graph_output():
+        name = str(value.name)
+        outputs.replace(value, marker.outputs[0])
+        value.name = names.value(f"{name}_raw")
+
+
+def _marker(value: ir.Value, site: str, names: Names) -> ir.Node:
+    name = names.node(f"{site}/site")
+    marker = ir.Node(DOMAIN, OP_TYPE, [value], [ir.AttrString(ATTRIBUTE, site)], name=name)
+    marker.outputs[0].name = names.value(f"{value.name}_site")
+    marker.outputs[0].type, marker.outputs[0].shape = value.type, value.shape
+    return marker
+
+
+def marked_constants(marked: ir.Model) -> dict[str, NDArray[Any]]:
+    """Site -> value, of every site that marks a constant (also one that is computed from constants).
+
+    bfloat16 is given as float32. Large models are read lazily: an array that views a mapped file costs nothing yet.
+    """
+    known = find_constants(marked)
+    found: dict[str, NDArray[Any]] = {}
+    for node in site_nodes(marked):
+        source = node.inputs[0]
+        if source in known:
+            array = known[source].numpy()
+            found[site_of(node)] = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+    return found
+
+
+def simulation_model(
+    marked: ir.Model, encodings: Mapping[str, Encoding], biases: Container[str] = ()
+) -> Simulation:
+    """The model that computes what the quantized model will compute.
+
+    Constants become their fake-quantized float values, and their originals are dropped. Activations pass
+    QuantizeLinear and DequantizeLinear. A site without encoding lets its tensor through.
+
+    Args:
+        marked: from :func:`mark_sites`; left as it is.
+        encodings: site -> encoding.
+        biases: sites of biases, whose int32 codes are rounded to float32 as DequantizeLinear does.
+
+    Raises:
+        EncodingsError, ExportError: an encoding does not fit its tensor.
+    """
+    copy = copy_model(expand_recurrent(marked))
+    builder, constants = Builder(copy), find_constants(copy)
+    simulation = Simulation(copy)
+    large = weight_bytes(marked) > IN_MEMORY
+    folded: dict[tuple[ir.Value, Encoding], ir.Value] = {}
+    replaced: dict[ir.Value, None] = {}
+    for node in site_nodes(copy):
+        site, source = site_of(node), node.inputs[0]
+        assert source is not None and node.graph is not None
+        encoding = encodings.get(site)
+        if source in constants:
+            if encoding is not None:
+                key = (source, encoding)
+                if key not in folded:
+                    tensor = _simulated(constants[source], encoding, bias=site in biases, later=large)
+                    folded[key] = builder.initializer_of(f"{source.name}_simulated", tensor)
+                node.replace_input_with(0, folded[key])
+                replaced[source] = None
+            bypass(node, builder.outputs)
+            continue
+        simulation.taps.setdefault(site, []).append((source, node.graph))
+        if encoding is None:
+            result = node.outputs[0]
+            kept = _bypass_activation(node, builder)
+            simulation.results.setdefault(site, []).append(source if kept is None else result)
+            continue
+        found = write_activation(builder, node, encoding, unsigned(encoding), site)
+        simulation.results.setdefault(site, []).append(found.value)
+    for source in replaced:
+        remove_unread(source)
+    close(copy)
+    return _spilled(simulation) if large else simulation
+
+
+def _spilled(simulation: Simulation) -> Simulation:
+    folder = tempfile.TemporaryDirectory(prefix="bitwright-", ignore_cleanup_errors=True)
+    spill(simulation.model, folder.name)
+    return replace(simulation, folder=folder)
+
+
+def _bypass_activation(node: ir.Node, builder: Builder) -> ir.Node | None:
+    """Take a marker out; the node that stays where an output's name needs one, or ``None``."""
+    bypass(node, builder.outputs)
+    return node if node.graph is not None else None
+
+
+def _simulated(
+    tensor: ir.TensorProtocol, encoding: Encoding, *, bias: bool, later: bool
+) -> ir.Tensor | ir.LazyTensor:
+    """What a constant becomes; ``later`` computes it whenever it is written, so that a large model is never held whole."""
+
+    def fold() -> ir.Tensor:
+        array = _folded(tensor.numpy(), encoding, bias=bias)
+        let_go(tensor)
+        return ir.Tensor(array, dtype=tensor.dtype)
+
+    return ir.LazyTensor(fold, tensor.dtype, ir.Shape(tensor.shape.numpy())) if later else fold()
+
+
+def _folded(array: NDArray[Any], encoding: Encoding, *, bias: bool) -> NDArray[Any]:
+    if bias and encoding.format == IntFormat(32):
+        return fake_quantize_bias(array, encoding).astype(array.dtype)
+    wide = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+    result: NDArray[Any] = np.asarray(fake_quantize(wide, encoding)).astype(array.dtype, copy=False)
+    return result

@@ -1,0 +1,288 @@
+"""A torch simulation as a program of steps: its calls, written down and repeatable.
+
+The protocol is :class:`bitwright.algorithms.rounding.program.SimulatedModel`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitwright.algorithms.rounding.program import Program, State, Step, run
+from bitwright.core.graph.graph import Graph
+from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.simulation.sites import Site
+from bitwright.errors import ModelError
+from bitwright.torch.calls import recurrent
+from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function
+from bitwright.torch.calls.intercept import Frame, Key
+from bitwright.torch.calls.record import Slot
+from bitwright.torch.calls.trees import flatten_tensors, map_tensors
+from bitwright.torch.simulation.quantizer import Quantizer
+from bitwright.torch.simulation.quantsim import QuantizationSimModel
+from bitwright.torch.simulation.simulate import CallPlan
+
+Forward = Callable[[nn.Module, Any], Any]
+"""Calls a model on a batch in a way of its own."""
+
+_EXACT_ENOUGH = 80.0  # dB between a model and its steps; they make the same calls on the same tensors
+
+
+class _Tracer:
+    """A handler that carries out every call unchanged and writes it down as a :class:`Step`."""
+
+    def __init__(self, plans: Mapping[Key, CallPlan], quantize: Callable[[str, Tensor], Tensor]) -> None:
+        self._plans, self._quantize = plans, quantize
+        self.steps: list[Step] = []
+        self.constants: dict[int, Tensor] = {}
+        self.inputs: State = {}
+        self.outputs: list[Tensor] = []
+        self._live: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._named: dict[int, int] = {}
+        self._count = 0
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note the model's inputs."""
+        for _, tensor in flatten_tensors((args, kwargs)):
+            if self._known(tensor) is None:
+                self.inputs[self._bind(tensor)] = tensor
+
+    def part(self, path: str, caller: str | None) -> bool:
+        """Only whole forwards can be repeated."""
+        return False
+
+    def end(self, output: Any) -> None:
+        """Note what the model returned."""
+        self.outputs = [tensor for _, tensor in flatten_tensors(output)]
+        self.returned = tuple(self._value(tensor) for tensor in self.outputs)
+
+    def call(
+        self, frame: Frame, key: Key, row: Function, func: Callable[..., Any], args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        """A call of a known function."""
+        return self._note(key, row, func, args, kwargs)
+
+    def other(
+        self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Any other call."""
+        row = FUNCTIONS.get(func)
+        if row is None and getattr(func, "__name__", "") in ("__get__", "__set__"):
+            return func(*args, **kwargs)
+        return self._note(frame.movement_key(row.label) if row else None, row, func, args, kwargs)
+
+    def _note(
+        self, key: Key | None, row: Function | None, func: Callable[..., Any], args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        plan = self._plans.get(key, CallPlan("")) if key is not None else CallPlan("")
+        reads = [self._value(t) for _, t in flatten_tensors((args, kwargs))]
+        slots = {value: i for i, value in enumerate(dict.fromkeys(reads))}
+        template = map_tensors((args, kwargs), lambda t: Slot(slots[self._value(t)]))
+        places = self._places(row, args, kwargs, slots)
+        output = func(*args, **kwargs)
+        written = args[0] if func is SET_ITEM else output
+        produced = [t for _, t in flatten_tensors(written)]
+        fixed = not plan.op and all(value in self.constants for value in slots)
+        if not produced or (len(slots) == 1 and all(self._known(t) in slots for t in produced) and fixed):
+            return output
+        if fixed:
+            for tensor in produced:
+                self.constants[self._bind(tensor)] = tensor.detach().clone()
+            return output
+        in_place = func is SET_ITEM or (row is not None and (row.in_place or bool(kwargs.get("inplace"))))
+        self.steps.append(
+            Step(
+                plan.op,
+                tuple(slots),
+                tuple(self._bind(t) for t in produced),
+                _Replay(func, template, in_place),
+                places,
+                tuple((places[p.at], p.site) for p in plan.operands if p.at in places),
+                tuple((p.at, p.site) for p in plan.outputs if p.at < len(produced)),
+                inside=self._inside(plan, func, template),
+            )
+        )
+        return output
+
+    def _inside(self, plan: CallPlan, func: Callable[..., Any], template: Any) -> _Replay | None:
+        """A recurrent layer with its quantizers inside."""
+        if func is not recurrent.layer or not plan.inside:
+            return None
+        inside = {name: functools.partial(self._quantize, p.site) for name, p in plan.inside.items()}
+        return _Replay(func, (template[0], {**template[1], "inside": inside}), False)
+
+    def _places(
+        self, row: Function | None, args: tuple[Any, ...], kwargs: dict[str, Any], slots: Mapping[int, int]
+    ) -> dict[int, int]:
+        if row is None:
+            return {}
+        operands = row.operands(row.bind(args, kwargs))
+        return {port: slots[self._value(t)] for port, t in operands if isinstance(t, Tensor)}
+
+    def _known(self, tensor: Tensor) -> int | None:
+        found = self._live.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def _bind(self, tensor: Tensor) -> int:
+        self._count += 1
+        self._live[id(tensor)] = (weakref.ref(tensor), self._count)
+        return self._count
+
+    def _value(self, tensor: Tensor) -> int:
+        value = self._known(tensor)
+        if value is None:  # a parameter, a buffer, or a tensor from outside: the same in every run
+            value = self._bind(tensor)
+            self.constants[value] = tensor
+        return value
+
+
+class _Replay:
+    """A recorded call as a function of its tensors."""
+
+    __slots__ = ("func", "template", "in_place")
+
+    def __init__(self, func: Callable[..., Any], template: Any, in_place: bool) -> None:
+        self.func, self.template, self.in_place = func, template, in_place
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        args, kwargs = map_tensors(self.template, lambda slot: tensors[slot.value], leaf=Slot)
+        if self.in_place:
+            args = (args[0].clone(), *args[1:])
+        output = self.func(*args, **kwargs)
+        return [t for _, t in flatten_tensors(args[0] if self.func is SET_ITEM else output)]
+
+    def same(self, other: _Replay) -> bool:
+        """Whether both are the same call with the same arguments beside the tensors."""
+        return self.func is other.func and bool(self.template == other.template)
+
+
+class TorchSimulation:
+    """A :class:`QuantizationSimModel` as reconstruction sees it.
+
+    Args:
+        sim: calibrated or not; weights without an encoding get theirs.
+        forward: how a batch is run; the model is called on it by default.
+
+    Raises:
+        CalibrationError: a weight's range cannot be found.
+    """
+
+    def __init__(self, sim: QuantizationSimModel, forward: Forward | None = None) -> None:
+        self.sim, self._forward = sim, forward or _call
+        self._programs: list[Program] = []
+        self._checked = False
+        for site in sim.quantizers.values():
+            if site.role in ("weight", "constant") and site.enabled and not site.quantizer.derived:
+                param = sim.graph.values[site._plan.value].param
+                if param is not None:
+                    site.quantizer.observe_once(sim._interceptor.named_tensor(param).detach())
+
+    def graph(self) -> Graph:
+        """The graph of the simulation."""
+        return self.sim.graph
+
+    def sites(self) -> Mapping[str, Site]:
+        """The sites of the simulation."""
+        return self.sim.quantizers
+
+    def shared(self) -> Mapping[str, str]:
+        """What the plan says of values that are only moved."""
+        return self.sim.plan.shared
+
+    def _tensor(self, site: str) -> Tensor:
+        param = self.sim.graph.values[self.sim.plan.sites[site].value].param
+        assert param is not None, site
+        return self.sim._interceptor.named_tensor(param)
+
+    def weight(self, site: str) -> Tensor:
+        """A copy of the parameter at a weight site."""
+        return self._tensor(site).detach().clone()
+
+    def why_fixed(self, site: str) -> str | None:
+        """Only parameters and buffers can be written."""
+        known = self.sim.graph.values[self.sim.plan.sites[site].value].param is not None
+        return None if known else "its weight is computed in the model and no parameter"
+
+    def set_weight(self, site: str, value: Tensor) -> None:
+        """Write a parameter in place."""
+        with torch.no_grad():
+            self._tensor(site).copy_(value)
+
+    def quantize(self, site: str, x: Tensor) -> Tensor:
+        """``x`` as the quantizer of ``site`` leaves it."""
+        quantizer = self.sim.quantizers[site].quantizer
+        assert isinstance(quantizer, Quantizer)
+        if not quantizer.enabled or quantizer.encoding is None or not x.is_floating_point():
+            return x
+        return quantizer(x)
+
+    def program(self, batch: Any) -> tuple[Program, State]:
+        """The calls of one run; runs that make the same calls share one program.
+
+        Raises:
+            ModelError: the model fails on the batch, or repeating its calls gives something else (it changes tensors
+                through views of them).
+        """
+        sim = self.sim
+        self.sim._simulator.refresh_biases()
+        tracer = _Tracer(sim._simulator.plans, self.quantize)
+        with sim._interceptor.handled_by(tracer), torch.no_grad(), evaluation(sim.model):
+            self._forward(sim.model, batch)
+        program = Program(tuple(tracer.steps), tracer.constants, tracer.returned)
+        self._check(program, tracer)
+        known = next((p for p in self._programs if _same(p, program)), None)
+        if known is None:
+            self._programs.append(program)
+        return known or program, dict(tracer.inputs)
+
+    def _check(self, program: Program, tracer: _Tracer) -> None:
+        if self._checked:
+            return
+        whole = Program(
+            (*program.steps, Step("", tuple(dict.fromkeys(tracer.returned)), (), lambda tensors: ())),
+            program.constants,
+            program.outputs,
+        )
+        state = dict(tracer.inputs)
+        run(whole, state, 0, len(program.steps))
+        for value, expected in zip(tracer.returned, tracer.outputs, strict=True):
+            found = state.get(value, program.constants.get(value))
+            if found is None or not expected.is_floating_point():
+                continue
+            finite = torch.isfinite(expected)
+            agreement = sqnr(expected[finite].cpu().double().numpy(), found[finite].cpu().double().numpy())
+            if agreement < _EXACT_ENOUGH:
+                raise ModelError(
+                    type(self.sim.model).__name__,
+                    f"its calls, repeated one by one, give another output ({agreement:.0f} dB): it changes tensors "
+                    "through views of them, or draws random numbers",
+                    "write x = torch.cat(...) instead of assigning into a view, and seed what is random",
+                )
+        self._checked = True
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    args, kwargs = as_call(to_device(batch, model_device(model)))
+    return model(*args, **kwargs)
+
+
+def _same(one: Program, other: Program) -> bool:
+    """Whether two runs made the same calls, so that one program serves both."""
+    if len(one.steps) != len(other.steps) or one.constants.keys() != other.constants.keys():
+        return False
+    pairs = zip(one.steps, other.steps, strict=True)
+    if not all(a == b and a.function.same(b.function) for a, b in pairs):  # type: ignore[attr-defined]
+        return False
+    return all(t is other.constants[v] or _equal(t, other.constants[v]) for v, t in one.constants.items())
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)

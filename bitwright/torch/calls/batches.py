@@ -1,0 +1,80 @@
+"""Calling a model on whatever a user hands over as one input, and showing progress over many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from bitwright.errors import ModelError
+from bitwright.torch.calls.trees import flatten_tensors, map_tensors, walk_modules
+
+
+class Inputs(NamedTuple):
+    """One input of a forward that takes both: ``model(*args, **kwargs)``."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+
+
+def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``(args, kwargs)`` of one input: a tuple or list is positional arguments, a dict keyword arguments."""
+    if isinstance(batch, Inputs):
+        return tuple(batch.args), dict(batch.kwargs)
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def model_device(model: nn.Module) -> torch.device | None:
+    """The device of the model's parameters and buffers, when they agree on one."""
+    devices = {
+        t.device
+        for _, m in walk_modules(model)
+        for t in (*m._parameters.values(), *m._buffers.values())
+        if t is not None
+    }
+    return devices.pop() if len(devices) == 1 else None
+
+
+def to_device(batch: Any, device: torch.device | None) -> Any:
+    """``batch`` with its tensors on ``device``; the object itself when they are there already."""
+    if device is None or all(t.device == device for _, t in flatten_tensors(batch)):
+        return batch
+    try:
+        return map_tensors(batch, lambda t: t.to(device))
+    except (NotImplementedError, RuntimeError) as error:
+        found = ", ".join(sorted({str(t.device) for _, t in flatten_tensors(batch)}))
+        raise ModelError(
+            "input",
+            f"its tensors are on {found} and cannot be moved to the model's device, {device}: {error}",
+            f"create the input on {device}, or move the model with model.to(...)",
+        ) from error
+
+
+def outputs_of(model: nn.Module, batch: Any) -> list[NDArray[Any]]:
+    """The tensors that ``model`` returns for ``batch``, in eval mode, as arrays; half precision as float32."""
+    args, kwargs = as_call(to_device(batch, model_device(model)))
+    with torch.no_grad(), evaluation(model):
+        found = [tensor.detach().cpu() for _, tensor in flatten_tensors(model(*args, **kwargs))]
+    half = (torch.float16, torch.bfloat16)
+    return [(tensor.float() if tensor.dtype in half else tensor).numpy() for tensor in found]
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Every module in ``eval`` inside the block; each gets its own mode back."""
+    training = [module for _, module in walk_modules(model) if module.training]  # others are not written to
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,416 @@
+"""Which torch functions are which operators: one row per function, keyed by the function objects torch hands out.
+
+A row maps the arguments of a call to the ports of the canonical operator (``bitwright.core.graph.ops``). ``torch.add``,
+``Tensor.add_``, ``Tensor.__radd__`` and ``+`` are the same operator; the tables below list names once and
+:data:`FUNCTIONS` finds every object behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bitwright.core.graph.ops import OpRow, op_row
+from bitwright.torch.calls import recurrent
+
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Function:
+    """How to read a call of one torch function.
+
+    Attributes:
+        label: name used in op names: ``add``, ``conv2d``.
+        type: canonical operator type, or a function of the arguments that chooses it.
+        signature: argument names in positional order.
+        ports: argument names in port order; a name with a star is a sequence of tensors that fills the ports from there.
+        attrs: arguments -> attributes for the graph.
+        in_place: the call writes into its first argument.
+        fresh: the output never shares memory with an argument, so it may be overwritten.
+        named_by: keyword argument that names the call in the place of ``label``.
+    """
+
+    label: str
+    type: str | Callable[[Arguments], str]
+    signature: tuple[str, ...]
+    ports: tuple[str, ...]
+    attrs: Callable[[Arguments], dict[str, Any]] | None = None
+    in_place: bool = False
+    fresh: bool = True
+    named_by: str | None = None
+
+    def called(self, kwargs: Mapping[str, Any]) -> str:
+        """What this call is named after: ``label``, unless it has a name of its own."""
+        return self.label if self.named_by is None else str(kwargs.get(self.named_by, self.label))
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments by name; a starred name takes the sequence at its place, or all arguments from there."""
+        bound: dict[str, Any] = {}
+        for i, name in enumerate(self.signature):
+            if name.startswith("*"):
+                rest = args[i:]
+                bound[name] = rest[0] if rest and isinstance(rest[0], (list, tuple)) else tuple(rest)
+                break
+            if i < len(args):
+                bound[name] = args[i]
+        for name, value in kwargs.items():
+            bound[f"*{name}" if f"*{name}" in self.ports else name] = value
+        return bound
+
+    def op_type(self, bound: Arguments) -> str:
+        """The canonical type of this call."""
+        return self.type if isinstance(self.type, str) else self.type(bound)
+
+    def operands(self, bound: Arguments) -> Iterator[tuple[int, Any]]:
+        """``(port, argument)`` for every port, whether or not the argument is a tensor."""
+        port = 0
+        for name in self.ports:
+            if name.startswith("*"):
+                for item in bound.get(name, ()):
+                    yield port, item
+                    port += 1
+            else:
+                yield port, bound.get(name)
+                port += 1
+
+    def replace(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], new: Mapping[int, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call's arguments with the operands at the ports of ``new`` exchanged."""
+        out, named = list(args), dict(kwargs)
+        port = 0
+        for name in self.ports:
+            plain = name.removeprefix("*")
+            at = self.signature.index(name)
+            if name.startswith("*"):
+                if plain in named:
+                    named[plain] = [new.get(port + i, item) for i, item in enumerate(named[plain])]
+                elif isinstance(out[at], (list, tuple)):
+                    out[at] = type(out[at])(new.get(port + i, item) for i, item in enumerate(out[at]))
+                else:
+                    out[at:] = [new.get(port + i, item) for i, item in enumerate(out[at:])]
+                break
+            if port in new:
+                if at < len(out):
+                    out[at] = new[port]
+                else:
+                    named[plain] = new[port]
+            port += 1
+        return tuple(out), named
+
+    def row(self, bound: Arguments) -> OpRow:
+        """The op-table row of this call."""
+        return op_row(self.op_type(bound))
+
+
+# ---------------------------------------------------------------------------------------------- attributes
+
+
+def _tuple(value: Any, n: int) -> tuple[int, ...]:
+    if isinstance(value, (tuple, list)):
+        return tuple(int(v) for v in value) if len(value) == n else tuple(int(value[0]) for _ in range(n))
+    return (int(value),) * n
+
+
+def _conv_attrs(bound: Arguments) -> dict[str, Any]:
+    weight = bound["weight"]
+    n = weight.dim() - 2
+    strides, dilations = _tuple(bound.get("stride", 1), n), _tuple(bound.get("dilation", 1), n)
+    padding = bound.get("padding", 0)
+    if padding == "valid":
+        begins = ends = (0,) * n
+    elif padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=True)]
+        begins = tuple(t // 2 for t in total)
+        ends = tuple(t - t // 2 for t in total)
+    else:
+        begins = ends = _tuple(padding, n)
+    return {
+        "group": int(bound.get("groups", 1)),
+        "pads": (*begins, *ends),
+        "strides": strides,
+        "dilations": dilations,
+    }
+
+
+def _conv_transpose_attrs(bound: Arguments) -> dict[str, Any]:
+    n = bound["weight"].dim() - 2
+    return {**_conv_attrs(bound), "output_padding": _tuple(bound.get("output_padding", 0), n)}
+
+
+def _linear_attrs(bound: Arguments) -> dict[str, Any]:
+    return {"transB": 1}
+
+
+def _batch_norm_attrs(bound: Arguments) -> dict[str, Any]:
+    training = bool(bound.get("training", False)) or bound.get("running_mean") is None
+    return {"epsilon": float(bound.get("eps", 1e-5)), "training": training}
+
+
+def _instance_norm_attrs(bound: Arguments) -> dict[str, Any]:
+    return {"epsilon": float(bound.get("eps", 1e-5)), "training": bool(bound.get("use_input_stats", True))}
+
+
+def _eps_attrs(bound: Arguments) -> dict[str, Any]:
+    eps = bound.get("eps")
+    return {"epsilon": 1e-5 if eps is None else float(eps)}
+
+
+def _axis_attrs(bound: Arguments) -> dict[str, Any]:
+    axis = bound.get("dim")
+    return {} if not isinstance(axis, int) else {"axis": axis}
+
+
+def _clip_attrs(bound: Arguments) -> dict[str, Any]:
+    lo, hi = bound.get("min", bound.get("min_val", -1.0)), bound.get("max", bound.get("max_val", 1.0))
+    return {"min": _number(lo), "max": _number(hi)}
+
+
+def _relu6_attrs(bound: Arguments) -> dict[str, Any]:
+    return {"min": 0.0, "max": 6.0}
+
+
+def _power_attrs(bound: Arguments) -> dict[str, Any]:
+    exponent = bound.get("other", bound.get("exponent"))
+    return {"exponent": float(exponent)} if isinstance(exponent, (int, float)) else {}
+
+
+def _leaky_attrs(bound: Arguments) -> dict[str, Any]:
+    return {"alpha": float(bound.get("negative_slope", 0.01))}
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None or isinstance(value, torch.Tensor) else float(value)
+
+
+# ---------------------------------------------------------------------------------------- type by arguments
+
+
+def _resize_type(bound: Arguments) -> str:
+    return "ResizeNearest" if str(bound.get("mode", "nearest")).startswith("nearest") else "Resize"
+
+
+def _grouped_type(bound: Arguments) -> str:
+    # rows of one matrix, each group of them by a matrix of its own; the other forms are for gradients
+    return "GroupedMatMul" if bound["input"].dim() == 2 and bound["other"].dim() == 3 else "MatMul"
+
+
+def _index_type(bound: Arguments) -> str:
+    kinds = {i.dtype == torch.bool for i in bound["*index"] if isinstance(i, torch.Tensor)}
+    return "Slice" if not kinds else "Compress" if kinds == {True} else "Gather"
+
+
+def _pool_type(bound: Arguments) -> str:
+    size = bound.get("output_size")
+    return "GlobalAveragePool" if size in (1, (1,), (1, 1), (1, 1, 1), [1, 1]) else "AveragePool"
+
+
+def _extreme(reduce: str, pair: str) -> Callable[[Arguments], str]:
+    return lambda bound: pair if isinstance(bound.get("dim", bound.get("other")), torch.Tensor) else reduce
+
+
+def _pad_type(bound: Arguments) -> str:
+    # a constant other than zero need not lie on the input's grid
+    return "Pad" if bound.get("mode", "constant") != "constant" or not bound.get("value") else "PadConstant"
+
+
+# ------------------------------------------------------------------------------------------------- the table
+
+_X = ("input",)
+_XY = ("input", "other")
+_CONV = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_CONVT = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_WB = ("input", "weight", "bias")
+_BN_PORTS = ("input", "weight", "bias", "running_mean", "running_var")
+_REDUCE = ("input", "dim", "keepdim")
+
+# names | type | signature | ports | attributes | may return its argument (so never overwritten)
+_ROWS: list[tuple[str, Any, tuple[str, ...], tuple[str, ...], Any, bool]] = [
+    ("conv1d conv2d conv3d", "Conv", _CONV, _WB, _conv_attrs, False),
+    ("conv_transpose1d conv_transpose2d conv_transpose3d", "ConvTranspose", _CONVT, _WB, _conv_transpose_attrs, False),
+    ("linear", "Gemm", _WB, _WB, _linear_attrs, False),
+    ("addmm", "Gemm", ("input", "mat1", "mat2"), ("mat1", "mat2", "input"), None, False),
+    ("matmul __matmul__ mm bmm mv dot", "MatMul", _XY, _XY, None, False),
+    ("__rmatmul__", "MatMul", _XY, ("other", "input"), None, False),
+    ("_grouped_mm", _grouped_type, ("input", "other", "offs", "bias", "out_dtype"), ("input", "other", "offs", "bias"), None,
+     False),
+    ("baddbmm", "MatMul", ("input", "batch1", "batch2"), ("batch1", "batch2", "input"), None, False),
+    ("einsum", "Einsum", ("equation", "*operands"), ("*operands",), None, True),
+    ("bilinear", "Bilinear", ("input1", "input2", "weight", "bias"), ("input1", "input2", "weight", "bias"), None, False),
+    ("embedding", "Embedding", ("input", "weight"), ("weight", "input"), None, False),
+    ("embedding_bag", "Embedding", ("input", "weight"), ("weight", "input"), None, True),
+    ("prelu", "PRelu", ("input", "weight"), ("input", "weight"), None, False),
+    ("batch_norm", "BatchNormalization",
+     ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"), _BN_PORTS,
+     _batch_norm_attrs, False),
+    ("instance_norm", "InstanceNormalization",
+     ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"), _BN_PORTS,
+     _instance_norm_attrs, False),
+    ("layer_norm", "LayerNormalization", ("input", "normalized_shape", "weight", "bias", "eps"), _WB, _eps_attrs, False),
+    ("group_norm", "GroupNormalization", ("input", "num_groups", "weight", "bias", "eps"), _WB, _eps_attrs, False),
+    ("rms_norm", "RMSNormalization", ("input", "normalized_shape", "weight", "eps"), ("input", "weight"), _eps_attrs, False),
+    ("local_response_norm", "LRN", _X, _X, None, False),
+    ("normalize", "LpNormalization", _X, _X, None, False),
+    ("cat concat concatenate", "Concat", ("*tensors", "dim"), ("*tensors",), _axis_attrs, True),
+    ("stack", "Stack", ("*tensors", "dim"), ("*tensors",), _axis_attrs, False),
+    ("where", "Where", ("condition", "input", "other"), ("condition", "input", "other"), None, False),
+    ("masked_fill masked_fill_", "MaskedFill", ("input", "mask", "value"), ("input", "mask"), None, False),
+    ("scatter scatter_ scatter_add scatter_add_ index_copy index_copy_", "ScatterElements",
+     ("input", "dim", "index", "src"), ("input", "index", "src"), None, False),
+    ("avg_pool1d avg_pool2d avg_pool3d lp_pool1d lp_pool2d", "AveragePool", _X, _X, None, False),
+    ("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", _pool_type, ("input", "output_size"), _X, None, True),
+    ("mean", "ReduceMean", _REDUCE, _X, None, True),
+    ("sum", "ReduceSum", _REDUCE, _X, None, True),
+    ("prod", "ReduceProd", _REDUCE, _X, None, True),
+    ("norm", "ReduceL2", _X, _X, None, True),
+    ("var std", "Variance", _REDUCE, _X, None, False),
+    ("cumsum", "CumSum", ("input", "dim"), _X, None, False),
+    ("logsumexp", "ReduceLogSumExp", _REDUCE, _X, None, False),
+    ("amax", "ReduceMax", _REDUCE, _X, None, True),
+    ("amin", "ReduceMin", _REDUCE, _X, None, True),
+    ("max", _extreme("ReduceMax", "Max"), ("input", "dim"), ("input", "dim"), None, True),
+    ("min", _extreme("ReduceMin", "Min"), ("input", "dim"), ("input", "dim"), None, True),
+    ("maximum fmax", "Max", _XY, _XY, None, False),
+    ("minimum fmin", "Min", _XY, _XY, None, False),
+    ("relu relu_", "Relu", _X, _X, None, False),
+    ("relu6", "Clip", _X, _X, _relu6_attrs, False),
+    ("hardtanh hardtanh_", "Clip", ("input", "min_val", "max_val", "inplace"), _X, _clip_attrs, False),
+    ("clamp clamp_ clip clip_", "Clip", ("input", "min", "max"), _X, _clip_attrs, False),
+    ("leaky_relu leaky_relu_", "LeakyRelu", ("input", "negative_slope", "inplace"), _X, _leaky_attrs, False),
+    ("hardswish", "HardSwish", _X, _X, None, False),
+    ("hardsigmoid", "HardSigmoid", _X, _X, None, False),
+    ("silu", "Silu", _X, _X, None, False),
+    ("gelu", "Gelu", _X, _X, None, False),
+    ("elu elu_", "Elu", _X, _X, None, False),
+    ("mish", "Mish", _X, _X, None, False),
+    ("selu selu_", "Selu", _X, _X, None, False),
+    ("celu celu_", "Celu", _X, _X, None, False),
+    ("softplus", "Softplus", _X, _X, None, False),
+    ("softsign", "Softsign", _X, _X, None, False),
+    ("hardshrink", "HardShrink", _X, _X, None, False),
+    ("softshrink", "SoftShrink", _X, _X, None, False),
+    ("tanhshrink", "TanhShrink", _X, _X, None, False),
+    ("logsigmoid", "LogSigmoid", _X, _X, None, False),
+    ("threshold threshold_", "Threshold", _X, _X, None, False),
+    ("rrelu rrelu_", "RRelu", _X, _X, None, False),
+    ("glu", "Glu", _X, _X, None, False),
+    ("sigmoid sigmoid_", "Sigmoid", _X, _X, None, False),
+    ("tanh tanh_", "Tanh", _X, _X, None, False),
+    ("softmax", "Softmax", ("input", "dim"), _X, _axis_attrs, False),
+    ("softmin", "Softmax", ("input", "dim"), _X, _axis_attrs, False),
+    ("log_softmax", "LogSoftmax", ("input", "dim"), _X, _axis_attrs, False),
+    ("sin", "Sin", _X, _X, None, False),
+    ("cos", "Cos", _X, _X, None, False),
+    ("add add_ __add__ __radd__ __iadd__", "Add", _XY, _XY, None, False),
+    ("sub sub_ subtract __sub__ __isub__", "Sub", _XY, _XY, None, False),
+    ("rsub __rsub__", "Sub", _XY, ("other", "input"), None, False),
+    ("mul mul_ multiply __mul__ __rmul__ __imul__", "Mul", _XY, _XY, None, False),
+    ("div div_ divide true_divide __div__ __truediv__ __itruediv__", "Div", _XY, _XY, None, False),
+    ("__rdiv__ __rtruediv__", "Div", _XY, ("other", "input"), None, False),
+    ("floor_divide __floordiv__", "FloorDiv", _XY, _XY, None, False),
+    ("remainder fmod __mod__", "Mod", _XY, _XY, None, False),
+    ("pow pow_ __pow__ __ipow__", "Pow", _XY, _XY, _power_attrs, False),
+    ("__rpow__", "Pow", _XY, ("other", "input"), None, False),
+    ("atan2", "Atan2", _XY, _XY, None, False),
+    ("lerp", "Lerp", ("input", "end", "weight"), ("input", "end", "weight"), None, False),
+    ("addcmul", "Addcmul", ("input", "tensor1", "tensor2"), ("input", "tensor1", "tensor2"), None, False),
+    ("sqrt", "Sqrt", _X, _X, None, False), ("rsqrt", "Rsqrt", _X, _X, None, False),
+    ("exp exp_", "Exp", _X, _X, None, False), ("log", "Log", _X, _X, None, False), ("abs", "Abs", _X, _X, None, False),
+    ("neg __neg__", "Neg", _X, _X, None, False), ("square", "Square", _X, _X, None, False),
+    ("reciprocal", "Reciprocal", _X, _X, None, False), ("erf", "Erf", _X, _X, None, False),
+    ("round", "Round", _X, _X, None, False), ("floor", "Floor", _X, _X, None, False), ("ceil", "Ceil", _X, _X, None, False),
+    ("asin", "Asin", _X, _X, None, False), ("acos", "Acos", _X, _X, None, False), ("atan", "Atan", _X, _X, None, False),
+    ("sinh", "Sinh", _X, _X, None, False), ("cosh", "Cosh", _X, _X, None, False), ("tan", "Tan", _X, _X, None, False),
+    ("log1p", "Log1p", _X, _X, None, False), ("expm1", "Expm1", _X, _X, None, False), ("sign", "Sign", _X, _X, None, False),
+    ("reshape view reshape_as view_as unflatten", "Reshape", _X, _X, None, True),
+    ("flatten ravel", "Flatten", _X, _X, None, True),
+    ("transpose permute t swapaxes swapdims movedim moveaxis adjoint", "Transpose", _X, _X, None, True),
+    ("squeeze squeeze_", "Squeeze", _X, _X, None, True),
+    ("unsqueeze unsqueeze_", "Unsqueeze", _X, _X, None, True),
+    ("__getitem__", _index_type, ("input", "*index"), ("input", "*index"), None, True),
+    ("narrow select diagonal unfold", "Slice", _X, _X, None, True),
+    ("chunk split tensor_split unbind split_with_sizes __iter__", "Split", _X, _X, None, True),
+    ("expand expand_as broadcast_to", "Expand", _X, _X, None, True),
+    ("repeat repeat_interleave tile", "Tile", _X, _X, None, True),
+    ("pad", _pad_type, ("input", "pad", "mode", "value"), _X, None, True),
+    ("max_pool1d max_pool2d max_pool3d", "MaxPool", _X, _X, None, True),
+    ("max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices", "MaxPool", _X, _X, None, True),
+    ("adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d", "MaxPool", _X, _X, None, True),
+    ("max_unpool1d max_unpool2d max_unpool3d", "MaxUnpool", _X, _X, None, True),
+    ("pixel_shuffle", "DepthToSpace", _X, _X, None, True), ("pixel_unshuffle", "SpaceToDepth", _X, _X, None, True),
+    ("channel_shuffle native_channel_shuffle", "ChannelShuffle", _X, _X, None, True),
+    ("gather", "GatherElements", ("input", "dim", "index"), ("input", "index"), None, True),
+    ("index_select", "Gather", ("input", "dim", "index"), ("input", "index"), None, True),
+    ("take_along_dim", "GatherElements", ("input", "indices"), ("input", "indices"), None, True),
+    ("topk", "TopK", _X, _X, None, True), ("sort", "Sort", _X, _X, None, True),
+    ("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout dropout_", "Dropout",
+     _X, _X, None, True),
+    ("flip", "Flip", _X, _X, None, True), ("roll", "Roll", _X, _X, None, True),
+    ("fold", "Col2Im", _X, _X, None, False), ("im2col", "Unfold", _X, _X, None, True),
+    ("tril triu", "Trilu", _X, _X, None, True),
+    ("contiguous clone detach to float half bfloat16 double type type_as cpu cuda data requires_grad_ alias", "Identity",
+     _X, _X, None, True),
+    ("interpolate upsample", _resize_type, ("input", "size", "scale_factor", "mode"), _X, None, True),
+    ("grid_sample", "GridSample", ("input", "grid"), ("input", "grid"), None, False),
+]  # fmt: skip
+
+_PROPERTIES = {"T": "Transpose", "mT": "Transpose", "H": "Transpose", "mH": "Transpose", "data": "Identity"}
+_SPACES = (torch, torch.Tensor, F, torch._C._nn, torch.linalg, torch.special)
+_NOT_IN_PLACE = ("clone", "to")
+
+
+def _build() -> dict[Any, Function]:
+    table: dict[Any, Function] = {}
+    for names, op_type, signature, ports, attrs, aliases in _ROWS:
+        for name in names.split():
+            in_place = (
+                (name.endswith("_") and not name.endswith("__"))
+                or name.startswith("__i")
+                and name != "__iter__"
+            )
+            label = name.strip("_").removeprefix(
+                "r" if name.startswith("__r") and name != "__round__" else ""
+            )
+            if in_place and name.startswith("__i"):
+                label = label.removeprefix("i")
+            row = Function(label, op_type, signature, ports, attrs, in_place, not aliases)
+            for space in _SPACES:
+                function = getattr(space, name, None)
+                if function is not None and callable(function):
+                    table.setdefault(function, row)
+    for name, op_type in _PROPERTIES.items():
+        table[getattr(torch.Tensor, name).__get__] = Function(name, op_type, _X, _X, None, False, False)
+    return table
+
+
+_RECURRENT = ("input", "weight_ih", "weight_hh", "bias_ih", "batch_sizes", "initial_h", "initial_c", "peephole",
+              "weight_hr", "bias_hh")  # fmt: skip
+
+FUNCTIONS: dict[Any, Function] = {
+    **_build(),
+    recurrent.layer: Function(
+        "layer",
+        lambda bound: str(bound["cell"]),
+        _RECURRENT,
+        _RECURRENT,
+        recurrent.attributes,
+        named_by="place",
+    ),
+}
+#: registered operators that do what a torch function does, where libraries call them in its place
+_OPERATORS = {"transformers::grouped_mm_fallback": "grouped_mm"}
+_BY_LABEL = {row.label: row for row in FUNCTIONS.values() if row.label in _OPERATORS.values()}
+SET_ITEM = torch.Tensor.__setitem__
+
+
+def function_of(func: Any) -> Function | None:
+    """The row of what was called; ``None`` for functions that are in no table."""
+    row = FUNCTIONS.get(func)
+    if row is None and isinstance(func, torch._ops.OpOverloadPacket):
+        row = _BY_LABEL.get(_OPERATORS.get(func._qualified_op_name, ""))
+    return row

@@ -1,0 +1,679 @@
+"""Interception at the call: every torch function a model calls passes through here while its forward runs.
+
+A :class:`TorchFunctionMode` sees the calls, and what stands in the place of each module's forward tells which module is
+running. What runs belongs to its thread: threads share the plan of a simulation, never where they are in it. A call is
+identified by its *key*: where in the module tree it happens and where in that module's forward, counted from the last use
+of parameters:
+
+- a module that owns parameters or buffers is one place, however often it runs (time steps share their sites);
+- a call that reads a parameter directly is the place of that parameter;
+- where either stands on several lines of code, one after the other in the data flow, each line is a place of its own: layers
+  that share a weight, and not a layer over time (:func:`bitwright.torch.calls.loops.find_turns`);
+- anything else counts from the last such place in the same forward: ``for l in self.layers: x = x + l(x)`` gives one
+  addition per layer, ``h = tanh(self.ih(x) + self.hh(h))`` the same addition at every time step. Only in a loop that uses
+  no parameters is it the line of code that counts (:mod:`bitwright.torch.calls.loops`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase as _Statistics
+from torch.overrides import TorchFunctionMode
+
+from bitwright.core.graph.ops import op_row
+from bitwright.core.simulation.occupancy import Occupancy
+from bitwright.errors import BusyError, ModelError
+from bitwright.torch.calls.decompose import DECOMPOSITIONS, Decomposition
+from bitwright.torch.calls.functions import FUNCTIONS, Function, function_of
+from bitwright.torch.calls.loops import CALLS, Where, line_of_code
+from bitwright.torch.calls.operators import as_function
+from bitwright.torch.calls.trees import flatten_tensors, named_state, walk_modules
+
+Key = Hashable
+#: reading and writing attributes of tensors: nothing that a model computes
+ACCESS = ("__get__", "__set__")
+
+
+@dataclass(slots=True)
+class Frame:
+    """One running forward: of a module, or of the decomposition of a fused call."""
+
+    key: Key
+    path: str
+    module: nn.Module | None
+    anchor: Hashable = None
+    counts: dict[Hashable, int] = field(default_factory=dict)
+    where: Hashable = None
+    turn: Hashable = None  # the line of code of the layer that is told apart by it, and of those around it
+
+    def __post_init__(self) -> None:
+        if self.where is None:
+            self.where = self.key
+
+    def next(self, label: Hashable) -> int:
+        """How often ``label`` was seen since the anchor; counts this time."""
+        n = self.counts.get(label, 0)
+        self.counts[label] = n + 1
+        return n
+
+    def movement_key(self, label: str) -> Key:
+        """The key of a call that only moves data; such calls are counted apart, as most handlers pass them by."""
+        return (self.key, self.anchor, label, self.next(("moves", label)))
+
+    def other_key(self, name: str) -> Key:
+        """The key of a call that is in no table; such calls are counted apart too."""
+        return (self.key, self.anchor, name, self.next(("other", name)))
+
+    def set_anchor(self, anchor: Hashable) -> None:
+        """Count from here on."""
+        self.anchor = anchor
+        self.counts.clear()
+
+
+class Handler(Protocol):
+    """What happens to the calls: recording, calibration, simulation, export."""
+
+    def call(
+        self,
+        frame: Frame,
+        key: Key,
+        row: Function,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Carry out a call of a function of the table."""
+
+    def other(
+        self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Carry out a call of any other torch function."""
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The model's forward starts; without arguments, something of it that is called on its own."""
+
+    def part(self, path: str, caller: str | None) -> bool:
+        """Whether a module below the model may be called on its own, by the method ``caller`` of ``"Class.method"``."""
+
+    def end(self, output: Any) -> None:
+        """The model's forward returned ``output``."""
+
+
+_MODULE_TABLES = frozenset(vars(nn.Module()))
+
+#: functions that only ever move data: they hold no quantizer and are not counted
+_PASSIVE = {
+    function
+    for function, row in FUNCTIONS.items()
+    if row.label == "getitem" or isinstance(row.type, str) and op_row(row.type).kind == "movement"
+}
+
+
+class Thread:
+    """What one thread runs of a model.
+
+    Attributes:
+        handler: where its calls go; ``None`` means to the interceptor's own.
+        frames: the forwards it is in, outermost first; empty when it runs nothing.
+        failed_in: path of the innermost module that raised the last error to leave the model.
+        replica: the copy of the model that runs in its place, if one does.
+    """
+
+    __slots__ = ("_error", "called", "depth", "failed_in", "frames", "handler", "mode", "replica")
+
+    def __init__(self) -> None:
+        self.handler: Handler | None = None
+        self.frames: list[Frame] = []
+        self.mode: _Mode | None = None
+        self.depth = 0
+        self.failed_in: str | None = None
+        self.replica: Replica | None = None
+        self.called: nn.Module | None = None
+        self._error: BaseException | None = None
+
+    def note(self, error: BaseException, path: str) -> None:
+        """``error`` passes the module at ``path``; the first one that it passes is where it happened."""
+        known, self._error = self._error, error
+        if error is not known and (known is None or error.__context__ is not known):
+            self.failed_in = path
+
+    def forget_error(self) -> None:
+        """Let go of the error, and with it of the frames that its traceback holds."""
+        self._error = None
+
+
+class Replica:
+    """A copy of a model that shares the interception of the original, as ``torch.nn.DataParallel`` makes them.
+
+    Attributes:
+        modules: path -> module.
+        parameters: id of a parameter -> its name; the parameters of a replica are plain tensors.
+        names: the same of parameters and buffers.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.modules = dict(walk_modules(root))
+        self.parameters: dict[int, str] = {}
+        buffers: dict[int, str] = {}
+        for path, module in self.modules.items():
+            parameters = vars(module).get("_former_parameters") or module._parameters
+            for table, found in ((parameters, self.parameters), (module._buffers, buffers)):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        found.setdefault(id(tensor), f"{path}.{name}" if path else name)
+        self.names = {**buffers, **self.parameters}
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, owner: Interceptor, here: Thread) -> None:
+        super().__init__()
+        self.owner, self.here = owner, here
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return self.owner.dispatch(self.here, func, args, kwargs or {})
+
+
+class Forward:
+    """Stands in the place of the forward of one module; signature and attributes are those of the forward itself.
+
+    Attributes:
+        call: the module's forward as it was.
+    """
+
+    def __init__(self, owner: Interceptor, module: nn.Module, path: str, owns: bool) -> None:
+        self.owner, self.module, self.path, self.owns = owner, module, path, owns
+        self.link(vars(module).get("forward"))
+
+    def link(self, before: Callable[..., Any] | None) -> None:
+        """Call ``before``: the instance's own forward or another interception's; ``None`` is the forward of the class."""
+        self.before = before
+        self.call: Callable[..., Any] = self._of_class(self.module) if before is None else before
+
+    def _of_class(self, module: nn.Module) -> Callable[..., Any]:
+        held = vars(module).pop("forward", None)
+        try:
+            return module.forward
+        finally:
+            if held is not None:
+                vars(module)["forward"] = held
+
+    def call_of(self, replica: Replica | None) -> Callable[..., Any]:
+        """The forward of the module, or of the one that stands in its place in ``replica``."""
+        if replica is None:
+            return self.call
+        module = replica.modules[self.path]
+        if self.before is None:
+            return self._of_class(module)
+        bound_to = getattr(self.before, "__self__", None)
+        return self.before.__func__.__get__(module) if bound_to is self.module else self.before  # type: ignore[attr-defined]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward, intercepted; the first one that a thread enters opens the interception."""
+        owner, here = self.owner, self.owner.here
+        if not here.depth:
+            return owner.run(self, here, args, kwargs)
+        depth = len(here.frames)
+        owner.enter(here, self)
+        try:
+            return self.call_of(here.replica)(*args, **kwargs)
+        except BaseException as error:
+            here.note(error, self.path)
+            raise
+        finally:
+            del here.frames[depth:]
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.call
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "call" or (name.startswith("__") and name.endswith("state__")):
+            raise AttributeError(name)  # while a copy is made
+        return getattr(self.call, name)
+
+
+class _Called:
+    """A hook of the whole model that notes which copy of it is called: a forward cannot tell."""
+
+    def __init__(self, owner: Interceptor) -> None:
+        self.owner = owner
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.owner.here.called = None if module is self.owner.model else module
+
+
+class Interceptor:
+    """Leads every torch call that a model's forward makes to a handler.
+
+    A :class:`Forward` in the place of the forward of each module, and one hook that tells replicas apart, are all that is
+    added to a model: its classes, parameters, buffers and ``state_dict`` stay as they are. (Hooks would not do instead:
+    they are not told of a KeyboardInterrupt, and an interception left open would catch whatever is called next.)
+
+    Args:
+        model: the module.
+        handler: of threads that have none of their own (:meth:`handled_by`); without any, a thread runs the model as it is.
+
+    Attributes:
+        occupancy: the threads that run the model.
+        loops: places that are told apart by the line of code.
+        seen: where counted places stand, while a model is recorded.
+        fused: frame and label of a fused call -> its places.
+        turns: places of parameters that are told apart by the line of code.
+        lines: how often each line called the place of a parameter, while a model is recorded.
+    """
+
+    def __init__(self, model: nn.Module, handler: Handler | None = None) -> None:
+        self.model, self.handler = model, handler
+        self.occupancy = Occupancy("work on a copy that was made before, copy.deepcopy(sim)")
+        self._threads = threading.local()
+        self._names: dict[int, str] | None = None
+        self._attributes: dict[int, str] | None = None
+        self._hook: Any = None
+        self.attached = False
+        self.loops: frozenset[Where] = frozenset()
+        self.seen: dict[Key, Where] | None = None
+        self.fused: dict[Key, set[Key]] = {}
+        self.recording = False
+        self.turns: frozenset[Key] = frozenset()
+        self.lines: dict[Where, dict[Where, int]] = {}
+
+    # -- attaching
+
+    def attach(self) -> None:
+        """Take the place of the forward of every module, where that is not done yet."""
+        modules = list(walk_modules(self.model))
+        owners: set[str] = set()
+        for path, module in modules:
+            if any(p is not None for p in (*module._parameters.values(), *module._buffers.values())):
+                while path not in owners:
+                    owners.add(path)
+                    if not path:
+                        break
+                    path = path.rpartition(".")[0]
+        for path, module in modules:
+            if isinstance(module, torch.jit.ScriptModule):  # noqa: TID251, refused here
+                raise ModelError(
+                    path or type(self.model).__name__,
+                    "it is a TorchScript module, whose calls run outside Python and cannot be seen",
+                    "put the eager module that it was made from in its place",
+                )
+        for path, module in modules:
+            if not any(forward.owner is self for forward in interceptions(module)):
+                vars(module)["forward"] = Forward(self, module, path, path in owners)
+        hooks = self.model._forward_pre_hooks.values()
+        if not any(isinstance(hook, _Called) and hook.owner is self for hook in hooks):
+            self._hook = self.model.register_forward_pre_hook(_Called(self))
+        self.attached = True
+
+    def detach(self) -> None:
+        """Give every module its forward back."""
+        for _, module in walk_modules(self.model):
+            outer: Forward | None = None
+            for forward in interceptions(module):
+                if forward.owner is not self:
+                    outer = forward
+                elif outer is not None:
+                    outer.link(forward.before)
+                elif forward.before is not None:
+                    vars(module)["forward"] = forward.before  # the instance's own, or another interception's
+                else:
+                    del vars(module)["forward"]
+        if self._hook is not None:
+            self._hook.remove()
+        self.attached = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy has its own modules and parameters: names are looked up anew, a running forward is not copied
+        state = {**self.__dict__, "_names": None, "_attributes": None, "seen": None}
+        del state["_threads"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _threads=threading.local())
+
+    # -- running
+
+    @property
+    def here(self) -> Thread:
+        """What the calling thread runs."""
+        try:
+            return self._threads.state
+        except AttributeError:
+            self._threads.state = Thread()
+            return self._threads.state
+
+    @property
+    def running(self) -> bool:
+        """Whether calls of this thread are being intercepted right now."""
+        return bool(self.here.frames)
+
+    @property
+    def failed_in(self) -> str | None:
+        """Path of the innermost module that raised the last error to leave the model in this thread."""
+        return self.here.failed_in
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Intercept everything that this thread calls inside the block as if the model's forward had called it."""
+        here = self.here
+        self._open(here)
+        try:
+            yield
+        finally:
+            self._close(here)
+
+    @contextmanager
+    def handled_by(self, handler: Handler) -> Iterator[None]:
+        """Lead what this thread calls to another handler inside the block."""
+        here = self.here
+        before, here.handler = here.handler, handler
+        try:
+            yield
+        finally:
+            here.handler = before
+
+    @contextmanager
+    def suspended(self, handler: Handler) -> Iterator[None]:
+        """Let the model run anew under another handler inside the block, also in the middle of a forward of its own."""
+        here = self.here
+        saved = (here.frames, here.mode, here.depth, here.failed_in, here.replica)
+        if here.mode is not None:
+            here.mode.__exit__(None, None, None)
+        here.frames, here.mode, here.depth, here.replica = [], None, 0, None
+        try:
+            with self.handled_by(handler):
+                yield
+        finally:
+            here.frames, here.mode, here.depth, here.failed_in, here.replica = saved
+            if here.mode is not None:
+                here.mode.__enter__()
+
+    def _open(self, here: Thread, replica: Replica | None = None) -> None:
+        if not here.depth:
+            self.occupancy.enter()
+            here.failed_in, here.replica = None, replica
+            here.frames = [Frame("", "", self.model)]
+            here.mode = _Mode(self, here)
+            here.mode.__enter__()
+        here.depth += 1
+
+    def _close(self, here: Thread) -> None:
+        here.depth -= 1
+        if not here.depth:
+            mode, here.mode, here.frames, here.replica = here.mode, None, [], None
+            assert mode is not None
+            mode.__exit__(None, None, None)
+            here.forget_error()
+            self.occupancy.leave()
+
+    def run(self, forward: Forward, here: Thread, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The outermost forward of a thread: that of the model, or of a module that is called on its own."""
+        handler = here.handler or self.handler
+        called, here.called = here.called, None
+        replica = None if called is None or forward.path else Replica(called)
+        call = forward.call_of(replica)
+        if handler is None:
+            return call(*args, **kwargs)
+        if forward.path:
+            self._check_part(forward, handler)
+        self._open(here, replica)
+        try:
+            self._refuse_shared_statistics()
+            if forward.path:
+                handler.begin((), {})
+                self.enter(here, forward)
+            else:
+                handler.begin(args, kwargs)
+            output = call(*args, **kwargs)
+            handler.end(output)
+            return output
+        except BaseException as error:
+            here.note(error, forward.path)
+            raise
+        finally:
+            self._close(here)
+
+    def _refuse_shared_statistics(self) -> None:
+        """Batch norms in training write what every thread reads."""
+        if not self.model.training or not self.occupancy.crowded:
+            return
+        for path, module in walk_modules(self.model):
+            if isinstance(module, _Statistics) and module.training and module.running_mean is not None:
+                raise BusyError(
+                    path,
+                    f"this {type(module).__name__} updates its running statistics in training, and another thread runs the "
+                    "model at the same time",
+                    "call sim.model.eval() for inference, train in one thread at a time, or give each thread a copy, "
+                    "copy.deepcopy(sim)",
+                )
+
+    def _check_part(self, forward: Forward, handler: Handler) -> None:
+        """A module below the model is called on its own: its places are those it has within the model's forward."""
+        if torch._C._current_graph_task_id() != -1:
+            raise ModelError(
+                forward.path,
+                f"the backward pass computes this {type(forward.module).__name__} again (activation checkpointing), where "
+                "its quantizers would be lost and the gradients would be those of another function",
+                "train the simulation without activation checkpointing: set the model's own switch for it to False "
+                "before the forward",
+            )
+        if handler.part(forward.path, _caller()):
+            return
+        raise ModelError(
+            forward.path,
+            f"this {type(forward.module).__name__} was called outside the forward of the simulated model "
+            "(through another method, or on its own), where its quantizers would be lost",
+            "call the model itself, or put the code in a `with sim.active():` block",
+        )
+
+    def enter(self, here: Thread, forward: Forward) -> None:
+        """The forward of a module starts within another one; a model that calls itself is part of its own forward."""
+        if not forward.path:
+            here.frames.append(Frame("", "", self.model))
+            return
+        parent = here.frames[-1]
+        if forward.owns:
+            line = self._line((parent.key, forward.path), modules=1)
+            turn = parent.turn if line is None else (parent.turn, line)
+            owner: Key = forward.path if turn is None else (forward.path, turn)
+            parent.set_anchor(owner)
+            here.frames.append(Frame(owner, forward.path, forward.module, turn=turn))
+        else:
+            key, where = self._counted(parent, forward.path, modules=1)
+            here.frames.append(Frame(key, forward.path, forward.module, where=where, turn=parent.turn))
+
+    def param_name(self, tensor: torch.Tensor) -> str | None:
+        """The first name of a parameter or buffer of the model; ``None`` for other tensors."""
+        replica = self.here.replica
+        if replica is not None:
+            return replica.names.get(id(tensor))
+        names = self._names
+        if names is None:
+            names = {}
+            for name, value in named_state(self.model):
+                names.setdefault(id(value), name)
+            self._names = names  # whole: other threads read it meanwhile
+        return names.get(id(tensor))
+
+    def attribute_name(self, tensor: torch.Tensor) -> str | None:
+        """Where a module keeps ``tensor`` as a plain attribute (also in a list, tuple or dict); ``None`` if nowhere."""
+        attributes = self._attributes
+        if attributes is None:
+            attributes = {}
+            for path, module in walk_modules(self.model):
+                for name, value in vars(module).items():
+                    if name.startswith("_") and name in _MODULE_TABLES:
+                        continue
+                    for where, found in flatten_tensors(value, name):
+                        attributes.setdefault(id(found), f"{path}.{where}" if path else where)
+            self._attributes = attributes
+        return attributes.get(id(tensor))
+
+    def named_tensor(self, name: str) -> torch.Tensor:
+        """The parameter or buffer called ``name``; KeyError if there is none."""
+        path, _, leaf = name.rpartition(".")
+        module = self.model
+        for part in path.split(".") if path else ():
+            child = module._modules[part]
+            assert child is not None
+            module = child
+        found: torch.Tensor | None = module._parameters.get(leaf)
+        if found is None:
+            found = module._buffers[leaf]
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def forget_names(self) -> None:
+        """Look parameter names up anew: the model was edited."""
+        self._names = self._attributes = None
+
+    def dispatch(self, here: Thread, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A thread called one torch function."""
+        handler = here.handler or self.handler
+        if not here.frames or handler is None:
+            return func(*args, **kwargs)
+        frame = here.frames[-1]
+        if isinstance(func, torch._ops.OpOverload):
+            func, args, kwargs = as_function(func, args, kwargs)
+        row = function_of(func)
+        if row is None:
+            decomposition = DECOMPOSITIONS.get(func)
+            if decomposition is not None and decomposition.applies(args, kwargs):
+                return self._decompose(here, decomposition, args, kwargs)
+            return handler.other(frame, func, args, kwargs)
+        if func in _PASSIVE:
+            return handler.other(frame, func, args, kwargs)
+        key = self._place_of(here, frame, row.called(kwargs), (*args, *kwargs.values()))
+        return handler.call(frame, key, row, func, args, kwargs)
+
+    def _place_of(self, here: Thread, frame: Frame, label: str, values: Sequence[Any]) -> Key:
+        """The key of a call with the arguments ``values``: the place of its first parameter, or the next one here."""
+        for value in values:
+            kind = type(value)
+            if kind is nn.Parameter or (kind is not torch.Tensor and isinstance(value, nn.Parameter)):
+                name = self.param_name(value)
+                if name is None:
+                    self.forget_names()  # a parameter that was exchanged since the names were read
+                    name = self.param_name(value)
+            elif here.replica is not None and isinstance(value, torch.Tensor):
+                name = here.replica.parameters.get(id(value))
+            else:
+                continue
+            if name is not None:
+                line = self._line((frame.key, name, label))
+                frame.set_anchor(name if line is None else (name, line))
+                return (frame.key, name, label) if line is None else (frame.key, name, label, line)
+        return self._counted(frame, label)[0]
+
+    def _line(self, place: Where, modules: int = 0) -> Where | None:
+        """The line of code that calls the place of a parameter, if such places are told apart by it."""
+        if self.seen is None and place not in self.turns:
+            return None
+        line = line_of_code(_FORWARDS, modules)
+        if self.seen is not None:
+            calls = self.lines.setdefault(place, {})
+            calls[line] = calls.get(line, 0) + 1
+        return line if place in self.turns else None
+
+    def _counted(self, frame: Frame, label: str, modules: int = 0) -> tuple[Key, Hashable]:
+        """Key of the next ``label`` of a frame, or of this line of code in a loop; and where it stands."""
+        if not self.loops and self.seen is None:
+            key = (frame.key, frame.anchor, label, frame.next(label))
+            return key, key
+        line = line_of_code(_FORWARDS, modules)
+        where: Where = (frame.where, frame.anchor, label, line)
+        if where in self.loops:
+            return where, where
+        key = (frame.key, frame.anchor, label, frame.next(label))
+        if self.seen is not None:
+            self.seen[key] = where
+        return key, where
+
+    def _fused(self, frame: Frame, label: str, key: Key) -> Key:
+        """The key of a fused call: where a module makes one such call, it is that one, whatever layers ran before it.
+
+        (An attention to keys that a cache holds runs without the projections that made them.)
+        """
+        if self.recording:
+            self.fused.setdefault((frame.key, label), set()).add(key)
+            return key
+        known = self.fused.get((frame.key, label), set())
+        return next(iter(known)) if len(known) == 1 and frame.counts.get(label) == 1 else key
+
+    def _decompose(
+        self, here: Thread, decomposition: Decomposition, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        depth = len(here.frames)
+        parent, label = here.frames[-1], decomposition.label
+        if decomposition.owner:
+            lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list)]
+            values = (*args, *kwargs.values(), *(v for found in lists for v in found))
+            key = self._place_of(here, parent, label, values)
+            module = parent.module if decomposition.owner == "module" else None
+            here.frames.append(Frame(key, parent.path, module, turn=parent.turn))
+        else:
+            key, where = self._counted(parent, label)
+            key = self._fused(parent, label, key)
+            path = f"{parent.path}.{label}" if parent.path else label
+            here.frames.append(Frame(key, path, None, where=where, turn=parent.turn))
+        assert here.mode is not None
+        try:
+            with here.mode:
+                return decomposition.run(*args, **kwargs)
+        finally:
+            del here.frames[depth:]
+
+
+def _caller() -> str | None:
+    """``Class.method`` of the module whose method makes the outermost call; ``None`` where code outside of modules does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code in (*_FORWARDS, *CALLS) or frame.f_globals.get("__name__") == __name__
+    ):
+        frame = frame.f_back
+    owner = None if frame is None else frame.f_locals.get("self")
+    return (
+        f"{type(owner).__name__}.{frame.f_code.co_name}" if frame and isinstance(owner, nn.Module) else None
+    )
+
+
+OUTERMOST = Interceptor.run.__code__
+"""What the outermost forward of a thread runs in."""
+_FORWARDS = (Forward.__call__.__code__, OUTERMOST)
+
+
+def interceptions(module: nn.Module) -> list[Forward]:
+    """The interceptions that stand in the place of a module's forward, outermost first."""
+    found, forward = [], vars(module).get("forward")
+    while isinstance(forward, Forward):
+        found.append(forward)
+        forward = forward.before
+    return found
+
+
+def forward_signature(model: nn.Module) -> inspect.Signature | None:
+    """The signature of the model's own forward, whatever stands before it; ``None`` where Python cannot tell."""
+    forward: Any = model.forward
+    while isinstance(forward, Forward):
+        forward = forward.call
+    try:
+        return inspect.signature(forward)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,69 @@
+"""Functions compiled by ``torch.jit.script``: they run outside Python, so what they compute is not seen."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.torch.calls.trees import walk_modules
+
+
+def scripted_functions(model: nn.Module) -> dict[str, list[str]]:
+    """Path of a module -> the TorchScript functions that its methods name, also through Python functions they call."""
+    by_class: dict[type, list[str]] = {}
+    found: dict[str, list[str]] = {}
+    for path, module in walk_modules(model):
+        kind = type(module)
+        if kind not in by_class:
+            by_class[kind] = [] if kind.__module__.startswith("torch.") else _named_by(kind)
+        held = [name for name, value in vars(module).items() if _is_scripted(value)]
+        names = list(dict.fromkeys((*by_class[kind], *held)))
+        if names:
+            found[path] = names
+    return found
+
+
+def _named_by(kind: type) -> list[str]:
+    """The TorchScript functions that the methods of a class lead to."""
+    own = [c for c in kind.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
+    pending = [f for c in own for f in vars(c).values() if isinstance(f, FunctionType)]
+    seen: set[FunctionType] = set(pending)
+    names: dict[str, None] = {}
+    while pending:
+        function = inspect.unwrap(pending.pop())
+        if not isinstance(function, FunctionType):
+            continue
+        for name, value in _referenced(function):
+            if _is_scripted(value):
+                names[value.name or name] = None
+            elif isinstance(value, FunctionType) and value not in seen and not _is_of_torch(value):
+                seen.add(value)
+                pending.append(value)
+    return list(names)
+
+
+def _referenced(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Name and value of every global and closure variable in the code of a function and of those defined in it."""
+    codes: list[CodeType] = [function.__code__]
+    while codes:
+        code = codes.pop()
+        codes.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
+        yield from ((n, function.__globals__[n]) for n in code.co_names if n in function.__globals__)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+
+
+def _is_scripted(value: Any) -> bool:
+    return isinstance(value, torch.jit.ScriptFunction)  # noqa: TID251, looked for here
+
+
+def _is_of_torch(function: FunctionType) -> bool:
+    return (function.__module__ or "").split(".")[0] == "torch"

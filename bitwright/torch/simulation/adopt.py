@@ -1,0 +1,98 @@
+"""The copy of a user's model that a simulation works on: compiled parts unwrapped, lazy layers made."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.errors import ModelError
+from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.calls.trees import flatten_tensors, walk_modules
+
+_ORIGINAL = "_orig_mod"  # where torch.compile keeps the module that it was given
+
+
+def adopt(model: nn.Module, example: Any, *, in_place: bool) -> nn.Module:
+    """A copy of ``model``, or ``model`` itself, ready to be simulated.
+
+    - A module from ``torch.compile`` is replaced by the one it was made from: compiled code is not seen.
+    - What old ``weight_norm``, ``spectral_norm`` and ``torch.nn.utils.prune`` compute before each forward is a tensor that
+      cannot be copied; it is copied as a value.
+    - Lazy layers get their parameters from one run on ``example``.
+
+    Raises:
+        ModelError: a part is compiled and the model is to be simulated in place; lazy layers cannot be made.
+    """
+    model = _unwrapped(model)
+    compiled = [path for path, module in walk_modules(model) if _compiled(module)]
+    if compiled and in_place:
+        raise ModelError(
+            compiled[0] or type(model).__name__,
+            "it is compiled (torch.compile), and compiled code cannot be seen by a simulation in place",
+            "leave out in_place=True: the copy that is simulated is not compiled",
+        )
+    own = model if in_place else copy.deepcopy(model, uncopied(model))
+    for _, module in list(walk_modules(own)):
+        if vars(module).get("_compiled_call_impl") is not None:
+            module._compiled_call_impl = None
+        for name, child in module._modules.items():
+            if child is not None and _unwrapped(child) is not child:
+                module._modules[name] = _unwrapped(child)
+    _make_lazy(own, example)
+    return own
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given; a TorchScript module, whose table of modules is another, is refused later."""
+    while isinstance(module._modules, dict) and isinstance(
+        inner := module._modules.get(_ORIGINAL), nn.Module
+    ):
+        module = inner
+    return module
+
+
+def _compiled(module: nn.Module) -> bool:
+    return _unwrapped(module) is not module or vars(module).get("_compiled_call_impl") is not None
+
+
+def uncopied(model: nn.Module) -> dict[int, Any]:
+    """For the memo of ``copy.deepcopy``, by id: what it refuses to copy, tensors that autograd made and TorchScript functions.
+
+    Both stand in attributes of modules; of a tensor the value is copied.
+    """
+    found: dict[int, Any] = {}
+    for _, module in walk_modules(model):
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            if isinstance(value, torch.jit.ScriptFunction):  # noqa: TID251, which has no state
+                found[id(value)] = value
+            for _, tensor in flatten_tensors(value):
+                if not tensor.is_leaf:
+                    found[id(tensor)] = tensor.detach().clone()
+    return found
+
+
+def _make_lazy(model: nn.Module, example: Any) -> None:
+    lazy = [
+        f"{path}.{name}" if path else name
+        for path, module in walk_modules(model)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and torch.nn.parameter.is_lazy(tensor)
+    ]
+    if not lazy:
+        return
+    args, kwargs = as_call(to_device(example, model_device(model)))
+    try:
+        with torch.no_grad(), evaluation(model):
+            model(*args, **kwargs)
+    except Exception as error:
+        raise ModelError(
+            lazy[0],
+            f"this parameter of a lazy module does not exist yet, and the model fails on the example input that would make "
+            f"it: {type(error).__name__}: {error}",
+            "run the model once on a valid input, and pass that as dummy_input",
+        ) from error

@@ -1,0 +1,299 @@
+"""Checkpoints of a simulation: parameters in safetensors, quantizers in JSON, and a manifest with their hashes; no pickle.
+
+The three files replace those of an earlier checkpoint at once (:func:`bitwright.export.files.atomic.atomic_files`), and a
+checkpoint is read only if both files are those that its manifest was written with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bitwright.core.health.repair import Repair
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.serialize import (
+    encoding_from_json,
+    encoding_to_json,
+    spec_from_json,
+    spec_to_json,
+)
+from bitwright.core.numerics.spec import QuantSpec
+from bitwright.core.simulation.sites import Site
+from bitwright.core.simulation.state import all_or_nothing
+from bitwright.errors import EncodingsError, ExportError, GranularityError, ModelError
+from bitwright.export.encodings.versions import names_error
+from bitwright.export.files.atomic import atomic_files, settle
+from bitwright.export.files.manifest import FileEntry, read_manifest, write_manifest
+from bitwright.torch.calls.trees import named_state
+
+if TYPE_CHECKING:
+    from bitwright.torch.simulation.quantsim import QuantizationSimModel
+
+_TENSORS, _QUANTIZERS, _MANIFEST = "model.safetensors", "quantizers.json", "checkpoint.json"
+_VERSION = 2
+_REMEDY = "pass a folder that save_checkpoint wrote, with all of its files"
+_OTHER = "load another checkpoint"
+
+
+def save_checkpoint(sim: QuantizationSimModel, folder: str | Path) -> Path:
+    """Write ``model.safetensors``, ``quantizers.json`` and ``checkpoint.json`` into ``folder``, which is made if need be.
+
+    An earlier checkpoint there is replaced at once: whatever stops this call, :func:`load_checkpoint` finds the earlier one
+    or the new one, whole. Tied parameters are stored once, under their first name.
+
+    Raises:
+        ExportError: the folder cannot be written; an earlier checkpoint in it is as it was.
+        ModelError: the simulation is being calibrated.
+    """
+    from safetensors.torch import save
+
+    state = {"version": _VERSION, **_state(sim)}
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in named_state(sim.model):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            tensors[name] = tensor.detach().cpu().contiguous().clone()
+    with atomic_files(folder, name=_MANIFEST, create=True) as staging:
+        (staging / _TENSORS).write_bytes(save(tensors))
+        (staging / _QUANTIZERS).write_text(json.dumps(state, indent=1), encoding="utf-8")
+        write_manifest(staging / _MANIFEST, files=[_TENSORS, _QUANTIZERS])
+    return Path(folder)
+
+
+def _state(sim: QuantizationSimModel) -> dict[str, Any]:
+    """What a checkpoint keeps of a simulation beside the model's tensors, as plain JSON."""
+    if sim._simulator.stage not in ("simulate", "uncalibrated"):
+        raise ModelError(
+            "save_checkpoint",
+            "the simulation is being calibrated",
+            "call it when compute_encodings has returned",
+        )
+    quantizers = {
+        site.name: {
+            "spec": spec_to_json(site.quantizer.spec),
+            "encoding": None if site.encoding is None else encoding_to_json(site.encoding),
+            "enabled": site.enabled,
+            "frozen": site.frozen,
+            "why_float": site.quantizer.why_float,
+        }
+        for site in sim.quantizers.values()
+    }
+    return {
+        "stage": sim._simulator.stage,
+        "quantizers": quantizers,
+        "repairs": [asdict(repair) for repair in sim.repairs],
+        "lengths": dict(sim._simulator.lengths),
+    }
+
+
+def load_checkpoint(sim: QuantizationSimModel, folder: str | Path) -> None:
+    """Read a checkpoint into ``sim``, which must simulate the same model under the same rules.
+
+    Everything is read and checked before anything changes; a call that fails or is interrupted leaves weights, quantizers
+    and stage as they were. Statistics of calibration are not part of a checkpoint.
+
+    Raises:
+        EncodingsError: no checkpoint there, a part of it is damaged, missing or of another checkpoint, or it is one of
+            another model (which names are missing or extra).
+    """
+    folder = Path(folder)
+    loaded = _read(folder)
+    own = dict(named_state(sim.model))
+    first: dict[int, str] = {}
+    for name, tensor in own.items():
+        first.setdefault(id(tensor), name)
+    for file, expected, found in (
+        (_TENSORS, first.values(), loaded.tensors),
+        (_QUANTIZERS, sim.quantizers, loaded.quantizers),
+    ):
+        mismatch = names_error(str(folder / file), expected, found)
+        if mismatch:
+            raise EncodingsError(
+                mismatch.site, mismatch.problem, "build the simulation from the same model and rules"
+            )
+    for name, tensor in loaded.tensors.items():
+        _check_tensor(folder, name, tensor, own[name])
+    settings = {
+        name: _setting(folder, sim.quantizers[name], saved) for name, saved in loaded.quantizers.items()
+    }
+    _check_groups(folder, sim, settings)
+    with all_or_nothing(sim, parameters=True):
+        for name in list(loaded.tensors):
+            own[name].detach().copy_(loaded.tensors.pop(name))
+        for name, setting in settings.items():
+            setting.put(sim.quantizers[name])
+        for site in sim.quantizers.values():
+            site.channels.seen = None
+        sim._simulator.repairs = {repair.op: repair for repair in loaded.repairs}
+        sim._simulator.lengths, sim._simulator.longer = dict(loaded.lengths), {}
+        sim._simulator.stage = "simulate" if loaded.calibrated else "uncalibrated"
+        sim.calibration_log = None
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """The parts of a checkpoint, not yet compared with a simulation."""
+
+    tensors: dict[str, torch.Tensor]
+    quantizers: Mapping[str, Mapping[str, Any]]
+    repairs: tuple[Repair, ...]
+    lengths: Mapping[str, int]
+    calibrated: bool
+
+
+def _read(folder: Path) -> _Checkpoint:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        settle(folder)
+        entries = {entry.name: entry for entry in read_manifest(folder / _MANIFEST).files}
+    except ExportError as error:
+        problem = f"no readable checkpoint there: {error.problem}"
+        if (folder / _QUANTIZERS).is_file() and not (folder / _MANIFEST).exists():
+            problem = f"no readable checkpoint there: {_MANIFEST} is missing, which tells whether the other files are whole"
+        raise EncodingsError(str(folder), problem, _REMEDY) from error
+    tensors = _content(folder, _TENSORS, entries)
+    state = _content(folder, _QUANTIZERS, entries)
+    try:
+        return _parsed(load(tensors), json.loads(state))
+    except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        reason = str(error) or type(error).__name__
+        raise EncodingsError(str(folder), f"no readable checkpoint there: {reason:.300}", _REMEDY) from error
+
+
+def _content(folder: Path, name: str, entries: Mapping[str, FileEntry]) -> bytes:
+    """The bytes of a file, if they are those that the manifest was written with."""
+    try:
+        content = (folder / name).read_bytes()
+    except OSError as error:
+        problem = f"no readable checkpoint there: {name}: {error.strerror or error}"
+        raise EncodingsError(str(folder), problem, _REMEDY) from error
+    entry = entries.get(name)
+    if entry is None or hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise EncodingsError(
+            str(folder / name),
+            f"it has another content than {_MANIFEST} was written with: it is damaged, was edited, or belongs to another "
+            "checkpoint",
+            "restore the file, or load another checkpoint",
+        )
+    return content
+
+
+def _parsed(tensors: dict[str, torch.Tensor], state: Any) -> _Checkpoint:
+    """Raises ValueError, TypeError, KeyError or AttributeError where ``state`` is not what :func:`_state` gives."""
+    if state["version"] != _VERSION:
+        raise ValueError(f"its version is {state['version']!r}, this is version {_VERSION}")
+    if state["stage"] not in ("simulate", "uncalibrated"):
+        raise ValueError(f"there is no stage {state['stage']!r}")
+    lengths = {str(op): int(length) for op, length in state["lengths"].items()}
+    repairs = tuple(Repair(**repair) for repair in state["repairs"])
+    return _Checkpoint(tensors, dict(state["quantizers"]), repairs, lengths, state["stage"] == "simulate")
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def _check_tensor(folder: Path, name: str, saved: torch.Tensor, own: torch.Tensor) -> None:
+    for what, found, expected in (
+        ("shape", tuple(saved.shape), tuple(own.shape)),
+        ("dtype", saved.dtype, own.dtype),
+    ):
+        if found != expected:
+            raise EncodingsError(
+                str(folder),
+                f"{name} has {what} {found} in the checkpoint and {expected} in the model",
+                "build the simulation from the same model",
+            )
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What a checkpoint says of one quantizer."""
+
+    spec: QuantSpec
+    encoding: Encoding | None
+    enabled: bool
+    frozen: bool
+    why_float: str
+
+    def put(self, site: Site) -> None:
+        """Give it to the quantizer of ``site``; what calibration saw before belongs to other encodings."""
+        quantizer = site.quantizer
+        quantizer.spec, quantizer.encoding = self.spec, self.encoding
+        quantizer.enabled, quantizer.frozen, quantizer.why_float = self.enabled, self.frozen, self.why_float
+        quantizer.statistics, quantizer.empty = None, 0
+
+
+def _setting(folder: Path, site: Site, saved: Mapping[str, Any]) -> _Setting:
+    """What is saved of ``site``, if it fits its tensor.
+
+    Raises:
+        EncodingsError: naming the site and what is wrong with it.
+    """
+    at = f"{folder / _QUANTIZERS}, {site.name}"
+    try:
+        spec = spec_from_json(saved["spec"], at)
+        encoding = None if saved["encoding"] is None else encoding_from_json(saved["encoding"], at)
+        switches, why_float = (saved["enabled"], saved["frozen"]), saved["why_float"]
+    except (TypeError, KeyError) as error:
+        problem = f"what is saved of its quantizer cannot be read: {type(error).__name__}: {error}"
+        raise EncodingsError(at, problem, _OTHER) from error
+    wrong = _switches_problem(switches, why_float) or _fixed_range_problem(spec)
+    if wrong is None and site.role in ("weight", "bias", "constant"):
+        shape = site._graph.values[site._plan.value].shape
+        wrong = _shape_problem(spec, encoding, shape, site.name)
+    if wrong:
+        raise EncodingsError(at, wrong, _OTHER)
+    return _Setting(spec, encoding, *switches, why_float)
+
+
+def _switches_problem(switches: tuple[Any, Any], why_float: Any) -> str | None:
+    plain = all(type(switch) is bool for switch in switches) and isinstance(why_float, str)
+    return None if plain else "enabled and frozen are not true or false, or why_float is no text"
+
+
+def _fixed_range_problem(spec: QuantSpec) -> str | None:
+    ends = [end for end in spec.fixed_range or () if end is not None]
+    good = all(math.isfinite(end) for end in ends) and ends == sorted(ends)
+    return None if good else f"its spec has the fixed range {spec.fixed_range}"
+
+
+def _shape_problem(
+    spec: QuantSpec, encoding: Encoding | None, shape: tuple[int, ...], site: str
+) -> str | None:
+    try:
+        spec.granularity.param_shape(shape, site)
+        expected = None if encoding is None else encoding.granularity.param_shape(shape, site)
+    except GranularityError as error:
+        return error.problem
+    if encoding is None or encoding.scale.shape == expected:
+        return None
+    return (
+        f"its encoding has scales of shape {encoding.scale.shape}; {encoding.granularity} of a tensor of shape {shape} has "
+        f"{expected}"
+    )
+
+
+def _check_groups(folder: Path, sim: QuantizationSimModel, settings: Mapping[str, _Setting]) -> None:
+    """Refuse two settings for one quantizer that several sites share."""
+    known: dict[int, str] = {}
+    for name, setting in settings.items():
+        other = known.setdefault(id(sim.quantizers[name].quantizer), name)
+        if settings[other] != setting:
+            raise EncodingsError(
+                f"{folder / _QUANTIZERS}, {name}",
+                f"it shares its quantizer with {other}, of which something else is saved",
+                _OTHER,
+            )

@@ -1,0 +1,472 @@
+"""From a simulation to files: ONNX with QDQ, the float model with encodings, the sites, and a manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from bitwright.core.graph.ops import op_row
+from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.errors import BusyError, CalibrationError, ConfigError, ExportError, close_matches
+from bitwright.export.artefacts import (
+    Exported,
+    Samples,
+    bias_form,
+    check_encoding_version,
+    write_artefacts,
+)
+from bitwright.export.encodings.gate_order import GATED, to_onnx_order
+from bitwright.export.files.atomic import check_destination
+from bitwright.export.qdq.forms import read_metadata
+from bitwright.export.qdq.products import ProductForm
+from bitwright.export.qdq.recurrent import RecurrentForm, expand_recurrent
+from bitwright.export.qdq.write import QdqResult, rename_values, site_names, to_qdq
+from bitwright.export.verify.report import VerifyReport, verify_layers
+from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.calls.intercept import forward_signature
+from bitwright.torch.calls.record import Slot, named_inputs, output_name
+from bitwright.torch.calls.recurrent import WEIGHT_PORTS, onnx_rows
+from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state
+
+if TYPE_CHECKING:
+    from bitwright.torch.simulation.quantsim import QuantizationSimModel
+
+
+def export_sim(
+    sim: QuantizationSimModel,
+    path: str | Path,
+    filename_prefix: str,
+    dummy_input: Any,
+    *,
+    encoding_version: str = "1.0.0",
+    bias: Literal["int32", "float"] = "int32",
+    activation: Literal["unsigned", "as_is"] = "unsigned",
+    recurrent: RecurrentForm = "scan",
+    weight_only: ProductForm = "exact",
+    dynamic_batch: bool | Literal["auto"] = False,
+    dynamic_shapes: Any = None,
+    samples: bool = True,
+) -> Exported:
+    """Write the model for deployment into the folder ``path``, which is made if need be.
+
+    The files appear together or not at all:
+
+    - ``<prefix>.onnx``: opset 21, QuantizeLinear/DequantizeLinear, integer weights under the parameters' names;
+    - ``<prefix>_float.onnx`` and ``<prefix>.encodings``: the float model and its encodings, for target compilers;
+    - ``<prefix>_sites.json``: every site's spec and encoding;
+    - ``<prefix>_manifest.json``: versions, rules and hashes;
+    - ``<prefix>_samples.npz``: the example's values at every site, which ``bitwright verify`` compares with.
+
+    Args:
+        sim: calibrated.
+        path: folder.
+        filename_prefix: stem of the files.
+        dummy_input: example input that fixes the exported shapes.
+        encoding_version: ``"0.6.1"``, ``"1.0.0"`` or ``"2.0.0"``.
+        bias: ``"int32"`` writes biases on the grid integer kernels use, ``"float"`` leaves them alone.
+        activation: ``"unsigned"`` writes signed activation grids as equal unsigned ones.
+        recurrent: ``"scan"`` writes recurrent layers as Scan with quantizers inside the steps, ``"native"`` as the ONNX
+            operators, whose insides are in float; the float model has the operators.
+        weight_only: products of float activations with quantized weights: ``"exact"`` computes them as simulated, in float,
+            in every session; ``"fused"`` lets ONNX Runtime make MatMulNBits of them, which is much faster and quantizes the
+            activations to 8 bits by itself.
+        dynamic_batch: let the first axis of every input vary; ``"auto"`` does so where the model allows it, and says in the
+            notes of the result where it does not, and why.
+        dynamic_shapes: instead, a dict from input names to axes as ``torch.export`` takes them: ``{"x": {0: Dim.AUTO}}``.
+        samples: write the samples; fewer of them, with a note, when all would pass 64 MiB and the batch axis is free.
+
+    Raises:
+        CalibrationError: the simulation has no encodings yet.
+        ConfigError: unknown ``encoding_version``, or ``filename_prefix`` cannot begin the names of files.
+        ExportError: the model cannot be exported by ``torch.export``, or the folder cannot be written.
+    """
+    check_destination(path, filename_prefix)
+    _check(sim, encoding_version)
+    notes: list[str] = []
+    if dynamic_batch == "auto" and dynamic_shapes is None:
+        marked, notes = _free_batch(sim, dummy_input)
+    else:
+        free = dynamic_batch is True
+        marked = marked_onnx(sim, dummy_input, dynamic_batch=free, dynamic_shapes=dynamic_shapes)
+    return write_artefacts(
+        sim,
+        path,
+        filename_prefix,
+        marked,
+        site_encodings(sim),
+        encoding_version=encoding_version,
+        bias=bias_form(sim, bias),
+        activation=activation,
+        recurrent=recurrent,
+        weight_only=weight_only,
+        notes=notes,
+        data=[t.detach().cpu().numpy() for _, t in flatten_tensors(dummy_input)],
+        samples=(lambda result, rows: _samples(sim, _first(dummy_input, rows), result)) if samples else None,
+    )
+
+
+def _check(sim: QuantizationSimModel, version: str) -> None:
+    check_encoding_version(version)
+    if not sim.calibrated:
+        raise CalibrationError(
+            "export",
+            "the simulation has no encodings yet",
+            "call sim.compute_encodings(batches) or sim.load_encodings(path) first",
+        )
+    _check_exportable(sim)
+
+
+def _check_exportable(sim: QuantizationSimModel) -> None:
+    for name, tensor in named_state(sim.model):
+        if tensor.dtype in (torch.bfloat16, torch.float64):
+            raise ExportError(
+                name,
+                f"it is {str(tensor.dtype).removeprefix('torch.')}, for which ONNX Runtime has no convolution or matrix "
+                "kernels on CPUs",
+                "convert the simulation first: sim.model.float(); its encodings stay as they are",
+            )
+    for op in sim.graph.ops:
+        if op_row(op.type).kind == "compute":
+            for name in op.outputs:
+                if sim.graph.values[name].dtype == "bfloat16":
+                    raise ExportError(
+                        name,
+                        "it is computed in bfloat16 (torch.autocast), for which ONNX Runtime has no convolution or "
+                        "matrix kernels on CPUs",
+                        "make the simulation from the model without autocast; sim.save_encodings(path) writes the encodings",
+                    )
+    if not sim.output_values:
+        raise ExportError(
+            type(sim.model).__name__,
+            "it returns no tensor that can be found, so the exported model would have no output",
+            "return a tensor, or tensors in tuples, lists, dicts or dataclasses; wrap the model in a module whose forward "
+            "takes them out of the object it returns now",
+        )
+
+
+def site_encodings(sim: QuantizationSimModel) -> dict[str, Encoding]:
+    """Site -> encoding of every enabled, calibrated site, those of recurrent weights for ONNX's order of gates."""
+    sim._simulator.refresh_biases()
+    found = {}
+    for site in sim.quantizers.values():
+        if site.enabled and site.encoding is not None:
+            op = sim.graph.op(site.op)
+            encoding = site.encoding
+            if op.type in CELLS and site.role == "weight":
+                order = onnx_rows(op.type) if site._plan.port in GATED else ()
+                encoding = to_onnx_order(encoding, order, sim.graph.values[site._plan.value].shape)
+            found[site.name] = encoding
+    return found
+
+
+# ------------------------------------------------------------------------------------- through the exporter
+
+
+class _Flat(nn.Module):
+    """The simulated model with a flat tuple of tensors in and out, which every exporter understands."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.model = model
+        places = {id(t): Slot(i) for i, (_, t) in enumerate(flatten_tensors((args, kwargs)))}
+        self._template = map_tensors((args, kwargs), lambda t: places[id(t)])
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = map_tensors(self._template, lambda slot: tensors[slot.value], leaf=Slot)
+        return tuple(t for _, t in flatten_tensors(self.model(*args, **kwargs)))
+
+
+def marked_onnx(
+    sim: QuantizationSimModel, dummy_input: Any, *, dynamic_batch: bool = False, dynamic_shapes: Any = None
+) -> ir.Model:
+    """The model as ONNX (opset 21) with a ``bitwright::Site`` node at every enabled site.
+
+    Parameters keep their names; inputs are named after the parameters of forward, outputs ``output``, ``output.<key>``.
+
+    Raises:
+        ExportError: ``torch.export`` or the ONNX exporter fails; its own error is the cause.
+    """
+    args, kwargs = as_call(own_copy(sim, dummy_input))
+    inputs = dict(named_inputs(forward_signature(sim.model), args, kwargs))
+    tensors = tuple(t for _, t in flatten_tensors((args, kwargs)))
+    shapes = _shapes(inputs, tensors, dynamic_batch, dynamic_shapes)
+    sim._simulator.refresh_biases()  # they follow encodings that changed since; while tracing, tensors have no values
+    marking = sim._interceptor.handled_by(sim._simulator.variant("mark"))
+    try:
+        # torch.export puts stand-ins in the place of the parameters meanwhile
+        with (
+            sim._interceptor.occupancy.exclusive("export"),
+            marking,
+            evaluation(sim.model),
+            torch.no_grad(),
+            _quiet(),
+        ):
+            flat = _Flat(sim.model, args, kwargs).eval()
+            program = torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
+            exported = torch.onnx.export(
+                program, (), dynamo=True, opset_version=21, optimize=True, verbose=False
+            )
+    except BusyError:
+        raise
+    except Exception as error:
+        where = sim._interceptor.failed_in
+        raise ExportError(
+            f"{type(sim.model).__name__}{f', in {where}' if where else ''}",
+            f"the model cannot be exported to ONNX: {_root_cause(error)}",
+            "make the part it names independent of tensor values (torch.export's own message is above), or export the ONNX "
+            "model yourself and quantize that; the encodings alone are written by sim.save_encodings(path)",
+        ) from error
+    finally:
+        sim._interceptor.forget_names()
+    assert exported is not None
+    model = exported.model
+    model.ir_version = 10
+    _forget_origins(model)
+    # an axis that was to vary, and that the model fixes, is a symbol of the name "2"
+    _replace_dims(model, lambda text: int(text) if text is not None and text.isdigit() else text)
+    _rename_params(model)
+    names = {id(t): name for name, t in inputs.items()}
+    _rename_io(
+        model, [names.get(id(t), f"input.{i}") for i, t in enumerate(tensors)], list(sim.output_values)
+    )
+    return rename_values(model, _readable(sim, model) | _gate_names(sim, model))
+
+
+def _free_batch(sim: QuantizationSimModel, dummy_input: Any) -> tuple[ir.Model, list[str]]:
+    """The model with a free batch axis where it allows one; otherwise with the example's, and why.
+
+    An example of one sample is doubled for it, because ``torch.export`` takes an axis of length 1 for a fixed one.
+    """
+    sizes = {len(t) for _, t in flatten_tensors(dummy_input) if t.dim()}
+    if len(sizes) != 1:
+        return marked_onnx(sim, dummy_input), [
+            "batch: the size is fixed to the example's, because its inputs do not have one first axis in common"
+        ]
+    (size,) = sizes
+    example = dummy_input
+    if size == 1:
+        example = map_tensors(dummy_input, lambda t: torch.cat([t, t]) if t.dim() else t)
+    try:
+        marked = marked_onnx(sim, example, dynamic_batch=True)
+        fixed = [str(v.name) for v in marked.graph.inputs if v.shape and isinstance(v.shape[0], int)]
+        why = f"the model computes with the size of {', '.join(fixed)}"
+    except ExportError as error:
+        fixed, why = ["all"], f"with a free one, {error.problem}"
+    if not fixed:
+        _name_batch(marked)
+        return marked, []
+    note = f"batch: the size is fixed to {size}, that of the example: {why}"
+    return marked_onnx(sim, dummy_input), [note]
+
+
+def _name_batch(model: ir.Model) -> None:
+    """Call the free batch axis ``batch``, where the exporter made a symbol like ``s95``."""
+    firsts = [v.shape[0] for v in model.graph.inputs if v.shape]
+    symbols = {dim.value for dim in firsts if isinstance(dim, ir.SymbolicDim)}
+    if len(symbols) == 1:
+        _replace_dims(model, lambda text: "batch" if text in symbols else text)
+
+
+def _replace_dims(model: ir.Model, new: Callable[[str | None], int | str | None]) -> None:
+    """Give every axis of a symbolic length the length, or name, that ``new`` has for it."""
+    values = [*model.graph.inputs, *(v for node in model.graph.all_nodes() for v in node.outputs)]
+    for value in values:
+        for i, dim in enumerate(value.shape or ()):
+            if value.shape is not None and isinstance(dim, ir.SymbolicDim):
+                value.shape[i] = new(dim.value)
+
+
+def own_copy(sim: QuantizationSimModel, batch: Any) -> Any:
+    """``batch`` on the model's device in memory of its own: a model may write into its input."""
+    return map_tensors(to_device(batch, model_device(sim.model)), lambda t: t.detach().clone())
+
+
+def _root_cause(error: BaseException) -> str:
+    """The innermost error of the chain: exporters wrap what went wrong several times."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return f"{type(error).__name__}: {first}"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporters print progress and warn about themselves; none of it is for the user of a simulation."""
+    chatty = [
+        logging.getLogger(name)
+        for name in ("torch.onnx", "torch.export", "torch.fx", "onnxscript", "onnx_ir")
+    ]
+    levels = [log.level for log in chatty]
+    try:
+        for log in chatty:
+            log.setLevel(logging.CRITICAL)
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for log, level in zip(chatty, levels, strict=True):
+            log.setLevel(level)
+
+
+def _shapes(
+    inputs: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], dynamic_batch: bool, asked: Any
+) -> Any:
+    """``dynamic_shapes`` of the flat module: per tensor, from a mapping of input names or from ``dynamic_batch``."""
+    if asked is not None:
+        unknown = [name for name in asked if name not in inputs]
+        if unknown:
+            raise ConfigError(
+                "dynamic_shapes",
+                f"there is no input {unknown[0]!r}{close_matches(unknown[0], inputs)}",
+                f"the inputs are {', '.join(inputs)}",
+            )
+        by_id = {id(inputs[name]): axes for name, axes in asked.items()}
+        return {"tensors": tuple(by_id.get(id(t)) for t in tensors)}
+    if dynamic_batch:
+        return {"tensors": tuple({0: torch.export.Dim.AUTO} if t.dim() else None for t in tensors)}
+    return None
+
+
+def _forget_origins(model: ir.Model) -> None:
+    """Drop what the exporter notes about where a node came from: source lines, and paths on this machine."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+
+
+def _rename_params(model: ir.Model) -> None:
+    """Parameters of the wrapped model get back the names they have in it."""
+    for value in list(model.graph.initializers.values()):
+        if value.name and value.name.startswith("model."):
+            value.name = value.name.removeprefix("model.")
+
+
+def _rename_io(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Name graph inputs after forward's parameters and outputs after their place in the result."""
+    ends = [*model.graph.outputs, *model.graph.inputs]
+    wanted = [*outputs, *inputs]
+    taken = {v.name for v in model.graph.initializers.values()}
+    taken |= {v.name for node in model.graph.all_nodes() for v in node.outputs} - {v.name for v in ends}
+    assert len(ends) == len(wanted), (len(ends), len(wanted))
+    for i, value in enumerate(ends):
+        value.name = f"__end_{i}"  # out of each other's way first
+    seen: dict[int, str] = {}
+    for value, name in zip(ends, wanted, strict=True):
+        if id(value) not in seen:  # one tensor returned twice keeps its first name
+            seen[id(value)] = value.name = name if name not in taken else f"{name}_1"
+            taken.add(value.name)
+
+
+def _readable(sim: QuantizationSimModel, model: ir.Model) -> dict[str, str]:
+    """A tensor is called after the output site that marks it: ``layer1.0.conv1.output[0]``."""
+    marked = set(site_names(model))
+    return {
+        site.name: site.name
+        for site in sim.quantizers.values()
+        if site.role == "output" and site.name in marked
+    }
+
+
+def _gate_names(sim: QuantizationSimModel, model: ir.Model) -> dict[str, str]:
+    """The weights of recurrent layers, put into ONNX's order of gates, are called as in ONNX: ``lstm.l0.forward.W``."""
+    marked = set(site_names(model))
+    return {
+        site.name: f"{site.op}.{WEIGHT_PORTS[site._plan.port]}"
+        for site in sim.quantizers.values()
+        if site.role == "weight" and site.name in marked and sim.graph.op(site.op).type in CELLS
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- values
+
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def site_values(
+    sim: QuantizationSimModel, batch: Any, result: QdqResult
+) -> dict[str, list[np.ndarray[Any, Any]]]:
+    """The simulation's values at every site that the file has a quantizer for, one per run of its place.
+
+    A constant is among them where the file computes it, as one that is repeated for every sample of a free batch.
+    """
+    noted = (read_metadata(node) for node in result.model.graph.all_nodes())
+    live = {site for facts in noted if facts and facts["role"] == "activation" for site, _ in facts["places"]}
+    wanted = [
+        s.name
+        for s in sim.quantizers.values()
+        if (s.role in ("input", "output") or s.name in live) and s.name in result.tensors and s.enabled
+    ]
+    taps = sim.capture(wanted, own_copy(sim, batch))
+    # the first step of a loop starts from a constant, which the exporter may have computed away: the last ones remain
+    return {
+        name: [t.float().cpu().numpy() for t in kept[-len(result.tensors[name]) :]]
+        for name, kept in taps.items()
+        if kept
+    }
+
+
+def _graph_inputs(sim: QuantizationSimModel, batch: Any) -> Arrays:
+    args, kwargs = as_call(batch)
+    named = named_inputs(forward_signature(sim.model), args, kwargs)
+    return {name: t.detach().cpu().numpy() for name, t in named}
+
+
+def _first(batch: Any, rows: int | None) -> Any:
+    """The first samples of a batch."""
+    return batch if rows is None else map_tensors(batch, lambda tensor: tensor[:rows])
+
+
+def _samples(sim: QuantizationSimModel, batch: Any, result: QdqResult) -> Samples:
+    return Samples(site_values(sim, batch, result), _graph_inputs(sim, batch), outputs_of(sim, batch))
+
+
+def outputs_of(sim: QuantizationSimModel, batch: Any) -> Arrays:
+    """What the simulated model returns, by the name of the graph output."""
+    args, kwargs = as_call(own_copy(sim, batch))
+    with torch.no_grad(), evaluation(sim.model):
+        found = flatten_tensors(sim.model(*args, **kwargs))
+    return {
+        output_name(n): t.float().cpu().numpy() if t.is_floating_point() else t.cpu().numpy()
+        for n, t in found
+    }
+
+
+def verify_sim(sim: QuantizationSimModel, batch: Any, **options: Any) -> VerifyReport:
+    """Export in memory and compare with ONNX Runtime layer by layer, each layer fed the simulation's own input.
+
+    Args:
+        sim: calibrated.
+        batch: input to compare on.
+        options: of :func:`export_sim` that change the graph: ``bias``, ``activation``, ``weight_only``,
+            ``dynamic_batch``. Recurrent layers are compared step by step, with quantizers inside.
+
+    Raises: as :func:`export_sim`.
+    """
+    _check(sim, "1.0.0")
+    bias = bias_form(sim, options.pop("bias", "int32"))
+    forms = {key: options.pop(key) for key in ("activation", "weight_only") if key in options}
+    marked = expand_recurrent(marked_onnx(sim, batch, **options))
+    result = to_qdq(marked, site_encodings(sim), bias=bias, **forms)
+    values = site_values(sim, batch, result)
+    return verify_layers(result.model, values, _graph_inputs(sim, batch), outputs=outputs_of(sim, batch))

@@ -1,0 +1,243 @@
+"""Quantize-dequantize on torch tensors: bit for bit the reference of ``core/numerics/affine.py``, at the cost of memory traffic.
+
+Four passes over one buffer: divide, round, clamp, multiply. ``round(x / s)`` clamped to ``[qmin - z, qmax - z]`` is the
+reference's ``clamp(round(x / s) + z) - z`` without the two additions. The last pass is written as ``0 + s * q`` because
+that turns the ``-0.0`` of a rounded small negative number into the ``+0.0`` an integer code dequantizes to.
+
+Measured on one core, 401k floats: 90 us, against 1,250 us for ``torch.fake_quantize_per_tensor_affine`` and 34 us for
+``relu``. Splitting large tensors into cache-sized chunks gained nothing here (1,021 against 1,031 us on 3.2 M floats).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from bitwright.core.numerics import affine
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import FloatFormat, IntFormat
+
+Scalar = Any  # float | torch.Tensor; torch's stubs of clamp take the two in separate overloads
+
+
+@dataclass(frozen=True)
+class Grid:
+    """An encoding made ready for one tensor shape and device.
+
+    ``scale`` is a number (per tensor, CPU) or a float32 tensor that broadcasts against the tensor viewed as ``view``.
+    ``lo`` and ``hi`` are the clamp bounds ``qmin - zero_point`` and ``qmax - zero_point``: numbers where all zero points
+    are equal, as in every symmetric encoding, else tensors like ``scale``.
+    """
+
+    scale: Scalar
+    lo: Scalar
+    hi: Scalar
+    zero: torch.Tensor
+    view: tuple[int, ...] | None
+
+
+def is_fast(encoding: Encoding) -> bool:
+    """Whether the four passes serve: integer grids whose codes float32 holds exactly."""
+    return isinstance(encoding.format, IntFormat) and encoding.format.bits <= 16
+
+
+def make_grid(encoding: Encoding, shape: tuple[int, ...], device: torch.device) -> Grid:
+    """The clamp bounds and scale of an integer ``encoding`` for tensors of ``shape`` on ``device``."""
+    assert isinstance(encoding.format, IntFormat)
+    lo = (encoding.format.qmin - encoding.zero_point).astype(np.float32)
+    hi = (encoding.format.qmax - encoding.zero_point).astype(np.float32)
+    zero = torch.zeros((), device=device)
+    if encoding.scale.ndim == 0 and device.type == "cpu":
+        return Grid(float(encoding.scale), float(lo), float(hi), zero, None)
+    if encoding.scale.ndim == 0:
+        # a tensor on the device: CUDA divides by a host number through its reciprocal, which is not the same division
+        return Grid(torch.tensor(float(encoding.scale), device=device), float(lo), float(hi), zero, None)
+    broadcast = encoding.granularity.broadcast_shape(shape)
+    view = encoding.granularity.view_shape(shape)
+
+    def place(values: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(values.reshape(broadcast).copy()).to(device)
+
+    equal = lo.size > 0 and bool((lo == lo.flat[0]).all())
+    low, high = (float(lo.flat[0]), float(hi.flat[0])) if equal else (place(lo), place(hi))
+    return Grid(place(np.asarray(encoding.scale)), low, high, zero, None if view == shape else view)
+
+
+def columns(values: Sequence[Any], like: torch.Tensor) -> torch.Tensor:
+    """Each of ``values`` once for every column of ``like``, one after the other."""
+    return torch.tensor([float(v) for v in values], device=like.device).repeat_interleave(like.shape[-1])
+
+
+def columns_grid(encodings: Sequence[Encoding], like: torch.Tensor) -> Grid:
+    """The grid of tensors that stand side by side, each ``like`` and with a per-tensor encoding of its own."""
+    bounds = []
+    for encoding in encodings:
+        assert isinstance(encoding.format, IntFormat)
+        offset = int(encoding.zero_point)
+        bounds.append((encoding.format.qmin - offset, encoding.format.qmax - offset))
+    scale, zero = columns([e.scale for e in encodings], like), torch.zeros((), device=like.device)
+    if len(set(bounds)) == 1:
+        return Grid(scale, float(bounds[0][0]), float(bounds[0][1]), zero, None)
+    lo, hi = (columns(ends, like) for ends in zip(*bounds, strict=True))
+    return Grid(scale, lo, hi, zero, None)
+
+
+def _passes(buffer: torch.Tensor, grid: Grid) -> torch.Tensor:
+    buffer.div_(grid.scale).round_().clamp_(grid.lo, grid.hi)
+    if isinstance(grid.scale, float):
+        return torch.add(grid.zero, buffer, alpha=grid.scale, out=buffer)
+    return buffer.mul_(grid.scale).add_(grid.zero)
+
+
+def _forward(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    buffer = (x if grid.view is None else x.reshape(grid.view)).div(grid.scale)
+    buffer.round_().clamp_(grid.lo, grid.hi)
+    if isinstance(grid.scale, float):
+        torch.add(grid.zero, buffer, alpha=grid.scale, out=buffer)
+    else:
+        buffer.mul_(grid.scale).add_(grid.zero)
+    return buffer if grid.view is None else buffer.reshape(x.shape)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Identity gradient inside the range, zero outside (Bengio et al. 2013, arXiv:1308.3432).
+
+    The input is kept rather than a mask: a parameter lives anyway and so does what ReLU returned, while a comparison
+    to booleans costs as much as the four passes together (1.7 of 1.8 ms on 3.2 M floats), and the product with it more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.grid = grid
+        return _forward(x, grid)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if grad.is_sparse:
+            ones = torch.ones(grad.shape, dtype=grad.dtype, device=grad.device)
+            return _sparse(grad, _StraightThrough.backward(ctx, ones)[0]), None
+        (x,), grid = ctx.saved_tensors, ctx.grid
+        if isinstance(grid.lo, torch.Tensor):  # zero points that differ between channels
+            code = x.reshape(grid.view or x.shape).div(grid.scale)
+            inside = (code >= grid.lo - 0.5) & (code <= grid.hi + 0.5)
+            return grad * inside.view(grad.shape), None
+        lo, hi = grid.lo - 0.5, grid.hi + 0.5  # what rounds to a code of the grid
+        if isinstance(grid.scale, float):
+            return torch.ops.aten.hardtanh_backward(grad, x, lo * grid.scale, hi * grid.scale), None
+        code = x.reshape(grid.view or x.shape).div(grid.scale)
+        return torch.ops.aten.hardtanh_backward(grad.reshape(code.shape), code, lo, hi).view(grad.shape), None
+
+
+class _Within(torch.autograd.Function):
+    """The same for values that cannot leave the range: nothing has to be kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+        return _forward(x, grid)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def round_within(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """``x``, float32 and within the grid's range, moved to its nearest values; the gradient passes unchanged."""
+    out: torch.Tensor = _Within.apply(x, grid)
+    return out
+
+
+class _StraightThroughAny(torch.autograd.Function):
+    """The same for formats without a fast path; the gradient is zero beyond the largest value."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+        out = _slow(x, encoding)
+        shape = encoding.granularity.broadcast_shape(tuple(x.shape))
+        lo, hi = (
+            torch.from_numpy(np.asarray(v.reshape(shape), np.float32)).to(x.device)
+            for v in (encoding.min, encoding.max)
+        )
+        viewed = x.reshape(encoding.granularity.view_shape(tuple(x.shape)))
+        ctx.save_for_backward(((viewed >= lo) & (viewed <= hi)).reshape(x.shape))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (inside,) = ctx.saved_tensors
+        return _sparse(grad, inside) if grad.is_sparse else grad * inside, None
+
+
+def _sparse(grad: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """``grad * inside`` for the gradient of an embedding, which has only the rows that were looked up."""
+    grad = grad.coalesce()
+    rows = grad.indices()
+    values = grad.values() * inside[tuple(rows)]
+    return torch.sparse_coo_tensor(rows, values, grad.shape, is_coalesced=True, check_invariants=False)
+
+
+def _slow(x: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+    if isinstance(encoding.format, FloatFormat) and not encoding.format.scaled:
+        dtype = getattr(torch, encoding.format.name)
+        return x.clamp(-encoding.format.max, encoding.format.max).to(dtype).to(x.dtype)
+    return affine.fake_quantize(x, encoding)
+
+
+def fake_quantize(
+    x: torch.Tensor, encoding: Encoding, grid: Grid | None, *, overwrite: bool = False
+) -> torch.Tensor:
+    """``x`` moved to the nearest values of the grid.
+
+    Args:
+        x: floating-point tensor of any shape; half precision is computed in float32.
+        encoding: the grid.
+        grid: ``make_grid(encoding, x.shape, x.device)`` where :func:`is_fast`, else ``None``.
+        overwrite: the caller owns ``x`` and nobody else reads it, so its memory may hold the result.
+
+    Returns:
+        Same shape and dtype as ``x``; differentiable by straight-through when ``x`` requires a gradient.
+    """
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    if grid is None:
+        return _StraightThroughAny.apply(x, encoding) if needs_grad else _slow(x, encoding)
+    if not is_plain(x):
+        return _traced(x, grid)
+    if x.dtype == torch.float32:
+        if needs_grad:
+            return _StraightThrough.apply(x, grid)
+        if overwrite and grid.view is None:
+            return _passes(x, grid)
+        return _forward(x, grid)
+    if x.dtype == torch.float64:
+        # the reference divides float64 by the float32 scale in float64
+        grid = _double(grid)
+        return _StraightThrough.apply(x, grid) if needs_grad else _forward(x, grid)
+    return fake_quantize(x.float(), encoding, grid, overwrite=not needs_grad).to(x.dtype)
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether ``x`` holds numbers, and is not the stand-in of an exporter or compiler."""
+    return type(x) is torch.Tensor or type(x) is torch.nn.Parameter
+
+
+def _traced(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The passes without buffers of their own, for graphs that are written down rather than run."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    codes = (
+        (wide if grid.view is None else wide.reshape(grid.view))
+        .div(grid.scale)
+        .round()
+        .clamp(grid.lo, grid.hi)
+    )
+    return (codes * grid.scale + 0.0).reshape(x.shape).to(x.dtype)
+
+
+def _double(grid: Grid) -> Grid:
+    def wide(value: Scalar) -> Scalar:
+        return value.double() if isinstance(value, torch.Tensor) else value
+
+    return Grid(wide(grid.scale), wide(grid.lo), wide(grid.hi), grid.zero.double(), grid.view)

@@ -1,0 +1,136 @@
+"""The work of a quantizer on a tensor."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.spec import QuantSpec
+from bitwright.core.placement.plan import Role
+from bitwright.core.simulation import quantizer as core
+from bitwright.torch.simulation.fake_quantize import (
+    Grid,
+    columns,
+    columns_grid,
+    fake_quantize,
+    is_fast,
+    is_plain,
+    make_grid,
+    round_within,
+)
+
+
+class Quantizer(core.Quantizer):
+    """A :class:`bitwright.core.simulation.quantizer.Quantizer` that can be called on tensors."""
+
+    def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
+        super().__init__(name, role, spec)
+        self._grids: dict[tuple[Any, ...], tuple[Encoding, Grid]] = {}
+        self._kept: tuple[torch.Tensor, Encoding, torch.Tensor] | None = None
+
+    def _set_encoding(self, encoding: Encoding | None) -> None:
+        super()._set_encoding(encoding)
+        self._grids, self._kept = {}, None
+
+    def __call__(self, x: torch.Tensor, overwrite: bool = False) -> torch.Tensor:
+        """``x`` on the grid; ``overwrite`` lets the result take the memory of ``x``. Without elements it needs no grid."""
+        if self._encoding is None and not x.numel():
+            return x
+        encoding = self.required
+        if self.role == "bias" and encoding.format == IntFormat(32):
+            return self._bias(x, encoding)
+        return fake_quantize(x, encoding, self._grid(x, encoding), overwrite=overwrite)
+
+    def _bias(self, x: torch.Tensor, encoding: Encoding) -> torch.Tensor:
+        """``core.bias.fake_quantize_bias`` in torch, the arithmetic of the artefact; the gradient is the identity."""
+        assert isinstance(encoding.format, IntFormat)
+        scale = torch.from_numpy(np.array(encoding.scale)).to(x.device)
+        codes = (
+            (x.detach().double() / scale.double()).round().clamp(encoding.format.qmin, encoding.format.qmax)
+        )
+        out = (codes.float() * scale).to(x.dtype)
+        return x + (out - x).detach() if torch.is_grad_enabled() and x.requires_grad else out
+
+    def constant(self, x: torch.Tensor) -> torch.Tensor:
+        """Like calling, for a tensor that seldom changes: the last result is kept while ``x`` stays what it was."""
+        if (torch.is_grad_enabled() and x.requires_grad) or x.device.type != "cpu" or not is_plain(x):
+            return self(x)
+        encoding, kept = self.required, self._kept  # read once: other threads exchange them
+        if kept is None or kept[1] is not encoding or not _same(kept[0], x):
+            source = x.detach().clone()
+            self._kept = kept = (source, encoding, self(source))
+        return kept[2]
+
+    def _grid(self, x: torch.Tensor, encoding: Encoding) -> Grid | None:
+        if not is_plain(x):  # an exporter's stand-in: what is made for it must not be kept
+            return make_grid(encoding, tuple(x.shape), x.device) if is_fast(encoding) else None
+        key = (x.shape if encoding.scale.ndim else None, x.device)
+        known = self._grids.get(key)
+        if known is not None and known[0] is encoding:  # another thread may just have exchanged the encoding
+            return known[1]
+        if not is_fast(encoding):
+            return None
+        if len(self._grids) > 16:  # per-channel activations of ever new shapes
+            self._grids.clear()
+        grid = make_grid(encoding, tuple(x.shape), x.device)
+        self._grids[key] = encoding, grid
+        return grid
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_grids": {}, "_kept": None}
+
+
+def side_by_side(
+    quantizers: Sequence[Quantizer], like: torch.Tensor, within: Sequence[tuple[float, float]] = ()
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """One function of tensors that stand side by side, for one quantizer of each: the same codes, in one go.
+
+    Args:
+        quantizers: calibrated; the tensors of each are of the shape of ``like``.
+        like: float32, ``[B, H]``.
+        within: bounds of the values of each, where they are known.
+
+    Returns:
+        A function of ``[B, len(quantizers) * H]``, which may write over its argument. Zeros may come out as ``-0.0``.
+        ``None`` where an encoding has more than one scale or no fast path, or ``like`` is traced.
+    """
+    encodings = [quantizer.required for quantizer in quantizers]
+    if not is_plain(like) or not all(e.scale.ndim == 0 and is_fast(e) for e in encodings):
+        return None
+    grid = columns_grid(encodings, like)
+    scale, lo, hi = grid.scale, grid.lo, grid.hi
+    clamped = not within or not all(
+        bool(((codes >= lo) & (codes <= hi)).all())
+        for codes in (torch.round(columns(ends, like) / scale) for ends in zip(*within, strict=True))
+    )
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            return fake_quantize(x, encodings[0], grid) if clamped else round_within(x, grid)
+        x.div_(scale).round_()
+        return (x.clamp_(lo, hi) if clamped else x).mul_(scale)
+
+    return run
+
+
+_memcmp = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None).memcmp
+_memcmp.argtypes, _memcmp.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int
+
+
+def _same(kept: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether ``x`` holds the bits of ``kept``, a clone of what it was: writes through ``.data`` leave no other trace.
+
+    0.1 to 0.3 ns per element; ``torch.equal`` takes ten times as long.
+    """
+    if kept.dtype != x.dtype or kept.shape != x.shape:
+        return False
+    if kept.stride() != x.stride():  # `x` has gaps
+        return torch.equal(kept, x)
+    return not _memcmp(kept.data_ptr(), x.data_ptr(), kept.numel() * kept.element_size())

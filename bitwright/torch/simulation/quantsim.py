@@ -1,0 +1,552 @@
+"""``QuantizationSimModel``: a PyTorch model that computes what its quantized self will compute."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.ops import op_row
+from bitwright.core.health.repair import Repair
+from bitwright.core.health.report import HealthReport, check_parameters
+from bitwright.core.health.site_health import SiteHealth
+from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod, check_policy
+from bitwright.core.placement.coverage import Coverage
+from bitwright.core.placement.plan import Plan, place
+from bitwright.core.placement.rules import Rules
+from bitwright.core.placement.user_scheme import QuantizationDataType, QuantScheme, make_rules
+from bitwright.core.simulation.calibration import BatchGate, CalibrationLog
+from bitwright.core.simulation.protocols import Undo
+from bitwright.core.simulation.quantizer import DerivedBias
+from bitwright.core.simulation.sites import Site, SiteMap
+from bitwright.core.simulation.state import all_or_nothing
+from bitwright.errors import BitwrightError, CalibrationError, ModelError
+from bitwright.progress import collector_paused, progress
+from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.calls.intercept import Interceptor, interceptions
+from bitwright.torch.calls.record import Recorder, record
+from bitwright.torch.calls.scripted import scripted_functions
+from bitwright.torch.calls.trees import named_state, walk_modules
+from bitwright.torch.simulation.adopt import adopt, uncopied
+from bitwright.torch.simulation.quantizer import Quantizer
+from bitwright.torch.simulation.simulate import CallPlan, Place, Simulator
+
+logger = logging.getLogger("bitwright")
+
+
+class QuantizationSimModel:
+    """A copy of ``model`` whose forward computes with quantized weights and activations.
+
+    The model is run once on ``dummy_input`` to learn which operator reads what; nothing is traced, rewritten or wrapped.
+    ``sim.model`` is an ordinary module of the user's own class, with the user's parameter names.
+
+    Args:
+        model: any eager module; left alone unless ``in_place``.
+        dummy_input: one input: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        quant_scheme: how ranges are chosen: ``min_max`` (default), ``tf_enhanced``, ``percentile``, ``mse``, ``entropy``, a
+            :class:`QuantScheme` or a :class:`RangeMethod`.
+        default_output_bw: bits of activations, 2 to 32.
+        default_param_bw: bits of weights, 2 to 32.
+        in_place: attach to ``model`` itself instead of a copy.
+        config_file: rules: path of an AIMET quantsim JSON or of our YAML, TOML or JSON, the name of a shipped
+            configuration (``default``, ``htp_v73``, ...), or a dict; ``None`` means ours.
+        default_data_type: ``int``, or ``float`` (bit widths 16 or 8: float16, float8_e4m3).
+        preset: instead of the bit widths: ``"w8a8"``, ``"w4a8"``, ``"w4a16"``, ... (``PRESETS``).
+        examples: more inputs to record, so that every side of a data-dependent branch gets its quantizers.
+
+    Raises:
+        ModelError: the model fails on the example input.
+        FormatError: impossible bit width.
+        ConfigError: unknown scheme, or a configuration that cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dummy_input: Any,
+        quant_scheme: str | QuantScheme | RangeMethod | None = None,
+        default_output_bw: int = 8,
+        default_param_bw: int = 8,
+        in_place: bool = False,
+        config_file: str | Path | dict[str, Any] | None = None,
+        default_data_type: str | QuantizationDataType = QuantizationDataType.int,
+        *,
+        preset: str | Preset | None = None,
+        examples: Sequence[Any] = (),
+    ) -> None:
+        require_module(model)
+        _refuse_simulated(model)
+        self.rules: Rules = make_rules(
+            quant_scheme,
+            preset,
+            config_file,
+            param_bw=default_param_bw,
+            output_bw=default_output_bw,
+            data_type=default_data_type,
+        )
+        self.examples = [dummy_input, *examples]
+        self.calibration_log: CalibrationLog | None = None
+        self._simulator = Simulator({})
+        self._simulator.blame = self._name_nan
+        self.graph: Graph
+        self.plan: Plan
+        with collector_paused():
+            self.model = adopt(model, dummy_input, in_place=in_place)
+            self._interceptor = Interceptor(self.model, self._simulator)
+            self._interceptor.attach()
+            try:
+                self._place()
+            except BaseException:
+                self._interceptor.detach()
+                raise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizationSimModel:
+        memo.update(uncopied(self.model))
+        memo[id(self)] = new = object.__new__(type(self))
+        new.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # programs of torch.export lose in a copy what was added to them; where the model is what is copied, its
+        # interceptor is not made yet
+        if vars(self._interceptor).get("attached", False):
+            self._interceptor.attach()
+
+    # -- placement
+
+    def _place(self) -> None:
+        device = model_device(self.model)
+        recorder = record(self.model, [to_device(e, device) for e in self.examples], self._interceptor)
+        self.graph = recorder.graph()
+        self.plan = place(self.graph, self.rules)
+        for line in self.plan.unused:
+            logger.warning(line)
+        quantizers: dict[str, Quantizer] = {}
+        sites: dict[str, Site] = {}
+        operands: dict[str, list[Place]] = {}
+        outputs: dict[str, list[Place]] = {}
+        inside: dict[str, dict[str, Place]] = {}
+        for planned in self.plan.sites.values():
+            quantizer = quantizers.get(planned.group)
+            if quantizer is None:
+                quantizer = quantizers[planned.group] = Quantizer(planned.name, planned.role, planned.spec)
+            site = sites[planned.name] = Site(planned, quantizer, self.graph)
+            repeated = self.graph.op(planned.op).calls > 1 and planned.inner is None
+            held = Place(planned.name, planned.port, quantizer, site.channels, repeated)
+            if planned.inner is not None:
+                inside.setdefault(planned.op, {})[planned.inner] = held
+                continue
+            where = outputs if planned.role == "output" else operands
+            where.setdefault(planned.op, []).append(held)
+        self.quantizers = SiteMap(sites)
+        self._simulator.plans = {
+            key: CallPlan(
+                call.name,
+                tuple(operands.get(call.name, ())),
+                tuple(outputs.get(call.name, ())),
+                inside.get(call.name, {}),
+            )
+            for key, call in recorder.calls.items()
+        }
+        self._simulator.moving = any(
+            op_row(call.type).kind == "movement" and (call.name in outputs or call.name in operands)
+            for call in recorder.calls.values()
+        )
+        for key in recorder.static:  # computed from parameters alone: known, and nothing to quantize
+            self._simulator.plans.setdefault(key, CallPlan(""))
+        self._simulator.biases = [
+            self._bias(site) for site in sites.values() if site.role == "bias" and site._plan.follows
+        ]
+        self.output_values = recorder.output_values()
+        self._tell_scripted(recorder)
+
+    def _tell_scripted(self, recorder: Recorder) -> None:
+        """Name what TorchScript functions compute: it is in float, and so are the parameters that only they read."""
+        if not recorder.hidden:
+            return
+        unread = recorder.unread(self.model)
+        for path, names in scripted_functions(self.model).items():
+            params = [name for name in unread if name.rpartition(".")[0] == path]
+            reads = f", with {', '.join(params)}" if params else ""
+            for name in names:
+                reason = f"a torch.jit.script function, which runs outside Python: in float, without quantizers{reads}"
+                self._simulator.unseen[f"{path}.{name}" if path else name] = reason
+                logger.warning(
+                    "%s: %s; leave out @torch.jit.script to have it simulated",
+                    f"{path}.{name}" if path else name,
+                    reason,
+                )
+
+    def _bias(self, site: Site) -> DerivedBias:
+        source, weight = (self.quantizers[name].quantizer for name in site._plan.follows or ())
+        param = self.graph.values[site._plan.value].param
+        tensor = None if param is None else self._interceptor.named_tensor(param)
+        return DerivedBias(site.name, site.quantizer, source, weight, tensor)
+
+    # -- calibration
+
+    def compute_encodings(
+        self,
+        data: Callable[..., Any] | Iterable[Any] | None = None,
+        args: Any = None,
+        *,
+        progress: bool = True,
+        resume: bool = False,
+        allow_unreached: bool = False,
+        non_finite: NonFinite = "error",
+    ) -> None:
+        """Find the encodings: weights from their values, activations from the data that passes them.
+
+        Runs in eval mode without gradients, with weights quantized and activations in float; the modules get their
+        training flags back. Statistics merge exactly, so the encodings do not depend on order or batch size.
+
+        Args:
+            data: batches (each a tensor, a tuple of positional arguments, or a dict of keyword arguments), or a callback
+                that runs ``sim.model`` on them: ``callback(model)``, or ``callback(model, args)`` when ``args`` is given.
+                ``None`` calibrates the weights alone, on the example input.
+            args: second argument of the callback.
+            progress: show a progress bar on a terminal when it takes more than two seconds.
+            resume: keep the statistics of the last call and add to them, for example after Ctrl-C.
+            allow_unreached: leave sites that no batch reached in float instead of failing when they are used.
+            non_finite: what to do with a batch in which a quantizer meets NaN or Inf: ``"error"`` stops and names the
+                operator that made them, ``"skip"`` leaves the whole batch out of all statistics, ``"clamp"`` uses the
+                finite values only. A spec or rule with ``non_finite`` has its own way.
+
+        Raises (and leaves the earlier encodings in force):
+            CalibrationError: no batch came, a batch does not fit the model, a weight or (under ``"error"``) a batch holds
+                values that are not finite.
+            ConfigError: there is no such policy.
+            BusyError: another thread uses the simulation.
+        """
+        policy = check_policy(non_finite)
+        with self._interceptor.occupancy.exclusive("calibration"), all_or_nothing(self):
+            interrupt = self._calibrate(data, args, progress, resume, allow_unreached, policy)
+        if interrupt is not None:
+            raise interrupt
+
+    def _calibrate(
+        self,
+        data: Any,
+        args: Any,
+        show: bool,
+        resume: bool,
+        allow_unreached: bool,
+        policy: NonFinite,
+    ) -> KeyboardInterrupt | None:
+        """Put new encodings in force; returns the Ctrl-C that ended it early, if one did."""
+        check_parameters(self._quantized_parameters())
+        self.quantizers.reconsider()
+        if not resume:
+            self.quantizers.forget()
+        self._simulator.stage = "observe"
+        self._simulator.runs = 0
+        gate = self._simulator.gate = self._gate(policy)
+        try:
+            with self._interceptor.handled_by(self._simulator), torch.no_grad(), evaluation(self.model):
+                self._feed(data, args, show)
+            gate.finish()
+        except KeyboardInterrupt as interrupt:
+            if not self._simulator.runs:
+                raise
+            gate.abandon()
+            self._freeze(allow_unreached=True, quiet=True)
+            logger.warning(
+                "calibration interrupted after %d runs; the statistics so far are in force, "
+                "compute_encodings(rest, resume=True) adds to them",
+                self._simulator.runs,
+            )
+            return interrupt
+        finally:
+            self.calibration_log, self._simulator.gate = gate.log, None
+        if not self._simulator.runs:
+            raise CalibrationError(
+                "compute_encodings",
+                "the data held no batch, so the model never ran"
+                if not callable(data)
+                else "the callback never ran the model",
+                "pass a non-empty list or DataLoader (a generator can be used only once), or a callback that calls its model",
+            )
+        self._freeze(allow_unreached)
+        return None
+
+    def _gate(self, policy: NonFinite) -> BatchGate:
+        def blame(batch: Any) -> HealthReport | None:
+            from bitwright.torch.health import diagnose_batch
+
+            if batch is None:
+                return None
+            args, kwargs = batch
+            return diagnose_batch(self._interceptor, args, kwargs, self._simulator.mended_at)
+
+        watched = [q for q in self.quantizers.unique() if q.enabled and q.role in ("input", "output")]
+        watches = [s.channels for s in self.quantizers.values() if s.channels.place is not None]
+        return BatchGate(watched, policy, blame, watches)
+
+    def _name_nan(self, args: Any, kwargs: Any) -> None:
+        """Tell which operator makes NaN in the simulation of a batch that float computes without."""
+        from bitwright.torch.health import diagnose_batch
+
+        try:
+            float_report = diagnose_batch(self._interceptor, args, kwargs, self._simulator.mended_at)
+            if not float_report.ok or float_report.bad_inputs:
+                return  # the model does so itself
+            report = diagnose_batch(self._interceptor, args, kwargs, self._simulator.simulated_at)
+        except Exception as error:  # a model that cannot be run twice on one input
+            report = HealthReport(f"running it again ended in {type(error).__name__}: {error}")
+        logger.warning("%s", self.quantizers.describe_nan(report, self.graph))
+
+    def _quantized_parameters(self) -> dict[str, torch.Tensor]:
+        """Parameter name -> the parameter, of every enabled weight and bias."""
+        found = {}
+        for site in self.quantizers.values():
+            param = self.graph.values[site._plan.value].param
+            if param is not None and site.enabled and site.role in ("weight", "bias"):
+                found[param] = self._interceptor.named_tensor(param)
+        return found
+
+    def _feed(self, data: Any, args: Any, show: bool) -> None:
+        if data is None:
+            data = self.examples
+        if callable(data) and not isinstance(data, (torch.Tensor, np.ndarray)):
+            data(self.model) if args is None else data(self.model, args)
+            return
+        if isinstance(data, (torch.Tensor, dict)) or not isinstance(data, Iterable):
+            raise CalibrationError(
+                "compute_encodings",
+                f"data is a {type(data).__name__}, not a list of batches",
+                "write sim.compute_encodings([batch]) for a single batch",
+            )
+        device = model_device(self.model)
+        for i, batch in enumerate(progress(data, "calibrating", show)):
+            self._run_batch(i, to_device(batch, device))
+
+    def _run_batch(self, index: int, batch: Any) -> None:
+        args, kwargs = as_call(batch)
+        try:
+            self.model(*args, **kwargs)
+        except BitwrightError:
+            raise
+        except Exception as error:
+            where = self._interceptor.failed_in
+            hint = ""
+            if isinstance(batch, (tuple, list)) and len(batch) > 1:
+                hint = "; a tuple or list is taken as positional arguments, so leave labels out: (x for x, _ in loader)"
+            raise CalibrationError(
+                f"batch {index}{f', in {where}' if where else ''}",
+                f"the model fails on it: {type(error).__name__}: {error}",
+                f"give batches as the model's forward takes them{hint}",
+            ) from error
+
+    def _freeze(self, allow_unreached: bool, quiet: bool = False) -> None:
+        self.quantizers.freeze_activations()
+        self._calibrate_unreached_weights()
+        self._simulator.stage = "simulate"
+        self._simulator.refresh_biases()
+        self.quantizers.settle_unreached(allow=allow_unreached, quiet=quiet)
+        self._simulator.warn_of_ranges()
+
+    def _calibrate_unreached_weights(self) -> None:
+        """Weights that no batch reached need none: their ranges follow from their values."""
+        computed: dict[str, torch.Tensor] | None = None  # what the model makes of its parameters
+        for site in self.quantizers.unreached():
+            if site.role != "weight":
+                continue
+            param = self.graph.values[site._plan.value].param
+            if param is None and computed is None:
+                computed = self._recorded_constants()
+            found = (
+                (computed or {}).get(site._plan.value)
+                if param is None
+                else self._interceptor.named_tensor(param)
+            )
+            if found is not None:
+                site.quantizer.observe_once(found.detach())
+
+    def _recorded_constants(self) -> dict[str, torch.Tensor]:
+        """Tensors that the model computes from its parameters alone, by value name, for its present parameters."""
+        device = model_device(self.model)
+        recorder = record(self.model, [to_device(e, device) for e in self.examples], self._interceptor)
+        recorder.graph()
+        return recorder.constants()
+
+    # -- its state
+
+    def remember(self, *, parameters: bool = False) -> Undo:
+        """Keep the state of the simulation: every quantizer, the stage, the repairs, what calibration noted.
+
+        Args:
+            parameters: keep a copy of all parameters and buffers too.
+
+        Returns:
+            A function that brings the state back, as often as it is called.
+        """
+        quantizers, simulator, log = (
+            self.quantizers.remember(),
+            self._simulator.remember(),
+            self.calibration_log,
+        )
+        tensors = {n: t.detach().clone() for n, t in named_state(self.model)} if parameters else {}
+
+        def restore() -> None:
+            with torch.no_grad():
+                for name, tensor in named_state(self.model) if tensors else ():
+                    tensor.copy_(tensors[name])
+            quantizers()
+            simulator()
+            self.calibration_log = log
+
+        return restore
+
+    # -- use
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Simulate whatever is called inside the block: other methods of the model, or parts of it."""
+        with self._interceptor.active():
+            self._handler.begin((), {})
+            yield
+
+    @contextmanager
+    def in_float(self) -> Iterator[None]:
+        """Let ``sim.model`` compute in float inside the block, in this thread (as ``torch.no_grad`` does)."""
+        with self._interceptor.handled_by(self._handler.variant("float")):
+            yield
+
+    @property
+    def _handler(self) -> Simulator:
+        """The simulator of the calling thread."""
+        own = self._interceptor.here.handler
+        return own if isinstance(own, Simulator) else self._simulator
+
+    @contextmanager
+    def _evaluation(self, what: str) -> Iterator[None]:
+        """No gradients, and every module in eval mode; where that changes modes, no other thread may run."""
+        training = any(module.training for _, module in walk_modules(self.model))
+        alone = self._interceptor.occupancy.exclusive(what) if training else nullcontext()
+        with alone, torch.no_grad(), evaluation(self.model):
+            yield
+
+    def health(self) -> list[SiteHealth]:
+        """What calibration saw at every site, and what the weights hold: NaN, Inf, zero and constant channels, saturation."""
+        found = self._quantized_parameters()
+        sites = {n: self.graph.values[s._plan.value].param for n, s in self.quantizers.items()}
+        return self.quantizers.health({n: found[p] for n, p in sites.items() if p in found})
+
+    @property
+    def repairs(self) -> tuple[Repair, ...]:
+        """What :func:`~bitwright.torch.stabilize` put in force, in order."""
+        return tuple(self._simulator.repairs.values())
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the simulation can run."""
+        return self._simulator.stage == "simulate"
+
+    def capture(self, names: Sequence[str], batch: Any) -> dict[str, list[torch.Tensor]]:
+        """Values at sites or op outputs while ``sim.model`` runs ``batch``; one tensor per run of the place."""
+        taps: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        args, kwargs = as_call(to_device(batch, model_device(self.model)))
+        with self._interceptor.handled_by(self._handler.variant(taps=taps)), self._evaluation("capture"):
+            self.model(*args, **kwargs)
+        return taps
+
+    def coverage(self) -> Coverage:
+        """Every value and parameter: quantized how, shared with whom, or not and why. Print it."""
+        return Coverage.of(self.plan, self.graph, self.quantizers.changes(self.plan), self._simulator.unseen)
+
+    def remove(self) -> nn.Module:
+        """Take the simulation off again and return the model; useful with ``in_place``."""
+        self._interceptor.detach()
+        return self.model
+
+    # -- files
+
+    def export(self, path: str | Path, filename_prefix: str, dummy_input: Any = None, **options: Any) -> Any:
+        """Write the artefacts; see :func:`bitwright.torch.simulation.export.export_sim`."""
+        from bitwright.torch.simulation.export import export_sim
+
+        return export_sim(
+            self, path, filename_prefix, self.examples[0] if dummy_input is None else dummy_input, **options
+        )
+
+    def verify(self, batch: Any = None, **options: Any) -> Any:
+        """Compare the simulation with ONNX Runtime, layer by layer; see :func:`bitwright.torch.simulation.export.verify_sim`."""
+        from bitwright.torch.simulation.export import verify_sim
+
+        return verify_sim(self, self.examples[0] if batch is None else batch, **options)
+
+    def save_encodings(self, path: str | Path, version: str = "2.0.0") -> Path:
+        """Write every encoding under its site's name; see :mod:`bitwright.export.encodings.versions`."""
+        from bitwright.export.encodings.of_simulation import save_encodings
+
+        return save_encodings(self, path, version)
+
+    def load_encodings(
+        self, path: str | Path | dict[str, Any], strict: bool = True, *, partial: bool = False
+    ) -> tuple[str, ...]:
+        """Take the encodings of a file; sites without one are disabled, names that match nothing are errors if ``strict``.
+
+        With ``partial``, sites without one stay as they are. Returns the sites that got one.
+        """
+        from bitwright.export.encodings.of_simulation import load_encodings
+
+        with self._interceptor.occupancy.exclusive("load_encodings"):
+            found = load_encodings(self, path, strict, partial)
+            self._simulator.stage = "simulate"
+            return found
+
+    def set_and_freeze_param_encodings(self, path: str | Path | dict[str, Any]) -> None:
+        """Take the parameter encodings of a file and keep them through calibration."""
+        from bitwright.export.encodings.of_simulation import set_and_freeze_param_encodings
+
+        with self._interceptor.occupancy.exclusive("set_and_freeze_param_encodings"):
+            set_and_freeze_param_encodings(self, path)
+
+    def save_checkpoint(self, folder: str | Path) -> Path:
+        """Write parameters (safetensors) and quantizers (JSON); see :mod:`bitwright.torch.simulation.checkpoint`."""
+        from bitwright.torch.simulation.checkpoint import save_checkpoint
+
+        return save_checkpoint(self, folder)
+
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Read what :meth:`save_checkpoint` wrote into this simulation of the same model."""
+        from bitwright.torch.simulation.checkpoint import load_checkpoint
+
+        with self._interceptor.occupancy.exclusive("load_checkpoint"):
+            load_checkpoint(self, folder)
+
+    def __repr__(self) -> str:
+        return f"QuantizationSimModel({type(self.model).__name__}, {self.quantizers!r}, stage={self._simulator.stage})"
+
+
+def _refuse_simulated(model: nn.Module) -> None:
+    for path, module in walk_modules(model):
+        if any(isinstance(forward.owner.handler, Simulator) for forward in interceptions(module)):
+            raise ModelError(
+                path or type(model).__name__,
+                "it is simulated already: it belongs to a QuantizationSimModel, whose quantizers would count as its own code",
+                "pass the float model that the simulation was made from; copy.deepcopy(sim).remove() returns it",
+            )
+
+
+def require_module(model: object) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        ModelError: with the way to quantize an ONNX file.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            "model",
+            f"it is a {type(model).__name__}, not a torch.nn.Module",
+            "pass the module itself; for an ONNX file use bitwright.onnx.QuantizationSimModel",
+        )

@@ -1,0 +1,541 @@
+"""What happens at each intercepted call while a simulation calibrates, runs or is exported."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from threading import get_ident
+from typing import Any, Literal
+
+import torch
+import torch.onnx.ops
+
+from bitwright.core.graph.constant_channels import ChannelWatch
+from bitwright.core.graph.ops import op_row
+from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.health.repair import Repair
+from bitwright.core.simulation.calibration import BatchGate
+from bitwright.core.simulation.occupancy import Lock
+from bitwright.core.simulation.protocols import Undo
+from bitwright.core.simulation.quantizer import DerivedBias
+from bitwright.errors import CalibrationError, ModelError
+from bitwright.torch.calls import recurrent
+from bitwright.torch.calls.decompose import EXPORTABLE
+from bitwright.torch.calls.functions import FUNCTIONS, Function
+from bitwright.torch.calls.intercept import ACCESS, Frame, Key
+from bitwright.torch.calls.trees import flatten_tensors, map_tensors
+from bitwright.torch.simulation.fake_quantize import is_plain
+from bitwright.torch.simulation.quantizer import Quantizer
+from bitwright.torch.simulation.stacked_steps import Keep, OnGrid, StepFunctions
+
+logger = logging.getLogger("bitwright")
+
+#: factor between the ranges of calls from which a shared grid of eight bits leaves the smaller ones fewer than four
+UNLIKE = 32.0
+
+Stage = Literal["uncalibrated", "observe", "simulate", "mark", "float"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A quantizer at a port (or output index) of a call; ``site`` is its name there, ``channels`` what it shows of them."""
+
+    site: str
+    at: int
+    quantizer: Quantizer
+    channels: ChannelWatch
+    repeated: bool = False  # the place was called several times in a recorded forward
+
+    def observe(self, x: torch.Tensor) -> None:
+        """Add a tensor that passes to what calibration knows."""
+        if not self.quantizer.frozen:
+            self.quantizer.observe(x)
+            self.channels.observe(x)
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """What to do at one place of the model; ``inside`` has the inner tensors of a recurrent layer, by their names."""
+
+    op: str
+    operands: tuple[Place, ...] = ()
+    outputs: tuple[Place, ...] = ()
+    inside: Mapping[str, Place] = field(default_factory=dict)
+
+
+class Simulator:
+    """The handler of a :class:`QuantizationSimModel`.
+
+    Threads share it in the stages ``simulate`` and ``float``: what is written meanwhile is written whole. A thread with
+    a stage or taps of its own has a :meth:`variant`.
+
+    Attributes:
+        plans: what to do, by call key; a recorded call without quantizers has an empty plan.
+        stage: what the quantizers do with the tensors they are given.
+        unseen: calls that ran without having been recorded, by readable name: they run in float.
+    """
+
+    def __init__(self, plans: Mapping[Key, CallPlan]) -> None:
+        self.plans = dict(plans)
+        self.stage: Stage = "uncalibrated"
+        self.unseen: dict[str, str] = {}
+        self.taps: dict[str, list[torch.Tensor]] | None = None
+        self.biases: list[DerivedBias] = []
+        self.lengths: dict[str, int] = {}  # recurrent layer -> most steps in calibration
+        self.longer: dict[str, int] = {}  # recurrent layer -> steps of a longer sequence that was simulated
+        # repeated place -> largest value of its quietest and its loudest call
+        self.ranges: dict[str, tuple[float, float]] = {}
+        self.runs = 0
+        self.gate: BatchGate | None = None  # while calibrating
+        self.repairs: dict[str, Repair] = {}  # op -> what becomes of its output
+        self.moving = False  # whether a call that only moves data has a quantizer: it joins different grids
+        self.blame: Callable[[Any, Any], None] | None = (
+            None  # names the operator that makes NaN of finite values
+        )
+        self.told = False  # whether it did
+        self._given: dict[int, tuple[Any, Any]] = {}  # thread -> what the model was called with
+        self._lock = Lock()
+
+    def variant(
+        self, stage: Stage | None = None, taps: dict[str, list[torch.Tensor]] | None = None
+    ) -> Simulator:
+        """This simulator with another stage or other taps; everything else is shared, and stays so."""
+        new = copy.copy(self)
+        new._lock = self._lock
+        new.stage, new.taps = stage or self.stage, self.taps if taps is None else taps
+        return new
+
+    def remember(self) -> Undo:
+        """Keep the stage, the repairs and what calibration noted; the function returned brings it back."""
+        stage, repairs, runs = self.stage, self.repairs, self.runs
+        lengths, longer = dict(self.lengths), dict(self.longer)
+
+        def restore() -> None:
+            self.stage, self.repairs, self.runs = stage, repairs, runs
+            self.lengths, self.longer = dict(lengths), dict(longer)
+
+        return restore
+
+    # -- handler
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Refuse to simulate before calibration, and where tensors hold no values."""
+        _refuse_transforms()
+        if self.stage == "uncalibrated":
+            raise CalibrationError(
+                "QuantizationSimModel",
+                "the model was run before calibration, so no quantizer has an encoding yet",
+                "call sim.compute_encodings(batches) or sim.load_encodings(path) first",
+            )
+        if self.stage == "observe" and not self.runs:
+            self.lengths, self.longer, self.ranges = {}, {}, {}
+        if self.stage in ("simulate", "mark"):
+            self.refresh_biases()
+        if self.stage == "observe":
+            self.told = False
+        if self._looks_for_nan():
+            self._given[get_ident()] = (args, kwargs)
+        if self.stage == "observe" and self.gate is not None:
+            self.gate.open((args, kwargs) if args or kwargs else None)
+
+    def part(self, path: str, caller: str | None) -> bool:
+        """Parts of the model run on their own; what a method computes around them is not seen, which is told once."""
+        if caller is not None and self.stage == "simulate":
+            with self._lock:
+                known = caller in self.unseen
+                self.unseen.setdefault(
+                    caller,
+                    "a method that calls parts of the model outside of its forward; the parts are simulated",
+                )
+            if not known:
+                logger.warning(
+                    "%s calls %s outside the model's forward: the part is simulated, what the method computes itself is in "
+                    "float; put the call into `with sim.active():` to simulate both",
+                    caller,
+                    path,
+                )
+        return True
+
+    def refresh_biases(self) -> None:
+        """Bring every derived bias grid up to date with the encodings it follows from."""
+        with self._lock:  # another thread must not see one that is being derived
+            for bias in self.biases:
+                bias.refresh()
+
+    def end(self, output: Any) -> None:
+        """Count the forwards of a calibration; look for NaN in what a simulation returns, until some was seen."""
+        args, kwargs = self._given.pop(get_ident(), ((), {}))
+        if self._looks_for_nan() and (args or kwargs) and _holds_nan(output):
+            assert self.blame is not None
+            self.told = True
+            self.blame(args, kwargs)
+        if self.stage == "observe":
+            self.runs += 1
+            if self.gate is not None:
+                self.gate.close()
+
+    def _looks_for_nan(self) -> bool:
+        return self.stage == "simulate" and not self.told and self.taps is None and self.blame is not None
+
+    def other(
+        self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls that hold no quantizer, but for movements of data that come from several grids."""
+        watching = self.moving or self.taps is not None or self.repairs
+        row = FUNCTIONS.get(func) if watching else None
+        if row is None:
+            if self.repairs and func not in FUNCTIONS and getattr(func, "__name__", "__get__") not in ACCESS:
+                func = self._mended(self.plans.get(frame.other_key(func.__name__)), func)
+            return func(*args, **kwargs)
+        plan = self.plans.get(frame.movement_key(row.label))
+        func = self._mended(plan, func)
+        if plan is not None and (plan.outputs or plan.operands):
+            output = self._planned(plan, row, func, args, kwargs)
+        else:
+            output = func(*args, **kwargs)
+        if self.taps is not None:
+            self._tap(plan, output)
+        return output
+
+    def call(
+        self,
+        frame: Frame,
+        key: Key,
+        row: Function,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """A call that may hold quantizers."""
+        plan = self.plans.get(key)
+        if self.stage == "mark":
+            func = EXPORTABLE.get(row.label, func)
+        if self.repairs and func is not recurrent.layer:
+            func = self._mended(plan, func)
+        if plan is None:
+            output = func(*args, **kwargs)
+            # a batch norm that counts its batches has an integer result
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, torch.Tensor) and first.is_floating_point():
+                self._note_unseen(frame, row, args, kwargs)
+            return output
+        if func is recurrent.layer:
+            output = self._recurrent(plan, row, args, kwargs)
+        else:
+            output = self._planned(plan, row, func, args, kwargs)
+        if self.taps is not None:
+            self._tap(plan, output)
+        return output
+
+    def mended_at(self, key: Key, func: Callable[..., Any]) -> Callable[..., Any]:
+        """``func`` with the repair of the call ``key``, if there is one."""
+        return self._mended(self.plans.get(key), func)
+
+    def simulated_at(self, key: Key, func: Callable[..., Any]) -> Callable[..., Any]:
+        """``func`` as the call ``key`` carries it out in a simulation."""
+        plan, row = self.plans.get(key), FUNCTIONS.get(func)
+        func = self._mended(plan, func)
+        if plan is None or row is None or func is recurrent.layer or not (plan.operands or plan.outputs):
+            return func
+        return lambda *args, **kwargs: self._planned(plan, row, func, args, kwargs)
+
+    def _mended(self, plan: CallPlan | None, func: Callable[..., Any]) -> Callable[..., Any]:
+        repair = None if plan is None else self.repairs.get(plan.op)
+        return func if repair is None else mended(func, repair)
+
+    def _planned(
+        self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # fmt: skip
+        """The call with its quantizers."""
+        target = kwargs.get("out")
+        if isinstance(target, torch.Tensor):
+            # filled with the quantized result, under whichever name it is read
+            rest = {name: value for name, value in kwargs.items() if name != "out"}
+            result = self._planned(plan, row, func, args, rest)
+            if target.shape != result.shape:
+                target.resize_(result.shape)
+            return target.copy_(result)
+        written = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if plan.operands:
+            bound = row.bind(args, kwargs)
+            operands = dict(row.operands(bound))
+            if torch.is_grad_enabled() and _writes(row, kwargs) and written is not None:
+                # autograd keeps what a quantizer was given, which this call is about to overwrite
+                operands = {port: x.clone() if x is written else x for port, x in operands.items()}
+            new = {
+                place.at: self._operand(place, operands[place.at])
+                for place in plan.operands
+                if isinstance(operands.get(place.at), torch.Tensor) and operands[place.at].is_floating_point()
+            }
+            args, kwargs = row.replace(args, kwargs, new)
+        if not plan.outputs:
+            output = func(*args, **kwargs)
+            if output is not written and args and output is args[0] and written is not None:
+                written.copy_(output)  # an in-place call on an operand that was quantized out of place
+                output = written
+        else:
+            output = self._with_outputs(plan, row, func, args, kwargs, written)
+        return output
+
+    def _with_outputs(
+        self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        written: torch.Tensor | None,
+    ) -> Any:  # fmt: skip
+        if _writes(row, kwargs) and torch.is_grad_enabled() and written is not None and args:
+            # autograd keeps the result of some in-place calls, so the grid must not be written over it
+            result = self._output(
+                plan.outputs[0], func(args[0].clone(), *args[1:], **kwargs), overwrite=False
+            )
+            return written.copy_(result)
+        output = func(*args, **kwargs)
+        if isinstance(output, torch.Tensor):
+            alias = args and output is args[0]
+            result = self._output(plan.outputs[0], output, overwrite=row.fresh or bool(alias))
+            if written is not None and (output is written or alias):
+                return written if result is written else written.copy_(result)
+            return result
+        items = list(output)
+        for place in plan.outputs:
+            if isinstance(items[place.at], torch.Tensor):
+                items[place.at] = self._output(place, items[place.at], overwrite=False)
+        return type(output)(items) if not hasattr(output, "_fields") else type(output)(*items)
+
+    # -- recurrent layers
+
+    def _recurrent(self, plan: CallPlan, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A layer with quantizers inside its steps; what they observe is put together once per call."""
+        if self.stage == "mark":
+            return self._marked_layer(plan, row, args, kwargs)
+        self._note_length(plan.op, args)
+        kept: dict[str, list[torch.Tensor]] = {}
+        functions = StepFunctions() if self.stage == "float" else self._step_functions(plan, kept)
+        tapped = self._tap_steps(plan.op, kwargs["cell"], functions, kept) if self.taps is not None else {}
+        inside = functions or None  # without a quantizer inside, torch's own operator does the work
+        output = self._planned(plan, row, recurrent.layer, args, {**kwargs, "inside": inside})
+        for name, steps in kept.items():
+            if name not in tapped:
+                plan.inside[name].observe(torch.cat(steps))
+        for name, taken in tapped.items():
+            steps = kept[name][::-1] if kwargs.get("reverse") else kept[name]  # in the order of time
+            taken.append(torch.cat(steps) if args[4] is not None else torch.stack(steps))
+        return output
+
+    def _marked_layer(
+        self, plan: CallPlan, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The layer as a node that names its sites; weights are marked in the node's own order of gates."""
+        operands = [p for p in plan.operands if p.at not in recurrent.WEIGHT_PORTS]
+        weights = {p.at: p.site for p in plan.operands if p.at in recurrent.WEIGHT_PORTS and _is_live(p)}
+        sites = {name: p.site for name, p in plan.inside.items() if _is_live(p)}
+        layer = functools.partial(recurrent.marked_layer, mark=mark, weights=weights, sites=sites)
+        return self._planned(replace(plan, operands=tuple(operands)), row, layer, args, kwargs)
+
+    def _step_functions(self, plan: CallPlan, kept: dict[str, list[torch.Tensor]]) -> StepFunctions:
+        """What happens at every step to the inner tensors; ``kept`` takes in what is to be observed."""
+        found = StepFunctions()
+        for name, place in plan.inside.items():
+            quantizer = place.quantizer
+            if not quantizer.enabled:
+                continue
+            if self.stage != "observe" or quantizer.frozen:
+                found[name] = OnGrid(quantizer)
+            elif not quantizer.is_fixed:
+                found[name] = Keep(kept.setdefault(name, []))
+        return found
+
+    def _tap_steps(
+        self,
+        op: str,
+        cell: str,
+        functions: StepFunctions,
+        kept: dict[str, list[torch.Tensor]],
+    ) -> dict[str, list[torch.Tensor]]:
+        """Inner tensors that somebody asked for, and where they go; ``functions`` keep them from now on."""
+        assert self.taps is not None
+        tapped = {}
+        for inner in CELLS[cell].inner:
+            taken = self.taps.get(f"{op}.{inner.name}")
+            if taken is not None and inner.name not in kept:
+                tapped[inner.name] = taken
+                copies = functools.partial(
+                    _keep_copy, kept.setdefault(inner.name, []), functions.get(inner.name)
+                )
+                functions[inner.name] = copies
+        return tapped
+
+    def _note_length(self, op: str, args: tuple[Any, ...]) -> None:
+        """Keep the longest sequence of calibration; tell once of a longer one."""
+        length = len(args[0] if args[4] is None else args[4])
+        if self.stage == "observe":
+            self.lengths[op] = max(length, self.lengths.get(op, 0))
+        elif self.stage == "simulate" and self.lengths.get(op, length) < length and op not in self.longer:
+            with self._lock:
+                first = not self.longer
+                self.longer[op] = length
+            if first:
+                logger.info(
+                    "%s: a sequence of %d steps, and calibration saw at most %d; its states may leave the ranges found",
+                    op,
+                    length,
+                    self.lengths[op],
+                )
+
+    # -- the stages
+
+    def _operand(self, place: Place, x: torch.Tensor) -> torch.Tensor:
+        quantizer = place.quantizer
+        if self.stage == "mark":
+            return mark(x, place.site) if _is_live(place) else x
+        if not quantizer.enabled or self.stage == "float":
+            return x
+        if quantizer.role in ("input", "output"):  # of a later call whose input another call's output shares
+            return self._activation(place, x, overwrite=False)
+        if quantizer.derived and (self.stage == "observe" or quantizer.encoding is None):
+            return x  # its grid follows from the input's and the weight's, or it stays in float
+        if self.stage == "observe":
+            quantizer.observe_once(x.detach())
+            if quantizer.encoding is None:  # an empty tensor
+                return x
+        result = quantizer.constant(x)
+        if self.taps is not None and place.site in self.taps:
+            self.taps[place.site].append(result.detach().clone())
+        return result
+
+    def _output(self, place: Place, x: torch.Tensor, *, overwrite: bool) -> torch.Tensor:
+        quantizer = place.quantizer
+        if self.stage == "mark":
+            return mark(x, place.site) if _is_live(place) else x
+        if not quantizer.enabled or self.stage == "float" or not x.is_floating_point():
+            return x
+        return self._activation(place, x, overwrite=overwrite)
+
+    def _activation(self, place: Place, x: torch.Tensor, *, overwrite: bool) -> torch.Tensor:
+        quantizer = place.quantizer
+        if self.stage == "observe":
+            place.observe(x)
+            if place.repeated and x.numel():
+                self._note_range(place.site, x)
+            return quantizer(x, overwrite) if quantizer.frozen else x
+        result = quantizer(x, overwrite)
+        if self.taps is not None and place.site in self.taps:
+            self.taps[place.site].append(result.detach().clone())
+        return result
+
+    # -- notes
+
+    def _note_range(self, site: str, x: torch.Tensor) -> None:
+        lo, hi = torch.aminmax(x.detach())
+        largest = max(-float(lo), float(hi))
+        if 0.0 < largest < math.inf:
+            low, high = self.ranges.get(site, (largest, largest))
+            self.ranges[site] = (min(low, largest), max(high, largest))
+
+    def warn_of_ranges(self) -> None:
+        """Say where the calls of one place are so unlike that those with small values lose most of their grid."""
+        unlike = {site: high / low for site, (low, high) in self.ranges.items() if high > UNLIKE * low}
+        if unlike:
+            worst = max(unlike, key=unlike.__getitem__)
+            logger.warning(
+                "%s%s: several calls of one layer share this grid, and the largest values of its calls differ by a factor "
+                "of %.3g; give each call a module of its own with the same parameter as its weight "
+                "(second.weight = first.weight), and each has its own grid and both one weight",
+                worst,
+                f" and {len(unlike) - 1} others" if len(unlike) > 1 else "",
+                unlike[worst],
+            )
+
+    def _tap(self, plan: CallPlan | None, output: Any) -> None:
+        if plan is None or self.taps is None:
+            return
+        tensors = [t for _, t in flatten_tensors(output)]
+        for i, tensor in enumerate(tensors):
+            name = f"{plan.op}.output[{i}]"
+            kept = self.taps.get(name)
+            if kept is not None and not any(
+                place.site == name for place in plan.outputs if self.stage == "simulate"
+            ):
+                kept.append(tensor.detach().clone())
+
+    def _note_unseen(
+        self, frame: Frame, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        name = f"{frame.path}.{row.label}" if frame.path else row.label
+        with self._lock:
+            if name in self.unseen:
+                return
+            self.unseen[name] = "first seen after the example input was recorded"
+        kind = op_row(row.op_type(row.bind(args, kwargs)))
+        if kind.integer:
+            logger.warning(
+                "%s: this call did not happen on the example input, so it has no quantizer and runs in float; "
+                "give an example that reaches it (examples=[...]) or calibrate with one",
+                name,
+            )
+
+
+def _writes(row: Function, kwargs: dict[str, Any]) -> bool:
+    """Whether the call overwrites its first argument."""
+    return row.in_place or bool(kwargs.get("inplace"))
+
+
+def _holds_nan(output: Any) -> bool:
+    tensors = [t for _, t in flatten_tensors(output) if t.is_floating_point() and is_plain(t)]
+    return any(bool(t.detach().isnan().any()) for t in tensors)
+
+
+def _refuse_transforms() -> None:
+    """Quantizers compute on values, and keep what they computed of weights."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ModelError(
+            "QuantizationSimModel",
+            "sim.model was called inside a torch.func transform (vmap, grad, jvp, ...), which quantizers cannot be part of",
+            "call sim.model on the whole batch instead of under vmap, and use loss.backward() instead of torch.func.grad",
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise ModelError(
+            "QuantizationSimModel",
+            "sim.model was called by torch.jit.trace, which would write quantizers down as constants of one run",
+            "call sim.export(folder, name) for an ONNX model with its quantizers, or trace the float model",
+        )
+
+
+def _is_live(place: Place) -> bool:
+    return place.quantizer.enabled and place.quantizer.encoding is not None
+
+
+def _keep_copy(
+    steps: list[torch.Tensor], function: Callable[[torch.Tensor], torch.Tensor] | None, x: torch.Tensor
+) -> torch.Tensor:
+    out = x if function is None else function(x)
+    steps.append(out.detach().clone())
+    return out
+
+
+def mended(func: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
+    """``func`` with its results repaired; a result that is an argument is repaired in its place."""
+
+    def mend(x: torch.Tensor, given: tuple[Any, ...]) -> torch.Tensor:
+        if not x.is_floating_point():
+            return x
+        new = x.nan_to_num(repair.nan, repair.hi, repair.lo)
+        if repair.kind == "clamp":
+            new = new.clamp(repair.lo, repair.hi)
+        return x.copy_(new) if any(x is argument for argument in given) else new
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        return map_tensors(func(*args, **kwargs), lambda x: mend(x, given))
+
+    return run
+
+
+def mark(x: torch.Tensor, site: str) -> torch.Tensor:
+    """``x`` as the exporter sees it: a node ``bitwright::Site`` in the ONNX graph, an identity that carries a name."""
+    out: torch.Tensor = torch.onnx.ops.symbolic(
+        "bitwright::Site", (x,), attrs={"site": site}, dtype=x.dtype, shape=x.shape, version=1
+    )
+    return out

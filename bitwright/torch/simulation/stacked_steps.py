@@ -1,0 +1,134 @@
+"""Steps of recurrent layers with their gates side by side: one operation on ``[B, gates * H]`` where there were several.
+
+The equations are those of :func:`bitwright.core.graph.recurrence.step`, for the variants that torch has, and give the same
+numbers bit for bit: sums and products are taken in the same order, and a quantizer with one scale per column rounds each
+column as the quantizer of its gate would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bitwright.core.graph.recurrence import ACTIVATION_RANGES, CELL, HIDDEN
+from bitwright.torch.calls.recurrent import ORDER, StackedStep
+from bitwright.torch.simulation.quantizer import Quantizer, side_by_side
+
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class OnGrid:
+    """What happens to an inner tensor that has a calibrated quantizer."""
+
+    quantizer: Quantizer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` on its grid, in the memory of ``x`` where no gradient needs that."""
+        return self.quantizer(x, overwrite=True)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What happens to an inner tensor that is observed: it is put with those of the other steps."""
+
+    steps: list[Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x`` itself, kept."""
+        self.steps.append(x)
+        return x
+
+
+#: gate -> the interval of its values
+RANGES = {
+    **dict.fromkeys(("input", "forget", "output", "reset", "update"), ACTIVATION_RANGES["Sigmoid"]),
+    "candidate": ACTIVATION_RANGES["Tanh"],
+}
+
+
+class StepFunctions(dict[str, Function]):
+    """What happens to the tensors inside a step: inner name -> :class:`OnGrid`, :class:`Keep` or another function."""
+
+    def stacked(self, cell: str, like: Tensor) -> StackedStep | None:
+        """The step of a layer that is not projected, on gates in the order of :data:`bitwright.torch.calls.recurrent.ORDER`.
+
+        Args:
+            cell: ``LSTM``, ``GRU`` or ``RNN``.
+            like: a hidden state, ``[B, H]``.
+
+        Returns:
+            ``None`` where the gates cannot be treated together: some have a quantizer and some have none, a format
+            without the fast path, a tensor that an exporter or compiler traces, an RNN, which has one gate.
+        """
+        make = {"LSTM": _lstm, "GRU": _gru}.get(cell)
+        if make is None or like.dtype != torch.float32:
+            return None
+        gates = ORDER[cell] if cell == "LSTM" else ORDER[cell][:-1]
+        pre = _together([self.get(f"{gate}.pre") for gate in gates], like)
+        post = _together([self.get(f"{gate}.gate") for gate in gates], like, [RANGES[gate] for gate in gates])
+        return None if pre is None or post is None else make(self, pre, post, like)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _together(
+    functions: Sequence[Function | None], like: Tensor, within: Sequence[tuple[float, float]] = ()
+) -> Function | None:
+    """One function of all gates for one function per gate; ``None`` where they differ in kind."""
+    if all(function is None for function in functions):
+        return _same
+    if all(isinstance(function, Keep) for function in functions):
+        kept = [function.steps for function in functions if isinstance(function, Keep)]
+
+        def keep(x: Tensor) -> Tensor:
+            for steps, part in zip(kept, x.chunk(len(kept), -1), strict=True):
+                steps.append(part)
+            return x
+
+        return keep
+    if all(isinstance(function, OnGrid) for function in functions):
+        return side_by_side([f.quantizer for f in functions if isinstance(f, OnGrid)], like, within)
+    return None
+
+
+def _activate(x: Tensor, split: int) -> Tensor:
+    """Sigmoid of the first ``split`` columns, hyperbolic tangent of the others."""
+    if x.requires_grad:
+        return torch.cat([x[:, :split].sigmoid(), x[:, split:].tanh()], 1)
+    out = torch.empty_like(x)
+    torch.sigmoid(x[:, :split], out=out[:, :split])
+    torch.tanh(x[:, split:], out=out[:, split:])
+    return out
+
+
+def _lstm(inside: Mapping[str, Function], pre: Function, post: Function, like: Tensor) -> StackedStep:
+    hidden = like.shape[-1]
+    cell_gate = _together([inside.get("cell.gate")], like, [ACTIVATION_RANGES["Tanh"]]) or inside["cell.gate"]
+    cell, last = inside.get(CELL, _same), inside.get(HIDDEN, _same)
+
+    def run(x: Tensor, recurrent: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        gates = post(_activate(pre(x + recurrent), 3 * hidden))
+        i, f, o, g = gates.chunk(4, -1)
+        c = cell(f * state[1] + i * g)
+        return last(o * cell_gate(c.tanh())), c
+
+    return run
+
+
+def _gru(inside: Mapping[str, Function], pre: Function, post: Function, like: Tensor) -> StackedStep:
+    hidden = like.shape[-1]
+    before, behind, last = (inside.get(name, _same) for name in ("candidate.pre", "candidate.gate", HIDDEN))
+
+    def run(x: Tensor, recurrent: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        both = 2 * hidden
+        reset, update = post(pre(x[:, :both] + recurrent[:, :both]).sigmoid()).chunk(2, -1)
+        candidate = behind(before(x[:, both:] + reset * recurrent[:, both:]).tanh())
+        return (last((1 - update) * candidate + update * state[0]),)
+
+    return run

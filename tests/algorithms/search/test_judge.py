@@ -1,0 +1,55 @@
+"""Judging by outputs: which batches are held out, and what their signal-to-noise ratio counts."""
+
+import math
+
+import numpy as np
+import pytest
+
+from bitwright.algorithms.search.judge import Judge
+
+
+def twice(batch):
+    return [np.float32([batch, -batch])]
+
+
+@pytest.mark.parametrize(
+    ("count", "held"), [(5, [1]), (7, [1, 6]), (20, [1, 6, 11, 16]), (200, list(range(1, 80, 5)))]
+)
+def test_every_fifth_batch_is_held_out_and_no_method_sees_it(count, held):
+    judge, rest = Judge.of(range(count), twice)
+    assert judge.batches == held and not judge.seen
+    for _ in range(2):  # every method goes through them anew
+        assert list(rest) == [place for place in range(count) if place not in held]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_of_few_batches_none_is_held_out_and_that_is_said(count):
+    judge, rest = Judge.of([3.0] * count, twice)
+    assert judge.seen and judge.batches == [3.0] and list(rest) == [3.0] * count
+    assert judge.where == "on a batch that the methods see too: give five or more"
+
+
+def test_the_float_model_runs_once_and_only_when_asked():
+    calls = []
+    judge, _ = Judge.of([1.0, 2.0], lambda batch: calls.append(batch) or twice(batch))
+    assert not calls
+    assert judge.sqnr(twice) == judge.sqnr(twice) == math.inf
+    assert calls == [1.0]
+
+
+def test_outputs_count_alike_whatever_their_size():
+    judge = Judge([0], lambda batch: [np.float32([1000.0] * 50), np.float32([1.0])])
+    noisy = judge.sqnr(lambda batch: [np.float32([1000.0] * 50), np.float32([0.9])])
+    assert noisy == pytest.approx(-10 * math.log10(0.01 / 2), abs=1e-4)
+
+
+def test_what_is_not_finite_in_float_is_left_out_and_new_nan_is_the_worst():
+    judge = Judge([0], lambda batch: [np.float32([1.0, np.inf])])
+    assert judge.sqnr(lambda batch: [np.float32([1.0, 5.0])]) == math.inf
+    assert judge.sqnr(lambda batch: [np.float32([np.nan, np.inf])]) == -math.inf
+
+
+def test_integers_and_lengths_that_depend_on_values_are_left_out():
+    judge = Judge([0], lambda batch: [np.arange(3), np.float32([1, 2]), np.float32([4.0])])
+    assert judge.possible
+    assert judge.sqnr(lambda batch: [np.arange(3)[::-1], np.float32([1]), np.float32([4.0])]) == math.inf

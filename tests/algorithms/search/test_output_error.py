@@ -1,0 +1,84 @@
+"""The estimate of what each quantizer costs the output, against what it does cost."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from bitwright.algorithms.search.output_error import output_errors
+from bitwright.torch import QuantizationSimModel
+from bitwright.torch.adapters.program import TorchSimulation
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv1, self.conv2 = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        y = torch.relu(self.conv1(x))
+        y = y + torch.sigmoid(self.conv2(y))
+        return self.head(y.mean((2, 3))), y
+
+
+@pytest.fixture(scope="module")
+def calibrated():
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(32, 3, 8, 8, generator=generator) for _ in range(4)]
+    sim = QuantizationSimModel(Net().eval(), batches[0], preset="w4a8")
+    sim.compute_encodings(batches, progress=False)
+    return sim, batches
+
+
+def noise(sim, batches):
+    """Over signal, the mean of both outputs."""
+    ratios = [[0.0, 0.0], [0.0, 0.0]]
+    for batch in batches:
+        with torch.no_grad():
+            found = sim.model(batch)
+            with sim.in_float():
+                wanted = sim.model(batch)
+        for ratio, f, w in zip(ratios, found, wanted, strict=True):
+            ratio[0] += float((f - w).square().sum())
+            ratio[1] += float(w.square().sum())
+    return sum(n / s for n, s in ratios) / 2
+
+
+def test_each_site_alone_makes_the_noise_that_was_estimated(calibrated):
+    sim, batches = calibrated
+    errors = output_errors(TorchSimulation(sim), batches, samples=128)
+    assert not errors.unknown
+    estimates = {**errors.activations, **errors.weights}
+    restore = sim.remember()
+    for name, estimate in estimates.items():
+        for other in sim.quantizers.unique():
+            other.enabled = other is sim.quantizers[name].quantizer
+        assert 0.5 < estimate / noise(sim, batches) < 2, name
+    restore()
+    assert 0.5 < errors.total / noise(sim, batches) < 2
+    assert errors.measured == pytest.approx(noise(sim, batches), rel=1e-2)
+
+
+def test_same_seed_same_estimate_and_the_model_stays_as_it_is(calibrated):
+    sim, batches = calibrated
+    before = {name: p.detach().clone() for name, p in sim.model.named_parameters()}
+    one, two, other = (output_errors(TorchSimulation(sim), batches, seed=s) for s in (0, 0, 1))
+    assert one == two != other
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in sim.model.named_parameters())
+
+
+def test_only_as_much_data_is_read_as_is_asked_for(calibrated):
+    sim, batches = calibrated
+    read = []
+
+    def counted():
+        for batch in batches:
+            read.append(1)
+            yield batch
+
+    output_errors(TorchSimulation(sim), counted(), samples=40)
+    assert len(read) == 2
+    assert math.isfinite(output_errors(TorchSimulation(sim), []).total)

@@ -1,0 +1,267 @@
+"""Health: what tensors hold, who is accused, and why."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from bitwright.core.health.diagnosis import CASES, REMEDIES, diagnose, remedy
+from bitwright.core.health.report import (
+    Culprit,
+    Flags,
+    HealthReport,
+    Tracker,
+    check_parameters,
+    first_non_finite,
+    measure_tensor,
+)
+from bitwright.errors import CalibrationError
+
+NAN, INF = np.nan, np.inf
+BAD_NAN, BAD_INF, MASK, CLEAN = Flags(nan=True), Flags(pos_inf=True), Flags(neg_inf=True), Flags()
+
+
+# ---- measuring
+
+
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_a_measure_counts_what_is_there(make):
+    x = np.float32([[0, 2, NAN], [-3, INF, -INF]])
+    health = measure_tensor("x", make(x))
+    assert (health.nan, health.pos_inf, health.neg_inf, health.zeros) == (1, 1, 1, 1)
+    assert (health.min, health.max, health.smallest) == (-3, 2, 2)
+    assert health.first_bad == (0, 2) and health.shape == (2, 3) and health.size == 6
+    assert str(health) == (
+        "x float32[2, 3]: in [-3, 2], 1 of 6 NaN, 1 of 6 +Inf, 1 of 6 -Inf, first at [0, 2], 1 zero"
+    )
+
+
+def test_halves_show_what_they_lost():
+    health = measure_tensor("h", torch.tensor([65504.0, 1e-7, 0.0, 1.0]).half())
+    assert (health.subnormals, health.saturated, health.zeros) == (1, 1, 1)
+    assert measure_tensor("b", torch.tensor([1e-40], dtype=torch.bfloat16)).subnormals == 1
+    assert measure_tensor("f", np.float32([1e-40])).subnormals == 0, "only halves are watched for it"
+
+
+@pytest.mark.parametrize(
+    "x", [3, 2.5, True, np.zeros((0, 3)), np.int8([1]), torch.zeros(0), torch.tensor([True])]
+)
+def test_anything_can_be_measured(x):
+    assert measure_tensor("x", x).finite
+
+
+def test_the_first_bad_element_is_found():
+    assert first_non_finite(np.float32([[1, 2], [3, 4]])) is None
+    assert first_non_finite(torch.tensor([[1, 2], [3, 4]])) is None
+    index, value = first_non_finite(torch.tensor([[1.0, 2.0], [NAN, INF]]))
+    assert index == (1, 0) and np.isnan(value)
+    assert first_non_finite(np.full((2, 2), 3e38, np.float32)) is None, "a sum that overflows is no NaN"
+    assert first_non_finite(torch.full((9,), 3e38)) is None
+
+
+def test_a_bad_parameter_is_refused_with_its_index():
+    bad = np.zeros((2, 3), np.float32)
+    bad[1, 2] = -INF
+    check_parameters({"fine": np.ones(3, np.float32)})
+    with pytest.raises(
+        CalibrationError, match=r"fc\.weight: the parameter holds .* the first -inf at index \[1, 2\]\."
+    ):
+        check_parameters({"fine": np.ones(3, np.float32), "fc.weight": bad})
+    with pytest.raises(CalibrationError, match=r"so do 2 more: b, c"):
+        check_parameters({"a": bad, "b": bad, "c": bad})
+
+
+# ---- causes
+
+A = np.float32
+
+
+def health(name, values, kind="activation"):
+    return None if values is None else measure_tensor(name, values, kind)
+
+
+CAUSES = {
+    "div": ("Div", {}, [A([1, 2]), A([0, 1])], "division by zero", "the divisor b holds 1 zero"),
+    "div-tiny": ("Div", {}, [A([1e30]), A([1e-30])], "division by zero", "comes down to 1e-30"),
+    "div-number": ("Div", {}, [A([1.0]), 0], "division by zero", "holds 1 zero"),
+    "reciprocal": ("Reciprocal", {}, [A([0.0])], "division by zero", "the divisor a holds 1 zero"),
+    "sqrt": ("Sqrt", {}, [A([-1e-3])], "root of a negative number", "comes down to -0.001"),
+    "rsqrt-zero": ("Rsqrt", {}, [A([0, 1])], "reciprocal root of zero", "the argument a holds 1 zero"),
+    "rsqrt-negative": ("Rsqrt", {}, [A([-1])], "root of a negative number", "comes down to -1"),
+    "log": ("Log", {}, [A([0, 1])], "logarithm of a non-positive number", "comes down to 0"),
+    "log1p": ("Log1p", {}, [A([-1])], "logarithm of a non-positive number", "comes down to -1"),
+    "exp": ("Exp", {}, [A([120])], "exponential overflow", "a reaches 120, and the exponential overflows float32 above 88.7"),
+    "pow-zero": ("Pow", {}, [A([0]), -1], "division by zero", "holds 1 zero, raised to -1"),
+    "pow-negative": ("Pow", {}, [A([-8]), 0.5], "power out of domain", "comes down to -8, raised to 0.5"),
+    "softmax-dead-row": ("Softmax", {}, [A([[-INF, -INF], [1, 2]])], "every element of a row is masked", "2 of 4 elements"),
+    "batch-norm": (
+        "BatchNormalization", {"epsilon": 1e-5}, [A([1]), A([1]), A([0]), A([0]), A([-1])],
+        "negative variance", "the variance e comes down to -1",
+    ),
+    "batch-norm-zero": (
+        "BatchNormalization", {"epsilon": 0.0}, [A([1]), A([1]), A([0]), A([0]), A([0])],
+        "zero variance", "holds 1 zero, and epsilon is 0",
+    ),
+    "layer-norm": ("LayerNormalization", {"epsilon": 0.0}, [A([1, 1])], "zero variance", "epsilon is 0"),
+    "acos": ("Acos", {}, [A([1.5])], "argument out of domain", r"needs \[-1, 1\]"),
+    "empty-mean": ("ReduceMean", {}, [np.zeros((2, 0), A)], "reduction over nothing", "has no element to reduce"),
+    "variance-of-one": ("var", {}, [A([[1]])], "reduction over nothing", "0 / 0"),
+    "zero-times-inf": ("Mul", {}, [A([INF]), A([0])], "zero times infinity", "a holds 1 Inf, and b holds 1 zero"),
+    "inf-minus-inf": ("Sub", {}, [A([INF]), A([INF])], "infinity minus infinity", "which cancel out"),
+    "overflow": ("Mul", {}, [A([1e30]), A([1e30])], "overflow", "the result passes 3.403e"),
+    "unknown": ("Floor", {}, [A([1])], "unknown", "finite inputs became 1 NaN"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op, attrs, operands, cause, problem", CAUSES.values(), ids=CAUSES)
+def test_the_cause_follows_from_operator_and_operands(op, attrs, operands, cause, problem):
+    ports = [health("abcde"[i], x) for i, x in enumerate(operands)]
+    made = (
+        A([INF])
+        if "overflow" in cause or "tiny" in problem or problem.startswith("comes down to 1e-30")
+        else A([NAN])
+    )
+    found = diagnose(op, attrs, ports, [health("y", made)])
+    assert found.cause == cause
+    assert re.search(problem, found.problem), found.problem
+    assert found.remedy == remedy(cause)
+
+
+def test_half_overflow_tells_the_magnitude_that_was_needed():
+    x = measure_tensor("x", np.float16([300]))
+    y = measure_tensor("y", np.float16([INF]))
+    assert diagnose("Mul", {}, [x, x], [y]).problem == "the result reaches 9e+04, and float16 ends at 65504"
+    assert diagnose("MatMul", {}, [x, x], [y], needed=2.5e6).problem.startswith("the result reaches 2.5e+06")
+    assert "a sum inside it passes 65504" in diagnose("MatMul", {}, [x, x], [y]).problem
+    cast = diagnose("Identity", {}, [measure_tensor("x", A([1e6]))], [y])
+    assert cast.cause == "half-precision overflow" and "1e+06" in cast.problem
+
+
+def test_what_comes_in_is_blamed_before_the_operator():
+    bad = measure_tensor("w", A([NAN, 1]), "param")
+    found = diagnose("Div", {}, [measure_tensor("x", A([1])), bad], [measure_tensor("y", A([NAN]))])
+    assert found.cause == "bad parameter" and "w holds 1 NaN and 0 Inf, the first at [0]" in found.problem
+    found = diagnose("Log", {}, [measure_tensor("x", A([INF]), "input")], [measure_tensor("y", A([NAN]))])
+    assert found.cause == "bad input data"
+    found = diagnose("empty", {"uninitialised": True}, [], [measure_tensor("y", A([NAN]))])
+    assert found.cause == "uninitialised memory"
+    assert diagnose("full", {}, [], [measure_tensor("y", A([-INF]))]).cause == "mask constant"
+    assert diagnose("full", {}, [], [measure_tensor("y", A([NAN]))]).cause == "NaN constant"
+
+
+def test_every_cause_has_a_remedy_and_every_remedy_a_cause():
+    from bitwright.core.health import diagnosis
+
+    named = {cause for cases in (*CASES.values(), diagnosis._FIRST, diagnosis._LAST) for cause, _ in cases}
+    assert named | {"unknown"} == REMEDIES.keys()
+
+
+@pytest.mark.parametrize("cause", REMEDIES)
+def test_remedies_speak_the_language_of_the_model(cause):
+    """In words that fit any model; then in calls for PyTorch, in nodes for ONNX."""
+    words, in_torch, in_onnx = (remedy(cause, front) for front in (None, "torch", "onnx"))
+    assert in_torch.startswith(words) and in_onnx.startswith(words)
+    of_torch = re.compile(r"torch|\w\.\w+\(|masked_fill|log1p|logsumexp|eps=|correction=")
+    assert not of_torch.search(words) and not of_torch.search(in_onnx), in_onnx
+    assert not re.search(r"\b(Max|Min|Clip|Where|Cast|Add) node", in_torch), in_torch
+
+
+# ---- who is accused
+
+
+def follow(*calls, outputs=()):
+    """A tracker that was told ``(op, type, [(key, flags)], [(key, flags)])`` and asked about outputs."""
+    tracker = Tracker()
+    for call in calls:
+        tracker.call(*call)
+    for key, flags in outputs:
+        tracker.output("out", key, flags)
+    return tracker
+
+
+def test_the_first_that_made_it_is_accused_and_the_rest_is_spread():
+    tracker = follow(
+        ("div", "Div", [("x", CLEAN), ("z", CLEAN)], [("a", BAD_INF)]),
+        ("sub", "Sub", [("a", BAD_INF), ("a", BAD_INF)], [("b", BAD_NAN)]),
+        ("relu", "Relu", [("b", BAD_NAN)], [("c", BAD_NAN)]),
+        outputs=[("c", BAD_NAN)],
+    )
+    (event,) = tracker.accused
+    assert (event.op, event.spread, event.names, event.reached) == ("div", 2, ["sub", "relu"], ["out"])
+
+
+def test_a_mask_before_a_softmax_is_none_and_a_dead_row_is_one():
+    mask = ("fill", "MaskedFill", [("x", CLEAN)], [("m", MASK)])
+    fine = follow(mask, ("softmax", "Softmax", [("m", MASK)], [("y", CLEAN)]), outputs=[("y", CLEAN)])
+    assert not fine.accused and fine.events[0].meant
+    dead = follow(mask, ("softmax", "Softmax", [("m", MASK)], [("y", BAD_NAN)]), outputs=[("y", BAD_NAN)])
+    assert [event.op for event in dead.accused] == ["softmax"]
+    shown = follow(mask, outputs=[("m", MASK)])
+    assert not shown.accused, "the author returns the mask"
+
+
+def test_what_is_masked_out_before_use_is_harmless():
+    log = ("log", "Log", [("x", CLEAN)], [("a", BAD_NAN)])
+    assert not follow(
+        log, ("where", "Where", [("a", BAD_NAN)], [("y", CLEAN)]), outputs=[("y", CLEAN)]
+    ).accused
+    chosen = follow(log, ("argmax", "argmax", [("a", BAD_NAN)], [("y", CLEAN)]), outputs=[("y", CLEAN)])
+    assert [event.op for event in chosen.accused] == ["log"], "an index chosen among NaN is wrong"
+
+
+def test_an_overflow_that_a_division_hides_is_a_fault_and_a_sigmoid_by_hand_is_none():
+    hidden = follow(
+        ("square", "Mul", [("x", CLEAN)], [("a", BAD_INF)]),
+        ("rsqrt", "Rsqrt", [("a", BAD_INF)], [("y", CLEAN)]),
+    )
+    assert [event.op for event in hidden.accused] == ["square"]
+    sigmoid = follow(
+        ("exp", "Exp", [("x", CLEAN)], [("a", BAD_INF)]),
+        ("add", "Add", [("a", BAD_INF)], [("b", BAD_INF)]),
+        ("div", "Div", [("one", CLEAN), ("b", BAD_INF)], [("y", CLEAN)]),
+    )
+    assert not sigmoid.accused
+
+
+def test_bad_data_is_a_source_and_a_mask_among_the_inputs_is_none():
+    tracker = Tracker()
+    assert tracker.source("x", "x", "input", BAD_NAN).meant is False
+    assert tracker.source("m", "mask", "input", MASK).meant is True
+    tracker.call("add", "Add", [("x", BAD_NAN), ("m", MASK)], [("y", BAD_NAN)])
+    tracker.output("out", "y", BAD_NAN)
+    assert [(event.op, event.op_type) for event in tracker.accused] == [("x", "input")]
+
+
+def test_memory_that_is_overwritten_is_forgotten():
+    tracker = follow(
+        ("empty", "empty", [], [("b", BAD_NAN)]), ("fill", "copy", [("x", CLEAN)], [("b", CLEAN)])
+    )
+    assert tracker.events and not tracker.busy
+
+
+# ---- the report
+
+
+def test_the_report_reads_well_and_travels_as_json():
+    x, zero, y = (measure_tensor(n, A(v)) for n, v in (("x", [1, 2]), ("n", [0, 1]), ("y", [INF, 2])))
+    finding = diagnose("Div", {}, [x, zero], [y])
+    culprit = Culprit(
+        "head.div", "Div", "head", *finding, source="net.py:12: y = x / n", batch=3, sample=0,
+        inputs=(x, zero), outputs=(y,), spread=9, spread_names=tuple("abcdefgh"), reached=("output",),
+    )  # fmt: skip
+    report = HealthReport("Net", (culprit,), batches=4, calls=20)
+    assert not report.ok and report.exit_code == 1 and report.culprit is culprit
+    assert str(report).splitlines()[:5] == [
+        "Net: not healthy (4 batches, 20 calls)",
+        "1. head.div (Div): the divisor n holds 1 zero",
+        "   at net.py:12: y = x / n",
+        "   in head",
+        "   first in batch 3, sample 0",
+    ]
+    assert "carried on by 9 operators: a, b, c, d, e, f, g, h and 1 more" in str(report)
+    document = json.loads(report.to_json())
+    assert document["culprits"][0]["inputs"][1]["zeros"] == 1 and document["ok"] is False
+    healthy = HealthReport("Net")
+    assert healthy.ok and healthy.exit_code == 0 and healthy.culprit is None

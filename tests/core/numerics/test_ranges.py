@@ -1,0 +1,416 @@
+"""Range methods: valid on any data, never worse than the full range by their measure, true to their names."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from bitwright.core.numerics.affine import encode, fake_quantize, grid, round_to_float
+from bitwright.core.numerics.formats import FLOAT_FORMATS, FloatFormat, parse_format
+from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
+from bitwright.core.numerics.ranges import (
+    RANGE_METHODS,
+    _candidates,
+    choose_range,
+    choose_range_of,
+    find_range_method,
+    needs,
+)
+from bitwright.core.numerics.spec import SYMMETRIES, QuantSpec, RangeMethod
+from bitwright.core.numerics.statistics import measure, merge, start
+from bitwright.errors import CalibrationError, ConfigError, GranularityError
+
+SEARCHES = ("mse", "sqnr")
+METHODS = {
+    **{name: RangeMethod(name) for name in RANGE_METHODS},
+    "percentile-99": RangeMethod.of("percentile", {"percentile": 99}),
+    "percentile-50": RangeMethod.of("percentile", {"percentile": 50}),
+}
+FORMATS = ["int2", "int4", "uint4", "int8", "int8n", "uint8", "uint16", "int32", "uint32", *FLOAT_FORMATS]
+DEGENERATE = {
+    "zero": np.zeros((3, 8)),
+    "constant": np.full((3, 8), 3.0),
+    "negative constant": np.full((3, 8), -3.0),
+    "one-sided": np.linspace(0, 1, 24).reshape(3, 8),
+    "one-sided negative": np.linspace(-2, -1, 24).reshape(3, 8),
+    "denormal": np.linspace(-1e-42, 1e-41, 24).reshape(3, 8),
+    "huge": np.full((3, 8), 1e38),
+    "widest": np.linspace(-3e38, 1e38, 24).reshape(3, 8),
+    "one zero channel": np.outer([0.0, 1, -2], np.linspace(-1, 1, 8)),
+    "one huge outlier": np.where(np.arange(24).reshape(3, 8) == 5, 3e38, 1e-3),
+    "with non-finite": np.where(
+        np.arange(24).reshape(3, 8) % 5 == 1, np.nan, np.linspace(-1, 1, 24).reshape(3, 8)
+    ),
+}
+DEGENERATE = {name: x.astype(np.float32) for name, x in DEGENERATE.items()}
+
+
+def spec_of(method, fmt="int8", symmetry="symmetric"):
+    method = METHODS[method] if isinstance(method, str) else method
+    return QuantSpec(parse_format(fmt), symmetry=symmetry, method=method)
+
+
+def heavy_tailed(size=100_000, seed=0):
+    return np.random.default_rng(seed).standard_t(3, size).astype(np.float32)
+
+
+def error_of(x, lo, hi, spec, gamma=1.0):
+    """Squared error of ``x`` on the grid of the range, clipped values weighing ``gamma`` times."""
+    enc = encode(lo, hi, spec)
+    noise = np.square(fake_quantize(x.astype(np.float64), enc) - x)
+    return (noise * np.where((x < float(enc.min)) | (x > float(enc.max)), gamma, 1)).sum()
+
+
+# ---- every method on every kind of data
+
+
+@pytest.mark.parametrize("symmetry", SYMMETRIES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("data", DEGENERATE.values(), ids=DEGENERATE)
+def test_every_method_gives_a_valid_range_on_degenerate_data(data, method, symmetry):
+    for fmt in FORMATS:
+        spec = spec_of(method, fmt, symmetry)
+        for granularity in (PerTensor(), PerChannel(0)):
+            for lo, hi in (
+                choose_range(measure("histogram", data, granularity), spec),
+                choose_range_of(data, spec, granularity),
+            ):
+                assert lo.dtype == hi.dtype == np.float64
+                assert lo.shape == hi.shape == granularity.param_shape(data.shape)
+                assert np.isfinite(lo).all() and np.isfinite(hi).all() and (lo <= hi).all()
+                assert np.isfinite(encode(lo, hi, spec, granularity).scale).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(hnp.arrays(np.float32, (2, 9), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
+@settings(max_examples=40, deadline=None)
+def test_every_method_is_valid_on_any_data(method, x):
+    for fmt, symmetry in (("uint8", "asymmetric"), ("int4", "symmetric"), ("float8_e4m3", "symmetric")):
+        spec = spec_of(method, fmt, symmetry)
+        lo, hi = choose_range_of(x, spec, PerChannel(0))
+        assert (lo <= hi).all() and np.isfinite(encode(lo, hi, spec, PerChannel(0)).scale).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranges_do_not_depend_on_order_or_ranks(method):
+    x = heavy_tailed(5000)
+    parts = np.array_split(x, [10, 700, 701])
+    stats = [measure("histogram", part) for part in parts]
+    forward = merge(merge(stats[0], stats[1]), merge(stats[2], stats[3]))
+    backward = merge(stats[3], merge(stats[2], merge(stats[1], stats[0])))
+    assert choose_range(forward, spec_of(method)) == choose_range(backward, spec_of(method))
+    assert choose_range(forward, spec_of(method)) == choose_range(measure("histogram", x), spec_of(method))
+
+
+@pytest.mark.parametrize("symmetry", ["asymmetric", "symmetric", "unsigned_symmetric"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("columns", [60, 1500, 9000], ids=["by-value", "by-either", "by-histogram"])
+def test_a_channel_has_the_range_it_has_alone(columns, method, symmetry):
+    rng = np.random.default_rng(0)
+    x = (rng.standard_t(4, (70, columns)) * rng.uniform(0.1, 10, (70, 1))).astype(np.float32)
+    x[3], x[5] = np.abs(x[3]), -np.abs(x[5])
+    spec = spec_of(method, "uint8" if symmetry == "asymmetric" else "int8", symmetry)
+    lo, hi = choose_range_of(x, spec, PerChannel(0))
+    alone = spec_of(method, "int8", "symmetric") if symmetry == "unsigned_symmetric" else spec
+    for row in (0, 3, 5, 69):
+        ends = choose_range_of(x[row], alone)
+        assert (float(ends[0]), float(ends[1])) == (lo[row], hi[row])
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(1), PerBlock(16, 1, 0)], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_numpy_and_torch_weights_have_the_same_range(method, granularity):
+    x = heavy_tailed(64 * 64).reshape(64, 64)
+    ours = choose_range_of(x, spec_of(method, "int4"), granularity)
+    theirs = choose_range_of(torch.from_numpy(x), spec_of(method, "int4"), granularity)
+    assert (ours[0] == theirs[0]).all() and (ours[1] == theirs[1]).all()
+
+
+# ---- what each method promises
+
+
+def test_minmax_is_everything_that_was_seen():
+    x = heavy_tailed()
+    assert choose_range(measure("minmax", x), spec_of("minmax")) == (x.min(), x.max())
+
+
+@pytest.mark.parametrize("percentile", [50, 90, 99, 99.9, 99.99])
+@pytest.mark.parametrize(
+    "make", [heavy_tailed, lambda: np.abs(heavy_tailed()), lambda: -np.exp(heavy_tailed() / 9)]
+)
+def test_percentiles_are_quantiles_within_a_bin(percentile, make):
+    x = make()
+    stats = measure("histogram", x)
+    lo, hi = choose_range(stats, spec_of(RangeMethod.of("percentile", {"percentile": percentile})))
+    width = 2.0 ** int(stats.exponent)
+    assert abs(lo - np.quantile(x, 1 - percentile / 100)) <= 2 * width
+    assert abs(hi - np.quantile(x, percentile / 100)) <= 2 * width
+
+
+@pytest.mark.parametrize("columns", [9, 900])
+def test_percentiles_of_small_groups_are_exact(columns):
+    x = heavy_tailed(4 * columns).reshape(4, columns)
+    lo, hi = choose_range_of(x, spec_of("percentile-99"), PerChannel(0))
+    assert np.allclose(lo, np.quantile(x.astype(np.float64), 0.01, axis=1), rtol=1e-12, atol=1e-12)
+    assert np.allclose(hi, np.quantile(x.astype(np.float64), 0.99, axis=1), rtol=1e-12, atol=1e-12)
+    x[:, 3] = np.nan
+    lo, hi = choose_range_of(x, spec_of("percentile-99"), PerChannel(0))
+    assert np.allclose(hi, np.nanquantile(x.astype(np.float64), 0.99, axis=1), rtol=1e-12, atol=1e-12)
+
+
+def test_percentile_100_is_the_exact_range():
+    x = heavy_tailed()
+    assert choose_range(measure("histogram", x), spec_of("percentile")) == (x.min(), x.max())
+
+
+SEARCH_GRIDS = {
+    "int4 symmetric": ("int4", "symmetric"),
+    "int8 symmetric": ("int8", "symmetric"),
+    "int8 strict": ("int8", "strict_symmetric"),
+    "uint4 asymmetric": ("uint4", "asymmetric"),
+    "uint8 asymmetric": ("uint8", "asymmetric"),
+    "uint16 asymmetric": ("uint16", "asymmetric"),
+    "int4 unsigned": ("int4", "unsigned_symmetric"),
+    "fp8": ("float8_e4m3", "symmetric"),
+    "fp4": ("float4_e2m1", "symmetric"),
+}
+SEARCH_DATA = {
+    "heavy-tailed": heavy_tailed(20_000),
+    "normal": np.random.default_rng(0).normal(size=20_000).astype(np.float32),
+    "rectified": np.maximum(heavy_tailed(20_000), 0),
+    "skewed": np.exp(np.random.default_rng(0).normal(size=20_000)).astype(np.float32) - 0.3,
+    "uniform": np.random.default_rng(0).uniform(-1, 2, 20_000).astype(np.float32),
+    "few values": np.random.default_rng(0).choice(np.float32([-1, 0.1, 0.4, 2]), 20_000),
+}
+
+
+@pytest.mark.parametrize("fmt, symmetry", SEARCH_GRIDS.values(), ids=SEARCH_GRIDS)
+@pytest.mark.parametrize("data", SEARCH_DATA.values(), ids=SEARCH_DATA)
+@pytest.mark.parametrize("method", SEARCHES)
+def test_searches_are_not_worse_than_minmax(data, method, fmt, symmetry):
+    spec, gamma = spec_of(method, fmt, symmetry), {"mse": 1, "sqnr": 3}[method]
+    full = error_of(data, data.min(), data.max(), spec, gamma)
+    # from a histogram the noise is known to within the shape of the data inside a bin
+    assert error_of(data, *choose_range(measure("histogram", data), spec), spec, gamma) <= full * 1.1
+    few = data[:1000]
+    full = error_of(few, few.min(), few.max(), spec, gamma)
+    assert error_of(few, *choose_range_of(few, spec), spec, gamma) <= full * (1 + 1e-6)
+
+
+def brute_force_costs(x, fmt, symmetry, gamma):
+    """Noise of the vector ``x`` on every candidate grid, all of it in float64, and the ends of these grids."""
+    lo, hi = np.float64([min(x.min(), 0)]), np.float64([max(x.max(), 0)])
+    chosen = grid(fmt, symmetry, lo)
+    scale, lowest, highest = (part[0][:, None] for part in _candidates(chosen, symmetry, lo, hi))
+    x = x.astype(np.float64)
+    if isinstance(chosen, FloatFormat):
+        codes = round_to_float(x / scale, chosen)
+    else:
+        codes = np.clip(np.rint(x / scale), lowest, highest)
+    beyond = x - np.clip(x, lowest * scale, highest * scale)
+    costs = (np.square(x - codes * scale) + (gamma - 1) * np.square(beyond)).sum(1)
+    ends = np.concatenate([lowest * scale, highest * scale], axis=1)
+    ends[0] = lo[0], hi[0]  # the full range is returned unsnapped
+    return costs, ends
+
+
+SMALL_ROWS = {
+    **{f"{name}, {size}": data[:size] for name, data in SEARCH_DATA.items() for size in (3, 50, 1000)},
+    "one outlier": np.append(heavy_tailed(999), np.float32(1000)),
+    "on the grid": np.float32(0.03) * np.random.default_rng(0).integers(-127, 128, 1000).astype(np.float32),
+    "on the grid, then an outlier": np.append(np.float32(0.5) * np.arange(-7, 8), np.float32(20)),
+}
+
+
+@pytest.mark.parametrize("fmt, symmetry", SEARCH_GRIDS.values(), ids=SEARCH_GRIDS)
+@pytest.mark.parametrize("gamma", [0, 1, 3])
+def test_searches_by_value_agree_with_brute_force(gamma, fmt, symmetry):
+    spec = spec_of(RangeMethod.of("sqnr", {"gamma": gamma}), fmt, symmetry)
+    for name, x in SMALL_ROWS.items():
+        costs, ends = brute_force_costs(x, spec.format, symmetry, gamma)
+        found = np.flatnonzero((ends == np.array(choose_range_of(x, spec))).all(1))
+        assert found.size, name
+        # up to 8 bits candidates are compared in float32
+        assert costs[found[0]] <= costs.min() * (1 + 1e-4) + 1e-12 * np.square(x.astype(np.float64)).sum(), (
+            name
+        )
+        assert costs[found[0]] <= costs[0] * (1 + 1e-4) + 1e-12 * np.square(x.astype(np.float64)).sum(), name
+
+
+@pytest.mark.parametrize("fmt", ["int4", "int8"])
+@pytest.mark.parametrize("columns", [2000, 4000])
+def test_large_groups_on_symmetric_grids_are_searched_by_value(fmt, columns):
+    rows = np.stack([heavy_tailed(columns, seed) for seed in range(3)])
+    rows[1, 7] = 300
+    lo, hi = choose_range_of(rows, spec_of("sqnr", fmt), PerChannel(0))
+    for row, x in enumerate(rows):
+        costs, ends = brute_force_costs(x, parse_format(fmt), "symmetric", 3)
+        found = np.flatnonzero((ends == (lo[row], hi[row])).all(1))
+        assert costs[found[0]] <= costs.min() * (1 + 1e-4)
+
+
+@pytest.mark.parametrize(
+    "dtype, power", [("float16", 3), ("float32", -90), ("float32", 100), ("float64", -110)]
+)
+def test_a_search_by_value_does_not_depend_on_the_unit(dtype, power):
+    x = (heavy_tailed(500) / 16).astype(np.float16).astype(dtype)
+    unit = 2.0**power
+    lo, hi = choose_range_of(x, spec_of("sqnr", "int4"))
+    scaled = choose_range_of((x * unit).astype(dtype), spec_of("sqnr", "int4"))
+    assert (float(scaled[0]), float(scaled[1])) == (lo * unit, hi * unit)
+
+
+@pytest.mark.parametrize(
+    "fmt, symmetry, share",
+    [("int4", "symmetric", 0.25), ("uint4", "asymmetric", 0.25), ("int8", "symmetric", 0.8)],
+)
+@pytest.mark.parametrize("method", SEARCHES)
+def test_searches_win_clearly_on_heavy_tails(method, fmt, symmetry, share):
+    x, spec = heavy_tailed(), spec_of(method, fmt, symmetry)
+    lo, hi = choose_range(measure("histogram", x), spec)
+    assert error_of(x, lo, hi, spec) < error_of(x, x.min(), x.max(), spec) * share
+
+
+# the grid of a float format is coarse where the few outliers lie, and a bin blurs where exactly they do
+@pytest.mark.parametrize("fmt, slack", [("int3", 1.02), ("int4", 1.02), ("int8", 1.02), ("float8_e4m3", 1.1)])
+def test_the_search_finds_the_best_of_its_candidates(fmt, slack):
+    x, spec = heavy_tailed(), spec_of("mse", fmt)
+    found = error_of(x, *choose_range(measure("histogram", x), spec), spec)
+    largest = float(np.abs(x).max())
+    best = min(error_of(x, -largest * i / 101, largest * i / 101, spec) for i in range(1, 102))
+    assert found <= best * slack
+
+
+def test_a_larger_gamma_clips_less():
+    stats = measure("histogram", heavy_tailed())
+    widths = []
+    for gamma in (1, 3, 30, 1000):
+        lo, hi = choose_range(stats, spec_of(RangeMethod.of("sqnr", {"gamma": gamma}), "int4"))
+        widths.append(float(hi - lo))
+    assert widths == sorted(widths) and widths[0] < widths[-1]
+    gamma_one = spec_of(RangeMethod.of("sqnr", {"gamma": 1}), "int4")
+    assert choose_range(stats, gamma_one) == choose_range(stats, spec_of("mse", "int4"))
+
+
+def test_sixteen_bits_keep_the_range_of_well_behaved_data():
+    x = np.random.default_rng(0).normal(size=50_000).astype(np.float32)
+    lo, hi = choose_range(measure("histogram", x), spec_of("sqnr", "uint16", "asymmetric"))
+    assert lo == x.min() and hi == x.max()
+
+
+def test_zeros_do_not_change_a_search():
+    x = np.abs(heavy_tailed(20_000)) + np.float32(0.01)
+    padded = np.concatenate([x, np.zeros(200_000, np.float32)])
+    for method in SEARCHES:
+        spec = spec_of(method, "uint8", "asymmetric")
+        assert choose_range(measure("histogram", padded), spec) == choose_range(
+            merge(measure("histogram", x), measure("histogram", np.float32([0]))), spec
+        )
+
+
+def test_a_rare_outlier_is_given_up_when_everything_else_would_vanish():
+    stats = measure("histogram", np.random.default_rng(0).normal(size=100_000).astype(np.float32))
+    for _ in range(14):  # 1.6e9 values
+        stats = merge(stats, stats)
+    stats = merge(stats, measure("histogram", np.float32([4000])))
+    _, hi = choose_range(stats, spec_of("sqnr", "int4"))
+    assert hi < 400
+
+
+def test_entropy_clips_the_tails_and_keeps_a_compact_distribution():
+    stats = measure("histogram", heavy_tailed())
+    lo, hi = choose_range(stats, spec_of("entropy"))
+    assert lo == -hi and hi < stats.bounds.hi / 2
+    uniform = np.random.default_rng(0).uniform(-1, 1, 100_000).astype(np.float32)
+    _, hi = choose_range(measure("histogram", uniform), spec_of("entropy"))
+    assert hi > 0.95
+
+
+# ---- names, options, refusals
+
+
+@pytest.mark.parametrize(
+    "alias, name",
+    [
+        ("tf", "minmax"),
+        ("min_max", "minmax"),
+        ("post_training_tf", "minmax"),
+        ("training_range_learning_with_tf_init", "minmax"),
+        ("tf_enhanced", "sqnr"),
+        ("post_training_tf_enhanced", "sqnr"),
+        ("training_range_learning_with_tf_enhanced_init", "sqnr"),
+        ("post_training_percentile", "percentile"),
+        ("Percentile", "percentile"),
+    ],
+)
+def test_names_of_aimet_lead_to_ours(alias, name):
+    assert find_range_method(alias) == RangeMethod(name)
+    assert find_range_method(RangeMethod(alias, ())) == RangeMethod(name)
+
+
+def test_options_given_beside_a_method_win():
+    given_method = RangeMethod.of("percentile", {"percentile": 99})
+    assert find_range_method(given_method, {"percentile": 98}) == RangeMethod.of(
+        "percentile", {"percentile": 98}
+    )
+
+
+@pytest.mark.parametrize(
+    "method, options, message",
+    [
+        (
+            "minmx",
+            {},
+            "range method 'minmx': there is no range method.*did you mean 'minmax'.*use one of minmax, perc",
+        ),
+        ("percentile", {"percentle": 99}, "no option 'percentle' .did you mean 'percentile'"),
+        ("minmax", {"percentile": 99}, "no option 'percentile'.*leave the options empty"),
+        (
+            "percentile",
+            {"percentile": 49},
+            "percentile=49 is not between 50 and 100.*default, percentile=100",
+        ),
+        ("percentile", {"percentile": float("nan")}, "percentile=nan is not between"),
+        ("sqnr", {"gamma": -1}, "gamma=-1 is not between 0 and 1e.06"),
+    ],
+)
+def test_misspelt_methods_and_options_are_refused_with_a_remedy(method, options, message):
+    with pytest.raises(ConfigError, match=message):
+        find_range_method(method, options)
+
+
+def test_each_method_says_what_it_needs():
+    assert {name: needs(name) for name in RANGE_METHODS} == {
+        "minmax": "minmax",
+        "percentile": "histogram",
+        "mse": "histogram",
+        "sqnr": "histogram",
+        "entropy": "histogram",
+    }
+
+
+def test_a_histogram_method_refuses_bounds_alone():
+    with pytest.raises(
+        CalibrationError, match="conv1: range method 'sqnr' reads a histogram.*before calibration"
+    ):
+        choose_range(measure("minmax", np.ones(3)), spec_of("sqnr"), site="conv1")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_finite_data_is_refused_by_index(method):
+    with pytest.raises(
+        CalibrationError, match=r"conv1: calibration saw no finite value \(0 NaN, 0 infinite\)"
+    ):
+        choose_range(start("histogram"), spec_of(method), site="conv1")
+    x = np.float32([[1, 2], [np.nan, np.inf]])
+    with pytest.raises(CalibrationError, match=r"conv1: .*no finite value for index 1 \(1 NaN, 1 infinite\)"):
+        choose_range_of(x, spec_of(method), PerChannel(0), site="conv1")
+    with pytest.raises(CalibrationError, match="no finite value"):
+        choose_range_of(np.zeros((0, 3)), spec_of(method))
+
+
+def test_a_granularity_that_does_not_fit_names_the_site():
+    with pytest.raises(GranularityError, match="^conv1.weight: axis 1 has 48 elements"):
+        choose_range_of(np.zeros((4, 48)), spec_of("minmax"), PerBlock(32, 1, 0), site="conv1.weight")

@@ -1,0 +1,165 @@
+"""Policies: whole batches enter the statistics, or none of a batch does."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from bitwright.core.health.report import Culprit, HealthReport
+from bitwright.core.numerics.serialize import spec_from_json, spec_to_json
+from bitwright.core.numerics.spec import QuantSpec, RangeMethod, activation_spec
+from bitwright.core.numerics.statistics import bounds_of
+from bitwright.core.placement.rules import Rule
+from bitwright.core.simulation.calibration import BatchGate
+from bitwright.core.simulation.quantizer import Quantizer
+from bitwright.errors import CalibrationError, ConfigError
+
+NAN, INF = np.nan, np.inf
+CLEAN = [np.float32([1, -2, 3]), np.float32([0.5, 9, -1])]
+BAD = np.float32([100, NAN, -INF])
+
+
+def quantizers(method="minmax", **facets):
+    spec = activation_spec(method=RangeMethod(method), **facets)
+    return [
+        Quantizer("a", "output", spec),
+        Quantizer("b", "output", activation_spec(method=RangeMethod(method))),
+    ]
+
+
+def calibrate(found, batches, policy, diagnose=None):
+    """Site ``a`` sees every batch as it is, site ``b`` sees it doubled and always clean."""
+    gate = BatchGate(found, policy, diagnose)
+    for batch in batches:
+        gate.open(batch)
+        found[0].observe(batch)
+        found[1].observe(np.nan_to_num(batch, posinf=0, neginf=0) * 2)
+        gate.close()
+    log = gate.finish()
+    for quantizer in found:
+        quantizer.freeze()
+    return log
+
+
+@pytest.mark.parametrize("method", ["minmax", "percentile", "mse", "entropy"])
+def test_skip_drops_the_whole_batch_at_every_site(method):
+    found, clean = quantizers(method), quantizers(method)
+    log = calibrate(found, [CLEAN[0], BAD, CLEAN[1]], "skip")
+    calibrate(clean, CLEAN, "error")
+    assert [q.encoding for q in found] == [q.encoding for q in clean]
+    assert log.skipped == [1] and log.clamped == [] and log.batches == 3
+    assert log.lines() == [
+        "1 of 3 batches left out, because they hold values that are not finite: "
+        "batch 1, first at a (1 NaN, 1 -Inf)"
+    ]
+
+
+@pytest.mark.parametrize("method", ["minmax", "percentile", "mse", "entropy"])
+def test_clamp_takes_the_finite_part(method):
+    found, finite = quantizers(method), quantizers(method)
+    log = calibrate(found, [CLEAN[0], BAD], "clamp")
+    calibrate(finite, [CLEAN[0], np.float32([100])], "error")
+    assert found[0].encoding == finite[0].encoding
+    assert log.clamped == [1]
+    bounds = bounds_of(found[0].statistics)
+    assert (int(bounds.nan_count), int(bounds.pos_inf_count), int(bounds.neg_inf_count)) == (1, 0, 1)
+
+
+def test_error_stops_at_the_batch_and_keeps_it_out():
+    found = quantizers()
+    with pytest.raises(CalibrationError, match=r"batch 1, a: the values are not finite: a \(1 NaN, 1 -Inf\)"):
+        calibrate(found, [CLEAN[0], BAD, CLEAN[1]], "error")
+    assert bounds_of(found[0].statistics).hi == 3 and bounds_of(found[1].statistics).hi == 6
+
+
+def test_error_tells_what_the_doctor_found():
+    culprit = Culprit("neck.div", "Div", "neck", "division by zero", "the divisor n holds 2 zeros", "add an epsilon",
+                      source="net.py:7: y = x / n", sample=3)  # fmt: skip
+    seen = []
+
+    def diagnose(batch):
+        seen.append(batch)
+        return HealthReport("Net", (culprit,))
+
+    with pytest.raises(
+        CalibrationError,
+        match=r"batch 0, neck\.div: Div made values that are not finite of sample 3: the divisor n holds 2 zeros, "
+        r"at net\.py:7: y = x / n; the first quantizer to see it is a .*add an epsilon; or calibrate with "
+        r"non_finite='skip'",
+    ):
+        calibrate(quantizers(), [BAD], "error", diagnose)
+    assert len(seen) == 1 and seen[0] is BAD
+
+
+def test_what_the_doctor_finds_harmless_is_clamped():
+    found = quantizers()
+    log = calibrate(found, [CLEAN[0], BAD], "error", lambda batch: HealthReport("Net"))
+    assert log.clamped == [1] and bounds_of(found[0].statistics).hi == 100
+
+
+@pytest.mark.parametrize("policy", ["skip", "clamp"])
+@pytest.mark.parametrize("method", ["minmax", "mse"])
+def test_the_order_of_batches_does_not_matter(policy, method):
+    batches = [*CLEAN, BAD, np.float32([INF, -7, 0]), np.float32([NAN] * 3)]
+    encodings = []
+    for order in itertools.permutations(batches):
+        found = quantizers(method)
+        calibrate(found, order, policy)
+        encodings.append([q.encoding for q in found])
+    assert all(pair == encodings[0] for pair in encodings)
+    assert all(np.isfinite(q.scale) and q.scale > 0 for q in encodings[0])
+
+
+def test_a_site_may_have_its_own_policy_and_the_strictest_one_decides():
+    found = quantizers(non_finite="skip")
+    assert calibrate(found, [CLEAN[0], BAD], "clamp").skipped == [1]
+    found = quantizers(non_finite="clamp")
+    assert calibrate(found, [CLEAN[0], BAD], "error").clamped == [1]
+    found = quantizers(non_finite="error")
+    with pytest.raises(CalibrationError, match="batch 1, a"):
+        calibrate(found, [CLEAN[0], BAD], "skip")
+
+
+def test_all_batches_left_out_is_an_error():
+    with pytest.raises(CalibrationError, match=r"all 2 batches were left out.* first at a \(1 NaN, 1 -Inf\)"):
+        calibrate(quantizers(), [BAD, BAD], "skip")
+
+
+def test_an_interrupted_batch_is_taken_back():
+    found = quantizers()
+    gate = BatchGate(found, "error")
+    gate.open()
+    found[0].observe(CLEAN[0])
+    gate.close()
+    gate.open()
+    found[0].observe(np.float32([1e6]))
+    gate.abandon()
+    assert bounds_of(found[0].statistics).hi == 3
+
+
+def test_a_batch_that_nobody_closed_is_closed_by_the_next():
+    found = quantizers()
+    gate = BatchGate(found, "skip")
+    for batch in (BAD, CLEAN[0]):
+        gate.open()
+        found[0].observe(batch)
+    assert gate.finish().skipped == [0] and bounds_of(found[0].statistics).hi == 3
+
+
+def test_empty_tensors_leave_no_trace():
+    found = quantizers()
+    gate = BatchGate(found, "error")
+    gate.open()
+    found[0].observe(np.zeros((0, 3), np.float32))
+    assert gate.close() and found[0].statistics is None
+
+
+def test_the_policy_is_a_facet_of_specs_and_rules():
+    spec = QuantSpec(non_finite="skip")
+    assert spec_from_json(spec_to_json(spec)) == spec
+    assert spec_from_json(spec_to_json(QuantSpec())) == QuantSpec()
+    assert str(Rule("conv1", non_finite="clamp")) == "Rule('conv1', non_finite='clamp')"
+    with pytest.raises(ConfigError, match=r"'skipp' is not a policy for NaN and Inf \(did you mean 'skip'"):
+        QuantSpec(non_finite="skipp")
+    with pytest.raises(ConfigError, match="'drop' is not a policy"):
+        Rule("conv1", non_finite="drop")

@@ -1,0 +1,185 @@
+"""Watching sessions: what leaves them is what leaves an ordinary session, in whatever order its elements come."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from bitwright.core.numerics import statistics
+from bitwright.core.numerics.statistics import Histogram, MinMax
+from bitwright.onnx.model.schedule import open_watching, reduce_early, watch_blocked
+from bitwright.onnx.model.session import open_session, save_optimized
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
+from tests.onnx.nets import Net
+from tests.support.cost import steps
+
+SCALARS = ("ReduceMin", "ReduceMax", "ReduceSum", "Size")
+# channels that fill blocks of 16, of 8, and neither
+CHANNELS = (32, 24, 5)
+
+
+def convolutions() -> tuple[ir.Model, list[str]]:
+    """Convolutions of several widths, residual, pooled, concatenated and flattened; and the tensors to watch."""
+    net = Net(4)
+    x = net.input("x", ("n", 3, 20, 20))
+    watched, width, parts = [x], 3, []
+    for i, channels in enumerate(CHANNELS):
+        y = net(
+            "Relu", net.conv(x, width, channels, name=f"c{i}", pads=[1] * 4), name=f"r{i}", out=f"r{i}.out"
+        )
+        z = net.conv(y, channels, channels, name=f"d{i}", pads=[1] * 4, group=channels)
+        x = net("Add", y, z, name=f"a{i}", out=f"a{i}.out")
+        watched += [y, z, x]
+        parts.append(x)
+        width = channels
+    joined = net("Concat", *parts, name="join", out="join.out", axis=1)
+    pooled = net("MaxPool", joined, name="pool", out="pool.out", kernel_shape=[2, 2], strides=[2, 2])
+    flat = net("Sigmoid", net("GlobalAveragePool", pooled, out="mean.out"), out="gate.out")
+    last = net("Mul", joined, flat, name="gated", out="gated.out")
+    return ir.from_proto(net.model("a0.out", last)), [*watched, joined, pooled, "mean.out", "gate.out", last]
+
+
+def instrumented(model: ir.Model, names: list[str]) -> list[str]:
+    """Adds the scalars of every named tensor to the outputs, and the tensors themselves; names of the scalars."""
+    graph = model.graph
+    values = {str(v.name): v for node in graph for v in node.outputs} | {str(v.name): v for v in graph.inputs}
+    scalars = []
+    for name in names:
+        for op in SCALARS:
+            keepdims = [] if op == "Size" else [ir.AttrInt64("keepdims", 0)]
+            node = ir.Node("", op, [values[name]], keepdims, name=f"{name}/{op}")
+            node.outputs[0].name, node.outputs[0].shape = f"{name}_{op}", ir.Shape([])
+            node.outputs[0].type = ir.TensorType(ir.DataType.INT64 if op == "Size" else ir.DataType.FLOAT)
+            graph.append(node)
+            graph.outputs.append(node.outputs[0])
+            scalars.append(f"{name}_{op}")
+    there = set(graph.outputs)
+    for name in names:
+        if values[name] not in there and not values[name].is_graph_input():
+            values[name].type = ir.TensorType(ir.DataType.FLOAT)
+            graph.outputs.append(values[name])
+    return scalars
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_scalars_and_elements_are_those_of_an_ordinary_session(batch):
+    model, names = convolutions()
+    outputs = [str(v.name) for v in model.graph.outputs]
+    scalars = instrumented(model, names)
+    unordered = [name for name in names[1:] if name not in outputs]
+    watching = open_watching(model, threads=1, scalars=scalars, unordered=unordered)
+    x = {"x": np.random.default_rng(0).standard_normal((batch, 3, 20, 20)).astype(np.float32)}
+    wanted = [*outputs, *scalars, *unordered]
+    ordinary = dict(zip(wanted, open_session(model, threads=1).run(wanted, x), strict=True))
+    found = watching.session.run([watching.name(name) for name in wanted], x)
+    for name, value in zip(wanted, found, strict=True):
+        expected = ordinary[name]
+        if name.startswith(("mean.out", "gate.out", "gated.out")) or name.endswith("Sum"):
+            assert np.allclose(np.sort(value, axis=None), np.sort(expected, axis=None), rtol=1e-4, atol=1e-4)
+        elif name in unordered:
+            assert value.shape == expected.shape
+            assert np.array_equal(np.sort(value, axis=None), np.sort(expected, axis=None)), name
+        else:
+            assert np.array_equal(value, expected), name
+
+
+def optimized() -> tuple[ir.Model, list[str]]:
+    model, names = convolutions()
+    scalars = instrumented(model, names)
+    with tempfile.TemporaryDirectory() as folder:
+        save_optimized(model, Path(folder, "o.onnx"))
+        found = ir.load(Path(folder, "o.onnx"))
+    return found, scalars
+
+
+def test_reductions_come_right_behind_what_they_reduce():
+    model, scalars = optimized()
+    reduce_early(model.graph, frozenset(scalars))
+    order = {node: i for i, node in enumerate(model.graph)}
+    for node in model.graph:
+        for value in node.inputs:
+            producer = None if value is None else value.producer()
+            assert producer is None or order[producer] < order[node]  # still an order in which it can run
+        if node.op_type in SCALARS and str(node.outputs[0].name) in scalars and node.inputs[0].producer():
+            between = list(model.graph)[order[node.inputs[0].producer()] + 1 : order[node]]
+            assert all(n.op_type in (*SCALARS, "ReorderOutput") for n in between)
+
+
+def test_copies_out_of_the_blocked_layout_go_where_channels_fill_the_blocks():
+    model, scalars = optimized()
+    graph = model.graph
+    copies = sum(node.op_type == "ReorderOutput" for node in graph)
+    names = watch_blocked(graph, frozenset(scalars), frozenset(("r0.out", "d0.out", "r2.out")))
+    left = {str(node.outputs[0].name) for node in graph if node.op_type == "ReorderOutput"}
+    assert "r2.out" not in names  # 5 channels: the block holds zeros that are not of the tensor
+    if copies:  # a CPU on which the runtime blocks channels
+        assert set(names) == {"r0.out", "d0.out"} and not left & {"r0.out", "d0.out"}
+        assert {"a0.out", "r2.out"} <= left  # an output of the model, and one that is filled up
+    assert len(graph.outputs) == len(set(graph.outputs))
+
+
+@pytest.mark.parametrize("scheme", ["min_max", "percentile"])
+def test_calibration_sees_every_element_once(scheme):
+    """The statistics of every site are those of core on the tensor that an ordinary session gives."""
+    model, names = convolutions()
+    model.graph.inputs[0].shape = ir.Shape([2, 3, 20, 20])
+    random = np.random.default_rng(0)
+    data = [{"x": (random.standard_normal((2, 3, 20, 20)) * 2**i).astype(np.float32)} for i in range(3)]
+    sim = QuantizationSimModel(model, data[0], scheme, threads=1)
+    sim.compute_encodings(data)
+    calibrator = sim._calibrator()
+    tensors = {str(tap.value.name): tap.quantizer for tap in calibrator.taps}
+    watched = calibrator._instrument.model
+    values = {str(v.name): v for node in watched.graph for v in node.outputs}
+    there = set(watched.graph.outputs)
+    watched.graph.outputs.extend(values[n] for n in tensors if n in values and values[n] not in there)
+    session = open_session(watched, threads=1)
+    checked = 0
+    for name, quantizer in tensors.items():
+        if name not in values or name.startswith(("mean.", "gate")):  # sums depend on where memory starts
+            continue
+        stats: Any = statistics.start(quantizer.needs)
+        for feeds in data:
+            stats = statistics.update(stats, session.run([name], feeds)[0])
+        assert isinstance(stats, Histogram if scheme == "percentile" else MinMax)
+        assert quantizer.statistics == stats, name
+        checked += 1
+    assert checked >= 6
+
+
+def test_providers_that_are_named_are_used():
+    model, names = convolutions()
+    scalars = instrumented(model, names)
+    for providers in (
+        ["CPUExecutionProvider"],
+        [("CPUExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"})],
+    ):
+        watching = open_watching(model, providers, threads=1, scalars=scalars, unordered=["d0.out"])
+        assert watching.session.get_providers() == ["CPUExecutionProvider"]
+        assert watching.name("r0.out") == "r0.out" and watching.name("d0.out") in {
+            v.name for v in watching.session.get_outputs()
+        }
+
+
+def test_cost_is_linear():
+    def chain(blocks: int) -> ir.Model:
+        net = Net()
+        x = net.input("x", (1, 2, 4, 4))
+        for i in range(blocks):
+            x = net("Relu", net.conv(x, 2, 2, k=1, name=f"c{i}"), name=f"r{i}", out=f"r{i}.out")
+        return ir.from_proto(net.model(x))
+
+    def cost(blocks: int) -> int:
+        model = chain(blocks)
+        scalars = instrumented(model, [f"r{i}.out" for i in range(blocks)])
+        return steps(
+            lambda: (watch_blocked(model.graph, scalars, ()), reduce_early(model.graph, frozenset(scalars)))
+        )
+
+    cost(5)
+    assert cost(400) < 4.4 * cost(100)

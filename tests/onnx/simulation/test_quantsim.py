@@ -1,0 +1,537 @@
+"""The simulation of ONNX models: what it computes, what it writes, how it answers mistakes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto
+
+from bitwright.core.numerics.affine import fake_quantize
+from bitwright.core.numerics.formats import parse_format
+from bitwright.core.numerics.int32_bias import fake_quantize_bias
+from bitwright.core.simulation.protocols import sqnr
+from bitwright.errors import (
+    CalibrationError,
+    ConfigError,
+    EncodingsError,
+    ExportError,
+    FormatError,
+    ModelError,
+)
+from bitwright.onnx import quantize
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
+from tests.onnx.nets import Net, conv_chain, feeds_for, run
+from tests.support.cost import steps
+
+FLOAT16 = TensorProto.FLOAT16
+
+
+def net(opset: int = 17) -> onnx.ModelProto:
+    """A value with three readers that is an output too, a shortcut, outputs with look-alike names."""
+    n = Net(7)
+    x = n.input("x", ("n", 3, 8, 8))
+    hidden = n("Relu", n.conv(x, name="c1", pads=[1, 1, 1, 1]), name="r1", out="hidden_output")
+    left = n.conv(hidden, 4, 4, name="c2", pads=[1, 1, 1, 1], out="hidden_output_1")
+    y = n("Add", left, hidden, name="add", out="hidden_output_1_1")
+    y = n("GlobalAveragePool", y, name="pool")
+    y = n("Gemm", n("Flatten", y, name="flat"), n.weights(6, 4, name="fc.weight"), n.weights(6, name="fc.bias"),
+          name="fc", transB=1, out="logits")  # fmt: skip
+    return n.model("logits", "hidden_output", "hidden_output_1", opset=opset)
+
+
+DATA = [{"x": np.random.default_rng(i).standard_normal((2, 3, 8, 8)).astype(np.float32)} for i in range(3)]
+
+
+@pytest.fixture()
+def sim() -> QuantizationSimModel:
+    made = QuantizationSimModel(net(), DATA[0], threads=1)
+    made.compute_encodings(DATA)
+    return made
+
+
+def test_outputs_keep_names_order_and_shapes(sim):
+    assert [o.name for o in sim.session.get_outputs()] == ["logits", "hidden_output", "hidden_output_1"]
+    assert [i.name for i in sim.session.get_inputs()] == ["x"]
+    for want, found in zip(run(net(), DATA[0]), sim.run(DATA[0]), strict=True):
+        assert want.shape == found.shape and sqnr(want, found) > 25
+    assert all(
+        np.array_equal(a, b) for a, b in zip(sim.run(DATA[0]), sim.session.run(None, DATA[0]), strict=True)
+    )
+    assert all(np.array_equal(a, b) for a, b in zip(sim.run(DATA[0]), sim.run(DATA[0]["x"]), strict=True))
+
+
+@pytest.mark.parametrize("source", ["path", "proto", "ir"])
+def test_every_kind_of_model_is_taken_and_left_alone(source, tmp_path):
+    model = net()
+    before = model.SerializeToString()
+    given: Any = model
+    if source == "path":
+        given = tmp_path / "net.onnx"
+        onnx.save(model, given)
+    elif source == "ir":
+        given = ir.from_proto(model)
+    sim = QuantizationSimModel(given, DATA[0], threads=1)
+    sim.compute_encodings(DATA)
+    assert model.SerializeToString() == before
+    if source == "ir":
+        assert not any(node.domain == "bitwright" for node in given.graph)
+    assert len(sim.quantizers) > 8
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8, 12, 16, 20])
+@pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
+def test_quantize_dequantize_is_the_reference_arithmetic(bits, signed):
+    """Bit for bit, at every width: the input's quantizer is fed what nothing has rounded before it."""
+    n = Net()
+    x = n.input("x", (4096,))
+    y = n("Add", x, n("Mul", x, n.const(0.0)), name="a", out="y")
+    sim = QuantizationSimModel(n.model(y), None, threads=1)
+    name = next(s.name for s in sim.quantizers.values() if s.role == "output" and s.op == "a")
+    spec = replace(sim.quantizers[name].spec, format=parse_format(f"{'' if signed else 'u'}int{bits}"))
+    sim.quantizers["*"].enabled = False
+    sim.quantizers[name].spec = spec
+    random = np.random.default_rng(bits)
+    data = (random.standard_normal(4096) * 10.0 ** random.uniform(-6, 4)).astype(np.float32)
+    sim.compute_encodings([{"x": data}])
+    ties = (np.arange(4096) - 2048 + 0.5).astype(np.float32) * sim.quantizers[name].encoding.scale
+    for values in (data, data * 3, ties.astype(np.float32)):
+        want = fake_quantize(values + values * np.float32(0), sim.quantizers[name].encoding)
+        assert np.array_equal(sim.run({"x": values})[0], want)
+
+
+@pytest.mark.parametrize(
+    "preset", ["w8a8", "w4a8", "w8a16", "w4a16", "w8", "w4g32", "fp8", "fp16", "bf16", "mxfp4"]
+)
+def test_presets(preset):
+    n = Net(2)
+    y = n("MatMul", n.input("x", (5, 64)), n.weights(64, 32, name="w"), name="m", out="y")
+    sim = QuantizationSimModel(n.model(y), None, preset=preset, threads=1)
+    data = feeds_for(n.model(y))
+    sim.compute_encodings([data])
+    weight = fake_quantize(sim.constants["w"], sim.quantizers["w"].encoding)
+    want = data["x"]
+    if "m.input[0]" in sim.quantizers:
+        want = fake_quantize(want, sim.quantizers["m.input[0]"].encoding)
+    want = want @ weight
+    if "m.output[0]" in sim.quantizers:
+        want = fake_quantize(want, sim.quantizers["m.output[0]"].encoding)
+    assert sqnr(want, sim.run(data)[0]) > 60
+
+
+def test_weights_and_biases_are_folded_to_what_the_artefact_stores(sim):
+    model = sim.simulation().model
+    arrays = [v.const_value.numpy() for v in model.graph.initializers.values()]
+    weight = fake_quantize(sim.constants["c1.weight"], sim.quantizers["c1.weight"].encoding)
+    bias = fake_quantize_bias(sim.constants["c1.bias"], sim.quantizers["c1.bias"].encoding)
+    assert any(np.array_equal(weight, a) for a in arrays) and any(np.array_equal(bias, a) for a in arrays)
+    assert "c1.weight" not in model.graph.initializers, "the original is dropped"
+
+
+def test_a_change_takes_effect_at_the_next_run(sim):
+    before, session = sim.run(DATA[0])[0], sim.session
+    assert sim.session is session, "nothing changed, so nothing is built anew"
+    sim.quantizers["*"].enabled = False
+    assert np.allclose(sim.run(DATA[0])[0], run(net(), DATA[0])[0], atol=1e-5)
+    sim.quantizers["*"].enabled = True
+    assert np.array_equal(sim.run(DATA[0])[0], before)
+    sim.quantizers["c2.weight"].encoding = replace(
+        sim.quantizers["c2.weight"].encoding, scale=sim.quantizers["c2.weight"].encoding.scale * 4
+    )
+    assert not np.array_equal(sim.run(DATA[0])[0], before)
+
+
+def test_fp16_models():
+    n = Net(3)
+    x = n.input("x", (2, 8), FLOAT16)
+    y = n(
+        "MatMul",
+        x,
+        n.const(np.random.default_rng(0).standard_normal((8, 4)).astype(np.float16), "w"),
+        out="y",
+    )
+    model = n.model((y, FLOAT16, (2, 4)))
+    data = feeds_for(model)
+    for scheme in ("min_max", "percentile"):
+        sim = QuantizationSimModel(model, None, scheme, threads=1)
+        sim.compute_encodings([data])
+        (found,) = sim.run(data)
+        assert found.dtype == np.float16 and sqnr(run(model, data)[0], found) > 25
+
+
+@pytest.mark.parametrize("opset", [7, 8, 9, 10, 11, 12, 13, 17, 21, 23])
+def test_opsets(opset):
+    model = net(opset)
+    sim = QuantizationSimModel(model, DATA[0], threads=1)
+    sim.compute_encodings(DATA)
+    assert sqnr(run(model, DATA[0])[0], sim.run(DATA[0])[0]) > 25
+
+
+@pytest.mark.parametrize("opset, op, mode", [(7, "Upsample", "nearest"), (9, "Upsample", "linear"),
+                                              (10, "Resize", "nearest"), (10, "Resize", "linear")])  # fmt: skip
+def test_upsampling_of_old_opsets_stays_what_it_was(opset, op, mode):
+    n = Net()
+    x = n.conv(n.input("x", (1, 3, 8, 8)), name="c", pads=[1, 1, 1, 1])
+    scales = [1.0, 1.0, 1.5, 2.0]
+    if opset == 7:
+        y = n(op, x, mode=mode, scales=scales, name="up", out="y")
+    else:
+        y = n(op, x, n.const(np.float32(scales)), mode=mode, name="up", out="y")
+    model = n.model(y, opset=opset)
+    data = feeds_for(model)
+    sim = QuantizationSimModel(model, data, threads=1)
+    sim.compute_encodings([data])
+    sim.quantizers["*"].enabled = False
+    assert np.allclose(sim.run(data)[0], run(model, data)[0], atol=1e-5)
+
+
+def test_coverage_lists_every_value(sim):
+    text = str(sim.coverage())
+    for name in ("x", "c1.weight", "hidden_output", "logits", "fc.bias"):
+        assert sim.coverage().find(name).status in ("quantized", "shared", "float")
+    assert "GlobalAveragePool" in text
+    sim.quantizers["c1.weight"].enabled = False
+    assert sim.coverage().find("c1.weight").how == "c1.weight: disabled"
+
+
+# ------------------------------------------------------------------------------------------------------- files
+
+
+def test_export_agrees_with_the_simulation_and_runs_by_default(sim, tmp_path):
+    import onnxruntime as ort
+
+    exported = sim.export(tmp_path, "net")
+    assert all(path.is_file() for path in exported.files)
+    session = ort.InferenceSession(str(exported.qdq))
+    assert [o.name for o in session.get_outputs()] == ["logits", "hidden_output", "hidden_output_1"]
+    for want, found in zip(sim.run(DATA[0]), session.run(None, DATA[0]), strict=True):
+        assert sqnr(want, found) > 30
+    report = sim.verify(DATA[1])
+    assert report.ok, str(report)
+    assert all(row.as_float.equal == 1 for row in report.rows)
+    from bitwright.export.verify.samples import verify_folder
+
+    assert verify_folder(tmp_path).ok
+    names = {entry["name"] for kind in ("param_encodings", "activation_encodings")
+             for entry in json.loads(exported.encodings.read_text())[kind]}  # fmt: skip
+    assert {"c1.weight", "x", "hidden_output"} <= names
+
+
+@pytest.mark.parametrize(
+    "limit, note", [(5_000, "1 of 2 are kept, 0.0 MiB; all would be"), (1, "1 of 2 are kept"), (1 << 20, "")]
+)
+def test_an_export_whose_samples_are_large_keeps_fewer_and_can_be_verified(
+    sim, tmp_path, monkeypatch, limit, note
+):
+    from bitwright.export.verify.samples import read_samples, verify_folder
+
+    monkeypatch.setattr("bitwright.export.artefacts.SAMPLE_LIMIT", limit)
+    exported = sim.export(tmp_path, "net")
+    notes = [text for text in exported.notes if text.startswith("samples: ")]
+    assert len(notes) == bool(note) and all(text.startswith(f"samples: {note}") for text in notes)
+    kept = read_samples(tmp_path / "net_samples.npz")[1]["x"]
+    assert np.array_equal(kept, DATA[0]["x"][: 1 if note else 2])
+    assert verify_folder(tmp_path).ok
+
+
+def test_samples_of_a_file_with_a_fixed_batch_are_kept_and_their_size_is_said(tmp_path, monkeypatch):
+    from bitwright.export.verify.samples import verify_folder
+
+    monkeypatch.setattr("bitwright.export.artefacts.SAMPLE_LIMIT", 1)
+    model = conv_chain(1)
+    sim = QuantizationSimModel(model, feeds_for(model), threads=1)
+    sim.compute_encodings([feeds_for(model)])
+    (note,) = (text for text in sim.export(tmp_path, "net").notes if text.startswith("samples: "))
+    assert note.endswith(
+        "as the file takes nothing smaller than the example; export with a smaller one, or with samples=False"
+    )
+    assert verify_folder(tmp_path).ok
+
+
+def test_an_export_without_samples_is_not_compared_with_those_of_an_earlier_one(sim, tmp_path):
+    from bitwright.export.verify.samples import verify_folder
+
+    sim.export(tmp_path, "net")
+    samples = (tmp_path / "net_samples.npz").read_bytes()
+    sim.export(tmp_path, "net", samples=False)
+    assert not (tmp_path / "net_samples.npz").exists()
+    (tmp_path / "net_samples.npz").write_bytes(samples)
+    with pytest.raises(
+        ExportError, match="the export has no samples, net_samples.npz.*Remedy: export the model again"
+    ):
+        verify_folder(tmp_path)
+
+
+@pytest.mark.parametrize("prefix", ["../../up", "/up", "", "a/b"])
+def test_a_prefix_that_leads_out_of_the_folder_is_refused_before_any_work(sim, tmp_path, prefix):
+    folder = tmp_path / "a" / "b"
+    with pytest.raises(ConfigError, match="filename_prefix"):
+        sim.export(folder, prefix)
+    with pytest.raises(ConfigError, match="filename_prefix"):
+        quantize(net(), iter(()), path=folder, filename_prefix=prefix)
+    (tmp_path / "file").touch()
+    with pytest.raises(ExportError, match="there is a file of this name. Remedy: name a folder"):
+        quantize(net(), iter(()), path=tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_float_model_is_the_original(sim, tmp_path):
+    exported = sim.export(tmp_path, "net", samples=False)
+    for want, found in zip(run(net(), DATA[0]), run(onnx.load(exported.float_model), DATA[0]), strict=True):
+        assert np.allclose(want, found, atol=1e-5)
+
+
+@pytest.mark.parametrize("version", ["0.6.1", "1.0.0", "2.0.0"])
+@pytest.mark.parametrize("source", ["site names", "tensor names"])
+def test_encodings_go_out_and_come_back(sim, version, source, tmp_path):
+    path = tmp_path / "net.encodings"
+    if source == "site names":
+        sim.save_encodings(path, version)
+    else:
+        path = sim.export(tmp_path, "net", encoding_version=version).encodings
+    other = QuantizationSimModel(net(), DATA[0], threads=1)
+    other.load_encodings(path)
+    for name, site in sim.quantizers.items():
+        if site.encoding is not None and site.role != "bias":
+            assert np.allclose(other.quantizers[name].encoding.scale, site.encoding.scale, rtol=1e-6), name
+    assert sqnr(sim.run(DATA[0])[0], other.run(DATA[0])[0]) > 40
+
+
+def test_frozen_parameters_survive_calibration(sim, tmp_path):
+    path = sim.save_encodings(tmp_path / "net.encodings")
+    other = QuantizationSimModel(net(), DATA[0], preset="w4a8", threads=1)
+    other.set_and_freeze_param_encodings(path)
+    other.compute_encodings(DATA)
+    assert other.quantizers["c1.weight"].encoding == sim.quantizers["c1.weight"].encoding
+
+
+def test_encodings_of_another_model(sim, tmp_path):
+    path = sim.save_encodings(tmp_path / "net.encodings")
+    n = Net()
+    other = QuantizationSimModel(n.model(n.conv(n.input(), name="conv9", out="y")), None, threads=1)
+    with pytest.raises(EncodingsError, match="names of the model are missing"):
+        other.load_encodings(path)
+
+
+# ---------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_running_before_calibration():
+    with pytest.raises(CalibrationError, match="the model was run before calibration"):
+        QuantizationSimModel(net(), DATA[0]).run(DATA[0])
+
+
+@pytest.mark.parametrize(
+    "feeds, problem",
+    [
+        ({"y": DATA[0]["x"]}, "the model has no input 'y'"),
+        ({}, "there is no value for the input x"),
+        (
+            {"x": DATA[0]["x"].astype(np.float64)},
+            r"the input x \(float32, \?x3x8x8\) was given float64 values",
+        ),
+        ({"x": DATA[0]["x"][0]}, "was given an array of shape 3x8x8"),
+        ((DATA[0]["x"], DATA[0]["x"]), "2 arrays for a model with 1 inputs"),
+    ],
+    ids=["extra", "missing", "type", "shape", "too-many"],
+)
+def test_feeds_that_do_not_fit(sim, feeds, problem):
+    with pytest.raises(ModelError, match=problem):
+        sim.run(feeds)
+
+
+def test_close_matches_of_input_names():
+    n = Net()
+    model = n.model(n("Relu", n.input("input_ids", (2,)), out="y"))
+    sim = QuantizationSimModel(model, None)
+    sim.calibrated = True
+    with pytest.raises(ModelError, match=r"no input 'input_id' \(did you mean 'input_ids'\?\)"):
+        sim.run({"input_id": np.zeros(2, np.float32)})
+
+
+@pytest.mark.parametrize(
+    "options, error, problem",
+    [
+        ({"providers": ["CUDAExecutionProvide"]}, ConfigError, "'CUDAExecutionProvide' is not available"),
+        ({"default_param_bw": 33}, FormatError, "default_param_bw: 33 is not a bit width"),
+        ({"default_activation_bw": 0}, FormatError, "default_activation_bw: 0 is not a bit width"),
+        ({"quant_scheme": "minmx"}, ConfigError, r"no range method of this name \(did you mean"),
+        ({"preset": "w8a88"}, ConfigError, r"did you mean"),
+        ({"dummy_input": {"z": DATA[0]["x"]}}, ModelError, "dummy_input: the model has no input 'z'"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_arguments_that_mean_nothing(options, error, problem):
+    with pytest.raises(error, match=problem):
+        QuantizationSimModel(net(), **options)
+
+
+def test_model_that_the_runtime_refuses_names_the_node():
+    n = Net()
+    model = n.model(
+        n("Mystery", n.input("x", (2,)), name="strange", out="y", domain="my.ops"), domains={"my.ops": 1}
+    )
+    sim = QuantizationSimModel(model, None)
+    with pytest.raises(ModelError, match=r"ONNX Runtime cannot load it: .*Mystery"):
+        sim.compute_encodings([{"x": np.zeros(2, np.float32)}])
+
+
+def test_an_operator_that_does_not_exist_is_named():
+    n = Net()
+    model = n.model(n("Reluu", n.input("x", (2,)), name="strange", out="y"))
+    problem = (
+        r"net: node 'strange' is a Reluu, and opset 17 has no such operator \(did you mean '(Relu|PRelu)'"
+    )
+    with pytest.raises(ModelError, match=problem):
+        QuantizationSimModel(model, None)
+
+
+def test_operators_of_unknown_domains_stay_in_float_and_are_listed():
+    n = Net()
+    h = n.conv(n.input(), name="c")
+    model = n.model(n("Mystery", h, name="strange", out="y", domain="my.ops"), domains={"my.ops": 1})
+    sim = QuantizationSimModel(model, None)
+    assert sim.notes == (
+        "operators of the domain 'my.ops' (Mystery) stay in float; ONNX Runtime runs them only with the library that "
+        "implements them",
+    )
+    row = sim.coverage().find("y")
+    assert (row.status, row.how) == ("float", "my.ops::Mystery runs in float on integer runtimes")
+    assert "c.output[0]" in sim.quantizers, "what enters it is quantized as for any operator in float"
+
+
+def test_open_axes_that_no_example_resolves():
+    n = Net()
+    model = n.model(n("MatMul", n.input("x", ("n", "c")), n.weights(8, 3), name="m", out="y"))
+    sim = QuantizationSimModel(model, None)
+    problem = (
+        r"^the example input: the model leaves lengths of axes open, and fails on random values of shape x 1x1: .*MatMul"
+        r".*Remedy: pass dummy_input=\.\.\., one feed of the shapes that the model is made for, or data$"
+    )
+    with pytest.raises(CalibrationError, match=problem):
+        sim.compute_encodings()
+    assert not sim.calibrated
+    QuantizationSimModel(model, np.zeros((2, 8), np.float32)).compute_encodings()
+
+
+def test_an_input_of_unknown_rank_needs_data():
+    n = Net()
+    n.inputs.append(onnx.helper.make_tensor_value_info("x", TensorProto.FLOAT, None))
+    sim = QuantizationSimModel(n.model(n("Relu", "x", out="y")), None)
+    with pytest.raises(
+        ModelError, match=r"x: no random data can be made for the input x \(float32, any shape\)"
+    ):
+        sim.compute_encodings()
+
+
+@pytest.mark.parametrize(
+    "data, problem", [([], "the data held no batch"), (lambda session: None, "the callback never ran")]
+)
+def test_empty_data(data, problem):
+    with pytest.raises(CalibrationError, match=problem):
+        QuantizationSimModel(net(), DATA[0], threads=1).compute_encodings(data)
+
+
+def test_batches_without_samples_calibrate_nothing(caplog):
+    sim = QuantizationSimModel(net(), DATA[0], threads=1)
+    sim.compute_encodings([{"x": np.zeros((0, 3, 8, 8), np.float32)}])
+    assert "calibration never reached" in caplog.text
+    with pytest.raises(CalibrationError, match="calibration never reached this site"):
+        sim.run(DATA[0])
+
+
+def test_models_without_anything_to_quantize_run():
+    n = Net()
+    x = n.input("x", (2, 4), TensorProto.INT64)
+    model = n.model((n("Add", x, x, out="y"), TensorProto.INT64, (2, 4)))
+    feeds = {"x": np.arange(8).reshape(2, 4)}
+    sim = QuantizationSimModel(model, feeds)
+    sim.compute_encodings([feeds])
+    assert len(sim.quantizers) == 0 and np.array_equal(sim.run(feeds)[0], 2 * feeds["x"])
+
+
+def test_failed_export_leaves_nothing(sim, tmp_path):
+    (tmp_path / "folder.onnx").mkdir()
+    with pytest.raises(Exception, match="folder.onnx"):
+        sim.export(tmp_path, "folder")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder.onnx"]
+    with pytest.raises(ConfigError, match="'3.0.0' is not a version"):
+        sim.export(tmp_path, "net", encoding_version="3.0.0")
+
+
+def test_old_operator_that_cannot_be_converted_is_named():
+    n = Net()
+    x = n.input("x", (1, 3, 4, 4))
+    model = n.model(n("Hardmax", x, name="h", out="y", axis=1), opset=11)
+    with pytest.raises(ModelError, match="Hardmax"):
+        QuantizationSimModel(model, feeds_for(model))
+
+
+def test_a_chain_of_3000_blocks_is_placed_at_linear_cost():
+    """12,000 nodes at the default recursion limit."""
+
+    def cost(blocks):
+        model = conv_chain(blocks)
+        return steps(lambda: QuantizationSimModel(model, threads=1))
+
+    assert cost(160) <= 4 * cost(40)
+    sim = QuantizationSimModel(conv_chain(3000), threads=1)
+    assert sum(site.role == "weight" for site in sim.quantizers.values()) == 3000
+
+
+def test_verify_takes_a_list_with_one_input_and_refuses_several_by_name(sim):
+    assert sim.verify([DATA[1]]).ok
+    with pytest.raises(
+        ModelError, match=r"this is a list of 2 inputs, and the model runs on one at a time. Remedy: give one"
+    ):
+        sim.verify(DATA[:2])
+
+
+def test_a_bias_with_a_leading_axis_runs_on_integers():
+    rng = np.random.default_rng(0)
+    node = onnx.helper.make_node("Gemm", ["x", "w", "b"], ["y"])
+    made = onnx.helper.make_model(
+        onnx.helper.make_graph(
+            [node],
+            "net",
+            [onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [4, 8])],
+            [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [4, 10])],
+            [
+                onnx.numpy_helper.from_array(rng.normal(size=(8, 10)).astype(np.float32), "w"),
+                onnx.numpy_helper.from_array(rng.normal(size=(1, 10)).astype(np.float32), "b"),
+            ],
+        ),
+        opset_imports=[onnx.helper.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    x = rng.normal(size=(4, 8)).astype(np.float32)
+    sim = QuantizationSimModel(made, x)
+    sim.compute_encodings([x], progress=False)
+    assert "int32 from the scales of" in sim.coverage().find("b").how
+    encoding = sim.quantizers["b"].encoding
+    assert encoding is not None and encoding.scale.shape == (10,)
+    report = sim.verify()
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("remedy", [None, "float", "int4"])
+def test_an_accumulator_that_overflows_is_named_and_the_remedies_work(remedy: str | None) -> None:
+    length, n = 100_000, Net()
+    weight = np.where(np.random.default_rng(0).random((length, 2)) > 0.5, 1.0, 0.9).astype(np.float32)
+    x = np.random.default_rng(1).uniform(0.9, 1.0, (2, length)).astype(np.float32)
+    y = n("MatMul", n.input("x", (2, length)), n.const(weight), name="fc", out="y")
+    sim = QuantizationSimModel(n.model(y), {"x": x}, preset="w4a8" if remedy == "int4" else "w8a8")
+    sim.compute_encodings([{"x": x}], progress=False)
+    if remedy == "float":
+        sim.quantizers["fc.input[0]"].enabled = False
+    report = sim.verify({"x": x})
+    assert report.ok == (remedy is not None), report.to_text()
+    if remedy is None:
+        row = next(row for row in report.rows if row.site == "fc.output[0]")
+        assert row.reason is not None and "the int32 accumulator overflows" in row.reason
+        assert "16 bits" not in row.reason
