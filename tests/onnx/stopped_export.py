@@ -86,4 +86,5 @@ def main(work: Path) -> None:
     assert verify_folder(work / "old").ok
 
 
-main(Path(sys.argv[1]))
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

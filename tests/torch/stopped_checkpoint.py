@@ -57,4 +57,5 @@ def main(work: Path) -> None:
         print("first" if first else "over", stop, *outcomes)
 
 
-main(Path(sys.argv[1]))
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
