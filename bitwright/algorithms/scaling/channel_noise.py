@@ -38,6 +38,8 @@ MAX_ROUNDS = 400
 _EXACT = 1e6
 #: variances, and sums of products of them, below which a channel counts as constant
 _SMALL, _TINY = 1e-12, 1e-30
+#: entries of a matrix per group, up to which products of many groups are faster entry by entry than group by group
+_SMALL_MATRIX = 32
 #: a sum of powers below which those that fell below the smallest float64 could matter
 _FAINT = 1e-100
 _PIECEWISE_LINEAR = frozenset({"Relu", "Clip", "LeakyRelu"})
@@ -150,11 +152,20 @@ class _SmoothLargest:
         up, right = self._out - out, into - self._into
         most = float(up.max()), float(right.max())
         a, b = np.exp(self._sharpness * (up - most[0])), np.exp(self._sharpness * (right - most[1]))
-        by_row = a * np.matmul(self._powers, b[:, :, None])[:, :, 0]
+        small = self._powers.shape[1] * self._powers.shape[2] <= _SMALL_MATRIX
+        by_row = a * (
+            (self._powers * b[:, None, :]).sum(axis=2)
+            if small
+            else np.matmul(self._powers, b[:, :, None])[:, :, 0]
+        )
         total = float(by_row.sum())
         if total < _FAINT:
             return None
-        by_column = b * np.matmul(a[:, None, :], self._powers)[:, 0, :]
+        by_column = b * (
+            (self._powers * a[:, :, None]).sum(axis=1)
+            if small
+            else np.matmul(a[:, None, :], self._powers)[:, 0, :]
+        )
         return self._top + sum(most) + np.log(total) / self._sharpness, by_row / total, by_column / total
 
 
