@@ -245,7 +245,7 @@ def _with_grid(found: Case, name: str, symmetry: str, wanted: Any, weights: dict
     assert preset.weight is not None
     asked = Preset(replace(preset.weight, symmetry=symmetry), None)  # type: ignore[arg-type]
     sim = bitwright.torch.quantize(found.model, found.batches(0), asked, recipe=["fold"], progress=False).sim
-    for site, param in ((s, sim.graph.values[s._plan.value].param) for s in sim.quantizers.values()):
+    for site, param in ((s, sim.graph.values[s.value].param) for s in sim.quantizers.values()):
         if site.role == "weight" and site.enabled and param is not None:
             weight = sim._interceptor.named_tensor(param).detach()
             loss = sqnr(weight.numpy(), fake_quantize(weight, site.encoding).numpy())

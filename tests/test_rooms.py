@@ -6,6 +6,7 @@ A room is a folder below a part of the package. Directions between parts are tho
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,13 @@ def test_a_breach_of_every_room_is_seen(part: str, room: str) -> None:
     assert breaches(file, f"from bitwright.{part}.{forbidden}.y import z")
     assert breaches(file, f"def f():\n    import bitwright.{part}.{forbidden}")
     assert not breaches(file, f"from bitwright.{part}.{room}.y import z")
+
+
+def test_plans_of_sites_are_read_through_sites_only() -> None:
+    """``Site`` says what others need of its plan."""
+    outside = [
+        path
+        for path in FILES
+        if path.name != "sites.py" and re.search(r"(?<!self)\._plan\b", path.read_text())
+    ]
+    assert not outside

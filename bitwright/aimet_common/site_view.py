@@ -31,7 +31,7 @@ class SiteView:
 
     @property
     def _value_shape(self) -> tuple[int, ...]:
-        return self._site._graph.values[self._site._plan.value].shape
+        return self._site._graph.values[self._site.value].shape
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not hasattr(type(self), name):

@@ -134,7 +134,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
         """Tensor name -> its quantizer, which may be off; of every float tensor of the model."""
         held: dict[str, list[Any]] = {}
         for site in self.quantizers.values():
-            held.setdefault(site._plan.value, []).append(site)
+            held.setdefault(site.value, []).append(site)
         found = {}
         for name, value in self.graph.values.items():
             if value.is_float:
@@ -320,7 +320,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
     def fold_param_quantizers(self) -> None:
         """Write the quantized values into the parameters and switch their quantizers off."""
         for site in list(self.quantizers.values()):
-            param = self.graph.values[site._plan.value].param
+            param = self.graph.values[site.value].param
             if site.role == "weight" and site.enabled and site.encoding is not None and param is not None:
                 values = self.constants[site.name]
                 self.set_parameter(param, _core.quantized_constant(values, site.encoding))
@@ -459,7 +459,7 @@ def _weight_quantizers(
     if missing:
         raise ConfigError("nodes", f"there are no nodes {missing}", "use names of nodes of the model")
     return [
-        QcQuantizeOp(site._plan.value, (site,))
+        QcQuantizeOp(site.value, (site,))
         for site in sim.quantizers.values()
         if site.role == "weight" and site.enabled and site.op not in unwanted
         and (wanted is None or site.op in wanted)
@@ -501,7 +501,7 @@ def _set_blocks(
     for quantizer in found:
         site = quantizer._site
         op, shape = site._graph.op(site.op), quantizer._value_shape
-        channel, block = _core.weight_axes(op.type, op.attrs, site._plan.port, len(shape))
+        channel, block = _core.weight_axes(op.type, op.attrs, site.port, len(shape))
         granularity = _core.PerBlock(block_size).resolve(channel, block)
         try:
             granularity.param_shape(shape, site.name)

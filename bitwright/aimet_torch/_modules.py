@@ -156,7 +156,7 @@ def attach(sim: Any) -> None:
     by_param: dict[str, list[Site]] = {}
     at: dict[tuple[str, str], list[Site]] = {}
     for site in sites:
-        param = graph.values[site._plan.value].param
+        param = graph.values[site.value].param
         if site.role in ("weight", "bias", "constant") and param is not None:
             by_param.setdefault(param, []).append(site)
         else:
@@ -201,13 +201,13 @@ def _edges(
             if value not in made and not graph.values[value].is_static:
                 reads.setdefault(value, [])
         for site in at.get((op.name, "input"), ()):
-            (reads[site._plan.value] if site._plan.value in reads else inside).append(site)
+            (reads[site.value] if site.value in reads else inside).append(site)
         for value in op.outputs:
             readers = graph.consumers(value)
             if graph.is_output(value) or not readers or any(reader.module != path for reader, _ in readers):
                 returns.setdefault(value, [])
         for site in at.get((op.name, "output"), ()):
-            (returns[site._plan.value] if site._plan.value in returns else inside).append(site)
+            (returns[site.value] if site.value in returns else inside).append(site)
     calls = {op.name for op in ops}
     if len(ops) > 1 and len({op.type for op in ops}) == 1 and all(len(op.outputs) == 1 for op in ops):
         returns = {"": [site for found in returns.values() for site in found]}  # one call, made several times

@@ -27,7 +27,7 @@ from bitwright.algorithms.channels.layers import Array, Layer, Layers, Refused
 from bitwright.algorithms.channels.trial import Bar, no_bar
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.placement.user_scheme import QuantScheme
-from bitwright.core.simulation.protocols import AddBias, ModelView
+from bitwright.core.simulation.protocols import AddBias, FloatModel
 from bitwright.errors import CalibrationError, ConfigError
 
 logger = logging.getLogger("bitwright")
@@ -210,7 +210,7 @@ class QuantParams:
             raise ConfigError("round_mode", f"it is {self.round_mode!r}", "use 'nearest', the only one")
 
 
-def missing_biases(view: ModelView) -> list[AddBias]:
+def missing_biases(view: FloatModel) -> list[AddBias]:
     """Biases of zeros for the layers that have none and can be given one."""
     layers = Layers(view.graph()).of.values()
     zeros = (AddBias(x.op, np.zeros(x.axes.outputs)) for x in layers if x.kind == "layer" and not x.bias)

@@ -137,9 +137,7 @@ def test_an_allowance_of_nothing_raises_nothing(front_end):
     assert "beyond the allowance" in note
     reading = [o for o in result.sim.graph.ops if o.type == "Gemm"]  # other values cost no multiplication
     read = {o.inputs[0] for o in reading}
-    assert all(
-        s.quantizer.spec.format.bits == 8 for s in result.sim.quantizers.values() if s._plan.value in read
-    )
+    assert all(s.quantizer.spec.format.bits == 8 for s in result.sim.quantizers.values() if s.value in read)
 
 
 @both

@@ -116,7 +116,7 @@ def test_the_same_encodings(pair):
 def _row_scales(sim: TorchSim | OnnxSim, op: Op, port: int) -> np.ndarray:
     """Gate -> one scale per row, gates in ONNX's order."""
     (site,) = [
-        s for s in sim.quantizers.values() if s.op == op.name and s._plan.port == port and s.role == "weight"
+        s for s in sim.quantizers.values() if s.op == op.name and s.port == port and s.role == "weight"
     ]
     parts = dict(zip(op.attrs["gates"], np.split(site.encoding.scale, len(op.attrs["gates"])), strict=True))
     return np.concatenate([parts[gate] for gate in CELLS[op.type].gates])

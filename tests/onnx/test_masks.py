@@ -53,5 +53,5 @@ def test_accuracy_holds(mask, weights, low):
     (expected,), found = run(model, data[3]), sim.run(data[3])[0]
     noise = float(np.square(expected - found).sum() / np.square(expected).sum())
     assert noise < 1e-3, f"{-10 * np.log10(noise):.1f} dB"
-    scores = [s.encoding for s in sim.quantizers.values() if s.enabled and s._plan.value != "mask"]
+    scores = [s.encoding for s in sim.quantizers.values() if s.enabled and s.value != "mask"]
     assert all(float(e.min.min()) > -1000 for e in scores)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from bitwright.algorithms.channels.batch_norm_affine import LAYERS, ChannelAxes, channel_axes
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.ops import CELLS, op_row
-from bitwright.core.simulation.protocols import Clamp, Edit, ModelView, SetParam
+from bitwright.core.simulation.protocols import Clamp, Edit, FloatModel, SetParam
 
 Array = NDArray[Any]
 Kind = Literal["layer", "norm", "embedding"]
@@ -484,7 +484,7 @@ def _same(one: int, other: int) -> bool:
 
 
 def rescaling(
-    view: ModelView, groups: Sequence[Group], factors: Sequence[Array]
+    view: FloatModel, groups: Sequence[Group], factors: Sequence[Array]
 ) -> tuple[list[Edit], dict[str, Array]]:
     """The edits that divide the channels of each group's value by its factors, and undo that in its consumers.
 
@@ -522,7 +522,7 @@ def _bound(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else float(value)
 
 
-def batch_norm_moments(view: ModelView, graph: Graph | None = None) -> dict[str, tuple[Array, Array]]:
+def batch_norm_moments(view: FloatModel, graph: Graph | None = None) -> dict[str, tuple[Array, Array]]:
     """Mean and standard deviation per channel behind every batch norm, as its parameters say: beta and \\|gamma\\|.
 
     To be asked before the batch norms are folded; :func:`moments_of_layers` then says them of the layers.

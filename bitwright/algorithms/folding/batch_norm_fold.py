@@ -3,7 +3,7 @@ fails.
 
 The arithmetic is in :mod:`bitwright.algorithms.channels.batch_norm_affine`, the decision where folding keeps the
 function in :mod:`bitwright.algorithms.folding.batch_norm_search`; here the folds are carried out through a
-``ModelView``.
+``FloatModel``.
 
 Reference: Jacob et al. 2018, arXiv:1712.05877, section 3.2. Beyond the paper: a batch norm before a layer,
 several batch norms in a row, layers and weights that are used more than once, layers that have no place for a
@@ -31,7 +31,7 @@ from bitwright.algorithms.channels.layers import batch_norm_moments, moments_of_
 from bitwright.algorithms.channels.trial import Bar, Reversible, no_bar
 from bitwright.algorithms.folding.batch_norm_search import Chain, Fold, Refusal, find_folds, operand
 from bitwright.core.graph.graph import Graph, Op
-from bitwright.core.simulation.protocols import AddBias, Bypass, Edit, ModelView, SetParam, Undo
+from bitwright.core.simulation.protocols import AddBias, Bypass, Edit, FloatModel, SetParam, Undo
 
 __all__ = [
     "MAX_CHECKS",
@@ -121,7 +121,7 @@ class FoldReport(Reversible, Sequence[tuple[str, str]]):
 
 
 def fold_all_batch_norms(
-    view: ModelView,
+    view: FloatModel,
     check: Callable[[], str | None] | None = None,
     *,
     only: Collection[str] | None = None,
@@ -203,7 +203,7 @@ def _sift(
 class _Folder:
     """Carries folds out on a model; keeps how to take them back, and the biases it added."""
 
-    def __init__(self, graph: Graph, view: ModelView) -> None:
+    def __init__(self, graph: Graph, view: FloatModel) -> None:
         self.graph, self.view = graph, view
         self.undos: list[Undo] = []
         self._added: dict[str, tuple[Array, Undo]] = {}

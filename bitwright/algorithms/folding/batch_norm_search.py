@@ -21,7 +21,7 @@ from bitwright.algorithms.channels.batch_norm_affine import (
     forward_obstacle,
 )
 from bitwright.core.graph.graph import Graph, Op
-from bitwright.core.simulation.protocols import AddBias, Bypass, ModelView
+from bitwright.core.simulation.protocols import AddBias, Bypass, FloatModel
 from bitwright.errors import ModelError
 
 Direction = Literal["backward", "forward"]
@@ -97,7 +97,7 @@ class _Component:
         self.reason = self.reason or reason
 
 
-def find_folds(graph: Graph, view: ModelView) -> tuple[list[Fold], list[Refusal]]:
+def find_folds(graph: Graph, view: FloatModel) -> tuple[list[Fold], list[Refusal]]:
     """Where batch norms can be folded without changing the function, and why not elsewhere.
 
     Backward folds come first: they need no assumption on padding. What they leave is tried forward. Each
@@ -128,7 +128,7 @@ def find_folds(graph: Graph, view: ModelView) -> tuple[list[Fold], list[Refusal]
 class _Search:
     """What :func:`find_folds` knows of a graph while it looks."""
 
-    def __init__(self, graph: Graph, view: ModelView) -> None:
+    def __init__(self, graph: Graph, view: FloatModel) -> None:
         self.graph, self.view = graph, view
         self.affine: dict[str, tuple[Array, Array]] = {}
         self.unfit: list[Refusal] = []

@@ -25,7 +25,7 @@ from bitwright.algorithms.channels.layers import (
     find_groups,
 )
 from bitwright.algorithms.channels.trial import Bar, Check, Reversible, joined, no_bar, sift
-from bitwright.core.simulation.protocols import AddBias, Edit, ModelView, SetParam, Undo, Untie
+from bitwright.core.simulation.protocols import AddBias, Edit, FloatModel, SetParam, Undo, Untie
 
 logger = logging.getLogger("bitwright")
 
@@ -72,7 +72,7 @@ class NormReport(Reversible):
 
 
 def fold_norms(
-    view: ModelView, check: Check | None = None, *, untie: bool = True, bar: Bar = no_bar
+    view: FloatModel, check: Check | None = None, *, untie: bool = True, bar: Bar = no_bar
 ) -> NormReport:
     """Fold the weight and bias of every norm that only linear layers read.
 
@@ -94,7 +94,7 @@ def fold_norms(
         raise
 
 
-def _fold(view: ModelView, check: Check | None, untie: bool, undos: list[Undo], bar: Bar) -> NormReport:
+def _fold(view: FloatModel, check: Check | None, untie: bool, undos: list[Undo], bar: Bar) -> NormReport:
     untied = untie_heads(view, undos) if untie else ()
     layers = Layers(view.graph())
     found, refused = find_groups(layers, [layer for layer in layers.of.values() if layer.kind == "norm"])
@@ -113,7 +113,7 @@ def _fold(view: ModelView, check: Check | None, untie: bool, undos: list[Undo], 
     return NormReport(tuple(kept), tuple(refused), untied, undos)
 
 
-def untie_heads(view: ModelView, undos: list[Undo]) -> tuple[str, ...]:
+def untie_heads(view: FloatModel, undos: list[Undo]) -> tuple[str, ...]:
     """Give every linear layer whose weight is an embedding's table too a copy of its own, where the model lets us."""
     graph = view.graph()
     layers = Layers(graph)
@@ -127,7 +127,7 @@ def untie_heads(view: ModelView, undos: list[Undo]) -> tuple[str, ...]:
     return tuple(done)
 
 
-def _why_not(view: ModelView, layers: Layers, group: Group) -> str | None:
+def _why_not(view: FloatModel, layers: Layers, group: Group) -> str | None:
     norm, *more = group.producers
     readers = {op.name for op, _ in data_readers(layers.graph, norm.output)}
     direct = readers == {layer.op for layer, _ in group.consumers}
@@ -142,7 +142,7 @@ def _why_not(view: ModelView, layers: Layers, group: Group) -> str | None:
     return None
 
 
-def _edits(view: ModelView, groups: Sequence[Group]) -> list[Edit]:
+def _edits(view: FloatModel, groups: Sequence[Group]) -> list[Edit]:
     edits: list[Edit] = []
     for group in groups:
         (norm,) = group.producers

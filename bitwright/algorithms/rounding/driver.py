@@ -162,7 +162,7 @@ def find_layers(
     graph = model.graph()
     weights: dict[str, list[Site]] = {}
     for site in model.sites().values():
-        if holds_layer_weight(graph, site.op, site.role, site._plan.port):
+        if holds_layer_weight(graph, site.op, site.role, site.port):
             weights.setdefault(site.op, []).append(site)
     wanted = set(weights) if include is None else _matching(include, weights, "include")
     unwanted = _matching(exclude, weights, "exclude")
@@ -182,7 +182,7 @@ def find_layers(
             if reason is not None:
                 skipped[name] = reason
             else:
-                found[name] = Layer(name, op.name, op.type, dict(op.attrs), shape, site.name, site._plan.port)
+                found[name] = Layer(name, op.name, op.type, dict(op.attrs), shape, site.name, site.port)
     return found, skipped
 
 
@@ -213,7 +213,7 @@ def _readers(graph: Graph) -> dict[str, set[str]]:
 
 def _why_not(model: SimulatedModel, op: Op, site: Site, readers: Mapping[str, set[str]]) -> str | None:
     graph = model.graph()
-    value = graph.values[site._plan.value]
+    value = graph.values[site.value]
     if not site.enabled or site.encoding is None:
         return "its weight is in float"
     if not isinstance(site.encoding.format, IntFormat) or site.encoding.format.bits > 16:
@@ -247,9 +247,9 @@ def _why_not(model: SimulatedModel, op: Op, site: Site, readers: Mapping[str, se
 
 
 def _why_not_recurrent(op: Op, site: Site, readers: set[str]) -> str | None:
-    if site._plan.port not in (1, 2):
+    if site.port not in (1, 2):
         return "it is no product of the input or the hidden state"
-    if len(op.inputs) > 4 and op.inputs[4] is not None and site._plan.port == 2:
+    if len(op.inputs) > 4 and op.inputs[4] is not None and site.port == 2:
         return "its sequences are of different lengths, so that the hidden states before each step do not lie in a row"
     others = readers - {op.name}
     return f"its weight is also read by {sorted(others)[0]}, which would change with it" if others else None

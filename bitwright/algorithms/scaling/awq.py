@@ -31,7 +31,7 @@ from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod
 from bitwright.core.placement.plan import place
 from bitwright.core.placement.rules import Rules
 from bitwright.core.placement.user_scheme import QuantScheme, make_rules
-from bitwright.core.simulation.protocols import ModelView, Undo
+from bitwright.core.simulation.protocols import FloatModel, Undo
 from bitwright.errors import ConfigError
 
 logger = logging.getLogger("bitwright")
@@ -260,7 +260,7 @@ def weight_rules(
 
 
 def awq(
-    view: ModelView,
+    view: FloatModel,
     batches: Sequence[Any],
     rules: Rules,
     check: Check | None = None,
@@ -375,7 +375,7 @@ def _own_scales(layer: Layer, spec: QuantSpec) -> bool:
 
 
 def _observed(
-    view: ModelView, layers: Layers, groups: Sequence[Group], batches: Sequence[Any], memory_budget: int,
+    view: FloatModel, layers: Layers, groups: Sequence[Group], batches: Sequence[Any], memory_budget: int,
     bar: Bar,
 ) -> tuple[dict[str, Inputs], int]:  # fmt: skip
     """What every layer of the groups reads, by the name of the value, and the number of samples."""
@@ -399,7 +399,7 @@ def _input(layers: Layers, layer: Layer) -> str:
 
 
 def _search(
-    view: ModelView, layers: Layers, group: Group, specs: Mapping[str, QuantSpec], seen: Mapping[str, Inputs],
+    view: FloatModel, layers: Layers, group: Group, specs: Mapping[str, QuantSpec], seen: Mapping[str, Inputs],
     alphas: int,
 ) -> Found:  # fmt: skip
     readers, magnitudes = [], []
@@ -412,7 +412,7 @@ def _search(
 
 
 def _reader(
-    view: ModelView, layer: Layer, inputs: Inputs, spec: QuantSpec, group: Group, repeat: int
+    view: FloatModel, layer: Layer, inputs: Inputs, spec: QuantSpec, group: Group, repeat: int
 ) -> Reader:
     W = np.asarray(view.param(layer.weight))
     turned = not layer.axes.outputs_first

@@ -25,7 +25,7 @@ from bitwright.algorithms.channels.layers import Array, Group, Layer, sole_reade
 from bitwright.algorithms.channels.trial import Bar, no_bar
 from bitwright.algorithms.scaling.smooth import observe
 from bitwright.core.graph.graph import Graph
-from bitwright.core.simulation.protocols import ModelView
+from bitwright.core.simulation.protocols import FloatModel
 
 #: largest values are smoothed to ``log(sum(x**SHARPNESS)) / SHARPNESS``, so that descent has a gradient
 SHARPNESS = 48
@@ -293,7 +293,7 @@ def channels_of(graph: Graph, group: Group, moments: Moments) -> Channels | None
 
 
 def measured_moments(
-    view: ModelView, groups: Sequence[Group], batches: Iterable[Any]
+    view: FloatModel, groups: Sequence[Group], batches: Iterable[Any]
 ) -> dict[str, tuple[Array, Array]]:
     """Mean and standard deviation of what the producers of groups put out, before the activation.
 

@@ -28,7 +28,7 @@ from bitwright.algorithms.scaling.channel_noise import (
     measured_moments,
     quietest_factors,
 )
-from bitwright.core.simulation.protocols import AddBias, Clamp, Edit, ModelView, SetParam, Undo
+from bitwright.core.simulation.protocols import AddBias, Clamp, Edit, FloatModel, SetParam, Undo
 
 logger = logging.getLogger("bitwright")
 
@@ -167,7 +167,7 @@ class EqualizeReport(Reversible):
     spread: tuple[float, float] = (1.0, 1.0)
     noise: tuple[float, float] | None = None
     _undos: list[Undo] = field(default_factory=list, repr=False)
-    view: ModelView | None = field(default=None, repr=False)
+    view: FloatModel | None = field(default=None, repr=False)
 
     @property
     def changed(self) -> bool:
@@ -190,7 +190,7 @@ class EqualizeReport(Reversible):
 
 
 def equalize(
-    view: ModelView,
+    view: FloatModel,
     check: Check | None = None,
     *,
     statistics: Mapping[str, tuple[Array, Array]] | None = None,
@@ -255,7 +255,7 @@ def equalize(
 
 
 def absorb_biases(
-    report: EqualizeReport, statistics: Mapping[str, tuple[Array, Array]], view: ModelView | None = None
+    report: EqualizeReport, statistics: Mapping[str, tuple[Array, Array]], view: FloatModel | None = None
 ) -> None:
     """Move high biases of groups that were equalized before into the next layers; noted in ``report``.
 
@@ -270,7 +270,7 @@ def absorb_biases(
     _absorb(view, Layers(view.graph()), report)
 
 
-def equalizable(view: ModelView, layers: Layers) -> tuple[list[Group], list[Refused]]:
+def equalizable(view: FloatModel, layers: Layers) -> tuple[list[Group], list[Refused]]:
     """The groups that ``view`` lets us rescale, and why the other layers begin none."""
     found, refused = find_groups(layers, [layer for layer in layers.of.values() if layer.kind == "layer"])
     refused += [
@@ -288,7 +288,7 @@ def equalizable(view: ModelView, layers: Layers) -> tuple[list[Group], list[Refu
     return groups, refused
 
 
-def _why_no_clamp(view: ModelView, op: str, group: Group, axis: int) -> str | None:
+def _why_no_clamp(view: FloatModel, op: str, group: Group, axis: int) -> str | None:
     ones = np.ones(group.channels)
     reason = view.can_edit(Clamp(op, ones, ones, axis))
     return reason and f"{op} cuts all channels at the same bounds and cannot be changed: {reason}"
@@ -306,7 +306,7 @@ class _Plan:
 
 
 def _plan(
-    view: ModelView,
+    view: FloatModel,
     groups: Sequence[Group],
     channels: Sequence[Channels | None],
     statistics: Mapping[str, tuple[Array, Array]],
@@ -364,7 +364,7 @@ def _divided(
     return found
 
 
-def _absorb(view: ModelView, layers: Layers, report: EqualizeReport) -> None:
+def _absorb(view: FloatModel, layers: Layers, report: EqualizeReport) -> None:
     """Move high biases of equalized groups into the next layers where a constant shift stays one."""
     for group in report.groups:
         edits, shift = _absorbing(view, layers, group, report.statistics)
@@ -377,7 +377,7 @@ def _absorb(view: ModelView, layers: Layers, report: EqualizeReport) -> None:
 
 
 def _absorbing(
-    view: ModelView, layers: Layers, group: Group, statistics: Mapping[str, tuple[Array, Array]]
+    view: FloatModel, layers: Layers, group: Group, statistics: Mapping[str, tuple[Array, Array]]
 ) -> tuple[list[Edit], Array]:
     nothing: tuple[list[Edit], Array] = ([], np.zeros(group.channels))
     (first, *more), value = group.producers, group.producers[0].output

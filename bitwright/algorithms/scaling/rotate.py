@@ -22,7 +22,7 @@ from bitwright.algorithms.channels.layers import Array, Layer, Layers, Refused, 
 from bitwright.algorithms.channels.trial import Bar, Check, Reversible, joined, no_bar, sift
 from bitwright.algorithms.folding.norm_fold import NormReport, fold_norms
 from bitwright.core.graph.graph import Op
-from bitwright.core.simulation.protocols import Edit, ModelView, SetParam, Undo
+from bitwright.core.simulation.protocols import Edit, FloatModel, SetParam, Undo
 from bitwright.errors import ConfigError
 
 logger = logging.getLogger("bitwright")
@@ -160,7 +160,7 @@ _MOVES = frozenset(
 _MOVES_TOO = frozenset({"Gather"})
 
 
-def find_streams(view: ModelView, layers: Layers) -> tuple[list[Stream], list[Refused]]:
+def find_streams(view: FloatModel, layers: Layers) -> tuple[list[Stream], list[Refused]]:
     """Every residual stream that may be rotated, and why others may not."""
     streams: list[Stream] = []
     refused: list[Refused] = []
@@ -195,7 +195,7 @@ def _starts(layers: Layers) -> list[Layer]:
 class _StreamWalk:
     """The closure of a value over additions, norms without weights and operators that move rows."""
 
-    def __init__(self, view: ModelView, layers: Layers, channels: int) -> None:
+    def __init__(self, view: FloatModel, layers: Layers, channels: int) -> None:
         self.view, self.layers, self.graph, self.channels = view, layers, layers.graph, channels
         self.producers: list[Layer] = []
         self.consumers: list[Layer] = []
@@ -373,7 +373,7 @@ class RotateReport(Reversible):
 
 
 def rotate(
-    view: ModelView,
+    view: FloatModel,
     check: Check | None = None,
     *,
     seed: int = 0,
@@ -431,7 +431,7 @@ def rotatable_heads(layers: Layers) -> list[Attention]:
     ]
 
 
-def _rotate_streams(view: ModelView, streams: Sequence[Stream], seed: int) -> Undo:
+def _rotate_streams(view: FloatModel, streams: Sequence[Stream], seed: int) -> Undo:
     edits: list[Edit] = []
     for stream in streams:
         R = random_rotation(stream.channels, seed)
@@ -451,7 +451,7 @@ def _rotate_streams(view: ModelView, streams: Sequence[Stream], seed: int) -> Un
     return view.edit(edits)
 
 
-def _rotate_heads(view: ModelView, found: Sequence[Attention], seed: int) -> Undo:
+def _rotate_heads(view: FloatModel, found: Sequence[Attention], seed: int) -> Undo:
     edits: list[Edit] = []
     for heads in found:
         value, output = heads.value, heads.output

@@ -20,7 +20,7 @@ from bitwright.algorithms.bias_correct import samples_in
 from bitwright.algorithms.channels.attention import Attention, find_attention
 from bitwright.algorithms.channels.layers import Array, Group, Layers, Refused, find_groups, rescaling
 from bitwright.algorithms.channels.trial import Bar, Check, Reversible, joined, no_bar, sift
-from bitwright.core.simulation.protocols import Edit, ModelView, SetParam, Undo
+from bitwright.core.simulation.protocols import Edit, FloatModel, SetParam, Undo
 from bitwright.errors import CalibrationError, ConfigError
 
 logger = logging.getLogger("bitwright")
@@ -126,7 +126,7 @@ class SmoothReport(Reversible):
 
 
 def smooth(
-    view: ModelView,
+    view: FloatModel,
     batches: Iterable[Any],
     check: Check | None = None,
     *,
@@ -195,7 +195,7 @@ def _why_not_heads(layers: Layers, heads: Attention) -> str | None:
 
 
 def _balance(
-    view: ModelView, attentions: Sequence[Attention], ranges: Mapping[str, Array], alpha: float, check: Check | None,
+    view: FloatModel, attentions: Sequence[Attention], ranges: Mapping[str, Array], alpha: float, check: Check | None,
     undos: list[Undo],
 ) -> list[Attention]:  # fmt: skip
     """Divide keys and multiply queries, with the finest factors that leave the function as it is."""
@@ -217,7 +217,7 @@ def _balance(
 
 
 def _head_edits(
-    view: ModelView, heads: Attention, ranges: Mapping[str, Array], tie: str, alpha: float
+    view: FloatModel, heads: Attention, ranges: Mapping[str, Array], tie: str, alpha: float
 ) -> list[Edit]:
     query, key = heads.query, heads.key
     assert query is not None and key is not None
@@ -231,7 +231,7 @@ def _head_edits(
     return edits
 
 
-def _factors(view: ModelView, group: Group, activation: Array, alpha: float) -> Array:
+def _factors(view: FloatModel, group: Group, activation: Array, alpha: float) -> Array:
     weights = [
         group.gathered(layer.input_range(view.param(layer.weight)), repeat).max(axis=1)
         for layer, repeat in group.consumers
@@ -263,7 +263,7 @@ def refuse_no_data(method: str = "smooth") -> NoReturn:
 
 
 def activation_ranges(
-    view: ModelView, values: Mapping[str, int], batches: Iterable[Any]
+    view: FloatModel, values: Mapping[str, int], batches: Iterable[Any]
 ) -> tuple[dict[str, Array], int]:
     """Largest magnitude per channel of some values, and the number of samples it was taken over.
 
@@ -285,7 +285,7 @@ def activation_ranges(
 
 
 def observe(
-    view: ModelView, values: Mapping[str, int], batches: Iterable[Any], note: Callable[[str, Array], None],
+    view: FloatModel, values: Mapping[str, int], batches: Iterable[Any], note: Callable[[str, Array], None],
     method: str = "smooth",
 ) -> int:  # fmt: skip
     """Run the batches and hand ``note`` what values were, as rows with a column per channel.

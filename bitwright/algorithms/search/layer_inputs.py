@@ -75,7 +75,7 @@ def layer_inputs(sim: Simulation, *, only_with_attention: bool = False) -> Layer
         only_with_attention: leave models without an attention as they are.
     """
     sites = sim.quantizers.values()
-    layers = {site.op for site in sites if holds_layer_weight(sim.graph, site.op, site.role, site._plan.port)}
+    layers = {site.op for site in sites if holds_layer_weight(sim.graph, site.op, site.role, site.port)}
     read = {value for name in layers for value in sim.graph.op(name).inputs if value is not None}
     # a value that was only moved (heads put together again behind an attention) lies on the grid of another's site
     grids = {sim.plan.shared[value] for value in read if value in sim.plan.shared}
@@ -86,7 +86,7 @@ def layer_inputs(sim: Simulation, *, only_with_attention: bool = False) -> Layer
         or site.inner is not None
         or site.op in layers
         and site.role != "output"
-        or site._plan.value in read
+        or site.value in read
         or site.name in grids
     }
     narrow = [

@@ -226,8 +226,8 @@ def _values(model: SimulatedModel) -> dict[int, dict[str, None]]:
     by_group = {}
     for site in sites.values():
         if site.role in ("input", "output"):
-            found.setdefault(id(site.quantizer), {}).setdefault(site._plan.value)
-            by_group[site._plan.group] = id(site.quantizer)
+            found.setdefault(id(site.quantizer), {}).setdefault(site.value)
+            by_group[site.group] = id(site.quantizer)
     for value, group in model.shared().items():
         if group in by_group:
             found[by_group[group]].setdefault(value)

@@ -1,4 +1,4 @@
-"""``ModelView``: the one small protocol through which algorithms see a model, whatever it is written in."""
+"""``FloatModel``: the one small protocol through which algorithms see a model, whatever it is written in."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.graph.graph import Graph
-from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.spec import QuantSpec
 
 Array = NDArray[Any]
 Undo = Callable[[], None]
@@ -65,16 +63,7 @@ class Untie:
 Edit = SetParam | AddBias | Bypass | Clamp | Untie
 
 
-class Site(Protocol):
-    """A place that can hold a quantizer."""
-
-    name: str
-    spec: QuantSpec | None
-    encoding: Encoding | None
-    enabled: bool
-
-
-class ModelView(Protocol):
+class FloatModel(Protocol):
     """What an algorithm may ask of a model; named after the model, never after an algorithm."""
 
     def graph(self) -> Graph:
@@ -85,9 +74,6 @@ class ModelView(Protocol):
 
     def set_param(self, name: str, value: Array) -> None:
         """Replace a parameter's value; shape must match, dtype is kept."""
-
-    def sites(self) -> dict[str, Site]:
-        """Every site by name."""
 
     def capture(self, values: Sequence[str], batches: Iterable[Any]) -> Iterator[dict[str, list[Array]]]:
         """Run the batches one by one; yield the named values of each, one array per run of their place."""
@@ -100,9 +86,6 @@ class ModelView(Protocol):
 
     def edit(self, edits: Sequence[Edit]) -> Undo:
         """Carry out the edits together; the function returned takes them back."""
-
-    def evaluate(self, metric: Callable[..., float]) -> float:
-        """``metric`` of the model as it stands."""
 
 
 def carry_out(edits: Sequence[Edit], one: Callable[[Edit], Undo]) -> Undo:

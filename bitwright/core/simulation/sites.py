@@ -55,6 +55,26 @@ class Site:
         return self._plan.op
 
     @property
+    def port(self) -> int:
+        """Input port of the operator; for role ``output`` the index of its output."""
+        return self._plan.port
+
+    @property
+    def value(self) -> str:
+        """Name of the graph's value that is quantized."""
+        return self._plan.value
+
+    @property
+    def group(self) -> str:
+        """Name of the site whose encoding this one has; its own name if it shares none."""
+        return self._plan.group
+
+    @property
+    def follows(self) -> tuple[str, str] | None:
+        """For an int32 bias, the sites of the input and the weight whose scales it multiplies."""
+        return self._plan.follows
+
+    @property
     def inner(self) -> str | None:
         """What it is inside the steps of a recurrent layer (``cell``, ``input.pre``, ...), if it is there."""
         return self._plan.inner

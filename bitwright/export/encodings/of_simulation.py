@@ -157,13 +157,13 @@ def _matched(
     file = read_encodings(source, params=params.union(*(exported.get(name, ()) for name in params)))
     by_value: dict[str, list[str]] = {}
     for site in sites:
-        by_value.setdefault(site._plan.value, []).append(site.name)
+        by_value.setdefault(site.value, []).append(site.name)
     for value, group in sim.plan.shared.items():  # tensors that lie on the grid of a site
         by_value.setdefault(value, [group] if group in sim.quantizers else [])
     for output, value in sim.output_values.items():  # an exported model calls it by the name of its output
         by_value.setdefault(output, by_value.get(value, []))
     derived = {s.name for s in sim.quantizers.values() if s.quantizer.derived}
-    derived |= {s._plan.value for s in sim.quantizers.values() if s.quantizer.derived}
+    derived |= {s.value for s in sim.quantizers.values() if s.quantizer.derived}
     derived = derived.union(*(exported.get(name, ()) for name in derived))
     records = [
         r for r in file.records if r.name not in derived and not (params_only and r.kind == "activation")
@@ -230,10 +230,10 @@ def _from_exported(site: Site, record: NamedEncoding) -> NamedEncoding:
     Raises:
         EncodingsError: the scales do not fit the weight, or lie along the axis of directions.
     """
-    op, shape = site._graph.op(site.op), site._graph.values[site._plan.value].shape
+    op, shape = site._graph.op(site.op), site._graph.values[site.value].shape
     if op.type not in CELLS or site.role != "weight" or len(shape) != 2:
         return record
-    port, there = site._plan.port, (1, *shape)
+    port, there = site.port, (1, *shape)
     order = gate_order(CELLS[op.type].gates, op.attrs["gates"]) if port in GATED else ()
     whole = record.resolve(there, *weight_axes(op.type, op.attrs, port, len(there)))
     granularity = whole.encoding.granularity
@@ -247,11 +247,11 @@ def _from_exported(site: Site, record: NamedEncoding) -> NamedEncoding:
 
 
 def _take(site: Site, record: NamedEncoding) -> None:
-    op, shape = site._graph.op(site.op), site._graph.values[site._plan.value].shape
+    op, shape = site._graph.op(site.op), site._graph.values[site.value].shape
     channel, block = (
         (None, None)
         if site.role in ("input", "output")
-        else weight_axes(op.type, op.attrs, site._plan.port, len(shape))
+        else weight_axes(op.type, op.attrs, site.port, len(shape))
     )
     encoding = record.resolve(shape, channel, block).encoding if record.is_open else record.encoding
     spec = site.spec

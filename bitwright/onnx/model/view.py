@@ -1,4 +1,4 @@
-"""``ModelView`` of an ONNX model: how algorithms, which know no framework, read and change it."""
+"""``FloatModel`` of an ONNX model: how algorithms, which know no framework, read and change it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NOT_TAKEN = [-1]  # stands for the shape of what lies in a branch that is not t
 
 
 class OnnxView:
-    """A model seen through :class:`bitwright.core.simulation.protocols.ModelView`.
+    """A model seen through :class:`bitwright.core.simulation.protocols.FloatModel`.
 
     Edits change the loaded copy, never what it was loaded from. A bypassed node becomes an ``Identity``;
     :meth:`tidy` takes such nodes out when the edits are final.
@@ -108,10 +108,6 @@ class OnnxView:
         array = np.ascontiguousarray(value).astype(tensor.dtype.numpy())
         holder.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
         self._constants.clear()
-
-    def sites(self) -> dict[str, Any]:
-        """A plain model has no quantizers."""
-        return {}
 
     # -- running
 
@@ -447,10 +443,6 @@ class OnnxView:
             if not value.uses() and not value.is_graph_output():
                 graph.initializers.pop(str(value.name))
         self.refresh()
-
-    def evaluate(self, metric: Callable[..., float]) -> float:
-        """``metric(model)``, the ``onnx_ir`` model as it stands."""
-        return metric(self.model)
 
 
 def _capture_session(

@@ -383,7 +383,7 @@ class QuantizationSimModel:
         """Parameter name -> its elements, of every enabled weight and bias that is a constant."""
         found = {}
         for site in self.quantizers.values():
-            param = self.graph.values[site._plan.value].param
+            param = self.graph.values[site.value].param
             if param is not None and site.enabled and site.role in ("weight", "bias"):
                 array = self.constants.get(site.name)
                 found.update({} if array is None else {param: array})

@@ -1,4 +1,4 @@
-"""``ModelView`` of a torch module: how algorithms, which know no framework, read and change it."""
+"""``FloatModel`` of a torch module: how algorithms, which know no framework, read and change it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LAYERS = (
 
 
 class TorchView:
-    """A module seen through :class:`bitwright.core.simulation.protocols.ModelView`.
+    """A module seen through :class:`bitwright.core.simulation.protocols.FloatModel`.
 
     Args:
         model: the module; edits change it in place.
@@ -89,10 +89,6 @@ class TorchView:
             )
         with torch.no_grad():
             tensor.copy_(torch.from_numpy(np.ascontiguousarray(value)))
-
-    def sites(self) -> dict[str, Any]:
-        """A plain model has no quantizers."""
-        return {}
 
     def capture(self, values: Sequence[str], batches: Iterable[Any]) -> Iterator[dict[str, list[Array]]]:
         """Run the batches one by one; yield the named op outputs of each, one array per run of the op."""
@@ -309,10 +305,6 @@ class TorchView:
     def refresh(self) -> None:
         """Forget the recording: the next question is answered about the model as it is now."""
         self._graph = None
-
-    def evaluate(self, metric: Callable[..., float]) -> float:
-        """``metric(model)``."""
-        return metric(self.model)
 
 
 def _holds(module: nn.Module, tensor: torch.Tensor | None) -> bool:

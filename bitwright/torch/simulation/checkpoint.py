@@ -252,7 +252,7 @@ def _setting(folder: Path, site: Site, saved: Mapping[str, Any]) -> _Setting:
         raise EncodingsError(at, problem, _OTHER) from error
     wrong = _switches_problem(switches, why_float) or _fixed_range_problem(spec)
     if wrong is None and site.role in ("weight", "bias", "constant"):
-        shape = site._graph.values[site._plan.value].shape
+        shape = site._graph.values[site.value].shape
         wrong = _shape_problem(spec, encoding, shape, site.name)
     if wrong:
         raise EncodingsError(at, wrong, _OTHER)

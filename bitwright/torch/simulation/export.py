@@ -164,8 +164,8 @@ def site_encodings(sim: QuantizationSimModel) -> dict[str, Encoding]:
             op = sim.graph.op(site.op)
             encoding = site.encoding
             if op.type in CELLS and site.role == "weight":
-                order = onnx_rows(op.type) if site._plan.port in GATED else ()
-                encoding = to_onnx_order(encoding, order, sim.graph.values[site._plan.value].shape)
+                order = onnx_rows(op.type) if site.port in GATED else ()
+                encoding = to_onnx_order(encoding, order, sim.graph.values[site.value].shape)
             found[site.name] = encoding
     return found
 
@@ -391,7 +391,7 @@ def _gate_names(sim: QuantizationSimModel, model: ir.Model) -> dict[str, str]:
     """The weights of recurrent layers, put into ONNX's order of gates, are called as in ONNX: ``lstm.l0.forward.W``."""
     marked = set(site_names(model))
     return {
-        site.name: f"{site.op}.{WEIGHT_PORTS[site._plan.port]}"
+        site.name: f"{site.op}.{WEIGHT_PORTS[site.port]}"
         for site in sim.quantizers.values()
         if site.role == "weight" and site.name in marked and sim.graph.op(site.op).type in CELLS
     }

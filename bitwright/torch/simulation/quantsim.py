@@ -164,7 +164,7 @@ class QuantizationSimModel:
         for key in recorder.static:  # computed from parameters alone: known, and nothing to quantize
             self._simulator.plans.setdefault(key, CallPlan(""))
         self._simulator.biases = [
-            self._bias(site) for site in sites.values() if site.role == "bias" and site._plan.follows
+            self._bias(site) for site in sites.values() if site.role == "bias" and site.follows
         ]
         self.output_values = recorder.output_values()
         self._tell_scripted(recorder)
@@ -187,8 +187,8 @@ class QuantizationSimModel:
                 )
 
     def _bias(self, site: Site) -> DerivedBias:
-        source, weight = (self.quantizers[name].quantizer for name in site._plan.follows or ())
-        param = self.graph.values[site._plan.value].param
+        source, weight = (self.quantizers[name].quantizer for name in site.follows or ())
+        param = self.graph.values[site.value].param
         tensor = None if param is None else self._interceptor.named_tensor(param)
         return DerivedBias(site.name, site.quantizer, source, weight, tensor)
 
@@ -308,7 +308,7 @@ class QuantizationSimModel:
         """Parameter name -> the parameter, of every enabled weight and bias."""
         found = {}
         for site in self.quantizers.values():
-            param = self.graph.values[site._plan.value].param
+            param = self.graph.values[site.value].param
             if param is not None and site.enabled and site.role in ("weight", "bias"):
                 found[param] = self._interceptor.named_tensor(param)
         return found
@@ -360,13 +360,11 @@ class QuantizationSimModel:
         for site in self.quantizers.unreached():
             if site.role != "weight":
                 continue
-            param = self.graph.values[site._plan.value].param
+            param = self.graph.values[site.value].param
             if param is None and computed is None:
                 computed = self._recorded_constants()
             found = (
-                (computed or {}).get(site._plan.value)
-                if param is None
-                else self._interceptor.named_tensor(param)
+                (computed or {}).get(site.value) if param is None else self._interceptor.named_tensor(param)
             )
             if found is not None:
                 site.quantizer.observe_once(found.detach())
@@ -438,7 +436,7 @@ class QuantizationSimModel:
     def health(self) -> list[SiteHealth]:
         """What calibration saw at every site, and what the weights hold: NaN, Inf, zero and constant channels, saturation."""
         found = self._quantized_parameters()
-        sites = {n: self.graph.values[s._plan.value].param for n, s in self.quantizers.items()}
+        sites = {n: self.graph.values[s.value].param for n, s in self.quantizers.items()}
         return self.quantizers.health({n: found[p] for n, p in sites.items() if p in found})
 
     @property

@@ -1,4 +1,4 @@
-"""Folding through ``ModelView``: where it happens, where not and why, on a model that is only its graph."""
+"""Folding through ``FloatModel``: where it happens, where not and why, on a model that is only its graph."""
 
 import logging
 from dataclasses import replace
@@ -14,7 +14,7 @@ from bitwright.core.simulation.protocols import AddBias, Bypass, SetParam
 
 
 class Net:
-    """A model as a list of calls, each an op that runs on earlier results; it is its own ``ModelView``.
+    """A model as a list of calls, each an op that runs on earlier results; it is its own ``FloatModel``.
 
     ``conv`` and so on declare an op; calling the net with the op's name and its inputs runs it, any number
     of times.
@@ -102,7 +102,7 @@ class Net:
         self.results = results
         return [results[i] for i in self.returned]
 
-    # -- ModelView
+    # -- FloatModel
 
     def graph(self):
         self.graphs += 1

@@ -97,7 +97,7 @@ def test_weights_lie_on_frozen_grids(method):
     )
     for site in sim.quantizers.values():
         if site.role == "weight":
-            w = sim._interceptor.named_tensor(sim.graph.values[site._plan.value].param).detach()
+            w = sim._interceptor.named_tensor(sim.graph.values[site.value].param).detach()
             assert torch.equal(site.quantizer(w), w), site.name
             assert site.frozen
     before = {s.name: s.encoding for s in sim.quantizers.values() if s.role == "weight"}

@@ -44,7 +44,7 @@ def check(sim, run):
         if site.role in ("input", "output") and site.inner is None and name in enabled:
             shared = [s for s in sim.quantizers.values() if s.quantizer is site.quantizer]
             carried = {v for v, group in sim.plan.shared.items() if group in {s.name for s in shared}}
-            assert carried & read or any(s._plan.value in read for s in shared), name
+            assert carried & read or any(s.value in read for s in shared), name
         if site.role == "weight":
             assert (name in enabled) == (name in before)
     assert np.isfinite(run()).all()
@@ -125,17 +125,17 @@ def test_every_layer_behind_an_attention_reads_a_grid(make, front):
     by_value = {}
     for site in sim.quantizers.values():
         if site.enabled and site.role in ("input", "output"):
-            by_value.setdefault(site._plan.value, site)
+            by_value.setdefault(site.value, site)
     values = layer_reads(sim)
     assert values
     for value in values:
         site = by_value.get(value) or sim.quantizers[sim.plan.shared[value]]
         assert site.enabled and site.spec.format.bits == 8, value
     for site in sim.quantizers.values():
-        if site._plan.follows:
-            assert all(sim.quantizers[name].enabled for name in site._plan.follows), site
+        if site.follows:
+            assert all(sim.quantizers[name].enabled for name in site.follows), site
             assert site.encoding is not None and site.encoding.format.bits == 32
-            assert sim.coverage().find(site._plan.value).status == "quantized"
+            assert sim.coverage().find(site.value).status == "quantized"
 
 
 def test_a_bias_is_float_where_its_input_is():
