@@ -286,8 +286,7 @@ def correctable(layers: Layers, ignore: Iterable[str] = ()) -> tuple[list[Layer]
         elif layer.bias is None:
             reason = "it has no bias"
         else:
-            shared = layers.shared.get(layer.bias)
-            reason = shared and f"{shared} also reads {layer.bias}"
+            reason = layers.shared.get(layer.bias)
         if reason is None:
             found.append(layer)
         else:

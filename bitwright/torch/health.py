@@ -39,7 +39,7 @@ from bitwright.progress import progress as shown
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM
 from bitwright.torch.calls.intercept import OUTERMOST, Frame, Interceptor, Key, forward_signature
-from bitwright.torch.calls.record import Recorder, explained, named_inputs, output_name
+from bitwright.torch.calls.record import Recorder, explained, find_places, named_inputs, output_name
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state, walk_modules
 
 _EMPTY = frozenset(
@@ -63,7 +63,8 @@ def check_model(
     Parameters come first: where one holds NaN or Inf nothing is run. A call is accused when what it made of finite numbers
     reaches an output of the model, or falsifies one; a mask of -Inf before a softmax, or a NaN that ``where``,
     ``masked_fill`` or ``nan_to_num`` removes, is not. The model runs in eval mode without gradients, once per batch, in
-    about twice the time of its own forward.
+    about twice the time of its own forward; the first batch again where layers share parameters or a loop is found, whose
+    places are told apart as in a simulation.
 
     Args:
         model: any eager module; left as it is.
@@ -87,47 +88,65 @@ def check_model(
         'division by zero'
     """
     interceptor = Interceptor(model)
-    doctor = Doctor(lambda: interceptor, forward_signature(model), type(model).__name__)
+    doctor = _doctor(interceptor)
     doctor.look_at_parameters(model)
     if doctor.bad_params:
         return doctor.report()
     interceptor.attach()
     try:
-        with interceptor.handled_by(doctor), torch.no_grad(), evaluation(model):
-            _feed(model, data, doctor, progress)
+        with torch.no_grad(), evaluation(model):
+            return _feed(interceptor, data, progress).report()
     finally:
         interceptor.detach()
-    return doctor.report()
 
 
-def _feed(model: nn.Module, data: Iterable[Any] | Callable[..., Any], doctor: Doctor, show: bool) -> None:
+def _doctor(interceptor: Interceptor) -> Doctor:
+    model = interceptor.model
+    return Doctor(lambda: interceptor, forward_signature(model), type(model).__name__)
+
+
+def _feed(interceptor: Interceptor, data: Iterable[Any] | Callable[..., Any], show: bool) -> Doctor:
     if isinstance(data, (torch.Tensor, np.ndarray, Mapping)):
         raise CalibrationError(
             "check_model",
             f"data is a {type(data).__name__}, not a list of batches",
             "write check_model(model, [batch]) for a single batch",
         )
+    doctor = _doctor(interceptor)
     try:
         if callable(data):
-            _run_callback(model, data, doctor)
-            return
-        device = model_device(model)
+            with interceptor.handled_by(doctor):
+                _run_callback(interceptor.model, data, doctor)
+            return doctor
+        device = model_device(interceptor.model)
         for batch in shown(data, "checking", show):
-            args, kwargs = as_call(to_device(batch, device))
-            try:
-                model(*args, **kwargs)
-            except Exception as error:
-                if not doctor.fail(error):
-                    raise explained(model, doctor.interceptor.failed_in, args, kwargs, error) from error
+            call = as_call(to_device(batch, device))
+            if doctor.batches:
+                _examine(doctor, *call)
+            else:  # again, where layers share parameters or loop: the places are those of a simulation
+                doctor = find_places(interceptor, lambda call=call: _examine(_doctor(interceptor), *call), 1)  # type: ignore[misc]
     except KeyboardInterrupt:
         doctor.notes.append(f"interrupted after {doctor.batches} batches")
-        return
+        return doctor
     if not doctor.batches:
         raise CalibrationError(
             "check_model",
             "the data held no batch",
             "pass a non-empty list (a generator can be used only once)",
         )
+    return doctor
+
+
+def _examine(doctor: Doctor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Doctor:
+    """Run the model on one batch."""
+    model = doctor.interceptor.model
+    try:
+        with doctor.interceptor.handled_by(doctor):
+            model(*args, **kwargs)
+    except Exception as error:
+        if not doctor.fail(error):
+            raise explained(model, doctor.interceptor.failed_in, args, kwargs, error) from error
+    return doctor
 
 
 def _run_callback(model: nn.Module, callback: Callable[..., Any], doctor: Doctor) -> None:
@@ -151,11 +170,10 @@ def diagnose_batch(
 
     ``mended`` gives the function that takes the place of another at a call, where repairs are in force.
     """
-    model = interceptor.model
-    doctor = Doctor(lambda: interceptor, forward_signature(model), type(model).__name__)
+    doctor = _doctor(interceptor)
     doctor.mended = mended
     with interceptor.suspended(doctor), torch.no_grad():
-        model(*args, **kwargs)
+        interceptor.model(*args, **kwargs)
     return doctor.report()
 
 

@@ -47,7 +47,6 @@ REWRITTEN = {
     "masked-lm-sdpa": "the lookup of positions as a constant, attention with factors on queries and on keys",
     "rnn-projected-lstm": "an LSTM without its projection",
     "norms": "group normalisation as instance normalisation, product and sum",
-    "shared-twice": "a module that is called twice as two nodes",
     "siamese": "a module that is called twice as two nodes",
     "siamese-double": "a module that is called twice as two nodes",
     "tuple-io": "a bilinear layer as two products",

@@ -109,7 +109,7 @@ class Layers:
         graph: it was read from.
         of: op name -> layer.
         refused: op name -> reason, for operators that would be layers.
-        shared: parameter -> where else it is read, for parameters that are not one layer's own.
+        shared: parameter -> why it is not one layer's own.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -129,7 +129,7 @@ class Layers:
         """A parameter of ``layer`` that belongs to others as well."""
         for name in (layer.weight, layer.bias):
             if name is not None and name in self.shared:
-                return f"{self.shared[name]} also reads {name}"
+                return self.shared[name]
         return None
 
     # -- reading an operator
@@ -256,23 +256,31 @@ def _added_bias(graph: Graph, add: Op, value: str, channels: int) -> str | None:
 
 
 def _shared_parameters(graph: Graph) -> dict[str, str]:
-    """Parameters read in several places, returned by the model, or used to compute something that is read."""
+    """Parameters read in several places, returned by the model, or used to compute something that is read; and the reason."""
     found: dict[str, str] = {}
     for value in graph.values.values():
         readers = graph.consumers(value.name)
         if value.kind == "param":
             name = value.param or value.name
             if len(readers) > 1:
-                found[name] = readers[1][0].name
+                found[name] = _read_elsewhere([op for op, _ in readers], name)
             elif graph.is_output(value.name):
-                found[name] = "the model's output"
+                found[name] = f"the model's output also reads {name}"
         elif value.sources and (readers or graph.is_output(value.name)):
             reader = readers[0][0].name if readers else "the model's output"
             for source in value.sources:
                 held = graph.values.get(source)
                 if held is not None and (graph.consumers(held.name) or len(value.sources) > 1):
-                    found[source] = reader
+                    found[source] = f"{reader} also reads {source}"
     return found
+
+
+def _read_elsewhere(readers: list[Op], parameter: str) -> str:
+    """Whose else a parameter is: of other layers, or of the same module at other places of the model."""
+    module, places = readers[0].module, dict.fromkeys(op.name for op in readers)
+    if module in places and all(op.module == module for op in readers):
+        return f"{module} is used at {len(places)} places of the model, which share {parameter}"
+    return f"{readers[1].name} also reads {parameter}"
 
 
 # ------------------------------------------------------------------------------------------------ groups

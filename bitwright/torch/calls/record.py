@@ -10,7 +10,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -63,6 +63,9 @@ class _Tensor:
     param: str | None = None
     constant: torch.Tensor | None = None
     sources: tuple[str, ...] = ()
+
+
+AnyRecorder = TypeVar("AnyRecorder", bound="Recorder")
 
 
 class Recorder:
@@ -395,18 +398,10 @@ def record(model: nn.Module, examples: Sequence[Any], interceptor: Interceptor |
         running.attach()
     try:
         with running.occupancy.exclusive("recording"):
-            running.loops, running.seen, running.recording = frozenset(), {}, True
-            running.turns, running.lines = frozenset(), {}
-            recorder = _run(model, examples, running, keep_arguments=interceptor is None)
-            running.turns = find_turns(recorder.calls.values(), running.lines, len(examples))
-            if running.turns:  # layers that share a weight are places of their own
-                running.seen = {}
-                recorder = _run(model, examples, running, keep_arguments=interceptor is None)
-            running.loops, running.seen = find_loops(recorder.calls.values(), running.seen), None
-            if running.loops:  # the places of a loop over time are one place each
-                recorder = _run(model, examples, running, keep_arguments=interceptor is None)
+            recorder = find_places(
+                running, lambda: _run(model, examples, running, interceptor is None), len(examples)
+            )
     finally:
-        running.seen, running.recording, running.lines = None, False, {}
         if interceptor is None:
             running.detach()
     if not recorder.calls:
@@ -416,6 +411,29 @@ def record(model: nn.Module, examples: Sequence[Any], interceptor: Interceptor |
             "pass an example input on which the model computes something; a forward with `yield` computes only when it is "
             "iterated, so wrap it in a module that returns list(generator)",
         )
+    return recorder
+
+
+def find_places(running: Interceptor, run: Callable[[], AnyRecorder], forwards: int) -> AnyRecorder:
+    """What ``run`` records when the places of ``running`` are told apart: called anew while more of them are found.
+
+    Args:
+        running: gets its ``turns`` and ``loops``.
+        run: runs the same ``forwards`` forwards each time, recorded by a new recorder.
+    """
+    running.loops, running.seen, running.recording = frozenset(), {}, True
+    running.turns, running.lines = frozenset(), {}
+    try:
+        recorder = run()
+        running.turns = find_turns(recorder.calls.values(), running.lines, forwards)
+        if running.turns:  # layers that share a weight are places of their own
+            running.seen = {}
+            recorder = run()
+        running.loops, running.seen = find_loops(recorder.calls.values(), running.seen), None
+        if running.loops:  # the places of a loop over time are one place each
+            recorder = run()
+    finally:
+        running.seen, running.recording, running.lines = None, False, {}
     return recorder
 
 

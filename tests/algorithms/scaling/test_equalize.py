@@ -209,7 +209,7 @@ REFUSED = {
     "shared-weight": (Shared, IMAGE, "a: b also reads a.weight"),
     "reused": (
         lambda: Wired(lambda m, x: m.a(torch.relu(m.a(x))), a=conv(4, 4)),
-        IMAGE, "a: it runs several times in one forward",
+        IMAGE, "a: a is used at 2 places of the model, which share a.weight",
     ),
     "swish": (lambda: nn.Sequential(conv(), nn.SiLU(), conv(6, 5)), IMAGE, "0: 1 (Silu) reads 0.output[0]"),
     "functional-relu6": (

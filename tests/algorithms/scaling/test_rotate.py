@@ -130,7 +130,7 @@ REFUSED = {
     ),
     "reused": (
         lambda: Bare(lambda m, x: m.last(m.fc(m.fc(x))), fc=nn.Linear(8, 8)),
-        "fc (Gemm) reads it and runs several times",
+        "fc is used at 2 places of the model, which share fc.weight",
     ),
     "convolution": (
         lambda: Bare(lambda m, x: m.last(m.conv(x)), conv=nn.Conv1d(7, 7, 1)),
