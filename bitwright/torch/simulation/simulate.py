@@ -179,7 +179,8 @@ class Simulator:
                 self.gate.close()
 
     def _looks_for_nan(self) -> bool:
-        return self.stage == "simulate" and not self.told and self.taps is None and self.blame is not None
+        wanted = self.stage == "simulate" and not self.told and self.taps is None and self.blame is not None
+        return wanted and not torch.compiler.is_compiling()  # a look at values would break the compiled graph
 
     def other(
         self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -489,6 +490,8 @@ def _holds_nan(output: Any) -> bool:
 
 def _refuse_transforms() -> None:
     """Quantizers compute on values, and keep what they computed of weights."""
+    if torch.compiler.is_compiling():  # the compiler's stand-in for the stack of transforms is never None
+        return
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise ModelError(
             "QuantizationSimModel",
