@@ -3,9 +3,10 @@
     python benchmarks/reach.py                     every architecture, one process each; what is done is kept
     python benchmarks/reach.py --only 'Llama*' --fresh
     python benchmarks/reach.py --markdown          writes benchmarks/results/reach.md
+    python benchmarks/reach.py --limit 300         on a machine that is busy with other things
 
 Needs the extras ``reach``. Each process has a time limit; a result lies in ``build/reach`` as soon as it is there, so that an
-interrupted run goes on where it stopped.
+interrupted run goes on where it stopped. Architectures whose package cannot be imported have no row; the table says so once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitwright.core.graph.ops import op_row
 from bitwright.core.simulation.protocols import sqnr
+from bitwright.export.verify.samples import verify_folder
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms, quantize
 from bitwright.torch.calls.trees import flatten_tensors
 
@@ -42,7 +45,7 @@ STAGES = (
     "simulate", "calibrate", "forward", "coverage", "generate", "train", "fold", "export", "verify", "recipe",
 )  # fmt: skip
 RESULTS, STATE = ROOT / "benchmarks" / "results" / "reach.md", ROOT / "build" / "reach"
-LIMIT = 120  # seconds an architecture may take
+LIMIT = 120.0  # seconds an architecture may take
 WORST = 8.0  # dB that a network of random weights may lose at eight bits before something must be wrong
 
 aten = torch.ops.aten
@@ -86,6 +89,7 @@ class Day:
                     parameter.normal_(std=0.5)  # tokens that training would have moved off zero
         self.batches = [architecture.batch(seed) for seed in range(3)]
         self.sim: QuantizationSimModel
+        self.folder = tempfile.TemporaryDirectory()  # what is exported, for as long as the day lasts
 
     def outputs(self, model: torch.nn.Module) -> list[torch.Tensor]:
         """Tensors of floating point that the model returns for the first batch."""
@@ -168,12 +172,13 @@ class Day:
         return str(len(list(folds)))
 
     def export(self) -> str:
-        with tempfile.TemporaryDirectory() as folder:
-            self.sim.export(folder, "model")
+        self.sim.export(self.folder.name, "model")
         return "ok"
 
     def verify(self) -> str:
-        report = self.sim.verify(self.batches[0])
+        if not any(Path(self.folder.name).iterdir()):
+            raise Missing("nothing was exported")
+        report = verify_folder(self.folder.name)
         if not report.ok:
             raise Wrong(str(report).rstrip().rpartition("\n")[2])
         return "ok"
@@ -218,9 +223,9 @@ def _said(error: BaseException) -> str:
     return text[:300]
 
 
-def run_all(architectures: Sequence[Architecture], fresh: bool, out: Callable[[str], None]) -> None:
-    """A process per architecture that has no result yet; one that takes too long is ended."""
-    STATE.mkdir(parents=True, exist_ok=True)
+def import_all(architectures: Sequence[Architecture]) -> dict[str, str]:
+    """Import what every process needs, once, because they are copies of this one; package -> why it cannot be imported."""
+    absent = {}
     parts = (
         "bitwright.torch.simulation.export",
         "bitwright.export.encodings.of_simulation",
@@ -228,9 +233,18 @@ def run_all(architectures: Sequence[Architecture], fresh: bool, out: Callable[[s
     )
     for package in (*dict.fromkeys(a.package for a in architectures), *parts):
         try:
-            importlib.import_module(package)  # once; the processes are copies of this one
+            importlib.import_module(package)
         except Exception as error:
-            out(f"{package}: {_said(error)}")
+            absent[package] = _said(error)
+    return absent
+
+
+def run_all(
+    architectures: Sequence[Architecture], fresh: bool, out: Callable[[str], None], limit: float = LIMIT
+) -> None:
+    """A process per architecture that has no result yet; one that takes longer than ``limit`` seconds is ended."""
+    STATE.mkdir(parents=True, exist_ok=True)
+    commit = machine()["commit"]
     for architecture in architectures:
         path = STATE / f"{architecture.name}.json"
         if path.exists() and not fresh and json.loads(path.read_text())["running"] is None:
@@ -238,19 +252,19 @@ def run_all(architectures: Sequence[Architecture], fresh: bool, out: Callable[[s
         start = time.monotonic()
         process = multiprocessing.get_context("fork").Process(target=live, args=(architecture, path))
         process.start()
-        process.join(LIMIT)
+        process.join(limit)
         if process.is_alive():
             process.kill()
             process.join()
         found = json.loads(path.read_text())
         if found["running"] is not None:
             how = (
-                f"no end within {LIMIT} s"
-                if time.monotonic() - start >= LIMIT
+                f"no end within {limit:.0f} s"
+                if time.monotonic() - start >= limit
                 else f"the process died ({process.exitcode})"
             )
             found = {"cells": {**found["cells"], found["running"]: f"FAILS: {how}"}, "running": None}
-            path.write_text(json.dumps(found))
+        path.write_text(json.dumps({**found, "commit": commit}))
         bad = [stage for stage, cell in found["cells"].items() if cell.startswith(("FAILS", "not run"))]
         out(f"{architecture.name:40s} {time.monotonic() - start:5.1f} s  {', '.join(bad) or 'ok'}")
 
@@ -263,9 +277,15 @@ def rows(architectures: Sequence[Architecture]) -> Iterator[tuple[Architecture, 
             yield architecture, json.loads(path.read_text())["cells"]
 
 
-def markdown(architectures: Sequence[Architecture]) -> str:
-    """The table, what each stage reaches, and the reason for every cell that fails."""
-    found = list(rows(architectures))
+def markdown(architectures: Sequence[Architecture], absent: Mapping[str, str]) -> str:
+    """The table, what each stage reaches, and the reason for every cell that fails.
+
+    Args:
+        architectures: that were to be run.
+        absent: package that cannot be imported -> why; its architectures have no row.
+    """
+    able = [a for a in architectures if a.package not in absent]
+    found = list(rows(able))
     reasons: list[str] = []
     lines = ["| architecture | package | " + " | ".join(STAGES) + " |", "|---" * (len(STAGES) + 2) + "|"]
     for architecture, cells in found:
@@ -285,13 +305,18 @@ def markdown(architectures: Sequence[Architecture]) -> str:
         counts.append(f"{sum(not c.startswith('FAILS') for c in tried)} of {len(tried)}")
     lines.append("| **works** | | " + " | ".join(counts) + " |")
     notes = [f"{n}. {reason}" for n, reason in enumerate(reasons, 1)]
-    state = (
-        f"{len(found)} of {len(architectures)} architectures have run; the command goes on with the others."
-    )
+    state = [
+        f"Without rows: {sum(a.package == package for a in architectures)} of {package} ({why})."
+        for package, why in absent.items()
+    ]
+    if len(found) < len(able):
+        state.append(
+            f"{len(found)} of {len(able)} architectures have run; the command goes on with the others."
+        )
     return "\n".join(
         [
             *_HEAD,
-            *([] if len(found) == len(architectures) else [state, ""]),
+            *(line for sentence in state for line in (sentence, "")),
             *lines,
             "",
             "Reasons:",
@@ -299,6 +324,15 @@ def markdown(architectures: Sequence[Architecture]) -> str:
             *notes,
             "",
         ]
+    )
+
+
+def commits(architectures: Sequence[Architecture]) -> str:
+    """The commits that the rows were measured on, each with its number of rows where there are several."""
+    paths = (STATE / f"{architecture.name}.json" for architecture in architectures)
+    found = Counter(json.loads(path.read_text()).get("commit", "unknown") for path in paths if path.exists())
+    return ", ".join(
+        f"{commit} ({n} rows)" if len(found) > 1 else commit for commit, n in found.most_common()
     )
 
 
@@ -322,12 +356,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="*", help="architectures, as a glob")
     parser.add_argument("--fresh", action="store_true", help="run again what has a result")
     parser.add_argument("--markdown", action="store_true", help=f"write {RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds an architecture may take")
     given = parser.parse_args(arguments)
     chosen = [a for a in ARCHITECTURES if fnmatch.fnmatchcase(a.name, given.only)]
-    run_all(chosen, given.fresh, lambda line: print(line, flush=True))
+    absent = import_all(chosen)
+    able = [a for a in chosen if a.package not in absent]
+    run_all(able, given.fresh, lambda line: print(line, flush=True), given.limit)
     if given.markdown:
-        where = ", ".join(f"{key}: {value}" for key, value in {**machine(), **_versions()}.items())
-        RESULTS.write_text(f"{markdown(ARCHITECTURES)}\n{where}\n", encoding="utf-8")
+        facts = {**machine(), "commit": commits(able), **_versions()}
+        where = ", ".join(f"{key}: {value}" for key, value in facts.items())
+        RESULTS.write_text(f"{markdown(ARCHITECTURES, absent)}\n{where}\n", encoding="utf-8")
     return 0
 
 

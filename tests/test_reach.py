@@ -52,10 +52,27 @@ def test_a_product_that_interception_does_not_see_is_counted(reach: Any) -> None
 def test_a_cell_that_fails_has_its_reason_below_the_table(reach: Any, tmp_path: Path) -> None:
     cells = {"simulate": "ok", "calibrate": "FAILS: CalibrationError: a|b", "forward": ""}
     (tmp_path / "Net.json").write_text(json.dumps({"cells": cells, "running": None}))
-    text = reach.markdown([architecture(reach, hidden=False)])
+    text = reach.markdown([architecture(reach, hidden=False)], {})
     assert "| Net | torch | ok | **fails** (1) |" in text
     assert "1. CalibrationError: a\\|b" in text
     assert "| **works** | | 1 of 1 | 0 of 1 | 0 of 0 |" in text
+
+
+def test_a_package_that_cannot_be_imported_is_said_once(reach: Any) -> None:
+    far = [reach.Architecture(name, "no_such_package", Net, dict) for name in ("A", "B")]
+    absent = reach.import_all(far)
+    assert absent == {"no_such_package": "ModuleNotFoundError: No module named 'no_such_package'"}
+    text = reach.markdown([*far, architecture(reach, hidden=False)], absent)
+    assert text.count("Without rows: 2 of no_such_package (ModuleNotFoundError") == 1
+    assert "0 of 1 architectures have run" in text and "| A |" not in text
+
+
+def test_the_commits_of_the_rows_are_counted(reach: Any, tmp_path: Path) -> None:
+    nets = [reach.Architecture(name, "torch", Net, dict) for name in ("A", "B", "C", "D")]
+    for name, commit in (("A", "one"), ("B", "two"), ("C", "one")):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"cells": {}, "running": None, "commit": commit}))
+    assert reach.commits(nets) == "one (2 rows), two (1 rows)"
+    assert reach.commits(nets[:1]) == "one"
 
 
 def test_what_has_a_result_is_not_run_again(reach: Any, tmp_path: Path) -> None:

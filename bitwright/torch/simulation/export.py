@@ -38,6 +38,7 @@ from bitwright.torch.calls.intercept import forward_signature
 from bitwright.torch.calls.record import Slot, named_inputs, output_name
 from bitwright.torch.calls.recurrent import WEIGHT_PORTS, onnx_rows
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state
+from bitwright.torch.simulation.translations import TRANSLATIONS
 
 if TYPE_CHECKING:
     from bitwright.torch.simulation.quantsim import QuantizationSimModel
@@ -215,7 +216,13 @@ def marked_onnx(
             flat = _Flat(sim.model, args, kwargs).eval()
             program = torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
             exported = torch.onnx.export(
-                program, (), dynamo=True, opset_version=21, optimize=True, verbose=False
+                program,
+                (),
+                dynamo=True,
+                opset_version=21,
+                optimize=True,
+                verbose=False,
+                custom_translation_table=TRANSLATIONS,
             )
     except BusyError:
         raise
