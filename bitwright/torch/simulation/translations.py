@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
+import onnxscript
 import torch
-from onnxscript import opset21 as op
 
+op: Any = onnxscript.opset21  # its annotations are those of a script, in which numbers are tensors
 #: types that TopK of ONNX Runtime has a kernel for
 _SORTED = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64, ir.DataType.INT32))
 
