@@ -12,15 +12,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Threads of one test would only fight with those of its neighbour.
 test check bench reach: export OMP_NUM_THREADS = 1
+check docs: export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format bench reach clean
+.PHONY: help demo test check format docs bench reach clean
 
 help:
 	@echo "make demo    train a small network on real digits, quantize it, run it on integer kernels"
 	@echo "make test    the test suite, then the slow tests"
 	@echo "make check   format, lint, types, examples in documentation and docstrings"
 	@echo "make format  let ruff format and fix what it can"
+	@echo "make docs    the documentation site, in build/docs"
 	@echo "make bench   speed and scaling tables (minutes)"
 	@echo "make reach   what works on architectures of transformers, diffusers and timm (half an hour)"
 	@echo "make clean   remove .venv, caches and generated files"
@@ -29,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found. Install it, or name it: make PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet $(PIP_FLAGS) -c constraints.txt torch
-	$(PIP) install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[all,demo,dev]'
+	$(PIP) install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[all,demo,dev,docs]'
 	@touch $@
 
 demo: $(STAMP)
@@ -45,10 +47,15 @@ check: $(STAMP)
 	$(BIN)/mypy --strict bitwright/core bitwright/errors.py bitwright/__init__.py
 	$(BIN)/mypy bitwright
 	$(BIN)/python -m pytest tests/test_docs.py bitwright
+	$(BIN)/mkdocs build --strict --quiet
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
+	@echo "Read it: $(BIN)/python -m http.server -d build/docs"
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/torch_speed.py

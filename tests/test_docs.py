@@ -10,7 +10,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEXTS = [*PAGES, *sorted((ROOT / "docs").glob("decisions/*.md")), ROOT / "CHANGELOG.md"]
+TEXTS = [
+    *PAGES,
+    *sorted((ROOT / "docs").glob("decisions/*.md")),
+    *(ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")),
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://|mailto:|#)([^)#\s]+)")
 

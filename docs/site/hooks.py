@@ -1,0 +1,118 @@
+"""Hooks of the documentation site: pages from outside docs/, the generated reference, and links into the checkout.
+
+Rule for links that leave docs/: the Markdown files of ``OUTSIDE`` are pages of the site and linked as such; any other
+file is named by its path in a checkout, because the site has no copy of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+#: pages of the site that lie elsewhere in the repository
+OUTSIDE = [
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "benchmarks/README.md",
+    *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "benchmarks/results").glob("*.md")),
+]
+PACKAGES = {
+    "bitwright": "__init__.py",
+    "bitwright.torch": "torch/__init__.py",
+    "bitwright.onnx": "onnx/__init__.py",
+}
+_LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")
+_FENCE = re.compile(r"(^```.*?^```$|`[^`\n]+`(?!\]))", re.MULTILINE | re.DOTALL)
+
+
+def public_names(package: str) -> dict[str, str]:
+    """Public name -> module that defines it, read from the source of ``package`` without importing it.
+
+    Both forms of our packages are understood: names imported with ``from module import name``, and the literal table
+    ``_HOME`` of names that load when they are first used.
+    """
+    tree = ast.parse((ROOT / "bitwright" / PACKAGES[package]).read_text())
+    homes: dict[str, str] = {}
+    public: set[str] | None = None
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module not in (None, "__future__"):
+            homes.update({alias.asname or alias.name: str(node.module) for alias in node.names})
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        )
+        names = {target.id for target in targets if isinstance(target, ast.Name)}
+        if "_HOME" in names:
+            homes.update(ast.literal_eval(node.value))  # type: ignore[attr-defined]
+        if "__all__" in names:
+            elements = node.value.elts  # type: ignore[attr-defined]
+            public = {e.value for e in elements if isinstance(e, ast.Constant)}
+            public |= homes.keys() if any(isinstance(e, ast.Starred) for e in elements) else set()
+    return {name: homes[name] for name in sorted(public or ()) if name in homes}
+
+
+def reference_page(package: str) -> str:
+    """Markdown of the reference of one package: every public name, from its docstring."""
+    entries = [f"::: {home}.{name}\n" for name, home in public_names(package).items()]
+    return "\n".join(
+        [f"# {package}\n", f"Every public name of `{package}`, from the docstrings of the code.\n", *entries]
+    )
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fill the lists of decisions and measurements into the navigation."""
+    decisions = [f"decisions/{p.name}" for p in sorted((ROOT / "docs/decisions").glob("*.md"))]
+    lists = {"DECISIONS": decisions, "MEASUREMENTS": [p for p in OUTSIDE if p.startswith("benchmarks/")]}
+    for section in config.nav or []:
+        for title, entries in section.items():
+            section[title] = [_filled(entry, lists) for entry in entries]
+    return config
+
+
+def _filled(entry: Any, lists: dict[str, list[str]]) -> Any:
+    if isinstance(entry, dict):
+        return {title: lists.get(value, value) for title, value in entry.items()}
+    return entry
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages from outside docs/ and the reference."""
+    from mkdocs.structure.files import File
+
+    for path in OUTSIDE:
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    for package in PACKAGES:
+        files.append(File.generated(config, f"reference/{package}.md", content=reference_page(package)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Apply the rule for links that leave docs/."""
+    source = page.file.src_uri
+    parts = _FENCE.split(markdown)
+    parts[::2] = [_LINK.sub(lambda match: relinked(match, source), part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def relinked(match: re.Match[str], source: str) -> str:
+    """The link as it stands on the page ``source`` of the site."""
+    text, target, anchor = match[1], match[2], match[3] or ""
+    folder = "" if source in OUTSIDE else "docs"
+    path = os.path.normpath(os.path.join(folder, os.path.dirname(source), target))
+    on_site = path if path in OUTSIDE else path.removeprefix("docs/") if path.startswith("docs/") else None
+    if on_site is None:
+        return f"`{path}`" if text.strip("`") == path else f"{text} (`{path}`)"
+    return f"[{text}]({os.path.relpath(on_site, os.path.dirname(source) or '.')}{anchor})"

@@ -1,0 +1,102 @@
+"""The documentation site: strict links, a reference of every public name, and nothing loaded from other hosts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+#: what a browser loads without being asked: not the links that a reader may follow
+LOADED = re.compile(
+    r"<(?:script|link|img|iframe|source|video|audio|object|embed)\b[^>]*?\b(?:src|href|data)=\"?(?:https?:)?//[^\s>]*"
+)
+LOADED_BY_STYLE = re.compile(r"(?:@import\s+[\"']?|url\([\"']?)(?:https?:)?//[^\s)]*")
+
+
+def load(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hooks = load("docs/site/hooks.py")
+
+
+@pytest.mark.parametrize("package", ["bitwright", "bitwright.torch", "bitwright.onnx"])
+def test_the_reference_has_every_public_name(package):
+    module = importlib.import_module(package)
+    names = hooks.public_names(package)
+    assert names.keys() == set(module.__all__) - {"__version__"}
+    for name, home in names.items():
+        assert getattr(importlib.import_module(home), name) is getattr(module, name)
+        assert f"::: {home}.{name}\n" in hooks.reference_page(package)
+
+
+@pytest.mark.parametrize(
+    ("source", "link", "expected"),
+    [
+        ("export.md", "[a](onnx.md#data)", "[a](onnx.md#data)"),
+        ("decisions/0005-x.md", "[a](../rules.md)", "[a](../rules.md)"),
+        ("rounding.md", "[table](../benchmarks/results/awq.md)", "[table](benchmarks/results/awq.md)"),
+        ("benchmarks/results/awq.md", "[a](../../docs/rounding.md)", "[a](../../rounding.md)"),
+        ("quickstart.md", "[examples/qat.py](../examples/qat.py)", "`examples/qat.py`"),
+        ("quickstart.md", "[an example](../examples/qat.py)", "an example (`examples/qat.py`)"),
+        ("index.md", "[a](https://onnx.ai) `[x](y.py)`", "[a](https://onnx.ai) `[x](y.py)`"),
+    ],
+)  # fmt: skip
+def test_links_that_leave_the_documentation(source, link, expected):
+    page = type("Page", (), {"file": type("File", (), {"src_uri": source})})
+    assert hooks.on_page_markdown(link, page, None, None) == expected
+
+
+def test_what_a_page_would_load_is_seen():
+    for loaded in (
+        '<script src="https://a.b/c.js">',
+        "<link rel=x href=//a.b/c.css>",
+        '<img src="http://a.b/c.png">',
+    ):
+        assert LOADED.search(loaded)
+    assert not LOADED.search('<a href="https://a.b/c">') and not LOADED.search('<script src="assets/c.js">')
+    assert LOADED_BY_STYLE.search("@import 'https://a.b'") and LOADED_BY_STYLE.search("url(//a.b/c.woff)")
+
+
+@pytest.mark.slow
+def test_the_site_builds_with_strict_links_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs", reason="the extra 'docs' is not installed; make docs installs it")
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    pages, styles = (sorted((tmp_path / "site").rglob(pattern)) for pattern in ("*.html", "*.css"))
+    assert len(pages) > 40 and styles
+    assert not {page.name: found for page in pages if (found := LOADED.findall(page.read_text()))}
+    assert not {
+        style.name: found for style in styles if (found := LOADED_BY_STYLE.findall(style.read_text()))
+    }
+    assert 'id="bitwright.torch' in (tmp_path / "site/reference/bitwright.torch.html").read_text()
+    assert (tmp_path / "site/search/search_index.json").stat().st_size > 100_000
+
+
+def test_the_package_page_has_no_link_into_the_checkout():
+    page = load("setup.py").package_page((ROOT / "README.md").read_text())
+    assert "`docs/install.md`" in page
+    assert not re.findall(r"\]\((?!https?:|#)[^)]*\)", page)
