@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,13 +74,18 @@ def calibrated(
     with torch.no_grad():
         sim.compute_encodings(lambda m, _: [m(x) for x in batches], None)
         output = sim.model(batches[0])
+    return scales_of(sim), output.detach().as_subclass(torch.Tensor)
+
+
+def scales_of(sim: Any) -> dict[str, torch.Tensor]:
+    """Scale by place of everything that a simulation quantizes."""
     scales = {}
     for name, module in sim.named_qmodules():
         places = [(f"{name}.{key}", q) for key, q in module.param_quantizers.items()]
         places += [(f"{name}.input[{i}]", q) for i, q in enumerate(module.input_quantizers)]
         places += [(f"{name}.output[{i}]", q) for i, q in enumerate(module.output_quantizers)]
         scales.update({place: q.get_scale().detach().as_subclass(torch.Tensor) for place, q in places if q})
-    return scales, output.detach().as_subclass(torch.Tensor)
+    return scales
 
 
 def worst(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], places: list[str]) -> float:

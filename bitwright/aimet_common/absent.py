@@ -59,11 +59,8 @@ ABSENT: dict[str, str] = {
     "aimet_onnx.qc_quantize_op.QcQuantizeOp.set_zero_point_shift": "codes between the integers are not supported",
     "aimet_onnx.qc_quantize_op.QcQuantizeOp.get_zero_point_shift": "codes between the integers are not supported",
     **dict.fromkeys(
-        (
-            f"aimet_onnx.qc_quantize_op.{name}"
-            for name in ("GroupedBlockQuantizeDequantize", "ScaleQuantizer", "LPBQScaleQuantizer")
-        ),
-        f"{_LATER}: block scales in two factors (LPBQ)",
+        (f"aimet_onnx.qc_quantize_op.{name}" for name in ("ScaleQuantizer", "LPBQScaleQuantizer")),
+        "block scales in two factors (LPBQ) are asked for with quantizer.set_qspec(QSpec.lpbq(...)), or decompressed_bw",
     ),
     **dict.fromkeys(
         (
@@ -89,7 +86,6 @@ ABSENT: dict[str, str] = {
     "aimet_onnx.llm_configurator": _LATER,
     "aimet_onnx.llm_topology": "no topology is asked for: blocks are found in the graph",
     "aimet_onnx.experimental": _LATER,
-    "aimet_onnx.quantsim.set_lpbq_for_params": f"{_LATER}; set_blockwise_quantization_for_weights has a float scale per block",
     "aimet_onnx.analyze_per_layer_sensitivity": f"{_LATER}; sim.health() describes every quantizer",
 }
 

@@ -7,15 +7,24 @@ from typing import Any
 
 import numpy as np
 
-from bitwright.core.numerics.affine import choose_qparams, encode, grid
+from bitwright.core.numerics.affine import choose_qparams, encode, grid, scale_multiples, with_scale
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import FloatFormat, Format, IntFormat
+from bitwright.core.numerics.formats import (
+    FLOAT32_SCALE,
+    FloatFormat,
+    Format,
+    IntFormat,
+    ScaleFormat,
+    parse_scale_format,
+)
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod, activation_spec, weight_spec
 from bitwright.core.simulation.sites import Site, SiteMap
+from bitwright.errors import ConfigError
 
 __all__ = [
+    "FLOAT32_SCALE",
     "Encoding",
     "FloatFormat",
     "Format",
@@ -36,8 +45,11 @@ __all__ = [
     "encode",
     "find_range_method",
     "granularity_of",
+    "grouped_bits",
+    "grouped_scale_format",
     "int_format",
     "range_encoding",
+    "scale_multiples",
     "signed_as",
     "steps_format",
     "weight_spec",
@@ -76,7 +88,29 @@ def range_encoding(lo: Any, hi: Any, spec: QuantSpec, granularity: Granularity) 
     scale, zero_point = choose_qparams(lo, hi, fmt, symmetric=False)
     if spec.symmetry != "asymmetric":
         zero_point = np.full_like(zero_point, (fmt.qmin + fmt.qmax + 1) // 2)
-    return Encoding(fmt, scale, zero_point, granularity)
+    return with_scale(Encoding(fmt, scale, zero_point, granularity), scale, spec.scale_format)
+
+
+def grouped_scale_format(bitwidth: int, decompressed_bw: int, site: str) -> ScaleFormat:
+    """What block scales of LPBQ are stored as: multiples of ``decompressed_bw - bitwidth`` bits of one number per channel.
+
+    Raises:
+        ConfigError: multiples of this width are not supported.
+    """
+    bits = int(decompressed_bw) - int(bitwidth)
+    if not 2 <= bits <= 12:
+        raise ConfigError(
+            site,
+            f"LPBQ with bitwidth={bitwidth} and decompressed_bw={decompressed_bw} has multiples of {bits} bits",
+            "choose decompressed_bw 2 to 12 above bitwidth, for example 8 for 4",
+        )
+    return parse_scale_format(f"uint{bits}")
+
+
+def grouped_bits(scale_format: ScaleFormat) -> int | None:
+    """Bits of the multiples where scales are stored as LPBQ has them; else ``None``."""
+    multiples = scale_format.multiples
+    return multiples.bits if scale_format.shared == "channel" and multiples is not None else None
 
 
 def asked_format(spec: QuantSpec) -> Format:
@@ -91,7 +125,7 @@ def signed_as(encoding: Encoding, signed: bool) -> Encoding:
         return encoding
     moved = replace(fmt, signed=signed)
     shift = moved.qmin - fmt.qmin
-    return Encoding(moved, encoding.scale, encoding.zero_point + shift, encoding.granularity)
+    return replace(encoding, format=moved, zero_point=encoding.zero_point + shift)
 
 
 def granularity_of(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from bitwright.aimet_common.grids import (
+    FLOAT32_SCALE,
     Encoding,
     FloatFormat,
     IntFormat,
@@ -19,6 +20,9 @@ from bitwright.aimet_common.grids import (
     Site,
     activation_spec,
     find_range_method,
+    grouped_bits,
+    grouped_scale_format,
+    scale_multiples,
     weight_spec,
 )
 from bitwright.core.graph.ops import weight_axes
@@ -28,6 +32,7 @@ from bitwright.onnx.model.data import input_specs, random_feeds
 from bitwright.onnx.model.load import load_model
 
 __all__ = [
+    "FLOAT32_SCALE",
     "Encoding",
     "FloatFormat",
     "IntFormat",
@@ -42,7 +47,10 @@ __all__ = [
     "example_feeds",
     "fake_quantize",
     "find_range_method",
+    "grouped_bits",
+    "grouped_scale_format",
     "quantized_constant",
+    "scale_multiples",
     "weight_axes",
     "weight_spec",
 ]

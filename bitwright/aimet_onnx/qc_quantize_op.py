@@ -19,10 +19,10 @@ from bitwright.aimet_common.defs import (
 )
 from bitwright.aimet_common.site_view import SiteView
 from bitwright.aimet_onnx import _core, defs
-from bitwright.aimet_onnx._core import FloatFormat, Site
+from bitwright.aimet_onnx._core import FloatFormat, IntFormat, Site
 from bitwright.errors import ConfigError, ModelError
 
-__all__ = ["OpMode", "QcQuantizeOp", "TensorQuantizerParams", "TfEncoding"]
+__all__ = ["GroupedBlockQuantizeDequantize", "OpMode", "QcQuantizeOp", "TensorQuantizerParams", "TfEncoding"]
 
 __getattr__ = absent_names(__name__)
 
@@ -148,26 +148,58 @@ class QcQuantizeOp(SiteView):
         """Use the number format, granularity and symmetry of ``spec``.
 
         Raises:
-            ConfigError: LPBQ or a shifted zero point, which cannot be simulated.
+            ConfigError: a shifted zero point, or LPBQ of an asymmetric or float format.
         """
-        if isinstance(spec.granularity, defs.LPBQ) or spec.shift_zero_point:
+        if spec.shift_zero_point:
             raise ConfigError(
                 self.name,
-                "block scales in two factors (LPBQ) and shifted zero points cannot be simulated in this version",
-                "use QSpec.blockwise(dtype, block_size)",
+                "shifted zero points cannot be simulated in this version",
+                "leave shift_zero_point out",
             )
+        if isinstance(spec.granularity, defs.LPBQ):
+            self._set_grouped(spec, spec.granularity)
+            return
         self.set_precision(spec.dtype)
         if spec.granularity is not None:
             self._respec(
-                replace(self._spec, granularity=_GRANULARITY[type(spec.granularity)](spec.granularity)), None
+                replace(
+                    self._spec,
+                    granularity=_GRANULARITY[type(spec.granularity)](spec.granularity),
+                    scale_format=_core.FLOAT32_SCALE,
+                ),
+                None,
             )
         if spec.symmetric is not None:
             self.symmetric = spec.symmetric
 
+    def _set_grouped(self, spec: defs.QSpec, lpbq: defs.LPBQ) -> None:
+        fmt = number_format(spec.dtype)
+        if not isinstance(fmt, IntFormat) or spec.symmetric is False:
+            raise ConfigError(
+                self.name, "block scales in two factors (LPBQ) go with symmetric integer grids",
+                "use QSpec.lpbq('int4')",
+            )  # fmt: skip
+        scale_format = _core.grouped_scale_format(fmt.bits, fmt.bits + lpbq.scale_bits, self.name)
+        granularity = _core.PerBlock(lpbq.block_size)
+        asked = replace(
+            self._spec, format=fmt, granularity=granularity, symmetry="symmetric", scale_format=scale_format
+        )
+        self._respec(asked, None)
+
+    @property
+    def decompressed_bw(self) -> int:
+        """Bits of code times multiple, of block scales in two factors (LPBQ); else :attr:`bitwidth`."""
+        return self.bitwidth + (_core.grouped_bits(self._spec.scale_format) or 0)
+
+    @decompressed_bw.setter
+    def decompressed_bw(self, decompressed_bw: int) -> None:
+        scale_format = _core.grouped_scale_format(self.bitwidth, decompressed_bw, self.name)
+        self._respec(replace(self._spec, scale_format=scale_format), None)
+
     def enable_per_channel_quantization(self, enable: bool = True) -> None:
         """Use one scale per output channel, or one for all."""
         granularity: Any = _core.PerChannel() if enable else _core.PerTensor()
-        self._respec(replace(self._spec, granularity=granularity), None)
+        self._respec(replace(self._spec, granularity=granularity, scale_format=_core.FLOAT32_SCALE), None)
 
     @property
     def use_symmetric_encodings(self) -> bool:
@@ -336,10 +368,24 @@ class QcQuantizeOp(SiteView):
                  "offset": int(e.offset), "scale": e.delta}
                 for e in found
             ]  # fmt: skip
+        if _core.grouped_bits(self._spec.scale_format) is not None:
+            return self._grouped_record()
         kind = "PER_BLOCK" if self.block_size else "PER_CHANNEL" if len(found) > 1 else "PER_TENSOR"
         return {
             "bw": self.bitwidth, "dtype": "INT", "enc_type": kind, "is_sym": self.symmetric,
             "offset": [int(e.offset) for e in found], "scale": [e.delta for e in found],
+        }  # fmt: skip
+
+    def _grouped_record(self) -> dict[str, Any]:
+        encoding = self._site.encoding
+        assert encoding is not None and encoding.common is not None
+        multiples, scale = _core.scale_multiples(encoding), encoding.common.ravel().tolist()
+        assert multiples is not None
+        granularity: Any = encoding.granularity
+        return {
+            "bw": self.decompressed_bw, "compressed_bw": self.bitwidth, "dtype": "INT", "enc_type": "LPBQ", "is_sym": True,
+            "block_size": granularity.size, "scale": scale, "offset": [-(1 << (self.decompressed_bw - 1))] * len(scale),
+            "per_block_int_scale": _channels_first(multiples, granularity).astype(int).ravel().tolist(),
         }  # fmt: skip
 
     @property
@@ -354,6 +400,21 @@ class QcQuantizeOp(SiteView):
     def __repr__(self) -> str:
         state = "" if self.enabled else ", disabled"
         return f"QcQuantizeOp({self.name}{state})"
+
+
+class GroupedBlockQuantizeDequantize(QcQuantizeOp):
+    """The quantizer of a tensor whose block scales are multiples of one per channel (LPBQ)."""
+
+
+def quantizer_of(name: str, sites: tuple[Site, ...], why_none: str = "") -> QcQuantizeOp:
+    """The view of a tensor's sites, of the kind that its scales ask for."""
+    grouped = bool(sites) and _core.grouped_bits(sites[0].quantizer.spec.scale_format) is not None
+    return (GroupedBlockQuantizeDequantize if grouped else QcQuantizeOp)(name, sites, why_none)
+
+
+def _channels_first(values: Any, granularity: Any) -> Any:
+    axis = granularity.channel_axis
+    return values if axis is None else np.moveaxis(values, axis, 0)
 
 
 _GRANULARITY: dict[type, Any] = {

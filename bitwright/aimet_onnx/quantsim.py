@@ -25,7 +25,7 @@ from bitwright.aimet_onnx import _core, defs
 from bitwright.aimet_onnx._core import Preset, activation_spec, weight_spec
 from bitwright.aimet_onnx._export import export_files, option, qdq_model
 from bitwright.aimet_onnx._models import proto_of, wrapped
-from bitwright.aimet_onnx.qc_quantize_op import QcQuantizeOp
+from bitwright.aimet_onnx.qc_quantize_op import QcQuantizeOp, quantizer_of
 from bitwright.errors import ConfigError, EncodingsError
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "load_encodings_to_sim",
     "set_blockwise_quantization_for_weights",
     "set_grouped_blockwise_quantization_for_weights",
+    "set_lpbq_for_params",
     "set_param_type",
 ]
 
@@ -140,7 +141,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
             if value.is_float:
                 group = self.plan.shared.get(name)
                 why = f"it lies on the grid of {group}" if group else "the configuration leaves it in float"
-                found[name] = QcQuantizeOp(name, tuple(held.get(name, ())), why)
+                found[name] = quantizer_of(name, tuple(held.get(name, ())), why)
         return found
 
     def get_qc_quantize_op(self) -> dict[str, QcQuantizeOp]:
@@ -459,7 +460,7 @@ def _weight_quantizers(
     if missing:
         raise ConfigError("nodes", f"there are no nodes {missing}", "use names of nodes of the model")
     return [
-        QcQuantizeOp(site.value, (site,))
+        quantizer_of(site.value, (site,))
         for site in sim.quantizers.values()
         if site.role == "weight" and site.enabled and site.op not in unwanted
         and (wanted is None or site.op in wanted)
@@ -489,20 +490,19 @@ def set_blockwise_quantization_for_weights(
         GranularityError: ``strict``, and blocks that do not divide a weight; nothing is changed.
     """
     found = _weight_quantizers(sim, op_types, None, nodes_to_exclude or excluded_nodes)
-    _set_blocks(found, qtype.int(bitwidth), symmetric, block_size, strict)
+    _set_blocks(found, defs.QSpec(qtype.int(bitwidth), defs.Blockwise(block_size), symmetric), strict)
 
 
-def _set_blocks(
-    found: list[QcQuantizeOp], kind: Any, symmetric: bool | None, block_size: int, strict: bool
-) -> None:
+def _set_blocks(found: list[QcQuantizeOp], spec: defs.QSpec, strict: bool) -> None:
     from bitwright.errors import GranularityError
 
+    blocks: Any = spec.granularity
     fitting = []
     for quantizer in found:
         site = quantizer._site
         op, shape = site._graph.op(site.op), quantizer._value_shape
         channel, block = _core.weight_axes(op.type, op.attrs, site.port, len(shape))
-        granularity = _core.PerBlock(block_size).resolve(channel, block)
+        granularity = _core.PerBlock(blocks.block_size).resolve(channel, block)
         try:
             granularity.param_shape(shape, site.name)
         except GranularityError:
@@ -511,7 +511,7 @@ def _set_blocks(
             continue
         fitting.append(quantizer)
     for quantizer in fitting:
-        quantizer.set_qspec(defs.QSpec(kind, defs.Blockwise(block_size), symmetric))
+        quantizer.set_qspec(spec)
 
 
 def set_grouped_blockwise_quantization_for_weights(
@@ -525,16 +525,50 @@ def set_grouped_blockwise_quantization_for_weights(
     *,
     excluded_nodes: list[str] | None = None,
 ) -> None:
-    """LPBQ, which cannot be simulated in this version.
+    """Give weights one scale per block that is an integer multiple of one per channel (LPBQ).
+
+    Args:
+        op_types, strict, nodes_to_exclude: as for :func:`set_blockwise_quantization_for_weights`.
+        decompressed_bw: bits of code times multiple.
 
     Raises:
-        ConfigError: always.
+        ConfigError: multiples of ``decompressed_bw - bitwidth`` bits are not supported; nothing is changed.
+        GranularityError: ``strict``, and blocks that do not divide a weight; nothing is changed.
     """
-    raise ConfigError(
-        "set_grouped_blockwise_quantization_for_weights",
-        "block scales in two factors (LPBQ) cannot be simulated in this version",
-        "use set_blockwise_quantization_for_weights, which has a float scale per block",
-    )
+    _core.grouped_scale_format(bitwidth, decompressed_bw, "set_grouped_blockwise_quantization_for_weights")
+    spec = defs.QSpec.lpbq(qtype.int(bitwidth), block_size, decompressed_bw - bitwidth)
+    found = _weight_quantizers(sim, op_types, None, nodes_to_exclude or excluded_nodes)
+    _set_blocks(found, spec, strict)
+
+
+def set_lpbq_for_params(
+    sim: QuantizationSimModel,
+    bitwidth: int,
+    block_size: int,
+    *,
+    op_types: str | Iterable[str] | None = None,
+    nodes_to_exclude: Iterable[str] | None = None,
+    nodes_to_include: Iterable[str] | None = None,
+    strict: bool | None = None,
+) -> None:
+    """LPBQ with multiples of ``bitwidth`` bits, for types of nodes or for nodes by name.
+
+    Args:
+        strict: see :func:`set_grouped_blockwise_quantization_for_weights`; always, for ``nodes_to_include``.
+
+    Raises:
+        ValueError: both or neither of ``op_types`` and ``nodes_to_include``, or a node named twice.
+        TypeError: ``strict`` beside ``nodes_to_include``.
+        ConfigError, GranularityError: see there.
+    """
+    if (op_types is None) == (nodes_to_include is None) or (nodes_to_include and nodes_to_exclude):
+        raise ValueError("give either op_types (and nodes_to_exclude), or nodes_to_include")
+    if nodes_to_include is not None and strict is not None:
+        raise TypeError("strict goes with op_types: nodes named one by one must fit")
+    _core.grouped_scale_format(bitwidth, 2 * bitwidth, "set_lpbq_for_params")
+    spec = defs.QSpec.lpbq(qtype.int(bitwidth), block_size, bitwidth)
+    found = _weight_quantizers(sim, op_types, nodes_to_include, nodes_to_exclude)
+    _set_blocks(found, spec, nodes_to_include is not None or bool(strict))
 
 
 def set_param_type(
@@ -555,15 +589,15 @@ def set_param_type(
         strict: blocks that do not divide a weight are an error; otherwise it stays as it is.
 
     Raises:
-        ConfigError: a shifted zero point or LPBQ.
+        ConfigError: a shifted zero point.
         GranularityError: see ``strict``.
     """
     spec = param_type if isinstance(param_type, defs.QSpec) else defs.QSpec(qtype.as_qtype(param_type))
     found = _weight_quantizers(sim, op_types, nodes_to_include, nodes_to_exclude)
     if shift_zero_point:
         spec = defs.QSpec(spec.dtype, spec.granularity, spec.symmetric, True)
-    if type(spec.granularity) is defs.Blockwise and not spec.shift_zero_point:
-        _set_blocks(found, spec.dtype, spec.symmetric, spec.granularity.block_size, strict)
+    if isinstance(spec.granularity, defs.Blockwise) and not spec.shift_zero_point:
+        _set_blocks(found, spec, strict)
         return
     for quantizer in found:
         quantizer.set_qspec(spec)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from bitwright.aimet_common.grids import (
+    FLOAT32_SCALE,
     Encoding,
     FloatFormat,
     Format,
@@ -27,6 +28,8 @@ from bitwright.aimet_common.grids import (
     encode,
     find_range_method,
     granularity_of,
+    grouped_bits,
+    grouped_scale_format,
     int_format,
     steps_format,
 )
@@ -38,6 +41,7 @@ from bitwright.torch.calls.trees import walk_modules
 from bitwright.torch.simulation import functional
 
 __all__ = [
+    "FLOAT32_SCALE",
     "FLOAT_FORMATS",
     "Encoding",
     "FloatFormat",
@@ -59,6 +63,8 @@ __all__ = [
     "find_range_method",
     "functional",
     "granularity_of",
+    "grouped_bits",
+    "grouped_scale_format",
     "int_format",
     "range_of_rows",
     "rewrite_encodings",

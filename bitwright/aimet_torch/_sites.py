@@ -22,7 +22,7 @@ from bitwright.aimet_torch.quantization.affine import (
     GroupedBlockQuantizeDequantize,
     QuantizeDequantize,
 )
-from bitwright.aimet_torch.quantization.affine.encoding import qnn_dict
+from bitwright.aimet_torch.quantization.affine.encoding import GroupedBlockEncoding, qnn_dict
 from bitwright.aimet_torch.quantization.base import QuantizerBase
 from bitwright.aimet_torch.quantization.float import FloatEncoding, FloatQuantizeDequantize
 from bitwright.aimet_torch.quantization.tensor import DequantizedTensor, with_encoding
@@ -132,6 +132,10 @@ class SiteQuantizer(SiteView):
         offset = self.get_offset()
         assert offset is not None
         plain = offset.as_subclass(torch.Tensor)
+        return self._affine_encoding(scale, plain)
+
+    def _affine_encoding(self, scale: torch.Tensor, plain: torch.Tensor) -> AffineEncoding:
+        fmt = self._format
         return AffineEncoding(scale, plain, fmt.qmin, fmt.qmax, self.symmetric, self.block_size)
 
     get_encoding = get_encodings
@@ -183,6 +187,14 @@ class SiteQuantizer(SiteView):
             site.enabled, site.frozen = True, not quantizer.is_overwrite_allowed()
         quantizer.bind(self)
 
+    def check(self, quantizer: Any) -> None:
+        """Refuse what :meth:`assign` would refuse of a building block.
+
+        Raises:
+            TypeError, GranularityError, ConfigError: see there.
+        """
+        self._spec_for(quantizer)
+
     def _copy(self, other: SiteQuantizer) -> None:
         if other.sites == self.sites:
             return
@@ -198,17 +210,11 @@ class SiteQuantizer(SiteView):
     def _spec_for(self, quantizer: Any) -> QuantSpec:
         if isinstance(quantizer, FloatQuantizeDequantize):
             return replace(self._spec, format=quantizer._format, symmetry="symmetric",
-                           granularity=self._granularity_for(quantizer))  # fmt: skip
+                           granularity=self._granularity_for(quantizer), scale_format=_core.FLOAT32_SCALE)  # fmt: skip
         if not isinstance(quantizer, AffineQuantizerBase):
             raise TypeError(
                 f"{self._site.name} takes None, a quantizer of quantization.affine or .float, or that of another place, "
                 f"not a {type(quantizer).__name__}"
-            )
-        if isinstance(quantizer, GroupedBlockQuantizeDequantize):
-            raise ConfigError(
-                self._site.name,
-                "block scales in two factors (LPBQ) cannot be simulated in this version",
-                "use a QuantizeDequantize with the same block_size, which has a float scale per block",
             )
         fmt = int_format_of(quantizer, self._site.name)
         symmetry: Any = "symmetric" if quantizer.symmetric else "asymmetric"
@@ -219,7 +225,27 @@ class SiteQuantizer(SiteView):
             symmetry=symmetry,
             granularity=self._granularity_for(quantizer),
             method=quantizer.encoding_analyzer.method,
+            scale_format=self._scale_format_for(quantizer),
         )
+
+    def _scale_format_for(self, quantizer: Any) -> Any:
+        """What the scales of a building block are stored as at this place.
+
+        Raises:
+            ConfigError: LPBQ whose blocks are not those of one channel together.
+        """
+        if not isinstance(quantizer, GroupedBlockQuantizeDequantize):
+            return _core.FLOAT32_SCALE
+        axis = getattr(self._granularity_for(quantizer), "axis", None)
+        blocked = axis if quantizer.block_size is not None else None
+        for at, (count, size) in enumerate(zip(quantizer.shape, quantizer.block_grouping, strict=True)):
+            if size not in ((-1, count) if at == blocked else (1, -1) if count == 1 else (1,)):
+                raise ConfigError(
+                    self._site.name,
+                    f"block_grouping {quantizer.block_grouping} for scales of shape {quantizer.shape}",
+                    "let all blocks of a channel share its scale: -1 on the axis of the blocks, 1 on the others",
+                )
+        return _core.grouped_scale_format(quantizer.bitwidth, quantizer.decompressed_bw, self._site.name)
 
     def _granularity_for(self, quantizer: Any) -> Any:
         found = _core.granularity_of(quantizer.shape, quantizer.block_size, self._value_shape)
@@ -275,6 +301,36 @@ class AffineSiteQuantizer(SiteQuantizer):
     """The affine quantizer of one place of a simulation."""
 
 
+class GroupedSiteQuantizer(AffineSiteQuantizer):
+    """The quantizer of one place of a simulation whose block scales are multiples of one per channel (LPBQ)."""
+
+    @property
+    def decompressed_bw(self) -> int:
+        """Bits of code times multiple."""
+        return self.bitwidth + (_core.grouped_bits(self._spec.scale_format) or 0)
+
+    @property
+    def block_grouping(self) -> tuple[int, ...]:
+        """How many blocks share a channel's scale, axis by axis: ``-1``, all, on the axis of the blocks."""
+        axis = getattr(self._granularity, "axis", None) if self.block_size is not None else None
+        return tuple(-1 if at == axis else 1 for at in range(len(self.shape)))
+
+    def get_per_channel_scale(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        """The scale that those of the blocks are multiples of; ``None`` without a range."""
+        encoding = self._site.encoding
+        if encoding is None or encoding.common is None:
+            return None
+        return self._shown(encoding.common, dtype)
+
+    def _affine_encoding(self, scale: torch.Tensor, plain: torch.Tensor) -> AffineEncoding:
+        fmt, per_channel = self._format, self.get_per_channel_scale()
+        return GroupedBlockEncoding(
+            scale, plain, fmt.qmin, fmt.qmax, self.symmetric, self.block_size,
+            block_grouping=self.block_grouping, decompressed_bw=self.decompressed_bw,
+            per_channel_scale=None if per_channel is None else per_channel.as_subclass(torch.Tensor),
+        )  # fmt: skip
+
+
 class FloatSiteQuantizer(SiteQuantizer):
     """The float quantizer of one place of a simulation."""
 
@@ -299,13 +355,20 @@ class FloatSiteQuantizer(SiteQuantizer):
 
 QuantizerBase.register(SiteQuantizer)
 QuantizeDequantize.register(AffineSiteQuantizer)
+GroupedBlockQuantizeDequantize.register(GroupedSiteQuantizer)
 FloatQuantizeDequantize.register(FloatSiteQuantizer)
 
 
 def view_of(sites: tuple[Site, ...]) -> SiteQuantizer:
     """The view of a place's sites, of the kind that its number format asks for."""
-    is_float = isinstance(sites[0].quantizer.spec.format, FloatFormat)
-    return FloatSiteQuantizer(sites) if is_float else AffineSiteQuantizer(sites)
+    spec = sites[0].quantizer.spec
+    if isinstance(spec.format, FloatFormat):
+        return FloatSiteQuantizer(sites)
+    return (
+        AffineSiteQuantizer(sites)
+        if _core.grouped_bits(spec.scale_format) is None
+        else GroupedSiteQuantizer(sites)
+    )
 
 
 def _array(value: Any) -> Any:

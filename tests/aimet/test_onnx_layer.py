@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bitwright.aimet_onnx import QSpec, QuantizationSimModel, compute_encodings
-from bitwright.aimet_onnx.quantsim import set_param_type
+from bitwright.aimet_onnx.quantsim import set_grouped_blockwise_quantization_for_weights, set_param_type
 from bitwright.errors import ConfigError, ModelError
 from tests.aimet.onnx_nets import feeds, folded
 
@@ -29,8 +29,10 @@ def test_precision_of_several_tensors_is_all_or_nothing(sim):
 
 
 def test_what_cannot_be_simulated_is_refused(sim):
-    with pytest.raises(ConfigError, match="LPBQ"):
-        set_param_type(sim, QSpec.lpbq("int4"))
+    with pytest.raises(ConfigError, match=r"LPBQ.*go with symmetric integer grids"):
+        set_param_type(sim, QSpec.lpbq("float16", 8), strict=False)
+    with pytest.raises(ConfigError, match=r"multiples of 1 bits"):
+        set_grouped_blockwise_quantization_for_weights(sim, "Gemm", 4, 5, 8)
     with pytest.raises(ConfigError, match="shifted zero points"):
         set_param_type(sim, "int4", shift_zero_point=True)
     with pytest.raises(ConfigError, match="there are no nodes"):

@@ -13,6 +13,7 @@ from bitwright.aimet_common.absent import DifferenceWarning
 from bitwright.aimet_torch import QuantizationSimModel
 from bitwright.aimet_torch import quantization as Q
 from bitwright.aimet_torch.nn import QuantizationMixin, QuantizedLinear, compute_encodings
+from bitwright.aimet_torch.quantsim.config_utils import set_grouped_blockwise_quantization_for_weights
 from bitwright.errors import ConfigError, GranularityError, ModelError
 from tests.aimet.nets import Net, Residual, batch
 
@@ -48,10 +49,12 @@ def test_quantizers_that_do_not_fit_are_refused_and_change_nothing(sim):
     weight = sim.model.fc.param_quantizers["weight"]
     with pytest.raises(GranularityError, match="does not fit its tensor"):
         sim.model.fc.param_quantizers["weight"] = Q.affine.QuantizeDequantize((3, 1), 8, True)
-    with pytest.raises(ConfigError, match=r"LPBQ.*cannot be simulated"):
+    with pytest.raises(ConfigError, match=r"block_grouping \(1, 2\).*let all blocks of a channel"):
         sim.model.fc.param_quantizers["weight"] = Q.affine.GroupedBlockQuantizeDequantize(
-            (10, 4), 4, True, 8, block_size=(1, 50), block_grouping=(1, -1)
+            (10, 4), 4, True, 8, block_size=(1, 50), block_grouping=(1, 2)
         )
+    with pytest.raises(ConfigError, match=r"multiples of 1 bits.*8 for 4"):
+        set_grouped_blockwise_quantization_for_weights(sim, [nn.Linear], 4, True, 5, 50)
     with pytest.raises(TypeError, match="not a Linear"):
         sim.model.fc.param_quantizers["weight"] = nn.Linear(2, 2)
     assert weight.bitwidth == 8 and weight.shape == (10, 1)

@@ -18,6 +18,8 @@ __all__ = [
     "set_grouped_blockwise_quantization_for_weights",
 ]
 
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
 
 def _chosen(sim: Any, arg: Any) -> Iterator[tuple[str, Any]]:
     """The modules of a simulation that ``arg`` means: types, modules, or a condition."""
@@ -64,7 +66,7 @@ def set_activation_quantizers_to_float(
 def _blocks(name: str, module: nn.Module, block_size: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape of the scale, and block sizes axis by axis, for a weight."""
     weight: Any = module.weight
-    transposed = isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))
+    transposed = isinstance(module, _TRANSPOSED)
     out_axis, in_axis = (1, 0) if transposed else (0, 1)
     if isinstance(block_size, int):
         sizes = [-1] * weight.dim()
@@ -128,11 +130,21 @@ def set_grouped_blockwise_quantization_for_weights(
         block_grouping: blocks per channel's scale; ``-1``, all, is the only one.
 
     Raises:
-        ConfigError: LPBQ cannot be simulated in this version.
+        ConfigError: a ``block_grouping`` of less than all blocks, or widths without a scale format; nothing is changed.
+        GranularityError: blocks that do not divide a weight; nothing is changed.
+        ValueError: not symmetric.
     """
+    made = []
     for name, module in _weights(sim, arg):
         shape, blocks = _blocks(name, module, block_size)
-        grouping = (1, -1, *([1] * (len(shape) - 2))) if isinstance(block_grouping, int) else block_grouping
-        module.param_quantizers["weight"] = GroupedBlockQuantizeDequantize(
+        grouping = block_grouping
+        if isinstance(block_grouping, int):
+            blocked = 0 if isinstance(module, _TRANSPOSED) else 1
+            grouping = tuple(block_grouping if axis == blocked else 1 for axis in range(len(shape)))
+        quantizer = GroupedBlockQuantizeDequantize(
             shape, bitwidth, symmetric, decompressed_bw, block_size=blocks, block_grouping=grouping
         )
+        module.param_quantizers["weight"].check(quantizer)
+        made.append((module, quantizer))
+    for module, quantizer in made:
+        module.param_quantizers["weight"] = quantizer

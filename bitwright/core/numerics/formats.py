@@ -155,6 +155,8 @@ class ScaleFormat:
     ``e8m0``      a power of two, 8 bits                 MX (OCP Microscaling Formats 1.0, section 5.1 and 6.3)
     ``e4m3``      a float8 number times one per tensor   NVFP4
     ``uint4``     1 to 16 times one number per channel   LPBQ (AIMET): 4-bit blocks of 8-bit channels
+    ``uint2`` to  1 to 4, ... 1 to 4096 times one number LPBQ of other widths: ``uint8`` for 8-bit blocks of 16-bit
+    ``uint12``    per channel                            channels
     ============  =====================================  =====================================================
     """
 
@@ -170,7 +172,7 @@ SCALE_FORMATS: dict[str, ScaleFormat] = {
         FLOAT32_SCALE,
         ScaleFormat("e8m0"),
         ScaleFormat("e4m3", "tensor", FLOAT8_E4M3),
-        ScaleFormat("uint4", "channel", IntFormat(4, signed=False)),
+        *(ScaleFormat(f"uint{bits}", "channel", IntFormat(bits, signed=False)) for bits in range(2, 13)),
     )
 }
 

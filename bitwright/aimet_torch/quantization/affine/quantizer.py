@@ -322,6 +322,9 @@ class GroupedBlockQuantizeDequantize(QuantizeDequantize):
 
     def get_per_channel_scale(self, dtype: torch.dtype | None = None) -> torch.Tensor | None:
         """The scale that those of the blocks are multiples of; ``None`` without a range."""
+        if self.bound is not None:
+            bound: torch.Tensor | None = self.bound.get_per_channel_scale(dtype)
+            return bound
         if not self.is_initialized():
             return None
         return functional.grouped_scale(super()._grid()[0], self.block_grouping, self._multiples)[1].to(
@@ -342,6 +345,9 @@ class GroupedBlockQuantizeDequantize(QuantizeDequantize):
 
     def get_encodings(self) -> GroupedBlockEncoding | None:
         """The encoding; ``None`` without a range."""
+        if self.bound is not None:
+            bound: GroupedBlockEncoding | None = self.bound.get_encodings()
+            return bound
         if not self.is_initialized():
             return None
         scale, zero_point = self._grid()

@@ -2,7 +2,6 @@ import pytest
 from aimet_onnx import QSpec, QuantizationSimModel
 from aimet_onnx.quantsim import (
     set_blockwise_quantization_for_weights,
-    set_grouped_blockwise_quantization_for_weights,
     set_param_type,
 )
 
@@ -15,8 +14,6 @@ assert len(sim.qc_quantize_op_dict["fc.weight"].get_encodings()) == 10 * 8
 assert len(sim.qc_quantize_op_dict["conv1.weight"].get_encodings()) == 8, "64 does not divide its 3 channels"
 with pytest.raises(ValueError):
     set_blockwise_quantization_for_weights(sim, "Conv", 4, True, 64, strict=True)
-with pytest.raises(ValueError, match="LPBQ"):
-    set_grouped_blockwise_quantization_for_weights(sim, "Gemm", 4, 8, 64)
 set_param_type(sim, QSpec.per_tensor("int16"), op_types="Conv")
 sim.compute_encodings(feeds())
 assert len(sim.qc_quantize_op_dict["conv1.weight"].get_encodings()) == 1
