@@ -125,6 +125,7 @@ def test_face_detector(shared_data: Path, tmp_path: Path):
         assert f1(plain[0], scores) > 60
     assert sqnr(simulated[0], integer[0]) > 44 and sqnr(simulated[1], integer[1]) > 37
     # ONNX Runtime computes an integer Softmax by a table, which is one step off for half of it
-    bad = [row for row in three.sim.verify().rows if not row.ok]
-    assert [row.kernel for row in bad] == ["QLinearSoftmax"]
-    assert bad[0].as_float.equal == 1 and bad[0].as_integer.lsb <= 1
+    report = three.sim.verify()
+    apart = [row for row in report.rows if row.verdict == "within"]
+    assert report.ok and [row.kernel for row in apart] == ["QLinearSoftmax"]
+    assert apart[0].as_float.equal == 1 and apart[0].as_integer.lsb <= 1

@@ -17,6 +17,8 @@ from bitwright.export.files.atomic import atomic_write, file_error
 
 logger = logging.getLogger("bitwright")
 
+_ENTRY = "key and sha256"  # of the metadata in the header
+
 
 class FinishedLayers:
     """A folder with one safetensors file per finished layer or block, named after everything that it depends on.
@@ -68,7 +70,8 @@ class FinishedLayers:
             ) from error
         # of an array in another order of axes, safetensors writes the memory as it lies, which is another array
         ordered = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-        content = save(ordered, {"key": key, "sha256": _digest(ordered)})
+        # one entry, as safetensors writes several in an order of its own in every process
+        content = save(ordered, {_ENTRY: f"{key} {_digest(ordered)}"})
         with atomic_write(self._path(key)) as temporary:
             temporary.write_bytes(content)
 
@@ -82,9 +85,8 @@ def _checked(content: bytes, key: str) -> tuple[dict[str, NDArray[Any]] | None, 
         arrays = dict(load(content))
         # safetensors gives metadata only of files that it opens by name
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        metadata = header["__metadata__"]
-        found, digest = metadata["key"], metadata["sha256"]
-    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        found, _, digest = header["__metadata__"][_ENTRY].partition(" ")
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return None, f"it is damaged, or an earlier version wrote it ({type(error).__name__}: {error})"
     if found != key:
         return None, "it was written for another model, other data or other options"

@@ -59,7 +59,7 @@ def test_every_flipped_bit_is_found(kept, caplog):
     assert kept.get(KEY) is None
     assert f"{path}: it is damaged" in caplog.text and "its layers are computed anew" in caplog.text
     kept.put(KEY, ARRAYS)
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == whole, "the same bytes in every writing"
 
 
 def test_numbers_that_were_exchanged_are_found(kept, caplog):

@@ -619,9 +619,11 @@ def test_a_bias_without_int32_form_stays_float_and_says_why(change: dict[str, ob
     b = g.param("b", change.get("bias", (3,)))  # type: ignore[arg-type]
     model = g.model(g.op("Gemm", x, w, b, transB=1, alpha=float(change.get("alpha", 1)), name="y"))  # type: ignore
     result = to_qdq(model, g.encodings)
-    (note,) = result.notes
+    note, *others = result.notes
     assert (note.site, note.kind) == ("b", "float bias")
     assert re.search(problem, note.text)
+    # a product of float activations is kept apart from its weight, which is said
+    assert [other.kind for other in others] == ["float product"] * ("act" in change)
     assert "b" in result.model.graph.initializers
 
 
@@ -654,7 +656,8 @@ def test_computed_weights_are_evaluated_once_and_stored() -> None:
         g.op("Gemm", x, g.mark(w, "l.weight", "int8", array, PerChannel(0), "symmetric"), transB=1, name="y")
     )
     result = to_qdq(model, g.encodings)
-    assert types(result.model) == ["DequantizeLinear", "Gemm"]
+    # the Reshape keeps a product of float activations in float
+    assert types(result.model) == ["DequantizeLinear", "Reshape", "Gemm"]
     assert not {"v", "g", "axes"} & set(result.model.graph.initializers)
     assert result.tensors["l.weight"] == ("l.weight",)
 
