@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -271,10 +271,6 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
         super().compute_encodings(run, **options)
 
-    def calibrate_on(self, callback: Callable[[Any], Any], **options: Any) -> None:
-        """:meth:`bitwright.onnx.QuantizationSimModel.compute_encodings`, as it is there."""
-        super().compute_encodings(callback, progress=False, **options)
-
     # -- files
 
     def export(  # type: ignore[override]
@@ -367,30 +363,19 @@ def _float_session(sim: QuantizationSimModel) -> Any:
     return sim._in_float
 
 
-class _Watching:
-    """What ``sim.session`` is inside :func:`compute_encodings`."""
-
-    def __init__(self, sim: QuantizationSimModel) -> None:
-        self._sim, self._calls = sim, 0
-
-    def run(self, output_names: Any, input_feed: Any, *_: Any) -> Any:
-        """Outputs, with weights quantized; the values that pass are observed."""
-        found: list[Any] = []
-        self._calls += 1
-        self._sim.calibrate_on(
-            lambda session: found.append(session.run(output_names, input_feed)), resume=self._calls > 1
-        )
-        return found[0]
-
-
 @contextmanager
 def compute_encodings(sim: QuantizationSimModel) -> Iterator[None]:
-    """Calibrate on every ``sim.session.run`` inside the block; statistics of the runs are merged."""
-    sim._watching = _Watching(sim)
-    try:
-        yield
-    finally:
-        sim._watching = None
+    """Calibrate on every ``sim.session.run`` inside the block; the encodings are in force at its end.
+
+    Raises:
+        CalibrationError: (a RuntimeError) the session did not run in the block.
+    """
+    with sim.calibrating() as session:
+        sim._watching = session
+        try:
+            yield
+        finally:
+            sim._watching = None
 
 
 def load_encodings_to_sim(

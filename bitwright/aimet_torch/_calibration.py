@@ -57,7 +57,7 @@ def _left_alone(sites: Iterator[Any]) -> Iterator[None]:
 
 @contextmanager
 def compute_encodings(model: nn.Module) -> Iterator[None]:
-    """Calibrate on every call of a simulated model inside the block; statistics of the calls are merged.
+    """Calibrate on every call of a simulated model inside the block; the encodings are in force at its end.
 
     With a part of the model (``sim.model.layer1``), the encodings of all other places are kept.
 
@@ -79,25 +79,32 @@ def compute_encodings(model: nn.Module) -> Iterator[None]:
             f"a {type(model).__name__} is no module of a simulation",
             "pass sim.model of a bitwright.aimet_torch.QuantizationSimModel, or one of its modules",
         )
-    sim, whole = record.sim, record.sim.model
+    sim = record.sim
     own = {id(site.quantizer) for r in _modules.below(model) for _, slot in r.slots() for site in slot.sites}
     own |= {id(site.quantizer) for r in _modules.below(model) for site in r.inside}
     others = [q for q in sim.quantizers.unique() if id(q) not in own]
     frozen = [(q, q.frozen) for q in others]
-    original, calls = whole.forward, [0]
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        results: list[Any] = []
-        calls[0] += 1
-        sim.calibrate_on(lambda _: results.append(original(*args, **kwargs)), resume=calls[0] > 1)
-        return results[0]
-
     for quantizer in others:
         quantizer.frozen = True
-    whole.forward = forward
     try:
-        yield
+        with _observed(sim):
+            yield
     finally:
-        whole.forward = original
         for quantizer, was in frozen:
             quantizer.frozen = was
+
+
+@contextmanager
+def _observed(sim: Any) -> Iterator[None]:
+    """A calibration of what runs in the block; where nothing runs, of the parameters alone, as in AIMET."""
+    ran: list[bool] = []
+    handle = sim.model.register_forward_hook(lambda *_: ran.append(True))
+    try:
+        with sim.calibrating():
+            yield
+            if not ran:
+                raise _NothingRan
+    except _NothingRan:
+        sim.compute_param_encodings()
+    finally:
+        handle.remove()

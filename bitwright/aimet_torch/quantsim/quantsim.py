@@ -140,10 +140,6 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
         calibrate(self, callback, super().compute_encodings, options)
 
-    def calibrate_on(self, callback: Callable[[nn.Module], Any], **options: Any) -> None:
-        """:meth:`bitwright.torch.QuantizationSimModel.compute_encodings`, as it is there."""
-        super().compute_encodings(callback, progress=False, **options)
-
     def compute_param_encodings(self) -> None:
         """Find the encodings of the parameters alone; the others stay as they are."""
         calibrate_parameters(self, super().compute_encodings)

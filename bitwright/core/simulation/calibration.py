@@ -185,6 +185,15 @@ class BatchGate:
             watch.seen = seen
 
 
+def nested_calibration() -> CalibrationError:
+    """A calibration that was started inside of another one of the same simulation."""
+    return CalibrationError(
+        "calibrating",
+        "the simulation is being calibrated already, by a block or call around this one",
+        "run the model in that block; use resume=True for a second calibration after it",
+    )
+
+
 def _bad(stats: MinMax | Histogram) -> tuple[int, int, int]:
     bounds = bounds_of(stats)
     counts = (bounds.nan_count, bounds.pos_inf_count, bounds.neg_inf_count)

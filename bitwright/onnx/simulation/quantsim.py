@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from bitwright.core.placement.coverage import Coverage
 from bitwright.core.placement.plan import Plan, place
 from bitwright.core.placement.rules import Rules
 from bitwright.core.placement.user_scheme import QuantizationDataType, QuantScheme, make_rules
-from bitwright.core.simulation.calibration import BatchGate, CalibrationLog
+from bitwright.core.simulation.calibration import BatchGate, CalibrationLog, nested_calibration
 from bitwright.core.simulation.occupancy import Lock, Occupancy
 from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.quantizer import DerivedBias, Quantizer
@@ -84,16 +85,21 @@ class CalibrationSession:
 
     def __init__(self, calibrator: Calibrator, outputs: Sequence[str], occupancy: Occupancy) -> None:
         self._calibrator, self._outputs, self._occupancy = calibrator, list(outputs), occupancy
+        self.ended = False
 
     def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, Array], *_: Any) -> list[Array]:
         """Outputs of the model, with weights quantized and activations in float.
 
         Raises:
             ConfigError: the model has no output of a name asked for.
-            ModelError, CalibrationError: the feeds do not fit, or the model fails on them.
+            ModelError, CalibrationError: the feeds do not fit, or the model fails on them; or the calibration is over.
             BusyError: called from another thread than the one that calibrates.
         """
         self._occupancy.check()
+        if self.ended:
+            raise CalibrationError(
+                "session.run", "the calibration that this session belongs to has ended", "run sim.session"
+            )
         index = {name: i for i, name in enumerate(self._outputs)}
         wanted = self._outputs if output_names is None else list(output_names)
         for name in wanted:
@@ -171,6 +177,7 @@ class QuantizationSimModel:
         self.calibrated = False
         self.calibration_log: CalibrationLog | None = None
         self._told_of_nan = False
+        self._calibrating = False
         self.repairs: tuple[Repair, ...] = ()  # what stabilize put in force
         self.mended: list[Any] = []  # where in the marked model they stand
         self.output_values: dict[str, str] = {}  # an exported model's outputs are called as the graph's are
@@ -316,22 +323,67 @@ class QuantizationSimModel:
             ConfigError: there is no such policy.
             BusyError: another thread changes the simulation.
         """
+        with self.calibrating(
+            resume=resume, allow_unreached=allow_unreached, non_finite=non_finite
+        ) as session:
+            calibrator = session._calibrator
+            self._feed(calibrator, session, data, args, progress)
+            if not calibrator.runs:
+                raise CalibrationError(
+                    "compute_encodings",
+                    "the callback never ran its session" if callable(data) else "the data held no batch",
+                    "pass a non-empty list (a generator can be used only once), or a callback that calls session.run",
+                )
+
+    @contextmanager
+    def calibrating(
+        self, *, resume: bool = False, allow_unreached: bool = False, non_finite: NonFinite = "error"
+    ) -> Iterator[CalibrationSession]:
+        """Observe every run of a session in a block; at its end the encodings are found and put in force.
+
+        What :meth:`compute_encodings` does around data of its own, for a loop of yours. An exception in the block leaves the
+        earlier encodings in force.
+
+        Args:
+            resume, allow_unreached, non_finite: see :meth:`compute_encodings`.
+
+        Yields:
+            The session: ``session.run(None, feeds)`` gives the outputs, with weights quantized and activations in float.
+
+        Raises:
+            CalibrationError: the session did not run in the block, or see :meth:`compute_encodings`; or the block is inside
+                of another calibration.
+
+        Example:
+            >>> with sim.calibrating() as session:  # doctest: +SKIP
+            ...     for feeds in loader:
+            ...         session.run(None, feeds)
+        """
         policy = check_policy(non_finite)
-        with self._occupancy.exclusive("calibration"), all_or_nothing(self):
-            interrupt = self._calibrate(data, args, progress, resume, allow_unreached, policy)
+        interrupt: KeyboardInterrupt | None = None
+        with self._occupancy.exclusive("calibration"):
+            if self._calibrating:
+                raise nested_calibration()
+            with all_or_nothing(self):
+                calibrator, gate = self._begin(resume, policy)
+                session = CalibrationSession(calibrator, self.output_names, self._occupancy)
+                self._calibrating = True
+                try:
+                    yield session
+                    gate.finish()
+                except KeyboardInterrupt as stopped:
+                    if not calibrator.runs:
+                        raise
+                    interrupt = stopped
+                finally:
+                    gate.abandon()
+                    self.calibration_log = gate.log
+                    self._calibrating, session.ended = False, True
+                self._finish(calibrator, interrupt is not None, allow_unreached)
         if interrupt is not None:
             raise interrupt
 
-    def _calibrate(
-        self,
-        data: Any,
-        args: Any,
-        show: bool,
-        resume: bool,
-        allow_unreached: bool,
-        policy: NonFinite,
-    ) -> KeyboardInterrupt | None:
-        """Put new encodings in force; returns the Ctrl-C that ended it early, if one did."""
+    def _begin(self, resume: bool, policy: NonFinite) -> tuple[Calibrator, BatchGate]:
         check_parameters(self._quantized_parameters())
         self.quantizers.reconsider()
         if not resume:
@@ -339,34 +391,22 @@ class QuantizationSimModel:
         self.calibrated, self._told_of_nan = False, False
         calibrator = self._calibrator()
         gate = calibrator.gate = self._gate(calibrator, policy)
-        try:
-            self._feed(calibrator, data, args, show)
-            gate.finish()
-        except KeyboardInterrupt as interrupt:
-            if not calibrator.runs:
-                raise
-            gate.abandon()
-            calibrator.finish()
-            self._freeze(allow_unreached=True, quiet=True)
+        return calibrator, gate
+
+    def _finish(self, calibrator: Calibrator, interrupted: bool, allow_unreached: bool) -> None:
+        """Put the encodings of what was seen in force."""
+        if not calibrator.runs:
+            raise CalibrationError(
+                "calibrating", "the session did not run in the block", "call session.run inside the block"
+            )
+        calibrator.finish()
+        self._freeze(allow_unreached or interrupted, quiet=interrupted)
+        if interrupted:
             logger.warning(
                 "calibration interrupted after %d batches; the statistics so far are in force, "
                 "compute_encodings(rest, resume=True) adds to them",
                 calibrator.runs,
             )
-            return interrupt
-        finally:
-            gate.abandon()
-            self.calibration_log = gate.log
-        if not calibrator.runs:
-            what = "the callback never ran its session" if callable(data) else "the data held no batch"
-            raise CalibrationError(
-                "compute_encodings",
-                what,
-                "pass a non-empty list (a generator can be used only once), or a callback that calls session.run",
-            )
-        calibrator.finish()
-        self._freeze(allow_unreached)
-        return None
 
     def _gate(self, calibrator: Calibrator, policy: NonFinite) -> BatchGate:
         def blame(batch: Any) -> HealthReport:
@@ -424,12 +464,13 @@ class QuantizationSimModel:
         }
         return simulation_model(self.marked, encodings)
 
-    def _feed(self, calibrator: Calibrator, data: Any, args: Any, show: bool) -> None:
+    def _feed(
+        self, calibrator: Calibrator, session: CalibrationSession, data: Any, args: Any, show: bool
+    ) -> None:
         if data is None:
             self._calibrate_on_example(calibrator)
             return
         if callable(data):
-            session = CalibrationSession(calibrator, self.output_names, self._occupancy)
             data(session) if args is None else data(session, args)
             return
         if isinstance(data, (Mapping, np.ndarray)) or not isinstance(data, Iterable):

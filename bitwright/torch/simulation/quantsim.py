@@ -23,7 +23,7 @@ from bitwright.core.placement.coverage import Coverage
 from bitwright.core.placement.plan import Plan, place
 from bitwright.core.placement.rules import Rules
 from bitwright.core.placement.user_scheme import QuantizationDataType, QuantScheme, make_rules
-from bitwright.core.simulation.calibration import BatchGate, CalibrationLog
+from bitwright.core.simulation.calibration import BatchGate, CalibrationLog, nested_calibration
 from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.quantizer import DerivedBias
 from bitwright.core.simulation.sites import Site, SiteMap
@@ -227,22 +227,70 @@ class QuantizationSimModel:
             ConfigError: there is no such policy.
             BusyError: another thread uses the simulation.
         """
+        with self.calibrating(resume=resume, allow_unreached=allow_unreached, non_finite=non_finite):
+            self._feed(data, args, progress)
+            if not self._simulator.runs:
+                raise CalibrationError(
+                    "compute_encodings",
+                    "the data held no batch, so the model never ran"
+                    if not callable(data)
+                    else "the callback never ran the model",
+                    "pass a non-empty list or DataLoader (a generator can be used only once), or a callback that calls "
+                    "its model",
+                )
+
+    @contextmanager
+    def calibrating(
+        self, *, resume: bool = False, allow_unreached: bool = False, non_finite: NonFinite = "error"
+    ) -> Iterator[nn.Module]:
+        """Observe every run of ``sim.model`` in a block; at its end the encodings are found and put in force.
+
+        What :meth:`compute_encodings` does around data of its own, for a loop of yours: the model is in eval mode and without
+        gradients, its weights are quantized and its activations are in float. An exception in the block leaves the earlier
+        encodings in force.
+
+        Args:
+            resume, allow_unreached, non_finite: see :meth:`compute_encodings`.
+
+        Yields:
+            ``sim.model``.
+
+        Raises:
+            CalibrationError: the model did not run in the block, or see :meth:`compute_encodings`; or the block is inside of
+                another calibration.
+
+        Example:
+            >>> with sim.calibrating() as model:  # doctest: +SKIP
+            ...     for images, _ in loader:
+            ...         model(images)
+        """
         policy = check_policy(non_finite)
-        with self._interceptor.occupancy.exclusive("calibration"), all_or_nothing(self):
-            interrupt = self._calibrate(data, args, progress, resume, allow_unreached, policy)
+        interrupt: KeyboardInterrupt | None = None
+        with self._interceptor.occupancy.exclusive("calibration"):
+            if self._simulator.gate is not None:
+                raise nested_calibration()
+            with all_or_nothing(self):
+                gate = self._begin(resume, policy)
+                try:
+                    with (
+                        self._interceptor.handled_by(self._simulator),
+                        torch.no_grad(),
+                        evaluation(self.model),
+                    ):
+                        yield self.model
+                    gate.finish()
+                except KeyboardInterrupt as stopped:
+                    if not self._simulator.runs:
+                        raise
+                    interrupt = stopped
+                finally:
+                    gate.abandon()
+                    self.calibration_log, self._simulator.gate = gate.log, None
+                self._finish(interrupt is not None, allow_unreached)
         if interrupt is not None:
             raise interrupt
 
-    def _calibrate(
-        self,
-        data: Any,
-        args: Any,
-        show: bool,
-        resume: bool,
-        allow_unreached: bool,
-        policy: NonFinite,
-    ) -> KeyboardInterrupt | None:
-        """Put new encodings in force; returns the Ctrl-C that ended it early, if one did."""
+    def _begin(self, resume: bool, policy: NonFinite) -> BatchGate:
         check_parameters(self._quantized_parameters())
         self.quantizers.reconsider()
         if not resume:
@@ -250,33 +298,21 @@ class QuantizationSimModel:
         self._simulator.stage = "observe"
         self._simulator.runs = 0
         gate = self._simulator.gate = self._gate(policy)
-        try:
-            with self._interceptor.handled_by(self._simulator), torch.no_grad(), evaluation(self.model):
-                self._feed(data, args, show)
-            gate.finish()
-        except KeyboardInterrupt as interrupt:
-            if not self._simulator.runs:
-                raise
-            gate.abandon()
-            self._freeze(allow_unreached=True, quiet=True)
+        return gate
+
+    def _finish(self, interrupted: bool, allow_unreached: bool) -> None:
+        """Put the encodings of what was seen in force."""
+        if not self._simulator.runs:
+            raise CalibrationError(
+                "calibrating", "the model did not run in the block", "call sim.model inside the block"
+            )
+        self._freeze(allow_unreached or interrupted, quiet=interrupted)
+        if interrupted:
             logger.warning(
                 "calibration interrupted after %d runs; the statistics so far are in force, "
                 "compute_encodings(rest, resume=True) adds to them",
                 self._simulator.runs,
             )
-            return interrupt
-        finally:
-            self.calibration_log, self._simulator.gate = gate.log, None
-        if not self._simulator.runs:
-            raise CalibrationError(
-                "compute_encodings",
-                "the data held no batch, so the model never ran"
-                if not callable(data)
-                else "the callback never ran the model",
-                "pass a non-empty list or DataLoader (a generator can be used only once), or a callback that calls its model",
-            )
-        self._freeze(allow_unreached)
-        return None
 
     def _gate(self, policy: NonFinite) -> BatchGate:
         def blame(batch: Any) -> HealthReport | None:
