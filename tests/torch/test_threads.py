@@ -297,3 +297,37 @@ def test_uncalibrated_is_said_in_every_thread(batches: list[Tensor]) -> None:
     with ThreadPoolExecutor(2) as pool:
         for future in [pool.submit(sim.model, batches[0]) for _ in range(4)]:
             assert isinstance(future.exception(), CalibrationError)
+
+
+def test_a_task_that_awaits_inside_a_block_is_told_apart_from_others_of_its_thread(
+    sim: QuantizationSimModel, batches: list[Tensor]
+) -> None:
+    """What another task computes meanwhile is its own; a simulation that it runs then is refused, and works elsewhere."""
+    sims = [sim, copy.deepcopy(sim)]
+    x = batches[0]
+    plain = Net().eval()
+    wanted, expected = plain(x), sims[0].model(x)
+
+    async def holder(inside: asyncio.Event, done: asyncio.Event) -> Tensor:
+        with sims[0].active():
+            inside.set()
+            await done.wait()
+            return sims[0].model(x)
+
+    async def main() -> Tensor:
+        inside, done = asyncio.Event(), asyncio.Event()
+        first = asyncio.create_task(holder(inside, done))
+        await inside.wait()
+        assert torch.equal(plain(x), wanted)
+        assert torch.equal(sims[1].model(x), sims[1].model(x))
+        for sim in sims:
+            with pytest.raises(BusyError, match=r"another asyncio task.*Remedy: await outside"), sim.active():
+                pass
+        with pytest.raises(BusyError, match="another asyncio task"):
+            sims[0].model(x)
+        assert torch.equal(await asyncio.to_thread(sims[0].model, x), expected)
+        done.set()
+        return await first
+
+    assert torch.equal(asyncio.run(main()), expected)
+    assert torch.equal(plain(x), wanted) and torch.equal(sims[0].model(x), expected)

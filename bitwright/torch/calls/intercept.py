@@ -16,6 +16,7 @@ of parameters:
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
 import threading
@@ -36,7 +37,7 @@ from bitwright.errors import BusyError, ModelError
 from bitwright.torch.calls.decompose import DECOMPOSITIONS, Decomposition
 from bitwright.torch.calls.functions import FUNCTIONS, Function, function_of
 from bitwright.torch.calls.loops import CALLS, Where, line_of_code
-from bitwright.torch.calls.operators import as_function
+from bitwright.torch.calls.operators import as_function, results
 from bitwright.torch.calls.trees import flatten_tensors, named_state, walk_modules
 
 Key = Hashable
@@ -127,9 +128,10 @@ class Thread:
         frames: the forwards it is in, outermost first; empty when it runs nothing.
         failed_in: path of the innermost module that raised the last error to leave the model.
         replica: the copy of the model that runs in its place, if one does.
+        task: the asyncio task that is inside a block of :meth:`Interceptor.active`; other tasks of the thread are not.
     """
 
-    __slots__ = ("_error", "called", "depth", "failed_in", "frames", "handler", "mode", "replica")
+    __slots__ = ("_error", "called", "depth", "failed_in", "frames", "handler", "mode", "replica", "task")
 
     def __init__(self) -> None:
         self.handler: Handler | None = None
@@ -139,6 +141,7 @@ class Thread:
         self.failed_in: str | None = None
         self.replica: Replica | None = None
         self.called: nn.Module | None = None
+        self.task: Any = None
         self._error: BaseException | None = None
 
     def note(self, error: BaseException, path: str) -> None:
@@ -186,6 +189,8 @@ class _Mode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if self.here.task is not None and self.here.task is not running_task():
+            return func(*args, **(kwargs or {}))  # another task's, while this one awaits
         return self.owner.dispatch(self.here, func, args, kwargs or {})
 
 
@@ -228,6 +233,8 @@ class Forward:
         owner, here = self.owner, self.owner.here
         if not here.depth:
             return owner.run(self, here, args, kwargs)
+        if here.task is not None and here.task is not running_task():
+            raise _interleaved()
         depth = len(here.frames)
         owner.enter(here, self)
         try:
@@ -371,11 +378,17 @@ class Interceptor:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Intercept everything that this thread calls inside the block as if the model's forward had called it."""
-        here = self.here
+        here, task = self.here, running_task()
+        # torch keeps one stack of modes per thread, in the order in which they are left again
+        for mode in torch.overrides._get_current_function_mode_stack():
+            if isinstance(mode, _Mode) and mode.here.task not in (None, task):
+                raise _interleaved()
         self._open(here)
+        outer, here.task = here.task, task
         try:
             yield
         finally:
+            here.task = outer
             self._close(here)
 
     @contextmanager
@@ -551,7 +564,9 @@ class Interceptor:
             return func(*args, **kwargs)
         frame = here.frames[-1]
         if isinstance(func, torch._ops.OpOverload):
-            func, args, kwargs = as_function(func, args, kwargs)
+            known, given, named = as_function(func, args, kwargs)
+            if known is not func:
+                return results(func, self.dispatch(here, known, given, named), args, kwargs)
         row = function_of(func)
         if row is None:
             decomposition = DECOMPOSITIONS.get(func)
@@ -639,6 +654,24 @@ class Interceptor:
                 return decomposition.run(*args, **kwargs)
         finally:
             del here.frames[depth:]
+
+
+def running_task() -> asyncio.Task[Any] | None:
+    """The asyncio task that runs in this thread, if one does."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return None
+
+
+def _interleaved() -> BusyError:
+    return BusyError(
+        "active",
+        "another asyncio task of this thread awaits inside a `with sim.active():` block, and what it intercepts would mix "
+        "with the calls of this task",
+        "await outside of the block, call sim.model(...) without a block, or run the block in a thread "
+        "(await asyncio.to_thread(...))",
+    )
 
 
 def _caller() -> str | None:

@@ -7,6 +7,7 @@ branch, or a longer sequence, extend the graph and never duplicate it.
 from __future__ import annotations
 
 import inspect
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -218,6 +219,7 @@ class Recorder:
         param: str | None = None,
         keep: torch.Tensor | None = None,
     ) -> int:
+        refuse_nested(name, tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
         kept = None if keep is None else keep.detach()
         self.values.append(_Tensor(kind, tuple(tensor.shape), dtype, name, param, kept))
@@ -239,6 +241,8 @@ class Recorder:
             # a tensor from outside: an attribute of a module stays what it is, one inside an opaque argument does not
             attribute = self._interceptor_of().attribute_name(tensor)
             kind = "input" if attribute is None else "constant"
+            frame = self._interceptor_of().here.frames[-1:]
+            refuse_nested(attribute or (frame[0].path if frame else "") or "forward", tensor)
             value = self._new(kind, tensor, attribute or "hidden", keep=None if attribute is None else tensor)
             self._bind(tensor, value)
             return value
@@ -310,6 +314,16 @@ class Recorder:
     def constants(self) -> dict[str, torch.Tensor]:
         """The constants that calls read, by value name; valid after :meth:`graph`."""
         return {self.value_names[i]: t.constant for i, t in enumerate(self.values) if t.constant is not None}
+
+
+def refuse_nested(name: str, tensor: torch.Tensor) -> None:
+    """Rows of different lengths have no common shape."""
+    if tensor.is_nested:
+        raise ModelError(
+            name,
+            "it is a nested tensor, whose rows of different lengths have no common shape that could be quantized",
+            "pad the rows, torch.nested.to_padded_tensor(x, 0.0), and give the model a mask of what is padding",
+        )
 
 
 def _is_batched(tensor: torch.Tensor | None) -> bool:
@@ -456,6 +470,15 @@ def explained(
     """The failure of a model on its input, with the module it happened in and what it was given."""
     if isinstance(error, ModelError):
         return error
+    if any(
+        frame.filename.endswith("flex_attention.py") for frame in traceback.extract_tb(error.__traceback__)
+    ):
+        return ModelError(
+            f"{type(model).__name__}{f', in {where}' if where else ''}",
+            "it calls flex_attention, which torch compiles as a whole, so that the calls inside cannot be seen",
+            "use F.scaled_dot_product_attention with a mask in its place while the model is quantized "
+            "(in transformers: model.set_attn_implementation('sdpa'))",
+        )
     if isinstance(error, NotImplementedError) and type(model).forward is nn.Module.forward:
         return ModelError(
             type(model).__name__,

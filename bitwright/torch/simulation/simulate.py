@@ -27,6 +27,7 @@ from bitwright.torch.calls import recurrent
 from bitwright.torch.calls.decompose import EXPORTABLE
 from bitwright.torch.calls.functions import FUNCTIONS, Function
 from bitwright.torch.calls.intercept import ACCESS, Frame, Key
+from bitwright.torch.calls.record import refuse_nested
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors
 from bitwright.torch.simulation.fake_quantize import is_plain
 from bitwright.torch.simulation.quantizer import Quantizer
@@ -125,6 +126,8 @@ class Simulator:
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse to simulate before calibration, and where tensors hold no values."""
         _refuse_transforms()
+        for name, tensor in flatten_tensors((args, dict(kwargs)), "input"):
+            refuse_nested(name, tensor)
         if self.stage == "uncalibrated":
             raise CalibrationError(
                 "QuantizationSimModel",
