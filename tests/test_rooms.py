@@ -26,9 +26,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "algorithms": {
         "channels": set(),
         "folding": {"channels"},
-        "rounding": {"bias_correct", "channels"},
+        "rounding": {"bias_correct", "channels", "options"},
         "scaling": {"bias_correct", "channels", "folding"},
-        "search": {"channels", "rounding"},
+        "search": {"channels", "options", "rounding"},
     },
     "export": {
         "files": set(),

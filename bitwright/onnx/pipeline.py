@@ -12,6 +12,7 @@ import numpy as np
 
 from bitwright.algorithms.bias_correct import BiasReport
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.algorithms.options import Options, keyword_options
 from bitwright.algorithms.scaling.equalize import EqualizeReport
 from bitwright.algorithms.search.activation_ranges import activation_ranges
 from bitwright.algorithms.search.judge import Judge
@@ -285,11 +286,11 @@ class _Methods:
         }
 
 
-def _widen_options() -> tuple[str, ...]:
+def _widen_options() -> Options:
     require_torch("widen")  # derivatives are taken on it
-    from bitwright.algorithms.search.widen import OPTIONS
+    from bitwright.algorithms.search.widen import widen
 
-    return OPTIONS
+    return keyword_options(widen)
 
 
 def _float_outputs(model: Source, providers: Providers | None) -> Callable[[Any], Sequence[Array]]:
@@ -312,7 +313,7 @@ def _arrays(outputs: Iterable[Any]) -> list[Array]:
     return [y if isinstance(y, np.ndarray) else np.empty(0, np.int64) for y in outputs]
 
 
-def _method_options(name: str) -> tuple[str, ...]:
+def _method_options(name: str) -> Options:
     require_torch(name)  # what chooses weights is written on it
     from bitwright.algorithms.rounding.table import method_options
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from bitwright.algorithms.bias_correct import BiasReport
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.algorithms.options import keyword_options
 from bitwright.algorithms.rounding.table import method_options
 from bitwright.algorithms.scaling.equalize import EqualizeReport
 from bitwright.algorithms.search.activation_ranges import activation_ranges
@@ -32,7 +33,7 @@ from bitwright.algorithms.search.recipe import (
     weight_actions,
 )
 from bitwright.algorithms.search.recipe_report import RecipeReport, checked_metric
-from bitwright.algorithms.search.widen import OPTIONS, WidenReport, widen
+from bitwright.algorithms.search.widen import WidenReport, widen
 from bitwright.core.numerics.spec import NonFinite, Preset
 from bitwright.core.simulation.protocols import Undo
 from bitwright.export.files.atomic import check_destination
@@ -272,7 +273,7 @@ class _Methods:
             "awq": action(ptq.awq_model, data=self.chosen, **awq, **common),
             "layer_inputs": action(layer_inputs),
             "activation_ranges": action(activation_ranges, calibrate=self.calibrate),
-            "widen": Action(self.widen, lambda: OPTIONS),
+            "widen": Action(self.widen, lambda: keyword_options(widen)),
             "bias_correction": action(self.correct_biases),
             **weight_actions(choose, self.calibrate, method_options),
         }

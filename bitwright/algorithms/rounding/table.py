@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 from bitwright.algorithms.bias_correct import first_samples
+from bitwright.algorithms.options import check_options, keyword_options
 from bitwright.algorithms.rounding import gptq, reconstruct, seq_mse
 from bitwright.algorithms.rounding.activation_cache import Walk
 from bitwright.algorithms.rounding.blocks import Unit, layer_units
@@ -51,26 +52,21 @@ METHODS: dict[str, Row] = {
 }
 
 
-def method_options(name: str) -> tuple[str, ...]:
-    """Names of the options of a method, and of those that all methods have."""
-    common = (
-        "num_samples",
-        "include",
-        "exclude",
-        "blocks",
-        "seed",
-        "memory_budget",
-        "spill_dir",
-        "cache_dir",
-    )
-    return (*(f.name for f in dataclasses.fields(METHODS[name].settings)), *common)
+def method_options(name: str) -> dict[str, Any]:
+    """The options of a method, and those that all methods have, with their annotations."""
+    common = keyword_options(choose_weights, ("cache", "progress"))
+    return {**_settings(METHODS[name]), **common, "cache_dir": str | Path | None}
+
+
+def _settings(row: Row) -> dict[str, Any]:
+    return get_type_hints(row.settings)
 
 
 def find_method(name: str, options: Mapping[str, Any]) -> tuple[Row, Any]:
     """The row of a method and its settings.
 
     Raises:
-        ConfigError: an unknown method or option, with close matches, or an option out of its range.
+        ConfigError: an unknown method or option, with close matches, or a value that an option does not take.
     """
     if name not in METHODS:
         known = ", ".join(METHODS)
@@ -78,14 +74,7 @@ def find_method(name: str, options: Mapping[str, Any]) -> tuple[Row, Any]:
             "method", f"there is no method {name!r}{close_matches(name, METHODS)}", f"use one of {known}"
         )
     row = METHODS[name]
-    fields = [f.name for f in dataclasses.fields(row.settings)]
-    for option in options:
-        if option not in fields:
-            raise ConfigError(
-                name,
-                f"there is no option {option!r}{close_matches(option, fields)}",
-                f"use {', '.join(fields)}",
-            )
+    check_options(name, options, _settings(row))
     return row, row.settings(**options)
 
 

@@ -7,7 +7,6 @@ module knows names, order and bookkeeping; a :class:`Runner` of either front end
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from bitwright.algorithms.options import Options, check_options, keyword_options
 from bitwright.algorithms.search.judge import Judge
 from bitwright.algorithms.search.recipe_report import Book, RecipeReport
 from bitwright.core.numerics.formats import IntFormat
@@ -292,10 +292,10 @@ class Runner(Protocol):
     changed: bool
 
     def check(self, step: Step) -> None:
-        """Refuse options the step's function does not have, before any work is done.
+        """Refuse options the step's function does not have, and values it does not take, before any work is done.
 
         Raises:
-            ConfigError: naming the option, with close matches.
+            ConfigError: see :func:`bitwright.algorithms.options.check_options`.
         """
 
     def apply(self, step: Step) -> str:
@@ -321,22 +321,23 @@ class Action:
     Attributes:
         run: (the model in the phase ``float``, the simulation in the other, then options) -> the report: its ``summary``
             or first line is written down, and its ``changed`` says whether anything was done.
-        options: names it takes; asked for when a recipe is checked.
+        options: what it takes, with annotations; asked for when a recipe is checked.
     """
 
     run: Callable[..., Any]
-    options: Callable[[], tuple[str, ...]]
+    options: Callable[[], Options]
 
 
 def action(function: Callable[..., Any], **bound: Any) -> Action:
     """An action that calls ``function(target, **bound, **options)``; its options are the keyword-only parameters."""
-    parameters = inspect.signature(function).parameters.values()
-    names = tuple(p.name for p in parameters if p.kind == p.KEYWORD_ONLY and p.name not in bound)
-    return Action(lambda target, **options: function(target, **bound, **options), lambda: names)
+    return Action(
+        lambda target, **options: function(target, **bound, **options),
+        lambda: keyword_options(function, bound),
+    )
 
 
 def weight_actions(
-    choose: Callable[..., Any], calibrate: Callable[[Any], None], options: Callable[[str], tuple[str, ...]]
+    choose: Callable[..., Any], calibrate: Callable[[Any], None], options: Callable[[str], Options]
 ) -> dict[str, Action]:
     """Actions of the steps that choose weights on the grid.
 
@@ -400,14 +401,7 @@ class ModelRunner:
 
     def check(self, step: Step) -> None:
         """See :class:`Runner`."""
-        known = self._front.actions[step.name].options()
-        for option in step.options:
-            if option not in known:
-                raise ConfigError(
-                    step.name,
-                    f"there is no option {option!r}{close_matches(option, known)}",
-                    f"use {', '.join(known)}" if known else "it takes none",
-                )
+        check_options(step.name, step.options, self._front.actions[step.name].options())
 
     def apply(self, step: Step) -> str:
         """See :class:`Runner`."""

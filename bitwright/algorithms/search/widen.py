@@ -20,8 +20,6 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError
 
-#: names of the options of :func:`widen`
-OPTIONS = ("allowance", "memory", "least", "samples", "seed")
 _DROWNED, _HALF = 0.1, 0.5  # noise over signal beyond which the allowances are at least a half
 _NARROW = 8  # bits from which upwards nothing is raised
 

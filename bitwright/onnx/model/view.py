@@ -524,7 +524,9 @@ def measure_shapes(
         asked.append((str(value.name), shape, axes))
     copy.graph.outputs.clear()
     copy.graph.outputs.extend(shape for _, shape, _ in asked)
-    arrays = _run(open_session(copy, providers), as_feeds(feeds, input_specs(model)), "feeds")
+    arrays = _run(
+        open_session(copy, providers, order="written"), as_feeds(feeds, input_specs(model)), "feeds"
+    )
     found = {}
     for (name, _, axes), array in zip(asked, arrays, strict=True):
         if array.tolist() == _NOT_TAKEN:

@@ -181,7 +181,7 @@ def runner_of_dictionaries():
             lambda model: {"value": model["value"] / 2},
             lambda sim: sim["value"],
             remember,
-            {name: Action(add, lambda: ("amount",)) for name in ("fold", "adaround")},
+            {name: Action(add, lambda: {"amount": int}) for name in ("fold", "adaround")},
         ),
     )
 

@@ -6,9 +6,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from onnx import TensorProto, helper
 
 from bitwright.core.simulation.protocols import AddBias, Bypass, SetParam
 from bitwright.errors import ModelError
+from bitwright.onnx.model.load import load_model
 from bitwright.onnx.model.view import OnnxView, measure_shapes
 from tests.onnx import flow
 from tests.onnx.nets import Net, feeds_for, run
@@ -185,3 +187,29 @@ def test_shapes_are_measured_in_a_run():
     assert shapes["h"] == (2, 4, 6, 6)
     assert shapes["x"] == (2, 3, 8, 8)
     assert OnnxView(proto, shapes=shapes).graph().values["y"].shape == (2, 5)
+
+
+def test_shapes_are_measured_behind_an_if_of_a_constant_that_reads_an_outer_value():
+    """ONNX Runtime's optimiser inlines such a branch, and forgets what made the value where more outputs are asked for."""
+    branches = [
+        helper.make_graph(
+            [helper.make_node(op, ["y"], ["z"])],
+            op,
+            [],
+            [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)],
+        )
+        for op in ("Neg", "Abs")
+    ]
+    nodes = [
+        helper.make_node("Relu", ["x"], ["y"]),
+        helper.make_node("If", ["yes"], ["out"], then_branch=branches[0], else_branch=branches[1]),
+    ]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 3]) for name in ("x", "out")]
+    graph = helper.make_graph(
+        nodes, "g", values[:1], values[1:], [helper.make_tensor("yes", TensorProto.BOOL, [], [True])]
+    )
+    model = load_model(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    ).model
+    shapes = measure_shapes(model, {"x": np.zeros((2, 3), np.float32)})
+    assert {name: shapes.get(name) for name in ("x", "y", "out")} == dict.fromkeys(("x", "y", "out"), (2, 3))
