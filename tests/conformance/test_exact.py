@@ -86,6 +86,20 @@ class Probabilities(nn.Module):
         return self.b(torch.log(p)) + torch.rsqrt(torch.sigmoid(8 * self.a(x)))
 
 
+class Routed(nn.Module):
+    """Which row of a table is added depends on scores that are close to each other, and far from one that never wins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.table = nn.Linear(8, 8), nn.Linear(8, 8), nn.Embedding(6, 8)
+        with torch.no_grad():
+            self.first.bias[0] -= 400
+            self.table.weight *= 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.table(self.first(x)[:, :6].argmax(-1)))
+
+
 def labelled() -> Tensor:
     x = torch.rand(12, 3)
     x[:, 0] = torch.tensor([-1.0, 0.0, 1.0, -3.0]).repeat(3)
@@ -97,6 +111,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float]] = {
     "logarithm": (Spectrum, lambda: torch.randn(2, 1, 256) * torch.logspace(-4, 0, 256), 25.0),
     "angle": (Fourier, lambda: torch.rand(2, 5, 2), 30.0),
     "label": (Labels, labelled, 30.0),
+    "decision": (Routed, lambda: torch.randn(64, 8), 30.0),
     "probability": (Probabilities, lambda: torch.randn(8, 8), 25.0),
 }
 
@@ -167,6 +182,19 @@ def test_the_matrix_that_makes_angles_of_positions_stays_in_float_and_others_do_
     assert made.floats["x"].startswith("float: s1 takes it for an angle")
     assert made.floats["b.output[0]"].startswith("float: s2 takes it for an angle")
     assert "second" in made.sites  # a layer that reads what a layer made keeps its integer product
+
+
+def test_scores_that_decide_what_is_computed_stay_in_float_and_those_of_the_answer_do_not() -> None:
+    b = Build()
+    x = b.linear(b.input(shape=(4, 8)), "body", 8)
+    router = b.op("Add", b.linear(x, "router", 8), b.const("favour"), name="sum")
+    chosen = b.op("ArgMax", b.op("Softmax", router, name="scores"), name="best", dtype="int64")
+    token = b.op("Add", x, b.op("Gather", b.const("table", (8, 8)), chosen, name="row"), name="token")
+    answer = b.op("ArgMax", b.linear(token, "head", 8), name="answer", dtype="int64")
+    made = place(b.graph(answer), default_rules())
+    for value in ("router.output[0]", "scores.output[0]"):
+        assert made.floats[value].startswith("float: best decides by it what is computed next")
+    assert {"body.output[0]", "head.output[0]", "token.output[0]"} <= set(made.sites)
 
 
 class Vanishing(nn.Module):

@@ -3,7 +3,8 @@
 A grid's error is the same everywhere on it. Some operators ask for something else: a divisor, a logarithm or a
 root needs a small *relative* error down to the smallest value (a grid rounds these to zero, and the answer is infinite or
 NaN); sine and cosine need a small error against one turn, however many turns the range has; a label that is compared has to be
-the number it was. The op table says which
+the number it was; and a decision about what is computed next (which expert, which entry of a codebook) has to be the one that the
+values before rounding make, where a grid makes ties. The op table says which
 (``OpRow.exact``); here the need is followed back to where such a value comes from.
 """
 
@@ -20,6 +21,7 @@ REASONS: dict[Need, str] = {
     "magnitude": "float: {} needs its magnitude, of which an integer grid has only the large ones",
     "domain": "float: {} has no answer beyond a bound that an integer grid may pass",
     "identity": "float: {} compares it or counts with it, and a grid has other numbers",
+    "order": "float: {} decides by it what is computed next, and a grid makes ties of values that are nearly equal",
     "phase": "float: {} takes it for an angle, and the steps of an integer grid are large against a turn",
 }
 _KEEPS = frozenset(("Neg", "Abs", "Square", "Pow", "Sqrt", "Clip", "Max", "Min", "Mul", "Div", "Reciprocal"))
@@ -44,7 +46,8 @@ def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
     A need for small relative errors reaches back over products, powers and shifts by a constant, and over sums of squares;
     it stops at reductions, layers and activation functions, whose own output is the last value found. An angle is followed
     over scales and shifts, and where no layer has been before (coordinates, positions, times), over everything, the matrix
-    that makes angles of them included.
+    that makes angles of them included. Scores that decide are followed over functions of one value,
+    and not over sums of several: a residual stream is no score.
 
     Args:
         graph: the model.
@@ -60,6 +63,7 @@ class _Trace:
     def __init__(self, graph: Graph, static: set[str]) -> None:
         self.graph, self.static = graph, static
         self.computed = computed_values(graph)
+        self.steering: set[str] = set()  # values that a layer or product further on depends on
         self.found: dict[str, tuple[Need, str]] = {}
 
     def visit(self, op: Op) -> None:
@@ -67,13 +71,18 @@ class _Trace:
         row = op_row(op.type)
         for port, value in op.sources():
             need = row.exact.get(port) if op.type != "Pow" else _power(op, port)
-            if need is not None:
+            if need is not None and (need != "order" or self._steers(op)):
                 self.found.setdefault(value, (need, op.name))
         wanted = next((self.found[value] for value in op.outputs if value in self.found), None)
         if wanted is not None:
-            passed = self._angles(op, row) if wanted[0] == "phase" else self._magnitudes(op, row)
-            for value in passed:
+            for value in _FOLLOWED.get(wanted[0], _Trace._magnitudes)(self, op, row):
                 self.found.setdefault(value, wanted)
+        if row.kind == "compute" or not self.steering.isdisjoint(op.outputs):
+            self.steering.update(value for _, value in op.sources())
+
+    def _steers(self, op: Op) -> bool:
+        """Whether a layer or product depends on the indices that ``op`` finds, and not only the model's output."""
+        return any(v in self.steering and not self.graph.values[v].is_float for v in op.outputs)
 
     def _data(self, op: Op, row: OpRow) -> list[str]:
         ports = row.activations
@@ -90,6 +99,11 @@ class _Trace:
         elif op.type in ("Add", "Sub"):
             alone = len(data) == 1 or len(set(data)) == 1
             yield from (value for value in data if alone or self._is_positive(value))
+
+    def _scores(self, op: Op, row: OpRow) -> Iterator[str]:
+        moving = [value for value in self._data(op, row) if value not in self.static]
+        if row.kind == "movement" or (row.kind in ("merge", "pointwise") and len(moving) == 1):
+            yield from moving
 
     def _is_positive(self, value: str) -> bool:
         """Whether a value is made without a sign, so that a sum with it loses no magnitude."""
@@ -110,6 +124,10 @@ class _Trace:
             yield from (
                 v for v in data if v not in self.computed or (op.type in _LINEAR and len(moving) == 1)
             )
+
+
+#: need -> how it is followed back, where not as magnitudes are
+_FOLLOWED = {"phase": _Trace._angles, "order": _Trace._scores}
 
 
 def _power(op: Op, port: int) -> Need | None:

@@ -14,7 +14,7 @@ from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerGate, PerTensor
 
 Kind = Literal["compute", "movement", "pointwise", "merge", "norm", "reduce", "float"]
-Need = Literal["divisor", "magnitude", "domain", "phase", "identity"]
+Need = Literal["divisor", "magnitude", "domain", "phase", "identity", "order"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class OpRow:
         fixed_range: the output's range whatever the input (``(0, 1)`` for sigmoid).
         exact: port -> what no integer grid gives the operator there: small values of a ``divisor``, the ``magnitude`` of
             what is small, values within its ``domain``, a ``phase``, the very numbers that are compared or counted with
-            (``identity``); see :mod:`bitwright.core.graph.exact`.
+            (``identity``), the ``order`` of values that are nearly equal, where its indices decide what is computed; see
+            :mod:`bitwright.core.graph.exact`.
     """
 
     kind: Kind
@@ -134,9 +135,13 @@ OPS: dict[str, OpRow] = {
     **dict.fromkeys(
         ("Expand", "Tile", "Pad", "MaxPool", "GlobalMaxPool", "DepthToSpace", "SpaceToDepth"), _MOVE
     ),
+    **dict.fromkeys(("Gather", "GatherElements", "GatherND"), _MOVE),
+    # selections of the largest and smallest, which also say where these were
     **dict.fromkeys(
-        ("Gather", "GatherElements", "GatherND", "ReduceMax", "ReduceMin", "TopK", "Sort"), _MOVE
+        ("ReduceMax", "ReduceMin", "TopK", "Sort"),
+        OpRow("movement", activations=(0,), exact={0: "order"}),
     ),
+    **dict.fromkeys(("ArgMax", "ArgMin", "argmax", "argmin", "argsort"), OpRow("float", exact={0: "order"})),
     **dict.fromkeys(
         ("Dropout", "Flip", "Roll", "Unfold", "ChannelShuffle", "ResizeNearest", "Compress"), _MOVE
     ),

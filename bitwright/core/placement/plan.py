@@ -442,7 +442,7 @@ class _Placer:
         if value not in self.exact:
             return ""
         need, op = self.exact[value]
-        coarse = need in ("phase", "identity") or spec is None or isinstance(spec.format, IntFormat)
+        coarse = need in ("phase", "identity", "order") or spec is None or isinstance(spec.format, IntFormat)
         return REASONS[need].format(op) if coarse else ""
 
     def _output_setting(self, op: Op, index: int, value: str) -> Setting:

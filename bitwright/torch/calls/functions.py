@@ -414,3 +414,20 @@ def function_of(func: Any) -> Function | None:
     if row is None and isinstance(func, torch._ops.OpOverloadPacket):
         row = _BY_LABEL.get(_OPERATORS.get(func._qualified_op_name, ""))
     return row
+
+
+_SORTS = frozenset((torch.sort, torch.Tensor.sort, torch.argsort, torch.Tensor.argsort))
+
+
+def settled(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with what it leaves open decided: a sort keeps the order of values that are equal.
+
+    Torch sorts them in any order where it is not asked; exported files have one that is stable. Rows that are sorted by
+    a few numbers of experts would stand in another order in each.
+    """
+    if func not in _SORTS or kwargs.get("stable") is not None:
+        return args, kwargs
+    named = dict(zip(("dim", "descending"), args[1:], strict=False))
+    return args[:1], {**named, **kwargs, "stable": True}

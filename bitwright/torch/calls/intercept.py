@@ -35,7 +35,7 @@ from bitwright.core.graph.ops import op_row
 from bitwright.core.simulation.occupancy import Occupancy
 from bitwright.errors import BusyError, ModelError
 from bitwright.torch.calls.decompose import DECOMPOSITIONS, Decomposition
-from bitwright.torch.calls.functions import FUNCTIONS, Function, function_of
+from bitwright.torch.calls.functions import FUNCTIONS, Function, function_of, settled
 from bitwright.torch.calls.loops import CALLS, Where, line_of_code
 from bitwright.torch.calls.operators import as_function, results
 from bitwright.torch.calls.trees import flatten_tensors, named_state, walk_modules
@@ -567,6 +567,7 @@ class Interceptor:
             known, given, named = as_function(func, args, kwargs)
             if known is not func:
                 return results(func, self.dispatch(here, known, given, named), args, kwargs)
+        args, kwargs = settled(func, args, kwargs)
         row = function_of(func)
         if row is None:
             decomposition = DECOMPOSITIONS.get(func)
