@@ -186,6 +186,45 @@ def test_a_layer_over_time_and_branches_that_share_one_stay_one_place() -> None:
         assert not sim._simulator.unseen
 
 
+def test_a_convolution_repeated_on_one_line_is_named_before_it_costs_three_bits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each call makes less of its input, ten times less after four; calls over time are not accused."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(16, 16, 1, bias=False)
+    with torch.no_grad():
+        conv.weight[:] = torch.linalg.qr(torch.randn(16, 16))[0][..., None, None] * 0.45
+    own = [conv, *(nn.Conv2d(16, 16, 1, bias=False) for _ in range(3))]
+    for layer in own[1:]:
+        layer.weight = conv.weight
+    x, lost = torch.randn(8, 16, 4, 4), []
+    for layers in ([conv] * 4, own):
+        caplog.clear()
+        model = nn.Sequential(*layers).eval()
+        sim = QuantizationSimModel(model, x)
+        sim.compute_encodings([x], progress=False)
+        with torch.no_grad():
+            lost.append(sqnr(model(x).numpy(), sim.model(x).numpy()))
+        assert ("several calls of one layer share this grid" in caplog.text) == (layers is not own)
+    assert lost[1] > lost[0] + 10
+
+    class Elman(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.i, self.h = nn.Linear(8, 16), nn.Linear(16, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.zeros(x.size(0), 16)
+            for t in range(x.size(1)):
+                h = torch.tanh(self.i(x[:, t]) + self.h(h))
+            return h
+
+    caplog.clear()
+    x = torch.randn(16, 20, 8)
+    QuantizationSimModel(Elman(), x).compute_encodings([x], progress=False)
+    assert "share this grid" not in caplog.text
+
+
 def test_calls_of_a_loop_with_unlike_ranges_are_named_and_the_remedy_works(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
