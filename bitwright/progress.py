@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
@@ -28,9 +29,23 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+def in_notebook() -> bool:
+    """Whether this is the kernel of a notebook that can show a bar.
+
+    >>> in_notebook()
+    False
+    """
+    kernel = sys.modules.get("ipykernel.zmqshell")
+    shell = kernel is not None and kernel.ZMQInteractiveShell.initialized()
+    return bool(shell) and importlib.util.find_spec("ipywidgets") is not None
+
+
 def progress(items: Iterable[T], title: str, enabled: bool = True, delay: float = 2.0) -> Iterator[T]:
-    """``items`` with a progress bar on stderr once they take longer than ``delay`` seconds; only on a terminal."""
-    if not enabled or not sys.stderr.isatty():
+    """``items`` with a progress bar once they take longer than ``delay`` seconds: on stderr of a terminal, or in a notebook.
+
+    In a notebook the bar needs ``ipywidgets``; without them there is none.
+    """
+    if not enabled or not (sys.stderr.isatty() or in_notebook()):
         yield from items
         return
     from rich.console import Console

@@ -19,16 +19,17 @@ FILES = sorted((ROOT / "bitwright").rglob("*.py"))
 NUMPY, ONNX = {"numpy"}, {"onnx", "onnx_ir", "onnxruntime", "onnxscript", "ml_dtypes", "google"}
 FILES_OUT = {"pydantic", "yaml", "safetensors", "rich"}
 ANYTHING = NUMPY | ONNX | FILES_OUT | {"torch", "typer", "jinja2", "plotly", "scipy", "ray"}
-FRONT_END = {"errors", "core", "export", "progress"}
+FRONT_END = {"errors", "core", "export", "progress", "tables"}
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": (set(), set()),
     "errors": (set(), set()),
     "progress": (set(), {"rich"}),
+    "tables": (set(), set()),
     "interrupt": (set(), set()),
-    "core": ({"errors"}, NUMPY),
-    "algorithms": ({"errors", "core"}, NUMPY),
+    "core": ({"errors", "tables"}, NUMPY),
+    "algorithms": ({"errors", "core", "tables"}, NUMPY),
     "compression": ({"errors", "core"}, NUMPY),
-    "export": ({"errors", "core"}, NUMPY | ONNX | FILES_OUT),
+    "export": ({"errors", "core", "tables"}, NUMPY | ONNX | FILES_OUT),
     # the public names of algorithms (fold_all_batch_norms, ...) are thin entries of the front ends
     "torch": (FRONT_END | {"algorithms"}, NUMPY | ONNX | FILES_OUT | {"torch"}),
     "onnx": (FRONT_END | {"algorithms"}, NUMPY | ONNX | FILES_OUT),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib.machinery
 import io
 import sys
+import types
 
 import pytest
 
-from bitwright.progress import collector_paused, progress
+from bitwright.progress import collector_paused, in_notebook, progress
 
 
 class Terminal(io.StringIO):
@@ -51,3 +53,31 @@ def test_the_collector_is_paused_and_comes_back() -> None:
         assert not gc.isenabled()
         raise ValueError
     assert gc.isenabled()
+
+
+class Kernel:
+    """What ``ipykernel.zmqshell`` is to ``in_notebook``."""
+
+    class ZMQInteractiveShell:
+        running = True
+
+        @classmethod
+        def initialized(cls) -> bool:
+            return cls.running
+
+
+@pytest.mark.parametrize(("running", "widgets"), [(True, True), (False, True), (True, False)])
+def test_a_notebook_that_has_widgets_shows_a_bar(
+    monkeypatch: pytest.MonkeyPatch, running: bool, widgets: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", Kernel)  # type: ignore[arg-type]
+    monkeypatch.setattr(Kernel.ZMQInteractiveShell, "running", running)
+    spec = importlib.machinery.ModuleSpec("ipywidgets", None)
+    widget = types.ModuleType("ipywidgets")
+    widget.__spec__ = spec
+    monkeypatch.setitem(sys.modules, "ipywidgets", widget if widgets else None)  # type: ignore[arg-type]
+    assert in_notebook() == (running and widgets)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())  # no terminal
+    assert list(progress([1, 2], "calibrating", delay=0.0)) == [1, 2]
+    # rich draws with the widgets of a real kernel; here it finds neither kernel nor terminal, and ends a line
+    assert bool(sys.stderr.getvalue()) == (running and widgets)  # type: ignore[attr-defined]

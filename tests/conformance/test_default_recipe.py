@@ -158,7 +158,7 @@ def test_a_method_that_spoils_unseen_data_is_taken_back(front_end):
     spec = ["fold", "gptq"]
     result, run = quantized(front_end, model, mixed, "w4a8")
     step = next(o for o in result.report if o.step.startswith("gptq"))
-    assert not step.kept and step.sqnr[1] < step.sqnr[0] and "taken back: " in str(result.report)
+    assert not step.kept and step.sqnr[1] < step.sqnr[0] and "undone: " in str(result.report)
     judge, rest = Judge.of(mixed, lambda batch: [])
     _, harmed = quantized(front_end, model, list(rest), "w4a8", recipe=spec)
     assert decibels(model, run) > decibels(model, harmed) + 1

@@ -88,11 +88,11 @@ class QuantizationSimModel(front.QuantizationSimModel):
             model,
             dummy_input,
             range_method(quant_scheme),
-            default_output_bw,
-            default_param_bw,
-            in_place,
-            "default" if config_file is None else config_file,
-            data_type(default_data_type),
+            default_output_bw=default_output_bw,
+            default_param_bw=default_param_bw,
+            in_place=in_place,
+            config_file="default" if config_file is None else config_file,
+            default_data_type=data_type(default_data_type),
             **options,
         )
         self._scheme = quant_scheme

@@ -494,7 +494,7 @@ def run_recipe(
             continue
         outcome = book.add(str(step), value, note, None if verdict is None else verdict.sqnr)
         if verdict is not None and not verdict.kept:
-            logger.info("%s is taken back: the outputs did not gain", step)
+            logger.info("%s is undone: the outputs did not gain", step)
             undo()
             book.take_back()
         elif outcome.hurts:
@@ -561,4 +561,4 @@ def _check(steps: Sequence[Step], runner: Runner) -> dict[int, BitwrightError]:
 
 
 def _fate(on_harm: OnHarm) -> str:
-    return "; it is taken back" if on_harm == "undo" else "; on_harm='undo' would take it back"
+    return "; it is undone" if on_harm == "undo" else "; on_harm='undo' would undo it"

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bitwright.errors import BitwrightError, CalibrationError
+from bitwright.tables import html_table
 
 logger = logging.getLogger("bitwright")
 
@@ -22,7 +23,7 @@ class Outcome:
         step: as written, or ``float`` and ``no step`` for the first two lines.
         metric: after it, on the simulated model; ``None`` when no metric was given.
         change: of the metric, positive for the better.
-        note: what the step says of itself, or why it was taken back.
+        note: what the step says of itself, or why it was undone.
         kept: whether it is in force.
         sqnr: signal-to-noise ratio of the outputs before and after it, in dB, where a judge was asked.
     """
@@ -69,22 +70,30 @@ class RecipeReport(Sequence[Outcome]):
         kept = [o.metric for o in self.outcomes if o.kept]
         return kept[-1] if kept else None
 
-    def __str__(self) -> str:
-        rows = [("step", "metric", "change", "")]
+    def _cells(self) -> list[tuple[str, str, str, str]]:
+        rows = []
         for o in self.outcomes:
             metric = "" if o.metric is None else f"{o.metric:.5g}"
             change = "" if o.change is None else f"{o.change:+.3g}"
             back = not o.kept and (o.change is not None or o.sqnr is not None)
             noise = "" if o.sqnr is None else f"; output {o.sqnr[0]:.2f} -> {o.sqnr[1]:.2f} dB"
-            rows.append((o.step, metric, change, f"{'taken back: ' if back else ''}{o.note}{noise}"))
+            rows.append((o.step, metric, change, f"{'undone: ' if back else ''}{o.note}{noise}"))
+        return rows
+
+    def _lines(self) -> list[str]:
+        return [f"outputs compared with float {self.judged}"] if self.judged else []
+
+    def __str__(self) -> str:
+        rows = [("step", "metric", "change", ""), *self._cells()]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [
             f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}  {d}".rstrip()
             for a, b, c, d in rows
         ]
-        if self.judged:
-            lines.append(f"outputs compared with float {self.judged}")
-        return "\n".join(lines)
+        return "\n".join(lines + self._lines())
+
+    def _repr_html_(self) -> str:
+        return html_table(("step", "metric", "change", "note"), self._cells(), notes=self._lines())
 
 
 def checked_metric(step: str, metric: float) -> float:

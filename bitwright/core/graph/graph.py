@@ -62,7 +62,6 @@ class Op:
         calls: how often the place ran in the recorded run.
         also: ``(port, value)`` pairs that later runs of the same place read.
         module: path of the module or name of the function the place belongs to.
-        scope: the training flag and other notes a front end wants to keep (for example ``training``).
         inner: of a recurrent layer, what is computed inside a step: name (:mod:`bitwright.core.graph.recurrence`) -> value, in
             order of computation. ``hidden`` is the output with all steps, where there is one; the others are values of
             their own that no operator reads.

@@ -29,6 +29,7 @@ from bitwright.core.numerics.arrays import (
     to_numpy,
 )
 from bitwright.errors import CalibrationError
+from bitwright.tables import html_text
 
 TensorKind = Literal["input", "param", "constant", "activation"]
 
@@ -327,6 +328,9 @@ class HealthReport:
 
     def __str__(self) -> str:
         return self.text()
+
+    def _repr_html_(self) -> str:
+        return html_text(self.text())
 
 
 def counted(number: int, one: str, more: str = "") -> str:

@@ -9,8 +9,10 @@ import numpy as np
 from bitwright.core.graph.constant_channels import ConstantChannels
 from bitwright.core.health.report import HALVES, LIMITS
 from bitwright.core.numerics.statistics import Histogram, MinMax, bounds_of
+from bitwright.tables import html_table, text_table
 
 _SHOWN = 8
+_HEAD = ("site", "dtype", "range", "notes")
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,25 @@ class SiteHealth:
 
     def __str__(self) -> str:
         return f"{self.site}: {'; '.join(self.notes) or f'in [{self.lo:.4g}, {self.hi:.4g}]'}"
+
+
+class HealthTable(list[SiteHealth]):
+    """The health of every site, in order; a list, and a table when printed or shown in a notebook."""
+
+    def _cells(self) -> list[tuple[str, str, str, str]]:
+        return [
+            (h.site, h.dtype, f"[{h.lo:.4g}, {h.hi:.4g}]" if h.count else "", "; ".join(h.notes))
+            for h in self
+        ]
+
+    def _summary(self) -> str:
+        return f"{len(self)} sites, {sum(bool(h.notes) for h in self)} with notes"
+
+    def __str__(self) -> str:
+        return f"{text_table(_HEAD, self._cells())}\n{self._summary()}"
+
+    def _repr_html_(self) -> str:
+        return html_table(_HEAD, self._cells(), notes=[self._summary()])
 
 
 def site_health(

@@ -8,7 +8,7 @@ or underflows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -231,7 +231,7 @@ def _settled(spec: QuantSpec, bounds: MinMax) -> QuantSpec:
     """``spec`` with the choice between signed and unsigned, which depends on all groups, already made."""
     if spec.symmetry != "unsigned_symmetric" or not (bounds.lo < 0).any():
         return spec
-    return QuantSpec(spec.format, spec.granularity, "symmetric", spec.method, spec.fixed_range)
+    return replace(spec, symmetry="symmetric")
 
 
 def _row_samples(rows: Array) -> Samples:

@@ -62,7 +62,7 @@ class QuantSpec:
     """What one tensor is quantized to, before any data was seen.
 
     Attributes:
-        format: the grid. Under ``symmetry`` the calibrated encoding may carry a variant of it:
+        format: the grid, or its name. Under ``symmetry`` the calibrated encoding may carry a variant of it:
             ``strict_symmetric`` drops the lowest code; ``unsigned_symmetric`` uses the unsigned grid of the
             same width when no value is negative.
         granularity: which elements share a scale; axes left ``None`` come from the operator.
@@ -84,6 +84,19 @@ class QuantSpec:
     scale_format: ScaleFormat = FLOAT32_SCALE
 
     def __post_init__(self) -> None:
+        if not isinstance(self.granularity, Granularity):
+            raise ConfigError(
+                site="QuantSpec.granularity",
+                problem=f"{self.granularity!r:.100} is not a granularity",
+                remedy="write PerTensor(), PerChannel(), PerBlock(size) or PerGate()",
+            )
+        if not isinstance(self.method, RangeMethod):
+            raise ConfigError(
+                site="QuantSpec.method",
+                problem=f"{self.method!r:.100} is not a RangeMethod",
+                remedy="write RangeMethod('mse'), with the name of the method",
+            )
+        object.__setattr__(self, "format", parse_format(self.format))
         if self.symmetry not in SYMMETRIES:
             raise ConfigError(
                 site="QuantSpec.symmetry",

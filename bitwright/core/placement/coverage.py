@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 
 from bitwright.core.graph.graph import Graph
 from bitwright.core.placement.plan import Plan, Row
+from bitwright.tables import html_table, text_table
+
+_HEAD = ("value", "operator", "shape", "status", "how")
 
 
 @dataclass(frozen=True)
@@ -67,15 +70,16 @@ class Coverage(Sequence[Row]):
         """How many rows are ``quantized``, ``shared`` and ``float``."""
         return dict(Counter(row.status for row in self.rows))
 
-    def __str__(self) -> str:
-        head = ("value", "operator", "shape", "status", "how")
-        cells = [(r.name, r.op_type, "x".join(map(str, r.shape)), r.status, r.how) for r in self.rows]
-        widths = [min(48, max(len(row[i]) for row in [head, *cells])) for i in range(4)]
-        lines = [
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=False)) + f"  {row[4]}"
-            for row in [head, *cells]
-        ]
-        lines.insert(1, "-" * len(lines[0]))
-        lines += [f"not recorded: {name}: {reason}" for name, reason in self.unseen]
+    def _cells(self) -> list[tuple[str, str, str, str, str]]:
+        return [(r.name, r.op_type, "x".join(map(str, r.shape)), r.status, r.how) for r in self.rows]
+
+    def _lines(self) -> list[str]:
+        lines = [f"not recorded: {name}: {reason}" for name, reason in self.unseen]
         lines += [f"note: {note}" for note in self.notes]
-        return "\n".join([*lines, ", ".join(f"{n} {status}" for status, n in self.counts.items())])
+        return [*lines, ", ".join(f"{n} {status}" for status, n in self.counts.items())]
+
+    def __str__(self) -> str:
+        return "\n".join([text_table(_HEAD, self._cells()), *self._lines()])
+
+    def _repr_html_(self) -> str:
+        return html_table(_HEAD, self._cells(), notes=self._lines())

@@ -889,7 +889,7 @@ class _Placer:
             if self.graph.consumers(value.name):
                 return "no operator computes with it"
             return (
-                "no recorded operator reads it itself"
+                "no operator of the recorded run reads it"
                 if value.is_static or value.kind == "input"
                 else "not recorded"
             )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from bitwright.core.numerics.formats import Format, IntFormat, parse_format
 from bitwright.core.numerics.ranges import find_range_method
@@ -30,6 +34,35 @@ class QuantizationDataType(Enum):
 
     int = "int"
     float = "float"
+
+
+P = ParamSpec("P")
+
+
+def bit_widths(first: str, second: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Decorator of a constructor with the bit widths ``first`` and ``second``, next to each other in this order.
+
+    The front ends have them in opposite orders, each in AIMET's. Where they differ and were given by position, a warning
+    says which is which.
+    """
+
+    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+        at = list(inspect.signature(init).parameters).index(first)
+
+        @functools.wraps(init)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+            given = args[at : at + 2]
+            if len(given) == 2 and given[0] != given[1]:
+                warnings.warn(
+                    f"bit widths by position: read as {first}={given[0]!r}, {second}={given[1]!r}; the simulations of PyTorch "
+                    "and of ONNX models have the two in opposite orders, so give them by name",
+                    stacklevel=2,
+                )
+            init(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def make_rules(

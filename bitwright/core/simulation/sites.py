@@ -13,7 +13,7 @@ from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.masks import MASKED, holds_mask, mask_values
 from bitwright.core.graph.ops import resolve_granularity
 from bitwright.core.health.report import HealthReport
-from bitwright.core.health.site_health import SiteHealth, site_health
+from bitwright.core.health.site_health import HealthTable, site_health
 from bitwright.core.numerics.arrays import Array
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
@@ -23,6 +23,7 @@ from bitwright.core.placement.plan import Plan, Role, SitePlan
 from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.errors import CalibrationError, ConfigError, close_matches
+from bitwright.tables import html_table
 
 logger = logging.getLogger("bitwright")
 
@@ -306,13 +307,13 @@ class SiteMap(Mapping[str, Any]):
         """Of a bias with the scales of input and weight: which of these are not quantized."""
         return [name for name in site._plan.follows or () if not self._sites[name].enabled]
 
-    def health(self, parameters: Mapping[str, Array]) -> list[SiteHealth]:
+    def health(self, parameters: Mapping[str, Array]) -> HealthTable:
         """The health of every enabled activation site that was calibrated, and of the weights among ``parameters``.
 
         Args:
             parameters: site -> its values.
         """
-        found = []
+        found = HealthTable()
         for name, site in self._sites.items():
             quantizer, value = site.quantizer, site._graph.values[site._plan.value]
             seen: Statistics | None = quantizer.statistics
@@ -393,6 +394,15 @@ class SiteMap(Mapping[str, Any]):
     def __repr__(self) -> str:
         done = sum(site.encoding is not None for site in self._sites.values())
         return f"SiteMap({len(self)} sites, {done} calibrated)"
+
+    def _repr_html_(self, title: str = "") -> str:
+        head = ("site", "spec", "shared with", "enabled", "calibrated")
+        rows = [
+            (name, site.quantizer.spec.describe(), "" if site.group == name else site.group)
+            + tuple("yes" if fact else "no" for fact in (site.enabled, site.encoding is not None))
+            for name, site in self._sites.items()
+        ]
+        return html_table(head, rows, title or repr(self))
 
 
 def _and_more(sites: list[Site]) -> str:

@@ -32,6 +32,7 @@ from bitwright.export.verify.cut import Cut, Place
 from bitwright.export.verify.reasons import OTHER_CONSTANT, Evidence, explain, measure, reason_of
 from bitwright.export.verify.runtime import MODES, Mode, refusals, run_model
 from bitwright.export.verify.steps import side_by_side
+from bitwright.tables import html_table
 
 Array = NDArray[Any]
 Verdict = Literal["agrees", "within", "fails"]
@@ -180,6 +181,29 @@ class VerifyReport:
         return {reason: number for number, reason in enumerate(reasons, 1)}
 
     __str__ = to_text
+
+    def _repr_html_(self) -> str:
+        head = (
+            "site",
+            "run",
+            "operators",
+            "kernel",
+            "equal (float)",
+            "LSB",
+            "equal (integer)",
+            "LSB",
+            "verdict",
+            "reason",
+        )
+        rows = [
+            (row.site, row.run, " ".join(row.ops), row.kernel)
+            + tuple(
+                text for a in (row.as_float, row.as_integer) for text in (f"{a.equal:.3%}", f"{a.lsb:.3g}")
+            )
+            + (row.verdict, row.reason or "")
+            for row in self.rows
+        ]
+        return html_table(head, rows, "Simulation against the exported file, layer by layer", self._lines())
 
     def _lines(self) -> Iterator[str]:
         for end in self.outputs:

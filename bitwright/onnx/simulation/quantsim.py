@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from bitwright.core.graph.graph import Graph
 from bitwright.core.health.repair import Repair
 from bitwright.core.health.report import HealthReport, check_parameters
-from bitwright.core.health.site_health import SiteHealth
+from bitwright.core.health.site_health import HealthTable
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod, check_policy
 from bitwright.core.placement.coverage import Coverage
 from bitwright.core.placement.plan import Plan, place
 from bitwright.core.placement.rules import Rules
-from bitwright.core.placement.user_scheme import QuantizationDataType, QuantScheme, make_rules
+from bitwright.core.placement.user_scheme import QuantizationDataType, QuantScheme, bit_widths, make_rules
 from bitwright.core.simulation.calibration import BatchGate, CalibrationLog, nested_calibration
 from bitwright.core.simulation.occupancy import Lock, Occupancy
 from bitwright.core.simulation.protocols import Undo
@@ -146,6 +146,7 @@ class QuantizationSimModel:
         ConfigError: unknown scheme or provider, or a configuration that cannot be read.
     """
 
+    @bit_widths("default_param_bw", "default_activation_bw")
     def __init__(
         self,
         model: Source,
@@ -503,7 +504,7 @@ class QuantizationSimModel:
                 self._dummy = next(random_feeds(self.specs))
             return self._dummy
 
-    def health(self) -> list[SiteHealth]:
+    def health(self) -> HealthTable:
         """What calibration saw at every site, and what the weights hold: NaN, Inf, zero and constant channels, saturation."""
         return self.quantizers.health(self.constants)
 
@@ -828,6 +829,9 @@ class QuantizationSimModel:
     def __repr__(self) -> str:
         state = "calibrated" if self.calibrated else "not calibrated"
         return f"QuantizationSimModel({len(self.graph)} operators, {self.quantizers!r}, {state})"
+
+    def _repr_html_(self) -> str:
+        return self.quantizers._repr_html_(repr(self))
 
 
 def _holds_nan(output: Any) -> bool:

@@ -17,12 +17,12 @@ from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.ops import op_row
 from bitwright.core.health.repair import Repair
 from bitwright.core.health.report import HealthReport, check_parameters
-from bitwright.core.health.site_health import SiteHealth
+from bitwright.core.health.site_health import HealthTable
 from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod, check_policy
 from bitwright.core.placement.coverage import Coverage
 from bitwright.core.placement.plan import Plan, place
 from bitwright.core.placement.rules import Rules
-from bitwright.core.placement.user_scheme import QuantizationDataType, QuantScheme, make_rules
+from bitwright.core.placement.user_scheme import QuantizationDataType, QuantScheme, bit_widths, make_rules
 from bitwright.core.simulation.calibration import BatchGate, CalibrationLog, nested_calibration
 from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.quantizer import DerivedBias
@@ -68,6 +68,7 @@ class QuantizationSimModel:
         ConfigError: unknown scheme, or a configuration that cannot be read.
     """
 
+    @bit_widths("default_output_bw", "default_param_bw")
     def __init__(
         self,
         model: nn.Module,
@@ -469,7 +470,7 @@ class QuantizationSimModel:
         with alone, torch.no_grad(), evaluation(self.model):
             yield
 
-    def health(self) -> list[SiteHealth]:
+    def health(self) -> HealthTable:
         """What calibration saw at every site, and what the weights hold: NaN, Inf, zero and constant channels, saturation."""
         found = self._quantized_parameters()
         sites = {n: self.graph.values[s.value].param for n, s in self.quantizers.items()}
@@ -560,6 +561,9 @@ class QuantizationSimModel:
 
     def __repr__(self) -> str:
         return f"QuantizationSimModel({type(self.model).__name__}, {self.quantizers!r}, stage={self._simulator.stage})"
+
+    def _repr_html_(self) -> str:
+        return self.quantizers._repr_html_(repr(self))
 
 
 def _refuse_simulated(model: nn.Module) -> None:

@@ -116,7 +116,7 @@ def test_a_step_that_hurts_is_reported_and_taken_back_if_asked(on_harm, end, kep
     assert report[3].hurts and report[3].kept is kept
     assert report[4].change == 3.0  # against what is in force
     assert "equalize() made the metric worse by 2;" in caplog.text
-    assert ("taken back: equalize done" in str(report)) is not kept
+    assert ("undone: equalize done" in str(report)) is not kept
 
 
 def test_lower_may_be_better():
@@ -280,7 +280,7 @@ def test_a_judge_keeps_what_the_outputs_gain_by(caplog):
     assert [o.sqnr for o in report] == [
         None, (10.0, 9.0), None, (10.0, 10.05), (10.0, 12.0), (12.0, 11.5)
     ]  # fmt: skip
-    assert "taken back: gptq done; output 12.00 -> 11.50 dB" in str(report)
+    assert "undone: gptq done; output 12.00 -> 11.50 dB" in str(report)
     assert str(report).endswith("outputs compared with float on 1 batch that the methods do not see")
 
 

@@ -1,5 +1,7 @@
 """Range methods: valid on any data, never worse than the full range by their measure, true to their names."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,18 +10,19 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from bitwright.core.numerics.affine import encode, fake_quantize, grid, round_to_float
-from bitwright.core.numerics.formats import FLOAT_FORMATS, FloatFormat, parse_format
+from bitwright.core.numerics.formats import FLOAT_FORMATS, FloatFormat, IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.ranges import (
     RANGE_METHODS,
     _candidates,
+    _settled,
     choose_range,
     choose_range_of,
     find_range_method,
     needs,
 )
 from bitwright.core.numerics.spec import SYMMETRIES, QuantSpec, RangeMethod
-from bitwright.core.numerics.statistics import measure, merge, start
+from bitwright.core.numerics.statistics import measure, merge, start, update
 from bitwright.errors import CalibrationError, ConfigError, GranularityError
 
 SEARCHES = ("mse", "sqnr")
@@ -414,3 +417,17 @@ def test_no_finite_data_is_refused_by_index(method):
 def test_a_granularity_that_does_not_fit_names_the_site():
     with pytest.raises(GranularityError, match="^conv1.weight: axis 1 has 48 elements"):
         choose_range_of(np.zeros((4, 48)), spec_of("minmax"), PerBlock(32, 1, 0), site="conv1.weight")
+
+
+def test_the_choice_between_signed_and_unsigned_changes_nothing_else():
+    spec = QuantSpec(
+        IntFormat(8),
+        symmetry="unsigned_symmetric",
+        non_finite="clamp",
+        scale_format="e8m0",
+        method=RangeMethod("mse"),
+    )
+    bounds = start("minmax")
+    bounds = update(bounds, np.float32([-1, 2]))
+    assert _settled(spec, bounds) == replace(spec, symmetry="symmetric")
+    assert _settled(spec, update(start("minmax"), np.float32([0, 2]))) is spec

@@ -267,9 +267,9 @@ def test_values_nobody_reads():
     b.const("unused", (3,))
     made = plan(b.graph(b.conv(b.input(), "conv", inputs=3), b.input("y")))
     assert made.floats == {
-        "spare": "no recorded operator reads it itself",
-        "unused": "no recorded operator reads it itself",
-        "y": "no recorded operator reads it itself",
+        "spare": "no operator of the recorded run reads it",
+        "unused": "no operator of the recorded run reads it",
+        "y": "no operator of the recorded run reads it",
     }
 
 

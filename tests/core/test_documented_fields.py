@@ -1,0 +1,46 @@
+"""What the docstring of a data class lists under ``Attributes`` is what the class has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ENTRY = re.compile(r"^    ((?:\*{0,2}\w+, )*\w+): ", re.MULTILINE)
+
+
+def documented(cls: ast.ClassDef) -> set[str]:
+    """Names under ``Attributes:`` in the docstring of ``cls``."""
+    section = re.search(r"^Attributes:\n((?:    .*\n?|\n)*)", ast.get_docstring(cls) or "", re.MULTILINE)
+    return {name for match in ENTRY.findall(section[1]) for name in match.split(", ")} if section else set()
+
+
+def members(cls: ast.ClassDef) -> set[str]:
+    """Fields, methods and what methods assign on ``self``."""
+    own = {n.target.id for n in cls.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    own |= {n.name for n in cls.body if isinstance(n, ast.FunctionDef)}
+    return own | {
+        n.attr
+        for n in ast.walk(cls)
+        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "self"
+    }
+
+
+def undocumented_by(tree: ast.Module) -> list[str]:
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and not node.bases]
+    return [f"{c.name}.{name}" for c in classes for name in sorted(documented(c) - members(c))]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "bitwright").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT / "bitwright"))
+)
+def test_every_documented_field_exists(path: Path) -> None:
+    assert not undocumented_by(ast.parse(path.read_text()))
+
+
+def test_a_field_that_is_not_there_is_seen() -> None:
+    source = 'class Op:\n    """An op.\n\n    Attributes:\n        a, b: two.\n        c: one.\n    """\n    a: int\n    b: int\n'
+    assert undocumented_by(ast.parse(source)) == ["Op.c"]

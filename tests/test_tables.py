@@ -1,0 +1,135 @@
+"""What is printed or shown in a notebook is a table, with every cell escaped."""
+
+from __future__ import annotations
+
+import html.parser
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bitwright
+from bitwright.algorithms.search.recipe_report import Outcome, RecipeReport
+from bitwright.core.health.site_health import HealthTable
+from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.tables import html_table, html_text, text_table
+from bitwright.torch import QuantizationSimModel as TorchSim
+from bitwright.torch import check_model
+
+
+class Shape(html.parser.HTMLParser):
+    """Counts rows and the cells of each; refuses tags that are not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: list[int] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        assert not attrs and tag in ("table", "caption", "thead", "tbody", "tr", "th", "td", "p", "pre")
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append(0)
+        if tag in ("th", "td"):
+            self.rows[-1] += 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def sims(tmp_path_factory):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU()).eval(), torch.randn(4, 8)
+    path = tmp_path_factory.mktemp("tables")
+    sim = TorchSim(model, x)
+    sim.compute_encodings([x])
+    files = sim.export(path, "net", x)
+    onnx = OnnxSim(files.float_model)
+    onnx.compute_encodings([{onnx.graph.inputs[0]: x.numpy()}])
+    return sim, onnx
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["torch", "onnx"])
+def test_a_simulation_and_its_reports_are_tables_in_a_notebook(sims, which):
+    sim = sims[which]
+    for shown, rows in ((sim, len(sim.quantizers)), (sim.quantizers, len(sim.quantizers)),
+                        (sim.coverage(), len(sim.coverage())), (sim.health(), len(sim.health()))):  # fmt: skip
+        found = Shape(shown._repr_html_())
+        assert len(found.rows) == rows + 1 and len(set(found.rows)) == 1
+    assert "&gt;" not in repr(sim) and repr(sim).split("(")[0] in sim._repr_html_()
+
+
+def test_the_comparison_with_the_runtime_is_a_table(sims):
+    report = sims[0].verify()
+    assert len(Shape(report._repr_html_()).rows) == len(report.rows) + 1
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["torch", "onnx"])
+def test_health_prints_as_a_table_and_stays_a_list(sims, which):
+    health = sims[which].health()
+    assert isinstance(health, list) and isinstance(health, HealthTable)
+    lines = str(health).splitlines()
+    assert lines[0].split() == ["site", "dtype", "range", "notes"] and "SiteHealth(" not in str(health)
+    assert len(lines) == len(health) + 3 and lines[-1] == f"{len(health)} sites, 0 with notes"
+    assert health[0].site in lines[2]
+
+
+def test_the_health_of_a_model_and_a_recipe_are_escaped():
+    class Divides(nn.Module):
+        def forward(self, x):
+            return x / (x - x)
+
+    text = check_model(Divides(), [torch.ones(2, 2)])._repr_html_()
+    assert Shape(text) and text.startswith("<pre>") and "Div" in text
+    report = RecipeReport((Outcome("<script>", None, None, note="a & b"),), "on <held out>")
+    assert Shape(report._repr_html_()).rows == [4, 4]
+    assert "<script>" not in report._repr_html_() and "&lt;script&gt;" in report._repr_html_()
+
+
+def test_every_cell_is_escaped_and_long_tables_say_what_they_leave_out():
+    bad = "<img src=x onerror=alert(1)>"
+    text = html_table((bad, bad), [(bad, bad)], bad, [bad])
+    assert "<img" not in text and Shape(text).rows == [2, 2] and "<img" not in html_text(bad)
+    long = html_table(("n",), [(i,) for i in range(1005)])
+    assert len(Shape(long).rows) == 1001 and "and 5 more rows" in long
+
+
+def test_text_tables_align_and_do_not_cut():
+    text = text_table(("name", "how"), [("a" * 60, "x"), ("b", "y")]).splitlines()
+    assert text[2] == "a" * 60 + "  x" and text[3] == "b".ljust(48) + "  y"
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+def test_bit_widths_by_position_are_warned_of_when_they_differ(front, sims, tmp_path, recwarn):
+    x = torch.randn(4, 8)
+    if front == "torch":
+        model, make, order = nn.Linear(8, 4), TorchSim, "default_output_bw=16, default_param_bw=4"
+    else:
+        files = sims[0].export(tmp_path, "net", x)
+        model, make, order = files.float_model, OnnxSim, "default_param_bw=16, default_activation_bw=4"
+    make(model, x if front == "torch" else {"input": x.numpy()}, "min_max", 8, 8)
+    named = {part.split("=")[0]: int(part.split("=")[1]) for part in order.split(", ")}
+    make(model, x if front == "torch" else {"input": x.numpy()}, **named)
+    assert not [w for w in recwarn if "bit widths" in str(w.message)]
+    with pytest.warns(UserWarning, match=f"read as {order}") as caught:
+        make(model, x if front == "torch" else {"input": x.numpy()}, "min_max", 16, 4)
+    assert [w.filename for w in caught if "bit widths" in str(w.message)] == [__file__]
+
+
+def test_the_name_of_a_format_serves_and_what_is_no_granularity_or_method_is_refused():
+    spec = bitwright.QuantSpec("int4", bitwright.PerChannel())
+    assert spec == bitwright.QuantSpec(bitwright.IntFormat(4), bitwright.PerChannel())
+    for wrong in ("per_channel", bitwright.PerTensor, 32, None):
+        with pytest.raises(
+            bitwright.ConfigError, match=r"QuantSpec.granularity: .* is not a granularity.*PerBlock"
+        ):
+            bitwright.QuantSpec(granularity=wrong)
+    with pytest.raises(bitwright.ConfigError, match=r"'mse' is not a RangeMethod.*RangeMethod\('mse'\)"):
+        bitwright.QuantSpec(method="mse")
+    with pytest.raises(bitwright.FormatError, match="there is no number format of this name"):
+        bitwright.QuantSpec("int")
+    assert np.isfinite(bitwright.core.numerics.formats.largest_code(spec.format))
