@@ -67,6 +67,20 @@ def test_a_package_that_cannot_be_imported_is_said_once(reach: Any) -> None:
     assert "0 of 1 architectures have run" in text and "| A |" not in text
 
 
+def test_a_method_that_calls_a_simulated_part_is_no_lost_call(reach: Any) -> None:
+    class Generator(Net):
+        def generate(self, **_: Any) -> Tensor:
+            self.fc(torch.ones(1, 4))
+            return torch.ones(1, 9)
+
+    made = reach.Architecture(
+        "G", "torch", lambda: Generator(False).eval(), architecture(reach, False).batch, True
+    )
+    day = reach.Day(made)
+    assert (day.simulate(), day.calibrate(), day.generate()) == ("ok", "ok", "ok")
+    assert day.sim._simulator.unseen  # it is noted
+
+
 def test_the_commits_of_the_rows_are_counted(reach: Any, tmp_path: Path) -> None:
     nets = [reach.Architecture(name, "torch", Net, dict) for name in ("A", "B", "C", "D")]
     for name, commit in (("A", "one"), ("B", "two"), ("C", "one")):
