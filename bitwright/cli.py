@@ -644,7 +644,9 @@ def _like(name: str, glob: str) -> bool:
 
 @app.command()
 def migrate(
-    script: Annotated[Path, typer.Argument(help="A Python script that uses AIMET.", show_default=False)],
+    script: Annotated[
+        Path, typer.Argument(help="A Python script or notebook that uses AIMET.", show_default=False)
+    ],
     output: Annotated[
         Path | None, typer.Option(help="Where the new script goes; <script>_bitwright.py by default.")
     ] = None,
@@ -653,19 +655,19 @@ def migrate(
 
     Exit code 1: something has no counterpart.
     """
-    from bitwright.migrate import migrate
+    from bitwright.migrate import migrate_file
 
     try:
-        source = script.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        content = script.read_bytes()
+    except OSError as error:
         raise ConfigError(str(script), f"it cannot be read: {error}", "give the path of a script") from error
-    found = migrate(source, str(script))
+    rewritten, found = migrate_file(content, str(script))
     target = output or script.with_name(f"{script.stem}_bitwright{script.suffix}")
-    target.write_text(found.source)
+    target.write_bytes(rewritten)
     out = console()
     for finding in found.findings:
         kind = ("no counterpart", "red") if finding.missing else ("different", "yellow")
-        out.print(Text.assemble(f"{script}:{finding.line} ", kind, f" {finding.name}: {finding.note}"))
+        out.print(Text.assemble(f"{script}:{finding.where} ", kind, f" {finding.name}: {finding.note}"))
     out.print(
         Text(
             f"{found.changed} import statements rewritten in {target}; {len(found.missing)} names without a counterpart"

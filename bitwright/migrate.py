@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import io
+import json
+import re
+import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from bitwright.aimet_common.absent import absence
 from bitwright.errors import ConfigError
@@ -44,6 +49,7 @@ class Finding:
 
     Attributes:
         line: where it stands.
+        cell: of a notebook, counted from 1, in which that line is; ``None`` in a script.
         name: of what.
         missing: it has no counterpart; else it behaves differently.
         note: what to do, or what is different.
@@ -53,6 +59,12 @@ class Finding:
     name: str
     missing: bool
     note: str
+    cell: int | None = None
+
+    @property
+    def where(self) -> str:
+        """Line, and cell where there are several."""
+        return f"{self.line}" if self.cell is None else f"cell {self.cell}:{self.line}"
 
 
 @dataclass(frozen=True)
@@ -89,23 +101,105 @@ def migrate(source: str, name: str = "script") -> Migrated:
         >>> migrate("import aimet_torch.quantsim as q").source
         'import bitwright.aimet_torch.quantsim as q'
     """
-    try:
-        tree = ast.parse(source)
-    except SyntaxError as error:
-        raise ConfigError(
-            f"{name}, line {error.lineno}",
-            f"it is no Python: {error.msg}",
-            "give a script that Python can run",
-        ) from error
+    tree = _parsed(source, name)
     statements = [
         node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and _is_ours(node)
     ]
-    findings = {*_imported(statements), *_attributes(tree, statements), *_differences(tree)}
+    findings = {
+        *_imported(statements),
+        *_attributes(tree, statements),
+        *_differences(tree),
+        *_texts(tree),
+    }
     return Migrated(
         _rewritten(source, statements),
         len(statements),
         tuple(sorted(findings, key=lambda f: (f.line, f.name))),
     )
+
+
+def migrate_file(content: bytes, name: str = "script") -> tuple[bytes, Migrated]:
+    """:func:`migrate` for the bytes of a file: a script in the encoding that it declares, or a notebook (``.ipynb``).
+
+    Line ends, the byte order mark and the encoding stay as they are; of a notebook, outputs and other cells do.
+
+    Returns:
+        The new bytes; what was found. Its ``source`` is that of all cells, one after the other.
+
+    Raises:
+        ConfigError: it is no Python, no notebook, or not in the encoding that it declares.
+    """
+    if name.endswith(".ipynb"):
+        return _migrate_notebook(content, name)
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+        source = content.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            name,
+            f"its text cannot be decoded: {error}",
+            "save it as UTF-8, or name its encoding in the first line: # -*- coding: latin-1 -*-",
+        ) from error
+    found = migrate(source, name)
+    return found.source.encode(encoding), found
+
+
+def _migrate_notebook(content: bytes, name: str) -> tuple[bytes, Migrated]:
+    try:
+        notebook: Any = json.loads(content)
+        cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            name,
+            f"it is no notebook: {type(error).__name__}: {error}",
+            "give a notebook of format 4, or a script",
+        ) from error
+    done: list[Migrated] = []
+    for number, cell in enumerate(cells, 1):
+        source = "".join(cell["source"])
+        magic = source.lstrip().partition("\n")[0].split()[:1]
+        if magic and magic[0].startswith("%%") and magic[0] not in _PYTHON_CELLS:
+            continue
+        found = migrate(source, f"{name}, cell {number}")
+        done.append(replace(found, findings=tuple(replace(f, cell=number) for f in found.findings)))
+        if found.changed:
+            as_list = isinstance(cell["source"], list)
+            cell["source"] = found.source.splitlines(keepends=True) if as_list else found.source
+    findings = tuple(finding for found in done for finding in found.findings)
+    whole = Migrated(
+        "\n".join(found.source for found in done), sum(found.changed for found in done), findings
+    )
+    return (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode(), whole
+
+
+_PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
+_MAGIC = re.compile(r"^(\s*)(?:[%!?]|[\w.]+\?|[\w, ]+=\s*[%!])")
+_LINE = re.compile(
+    r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+"
+)  # as Python counts lines; str.splitlines knows more ends
+
+
+def _parsed(source: str, name: str) -> ast.Module:
+    """The tree of a script; lines of IPython (``%magic``, ``!command``, ``?name``) count as ``pass``.
+
+    Raises:
+        ConfigError: it is no Python.
+    """
+    try:
+        return ast.parse(source.removeprefix("\ufeff"))
+    except SyntaxError as error:
+        plain = "".join(
+            f"{match[1]}pass\n" if (match := _MAGIC.match(line)) else line
+            for line in _LINE.findall(source.removeprefix("\ufeff"))
+        )
+        try:
+            return ast.parse(plain)
+        except SyntaxError:
+            raise ConfigError(
+                f"{name}, line {error.lineno}",
+                f"it is no Python: {error.msg}",
+                "give a script that Python 3 can run (2to3 rewrites those of Python 2)",
+            ) from error
 
 
 def _top(name: str | None) -> str:
@@ -119,7 +213,8 @@ def _is_ours(node: ast.Import | ast.ImportFrom) -> bool:
 
 
 def _rewritten(source: str, statements: list[ast.Import | ast.ImportFrom]) -> str:
-    lines = source.splitlines(keepends=True)
+    mark = "\ufeff" if source.startswith("\ufeff") else ""
+    lines = _LINE.findall(source.removeprefix(mark))
     for node in sorted(statements, key=lambda n: (n.lineno, n.col_offset), reverse=True):
         first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
         block = "".join(lines[first : last + 1]).encode()
@@ -131,12 +226,12 @@ def _rewritten(source: str, statements: list[ast.Import | ast.ImportFrom]) -> st
         )
         new = _statement(node, middle.decode())
         lines[first : last + 1] = [head.decode() + new + (rest.decode() if tail else "")]
-    return "".join(lines)
+    return mark + "".join(lines)
 
 
 def _statement(node: ast.Import | ast.ImportFrom, text: str) -> str:
     if isinstance(node, ast.ImportFrom):
-        return text.replace("from ", "from bitwright.", 1)
+        return re.sub(r"^from(\s+)", r"from\1bitwright.", text)
     kept = [alias for alias in node.names if _top(alias.name) not in PACKAGES]
     parts = [f"import {', '.join(ast.unparse(alias) for alias in kept)}"] if kept else []
     for alias in node.names:
@@ -229,6 +324,15 @@ def _is_module(name: str) -> bool:
     except ImportError:
         return False
     return True
+
+
+def _texts(tree: ast.Module) -> Iterator[Finding]:
+    """Texts that are dotted names of AIMET's modules: ``importlib.import_module("aimet_torch.quantsim")``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _top(node.value) in PACKAGES:
+            if re.fullmatch(r"[\w.]+", node.value):
+                note = f"a text, which is left as it is: if a module is imported by it, write 'bitwright.{node.value}'"
+                yield Finding(node.lineno, node.value, False, note)
 
 
 def _differences(tree: ast.Module) -> Iterator[Finding]:

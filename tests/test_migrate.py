@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
 from bitwright.cli import app
 from bitwright.errors import ConfigError
-from bitwright.migrate import migrate
+from bitwright.migrate import migrate, migrate_file
 
 
 @pytest.mark.parametrize(
@@ -71,3 +73,63 @@ def test_command_writes_the_script_and_answers_with_its_exit_code(tmp_path):
     assert result.exit_code == 1 and "no counterpart" in result.output
     assert (tmp_path / "new.py").exists()
     assert CliRunner().invoke(app, ["migrate", str(tmp_path / "nothing.py")]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (b"import aimet_torch as a\r\nx = 1\r\n", b"import bitwright.aimet_torch as a\r\nx = 1\r\n"),
+        (
+            b"# coding: latin-1\nimport aimet_torch as a  # caf\xe9\n",
+            b"# coding: latin-1\nimport bitwright.aimet_torch as a  # caf\xe9\n",
+        ),
+        (b"\xef\xbb\xbfimport aimet_torch as a\n", b"\xef\xbb\xbfimport bitwright.aimet_torch as a\n"),
+        (b"x = 1\x0c\nimport aimet_torch as a", b"x = 1\x0c\nimport bitwright.aimet_torch as a"),
+        (b"from\taimet_torch import nn", b"from\tbitwright.aimet_torch import nn"),
+        (
+            b"%matplotlib inline\nfor _ in x:\n    !ls\nimport aimet_torch as a\nf = !ls\na?\n",
+            b"%matplotlib inline\nfor _ in x:\n    !ls\nimport bitwright.aimet_torch as a\nf = !ls\na?\n",
+        ),
+    ],
+    ids=["crlf", "latin-1", "byte order mark", "form feed", "tab", "IPython"],
+)
+def test_bytes_of_a_script_change_in_its_imports_alone(before, after):
+    assert migrate_file(before)[0] == after
+
+
+def test_text_in_another_encoding_than_it_says_is_refused():
+    with pytest.raises(ConfigError, match=r"cannot be decoded.*coding: latin-1"):
+        migrate_file(b"# caf\xe9\nimport aimet_torch\n")
+
+
+def test_notebook_is_rewritten_cell_by_cell():
+    def code(source):
+        return {"cell_type": "code", "source": source, "outputs": [{"text": "kept"}], "metadata": {}}
+
+    cells = [
+        {"cell_type": "markdown", "source": ["import aimet_torch"], "metadata": {}},
+        code(
+            ["%matplotlib inline\n", "from aimet_torch.quantsim import QuantizationSimModel\n", "!pip list"]
+        ),
+        code("%%bash\nimport aimet_torch"),
+        code("%%time\nfrom aimet_torch.peft import PeftQuantUtils"),
+    ]
+    notebook = {"cells": cells, "metadata": {"ü": 1}, "nbformat": 4, "nbformat_minor": 5}
+    content, found = migrate_file(json.dumps(notebook).encode(), "a.ipynb")
+    new = json.loads(content)
+    expected = [dict(cell) for cell in cells]
+    expected[1]["source"] = [
+        "%matplotlib inline\n", "from bitwright.aimet_torch.quantsim import QuantizationSimModel\n", "!pip list",
+    ]  # fmt: skip
+    expected[3]["source"] = "%%time\nfrom bitwright.aimet_torch.peft import PeftQuantUtils"
+    assert new == notebook | {"cells": expected}
+    assert found.changed == 2 and [f.where for f in found.missing] == ["cell 3:2"]
+    with pytest.raises(ConfigError, match=r"no notebook.*format 4"):
+        migrate_file(b"[]", "a.ipynb")
+
+
+def test_names_of_modules_in_texts_are_listed():
+    (finding,) = migrate(
+        'm = importlib.import_module("aimet_torch.quantsim"); print("aimet_torch is")'
+    ).findings
+    assert "write 'bitwright.aimet_torch.quantsim'" in finding.note and not finding.missing
