@@ -150,26 +150,31 @@ def is_quantized(module: Any) -> bool:
 def attach(sim: Any) -> None:
     """Give the modules of ``sim.model`` their quantizers; those without sub-modules show them."""
     graph, sites = sim.graph, list(sim.quantizers.values())
+    modules = dict(walk_modules(sim.model))
     by_module: dict[str, list[Any]] = {}
+    below_module: dict[str, list[str]] = {}
     for op in graph.ops:
         by_module.setdefault(op.module, []).append(op)
+        below_module.setdefault(_nearest(op.module, modules), []).append(op.name)
     by_param: dict[str, list[Site]] = {}
     at: dict[tuple[str, str], list[Site]] = {}
+    at_op: dict[str, list[Site]] = {}
     for site in sites:
         param = graph.values[site.value].param
         if site.role in ("weight", "bias", "constant") and param is not None:
             by_param.setdefault(param, []).append(site)
         else:
             at.setdefault((site.op, site.role), []).append(site)
-    for path, module in walk_modules(sim.model):
+            at_op.setdefault(site.op, []).append(site)
+    for path, module in modules.items():
         ops = by_module.get(path, [])
         if module._modules:  # what its own forward computes lies between its sub-modules
             inputs, outputs = QuantizerList(()), QuantizerList(())
-            inside = tuple(
-                site for op in ops for role in ("input", "output") for site in at.get((op.name, role), ())
-            )
         else:
-            inputs, outputs, inside = _edges(sim, path, ops, at)
+            inputs, outputs = _edges(sim, path, ops, at)
+        edge = {id(site) for edges in (inputs, outputs) for slot in edges._slots for site in slot.sites}
+        own = (site for op in below_module.get(path, ()) for site in at_op.get(op, ()))
+        inside = tuple(site for site in own if id(site) not in edge)
         params = {
             name: Slot(
                 f"{path}.{name}" if path else name,
@@ -187,27 +192,33 @@ def attach(sim: Any) -> None:
             )
 
 
+def _nearest(path: str, modules: Mapping[str, nn.Module]) -> str:
+    """The innermost module at or above ``path``; calls that are recorded in parts (attention) have paths of their own."""
+    while path and path not in modules:
+        path = path.rpartition(".")[0]
+    return path
+
+
 def _edges(
     sim: Any, path: str, ops: Sequence[Any], at: Mapping[tuple[str, str], list[Site]]
-) -> tuple[QuantizerList, QuantizerList, tuple[Site, ...]]:
-    """Quantizers of what a module reads and returns, and the sites in its forward that are neither."""
+) -> tuple[QuantizerList, QuantizerList]:
+    """Quantizers of what a module reads and returns."""
     graph = sim.graph
     made = {value for op in ops for value in op.outputs}
     reads: dict[Any, list[Site]] = {}
     returns: dict[Any, list[Site]] = {}
-    inside: list[Site] = []
     for op in ops:
         for _, value in op.sources():
             if value not in made and not graph.values[value].is_static:
                 reads.setdefault(value, [])
         for site in at.get((op.name, "input"), ()):
-            (reads[site.value] if site.value in reads else inside).append(site)
+            reads.get(site.value, []).append(site)
         for value in op.outputs:
             readers = graph.consumers(value)
             if graph.is_output(value) or not readers or any(reader.module != path for reader, _ in readers):
                 returns.setdefault(value, [])
         for site in at.get((op.name, "output"), ()):
-            (returns[site.value] if site.value in returns else inside).append(site)
+            returns.get(site.value, []).append(site)
     calls = {op.name for op in ops}
     if len(ops) > 1 and len({op.type for op in ops}) == 1 and all(len(op.outputs) == 1 for op in ops):
         returns = {"": [site for found in returns.values() for site in found]}  # one call, made several times
@@ -220,7 +231,6 @@ def _edges(
     return (
         QuantizerList([Slot(f"{path}.input[{i}]", s, why) for i, s in enumerate(reads.values() or [()])]),
         QuantizerList([Slot(f"{path}.output[{i}]", s, why) for i, s in enumerate(returns.values() or [()])]),
-        tuple(inside),
     )
 
 

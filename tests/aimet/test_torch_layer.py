@@ -148,3 +148,27 @@ def test_copies_of_a_model_and_of_its_simulation(sim):
             twin(3 * batch())
         wider = twin.relu1.output_quantizers[0].get_scale()
         assert wider > sim.model.relu1.output_quantizers[0].get_scale()
+
+
+class Attention(nn.Module):
+    """Attention by a function, whose parts have quantizers, between linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)) * 0.5
+
+
+def test_parts_of_a_function_belong_to_the_module_that_calls_it():
+    x = torch.randn(2, 5, 8)
+    sim = QuantizationSimModel(nn.Sequential(Attention(), nn.Linear(8, 3)), x)
+    inner = [name for name in sim.quantizers if "attention" in name]
+    assert inner, "the function's parts have sites"
+    with compute_encodings(sim.model):  # all of the model: nothing is kept
+        sim.model(x)
+    assert sim.calibrated
+    sim.exclude_layers_from_quantization([sim.model[0]])
+    assert not any(site.enabled for name, site in sim.quantizers.items() if name.startswith("0."))
