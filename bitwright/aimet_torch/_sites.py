@@ -236,8 +236,8 @@ class SiteQuantizer(SiteView):
         """
         if not isinstance(quantizer, GroupedBlockQuantizeDequantize):
             return _core.FLOAT32_SCALE
-        axis = getattr(self._granularity_for(quantizer), "axis", None)
-        blocked = axis if quantizer.block_size is not None else None
+        granularity = self._granularity_for(quantizer)
+        blocked = granularity.axis if isinstance(granularity, _core.PerBlock) else None
         for at, (count, size) in enumerate(zip(quantizer.shape, quantizer.block_grouping, strict=True)):
             if size not in ((-1, count) if at == blocked else (1, -1) if count == 1 else (1,)):
                 raise ConfigError(

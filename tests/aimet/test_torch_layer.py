@@ -162,6 +162,15 @@ class Attention(nn.Module):
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)) * 0.5
 
 
+def test_one_block_per_channel_is_grouped_too():
+    sim = QuantizationSimModel(nn.Linear(8, 6), torch.randn(2, 8))
+    set_grouped_blockwise_quantization_for_weights(sim, [nn.Linear], 4, True, 8, 8)
+    sim.compute_encodings(lambda model: model(torch.randn(2, 8)))
+    encoding = sim.model.param_quantizers["weight"].get_encodings()
+    assert torch.equal(encoding.per_block_int_scale, torch.full((6, 1), 16.0))
+    assert encoding.per_channel_scale.shape == (6, 1)
+
+
 def test_parts_of_a_function_belong_to_the_module_that_calls_it():
     x = torch.randn(2, 5, 8)
     sim = QuantizationSimModel(nn.Sequential(Attention(), nn.Linear(8, 3)), x)
