@@ -61,7 +61,7 @@ def _rounding(does: str) -> Kind:
 
 KINDS: dict[str, Kind] = {
     "fold": Kind("float", "batch norms into the layers before them"),
-    "fold_norms": Kind("float", "weights of layer and RMS norms into the layers behind them"),
+    "fold_norms": Kind("float", "weights of layer and RMS norms into the layers after them"),
     "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold",), gain=0.0),
     "smooth": Kind("float", "move activation outliers into weights", ("fold_norms", "rotate"), gain=0.0),
     "rotate": Kind("float", "spread outliers by Hadamard rotations", ("fold_norms",)),
