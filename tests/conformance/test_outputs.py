@@ -68,7 +68,9 @@ def test_both_simulations_compute_alike(name):
     noise = [distance(plain, found), distance(plain, expected)]
     assert abs(noise[0] - noise[1]) < 3, "equally far from float"
     # two independent roundings are 3 dB further from each other than from float; a dB and a half for chance
-    apart = 3 if name in REWRITTEN else 0
+    # (kernels for half precision add up in half or in float32, as the machine has them: their roundings are independent)
+    halves = any(array.dtype == np.float16 for array in plain)
+    apart = 3 if name in REWRITTEN or halves else 0
     assert distance(expected, found) > min(noise) - apart - 1.5
 
 
