@@ -44,6 +44,7 @@ from bitwright.core.numerics.int32_bias import (
 )
 from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.files.atomic import atomic_files
+from bitwright.export.files.onnx_file import save_in_one_file
 from bitwright.export.qdq.forms import (
     METADATA,
     Builder,
@@ -188,7 +189,10 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, external: bool 
         tensors = (value.const_value for graph in model.graphs() for value in graph.initializers.values())
         external = sum(tensor.nbytes for tensor in tensors if tensor is not None) > _ONE_FILE_LIMIT
     with atomic_files(target.parent, name=target.name) as folder:
-        ir.save(model, folder / target.name, external_data=f"{target.name}.data" if external else None)
+        if external:
+            ir.save(model, folder / target.name, external_data=f"{target.name}.data")
+        else:
+            save_in_one_file(model, folder / target.name)
         return [target.parent / written.name for written in sorted(folder.iterdir())]
 
 

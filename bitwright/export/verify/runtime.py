@@ -10,6 +10,8 @@ from typing import Any, Literal
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.export.files.temporary import temporary_room
+
 Array = NDArray[Any]
 Mode = Literal["float", "integer"]
 MODES: tuple[Mode, ...] = ("float", "integer")
@@ -58,7 +60,7 @@ def _session(model: ir.Model, mode: Mode, types: dict[str, str] | None) -> Any:
     options.log_severity_level = 4  # refusals arrive as exceptions; the log would only repeat them
     for key, value in _ENTRIES[mode].items():
         options.add_session_config_entry(key, value)
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_room(), tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder, "optimized.onnx")
         if types is not None:
             options.optimized_model_filepath = str(optimized)

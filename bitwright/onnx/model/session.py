@@ -14,7 +14,8 @@ from typing import Any, BinaryIO, Literal
 
 import onnx_ir as ir
 
-from bitwright.errors import ConfigError, ExportError, ModelError, close_matches
+from bitwright.errors import BitwrightError, ConfigError, ModelError, close_matches
+from bitwright.export.files.temporary import no_room, temporary_room
 from bitwright.export.verify.runtime import refusals
 
 Order = Literal["fast", "frugal", "written"]
@@ -77,8 +78,8 @@ def _open(model: ir.Model, options: Any, providers: list[Any]) -> Any:
 
     if fits_a_message(model):
         return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=providers)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
-        folder = model.meta.get(SPILLED)
+    folder = model.meta.get(SPILLED)
+    with temporary_room(folder), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         before = _write_weights(model, own) if folder is None else {}
         handle, name = tempfile.mkstemp(suffix=".onnx", dir=folder or own)
         os.close(handle)
@@ -138,10 +139,7 @@ def _check_room(folder: Path, size: int) -> None:
             for _ in range(0, size + (1 << 20), 1 << 20):  # and as much for the graph itself
                 file.write(bytes(1 << 20))
     except OSError as error:
-        problem = f"the temporary folder has no room for {size} bytes: {error.strerror or error}"
-        raise ExportError(
-            str(folder), problem, "free some space, or name a folder on another disk in TMPDIR"
-        ) from error
+        raise no_room(str(folder), error.strerror or str(error), size) from error
     finally:
         probe.unlink(missing_ok=True)
 
@@ -173,6 +171,8 @@ def _explained(name: str) -> Iterator[None]:
     """What the runtime refuses becomes a ModelError."""
     try:
         yield
+    except BitwrightError:  # of ours, and a RuntimeError like some of the runtime's
+        raise
     except refusals() as error:
         raise ModelError(
             name,
@@ -255,24 +255,33 @@ def spill(model: ir.Model, folder: str) -> None:
     """Write the weights of ``model`` to a file in ``folder``, one after the other, and let it read them from there.
 
     Sessions of the model then share the file; it must stay as long as one is to be opened.
+
+    Raises:
+        ExportError: the folder has no room for them.
     """
-    _write_weights(model, folder)
+    with temporary_room(folder):
+        _write_weights(model, folder)
     model.meta[SPILLED] = folder
 
 
 def _write_weights(model: ir.Model, folder: str) -> dict[ir.Value, ir.TensorProtocol]:
     """Let large initializers lie in a file in ``folder``, and none in any other; the tensors that were there before."""
-    path, before = Path(folder, "weights.data"), {}
-    with path.open("wb") as file:
-        for value in (v for graph in model.graphs() for v in graph.initializers.values()):
-            tensor = value.const_value
-            if tensor is None or tensor.dtype == ir.DataType.STRING:
-                continue
-            if tensor.nbytes >= _LARGE:
-                value.const_value = _written(str(value.name), tensor, file, path)
-            elif isinstance(tensor, ir.ExternalTensor):
-                value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=value.name)
-            before[value] = tensor
+    path, before = Path(folder, "weights.data"), dict[ir.Value, ir.TensorProtocol]()
+    try:
+        with path.open("wb") as file:
+            for value in (v for graph in model.graphs() for v in graph.initializers.values()):
+                tensor = value.const_value
+                if tensor is None or tensor.dtype == ir.DataType.STRING:
+                    continue
+                if tensor.nbytes >= _LARGE:
+                    value.const_value = _written(str(value.name), tensor, file, path)
+                elif isinstance(tensor, ir.ExternalTensor):
+                    value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=value.name)
+                before[value] = tensor
+    except BaseException:
+        for value, tensor in before.items():
+            value.const_value = tensor
+        raise
     return before
 
 

@@ -63,6 +63,7 @@ from bitwright.onnx.model.session import (
     first_line,
     free_memory,
     open_session,
+    return_memory,
     weight_bytes,
 )
 from bitwright.onnx.model.untrusted import checked_on_failure
@@ -747,8 +748,7 @@ class QuantizationSimModel:
         check_encoding_version(encoding_version)
         encodings = self._encodings()
         example = self.example()
-        if weight_bytes(self.marked) > IN_MEMORY:
-            self._simulations.clear()  # what is written takes memory too; a session is opened again when it is needed
+        self._close_large()  # what is written takes memory too
         return write_artefacts(
             self,
             path,
@@ -770,6 +770,12 @@ class QuantizationSimModel:
             else None,
         )
 
+    def _close_large(self) -> None:
+        """Let go of the sessions of a large model; they are opened again when they are needed."""
+        if weight_bytes(self.marked) > IN_MEMORY:
+            self._simulations.clear()
+            return_memory()
+
     def _samples(self, result: QdqResult, feeds: Feeds) -> Samples:
         names = [
             s.name
@@ -777,6 +783,7 @@ class QuantizationSimModel:
             if s.role in _ACTIVATIONS and s.name in result.tensors and s.enabled
         ]
         outputs = dict(zip(self.output_names, self.run(feeds), strict=True))
+        self._close_large()  # the next session is another one
         return Samples(self.capture(names, feeds), feeds, outputs)
 
     def verify(

@@ -20,6 +20,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.int32_bias import fake_quantize_bias
 from bitwright.core.placement.plan import SitePlan
+from bitwright.export.files.temporary import temporary_room
 from bitwright.export.qdq.forms import Builder, unsigned, write_activation
 from bitwright.export.qdq.markers import (
     ATTRIBUTE,
@@ -200,7 +201,8 @@ def simulation_model(
 
 
 def _spilled(simulation: Simulation) -> Simulation:
-    folder = tempfile.TemporaryDirectory(prefix="bitwright-", ignore_cleanup_errors=True)
+    with temporary_room():
+        folder = tempfile.TemporaryDirectory(prefix="bitwright-", ignore_cleanup_errors=True)
     spill(simulation.model, folder.name)
     return replace(simulation, folder=folder)
 

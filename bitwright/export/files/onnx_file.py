@@ -1,0 +1,100 @@
+"""ONNX files in one piece, written tensor after tensor: the message is never held whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO
+
+import onnx
+import onnx_ir as ir
+
+_LARGE = 1 << 16  # bytes of a tensor that is kept out of the message
+# Tags of fields in onnx.proto, whose wire type is 2 (a length and so many bytes).
+_MODEL_GRAPH, _GRAPH_INITIALIZER, _TENSOR_RAW_DATA = b"\x3a", b"\x2a", b"\x4a"
+
+
+def save_in_one_file(model: ir.Model, path: Path) -> None:
+    """Write ``model`` with all its tensors inside, of which one at a time is in memory twice.
+
+    Messages hold a copy of the tensors and serialising them another. The file is what ``ir.save`` writes, but for the
+    order of fields, which has no meaning in protobuf.
+
+    Args:
+        model: below the 2 GiB that a message can have; its large initializers are taken out meanwhile.
+        path: of the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    values = [v for v in model.graph.initializers.values() if _is_large(v.const_value)]
+    tensors = {str(value.name): value.const_value for value in values}
+    try:
+        for value in values:
+            value.const_value = _placeholder(value)
+        proto = ir.to_proto(model)
+    finally:
+        for value in values:
+            value.const_value = tensors[str(value.name)]
+    initializers = list(proto.graph.initializer)
+    del proto.graph.initializer[:]
+    graph = proto.graph.SerializeToString()
+    proto.ClearField("graph")
+    heads = [_head(tensor, tensors.get(tensor.name)) for tensor in initializers]
+    size = len(graph) + sum(
+        len(_field(_GRAPH_INITIALIZER, n)) + n for n in (_length(*head) for head in heads)
+    )
+    with path.open("wb") as file:
+        file.write(proto.SerializeToString())
+        file.write(_field(_MODEL_GRAPH, size))
+        file.write(graph)
+        for head in heads:
+            _write_tensor(file, *head)
+
+
+def _is_large(tensor: ir.TensorProtocol | None) -> bool:
+    return tensor is not None and tensor.dtype != ir.DataType.STRING and tensor.nbytes >= _LARGE
+
+
+def _placeholder(value: ir.Value) -> ir.ExternalTensor:
+    """A tensor of the same name, type and shape that serialises without its elements."""
+    tensor = value.const_value
+    assert tensor is not None
+    made = ir.ExternalTensor(
+        "none", 0, 0, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=str(value.name)
+    )
+    made.doc_string = tensor.doc_string
+    made.metadata_props.update(tensor.metadata_props)
+    return made
+
+
+def _head(
+    proto: onnx.TensorProto, tensor: ir.TensorProtocol | None
+) -> tuple[bytes, ir.TensorProtocol | None]:
+    """The message of a tensor, without the elements of a large one."""
+    if tensor is not None:
+        proto.ClearField("external_data")
+        proto.ClearField("data_location")
+    return proto.SerializeToString(), tensor
+
+
+def _length(head: bytes, tensor: ir.TensorProtocol | None) -> int:
+    return len(head) + (0 if tensor is None else len(_field(_TENSOR_RAW_DATA, tensor.nbytes)) + tensor.nbytes)
+
+
+def _write_tensor(file: BinaryIO, head: bytes, tensor: ir.TensorProtocol | None) -> None:
+    file.write(_field(_GRAPH_INITIALIZER, _length(head, tensor)))
+    file.write(head)
+    if tensor is not None:
+        file.write(_field(_TENSOR_RAW_DATA, tensor.nbytes))
+        content = tensor.tobytes()
+        assert len(content) == tensor.nbytes, tensor.name
+        file.write(content)
+
+
+def _field(tag: bytes, length: int) -> bytes:
+    """The tag of a field and its length as a varint: seven bits a byte, the lowest first."""
+    rest, varint = length, bytearray()
+    while rest > 0x7F:
+        varint.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    return tag + bytes((*varint, rest))
