@@ -22,6 +22,7 @@ import bitwright.torch as bt
 from bitwright.core.health.repair import Repair
 from bitwright.errors import ConfigError, EncodingsError, ExportError, ModelError
 from bitwright.torch import QuantizationSimModel
+from bitwright.torch.simulation import checkpoint
 
 X = torch.randn(8, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
@@ -207,7 +208,7 @@ def test_sites_that_share_a_quantizer_agree(tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", range(6))
 def test_an_interrupted_load_changes_nothing(saved: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sim = make()
-    before, left, put = state(sim), [at], bt.checkpoint._Setting.put
+    before, left, put = state(sim), [at], checkpoint._Setting.put
 
     def interrupted(self: Any, site: Any) -> None:
         if not left[0]:
@@ -215,7 +216,7 @@ def test_an_interrupted_load_changes_nothing(saved: Path, at: int, monkeypatch: 
         left[0] -= 1
         put(self, site)
 
-    monkeypatch.setattr(bt.checkpoint._Setting, "put", interrupted)
+    monkeypatch.setattr(checkpoint._Setting, "put", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sim.load_checkpoint(saved)
     assert state(sim) == before
