@@ -5,6 +5,8 @@ Needs the data folder (see tests/support/data.py).
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -18,9 +20,10 @@ from tests.support.tasks import TASKS, measured
 pytestmark = pytest.mark.slow
 IMAGES = ("mobilenet_v2_cifar", "mobilenet_v1_025", "resnet20_aux")
 DIGITS = ("mnist_cntk", "mnist_pytorch")
-#: the distance from float that is allowed, in points: 0.3, and on 400 photographs three of them. With float weights and
-#: eight bits of activations MobileNetV1 answers 7 in 100 otherwise than in float, as often for the better
-POINTS = {"mobilenet_v1_025": 0.75}
+#: the distance from float that is allowed, in points: 0.3, and on 400 photographs what they can show. With float weights
+#: and eight bits of activations MobileNetV1 answers 7 in 100 otherwise than in float, as often for the better: the
+#: standard deviation of that chance is the root of their number. What the recipe is worth there, the outputs tell
+POINTS = {"mobilenet_v1_025": 100 * math.sqrt(0.07 * 400) / 400}
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -29,6 +32,14 @@ def test_images_over_three_draws_of_calibration_data(shared_data, name):
     float_metric = measured(name, task, "torch", "w8a8", "float")
     found = [measured(name, task, "torch", "w8a8", None, seed) for seed in (0, 1, 2)]
     assert sum(found) / 3 >= float_metric - POINTS.get(name, 0.3)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_photographs_not_seen_come_out_with_far_less_noise(shared_data, seed):
+    task = TASKS["mobilenet_v1_025"]()
+    model, unseen = data.trained("mobilenet_v1_025"), list(data.imagenet("test").x[:100].split(25))
+    nearest, default = gained(model, task.batches(seed), unseen)
+    assert default > nearest + 6
 
 
 @pytest.mark.parametrize("name", [*IMAGES, *DIGITS])
@@ -43,7 +54,8 @@ def test_images_in_onnx(shared_data, name):
 def test_one_scale_per_tensor_within_a_point(shared_data, name, front_end):
     task = TASKS[name]()
     float_metric = measured(name, task, front_end, "w8a8_per_tensor", "float")
-    assert measured(name, task, front_end, "w8a8_per_tensor", None) >= float_metric - 1.0
+    allowed = max(1.0, POINTS.get(name, 0.3))
+    assert measured(name, task, front_end, "w8a8_per_tensor", None) >= float_metric - allowed
 
 
 @pytest.mark.parametrize("front_end", ["torch", "onnx"])

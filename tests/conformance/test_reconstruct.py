@@ -14,6 +14,7 @@ from torch import nn
 
 import bitwright.onnx as onnx_front
 import bitwright.torch as torch_front
+from bitwright.errors import ConfigError
 from bitwright.onnx.adapters.program import OnnxSimulation
 from tests.onnx.flow import branches, scan
 from tests.onnx.nets import Net
@@ -238,9 +239,7 @@ def test_weights_in_bodies_are_listed_and_the_rest_is_treated(model):
 
 def test_torch_is_asked_for_when_it_is_missing(monkeypatch, both):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        onnx_front.quantsim.ConfigError, match="adaround: .* torch is not installed.*pip install"
-    ):
+    with pytest.raises(ConfigError, match="adaround: .* torch is not installed.*pip install"):
         onnx_front.apply_reconstruction(onnx_sim(both[1]), data(), "adaround")
 
 
