@@ -34,11 +34,10 @@ def test_images_over_three_draws_of_calibration_data(shared_data, name):
     assert sum(found) / 3 >= float_metric - POINTS.get(name, 0.3)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_photographs_not_seen_come_out_with_far_less_noise(shared_data, seed):
+def test_photographs_not_seen_come_out_with_far_less_noise(shared_data):
     task = TASKS["mobilenet_v1_025"]()
     model, unseen = data.trained("mobilenet_v1_025"), list(data.imagenet("test").x[:100].split(25))
-    nearest, default = gained(model, task.batches(seed), unseen)
+    nearest, default = gained(model, task.batches(0), unseen)
     assert default > nearest + 6
 
 
