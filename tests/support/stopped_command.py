@@ -83,6 +83,9 @@ def quantize(work: Path, out: Path, metric: str, meanwhile: Callable[[int, int],
         code = 99
         try:
             os.dup2(far, 1), os.dup2(far, 2)
+            signal.signal(
+                signal.SIGINT, signal.default_int_handler
+            )  # ignored where a shell runs tests in the background
             sys.argv = [
                 "bitwright",
                 "quantize",
@@ -94,6 +97,8 @@ def quantize(work: Path, out: Path, metric: str, meanwhile: Callable[[int, int],
             main()
         except SystemExit as end:
             code = int(end.code or 0)
+        except KeyboardInterrupt:  # a second one, after the command has cleaned up: a shell reports this
+            code = 130
         finally:
             sys.stdout.flush()
             os._exit(code)
@@ -133,6 +138,7 @@ def run(work: Path) -> None:
 
     def twice(child: int, near: int) -> None:
         assert os.read(near, 4) == b"in C"
+        time.sleep(0.3)  # it says so just before it is
         os.kill(child, signal.SIGINT)
         text = b""
         while b"again ends at once" not in text:
