@@ -1,4 +1,4 @@
-"""What pytest does not collect: modules whose import is an error that says what is not there."""
+"""What pytest does not collect of the layer of AIMET's names: some of its modules refuse to be imported, and say why."""
 
 from pathlib import Path
 
