@@ -69,11 +69,11 @@ EXTRA: dict[str, set[str]] = {
     "onnx/model/data.py": {"PIL"},
 }
 # The command line answers `--help` at once: only these load with it, the rest inside the commands.
-LIGHT_FOR_CLI = {"typer", "rich", "bitwright.errors", "bitwright.interrupt"}
+LIGHT_FOR_CLI = {"typer", "rich", "bitwright.cli", "bitwright.errors", "bitwright.interrupt"}
 
 
 def part_of(path: Path) -> str:
-    """``core`` for ``bitwright/core/numerics/spec.py``, ``cli`` for ``bitwright/cli.py``."""
+    """``core`` for ``bitwright/core/numerics/spec.py``, ``cli`` for ``bitwright/cli/app.py``."""
     return path.relative_to(ROOT / "bitwright").with_suffix("").parts[0]
 
 

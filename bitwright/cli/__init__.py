@@ -1,0 +1,12 @@
+"""The ``bitwright`` command: one file per command, or per few that belong together.
+
+A command is one function under ``@app.command()``: its arguments become the command line, its docstring the
+help. It imports what it needs inside, so that ``--help`` answers at once; it prints through ``console``;
+it raises the toolkit's own errors, which the application turns into three lines and exit code 2; and it
+ends with ``raise typer.Exit(NO)`` where its answer is no. A new file needs a row below.
+"""
+
+from bitwright.cli import doctor, migrate, names, quantize, show  # noqa: F401  (each registers its commands)
+from bitwright.cli.app import app, main
+
+__all__ = ["app", "main"]

@@ -1,0 +1,56 @@
+"""Options that several commands share, and how their texts are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bitwright.errors import ConfigError
+
+Prefix = Annotated[
+    str | None, typer.Option(help="Stem of the files; needed when the folder holds several exports.")
+]
+OnnxFile = Annotated[Path, typer.Argument(help="An .onnx file.", show_default=False)]
+BatchSize = Annotated[int, typer.Option(min=1, help="Samples per run, where the model leaves it open.")]
+Limit = Annotated[int, typer.Option(min=1, help="Use at most so many batches.")]
+Layout = Annotated[str, typer.Option(help="Of pictures: NCHW or NHWC.")]
+Colours = Annotated[str, typer.Option(help="Of pictures: RGB, BGR or L (grey).")]
+Scale = Annotated[float, typer.Option(help="Pixels, 0 to 255, are multiplied by this first.")]
+Mean = Annotated[str, typer.Option(help="Then this is subtracted: one number, or one per colour.")]
+Std = Annotated[str, typer.Option(help="Then it is divided by this.")]
+
+
+def numbers(option: str, text: str) -> tuple[float, ...]:
+    """``0.485,0.456,0.406`` of ``option`` as numbers."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(option, f"{text!r} is not a list of numbers", "write 0.485,0.456,0.406") from error
+
+
+def called(text: str, function: Callable[[], Any]) -> Any:
+    """What the user's function returns; where it fails, the error names it."""
+    try:
+        return function()
+    except Exception as error:
+        raise ConfigError(
+            text, f"it failed: {type(error).__name__}: {error}", "call it yourself first; --debug shows where"
+        ) from error
+
+
+def like(name: str, glob: str) -> bool:
+    """Whether ``name`` matches; brackets are part of site names and not special."""
+    import fnmatch
+
+    return fnmatch.fnmatchcase(name, glob.replace("[", "[[]"))
+
+
+def write_json(path: Path, text: str) -> None:
+    """Write what ``--json FILE`` asked for, whole or not at all."""
+    from bitwright.export.files.atomic import atomic_write
+
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")

@@ -1,0 +1,157 @@
+"""``bitwright quantize``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from bitwright.cli.app import app, console
+from bitwright.cli.options import BatchSize, Colours, Layout, Limit, Mean, OnnxFile, Scale, Std, numbers
+
+
+@app.command("quantize")
+def quantize_model(
+    model: OnnxFile,
+    out: Annotated[Path, typer.Option(help="Folder for the files; made if need be.", show_default=False)],
+    data: Annotated[
+        str | None,
+        typer.Option(help="Calibration data: see below. Without it, random values.", show_default=False),
+    ] = None,
+    preset: Annotated[str, typer.Option(help="See `bitwright presets`.")] = "w8a8",
+    config: Annotated[str | None, typer.Option(help="Rules: a file, or the name of a target.")] = None,
+    scheme: Annotated[str | None, typer.Option(help="Range method: see `bitwright presets`.")] = None,
+    prefix: Annotated[str | None, typer.Option(help="Stem of the files; the model's by default.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="Methods in their order, fold,equalize,adaround, or a YAML file (see `bitwright presets`). "
+            "Without it, what suits the preset; `fold` alone is the fastest."
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(help="module:function that rates an InferenceSession, after each step of the recipe."),
+    ] = None,
+    lower_is_better: Annotated[bool, typer.Option(help="For metrics such as a perplexity.")] = False,
+    undo_harm: Annotated[bool, typer.Option(help="Take steps back that make the metric worse.")] = False,
+    non_finite: Annotated[
+        str, typer.Option(help="A batch that gives NaN or Inf: error, skip it, or clamp to what is finite.")
+    ] = "error",
+    allow_unreached: Annotated[
+        bool, typer.Option(help="Leave what no batch reached in float, instead of refusing it.")
+    ] = True,
+    weight_only: Annotated[
+        str,
+        typer.Option(
+            help="Products of float activations with quantized weights: exact, or fused by ONNX Runtime, which is "
+            "faster and quantizes the activations by itself."
+        ),
+    ] = "exact",
+    memory_budget: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="MIB",
+            help="Activations held while calibrating; a quarter of the free memory by default.",
+        ),
+    ] = None,
+    batch_size: BatchSize = 1,
+    limit: Limit = 256,
+    layout: Layout = "NCHW",
+    colours: Colours = "RGB",
+    scale: Scale = 1 / 255,
+    mean: Mean = "0",
+    std: Std = "1",
+) -> None:
+    """Fold, calibrate and export an ONNX model.
+
+    Data may be a .npz file (arrays named after the inputs, samples along the
+    first axis), a folder of .npy files, a folder per input, a folder of .npz
+    files, a folder of pictures, or module:function that yields inputs.
+
+    \b
+    Examples:
+      bitwright quantize model.onnx --data samples.npz --out exported/
+      bitwright quantize model.onnx --data photos/ --mean 0.485,0.456,0.406 \\
+          --std 0.229,0.224,0.225 --preset w8a16 --out exported/
+      bitwright quantize model.onnx --data mypackage.data:feeds --out exported/
+      bitwright quantize model.onnx --data samples.npz --preset w4a8 \\
+          --recipe fold,equalize,adaround --metric mypackage.test:accuracy --out exported/
+    """
+    from itertools import islice
+
+    from bitwright.core.files.entry_points import load_entry_point
+    from bitwright.core.numerics.spec import check_policy
+    from bitwright.export.files.atomic import check_stem
+    from bitwright.onnx import Pictures, load_data, load_model, quantize
+    from bitwright.onnx.model.data import input_specs, random_feeds
+
+    policy = check_policy(non_finite, "--non-finite")
+    loaded = load_model(model)
+    specs = input_specs(loaded.model)
+    if data is None:
+        feeds = random_feeds(specs, 4)
+        recipe = recipe or "fold"  # rounding for random inputs would be rounding for nothing
+    else:
+        pictures = Pictures(layout, colours, scale, numbers("--mean", mean), numbers("--std", std))
+        feeds = load_data(data, specs, batch_size=batch_size, pictures=pictures)
+    stem = check_stem(model.stem if prefix is None else prefix, "--prefix")
+    with _tells_what_is_kept(out, out / f"{stem}_manifest.json"):
+        result = quantize(
+            loaded.model,
+            islice(feeds, limit),
+            preset,
+            recipe=recipe if recipe is None or Path(recipe).suffix else recipe.split(","),
+            config_file=config,
+            quant_scheme=scheme,
+            metric=None if metric is None else load_entry_point(metric, "rates a session"),
+            lower_is_better=lower_is_better,
+            on_harm="undo" if undo_harm else "report",
+            path=out,
+            filename_prefix=stem,
+            weight_only=weight_only,  # type: ignore[arg-type]
+            non_finite=policy,
+            allow_unreached=allow_unreached,
+            memory_budget=None if memory_budget is None else memory_budget << 20,
+        )
+    _print_result(result, loaded.notes)
+
+
+@contextmanager
+def _tells_what_is_kept(folder: Path, manifest: Path) -> Iterator[None]:
+    """Note on an exception what lies in ``folder`` now: an export appears whole, and its manifest last."""
+
+    def content() -> bytes | None:
+        return manifest.read_bytes() if manifest.is_file() else None
+
+    before = content()
+    try:
+        yield
+    except BaseException as error:
+        if content() != before:
+            error.add_note(f"{folder}: the new export is complete")
+        elif before is None:
+            error.add_note(f"{folder}: nothing was written")
+        else:
+            error.add_note(f"{folder}: the earlier export is as it was")
+        raise
+
+
+def _print_result(result: Any, notes: Iterable[str]) -> None:
+    """What a conversion did, and the files that it wrote."""
+    assert result.exported is not None and result.sim.calibration_log is not None
+    counts = ", ".join(f"{n} {status}" for status, n in result.sim.coverage().counts.items())
+    lines = [f"note: {note}" for note in (*notes, *result.exported.notes)]
+    lines += [f"{len(list(result.folds))} batch norms folded; values: {counts}"]
+    lines += [*result.sim.calibration_log.lines(), str(result.report)]
+    if result.metrics:
+        lines.append(", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items()))
+    lines += [f"wrote {path}" for path in result.exported.files]
+    shown = console()
+    for line in lines:
+        shown.print(Text(line))
