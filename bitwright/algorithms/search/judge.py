@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from bitwright.core.simulation.sites import SiteMap
 
 Array = NDArray[Any]
 Outputs = Callable[[Any], Sequence[Array]]
@@ -98,6 +101,19 @@ class Judge:
         if math.isnan(mean):
             return -math.inf
         return -10 * math.log10(mean) if mean else math.inf
+
+
+@contextmanager
+def weights_in_float(sites: SiteMap) -> Iterator[None]:
+    """Leave the weights of a simulation in float meanwhile, so that its outputs show what activations cost alone."""
+    undo = sites.remember()
+    try:
+        for site in sites.values():
+            if site.role == "weight":
+                site.enabled = False
+        yield
+    finally:
+        undo()
 
 
 class _Without:

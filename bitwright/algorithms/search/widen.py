@@ -101,6 +101,7 @@ def widen(
     allowance: float = 0.1,
     memory: float = 0.2,
     least: float = 0.05,
+    weights: float = 1.0,
     samples: int = 32,
     seed: int = 0,
 ) -> WidenReport:
@@ -119,17 +120,19 @@ def widen(
             whatever the noise.
         memory: share of the elements of quantized activations that may be raised, 0 to 1; the same.
         least: share of the noise from which on a quantizer is worth it, 0 to 1.
+        weights: share of the weights' noise that counts, 0 to 1: less than 1 where they are rounded better later.
         samples, seed: of the estimate.
 
     Raises:
         ConfigError: an option out of its range.
     """
-    for name, value in (("allowance", allowance), ("memory", memory), ("least", least)):
+    shares = {"allowance": allowance, "memory": memory, "least": least, "weights": weights}
+    for name, value in shares.items():
         if not 0 <= value <= 1:
             raise ConfigError("widen", f"{name} is {value!r}", "use a share from 0 to 1")
     errors = output_errors(model, batches, samples=samples, seed=seed)
     candidates = _Candidates(model)
-    left = total = errors.total
+    left = sum(errors.activations.values()) + weights * sum(errors.weights.values())
     raised: list[Widened] = []
     too_dear: list[Widened] = []
     keys: list[int] = []
@@ -137,7 +140,7 @@ def widen(
         if noise < least * left or not noise:
             break
         mine = candidates.widened(key, noise / left)
-        drowned = errors.measured * left / total > _DROWNED
+        drowned = errors.measured * left / errors.total > _DROWNED
         products, elements = candidates.cost([*keys, key])
         dear = _beyond(products, allowance, drowned) or _beyond(elements, memory, drowned)
         if dear and mine.products:

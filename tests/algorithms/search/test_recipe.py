@@ -266,7 +266,7 @@ class Judged(Fake):
         super().__init__(**worth)
         self.judge, self.asked = Judge([0], lambda batch: [np.zeros(1)]), 0
 
-    def sqnr(self):
+    def sqnr(self, *, float_weights=False):
         self.asked += 1
         return self.state
 
@@ -296,3 +296,27 @@ def test_outputs_without_numbers_judge_nothing():
     runner.judge = Judge([0], lambda batch: [np.zeros(3, np.int64)])
     report = run_recipe(parse_recipe(["gptq"]), runner)
     assert report[0].kept and not runner.asked
+
+
+@pytest.mark.parametrize(
+    ("recipe", "asked"),
+    [
+        (["widen", "gptq"], [True, True, False, False]),
+        (["activation_ranges", "widen", "seq_mse", "gptq"], [True] * 3 + [False] * 3),
+        (["widen", "bias_correction"], [False] * 3),
+        (["widen"], [False] * 2),
+    ],
+)
+def test_activations_are_judged_with_float_weights_where_these_are_rounded_later(recipe, asked):
+    runner, seen = Fake(), []
+    runner.judge = Judge([0], lambda batch: [np.float32([1.0])])
+
+    def measured(*, float_weights=False):
+        seen.append(float_weights)
+        return float(len(seen))
+
+    runner.sqnr = measured
+    report = run_recipe(parse_recipe(recipe), runner)
+    assert seen == asked
+    assert all(("with float weights" in o.note) == (o.step in ("widen()", "activation_ranges()") and asked[0])
+               for o in report)  # fmt: skip
