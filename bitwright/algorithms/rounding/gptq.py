@@ -112,7 +112,7 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     check_finite(layer, hessian)
     check_rows("gptq", layer, rows, int(w.shape[2]))
     seen = bool(hessian.any())
-    target = _least_squares(task, layer, w, hessian, settings) if settings.match_float and seen else w
+    target = _least_squares(task, layer, w, hessian, rows, settings) if settings.match_float and seen else w
     nearest = grid.nearest(w)
     note = ""
     if not seen:
@@ -127,11 +127,19 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     ]
 
 
-def _least_squares(task: Task, layer: Layer, w: Tensor, hessian: Tensor, settings: Settings) -> Tensor:
-    """Weights whose outputs on the quantized predecessor's values come nearest to the float model's."""
+def _least_squares(
+    task: Task, layer: Layer, w: Tensor, hessian: Tensor, rows: int, settings: Settings
+) -> Tensor:
+    """Weights whose outputs on the quantized predecessor's values come nearest to the float model's.
+
+    Damping is at least the number of inputs over that of rows: of fewer rows than inputs every noise could be made up for, and
+    nothing of it would hold on others.
+    """
     cross = cross_moment(layer, task.walk.inputs(layer))  # sum of x x_q^T
     diagonal = torch.diagonal(hessian, dim1=1, dim2=2)
-    share = (settings.damping * diagonal.mean(1, keepdim=True)).expand(diagonal.shape)
+    share = (max(settings.damping, int(w.shape[2]) / rows) * diagonal.mean(1, keepdim=True)).expand(
+        diagonal.shape
+    )
     damped = hessian + torch.diag_embed(torch.where(diagonal > 0, share, torch.ones_like(share)))
     wide = w.double()
     # move from W along what the inputs differ by, so that directions without data stay as they are
