@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import pkgutil
 import subprocess
 import sys
 
 import pytest
 
 import bitwright
+from tests.support.signatures import PINNED, Signature, found, signature
 
 PUBLIC = {
     "__version__", "quantize",
@@ -52,3 +56,66 @@ def test_unknown_name_gets_the_close_match():
         [sys.executable, "-c", "import bitwright; bitwright.quantise"], capture_output=True, text=True
     )
     assert "Did you mean: 'quantize'?" in run.stderr
+
+
+# A parameter of this kind takes what one of the other kinds takes, and more.
+_WIDER = {"KEYWORD_ONLY": {"POSITIONAL_OR_KEYWORD"}, "POSITIONAL_ONLY": {"POSITIONAL_OR_KEYWORD"}}
+
+
+def refused_calls(pinned: Signature, now: Signature) -> list[str]:
+    """Calls that ``pinned`` allows and ``now`` does not, or understands otherwise."""
+    at = {name: (place, kind, default) for place, (name, kind, default) in enumerate(now)}
+    found = []
+    for place, (name, kind, default) in enumerate(pinned):
+        new_place, new_kind, new_default = at.get(name, (-1, "", ""))
+        if new_kind != kind and new_kind not in _WIDER.get(kind, ()):
+            found.append(f"{name} is {new_kind or 'gone'}, was {kind}")
+        elif kind.startswith("POSITIONAL") and new_place != place:
+            found.append(f"{name} is argument {new_place}, was {place}")
+        elif default != new_default:
+            found.append(f"{name} is {new_default} by default, was {default}")
+    known = {name for name, _, _ in pinned}
+    required = [n for n, kind, default in now if n not in known and not default and "VAR" not in kind]
+    return found + [f"{name} is new and must be given" for name in required]
+
+
+def test_every_call_of_a_public_name_is_still_understood() -> None:
+    pinned, now = json.loads(PINNED.read_text()), found()
+    missing = pinned.keys() - now.keys()
+    assert not missing, f"public names went away: {sorted(missing)}"
+    changed = {name: refused_calls(pinned[name], now[name]) for name in pinned}
+    assert not {name: lines for name, lines in changed.items() if lines}
+
+
+def test_every_public_name_is_pinned() -> None:
+    missing = found().keys() - json.loads(PINNED.read_text()).keys()
+    assert not missing, f"run python -m tests.support.signatures: it writes {sorted(missing)}"
+
+
+@pytest.mark.parametrize(
+    "pinned, now, line",
+    [
+        ("a, b", "b, a", "a is argument 1, was 0"),
+        ("a, *, b=1", "a, *, b=2", "b is 2 by default, was 1"),
+        ("a", "a, b", "b is new and must be given"),
+        ("a, b=1", "a, *, b=1", "b is KEYWORD_ONLY, was POSITIONAL_OR_KEYWORD"),
+        ("a, b=1", "a", "b is gone, was POSITIONAL_OR_KEYWORD"),
+    ],
+)
+def test_a_changed_signature_is_seen(pinned: str, now: str, line: str) -> None:
+    old, new = (signature(eval(f"lambda {parameters}: None")) for parameters in (pinned, now))
+    assert line in refused_calls(old, new)
+    assert not refused_calls(old, old)
+
+
+@pytest.mark.parametrize("package", ["bitwright.torch", "bitwright.onnx"])
+def test_front_ends_publish_names_that_load(package: str) -> None:
+    """And none that is also a module of the package, which would stand in its place once imported."""
+    module = importlib.import_module(package)
+    modules = {info.name for info in pkgutil.iter_modules(module.__path__)}
+    assert not modules & set(module.__all__)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    assert set(dir(module)) == set(module.__all__)
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'equalise_model'"):
+        module.equalise_model  # noqa: B018

@@ -27,41 +27,23 @@ OUTSIDE = [
     *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "benchmarks/results").glob("*.md")),
 ]
 PACKAGES = {
-    "bitwright": "__init__.py",
-    "bitwright.torch": "torch/__init__.py",
-    "bitwright.onnx": "onnx/__init__.py",
+    "bitwright": "__init__.pyi",
+    "bitwright.torch": "torch/__init__.pyi",
+    "bitwright.onnx": "onnx/__init__.pyi",
 }
 _LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"(^```.*?^```$|`[^`\n]+`(?!\]))", re.MULTILINE | re.DOTALL)
 
 
 def public_names(package: str) -> dict[str, str]:
-    """Public name -> module that defines it, read from the source of ``package`` without importing it.
-
-    Both forms of our packages are understood: names imported with ``from module import name``, and the literal table
-    ``_HOME`` of names that load when they are first used.
-    """
+    """Public name -> module that defines it, read from the stub of ``package`` without importing it."""
     tree = ast.parse((ROOT / "bitwright" / PACKAGES[package]).read_text())
-    homes: dict[str, str] = {}
-    public: set[str] | None = None
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module not in (None, "__future__"):
-            homes.update({alias.asname or alias.name: str(node.module) for alias in node.names})
-        targets = (
-            node.targets
-            if isinstance(node, ast.Assign)
-            else [node.target]
-            if isinstance(node, ast.AnnAssign)
-            else []
-        )
-        names = {target.id for target in targets if isinstance(target, ast.Name)}
-        if "_HOME" in names:
-            homes.update(ast.literal_eval(node.value))  # type: ignore[attr-defined]
-        if "__all__" in names:
-            elements = node.value.elts  # type: ignore[attr-defined]
-            public = {e.value for e in elements if isinstance(e, ast.Constant)}
-            public |= homes.keys() if any(isinstance(e, ast.Starred) for e in elements) else set()
-    return {name: homes[name] for name in sorted(public or ()) if name in homes}
+    return {
+        alias.asname or alias.name: str(node.module)
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
 
 
 def reference_page(package: str) -> str:

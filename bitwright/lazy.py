@@ -1,0 +1,39 @@
+"""Public names that load when they are first used (PEP 562), listed once: in the package's stub."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def published(package: str, file: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
+    """``__all__``, ``__getattr__`` and ``__dir__`` of a package whose public names ``__init__.pyi`` imports.
+
+    Type checkers read the same stub, so that a name stands in one place.
+
+    Args:
+        package: ``__name__`` of the package.
+        file: its ``__file__``.
+    """
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    homes = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    }
+
+    names = sorted([*homes, *(["__version__"] if hasattr(sys.modules[package], "__version__") else [])])
+
+    def load(name: str) -> object:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, attribute = homes[name]
+        value: object = getattr(importlib.import_module(module), attribute)
+        setattr(sys.modules[package], name, value)  # found at once from now on
+        return value
+
+    return names, load, lambda: list(names)

@@ -1,0 +1,81 @@
+from bitwright.core.health.repair import Stabilized as Stabilized
+from bitwright.core.simulation.sites import Site as Site
+from bitwright.core.simulation.sites import SiteGroup as SiteGroup
+from bitwright.core.simulation.sites import SiteMap as SiteMap
+from bitwright.torch.adapters.view import TorchView as TorchView
+from bitwright.torch.batch_norm_fold import (
+    fold_all_batch_norms as fold_all_batch_norms,
+)
+from bitwright.torch.batch_norm_fold import (
+    fold_given_batch_norms as fold_given_batch_norms,
+)
+from bitwright.torch.calls.batches import Inputs as Inputs
+from bitwright.torch.cross_layer import CrossLayerScaling as CrossLayerScaling
+from bitwright.torch.cross_layer import HighBiasFold as HighBiasFold
+from bitwright.torch.health import check_model as check_model
+from bitwright.torch.pipeline import Result as Result
+from bitwright.torch.pipeline import quantize as quantize
+from bitwright.torch.prepare import prepare_model as prepare_model
+from bitwright.torch.ptq import (
+    QuantParams as QuantParams,
+)
+from bitwright.torch.ptq import (
+    apply_bias_correction as apply_bias_correction,
+)
+from bitwright.torch.ptq import (
+    apply_spinquant as apply_spinquant,
+)
+from bitwright.torch.ptq import (
+    awq_model as awq_model,
+)
+from bitwright.torch.ptq import (
+    correct_bias as correct_bias,
+)
+from bitwright.torch.ptq import (
+    equalize_bn_folded_model as equalize_bn_folded_model,
+)
+from bitwright.torch.ptq import (
+    equalize_model as equalize_model,
+)
+from bitwright.torch.ptq import (
+    fold_norms as fold_norms,
+)
+from bitwright.torch.ptq import (
+    rotate_model as rotate_model,
+)
+from bitwright.torch.ptq import (
+    smooth_model as smooth_model,
+)
+from bitwright.torch.reconstruct import (
+    Adaround as Adaround,
+)
+from bitwright.torch.reconstruct import (
+    AdaroundParameters as AdaroundParameters,
+)
+from bitwright.torch.reconstruct import (
+    SeqMseParams as SeqMseParams,
+)
+from bitwright.torch.reconstruct import (
+    apply_adascale as apply_adascale,
+)
+from bitwright.torch.reconstruct import (
+    apply_gptq as apply_gptq,
+)
+from bitwright.torch.reconstruct import (
+    apply_reconstruction as apply_reconstruction,
+)
+from bitwright.torch.reconstruct import (
+    apply_seq_mse as apply_seq_mse,
+)
+from bitwright.torch.simulation.quantsim import (
+    QuantizationDataType as QuantizationDataType,
+)
+from bitwright.torch.simulation.quantsim import (
+    QuantizationSimModel as QuantizationSimModel,
+)
+from bitwright.torch.simulation.quantsim import (
+    QuantScheme as QuantScheme,
+)
+from bitwright.torch.stabilization import progressive as progressive
+from bitwright.torch.stabilization import stabilize as stabilize
+from bitwright.torch.training import TrainingGuard as TrainingGuard
