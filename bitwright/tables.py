@@ -1,9 +1,16 @@
-"""Tables for terminals and notebooks: plain text, and HTML without styles or scripts."""
+"""Tables for terminals, notebooks and programs: plain text, HTML without styles or scripts, plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from enum import Enum
 from html import escape
+from typing import Any, ClassVar
+
+from bitwright.errors import ConfigError
 
 _MOST_ROWS = 1000  # a notebook keeps its outputs in its file
 
@@ -58,3 +65,106 @@ def html_text(text: str) -> str:
     '<pre>a &lt; b</pre>'
     """
     return f"<pre>{escape(text)}</pre>"
+
+
+class Tabular:
+    """What every report has: plain data, JSON, a pandas table, and a notebook's view.
+
+    A report names the attribute that holds its rows in :attr:`_rows`; properties that belong into its data beside its
+    fields stand in :attr:`_also`.
+    """
+
+    _rows: ClassVar[str] = ""
+    _also: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON has it: mappings, lists, texts and numbers; numbers that are not finite are texts."""
+        found: dict[str, Any] = plain(self)
+        return found
+
+    def to_json(self, indent: int | None = 1) -> str:
+        """The report as JSON text; infinities are the strings ``"inf"`` and ``"-inf"``."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False, ensure_ascii=False)
+
+    def records(self) -> list[dict[str, Any]]:
+        """One mapping per row."""
+        rows = getattr(self, self._rows)
+        items = (
+            ({"name": key, "value": value} for key, value in rows.items())
+            if isinstance(rows, Mapping)
+            else rows
+        )
+        return [row if isinstance(row := plain(item), dict) else {"row": row} for item in items]
+
+    def to_pandas(self) -> Any:
+        """The rows as a ``pandas.DataFrame``.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            remedy = "pip install pandas, or use to_dict() or records(), which need no package"
+            raise ConfigError("to_pandas", "the package pandas is not installed", remedy) from error
+        return pandas.DataFrame(self.records())
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
+
+
+def plain(tree: Any) -> Any:
+    """``tree`` as JSON has it, without recursion; what has no counterpart there is its text.
+
+    Mappings get texts as keys; data classes become mappings of the fields that their ``repr`` shows, and of what they
+    name in ``_also``, and texts where their class says ``_as_text``; arrays become lists; numbers that are not
+    finite become texts.
+
+    >>> plain({"a": (1, float("inf")), 2: {"c"}})
+    {'a': [1, 'inf'], '2': ['c']}
+    """
+    root: list[Any] = [None]
+    stack: list[tuple[Any, Any, Any]] = [(root, 0, tree)]
+    while stack:
+        target, key, value = stack.pop()
+        parts = _parts(value)
+        if isinstance(parts, dict):
+            target[key] = dict.fromkeys(parts)
+        elif isinstance(parts, list):
+            target[key] = [None] * len(parts)
+        else:
+            target[key] = parts
+            continue
+        children = parts.items() if isinstance(parts, dict) else enumerate(parts)
+        stack.extend((target[key], k, child) for k, child in children)
+    return root[0]
+
+
+def _parts(value: Any) -> Any:
+    """One level of :func:`plain`: a mapping, a list, or what stands for ``value``."""
+    if isinstance(value, Enum):
+        value = value.value
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if getattr(type(value), "_as_text", False):
+        return str(value)
+    if isinstance(value, Tabular) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        return _fields(value)
+    if isinstance(value, Mapping):
+        return {str(key): child for key, child in value.items()}
+    if isinstance(value, Set):
+        return sorted(value, key=str)
+    if isinstance(value, list | tuple):
+        return list(value)
+    # arrays, tensors and their scalars of whatever package
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    told = {name: getattr(value, name) for name in getattr(type(value), "_also", ())}
+    if not dataclasses.is_dataclass(value):
+        return told
+    shown = (f.name for f in dataclasses.fields(value) if f.repr and not f.name.startswith("_"))
+    return {**told, **{name: getattr(value, name) for name in shown}}

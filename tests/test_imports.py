@@ -24,7 +24,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"lazy"}, set()),
     "errors": (set(), set()),
     "progress": (set(), {"rich"}),
-    "tables": (set(), set()),
+    "tables": ({"errors"}, {"pandas"}),
     "lazy": (set(), set()),
     "interrupt": (set(), set()),
     "core": ({"errors", "tables"}, NUMPY),

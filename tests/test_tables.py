@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import html.parser
+import json
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ import bitwright
 from bitwright.algorithms.search.recipe_report import Outcome, RecipeReport
 from bitwright.core.health.site_health import HealthTable
 from bitwright.onnx import QuantizationSimModel as OnnxSim
-from bitwright.tables import html_table, html_text, text_table
+from bitwright.tables import Tabular, html_table, html_text, plain, text_table
 from bitwright.torch import QuantizationSimModel as TorchSim
 from bitwright.torch import check_model
 
@@ -133,3 +136,83 @@ def test_the_name_of_a_format_serves_and_what_is_no_granularity_or_method_is_ref
     with pytest.raises(bitwright.FormatError, match="there is no number format of this name"):
         bitwright.QuantSpec("int")
     assert np.isfinite(bitwright.core.numerics.formats.largest_code(spec.format))
+
+
+def reports_of(sim) -> list[object]:
+    return [sim, sim.quantizers, sim.coverage(), sim.health(), sim.verify(), sim.calibration_log]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["torch", "onnx"])
+def test_reports_are_plain_data_too(sims, which):
+    sim = sims[which]
+    for report in reports_of(sim):
+        text = report.to_json()
+        assert json.loads(text) == report.to_dict()
+        assert "object at 0x" not in text, type(report)
+        assert all(isinstance(record, dict) for record in report.records())
+        assert report._repr_html_().startswith(("<table>", "<pre>"))
+    assert [r["name"] for r in sim.records()] == list(sim.quantizers)
+    assert {r["name"] for r in sim.coverage().records()} == {row.name for row in sim.coverage()}
+    assert sim.verify().to_dict()["rows"][0]["verdict"] in ("agrees", "within", "fails")
+
+
+def test_every_method_has_a_report_that_is_plain_data(sims):
+    """A class of reports without the shared part would have no JSON."""
+    import importlib
+    import pkgutil
+
+    import bitwright.algorithms
+    import bitwright.core
+    import bitwright.export
+
+    found = []
+    for package in (bitwright.algorithms, bitwright.core, bitwright.export):
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            module = importlib.import_module(info.name)
+            found += [c for n, c in vars(module).items() if n.endswith("Report") and isinstance(c, type)]
+    assert len(set(found)) > 12
+    assert [c for c in set(found) if not issubclass(c, Tabular)] == []
+    assert [c for c in set(found) if not c._rows] == []
+
+
+def test_methods_reports_are_plain_data():
+    from bitwright.torch import equalize_model, fold_all_batch_norms
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    folds = fold_all_batch_norms(net, dummy_input=x)
+    assert folds.to_dict()["folded"][0]["layers"] == [["0", ["1"]]]
+    equalized = equalize_model(net, dummy_input=x)
+    assert isinstance(equalized.records()[0]["row"], str)  # a group reads as a sentence
+    result = bitwright.quantize(net, [x, x], recipe=["fold", "equalize", {"adaround": {"iterations": 5}}])
+    for report in (folds, equalized, result.report, result.folds):
+        assert json.loads(report.to_json()) == report.to_dict()
+
+
+def test_numbers_that_json_lacks_are_texts():
+    report = RecipeReport((Outcome("fold", float("inf"), float("nan"), sqnr=(1.0, float("-inf"))),))
+    (step,) = report.to_dict()["outcomes"]
+    assert (step["metric"], step["change"], step["sqnr"]) == ("inf", "nan", [1.0, "-inf"])
+
+
+def test_deep_data_need_no_deep_stack():
+    tree: list = []
+    for _ in range(10_000):
+        tree = [tree]
+    flat = plain(tree)
+    while flat:
+        (flat,) = flat
+    assert flat == []
+
+
+def test_a_pandas_table_has_a_row_per_site(sims, monkeypatch):
+    made = types.SimpleNamespace(DataFrame=lambda records: ("frame", records))
+    monkeypatch.setitem(sys.modules, "pandas", made)
+    assert sims[0].to_pandas() == ("frame", sims[0].records())
+
+
+def test_without_pandas_the_error_says_what_to_use(sims, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(bitwright.ConfigError, match="pandas is not installed.*records"):
+        sims[0].to_pandas()

@@ -29,6 +29,7 @@ from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.placement.user_scheme import QuantScheme
 from bitwright.core.simulation.protocols import AddBias, FloatModel
 from bitwright.errors import CalibrationError, ConfigError
+from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
 
@@ -240,7 +241,7 @@ class Correctable(Protocol):
 
 
 @dataclass
-class BiasReport:
+class BiasReport(Tabular):
     """What was corrected and what was not.
 
     Attributes:
@@ -249,6 +250,8 @@ class BiasReport:
         samples: how many the correction rests on; 0 for the analytic form alone.
         analytic: the corrected layers whose shift was computed, not measured.
     """
+
+    _rows = "corrected"
 
     corrected: dict[str, Array] = field(default_factory=dict, repr=False)
     refused: tuple[Refused, ...] = ()

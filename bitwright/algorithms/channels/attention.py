@@ -45,6 +45,8 @@ class Attention:
         dim, value_dim: channels per head of queries and keys, and of values.
     """
 
+    _as_text = True
+
     scores: str
     query: Layer | None
     key: Layer | None

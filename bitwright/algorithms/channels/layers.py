@@ -299,6 +299,8 @@ class Group:
         block: channels that are repeated together: the size of a head where several query heads read one value head.
     """
 
+    _as_text = True
+
     producers: tuple[Layer, ...]
     consumers: tuple[tuple[Layer, int], ...]
     clips: tuple[tuple[Op, int], ...]

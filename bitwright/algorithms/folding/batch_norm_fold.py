@@ -32,6 +32,7 @@ from bitwright.algorithms.channels.trial import Bar, Reversible, no_bar
 from bitwright.algorithms.folding.batch_norm_search import Chain, Fold, Refusal, find_folds, operand
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.simulation.protocols import AddBias, Bypass, Edit, FloatModel, SetParam, Undo
+from bitwright.tables import Tabular
 
 __all__ = [
     "MAX_CHECKS",
@@ -60,7 +61,7 @@ MAX_CHECKS = 100
 _LARGEST = {"float16": float(np.finfo(np.float16).max)}
 
 
-class FoldReport(Reversible, Sequence[tuple[str, str]]):
+class FoldReport(Tabular, Reversible, Sequence[tuple[str, str]]):
     """What was folded and what was not; as a sequence, the folded ``(layer, batch norm)`` pairs.
 
     Attributes:
@@ -70,6 +71,13 @@ class FoldReport(Reversible, Sequence[tuple[str, str]]):
         moments: layer -> mean and standard deviation of its output per channel, as the batch norm folded into it
             said (beta and \\|gamma\\|); what high-bias absorption and analytic bias correction start from.
     """
+
+    _rows = "folded"
+    _also = (
+        "folded",
+        "refused",
+        "max_error",
+    )
 
     def __init__(
         self,

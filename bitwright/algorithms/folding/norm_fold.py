@@ -26,6 +26,7 @@ from bitwright.algorithms.channels.layers import (
 )
 from bitwright.algorithms.channels.trial import Bar, Check, Reversible, joined, no_bar, sift
 from bitwright.core.simulation.protocols import AddBias, Edit, FloatModel, SetParam, Undo, Untie
+from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
 
@@ -49,7 +50,7 @@ def folded_weight(layer: Layer, W: Array, gamma: Array, beta: Array | None) -> t
 
 
 @dataclass
-class NormReport(Reversible):
+class NormReport(Tabular, Reversible):
     """What was folded.
 
     Attributes:
@@ -57,6 +58,8 @@ class NormReport(Reversible):
         refused: norms that keep theirs, with the reasons.
         untied: layers that got a copy of their own of a weight shared with an embedding.
     """
+
+    _rows = "groups"
 
     groups: tuple[Group, ...] = ()
     refused: tuple[Refused, ...] = ()

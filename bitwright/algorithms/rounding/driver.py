@@ -29,6 +29,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import CalibrationError, ConfigError, close_matches
+from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
 
@@ -49,8 +50,8 @@ class Choice:
     """
 
     layer: str
-    weight: Tensor | None
-    encoding: Encoding
+    weight: Tensor | None = field(repr=False)
+    encoding: Encoding = field(repr=False)
     before: float
     after: float
     note: str = ""
@@ -103,7 +104,7 @@ class Cache(Protocol):
 
 
 @dataclass(frozen=True)
-class RoundingReport(Sequence[Choice]):
+class RoundingReport(Tabular, Sequence[Choice]):
     """What became of every layer; a table when printed.
 
     Attributes:
@@ -111,6 +112,9 @@ class RoundingReport(Sequence[Choice]):
         rows: the layers that were treated, in order.
         skipped: layer -> why it keeps its nearest rounding.
     """
+
+    _rows = "rows"
+    _also = ("gain",)
 
     method: str
     rows: tuple[Choice, ...]

@@ -33,6 +33,7 @@ from bitwright.core.placement.rules import Rules
 from bitwright.core.placement.user_scheme import QuantScheme, make_rules
 from bitwright.core.simulation.protocols import FloatModel, Undo
 from bitwright.errors import ConfigError
+from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
 
@@ -201,7 +202,7 @@ class Scaled:
 
 
 @dataclass
-class AwqReport(Reversible):
+class AwqReport(Tabular, Reversible):
     """What was scaled.
 
     Attributes:
@@ -210,6 +211,9 @@ class AwqReport(Reversible):
         refused: norms and linear layers that begin no group, with the reasons.
         samples: how many were measured.
     """
+
+    _rows = "scaled"
+    _also = ("gain",)
 
     scaled: tuple[Scaled, ...] = ()
     untouched: tuple[Scaled, ...] = ()

@@ -29,6 +29,7 @@ from bitwright.algorithms.scaling.channel_noise import (
     quietest_factors,
 )
 from bitwright.core.simulation.protocols import AddBias, Clamp, Edit, FloatModel, SetParam, Undo
+from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
 
@@ -139,7 +140,7 @@ def absorbed_bias(mean: Array, std: Array) -> Array:
 
 
 @dataclass
-class EqualizeReport(Reversible):
+class EqualizeReport(Tabular, Reversible):
     """What was equalized and what was not.
 
     Attributes:
@@ -156,6 +157,8 @@ class EqualizeReport(Reversible):
             known. ``None`` where those of none are.
         view: the model.
     """
+
+    _rows = "groups"
 
     groups: tuple[Group, ...] = ()
     refused: tuple[Refused, ...] = ()

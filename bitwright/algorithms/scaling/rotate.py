@@ -24,6 +24,7 @@ from bitwright.algorithms.folding.norm_fold import NormReport, fold_norms
 from bitwright.core.graph.graph import Op
 from bitwright.core.simulation.protocols import Edit, FloatModel, SetParam, Undo
 from bitwright.errors import ConfigError
+from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
 
@@ -141,6 +142,8 @@ class Stream:
         tables: parameters added to it, as learned positions are.
         channels: its width.
     """
+
+    _as_text = True
 
     producers: tuple[Layer, ...]
     consumers: tuple[Layer, ...]
@@ -331,7 +334,7 @@ class _StreamWalk:
 
 
 @dataclass
-class RotateReport(Reversible):
+class RotateReport(Tabular, Reversible):
     """What was rotated.
 
     Attributes:
@@ -340,6 +343,8 @@ class RotateReport(Reversible):
         heads: attentions whose values were rotated per head.
         refused: streams and attentions left as they are, with the reasons.
     """
+
+    _rows = "streams"
 
     norms: NormReport
     streams: tuple[Stream, ...] = ()

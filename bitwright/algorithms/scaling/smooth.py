@@ -22,6 +22,7 @@ from bitwright.algorithms.channels.layers import Array, Group, Layers, Refused, 
 from bitwright.algorithms.channels.trial import Bar, Check, Reversible, joined, no_bar, sift
 from bitwright.core.simulation.protocols import Edit, FloatModel, SetParam, Undo
 from bitwright.errors import CalibrationError, ConfigError
+from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
 
@@ -91,7 +92,7 @@ def _tied(ranges: Array, tie: Array) -> Array:
 
 
 @dataclass
-class SmoothReport(Reversible):
+class SmoothReport(Tabular, Reversible):
     """What was smoothed.
 
     Attributes:
@@ -101,6 +102,8 @@ class SmoothReport(Reversible):
         refused: norms and linear layers that begin no group, with the reasons.
         samples: how many were measured.
     """
+
+    _rows = "groups"
 
     groups: tuple[Group, ...] = ()
     factors: tuple[Array, ...] = field(default=(), repr=False)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.simulation.sites import Site
+from bitwright.tables import Tabular
 
 
 class Simulation(Protocol):
@@ -20,13 +21,15 @@ class Simulation(Protocol):
 
 
 @dataclass(frozen=True)
-class RangesReport:
+class RangesReport(Tabular):
     """Which sites have ranges of another method now.
 
     Attributes:
         method: its name.
         sites: those whose ranges were chosen anew.
     """
+
+    _rows = "sites"
 
     method: str
     sites: tuple[str, ...]

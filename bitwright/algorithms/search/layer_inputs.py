@@ -17,6 +17,7 @@ from bitwright.core.graph.graph import Graph
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.placement.plan import Plan
 from bitwright.core.simulation.sites import Site
+from bitwright.tables import Tabular
 
 
 class Simulation(Protocol):
@@ -36,13 +37,15 @@ class Simulation(Protocol):
 
 
 @dataclass(frozen=True)
-class LayerInputsReport:
+class LayerInputsReport(Tabular):
     """Which sites are quantized still, and which are not any more.
 
     Attributes:
         kept: sites of values that a layer reads, or inside a recurrent layer.
         in_float: sites that were switched off.
     """
+
+    _rows = "in_float"
 
     kept: tuple[str, ...]
     in_float: tuple[str, ...]

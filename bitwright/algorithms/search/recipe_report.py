@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bitwright.errors import BitwrightError, CalibrationError
-from bitwright.tables import html_table
+from bitwright.tables import Tabular, html_table
 
 logger = logging.getLogger("bitwright")
 
@@ -44,13 +44,15 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class RecipeReport(Sequence[Outcome]):
+class RecipeReport(Tabular, Sequence[Outcome]):
     """One line per step; a table when printed.
 
     Attributes:
         outcomes: in order.
         judged: on what the outputs were compared with those of the float model, if they were.
     """
+
+    _rows = "outcomes"
 
     outcomes: tuple[Outcome, ...]
     judged: str = ""

@@ -19,6 +19,7 @@ from bitwright.core.graph.ops import op_row
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError
+from bitwright.tables import Tabular
 
 _DROWNED, _HALF = 0.1, 0.5  # noise over signal beyond which the allowances are at least a half
 _NARROW = 8  # bits from which upwards nothing is raised
@@ -61,7 +62,7 @@ class Widened:
 
 
 @dataclass(frozen=True)
-class WidenReport:
+class WidenReport(Tabular):
     """What was raised, and what would have been.
 
     Attributes:
@@ -69,6 +70,8 @@ class WidenReport:
         too_dear: those that make as much noise and did not fit the allowance.
         errors: the estimate behind it.
     """
+
+    _rows = "raised"
 
     raised: tuple[Widened, ...] = ()
     too_dear: tuple[Widened, ...] = ()

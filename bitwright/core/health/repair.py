@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.health.report import LIMITS, Culprit, HealthReport
 from bitwright.errors import ConfigError, close_matches
+from bitwright.tables import Tabular
 
 RepairKind = Literal["clamp", "replace", "float"]
 REPAIR_KINDS: tuple[RepairKind, ...] = ("clamp", "replace", "float")
@@ -79,7 +80,7 @@ class Repair:
 
 
 @dataclass(frozen=True, eq=False)
-class Stabilized:
+class Stabilized(Tabular):
     """What ``stabilize`` of a front end did to a simulation.
 
     Attributes:
@@ -88,7 +89,9 @@ class Stabilized:
         refused: a sentence for every fault that no repair can answer: bad data, a bad parameter.
     """
 
-    sim: Any
+    _rows = "repairs"
+
+    sim: Any = field(repr=False)
     repairs: tuple[Repair, ...]
     refused: tuple[str, ...]
     _undo: Callable[[], None]

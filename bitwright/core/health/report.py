@@ -8,10 +8,9 @@ use. What comes out is a :class:`HealthReport`. Nothing here knows a framework.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -29,7 +28,7 @@ from bitwright.core.numerics.arrays import (
     to_numpy,
 )
 from bitwright.errors import CalibrationError
-from bitwright.tables import html_text
+from bitwright.tables import Tabular
 
 TensorKind = Literal["input", "param", "constant", "activation"]
 
@@ -270,7 +269,7 @@ class Culprit:
 
 
 @dataclass(frozen=True)
-class HealthReport:
+class HealthReport(Tabular):
     """What a run over the data showed.
 
     Attributes:
@@ -281,6 +280,9 @@ class HealthReport:
         notes: what looked like a fault and is none, one sentence each.
         batches, calls: how much was looked at.
     """
+
+    _rows = "culprits"
+    _also = ("ok",)
 
     model: str
     culprits: tuple[Culprit, ...] = ()
@@ -321,16 +323,8 @@ class HealthReport:
         found += [f"note: {note}" for note in self.notes]
         return "\n".join(found)
 
-    def to_json(self) -> str:
-        """The report as JSON; numbers that are not finite become strings."""
-        document = {"ok": self.ok, **asdict(self)}
-        return json.dumps(_plain(document), indent=1, allow_nan=False)
-
     def __str__(self) -> str:
         return self.text()
-
-    def _repr_html_(self) -> str:
-        return html_text(self.text())
 
 
 def counted(number: int, one: str, more: str = "") -> str:
@@ -341,26 +335,6 @@ def counted(number: int, one: str, more: str = "") -> str:
 def _shortened(names: Sequence[str], count: int) -> str:
     shown = ", ".join(names[:_SHOWN])
     return shown + (f" and {count - min(len(names), _SHOWN)} more" if count > min(len(names), _SHOWN) else "")
-
-
-def _plain(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which floats that JSON has no word for are strings; nested data without recursion."""
-    root: dict[str, Any] = {}
-    stack: list[tuple[Any, Any, Any]] = [
-        (root, key, value) for key, value in reversed(list(document.items()))
-    ]
-    while stack:
-        target, key, value = stack.pop()
-        if isinstance(value, Mapping):
-            new: Any = {}
-            stack.extend((new, k, v) for k, v in reversed(list(value.items())))
-        elif isinstance(value, list | tuple):
-            new = [None] * len(value)
-            stack.extend((new, i, v) for i, v in enumerate(value))
-        else:
-            new = str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        target[key] = new
-    return root
 
 
 # ---- who made it, and does it matter

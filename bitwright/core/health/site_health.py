@@ -9,7 +9,7 @@ import numpy as np
 from bitwright.core.graph.constant_channels import ConstantChannels
 from bitwright.core.health.report import HALVES, LIMITS
 from bitwright.core.numerics.statistics import Histogram, MinMax, bounds_of
-from bitwright.tables import html_table, text_table
+from bitwright.tables import Tabular, html_table, text_table
 
 _SHOWN = 8
 _HEAD = ("site", "dtype", "range", "notes")
@@ -50,6 +50,8 @@ class SiteHealth:
     layer: str = ""
     kind: str = "channels"
 
+    _also = ("notes",)
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader should know, one phrase each; empty for a healthy site."""
@@ -86,8 +88,16 @@ class SiteHealth:
         return f"{self.site}: {'; '.join(self.notes) or f'in [{self.lo:.4g}, {self.hi:.4g}]'}"
 
 
-class HealthTable(list[SiteHealth]):
+class HealthTable(Tabular, list[SiteHealth]):
     """The health of every site, in order; a list, and a table when printed or shown in a notebook."""
+
+    _rows = "rows"
+    _also = ("rows",)
+
+    @property
+    def rows(self) -> tuple[SiteHealth, ...]:
+        """The sites."""
+        return tuple(self)
 
     def _cells(self) -> list[tuple[str, str, str, str]]:
         return [

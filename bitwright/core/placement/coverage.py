@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from bitwright.core.graph.graph import Graph
 from bitwright.core.placement.plan import Plan, Row
-from bitwright.tables import html_table, text_table
+from bitwright.tables import Tabular, html_table, text_table
 
 _HEAD = ("value", "operator", "shape", "status", "how")
 
 
 @dataclass(frozen=True)
-class Coverage(Sequence[Row]):
+class Coverage(Tabular, Sequence[Row]):
     """Rows of a coverage report; a sequence, and a table when printed.
 
     Attributes:
@@ -22,6 +22,9 @@ class Coverage(Sequence[Row]):
         unseen: calls that ran without having been recorded, and why they are in float.
         notes: rules that matched nothing, chains that were not fused.
     """
+
+    _rows = "rows"
+    _also = ("counts",)
 
     rows: tuple[Row, ...]
     unseen: tuple[tuple[str, str], ...] = ()

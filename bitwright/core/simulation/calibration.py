@@ -17,6 +17,7 @@ from bitwright.core.numerics.spec import NON_FINITE, NonFinite
 from bitwright.core.numerics.statistics import Histogram, MinMax, Statistics, bounds_of
 from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.errors import CalibrationError
+from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
 
@@ -39,7 +40,7 @@ class Offence:
 
 
 @dataclass
-class CalibrationLog:
+class CalibrationLog(Tabular):
     """What became of the batches.
 
     Attributes:
@@ -48,6 +49,8 @@ class CalibrationLog:
         clamped: numbers of those whose finite elements alone were used.
         first: the first site that saw NaN or Inf, in each of these batches.
     """
+
+    _rows = "first"
 
     batches: int = 0
     skipped: list[int] = field(default_factory=list)

@@ -23,7 +23,7 @@ from bitwright.core.placement.plan import Plan, Role, SitePlan
 from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.errors import CalibrationError, ConfigError, close_matches
-from bitwright.tables import html_table
+from bitwright.tables import Tabular, html_table
 
 logger = logging.getLogger("bitwright")
 
@@ -146,6 +146,26 @@ class Site:
     def frozen(self, frozen: bool) -> None:
         self.quantizer.frozen = bool(frozen)
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """The site as plain data; bounds are those of the encoding, over all its channels."""
+        quantizer, found = self.quantizer, self.encoding
+        return {
+            "name": self.name,
+            "role": self.role,
+            "operator": self.op,
+            "format": quantizer.spec.format.name,
+            "bits": quantizer.spec.format.bits,
+            "granularity": str(quantizer.spec.granularity if found is None else found.granularity),
+            "enabled": self.enabled,
+            "why_float": "" if self.enabled else quantizer.state,
+            "shared_with": self.group,
+            "calibrated": found is not None,
+            "minimum": None if found is None else float(found.min.min()),
+            "maximum": None if found is None else float(found.max.max()),
+            "largest_scale": None if found is None else float(found.scale.max()),
+        }
+
     def __repr__(self) -> str:
         state = "" if self.enabled else ", disabled"
         return f"Site({self.name}: {self.quantizer.spec.describe()}, encoding={self.encoding}{state})"
@@ -183,11 +203,14 @@ class SiteGroup:
         return f"SiteGroup({len(self)} sites: {', '.join(list(self.sites)[:4])}{', ...' if len(self) > 4 else ''})"
 
 
-class SiteMap(Mapping[str, Any]):
+class SiteMap(Tabular, Mapping[str, Any]):
     """Sites by name. ``sim.quantizers["layer1.0.conv1.weight"]`` is a :class:`Site`; a glob gives a :class:`SiteGroup`.
 
     ``[`` has its plain meaning in an exact name (``conv1.output[0]``); in a glob only ``*`` and ``?`` are special.
     """
+
+    _rows = "rows"
+    _also = ("rows",)
 
     def __init__(self, sites: dict[str, Site]) -> None:
         self._sites = sites
@@ -390,6 +413,11 @@ class SiteMap(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._sites)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Every site as plain data: what is asked for, and the encoding where there is one."""
+        return [site.row for site in self._sites.values()]
 
     def __repr__(self) -> str:
         done = sum(site.encoding is not None for site in self._sites.values())

@@ -10,11 +10,10 @@ and memory are linear in the model; how it is taken apart is told in :mod:`bitwr
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +31,7 @@ from bitwright.export.verify.cut import Cut, Place
 from bitwright.export.verify.reasons import OTHER_CONSTANT, Evidence, explain, measure, reason_of
 from bitwright.export.verify.runtime import MODES, Mode, refusals, run_model
 from bitwright.export.verify.steps import side_by_side
-from bitwright.tables import html_table
+from bitwright.tables import Tabular, html_table
 
 Array = NDArray[Any]
 Verdict = Literal["agrees", "within", "fails"]
@@ -69,6 +68,8 @@ class Row:
     as_integer: Agreement
     reason: str | None = None
 
+    _also = ("ok", "verdict")
+
     @property
     def ok(self) -> bool:
         """Whether both modes agree with the simulation, or within what their kernels may do."""
@@ -98,7 +99,7 @@ class OutputRow:
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(Tabular):
     """What :func:`verify_layers` found.
 
     Attributes:
@@ -108,6 +109,9 @@ class VerifyReport:
         failures: mode -> why the runtime refused the model in it.
         idle: site that did not run on this input -> why: a branch was not taken, a loop had no iteration.
     """
+
+    _rows = "rows"
+    _also = ("ok",)
 
     rows: tuple[Row, ...]
     outputs: tuple[OutputRow, ...] = ()
@@ -128,18 +132,6 @@ class VerifyReport:
     def _outputs_agree(self) -> bool:
         levels = [level for end in self.outputs for level in (end.as_float, end.as_integer)]
         return bool(levels) and min(levels) >= _SAME_OUTPUT
-
-    def to_json(self) -> str:
-        """The report as JSON text; infinities are the strings ``"inf"`` and ``"-inf"``."""
-        document = {
-            "ok": self.ok,
-            "rows": [{**asdict(row), "ok": row.ok, "verdict": row.verdict} for row in self.rows],
-            "outputs": [asdict(output) for output in self.outputs],
-            "unchecked": self.unchecked,
-            "failures": self.failures,
-            "idle": self.idle,
-        }
-        return json.dumps(_finite(document), indent=1)
 
     def to_text(self, width: int = 140) -> str:
         """The report as a table for the terminal, with the reasons as numbered notes below it.
@@ -219,15 +211,6 @@ class VerifyReport:
         within = sum(row.verdict == "within" for row in self.rows)
         more = f", {within} within what their kernel may do" if within else ""
         yield f"{good} of {len(self.rows)} places agree{more}: {'ok' if self.ok else 'NOT ok'}"
-
-
-def _finite(tree: Any) -> Any:
-    """``tree`` with infinities and NaN as strings, which JSON has no numbers for."""
-    if isinstance(tree, dict):
-        return {key: _finite(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_finite(value) for value in tree]
-    return str(tree) if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
 def verify_layers(

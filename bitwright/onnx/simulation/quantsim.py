@@ -73,6 +73,7 @@ from bitwright.onnx.simulation.read_qdq import take_quantizers
 from bitwright.onnx.simulation.repairs import put_in_force
 from bitwright.onnx.simulation.simulate import Simulation, mark_sites, marked_constants, simulation_model
 from bitwright.progress import collector_paused, progress
+from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
 
@@ -118,7 +119,7 @@ class CalibrationSession:
         return list(self._calibrator.specs)
 
 
-class QuantizationSimModel:
+class QuantizationSimModel(Tabular):
     """A copy of an ONNX model that computes with quantized weights and activations, in ONNX Runtime.
 
     The model is read, not changed; ``sim.session`` is an ordinary ``InferenceSession`` with the model's own inputs
@@ -146,6 +147,8 @@ class QuantizationSimModel:
         FormatError: impossible bit width.
         ConfigError: unknown scheme or provider, or a configuration that cannot be read.
     """
+
+    _also = ("calibrated", "quantizers")
 
     @bit_widths("default_param_bw", "default_activation_bw")
     def __init__(
@@ -836,6 +839,10 @@ class QuantizationSimModel:
     def __repr__(self) -> str:
         state = "calibrated" if self.calibrated else "not calibrated"
         return f"QuantizationSimModel({len(self.graph)} operators, {self.quantizers!r}, {state})"
+
+    def records(self) -> list[dict[str, Any]]:
+        """One mapping per quantizer site."""
+        return self.quantizers.rows
 
     def _repr_html_(self) -> str:
         return self.quantizers._repr_html_(repr(self))

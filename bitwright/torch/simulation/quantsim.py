@@ -30,6 +30,7 @@ from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.core.simulation.state import all_or_nothing
 from bitwright.errors import BitwrightError, CalibrationError, ModelError
 from bitwright.progress import collector_paused, progress
+from bitwright.tables import Tabular
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.intercept import Interceptor, interceptions
 from bitwright.torch.calls.record import Recorder, record
@@ -42,7 +43,7 @@ from bitwright.torch.simulation.simulate import CallPlan, Place, Simulator
 logger = logging.getLogger("bitwright")
 
 
-class QuantizationSimModel:
+class QuantizationSimModel(Tabular):
     """A copy of ``model`` whose forward computes with quantized weights and activations.
 
     The model is run once on ``dummy_input`` to learn which operator reads what; nothing is traced, rewritten or wrapped.
@@ -67,6 +68,8 @@ class QuantizationSimModel:
         FormatError: impossible bit width.
         ConfigError: unknown scheme, or a configuration that cannot be read.
     """
+
+    _also = ("calibrated", "quantizers")
 
     @bit_widths("default_output_bw", "default_param_bw")
     def __init__(
@@ -561,6 +564,10 @@ class QuantizationSimModel:
 
     def __repr__(self) -> str:
         return f"QuantizationSimModel({type(self.model).__name__}, {self.quantizers!r}, stage={self._simulator.stage})"
+
+    def records(self) -> list[dict[str, Any]]:
+        """One mapping per quantizer site."""
+        return self.quantizers.rows
 
     def _repr_html_(self) -> str:
         return self.quantizers._repr_html_(repr(self))
