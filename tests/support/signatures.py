@@ -35,7 +35,8 @@ def callables() -> Iterator[tuple[str, Any]]:
             yield f"{package}.{name}", value
             if not inspect.isclass(value) or issubclass(value, BaseException):
                 continue
-            for method in sorted(vars(value)):
+            ours = [c for c in value.__mro__ if c.__module__.startswith("bitwright")]  # what it inherits too
+            for method in sorted({name for c in ours for name in vars(c)}):
                 if not method.startswith("_") and inspect.isfunction(getattr(value, method)):
                     yield f"{package}.{name}.{method}", getattr(value, method)
 
