@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ExportError, ModelError
@@ -100,19 +99,6 @@ def test_a_movement_with_a_quantizer_of_its_own_is_calibrated_and_saved(tmp_path
         fresh.load_encodings(tmp_path / "e.json")
         assert torch.equal(fresh.model(X), sim.model(X))
     assert sim.verify(X).ok
-
-
-class Checkpointed(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.m, self.l(x).relu(), use_reentrant=False)
-        return out
-
-
-def test_activation_checkpointing_is_refused_in_the_backward_pass() -> None:
-    sim = calibrated(Checkpointed(), X)
-    with pytest.raises(ModelError, match="m: the backward pass computes this Linear again") as caught:
-        sim.model(X).sum().backward()
-    assert "without activation checkpointing" in caught.value.remedy
 
 
 def test_torchscript_parts_are_refused_by_name() -> None:

@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from bitwright.core.graph.ops import op_row
 from bitwright.core.simulation.occupancy import Occupancy
 from bitwright.errors import BusyError, ModelError
+from bitwright.torch.calls.checkpointing import frame_of_region, region_of_call
 from bitwright.torch.calls.decompose import DECOMPOSITIONS, Decomposition
 from bitwright.torch.calls.functions import FUNCTIONS, Function, function_of, settled
 from bitwright.torch.calls.loops import CALLS, Where, line_of_code
@@ -79,6 +80,10 @@ class Frame:
         """Count from here on."""
         self.anchor = anchor
         self.counts.clear()
+
+    def copy(self) -> Frame:
+        """The frame as it stands."""
+        return replace(self, counts=dict(self.counts))
 
 
 class Handler(Protocol):
@@ -129,9 +134,12 @@ class Thread:
         failed_in: path of the innermost module that raised the last error to leave the model.
         replica: the copy of the model that runs in its place, if one does.
         task: the asyncio task that is inside a block of :meth:`Interceptor.active`; other tasks of the thread are not.
+        trains: whether the outermost forward keeps what a backward pass needs.
     """
 
-    __slots__ = ("_error", "called", "depth", "failed_in", "frames", "handler", "mode", "replica", "task")
+    __slots__ = (
+        *("_error", "called", "depth", "failed_in", "frames", "handler", "mode", "replica", "task", "trains"),
+    )
 
     def __init__(self) -> None:
         self.handler: Handler | None = None
@@ -142,6 +150,7 @@ class Thread:
         self.replica: Replica | None = None
         self.called: nn.Module | None = None
         self.task: Any = None
+        self.trains = False
         self._error: BaseException | None = None
 
     def note(self, error: BaseException, path: str) -> None:
@@ -235,6 +244,8 @@ class Forward:
             return owner.run(self, here, args, kwargs)
         if here.task is not None and here.task is not running_task():
             raise _interleaved()
+        if here.trains:
+            owner.note_region(here)
         depth = len(here.frames)
         owner.enter(here, self)
         try:
@@ -405,22 +416,46 @@ class Interceptor:
     def suspended(self, handler: Handler) -> Iterator[None]:
         """Let the model run anew under another handler inside the block, also in the middle of a forward of its own."""
         here = self.here
-        saved = (here.frames, here.mode, here.depth, here.failed_in, here.replica)
+        saved = (here.frames, here.mode, here.depth, here.failed_in, here.replica, here.trains)
         if here.mode is not None:
             here.mode.__exit__(None, None, None)
-        here.frames, here.mode, here.depth, here.replica = [], None, 0, None
+        here.frames, here.mode, here.depth, here.replica, here.trains = [], None, 0, None, False
         try:
             with self.handled_by(handler):
                 yield
         finally:
-            here.frames, here.mode, here.depth, here.failed_in, here.replica = saved
+            here.frames, here.mode, here.depth, here.failed_in, here.replica, here.trains = saved
             if here.mode is not None:
                 here.mode.__enter__()
+
+    def note_region(self, here: Thread) -> None:
+        """Let the backward pass find the frames as they stand, if this call is the first of a checkpointed region."""
+        if torch.compiler.is_compiling() or here.handler is None and self.handler is None:
+            return
+        region = region_of_call()
+        if region is None or region.known_to(self):
+            return
+        frames, replica = [frame.copy() for frame in here.frames], here.replica
+        handler = here.handler or self.handler
+        assert handler is not None
+
+        @contextmanager
+        def resumed() -> Iterator[None]:
+            now = self.here  # the backward pass of another device runs in a thread of its own
+            with self.suspended(handler):
+                self._open(now, replica)
+                now.frames = [frame.copy() for frame in frames]
+                try:
+                    yield
+                finally:
+                    self._close(now)
+
+        region.resume_with(self, resumed, line_of_code(_FORWARDS, start=frame_of_region()))
 
     def _open(self, here: Thread, replica: Replica | None = None) -> None:
         if not here.depth:
             self.occupancy.enter()
-            here.failed_in, here.replica = None, replica
+            here.failed_in, here.replica, here.trains = None, replica, torch.is_grad_enabled()
             here.frames = [Frame("", "", self.model)]
             here.mode = _Mode(self, here)
             here.mode.__enter__()
@@ -481,10 +516,10 @@ class Interceptor:
         if torch._C._current_graph_task_id() != -1:
             raise ModelError(
                 forward.path,
-                f"the backward pass computes this {type(forward.module).__name__} again (activation checkpointing), where "
-                "its quantizers would be lost and the gradients would be those of another function",
-                "train the simulation without activation checkpointing: set the model's own switch for it to False "
-                "before the forward",
+                f"the backward pass computes this {type(forward.module).__name__} again by a function that is not of "
+                "torch.utils.checkpoint, so that the places of its quantizers are not known",
+                "checkpoint by torch.utils.checkpoint.checkpoint, or train the simulation without activation checkpointing: "
+                "set the model's own switch for it to False before the forward",
             )
         if handler.part(forward.path, _caller()):
             return
@@ -562,6 +597,8 @@ class Interceptor:
         handler = here.handler or self.handler
         if not here.frames or handler is None:
             return func(*args, **kwargs)
+        if here.trains:
+            self.note_region(here)
         frame = here.frames[-1]
         if isinstance(func, torch._ops.OpOverload):
             known, given, named = as_function(func, args, kwargs)

@@ -14,31 +14,42 @@ from typing import Any
 
 from torch import nn
 
+from bitwright.torch.calls.checkpointing import RECOMPUTES
+
 Where = tuple[Hashable, ...]
 """``(where the frame stands, its anchor, label, line of code)``; the first is a ``Where`` itself, or a module's path."""
 
 CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
 
-#: they stand between a module and its forward while a model is exported
-_EXPORTERS = ("torch.fx.", "torch.export.", "torch._export.", "torch._dynamo.")
+#: they stand between a module and its forward while a model is exported, or between a function and what it checkpoints
+_BETWEEN = (
+    *("torch.fx.", "torch.export.", "torch._export.", "torch._dynamo."),
+    *("torch._compile", "torch.utils.checkpoint", "torch.autograd."),
+)
 
 
-def line_of_code(stop: Container[CodeType], modules: int = 0) -> Where:
+def line_of_code(stop: Container[CodeType], modules: int = 0, *, start: FrameType | None = None) -> Where:
     """The instructions at which the functions stand that lead from the running forward to this call.
 
     Args:
         stop: code of what stands in the place of a module's forward.
         modules: forwards to pass by: 1 where the place of a module that is called is looked for.
+        start: the innermost function to look at; the caller where none is given.
     """
-    found: list[tuple[int, int]] = []
-    frame: FrameType | None = sys._getframe(1)
+    found: list[Hashable] = []
+    frame: FrameType | None = start or sys._getframe(1)
     while frame is not None:
         if frame.f_code in stop:
             if not modules:
                 break
             modules -= 1
             found.clear()
-        elif frame.f_code not in CALLS and not frame.f_globals.get("__name__", "").startswith(_EXPORTERS):
+        elif (
+            frame.f_code is RECOMPUTES
+        ):  # the backward pass; its function was called from where the forward was
+            found.extend(frame.f_locals["self"].line)
+            break
+        elif frame.f_code not in CALLS and not frame.f_globals.get("__name__", "").startswith(_BETWEEN):
             found.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
     return tuple(found)
