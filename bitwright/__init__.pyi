@@ -1,3 +1,4 @@
+from bitwright.analysis.analyze import analyze as analyze
 from bitwright.core.numerics.formats import FloatFormat as FloatFormat
 from bitwright.core.numerics.formats import IntFormat as IntFormat
 from bitwright.core.numerics.granularity import PerBlock as PerBlock

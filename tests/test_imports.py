@@ -34,7 +34,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # the public names of algorithms (fold_all_batch_norms, ...) are thin entries of the front ends
     "torch": (FRONT_END | {"algorithms"}, NUMPY | ONNX | FILES_OUT | {"torch"}),
     "onnx": (FRONT_END | {"algorithms"}, NUMPY | ONNX | FILES_OUT),
-    "analysis": (FRONT_END | {"algorithms"}, NUMPY | FILES_OUT | {"jinja2", "plotly"}),
+    # works on the steps of either front end, which are torch functions; loaded when an analysis runs
+    "analysis": (
+        FRONT_END | {"algorithms", "torch", "onnx", "report"},
+        NUMPY | FILES_OUT | {"torch", "scipy", "pandas"},
+    ),
     "distributed": ({"errors", "core", "torch"}, NUMPY | {"torch", "ray"}),
     # AIMET's names on the public API; nobody imports them
     "aimet_common": ({"errors", "core"}, NUMPY),

@@ -22,6 +22,7 @@ _EXTRAS = {
     **dict.fromkeys(("onnx", "onnx_ir", "onnxruntime", "onnxscript", "ml_dtypes"), "onnx"),
     **dict.fromkeys(("jinja2", "plotly"), "report"),
     "torch": "torch",
+    "scipy": "analysis",
 }
 _PIPE_WIDTH = 200  # columns where there is no terminal whose width could be asked
 

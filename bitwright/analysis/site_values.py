@@ -1,0 +1,188 @@
+"""What the values at a quantizer site are like, and how they lie on its grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bitwright.core.graph.ops import resolve_granularity
+from bitwright.core.numerics import affine
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerChannel, PerTensor
+from bitwright.core.simulation.sites import Site
+
+_BINS = 64  # of the histogram of values
+_CODE_BINS = 256  # of the histogram of codes: grids of more steps are divided into so many parts
+_ELEMENTS = 1 << 18  # of a tensor whose histograms are taken; of larger ones evenly spread elements
+_CHANNELS = 4096  # of a tensor whose channels are listed one by one
+_MOST = 0.99  # share of the values that counts as nearly all
+_BEYOND = 0.501  # steps outside of the grid from which a value counts as clipped; less is rounding
+
+
+@dataclass
+class SiteValues:
+    """Sums over all tensors seen at one site.
+
+    Attributes:
+        site: where.
+        count, clipped: elements, and those outside of the grid.
+        low, high: of the finite values; ``inf`` and ``-inf`` before any.
+        round_noise, clip_noise: squared errors of the elements within and outside of the grid.
+        power: sum of squares.
+        edges, counts: histogram of the values; edges are those of the first tensor, and later values outside of them are
+            counted at the ends.
+        codes: histogram of the codes over the grid.
+        channel_low, channel_high: of each channel, where the graph tells which axis counts them.
+    """
+
+    site: Site
+    count: int = 0
+    clipped: int = 0
+    low: float = float("inf")
+    high: float = float("-inf")
+    round_noise: float = 0.0
+    clip_noise: float = 0.0
+    power: float = 0.0
+    edges: NDArray[np.float64] | None = None
+    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_BINS, np.int64))
+    codes: NDArray[np.int64] | None = None
+    channel_low: NDArray[np.float64] | None = None
+    channel_high: NDArray[np.float64] | None = None
+
+    def add(self, x: Tensor, quantized: Tensor) -> None:
+        """Count a tensor and what the site's quantizer makes of it."""
+        x = x.detach().float()
+        if not x.numel():
+            return
+        finite = torch.isfinite(x)
+        whole = bool(finite.all())
+        values = x.flatten() if whole else x[finite]
+        if not values.numel():
+            return
+        self.count += values.numel()
+        self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
+        self.power += float(values.double().square().sum())
+        encoding = self.site.encoding
+        if encoding is not None:
+            self._add_errors(x, quantized.detach().float() - x, finite, encoding)
+        thin = values[:: max(1, values.numel() // _ELEMENTS)]
+        self._add_histogram(thin.cpu().double().numpy())
+        if whole:
+            self._add_channels(x)
+
+    def _add_errors(self, x: Tensor, error: Tensor, finite: Tensor, encoding: Encoding) -> None:
+        granularity = encoding.granularity
+        view = x.reshape(granularity.view_shape(tuple(x.shape)))
+        shape = granularity.broadcast_shape(tuple(x.shape))
+        low, high, step = (
+            torch.from_numpy(np.array(v, np.float32).reshape(shape)).to(x.device)
+            for v in (encoding.min, encoding.max, encoding.scale)
+        )
+        reach = step * _BEYOND if isinstance(encoding.format, IntFormat) else high * 0.01
+        outside = ((view < low - reach) | (view > high + reach)).reshape(x.shape) & finite
+        squares = error.double().square().nan_to_num(0.0, 0.0, 0.0)
+        self.clipped += int(outside.sum())
+        clip = float(squares[outside].sum())
+        self.clip_noise += clip
+        self.round_noise += float(squares[finite].sum()) - clip
+        if isinstance(encoding.format, IntFormat) and encoding.format.bits <= 16:
+            self._add_codes(x, finite, encoding, encoding.format)
+
+    def _add_codes(self, x: Tensor, finite: Tensor, encoding: Encoding, fmt: IntFormat) -> None:
+        codes = torch.as_tensor(affine.quantize(torch.where(finite, x, torch.zeros_like(x)), encoding))
+        codes = codes.flatten()[:: max(1, codes.numel() // _ELEMENTS)].long() - fmt.qmin
+        bins, steps = min(_CODE_BINS, fmt.steps + 1), fmt.steps + 1
+        found = torch.bincount((codes * bins // steps).clamp(0, bins - 1), minlength=bins).cpu().numpy()
+        self.codes = found if self.codes is None else self.codes + found
+
+    def _add_histogram(self, values: NDArray[np.float64]) -> None:
+        if self.edges is None:
+            low, high = float(values.min()), float(values.max())
+            margin = 0.05 * (high - low) or max(abs(low), 1e-30) * 0.5
+            self.edges = np.linspace(low - margin, high + margin, _BINS + 1)
+        self.counts += np.histogram(np.clip(values, self.edges[0], self.edges[-1]), self.edges)[0]
+
+    def _add_channels(self, x: Tensor) -> None:
+        axis = channel_axis(self.site, x.ndim)
+        if axis is None or not 1 < x.shape[axis] <= _CHANNELS:
+            return
+        rest = [i for i in range(x.ndim) if i != axis % x.ndim]
+        low = (x.amin(rest) if rest else x).cpu().double().numpy()
+        high = (x.amax(rest) if rest else x).cpu().double().numpy()
+        if self.channel_low is not None and self.channel_high is not None:
+            if self.channel_low.shape != low.shape:
+                return
+            low, high = np.minimum(low, self.channel_low), np.maximum(high, self.channel_high)
+        self.channel_low, self.channel_high = low, high
+
+    # -- what follows
+
+    @property
+    def codes_used(self) -> float | None:
+        """Share of the grid that holds 99 % of the values; ``None`` without a grid of integers."""
+        if self.codes is None or not self.codes.sum():
+            return None
+        held = np.cumsum(np.sort(self.codes)[::-1])
+        return float(np.searchsorted(held, _MOST * held[-1]) + 1) / self.codes.size
+
+    @property
+    def extent(self) -> float | None:
+        """Length of the range of the values over the length of the grid; ``None`` without a grid for the whole tensor."""
+        encoding = self.site.encoding
+        if encoding is None or not self.count or not isinstance(encoding.granularity, PerTensor):
+            return None
+        low, high = float(encoding.min), float(encoding.max)
+        if encoding.symmetric and isinstance(encoding.format, IntFormat) and encoding.format.signed:
+            return max(abs(self.low), abs(self.high)) / max(abs(low), abs(high), 1e-300)
+        return (max(self.high, 0.0) - min(self.low, 0.0)) / max(high - low, 1e-300)
+
+    @property
+    def channel_reach(self) -> NDArray[np.float64] | None:
+        """Largest magnitude of each channel."""
+        if self.channel_low is None or self.channel_high is None:
+            return None
+        return np.maximum(np.abs(self.channel_low), np.abs(self.channel_high))
+
+    def row(self) -> dict[str, Any]:
+        """The columns of :class:`bitwright.analysis.result.SiteRow` that this knows."""
+        if not self.count:
+            return {}
+        encoding = self.site.encoding
+        grid = None
+        if encoding is not None:
+            steps = encoding.format.steps if isinstance(encoding.format, IntFormat) else None
+            grid = {"low": float(encoding.min.min()), "high": float(encoding.max.max()), "steps": steps}
+        channels = None
+        if self.channel_low is not None and self.channel_high is not None:
+            channels = {"low": self.channel_low.tolist(), "high": self.channel_high.tolist()}
+        return {
+            "codes_used": self.codes_used,
+            "clipped": None if encoding is None else self.clipped / self.count,
+            "minimum": self.low,
+            "maximum": self.high,
+            "histogram": None
+            if self.edges is None
+            else {"edges": self.edges.tolist(), "counts": self.counts.tolist()},
+            "grid": grid,
+            "lsb": None if encoding is None else float(encoding.scale.max()),
+            "channels": channels,
+        }
+
+
+def channel_axis(site: Site, rank: int) -> int | None:
+    """The axis that counts the channels of what passes a site; ``None`` where the graph does not tell."""
+    if site.role in ("input", "output"):
+        place = site.channels.place
+        return place.axis if place is not None and rank >= -place.axis else None
+    if site.role != "weight":
+        return None
+    op, value = site._graph.op(site.op), site._graph.values[site.value]
+    granularity = resolve_granularity(op.type, op.attrs, site.port, PerChannel(), value.shape)
+    axis = granularity.axis if isinstance(granularity, PerChannel) else None
+    return axis if axis is not None and axis < rank else None
