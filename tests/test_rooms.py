@@ -33,8 +33,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "export": {
         "files": set(),
         "encodings": {"files"},
-        "qdq": {"files"},
-        "verify": {"files", "qdq"},
+        "qdq": {"files", "targets"},
+        "verify": {"files", "qdq", "targets"},
     },
     "torch": {
         "calls": set(),

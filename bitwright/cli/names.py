@@ -31,6 +31,7 @@ def presets() -> None:
     from bitwright.core.numerics.ranges import RANGE_METHODS, method_aliases
     from bitwright.core.numerics.spec import PRESETS
     from bitwright.core.placement.aimet_config import ALIASES, SHIPPED
+    from bitwright.export.targets import TARGETS
 
     out = console()
     specs = [(name, _spec(p.weight), _spec(p.activation)) for name, p in PRESETS.items()]
@@ -42,6 +43,8 @@ def presets() -> None:
     out.print(table("Range methods", ("method", "reads", "options", "also called"), methods))
     targets = [(name, ", ".join(a for a, to in ALIASES.items() if to == name)) for name in SHIPPED]
     out.print(table("Configurations", ("configuration", "also called"), targets))
+    rows = [(row.name, row.about) for row in TARGETS.values()]
+    out.print(table("Targets of export", ("target", "for"), rows))
     kinds = [(name, kind.phase, kind.does) for name, kind in KINDS.items()]
     out.print(table("Steps of recipes", ("step", "works on", "does"), kinds))
 

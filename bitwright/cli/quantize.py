@@ -52,6 +52,9 @@ def quantize_model(
             "faster and quantizes the activations by itself."
         ),
     ] = "exact",
+    target: Annotated[
+        str, typer.Option(help="Runtime that the files are for: see `bitwright presets`.")
+    ] = "ort_cpu",
     memory_budget: Annotated[
         int | None,
         typer.Option(
@@ -115,6 +118,7 @@ def quantize_model(
             path=out,
             filename_prefix=stem,
             weight_only=weight_only,  # type: ignore[arg-type]
+            target=target,
             non_finite=policy,
             allow_unreached=allow_unreached,
             memory_budget=None if memory_budget is None else memory_budget << 20,

@@ -24,6 +24,7 @@ from bitwright.export.files.manifest import earlier_files, fingerprint, write_ma
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.recurrent import RecurrentForm, restore_native, write_recurrent
 from bitwright.export.qdq.write import ActivationForm, BiasForm, QdqResult, save_model, strip_sites, to_qdq
+from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.export.verify.samples import write_samples
 
 logger = logging.getLogger("bitwright")
@@ -106,6 +107,7 @@ def write_artefacts(
     activation: ActivationForm,
     recurrent: RecurrentForm = "scan",
     weight_only: ProductForm = "exact",
+    target: str = DEFAULT_TARGET,
     notes: Sequence[str] = (),
     data: Sequence[Array],
     samples: Callable[[QdqResult, int | None], Samples] | None,
@@ -119,7 +121,7 @@ def write_artefacts(
         marked: the model with a marker at every site.
         encodings: site -> encoding, of the enabled sites.
         encoding_version: of the encodings file.
-        bias, activation, weight_only: see :func:`bitwright.export.qdq.write.to_qdq`.
+        bias, activation, weight_only, target: see :func:`bitwright.export.qdq.write.to_qdq`.
         recurrent: how the QDQ model writes recurrent layers, see :func:`bitwright.export.qdq.recurrent.write_recurrent`;
             the float model has the operators.
         notes: what there is to say about ``marked`` beside what is found here.
@@ -132,9 +134,12 @@ def write_artefacts(
         ExportError, EncodingsError: see :func:`bitwright.export.qdq.write.to_qdq`; the folder cannot be written.
     """
     check_destination(path, prefix)
+    find_target(target)
     written = write_recurrent(marked, recurrent)
     stripped = strip_sites(restore_native(marked))
-    result = to_qdq(written, encodings, bias=bias, activation=activation, weight_only=weight_only)
+    result = to_qdq(
+        written, encodings, bias=bias, activation=activation, weight_only=weight_only, target=target
+    )
     tensors = _tensors_of(sim, stripped.tensors)
     notes = [*notes]
     notes += [
@@ -177,6 +182,7 @@ def write_artefacts(
             "activation": activation,
             "recurrent": recurrent,
             "weight_only": weight_only,
+            "target": target,
             "prefix": prefix,
             **quantizer_args(sim),
             **_health(sim),

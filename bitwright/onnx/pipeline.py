@@ -36,6 +36,7 @@ from bitwright.core.simulation.protocols import Array, Undo
 from bitwright.export.artefacts import Exported
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.products import ProductForm, check_weight_only
+from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.onnx import ptq
 from bitwright.onnx.batch_norm_fold import fold_all_batch_norms
 from bitwright.onnx.model.data import as_feeds, input_specs
@@ -83,6 +84,7 @@ def quantize(
     path: str | Path | None = None,
     filename_prefix: str = "model",
     weight_only: ProductForm = "exact",
+    target: str = DEFAULT_TARGET,
     progress: bool = True,
     non_finite: NonFinite = "error",
     allow_unreached: bool = True,
@@ -103,7 +105,7 @@ def quantize(
         on_harm: ``"undo"`` takes a step back that made the metric worse, ``"report"`` keeps it and says so.
         path: folder to export to.
         filename_prefix: stem of the files.
-        weight_only: as for :meth:`QuantizationSimModel.export`.
+        weight_only, target: as for :meth:`QuantizationSimModel.export`.
         progress: show a progress bar on a terminal.
         non_finite: what to do with a batch that gives NaN or Inf: ``"error"``, ``"skip"`` or ``"clamp"``, as for
             :meth:`QuantizationSimModel.compute_encodings`.
@@ -118,6 +120,7 @@ def quantize(
         ModelError: the model cannot be read or run, or a feed does not fit.
     """
     check_weight_only(weight_only)
+    find_target(target)
     if path is not None:
         check_destination(path, filename_prefix)
     steps = as_recipe(recipe, preset, own_rules=config_file is not None, own_scheme=quant_scheme is not None)
@@ -161,7 +164,11 @@ def quantize(
     if metric is not None:
         found = float(metric(runner.sim.session)) if report.metric is None else report.metric
         metrics["quantized"] = checked_metric("quantized", found)
-    exported = None if path is None else runner.sim.export(path, filename_prefix, weight_only=weight_only)
+    exported = (
+        None
+        if path is None
+        else runner.sim.export(path, filename_prefix, weight_only=weight_only, target=target)
+    )
     return Result(runner.sim, methods.folds, exported, metrics, report)
 
 

@@ -38,6 +38,7 @@ from bitwright.core.numerics.spec import NonFinite, Preset
 from bitwright.core.simulation.protocols import Undo
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.products import ProductForm, check_weight_only
+from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.torch import ptq
 from bitwright.torch.adapters.program import TorchSimulation
 from bitwright.torch.batch_norm_fold import fold_all_batch_norms
@@ -87,6 +88,7 @@ def quantize(
     path: str | Path | None = None,
     filename_prefix: str = "model",
     weight_only: ProductForm = "exact",
+    target: str = DEFAULT_TARGET,
     progress: bool = True,
     non_finite: NonFinite = "error",
     allow_unreached: bool = True,
@@ -108,7 +110,7 @@ def quantize(
         on_harm: ``"undo"`` takes a step back that made the metric worse, ``"report"`` keeps it and says so.
         path: folder to export to.
         filename_prefix: stem of the files.
-        weight_only: as for :meth:`QuantizationSimModel.export`.
+        weight_only, target: as for :meth:`QuantizationSimModel.export`.
         progress: show a progress bar on a terminal.
         non_finite: what to do with a batch that gives NaN or Inf: ``"error"``, ``"skip"`` or ``"clamp"``, as for
             :meth:`QuantizationSimModel.compute_encodings`.
@@ -123,6 +125,7 @@ def quantize(
     """
     require_module(model)
     check_weight_only(weight_only)
+    find_target(target)
     if path is not None:
         check_destination(path, filename_prefix)
     steps = as_recipe(recipe, preset, own_rules=config_file is not None, own_scheme=quant_scheme is not None)
@@ -165,7 +168,9 @@ def quantize(
     exported = (
         None
         if path is None
-        else runner.sim.export(path, filename_prefix, first, weight_only=weight_only, dynamic_batch="auto")
+        else runner.sim.export(
+            path, filename_prefix, first, weight_only=weight_only, target=target, dynamic_batch="auto"
+        )
     )
     return Result(runner.sim, methods.folds, exported, metrics, report)
 

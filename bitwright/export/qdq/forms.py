@@ -237,7 +237,7 @@ def check_shape(encoding: Encoding, shape: tuple[int, ...], site: str) -> None:
 
 
 def store_constant(
-    array: NDArray[Any], encoding: Encoding, shown: Encoding, site: str, *, wide: bool = False
+    array: NDArray[Any], encoding: Encoding, shown: Encoding, site: str, *, width: int | None = None
 ) -> Stored:
     """The small form of a constant, see the table of this module.
 
@@ -246,7 +246,7 @@ def store_constant(
         encoding: as simulated; fits the shape of ``array``.
         shown: the grid to be written: ``encoding`` itself or its :func:`unsigned` form.
         site: name for error messages.
-        wide: store 8 bits as 16, which no integer kernel takes up.
+        width: least number of bits that the codes take; 16 for what no integer kernel is to take up.
 
     Raises:
         EncodingsError: the encoding does not fit the shape.
@@ -256,7 +256,7 @@ def store_constant(
     fmt, codes = encoding.format, np.asarray(quantize(array, encoding))
     if is_small_float(fmt):  # its numbers are whole multiples of the smallest one
         steps = replace(encoding, scale=encoding.scale * np.float32(fmt.step))
-        small = fmt.max / fmt.step <= 127 and not wide
+        small = fmt.max / fmt.step <= 127 and width != 16
         return _scaled((codes / fmt.step).astype(np.int8 if small else np.int16), steps, array.shape)
     if isinstance(fmt, FloatFormat):
         if fmt.name in _HALVES:
@@ -265,8 +265,11 @@ def store_constant(
     # Above 16 bits DequantizeLinear takes int32, which integer kernels would misread.
     if fmt.bits > 16:
         return Stored(np.asarray(fake_quantize(array, encoding)), None, None)
-    width = 4 if fmt.bits <= 4 else 8 if fmt.bits <= 8 and not wide else 16
-    dtype = _INTEGERS[width, isinstance(shown.format, IntFormat) and shown.format.signed]
+    bits = max(fmt.bits, width or 0)
+    dtype = _INTEGERS[
+        4 if bits <= 4 else 8 if bits <= 8 else 16,
+        isinstance(shown.format, IntFormat) and shown.format.signed,
+    ]
     shift = (1 << (fmt.bits - 1)) if shown.format != fmt else 0
     return _scaled((codes.astype(np.int64) + shift).astype(dtype.numpy()), shown, array.shape)
 

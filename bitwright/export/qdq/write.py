@@ -72,6 +72,7 @@ from bitwright.export.qdq.markers import (
     strip_sites,
 )
 from bitwright.export.qdq.products import ProductForm, check_weight_only, float_products, keep_apart
+from bitwright.export.targets import Target, find_target
 
 __all__ = [
     "Note",
@@ -136,6 +137,7 @@ def to_qdq(
     bias: BiasForm = "int32",
     activation: ActivationForm = "unsigned",
     weight_only: ProductForm = "exact",
+    target: str | Target = "packed",
 ) -> QdqResult:
     """Write every marked place as a quantizer of standard ONNX.
 
@@ -154,6 +156,7 @@ def to_qdq(
         weight_only: MatMul and Gemm of float activations with quantized weights: ``"exact"`` keeps ONNX Runtime from
             making MatMulNBits of them, which quantizes the activations by itself; ``"fused"`` leaves that to it, which
             is fast and computes something else than the simulation.
+        target: row of :mod:`bitwright.export.targets`: how many bits codes are stored in.
 
     Returns:
         A model with the names of the graph's inputs and outputs unchanged; time and memory are linear in
@@ -167,7 +170,8 @@ def to_qdq(
     _check_option("bias", bias, ("int32", "marked", "float"))
     _check_option("activation", activation, ("unsigned", "as_is"))
     check_weight_only(weight_only)
-    return _Writer(copy_model(model), dict(encodings), bias, activation, weight_only).run()
+    row = find_target(target)
+    return _Writer(copy_model(model), dict(encodings), bias, activation, weight_only, row).run()
 
 
 def save_model(model: ir.Model, path: str | os.PathLike[str], *, external: bool | None = None) -> list[Path]:
@@ -310,6 +314,7 @@ class _Writer:
     bias: BiasForm
     activation: ActivationForm
     weight_only: ProductForm
+    target: Target
     notes: dict[Note, None] = field(default_factory=dict)
     raised: dict[str, Encoding] = field(default_factory=dict)
     tensors: dict[str, list[ir.Value]] = field(default_factory=dict)
@@ -544,7 +549,7 @@ class _Writer:
         if remove_unread(result):
             return
         shown = unsigned(encoding) if shift else encoding
-        small, values = self._store(source, (), encoding, shown, site, self._is_misread(result, encoding))
+        small, values = self._store(source, (), encoding, shown, site, result)
         value = self._dequantize(node, small, values, source)
         if small.op is None:
             self._note(site, "stored in float", f"{encoding.format.name} constants have no exact small form")
@@ -566,8 +571,7 @@ class _Writer:
         assert array is not None
         perm = _permutation(node, array.ndim)
         moved = transpose_encoding(encoding, perm)
-        wide = self._is_misread(node.outputs[0], moved)
-        small, values = self._store(source, perm, moved, moved, place[0], wide)
+        small, values = self._store(source, perm, moved, moved, place[0], node.outputs[0])
         if small.op != "DequantizeLinear":
             return
         result = node.outputs[0]
@@ -595,6 +599,17 @@ class _Writer:
                 return True
         return False
 
+    def _width(self, value: ir.Value, encoding: Encoding) -> int | None:
+        """Bits that the codes of the constant ``value`` take; ``None`` for floats and what is left to the table of forms."""
+        fmt = encoding.format
+        if self._is_misread(value, encoding):
+            return 4 if isinstance(fmt, IntFormat) and fmt.bits <= 4 else 16
+        if not isinstance(fmt, IntFormat) or fmt.bits > 8:
+            return None
+        others = (v for node, _ in value.uses() for v in node.inputs if v is not None and v is not value)
+        beside = not isinstance(encoding.granularity, PerBlock) and any(v in self.grids for v in others)
+        return self.target.stored_bits(fmt.bits, beside_codes=beside)
+
     def _store(
         self,
         source: ir.Value,
@@ -602,14 +617,20 @@ class _Writer:
         encoding: Encoding,
         shown: Encoding,
         site: str,
-        wide: bool,
+        result: ir.Value,
     ) -> tuple[Stored, list[ir.Value]]:
-        """The constant in its small form and its initializers, once per tensor, orientation and grid."""
-        key = (source, perm, encoding, shown, wide)
+        """The constant in its small form and its initializers, once per tensor, orientation, grid and width of the codes.
+
+        Readers of ``result`` decide on the width.
+        """
+        width = self._width(result, encoding)
+        key = (source, perm, encoding, shown, width)
         if key not in self.stored:
             array = self._array(source)
             assert array is not None
-            small = store_constant(array.transpose(perm) if perm else array, encoding, shown, site, wide=wide)
+            small = store_constant(
+                array.transpose(perm) if perm else array, encoding, shown, site, width=width
+            )
             let_go(self.constants[source])
             self.builder.need(ir.DataType.from_numpy(small.array.dtype), site, small.block is not None)
             base = f"{source.name}_transposed" if perm else str(source.name)

@@ -48,6 +48,7 @@ from bitwright.export.qdq.markers import STATES, is_site, site_of
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.recurrent import RecurrentForm, expand_recurrent
 from bitwright.export.qdq.write import ActivationForm, BiasForm, QdqResult, to_qdq
+from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.export.verify.report import VerifyReport, verify_layers
 from bitwright.export.verify.runtime import refusals
 from bitwright.export.verify.samples import plain
@@ -715,6 +716,7 @@ class QuantizationSimModel(Tabular):
         activation: ActivationForm = "unsigned",
         recurrent: RecurrentForm = "scan",
         weight_only: ProductForm = "exact",
+        target: str = DEFAULT_TARGET,
         samples: bool = True,
     ) -> Exported:
         """Write the model for deployment into the folder ``path``, which is made if need be.
@@ -738,17 +740,19 @@ class QuantizationSimModel(Tabular):
             weight_only: products of float activations with quantized weights: ``"exact"`` computes them as simulated, in float,
                 in every session; ``"fused"`` lets ONNX Runtime make MatMulNBits of them, which is much faster and quantizes the
                 activations to 8 bits by itself.
+            target: the runtime that the files are for, a row of :data:`bitwright.export.targets.TARGETS`: it decides how
+                weights of 4 bits are stored.
             samples: write the samples; fewer of them, with a note, when all would pass 64 MiB and the batch axis is free.
 
         Raises:
             CalibrationError: the simulation has no encodings yet.
-            ConfigError: unknown ``encoding_version``, ``bias``, ``activation``, ``weight_only`` or ``recurrent``.
-            ConfigError: unknown ``encoding_version``, ``bias``, ``activation`` or ``recurrent``, or ``filename_prefix``
-                cannot begin the names of files.
+            ConfigError: unknown ``encoding_version``, ``bias``, ``activation``, ``weight_only``, ``target`` or ``recurrent``,
+                or ``filename_prefix`` cannot begin the names of files.
             ExportError: a format cannot be written, or the folder cannot.
         """
         check_destination(path, filename_prefix)
         check_encoding_version(encoding_version)
+        find_target(target)
         encodings = self._encodings()
         example = self.example()
         self._close_large()  # what is written takes memory too
@@ -763,6 +767,7 @@ class QuantizationSimModel(Tabular):
             activation=activation,
             recurrent=recurrent,
             weight_only=weight_only,
+            target=target,
             data=[plain(array) for array in example.values()],
             samples=(
                 lambda result, rows: self._samples(
@@ -796,6 +801,7 @@ class QuantizationSimModel(Tabular):
         bias: BiasForm = "int32",
         activation: ActivationForm = "unsigned",
         weight_only: ProductForm = "exact",
+        target: str = DEFAULT_TARGET,
     ) -> VerifyReport:
         """Compare the simulation with the exported file in ONNX Runtime, layer by layer.
 
@@ -803,7 +809,7 @@ class QuantizationSimModel(Tabular):
 
         Args:
             feeds: what to compare on; the example input by default.
-            bias, activation, weight_only: as for :meth:`export`.
+            bias, activation, weight_only, target: as for :meth:`export`.
 
         Raises:
             CalibrationError, ModelError, ExportError: as :meth:`export` and :meth:`run`.
@@ -811,7 +817,14 @@ class QuantizationSimModel(Tabular):
         checked = self.example() if feeds is None else as_feeds(feeds, self.specs)
         marked = expand_recurrent(self.marked)
         form = bias_form(self, bias)
-        result = to_qdq(marked, self._encodings(), bias=form, activation=activation, weight_only=weight_only)
+        result = to_qdq(
+            marked,
+            self._encodings(),
+            bias=form,
+            activation=activation,
+            weight_only=weight_only,
+            target=target,
+        )
         samples = self._samples(result, checked)
         return verify_layers(result.model, samples.sites, samples.inputs, outputs=samples.outputs)
 

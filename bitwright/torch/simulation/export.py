@@ -32,6 +32,7 @@ from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.recurrent import RecurrentForm, expand_recurrent
 from bitwright.export.qdq.write import QdqResult, rename_values, site_names, to_qdq
+from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.export.verify.report import VerifyReport, verify_layers
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.intercept import forward_signature
@@ -55,6 +56,7 @@ def export_sim(
     activation: Literal["unsigned", "as_is"] = "unsigned",
     recurrent: RecurrentForm = "scan",
     weight_only: ProductForm = "exact",
+    target: str = DEFAULT_TARGET,
     dynamic_batch: bool | Literal["auto"] = False,
     dynamic_shapes: Any = None,
     samples: bool = True,
@@ -82,6 +84,8 @@ def export_sim(
         weight_only: products of float activations with quantized weights: ``"exact"`` computes them as simulated, in float,
             in every session; ``"fused"`` lets ONNX Runtime make MatMulNBits of them, which is much faster and quantizes the
             activations to 8 bits by itself.
+        target: the runtime that the files are for, a row of :data:`bitwright.export.targets.TARGETS`: it decides how
+            weights of 4 bits are stored.
         dynamic_batch: let the first axis of every input vary; ``"auto"`` does so where the model allows it, and says in the
             notes of the result where it does not, and why.
         dynamic_shapes: instead, a dict from input names to axes as ``torch.export`` takes them: ``{"x": {0: Dim.AUTO}}``.
@@ -94,6 +98,7 @@ def export_sim(
     """
     check_destination(path, filename_prefix)
     _check(sim, encoding_version)
+    find_target(target)
     notes: list[str] = []
     if dynamic_batch == "auto" and dynamic_shapes is None:
         marked, notes = _free_batch(sim, dummy_input)
@@ -111,6 +116,7 @@ def export_sim(
         activation=activation,
         recurrent=recurrent,
         weight_only=weight_only,
+        target=target,
         notes=notes,
         data=[t.detach().cpu().numpy() for _, t in flatten_tensors(dummy_input)],
         samples=(lambda result, rows: _samples(sim, _first(dummy_input, rows), result)) if samples else None,
@@ -466,13 +472,14 @@ def verify_sim(sim: QuantizationSimModel, batch: Any, **options: Any) -> VerifyR
         sim: calibrated.
         batch: input to compare on.
         options: of :func:`export_sim` that change the graph: ``bias``, ``activation``, ``weight_only``,
-            ``dynamic_batch``. Recurrent layers are compared step by step, with quantizers inside.
+            ``target``, ``dynamic_batch``. Recurrent layers are compared step by step, with quantizers inside.
 
     Raises: as :func:`export_sim`.
     """
     _check(sim, "1.0.0")
     bias = bias_form(sim, options.pop("bias", "int32"))
     forms = {key: options.pop(key) for key in ("activation", "weight_only") if key in options}
+    forms["target"] = options.pop("target", DEFAULT_TARGET)
     marked = expand_recurrent(marked_onnx(sim, batch, **options))
     result = to_qdq(marked, site_encodings(sim), bias=bias, **forms)
     values = site_values(sim, batch, result)

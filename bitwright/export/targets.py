@@ -1,0 +1,76 @@
+"""The runtimes that a file can be written for, one row each: which forms of equal value suit them.
+
+Every row gives the same numbers, the simulation's; rows differ in how these are stored and in which operators compute them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from bitwright.errors import ConfigError, close_matches
+
+FileKind = Literal["onnx", "tflite"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """How files are written for one runtime.
+
+    Attributes:
+        name: what ``target=`` takes.
+        about: one line for the user.
+        widens: bits of a weight -> bits its codes are stored in beside a quantized activation, where the runtime has an
+            integer kernel for the wider type only.
+        runtime: the adapter that runs the file, see :mod:`bitwright.runtimes`.
+    """
+
+    name: str
+    about: str
+    widens: tuple[tuple[int, int], ...]
+    runtime: str
+
+    def stored_bits(self, bits: int, *, beside_codes: bool) -> int:
+        """Bits in which codes of ``bits`` bits are stored; ``beside_codes`` where an integer kernel may read them."""
+        return dict(self.widens).get(bits, bits) if beside_codes else bits
+
+
+#: no runtime here has a kernel for products of 4-bit weights with quantized activations
+_ON_8_BITS = ((2, 8), (3, 8), (4, 8))
+
+TARGETS: dict[str, Target] = {
+    row.name: row
+    for row in (
+        Target("ort_cpu", "ONNX Runtime on CPUs: weights of 2 to 4 bits on its 8-bit kernels", _ON_8_BITS, "onnxruntime"),
+        Target("openvino_cpu", "OpenVINO on CPUs: weights of 2 to 4 bits on its 8-bit kernels", _ON_8_BITS, "openvino"),
+        Target("packed", "compilers, and the smallest file: 4-bit weights take 4 bits", (), "onnxruntime"),
+    )
+}  # fmt: skip
+DEFAULT_TARGET = "ort_cpu"
+
+
+def find_target(name: str | Target) -> Target:
+    """The row of ``name``.
+
+    Raises:
+        ConfigError: there is none, with close matches.
+
+    Example:
+        >>> find_target("ort_cpu").stored_bits(4, beside_codes=True)
+        8
+    """
+    if isinstance(name, Target):
+        return name
+    if name not in TARGETS:
+        raise ConfigError(
+            "target",
+            f"{name!r} is not a target{close_matches(str(name), TARGETS)}",
+            f"use one of {listed(TARGETS)}",
+        )
+    return TARGETS[name]
+
+
+def listed(names: Iterable[str]) -> str:
+    """``'a', 'b'`` for messages."""
+    return ", ".join(map(repr, names))

@@ -1,0 +1,106 @@
+"""The same numbers for every target, in the form that its runtime has kernels for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerBlock, PerChannel
+from bitwright.errors import ConfigError
+from bitwright.export.qdq.write import to_qdq
+from bitwright.export.targets import TARGETS
+from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.torch import QuantizationSimModel, quantize
+from tests.export.marked import Graph, run_both
+
+RNG = np.random.default_rng(3)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.Flatten(), nn.Linear(128, 4)
+    ).eval()
+
+
+BATCHES = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+def types(path: Path) -> set[str]:
+    """Types of the stored weights."""
+    model = onnx.load(path)
+    names = {onnx.TensorProto.INT4: "int4", onnx.TensorProto.INT8: "int8", onnx.TensorProto.UINT4: "uint4"}
+    return {
+        names[t.data_type] for t in model.graph.initializer if t.name.endswith("_q") and t.data_type in names
+    }
+
+
+@pytest.mark.parametrize(
+    ("target", "stored"), [("ort_cpu", "int8"), ("openvino_cpu", "int8"), ("packed", "int4")]
+)
+def test_4_bit_weights_stay_4_bit_in_everything_but_their_storage(
+    tmp_path: Path, target: str, stored: str
+) -> None:
+    result = quantize(net(), BATCHES, "w4a8", recipe=["fold"], path=tmp_path, target=target)
+    exported = result.exported
+    assert exported is not None and types(exported.qdq) == {stored}
+    report = result.sim.verify(BATCHES[0], target=target)
+    assert report.ok
+    integers = {"ort_cpu": ["QLinearConv", "QLinearConv", "QGemm"], "packed": ["float"] * 3}
+    kernels = [row.kernel for row in report.rows if row.kernel != "constant"]
+    assert kernels[1:] == integers.get(target, integers["ort_cpu"])
+    weights = {
+        site: s
+        for site, s in json.loads(exported.sites.read_text())["sites"].items()
+        if s["role"] == "weight"
+    }
+    assert {s["encoding"]["format"] for s in weights.values()} == {"int4"}
+    again = OnnxSim(exported.qdq)
+    read = [s for s in again.quantizers.values() if s.role == "weight"]
+    assert len(read) == 3 and all(s.encoding is not None and s.encoding.format == IntFormat(4) for s in read)
+    assert json.loads(exported.manifest.read_text())["settings"]["target"] == target
+
+
+def test_all_targets_compute_the_same() -> None:
+    g = Graph()
+    x = g.mark(g.input("x", 2, 6), "x", "uint8", RNG.normal(size=(2, 6)).astype(np.float32))
+    w = g.weight(g.param("w", RNG.normal(size=(6, 5)).astype(np.float32)), "int4", PerChannel(1))
+    model = g.model(g.mark(g.op("MatMul", x, w), "y", "uint8", name="y"))
+    feeds = {"x": RNG.normal(size=(2, 6)).astype(np.float32)}
+    found = [run_both(to_qdq(model, g.encodings, target=name).model, feeds)["float"]["y"] for name in TARGETS]
+    for other in found[1:]:
+        np.testing.assert_array_equal(found[0], other)
+
+
+@pytest.mark.parametrize("fmt", ["int2", "int3", "int4", "uint4"])
+def test_weights_of_float_products_stay_packed(fmt: str) -> None:
+    """No integer kernel reads them: their size is what they are for."""
+    g = Graph()
+    w = g.weight(g.param("w", RNG.normal(size=(8, 5)).astype(np.float32)), fmt, PerBlock(4, 0, 1))
+    made = to_qdq(
+        g.model(g.op("MatMul", g.input("x", 2, 8), w, name="y")), g.encodings, target="ort_cpu"
+    ).model
+    assert {v.dtype for n, v in made.graph.initializers.items() if n.endswith("_q")} <= {
+        ir.DataType.INT4,
+        ir.DataType.UINT4,
+    }
+
+
+def test_unknown_target_is_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"target: 'ort_gpu' is not a target.*did you mean 'ort_cpu'.*use one of 'ort_cpu'"
+    ):
+        quantize(net(), BATCHES, path=tmp_path / "out", target="ort_gpu")
+    assert not (tmp_path / "out").exists()
+    sim = QuantizationSimModel(net(), BATCHES[0])
+    sim.compute_encodings(BATCHES)
+    with pytest.raises(ConfigError, match="target"):
+        sim.export(tmp_path / "out", "net", target="ort_gpu")
