@@ -478,8 +478,8 @@ def verify_sim(sim: QuantizationSimModel, batch: Any, **options: Any) -> VerifyR
     """
     _check(sim, "1.0.0")
     bias = bias_form(sim, options.pop("bias", "int32"))
-    forms = {key: options.pop(key) for key in ("activation", "weight_only") if key in options}
-    forms["target"] = options.pop("target", DEFAULT_TARGET)
+    options.setdefault("target", DEFAULT_TARGET)
+    forms = {key: options.pop(key) for key in ("activation", "weight_only", "target") if key in options}
     marked = expand_recurrent(marked_onnx(sim, batch, **options))
     result = to_qdq(marked, site_encodings(sim), bias=bias, **forms)
     values = site_values(sim, batch, result)
