@@ -29,7 +29,8 @@ class Quantizer:
     Attributes:
         name: the first site that uses it.
         role: ``weight``, ``bias``, ``constant``, ``input`` or ``output``.
-        spec: what is asked for. Setting a new spec forgets the encoding and the statistics.
+        spec: what is asked for. Under a new spec the range is chosen again from the statistics where these can serve it
+            (other bits, another symmetry, another range method); otherwise encoding and statistics are forgotten.
         enabled: a disabled quantizer lets the tensor through.
         frozen: a frozen encoding survives calibration.
         derived: the encoding follows from others (an int32 bias) and is never calibrated.
@@ -97,16 +98,20 @@ class Quantizer:
                 "or quantizer.enabled = False to leave the site in float",
             )
         if spec != self._spec:
-            self._spec, self.statistics, self.why_spec = spec, None, ""
+            calibrated = self._encoding is not None
+            served = _can_serve(self.statistics, self._spec, spec)
+            self._spec, self.why_spec = spec, ""
+            self.statistics = self.statistics if served else None
             self.encoding = None
+            if calibrated and self.role in ("input", "output") and (served or self.is_fixed):
+                self.freeze()
 
     def refine(self, bits: int, why: str) -> None:
-        """Give a calibrated integer quantizer the finer grid of the range it has; ``why`` stands in the coverage."""
-        seen, encoding = self.statistics, self.required
+        """Give a calibrated integer quantizer another grid of the range it has; ``why`` stands in the coverage."""
+        encoding = self.required
         assert isinstance(self._spec.format, IntFormat)
         self.spec = replace(self._spec, format=replace(self._spec.format, bits=bits))
-        self.why_spec, self.statistics = why, seen
-        self.freeze()
+        self.why_spec = why
         if self._encoding is None:  # no statistics: the encoding was given
             lo, hi = encoding.min, encoding.max
             self.encoding = affine.encode(lo, hi, self._spec, encoding.granularity, self.name)
@@ -173,7 +178,9 @@ class Quantizer:
 
     @property
     def needs(self) -> statistics.Kind:
-        """The statistics its range method reads."""
+        """The statistics that are taken: what its range method reads, or the richer ones that it has already."""
+        if isinstance(self.statistics, statistics.Histogram):
+            return "histogram"
         return ranges.needs(self._spec.method.name)
 
     def observe(self, x: Array) -> None:
@@ -255,6 +262,13 @@ def fulfilled_by(spec: QuantSpec, encoding: Encoding) -> QuantSpec:
         if fmt.narrow and plain:
             symmetry = "strict_symmetric"
     return replace(spec, format=fmt, granularity=encoding.granularity, symmetry=symmetry)
+
+
+def _can_serve(seen: statistics.Statistics | None, before: QuantSpec, spec: QuantSpec) -> bool:
+    """Whether statistics that were taken under ``before`` hold what the range method of ``spec`` reads."""
+    kinds = {"minmax": statistics.MinMax | statistics.Histogram, "histogram": statistics.Histogram}
+    read = kinds.get(ranges.needs(spec.method.name))
+    return spec.granularity == before.granularity and read is not None and isinstance(seen, read)
 
 
 def _fits(spec: QuantSpec, encoding: Encoding) -> bool:

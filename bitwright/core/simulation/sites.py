@@ -38,6 +38,7 @@ class Site:
 
     def __init__(self, plan: SitePlan, quantizer: Quantizer, graph: Graph) -> None:
         self._plan, self.quantizer, self._graph = plan, quantizer, graph
+        self._values: Callable[[str], Array | None] | None = None
         self.channels = ChannelWatch()  # of this site alone, whoever shares the quantizer
 
     @property
@@ -82,7 +83,11 @@ class Site:
 
     @property
     def spec(self) -> QuantSpec | None:
-        """What is asked for. A new spec may leave its axes open; they are filled in from the operator."""
+        """What is asked for. A new spec may leave its axes open; they are filled in from the operator.
+
+        What was calibrated stays so where the new spec needs no data: ranges are chosen again from the statistics, and
+        those of weights from their values.
+        """
         return self.quantizer.spec if self.quantizer.enabled else None
 
     @spec.setter
@@ -97,8 +102,23 @@ class Site:
             )
             granularity.param_shape(value.shape, self.name)  # blocks must divide, axes exist
             spec = replace(spec, granularity=granularity)
+        calibrated = self.quantizer.encoding is not None
         self.quantizer.spec = spec
         self.quantizer.enabled = True
+        if calibrated:
+            self._choose_again()
+
+    def _choose_again(self) -> None:
+        """Choose the range of a calibrated weight again, for the spec that it has now."""
+        quantizer = self.quantizer
+        if (
+            quantizer.encoding is None
+            and self._values is not None
+            and not (quantizer.frozen or quantizer.derived)
+        ):
+            values = self._values(self.name) if self.role in ("weight", "constant") else None
+            if values is not None:
+                quantizer.observe_once(values)
 
     @property
     def encoding(self) -> Encoding | None:
@@ -207,13 +227,19 @@ class SiteMap(Tabular, Mapping[str, Any]):
     """Sites by name. ``sim.quantizers["layer1.0.conv1.weight"]`` is a :class:`Site`; a glob gives a :class:`SiteGroup`.
 
     ``[`` has its plain meaning in an exact name (``conv1.output[0]``); in a glob only ``*`` and ``?`` are special.
+
+    Args:
+        sites: by name.
+        values: site of a weight or a constant -> its values; ``None`` where they are not known.
     """
 
     _rows = "rows"
     _also = ("rows",)
 
-    def __init__(self, sites: dict[str, Site]) -> None:
+    def __init__(self, sites: dict[str, Site], values: Callable[[str], Array | None] | None = None) -> None:
         self._sites = sites
+        for site in sites.values():
+            site._values = values
         self._find_masks()
         self._find_channels()
 

@@ -73,6 +73,7 @@ from bitwright.onnx.simulation.given_sites import Adopted, adopt
 from bitwright.onnx.simulation.read_qdq import take_quantizers
 from bitwright.onnx.simulation.repairs import put_in_force
 from bitwright.onnx.simulation.simulate import Simulation, mark_sites, marked_constants, simulation_model
+from bitwright.onnx.simulation.trials import TrialSession
 from bitwright.progress import collector_paused, progress
 from bitwright.tables import Tabular
 
@@ -240,7 +241,7 @@ class QuantizationSimModel(Tabular):
             if quantizer is None:
                 quantizer = quantizers[planned.group] = Quantizer(planned.name, planned.role, planned.spec)
             sites[planned.name] = Site(planned, quantizer, self.graph)
-        self.quantizers = SiteMap(sites)
+        self.quantizers = SiteMap(sites, self._values_of)
         self._biases = []
         for planned in self.plan.sites.values():
             if planned.role == "bias" and planned.follows:
@@ -249,6 +250,9 @@ class QuantizationSimModel(Tabular):
                 self._biases.append(
                     DerivedBias(planned.name, quantizer, source, weight, self.constants.get(planned.name))
                 )
+
+    def _values_of(self, site: str) -> Array | None:
+        return self.constants.get(site)
 
     def set_parameter(self, name: str, value: Array) -> None:
         """Give an initializer a new value of the same shape; its dtype stays, and so do all calibrated encodings.
@@ -583,6 +587,14 @@ class QuantizationSimModel(Tabular):
             BusyError: another thread changes the simulation.
         """
         return self._derived("session", lambda: self._open(self.simulation()))
+
+    def trial_session(self) -> TrialSession:
+        """What runs like :attr:`session` and follows every later change of the quantizers without being made anew.
+
+        For searches, which change bits and scales between runs over little data; see
+        :mod:`bitwright.onnx.simulation.trials`. Sums are rounded in another order than in :attr:`session`.
+        """
+        return TrialSession(self)
 
     def _open(self, simulation: Simulation) -> Any:
         return open_session(simulation.model, self.providers, threads=self.threads)

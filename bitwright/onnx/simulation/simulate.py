@@ -219,14 +219,21 @@ def _simulated(
     """What a constant becomes; ``later`` computes it whenever it is written, so that a large model is never held whole."""
 
     def fold() -> ir.Tensor:
-        array = _folded(tensor.numpy(), encoding, bias=bias)
+        array = folded_constant(tensor.numpy(), encoding, bias=bias)
         let_go(tensor)
         return ir.Tensor(array, dtype=tensor.dtype)
 
     return ir.LazyTensor(fold, tensor.dtype, ir.Shape(tensor.shape.numpy())) if later else fold()
 
 
-def _folded(array: NDArray[Any], encoding: Encoding, *, bias: bool) -> NDArray[Any]:
+def folded_constant(array: NDArray[Any], encoding: Encoding, *, bias: bool) -> NDArray[Any]:
+    """What a simulation computes with in the place of a constant; its dtype stays.
+
+    Args:
+        array: the constant.
+        encoding: its grid.
+        bias: whether int32 codes are rounded to float32 as DequantizeLinear does.
+    """
     if bias and encoding.format == IntFormat(32):
         return fake_quantize_bias(array, encoding).astype(array.dtype)
     wide = array.astype(np.float32) if array.dtype.name == "bfloat16" else array

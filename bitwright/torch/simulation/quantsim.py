@@ -151,7 +151,7 @@ class QuantizationSimModel(Tabular):
                 continue
             where = outputs if planned.role == "output" else operands
             where.setdefault(planned.op, []).append(held)
-        self.quantizers = SiteMap(sites)
+        self.quantizers = SiteMap(sites, self._values_of)
         self._simulator.plans = {
             key: CallPlan(
                 call.name,
@@ -408,6 +408,16 @@ class QuantizationSimModel(Tabular):
             )
             if found is not None:
                 site.quantizer.observe_once(found.detach())
+
+    def _values_of(self, site: str) -> torch.Tensor | None:
+        """The weight or constant at a site; what the model computes of its parameters takes a run of the model."""
+        value = self.graph.values[self.plan.sites[site].value]
+        found = (
+            self._recorded_constants().get(value.name)
+            if value.param is None
+            else self._interceptor.named_tensor(value.param)
+        )
+        return None if found is None else found.detach()
 
     def _recorded_constants(self) -> dict[str, torch.Tensor]:
         """Tensors that the model computes from its parameters alone, by value name, for its present parameters."""
