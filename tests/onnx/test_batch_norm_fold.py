@@ -121,6 +121,29 @@ def expanded_bias():
     return net.model(net.bn(y, out="y")), ["c"]
 
 
+def norm_flattened():
+    net = Net()
+    flat = net("Flatten", net.bn(net.input("x", ("n", 4, 6, 6))))
+    w, b = net.weights(5, 144, name="w"), net.weights(5, name="b")
+    return net.model(net("Gemm", flat, w, b, transB=1, name="g", out="y")), ["g"]
+
+
+def norm_reshaped_to_a_computed_shape():
+    net = Net()
+    x = net.bn(net.input("x", ("n", 4, 6, 6)))
+    rows = net("Slice", net("Shape", x), net.const(np.array([0])), net.const(np.array([1])))
+    shape = net("Concat", rows, net.const(np.array([-1])), axis=0)
+    flat = net("Reshape", x, shape)
+    return net.model(net("MatMul", flat, net.weights(144, 5, name="w"), name="m", out="y")), ["m"]
+
+
+def product_as_a_picture():
+    net = Net()
+    y = net("MatMul", net.input("x", ("n", 5)), net.weights(5, 36, name="w"), name="m")
+    picture = net("Reshape", net("Add", y, net.weights(36, name="b")), net.const(np.array([-1, 4, 3, 3])))
+    return net.model(net.bn(picture, out="y")), ["m"]
+
+
 def weight_that_another_operator_reads():
     net = Net()
     x, w = net.input("x", X), net.weights(4, 4, 1, 1, name="w")
@@ -133,7 +156,8 @@ FOLDS = (
     conv_then_norm, conv_without_bias, unknown_size, grouped, transposed_grouped_without_bias, gemm, product_and_add,
     product_without_add, norm_before_conv, two_norms_in_a_row, shared_weight_and_norm,
     weights_in_constants_that_are_inputs_too, in_a_branch, computed_weight, expanded_bias,
-    weight_that_another_operator_reads,
+    weight_that_another_operator_reads, norm_flattened, norm_reshaped_to_a_computed_shape,
+    product_as_a_picture,
 )  # fmt: skip
 
 

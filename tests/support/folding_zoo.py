@@ -144,11 +144,21 @@ refuses(
     lambda: row(nn.Linear(5, 6), nn.BatchNorm1d(6)),
     inputs(floats(3, 6, 5)),
 )
-refuses(
+folds(
     "linear-transposed",
-    "a transposition lies between",
     lambda: Wired(lambda m, x: m.bn(m.fc(x).transpose(1, 2)), fc=nn.Linear(4, 6), bn=nn.BatchNorm1d(6)),
     inputs(floats(3, 5, 4)),
+)
+folds(
+    "linear-as-picture",
+    lambda: Wired(lambda m, x: m.bn(m.fc(x).view(-1, 6, 3, 3)), fc=nn.Linear(4, 54), bn=bn()),
+    inputs(floats(3, 4)),
+)
+folds("norm-flatten-linear", lambda: row(bn(4), nn.Flatten(), nn.Linear(256, 3)))
+refuses(
+    "norm-of-every-place",
+    "each place of the picture has a factor of its own",
+    lambda: row(conv(), nn.Flatten(), nn.BatchNorm1d(216)),
 )
 
 # ------------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from bitwright.algorithms.channels.batch_norm_affine import (
 from bitwright.algorithms.channels.layers import batch_norm_moments, moments_of_layers
 from bitwright.algorithms.channels.trial import Bar, Reversible, no_bar
 from bitwright.algorithms.folding.batch_norm_search import Chain, Fold, Refusal, find_folds, operand
+from bitwright.algorithms.folding.channel_map import filled, moved
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.simulation.protocols import AddBias, Bypass, Edit, FloatModel, SetParam, Undo
 from bitwright.tables import Tabular
@@ -90,8 +91,13 @@ class FoldReport(Tabular, Reversible, Sequence[tuple[str, str]]):
         self.folded, self.refused, self.max_error = tuple(folded), tuple(refused), max_error
         self._undos = list(undos)
         self._pairs = tuple(pair for fold in self.folded for pair in fold.pairs)
-        behind = (pair for fold in self.folded if fold.direction == "backward" for pair in fold.pairs)
-        self.moments = moments_of_layers(norms or {}, behind)
+        backward = [fold for fold in self.folded if fold.direction == "backward"]
+        moments = moments_of_layers(norms or {}, (pair for fold in backward for pair in fold.pairs))
+        for fold in backward:
+            for layer in fold.between.keys() & moments.keys():
+                mean, deviation = moments[layer]
+                moments[layer] = fold.of_layer(layer, mean), fold.of_layer(layer, deviation)
+        self.moments = moments
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
@@ -224,7 +230,7 @@ class _Folder:
             return reason
         edits += self._norm_edits(fold)
         bypassed = {edit.op for edit in edits if isinstance(edit, Bypass)}
-        inputs = {layer: self._random_input(layer) for layer, _ in fold.layers}
+        inputs = {layer: self._fold_input(fold, layer, chain) for layer, chain in fold.layers}
         before = {layer: self._run(fold, layer, chain, inputs[layer]) for layer, chain in fold.layers}
         self.undos.append(self._edit(edits))
         try:
@@ -253,7 +259,12 @@ class _Folder:
             W, b = self._stored(op, 1), self._bias(op)
             assert W is not None
             folded, bias = change(
-                op.type, op.attrs, W, None if b is None else b.reshape(-1), fold.scale, shift
+                op.type,
+                op.attrs,
+                W,
+                None if b is None else b.reshape(-1),
+                fold.of_layer(name, fold.scale),
+                fold.of_layer(name, shift),
             )
             reason = self._why_not_storable(op, folded, bias)
             if reason:
@@ -362,6 +373,15 @@ class _Folder:
 
     # -- the check
 
+    def _fold_input(self, fold: Fold, layer: str, chain: Chain) -> Array:
+        """Random input of what is compared: the layer and its batch norms, with what moves elements between them."""
+        if layer not in fold.between:
+            return self._random_input(layer)
+        first = self.graph.op(layer if fold.direction == "backward" else chain[0])
+        shape = filled(self.graph.values[first.inputs[0] or ""].shape)
+        assert shape is not None  # the map was found with it
+        return self._random.standard_normal(shape, dtype=np.float32)
+
     def _random_input(self, layer: str) -> Array:
         """Normal numbers of the recorded shape, cut to a few places of the kernel: the rest repeats them.
 
@@ -384,7 +404,12 @@ class _Folder:
 
     def _run(self, fold: Fold, layer: str, chain: Chain, x: Array, without: Iterable[str] = ()) -> Array:
         norms = [bn for bn in chain if bn not in set(without)]
-        for name in [layer, *norms] if fold.direction == "backward" else [*norms, layer]:
+        backward = fold.direction == "backward"
+        for name in [layer] if backward else norms:
+            x = self.view.local(name)(x)
+        if layer in fold.between:
+            x = moved(self.view, fold.between[layer].path, x)
+        for name in norms if backward else [layer]:
             x = self.view.local(name)(x)
         return np.asarray(x, np.float64)
 
@@ -394,8 +419,10 @@ class _Folder:
         worst = 0.0
         for layer, chain in fold.layers:
             after = self._run(fold, layer, chain, inputs[layer], without=bypassed)
-            error = relative_difference(before[layer], after)
-            tolerance = TOLERANCE.get(self.graph.values[self.graph.op(layer).outputs[0]].dtype, 1e-4)
+            op = self.graph.op(layer)
+            last = fold.direction == "forward" and op.type in ("Gemm", "MatMul")
+            error = relative_difference(before[layer], after, axis=-1 if last else 1)
+            tolerance = TOLERANCE.get(self.graph.values[op.outputs[0]].dtype, 1e-4)
             if not error <= tolerance:
                 return (
                     f"folded into {layer} it differed from the original by {error:.2g} of the channel's "
@@ -405,13 +432,13 @@ class _Folder:
         return worst
 
 
-def relative_difference(reference: Array, other: Array) -> float:
-    """Largest difference per channel (axis 1), relative to the channel's largest magnitude.
+def relative_difference(reference: Array, other: Array, axis: int = 1) -> float:
+    """Largest difference per channel, which ``axis`` counts, relative to the channel's largest magnitude.
 
     NaN when either array has one. A channel a thousand times weaker than the strongest is measured against
     a thousandth of that: below lies rounding.
     """
-    axes = tuple(axis for axis in range(reference.ndim) if axis != 1)
+    axes = tuple(i for i in range(reference.ndim) if i != axis % reference.ndim)
     size = np.abs(reference).max(axis=axes, initial=0.0)
     difference = np.abs(reference - other).max(axis=axes, initial=0.0)
     floor = max(1e-3 * float(size.max(initial=0.0)), float(np.finfo(np.float32).tiny))

@@ -7,7 +7,7 @@ not at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +20,14 @@ from bitwright.algorithms.channels.batch_norm_affine import (
     channel_axes,
     forward_obstacle,
 )
+from bitwright.algorithms.folding.channel_map import (
+    FLAT,
+    Between,
+    Path,
+    between_before,
+    between_behind,
+    moves_elements,
+)
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.simulation.protocols import AddBias, Bypass, FloatModel
 from bitwright.errors import ModelError
@@ -28,7 +36,7 @@ Direction = Literal["backward", "forward"]
 #: names of batch norms in execution order
 Chain = tuple[str, ...]
 
-_TRANSPARENT = frozenset({"Identity", "Dropout"})
+_TRANSPARENT = frozenset({"Identity", "Contiguous", "Clone", "Dropout"})
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,7 @@ class Fold:
             parameter.
         scale, shift: what is absorbed, float64, shape [C]; not part of the comparison.
         keeps_shift: the layer has no place for a bias, so the last batch norm stays and only adds the shift.
+        between: layer -> what moves its elements on the way; not for layers with the batch norm's own channels.
     """
 
     direction: Direction
@@ -48,6 +57,11 @@ class Fold:
     scale: Array = field(compare=False, repr=False)
     shift: Array = field(compare=False, repr=False)
     keeps_shift: bool = False
+    between: Mapping[str, Between] = field(default_factory=dict, compare=False, repr=False)
+
+    def of_layer(self, layer: str, values: Array) -> Array:
+        """``values``, one per channel of the batch norm, for each channel of ``layer``."""
+        return values[self.between[layer].channels] if layer in self.between else values
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
@@ -90,11 +104,19 @@ class _Component:
 
     chains: list[Chain]
     layers: dict[str, Chain] = field(default_factory=dict)
+    between: dict[str, Between] = field(default_factory=dict)
     reason: str | None = None
 
     def object(self, reason: str | None) -> None:
         """Note the first reason against the fold."""
         self.reason = self.reason or reason
+
+    def maps_alike(self, layer: str, other: str) -> bool:
+        """Whether two layers stand to their batch norms in the same way."""
+        one, two = self.between.get(layer), self.between.get(other)
+        if one is None or two is None:
+            return one is two
+        return np.array_equal(one.channels, two.channels)
 
 
 def find_folds(graph: Graph, view: FloatModel) -> tuple[list[Fold], list[Refusal]]:
@@ -219,7 +241,7 @@ class _Search:
         """Runs of batch norms each of which is the only reader of the one before."""
         following: dict[str, str] = {}
         for name in self.affine:
-            reader = self._only_reader(self.graph.op(name).outputs[0])
+            reader = self._only_reader(self.graph.op(name).outputs[0], moves=False)
             if reader is not None and reader.name in self.affine and len(_sources(reader)) == 1:
                 following[name] = reader.name
         chains = []
@@ -234,20 +256,27 @@ class _Search:
 
     # -- the neighbourhood of a value
 
-    def _only_reader(self, value: str) -> Op | None:
-        """The one op that reads ``value`` at port 0, across operators that change nothing, if any."""
+    def _only_reader(self, value: str, *, moves: bool) -> Op | None:
+        """The one op that reads ``value`` at port 0, if any.
+
+        Across operators that change nothing; with ``moves`` also across those that move elements.
+        """
         seen = {value}
         while True:
-            readers = self.graph.consumers(value)
+            readers = [reader for reader in self.graph.consumers(value) if reader[0].type not in _MEASURES]
             if len(readers) != 1 or readers[0][1] != 0 or self.graph.is_output(value):
                 return None
             op = readers[0][0]
-            if not self._passes(op):
+            if not (self._hands_on(op) if moves else self._passes(op)):
                 return op
             value = op.outputs[0]
             if value in seen or len(_sources(op)) != 1:
                 return None
             seen.add(value)
+
+    def _hands_on(self, op: Op) -> bool:
+        """Whether every element of the op's input is on its output once, and nothing else."""
+        return self._passes(op) or moves_elements(self.graph, op)
 
     def _passes(self, op: Op) -> bool:
         """Whether the op hands its input on unchanged."""
@@ -256,7 +285,7 @@ class _Search:
         source, result = self.graph.values[op.inputs[0]], self.graph.values[op.outputs[0]]
         if (source.shape, source.dtype) != (result.shape, result.dtype):
             return False
-        if op.type == "Identity":
+        if op.type != "Dropout":
             return True
         if op.name not in self._fixed:
             # nothing in the graph says whether dropout drops also in inference, as F.dropout does unless told
@@ -265,32 +294,33 @@ class _Search:
             self._fixed[op.name] = bool(np.all(self.view.local(op.name)(ones) == 1))
         return self._fixed[op.name]
 
-    def _before(self, chain: Chain) -> tuple[list[Op], str | None]:
+    def _before(self, chain: Chain) -> tuple[list[tuple[Op, Path]], str | None]:
         """The layers whose values, read by nothing else, enter the chain; and what stands against them."""
         head = self.graph.op(chain[0])
-        layers: list[Op] = []
-        open_values = [(value, head) for value in _sources(head)]
-        seen = {value for value, _ in open_values}
+        layers: list[tuple[Op, Path]] = []
+        open_values: list[tuple[str, Op, Path]] = [(value, head, None) for value in _sources(head)]
+        seen = {value for value, *_ in open_values}
         while open_values:
-            value, reader = open_values.pop()
+            value, reader, path = open_values.pop()
             reason = self._why_no_source(value) or self._why_shared(value, reader)
             if reason:
                 return layers, reason
             op = self.graph.producer(value)
             assert op is not None
             if op.type in LAYERS:
-                layers.append(op)
+                layers.append((op, path))
             else:
+                path = (op, path) if moves_elements(self.graph, op) else path
                 fresh = [source for source in _sources(op) if source not in seen]
                 seen.update(fresh)
-                open_values.extend((source, op) for source in fresh)
+                open_values.extend((source, op, path) for source in fresh)
         return layers, None
 
     def _why_no_source(self, value: str) -> str | None:
         op = self.graph.producer(value)
         if op is None:
             return f"its input {value} is no result of a layer but {_KINDS[self.graph.values[value].kind]}"
-        if op.type in LAYERS or self._passes(op):
+        if op.type in LAYERS or self._hands_on(op):
             return None
         return f"its input comes from {op.name} ({op.type})"
 
@@ -298,31 +328,34 @@ class _Search:
         if self.graph.is_output(value):
             return f"{value} is an output of the model"
         for op, port in self.graph.consumers(value):
-            if op is not reader or port != 0:
+            if op.type not in _MEASURES and (op is not reader or port != 0):
                 return f"{op.name} also reads {value}"
         return None
 
-    def _behind(self, chain: Chain) -> tuple[list[Op], str | None]:
+    def _behind(self, chain: Chain) -> tuple[list[tuple[Op, Path]], str | None]:
         """The layers that read what leaves the chain; and what stands against them."""
-        layers: list[Op] = []
+        layers: list[tuple[Op, Path]] = []
         passed: list[Op] = []
-        open_values = [self.graph.op(chain[-1]).outputs[0]]
-        seen = set(open_values)
+        open_values: list[tuple[str, Path]] = [(self.graph.op(chain[-1]).outputs[0], None)]
+        seen = {value for value, _ in open_values}
         while open_values:
-            value = open_values.pop()
+            value, path = open_values.pop()
             if self.graph.is_output(value):
                 return layers, f"{value} is an output of the model"
             for op, port in self.graph.consumers(value):
+                if op.type in _MEASURES:
+                    continue
                 if port == 0 and op.type in LAYERS:
-                    layers.append(op)
-                elif port == 0 and self._passes(op):
+                    layers.append((op, path))
+                elif port == 0 and self._hands_on(op):
                     passed.append(op)
                     if op.outputs[0] not in seen:
                         seen.add(op.outputs[0])
-                        open_values.append(op.outputs[0])
+                        further = (op, path) if moves_elements(self.graph, op) else path
+                        open_values.append((op.outputs[0], further))
                 else:
                     return layers, f"{op.name} ({op.type}) reads {value}"
-        for op in (*layers, *passed):
+        for op in (*(layer for layer, _ in layers), *passed):
             foreign = next((source for source in _sources(op) if source not in seen), None)
             if foreign:
                 return layers, f"{op.name} also runs on {foreign}"
@@ -331,17 +364,25 @@ class _Search:
     def _chain_at(self, layer: Op, direction: Direction) -> Chain | None:
         """The chain that is beside a layer."""
         if direction == "backward":
-            reader = self._only_reader(layer.outputs[0])
+            reader = self._only_reader(layer.outputs[0], moves=True)
             return None if reader is None else self._starts.get(reader.name)
         value = layer.inputs[0]
         seen: set[str] = set()
         while value is not None and value not in seen:
             seen.add(value)
             op = self.graph.producer(value)
-            if op is None or not self._passes(op):
+            if op is None or not self._hands_on(op):
                 return None if op is None else self._ends.get(op.name)
             value = op.inputs[0]
         return None
+
+    def _between(self, layer: Op, chain: Chain, path: Path, direction: Direction) -> Between | str | None:
+        """How the channels of a layer stand to those of its batch norms, or why in no way; ``None``: they are the same."""
+        if path is None:
+            return None
+        if direction == "backward":
+            return between_before(self.graph, self.view, layer, path)
+        return between_behind(self.graph, self.view, self.graph.op(chain[-1]), layer, path)
 
     # -- what belongs together
 
@@ -375,10 +416,14 @@ class _Search:
                 component.object(f"{chain[-1]} normalises differently, and a parameter is shared with it")
             layers, reason = (self._before if direction == "backward" else self._behind)(chain)
             component.object(reason)
-            for layer in layers:
+            for layer, path in layers:
                 if component.layers.setdefault(layer.name, chain) != chain:
                     component.object(f"{layer.name} is beside two batch norms")
-                component.object(self._why_no_layer(layer, direction, scale, shift))
+                between = self._between(layer, chain, path, direction)
+                if isinstance(between, Between):
+                    component.between[layer.name] = between
+                component.object(between if isinstance(between, str) else None)
+                component.object(self._why_no_layer(layer, direction, scale, shift, between))
                 for reader in self._tied(layer, params, component):
                     neighbour = self._chain_at(reader, direction)
                     if neighbour is None:
@@ -389,8 +434,21 @@ class _Search:
                         known.add(neighbour)
                         component.chains.append(neighbour)
         if component.reason is None:
+            component.object(self._why_unlike(component))
+        if component.reason is None:
             component.object(self._why_no_bias_place(component, direction, shift))
         return component
+
+    def _why_unlike(self, component: _Component) -> str | None:
+        """Layers that share a parameter absorb the same numbers only where their channels are mapped alike."""
+        first: dict[str, str] = {}
+        for name in component.layers:
+            op = self.graph.op(name)
+            for value in (operand(op, 1), operand(op, 2)):
+                other = name if value is None else first.setdefault(value, name)
+                if not component.maps_alike(name, other):
+                    return f"{name} and {other} share {value}, and the operators between them and the batch norm differ"
+        return None
 
     def composed(self, chain: Chain) -> tuple[Array, Array]:
         """Scale and shift of all batch norms of a chain, in float64."""
@@ -417,7 +475,9 @@ class _Search:
                 else:
                     yield reader
 
-    def _why_no_layer(self, op: Op, direction: Direction, scale: Array, shift: Array) -> str | None:
+    def _why_no_layer(
+        self, op: Op, direction: Direction, scale: Array, shift: Array, between: Between | str | None
+    ) -> str | None:
         """What in a layer itself stands against folding into it."""
         graph, weight, bias = self.graph, operand(op, 1), operand(op, 2)
         if _varies(op):
@@ -425,19 +485,20 @@ class _Search:
         if weight is None or graph.values[weight].kind != "param":
             return f"the weight of {op.name} is computed in the model, not a stored parameter"
         shape = graph.values[weight].shape
-        flat = op.type in ("Gemm", "MatMul")
+        flat = op.type in FLAT
         beside = op.outputs[0] if direction == "backward" else op.inputs[0]
         assert beside is not None
         rank = len(graph.values[beside].shape)
         if len(shape) != 2 if flat else len(shape) < 3:
             return f"the weight of {op.name} has shape {shape}"
-        if rank != len(shape) or (direction == "forward" and op.attrs.get("transA")):
+        if (rank != len(shape) and between is None) or (direction == "forward" and op.attrs.get("transA")):
             axis = "last axis" if flat and not op.attrs.get("transA") else "first axis"
             return f"the channels of {op.name} are the {axis} of {beside}, those of the batch norm are axis 1"
         axes = channel_axes(op.type, op.attrs, shape)
         channels = axes.outputs if direction == "backward" else axes.inputs
-        if channels != scale.size:
-            return f"{op.name} has {channels} channels there, the batch norm {scale.size}"
+        mapped = between.channels.size if isinstance(between, Between) else scale.size
+        if channels != mapped:
+            return f"{op.name} has {channels} channels there, the batch norm {mapped}"
         if bias is not None:
             reason = self._why_no_bias(op, bias, axes.outputs)
             if reason:
@@ -476,7 +537,9 @@ class _Search:
         for name in component.layers:
             op = self.graph.op(name)
             if operand(op, 2) is None:
-                reason = self.view.can_edit(AddBias(name, np.zeros(shift.size)))
+                W = self.graph.values[operand(op, 1) or ""].shape
+                zeros = np.zeros(channel_axes(op.type, op.attrs, W).outputs)
+                reason = self.view.can_edit(AddBias(name, zeros))
                 if reason:
                     return f"{name} has no bias and cannot get one: {reason}"
         return None
@@ -485,9 +548,11 @@ class _Search:
         """The fold of a component against which nothing stands."""
         scale, shift = self.composed(component.chains[0])
         keeps = direction == "backward" and self._no_bias_place(component, shift) is not None
-        return Fold(direction, tuple(component.layers.items()), scale, shift, keeps)
+        return Fold(direction, tuple(component.layers.items()), scale, shift, keeps, component.between)
 
 
+#: what reads the lengths of a value and none of its numbers
+_MEASURES = frozenset({"Shape", "Size"})
 _KINDS = {
     "input": "an input of the model",
     "param": "a parameter",

@@ -187,6 +187,9 @@ FUNCTIONS = {
     "Relu": lambda x, rest, attrs: F.relu(x),
     "Add": lambda x, rest, attrs: x + rest[0],
     "Norm": lambda x, rest, attrs: x * rest[0].abs().max(),
+    "Reshape": lambda x, rest, attrs: x.reshape(attrs["shape"]),
+    "Flatten": lambda x, rest, attrs: x.flatten(1),
+    "Transpose": lambda x, rest, attrs: x.permute(attrs["perm"]),
 }
 
 
@@ -338,6 +341,43 @@ def norm_then_linear(net):
 def matmul(net):
     net.closed = {"mm"}
     return net.row(net.add("mm", "MatMul", weight=net.weights(4, 4), bias=None), net.bn())
+
+
+@folds(1)
+def norm_then_flatten_and_linear(net):
+    return net.row(net.bn(), "flatten", net.gemm(cin=144))
+
+
+@folds(2)
+def two_norms_then_linear_channels_last(net):
+    net.add("perm", "Transpose", {"perm": (0, 2, 3, 1)})
+    return net.row(net.bn("p"), net.bn("q"), "perm", "flatten", net.gemm(cin=144, bias=False))
+
+
+@folds(1, shape=(3, 5))
+def linear_then_picture_and_norm(net):
+    net.add("picture", "Reshape", {"shape": (-1, 4, 3, 3)})
+    return net.row(net.gemm(cin=5, cout=36), "picture", net.bn())
+
+
+@folds(1, shape=(3, 5))
+def linear_then_shuffled_channels(net):
+    net.add("split", "Reshape", {"shape": (-1, 2, 6)})
+    net.add("swap", "Transpose", {"perm": (0, 2, 1)})
+    net.add("join", "Reshape", {"shape": (-1, 12)})
+    return net.row(net.gemm(cin=5, cout=12), "split", "swap", "join", net.bn(c=12))
+
+
+@folds(1, shape=(3, 7, 5))
+def linear_on_three_axes_with_channels_moved_to_the_norm(net):
+    net.add("swap", "Transpose", {"perm": (0, 2, 1)})
+    return net.row(net.gemm(cin=5), "swap", net.bn())
+
+
+@folds(2)
+def norm_then_flatten_and_two_linears(net):
+    y = net("flatten", net(net.bn(), "x"))
+    return net.returns(net(net.gemm("a", cin=144), y), net(net.gemm("b", cin=144), y))
 
 
 def built(build, expected=()):
@@ -603,6 +643,32 @@ def norm_before_linear_on_three_axes(net):
     return net.row(net.bn(), net.gemm())
 
 
+@refuses("flatten (Flatten) spreads a channel of the layer over several of the batch norm")
+def norm_of_every_place(net):
+    return net.row(net.conv(), "flatten", net.bn(c=64))
+
+
+@refuses("rows (Reshape) spreads a channel of the layer over several of the batch norm", shape=(4, 5))
+def linear_then_two_rows_in_one(net):
+    net.add("rows", "Reshape", {"shape": (-1, 8)})
+    return net.row(net.gemm(cin=5), "rows", net.bn(c=8))
+
+
+@refuses("rows (Reshape) puts several channels of the batch norm into one of the layer", shape=(2, 8))
+def norm_then_two_rows_of_one(net):
+    net.add("rows", "Reshape", {"shape": (-1, 4)})
+    return net.row(net.bn(c=8), "rows", net.gemm())
+
+
+@refuses("a and b share a.weight, and the operators between them and the batch norm differ")
+def linears_that_share_a_weight_behind_other_moves(net):
+    net.add("perm", "Transpose", {"perm": (0, 2, 3, 1)})
+    net.gemm("a", cin=144, bias=False)
+    net.add("b", "Gemm", {"transB": 1}, weight="a.weight", bias=None)
+    y = net(net.bn(), "x")
+    return net.returns(net("a", net("flatten_1", y)), net("b", net("flatten_2", net("perm", y))))
+
+
 @refuses("the channels of conv are the first axis of conv.out", shape=(4, 6, 6))
 def conv_without_batch_axis(net):
     return net.row(net.conv(), net.bn())
@@ -705,6 +771,14 @@ def test_an_empty_report_is_false_and_has_no_error():
     report = fold_all_batch_norms(Net().row("relu"))
     assert not report and report.max_error == 0.0 and isinstance(report, FoldReport)
     assert str(report) == "0 batch norms folded, 0 kept; largest relative difference 0.0e+00"
+
+
+def test_moments_are_those_of_the_channels_of_the_layer():
+    net = linear_then_picture_and_norm(Net((3, 5)))
+    mean, deviation = net.params["bn.bias"].copy(), np.abs(net.params["bn.weight"])
+    moments = fold_all_batch_norms(net).moments["fc"]
+    np.testing.assert_allclose(moments[0], np.repeat(mean, 9))
+    np.testing.assert_allclose(moments[1], np.repeat(deviation, 9))
 
 
 def test_keep_makes_the_folds_final():
