@@ -25,7 +25,7 @@ from bitwright.algorithms.folding.channel_map import (
     Between,
     Path,
     between_before,
-    between_behind,
+    between_after,
     moves_elements,
 )
 from bitwright.core.graph.graph import Graph, Op
@@ -382,7 +382,7 @@ class _Search:
             return None
         if direction == "backward":
             return between_before(self.graph, self.view, layer, path)
-        return between_behind(self.graph, self.view, self.graph.op(chain[-1]), layer, path)
+        return between_after(self.graph, self.view, self.graph.op(chain[-1]), layer, path)
 
     # -- what belongs together
 

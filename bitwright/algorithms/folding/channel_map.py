@@ -21,7 +21,7 @@ from bitwright.core.simulation.protocols import FloatModel
 Array = NDArray[Any]
 
 #: operators between a layer and its batch norms that move elements, the one nearest to the layer first: linked, so that
-#: many layers behind one batch norm cost no more than one
+#: many layers that read one batch norm cost no more than one
 Path = tuple[Op, Any] | None
 #: layers whose channels are on the last axis
 FLAT = ("Gemm", "MatMul")
@@ -77,7 +77,7 @@ def moved(view: FloatModel, path: Sequence[Move], x: Array) -> Array:
 
 
 def between_before(graph: Graph, view: FloatModel, layer: Op, path: Path) -> Between | str:
-    """The map for a layer in front of ``path`` and a batch norm behind it; or why there is none."""
+    """The map for a layer in front of ``path`` and a batch norm after it; or why there is none."""
     ops, axis = _unlinked(path), _channel_axis(layer)
     shape = graph.values[layer.outputs[0]].shape
     sent = _sent(graph, view, ops, shape, axis)
@@ -92,8 +92,8 @@ def between_before(graph: Graph, view: FloatModel, layer: Op, path: Path) -> Bet
     return f"{ops[0].name} ({ops[0].type}) spreads a channel of the layer over several of the batch norm"
 
 
-def between_behind(graph: Graph, view: FloatModel, norm: Op, layer: Op, path: Path) -> Between | str:
-    """The map for a batch norm in front of ``path`` and a layer behind it; or why there is none."""
+def between_after(graph: Graph, view: FloatModel, norm: Op, layer: Op, path: Path) -> Between | str:
+    """The map for a batch norm in front of ``path`` and a layer after it; or why there is none."""
     ops, axis = _unlinked(path)[::-1], _channel_axis(layer)
     weight = graph.values[layer.inputs[1] or ""].shape
     width = weight[-1 if layer.attrs.get("transB") else 0] if weight and axis == -1 else None
@@ -127,7 +127,7 @@ def _sent(
     axis: int,
     width: int | None = None,
 ) -> tuple[tuple[Move, ...], Array] | str:
-    """The number of its channel in place of every element of a value of ``shape``, as it arrives behind ``ops``."""
+    """The number of its channel in place of every element of a value of ``shape``, as it leaves the last of ``ops``."""
     first, full = f"{ops[0].name} ({ops[0].type})", filled(shape)
     if full is None:
         return f"the shape of what {first} reads is not known"
