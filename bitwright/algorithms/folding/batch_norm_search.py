@@ -24,8 +24,8 @@ from bitwright.algorithms.folding.channel_map import (
     FLAT,
     Between,
     Path,
-    between_before,
     between_after,
+    between_before,
     moves_elements,
 )
 from bitwright.core.graph.graph import Graph, Op
