@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from bitwright.analysis.causes import causes_of
-from bitwright.analysis.result import Analysis, LayerRow, SiteRow, decibel
+from bitwright.analysis import targets
+from bitwright.analysis.data import Clock, fingerprint, first_rows, listed, rows_of, split_labels
+from bitwright.analysis.intervals import Better
+from bitwright.analysis.judged import Judged, judged, metric_name
+from bitwright.analysis.kept import Kept
+from bitwright.analysis.result import Analysis
+from bitwright.analysis.rows import group_rows, group_target, layer_rows, site_rows
 from bitwright.analysis.subject import Array, Subject, open_subject
-from bitwright.core.simulation.sites import Site
-from bitwright.errors import CalibrationError, ModelError
+from bitwright.core.simulation.protocols import sqnr
+from bitwright.errors import ConfigError, ModelError
+from bitwright.progress import progress as bar
 
 if TYPE_CHECKING:
     from bitwright.algorithms.rounding.program import SimulatedModel
     from bitwright.algorithms.search.output_error import OutputErrors
     from bitwright.analysis.lockstep import Lockstep
+    from bitwright.analysis.sensitivity import Sensitivity
 
 Mode = Literal["auto", "fast", "exact"]
+MODES = ("auto", "fast", "exact")
 _SAMPLES = 64  # rows that estimates are taken on
-_REFERENCE_DB = 60.0  # inputs better than this count as this: the error of exact values has no logarithm
+_BUDGET = 1 << 30  # bytes of values in memory
+_WORST, _WORST_METRIC = 24, 4  # quantizers that `auto` measures where no deadline is given
+_UNKNOWN = 64  # quantizers without an estimate that it measures then
 _REPEATED_DB = 60.0  # SQNR of two float runs from which on they count as equal
 _ENOUGH_REPEATED_DB = 30.0  # below, quantization error cannot be told from the model's own
 
@@ -29,199 +40,236 @@ _ENOUGH_REPEATED_DB = 30.0  # below, quantization error cannot be told from the 
 def analyze(
     sim: Any,
     data: Iterable[Any],
-    *,
+    metric: str | Callable[[Any], Any] | None = None,
     mode: Mode = "auto",
+    deadline: float | None = None,
+    *,
+    labels: Any = None,
+    better: Better = "higher",
+    groups: targets.Groups | None = None,
     samples: int = _SAMPLES,
+    memory_budget: int | None = None,
+    resume: str | Path | None = None,
+    progress: bool = True,
     seed: int = 0,
 ) -> Analysis:
     """Find which layers and which quantizers cost the accuracy of a simulation, and why.
 
     Args:
         sim: a calibrated simulation of either front end; as it was afterwards.
-        data: batches as the model takes them, without labels.
-        samples: how many rows the estimates are taken on; a batch is not divided.
+        data: batches as the model takes them, without labels; a few hundred samples.
+        metric: ``"accuracy"`` (with ``labels``), ``"agreement"`` with the float model's answers, ``"kl"``, or a function of
+            the model (PyTorch) or session (ONNX) that returns one value per sample, or one number. Outputs are compared by
+            SQNR in any case.
+        mode: ``"fast"`` estimates every quantizer from one run forward and one back; ``"exact"`` measures every quantizer on
+            all data; ``"auto"`` estimates all and measures the worst, 24 of them or as many as ``deadline`` allows.
+        deadline: seconds after which it ends with what it has.
+        labels: right answers, one per sample in the order of the data.
+        better: ``"lower"`` for a metric function that is an error or a perplexity.
+        groups: sites that are measured together: patterns of site or layer names, or name -> pattern(s).
+        samples: rows that estimates are taken on, and in ``auto`` measurements too; a batch is not divided.
+        memory_budget: bytes of values held in memory, 1 GiB by default; what goes beyond lies in temporary files.
+        resume: folder that keeps measurements; the same call goes on from there after Ctrl-C or a deadline.
+        progress: show a progress bar on a terminal.
         seed: of what is random.
+
+    Returns:
+        The analysis. Ctrl-C after the estimate ends it with what it has, and a note.
 
     Raises:
         CalibrationError: the simulation is not calibrated, or the data held no batch.
-        ConfigError: an argument that cannot be understood.
+        ConfigError: an argument that cannot be understood, a metric that is not finite or does not depend on the model, or
+            labels that do not fit.
         ModelError: the model fails on the data, returns no tensor of numbers, or is not deterministic.
         BusyError: another thread uses the simulation.
+
+    Example:
+        >>> found = bitwright.analyze(sim, batches)  # doctest: +SKIP
+        >>> found.worst(3)[0].causes[0].text  # doctest: +SKIP
+        'conv1.output[0]: the values use 3.1% of the grid's range: ...'
     """
-    subject = open_subject(sim)
-    batches = _batches(data)
+    _check_options(mode, samples, memory_budget)
+    clock, subject = Clock(deadline), open_subject(sim)
+    batches = listed(data)
+    named = targets.chosen(groups, subject.sites)
+    parts = split_labels(labels, batches)
+    judge = judged(subject, metric, better, parts, len(batches))
     with subject.exclusive():
-        notes = [*_check_outputs(subject, batches[0])]
-        model = subject.steps()
-        found = _Findings(subject, model, batches, notes)
-        found.totals()
-        found.fast(samples, seed)
-    return found.result("fast")
+        notes = _check_outputs(subject, batches[0])
+        model, why = _steps_of(subject, batches[0])
+        run = _Run(subject, model, batches, judge, clock, mode, progress, notes)
+        if why:
+            run.notes.append(f"no estimate by derivatives, quantizers are switched one by one: {why}")
+        few = first_rows(batches, samples) if mode != "exact" else batches
+        kept = Kept(resume, "" if resume is None else _name(subject, few, metric, mode))
+        budget = _BUDGET if memory_budget is None else memory_budget
+        run.fast(first_rows(batches, samples), samples, seed)
+        run.totals()
+        run.exact(few, kept, budget, named)
+    return run.result(named)
 
 
 @dataclass
-class _Findings:
-    """What is known so far."""
+class _Run:
+    """The stages of an analysis, and what they found."""
 
     subject: Subject
-    model: SimulatedModel
+    model: SimulatedModel | None
     batches: Sequence[Any]
+    judge: Judged
+    clock: Clock
+    mode: Mode
+    show: bool
     notes: list[str]
     errors: OutputErrors | None = None
     seen: Lockstep | None = None
-    output: dict[str, Any] = field(default_factory=lambda: {"sqnr_db": None, "kl": None})
+    found: Sensitivity | None = None
     passes: float = 0.0
+    judged_rows: int = 0
+    groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def totals(self) -> None:
-        """The outputs of the whole model."""
-        noise: dict[int, float] = {}
-        signal: dict[int, float] = {}
-        for batch in self.batches:
-            wanted = [np.array(y) for y in self.subject.outputs(batch, True)]
-            for i, (w, f) in enumerate(zip(wanted, self.subject.outputs(batch, False), strict=True)):
-                if w.dtype.kind == "f" and w.shape == f.shape:
-                    finite = np.isfinite(w)
-                    noise[i] = noise.get(i, 0.0) + float(np.square((w - f)[finite].astype(np.float64)).sum())
-                    signal[i] = signal.get(i, 0.0) + float(np.square(w[finite].astype(np.float64)).sum())
-        ratios = [noise[i] / signal[i] for i in noise if signal[i]]
-        self.output["sqnr_db"] = decibel(sum(ratios) / len(ratios)) if ratios else None
-        self.passes += 2
-
-    def fast(self, samples: int, seed: int) -> None:
+    def fast(self, few: Sequence[Any], samples: int, seed: int) -> None:
         """Estimate all sites, and look at the errors of every layer."""
+        if self.model is None:
+            return
         from bitwright.algorithms.search.output_error import output_errors
         from bitwright.analysis.lockstep import observe
 
-        few = _first_rows(self.batches, samples)
-        share = sum(map(rows_of, few)) / max(sum(map(rows_of, self.batches)), 1)
         self.errors = output_errors(self.model, few, samples=samples, seed=seed)
-        self.seen = observe(self.model, few)
+        self.seen = observe(self.model, bar(few, "layers", self.show))
         # one run, one of the weights' effects, one back (as two), one of all quantizers; and what was counted
-        self.passes += share * (5 + self.seen.runs / max(self.seen.steps, 1))
+        self.passes += self._share(few) * (5 + self.seen.runs / max(self.seen.steps, 1))
 
-    def result(self, mode: str) -> Analysis:
-        """The rows."""
-        assert self.errors is not None and self.seen is not None
-        noise = {**self.errors.activations, **self.errors.weights}
-        values = self.seen.sites
-        sites = {name: _site_row(site, noise, values) for name, site in self.subject.sites.items()}
-        layers = [row for row in self._layers(sites)]
-        for layer in layers:
-            layer.causes = causes_of(layer, self.subject, values, sites)
-        ranked = sorted(sites.values(), key=lambda row: -row.cost)
-        model = {"name": self.subject.name, "front_end": self.subject.front_end, **self.subject.size()}
-        data = {"samples": sum(map(rows_of, self.batches)), "passes": round(self.passes, 3)}
-        by_cost = sorted(layers, key=lambda row: -(row.noise or 0.0))
-        return Analysis(
-            model, data, mode, tuple(ranked), tuple(by_cost), self.output, notes=tuple(self.notes)
+    def totals(self) -> None:
+        """Outputs and metric of the whole model on all data, or on as much as the time allows."""
+        try:
+            pairs = list(zip(self.batches, self.judge.labels, strict=True))
+            for batch, labels in bar(pairs, "outputs", self.show):
+                self.judge.batch(batch, labels)
+                self.judged_rows += rows_of(batch)
+                if self.clock.over:
+                    break
+            self.judge.judge()
+        except KeyboardInterrupt:
+            self._end("Ctrl-C")
+        self.passes += 2 * self.judged_rows / self._rows(self.batches)
+
+    def exact(
+        self, few: Sequence[Any], kept: Kept, budget: int, named: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        """Measure what the mode asks for."""
+        from bitwright.analysis.sensitivity import Sensitivity
+
+        if self.notes and self.notes[-1].startswith("ended by"):
+            return
+        labels = self.judge.labels[: len(few)]
+        self.found = Sensitivity(
+            self.subject, self.judge, self.model, few, labels, self.clock, kept, self.show, budget
         )
+        known = self.found.load()
+        if known:
+            self.notes.append(f"{known} measurements of an earlier analysis were taken over")
+        sites, more = self._targets(named)
+        self.found.measure({**sites, **more})
+        self.found.measure_metric(
+            sites if self.mode == "exact" else dict(list(sites.items())[:_WORST_METRIC])
+        )
+        self.passes += self._share(few) * self.found.passes
+        if self.found.stopped:
+            left = len([name for name in sites if name not in self.found.pairs])
+            self._end(self.found.stopped, f"; {left} of {len(sites)} quantizers were not measured")
 
-    def _layers(self, sites: Mapping[str, SiteRow]) -> Iterable[LayerRow]:
-        from bitwright.analysis.lockstep import sites_of
-
-        assert self.seen is not None
-        graph, held = self.model.graph(), sites_of(self.subject.sites)
-        for op in graph.ops:
-            errors = self.seen.layers.get(op.name)
-            names = tuple(held.get(op.name, ()))
-            if errors is None and not names:
-                continue
-            inputs = [graph.producer(v) for v in op.inputs if v is not None]
-            row = LayerRow(
-                op.name, op.type, names, tuple(dict.fromkeys(p.name for p in inputs if p is not None))
+    def _targets(
+        self, named: Mapping[str, tuple[str, ...]]
+    ) -> tuple[dict[str, frozenset[str]], dict[str, frozenset[str]]]:
+        """Quantizers, those that cost most first, and groups."""
+        sites = self.subject.sites
+        together, noise = targets.sharing(sites), self._noise
+        unique = {names[0]: names for name, names in together.items() if sites[name].enabled}
+        cost = {name: max(noise.get(n, 0.0) for n in names) for name, names in unique.items()}
+        ranked = sorted((n for n in unique if any(m in noise for m in unique[n])), key=lambda n: -cost[n])
+        unknown = [n for n in unique if n not in set(ranked) and not sites[n].quantizer.derived]
+        if self.mode == "fast" and self.model is not None:
+            ranked, unknown = [], []
+        if self.mode == "auto" and self.clock.limit is None:
+            ranked, unknown = ranked[:_WORST], unknown[:_UNKNOWN]
+        if len(unknown) > 0 and self.model is not None:
+            self.notes.append(
+                f"{len(unknown)} quantizers have no derivative and are measured instead: {_some(unknown)}"
             )
-            known = [sites[name].cost for name in names if sites[name].noise is not None]
-            row.noise = sum(known) if known else None
-            if errors is not None:
-                row.made_db, row.made_quantized_db = (
-                    decibel(errors.made.value),
-                    decibel(errors.made_quantized.value),
-                )
-                row.arrived_db, row.after_db = decibel(errors.arrived.value), decibel(errors.after.value)
-                row.jump = _jump(row)
-                row.made_lsb = self._in_steps(names, errors.made.noise, errors.elements)
-            yield row
-
-    def _in_steps(self, names: Sequence[str], noise: float, elements: int) -> float | None:
-        """Root mean square of an error in steps of the output's grid."""
-        for name in names:
-            site = self.subject.sites[name]
-            if site.role == "output" and site.enabled and site.encoding is not None and elements:
-                return float((noise / elements) ** 0.5 / site.encoding.scale.mean())
-        return None
-
-
-def _jump(row: LayerRow) -> float | None:
-    if row.after_db is None:
-        return None
-    before = _REFERENCE_DB if row.arrived_db is None else min(row.arrived_db, _REFERENCE_DB)
-    return max(0.0, before - row.after_db)
-
-
-def _site_row(site: Site, noise: Mapping[str, float], values: Mapping[str, Any]) -> SiteRow:
-    fmt = site.quantizer.spec.format
-    row = SiteRow(
-        site.name, site.role, site.op, site._graph.op(site.op).type, fmt.name, fmt.bits, site.enabled
-    )
-    row.why_float = "" if site.enabled else site.quantizer.why_float or site.quantizer.why_spec or "disabled"
-    row.noise = noise.get(site.name) if site.enabled else None
-    if site.name in values:
-        for key, value in values[site.name].row().items():
-            setattr(row, key, value)
-    return row
-
-
-# ---- data
-
-
-def _batches(data: Iterable[Any]) -> list[Any]:
-    if isinstance(data, Mapping) or hasattr(data, "shape") or not isinstance(data, Iterable):
-        raise CalibrationError(
-            "analyze",
-            f"data is a {type(data).__name__}, not a list of batches",
-            "write bitwright.analyze(sim, [batch]) for a single batch",
+        chosen = (
+            unknown + ranked if self.mode == "auto" else list(unique) if self.mode == "exact" else unknown
         )
-    batches = list(data)
-    if not batches:
-        raise CalibrationError(
-            "analyze",
-            "the data held no batch",
-            "pass a non-empty list or DataLoader (a generator can be used only once); a few hundred samples are enough",
+        self.groups = dict(named)
+        if self.mode != "fast":
+            self.groups = {**named, **targets.kinds(sites)}
+        if self.mode == "exact":
+            graph = self.subject.sim.graph
+            self.groups |= {**targets.blocks(graph, sites), **targets.layers(sites)}
+        picked = {name: frozenset(unique[name]) for name in chosen}
+        return picked, {group_target(n): frozenset(held) for n, held in self.groups.items()}
+
+    @property
+    def _noise(self) -> dict[str, float]:
+        return {} if self.errors is None else {**self.errors.activations, **self.errors.weights}
+
+    def _end(self, what: str, more: str = "") -> None:
+        self.notes.append(f"ended by {what}{more}; what was found until then is here")
+
+    def _share(self, few: Sequence[Any]) -> float:
+        return self._rows(few) / self._rows(self.batches)
+
+    @staticmethod
+    def _rows(batches: Sequence[Any]) -> int:
+        return max(1, sum(map(rows_of, batches)))
+
+    def result(self, named: Mapping[str, tuple[str, ...]]) -> Analysis:
+        """The rows."""
+        pairs = {} if self.found is None else self.found.pairs
+        metrics = {} if self.found is None else self.found.metrics
+        seen = {} if self.seen is None else self.seen.sites
+        target = {name: names[0] for name, names in targets.sharing(self.subject.sites).items()}
+        sites = site_rows(self.subject, self._noise, seen, pairs, metrics, target)
+        model = {"name": self.subject.name, "front_end": self.subject.front_end, **self.subject.size()}
+        rows = self._rows(self.batches)
+        if 0 < self.judged_rows < rows:
+            self.notes.append(f"outputs were compared on {self.judged_rows} of {rows} samples")
+        return Analysis(
+            model,
+            {"samples": rows, "passes": round(self.passes, 3)},
+            self.mode,
+            tuple(sorted(sites.values(), key=lambda row: -row.cost)),
+            tuple(layer_rows(self.subject, self.seen, sites)),
+            self.judge.output,
+            self.judge.row,
+            group_rows(self.groups or named, sites, pairs),
+            notes=tuple(self.notes),
         )
-    return batches
 
 
-def rows_of(batch: Any) -> int:
-    """Samples of a batch: the length of its first array with an axis."""
-    left = [batch]
-    while left:
-        item = left.pop(0)
-        shape = getattr(item, "shape", None)
-        if shape is not None:
-            if len(shape):
-                return int(shape[0])
-        elif isinstance(item, Mapping):
-            left.extend(item.values())
-        elif isinstance(item, (tuple, list)):
-            left.extend(item)
-    return 1
+def _check_options(mode: str, samples: int, memory_budget: int | None) -> None:
+    if mode not in MODES:
+        raise ConfigError("mode", f"there is no mode {mode!r}", f"use {', '.join(MODES)}")
+    if samples < 1:
+        raise ConfigError("samples", f"{samples} rows show nothing", "use 64, or leave it out")
+    if memory_budget is not None and memory_budget < 1:
+        raise ConfigError(
+            "memory_budget", f"{memory_budget} bytes hold nothing", "use bytes, for example 2**30"
+        )
 
 
-def _first_rows(batches: Sequence[Any], samples: int) -> list[Any]:
-    found: list[Any] = []
-    count = 0
-    for batch in batches:
-        found.append(batch)
-        count += rows_of(batch)
-        if count >= samples:
-            break
-    return found
+def _steps_of(subject: Subject, batch: Any) -> tuple[SimulatedModel | None, str]:
+    """The simulation as steps; or none, and why its calls cannot be run one by one."""
+    model = subject.steps()
+    try:
+        model.program(batch)
+    except ModelError as error:
+        return None, f"{error.site}: {error.problem}"
+    return model, ""
 
 
 def _check_outputs(subject: Subject, batch: Any) -> list[str]:
     """Refuse models whose outputs cannot be compared; a note where float runs differ a little."""
-    from bitwright.core.simulation.protocols import sqnr
-
     once = [np.array(y) for y in subject.outputs(batch, True)]
     if not any(y.dtype.kind == "f" and y.size for y in once):
         kinds = ", ".join(sorted({y.dtype.name for y in once})) or "none"
@@ -251,3 +299,20 @@ def _finite(one: Array, other: Array) -> tuple[Array, Array]:
         return np.ones(1), np.zeros(1)
     both = np.isfinite(one) & np.isfinite(other)
     return one[both], other[both]
+
+
+def _name(subject: Subject, batches: Sequence[Any], metric: Any, mode: str) -> str:
+    """A fingerprint of everything that measurements depend on."""
+
+    def parts() -> Iterable[bytes]:
+        yield f"{mode} {metric if isinstance(metric, str) else metric_name(metric)}".encode()
+        for name, site in subject.sites.items():
+            yield f"{name} {site.enabled}".encode()
+            if site.enabled and site.encoding is not None:
+                yield site.encoding.scale.tobytes() + site.encoding.zero_point.tobytes()
+
+    return fingerprint(batches, parts())
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -6,7 +6,7 @@ made. Steps without quantizers run twice. Values live as long as a later step re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,8 @@ from torch import Tensor
 
 from bitwright.algorithms.rounding.program import Program, SimulatedModel, State, Step, run_step
 from bitwright.analysis.site_values import SiteValues
+from bitwright.analysis.steps import QuantizedSteps
 from bitwright.core.simulation.sites import Site
-
-Quantize = Callable[[str, Tensor], Tensor]
 
 
 @dataclass
@@ -76,11 +75,11 @@ class Lockstep:
     """
 
     def __init__(self, model: SimulatedModel) -> None:
-        self._model, self._sites = model, model.sites()
+        self._steps = QuantizedSteps(model)
+        self._sites = self._steps.sites
         self.layers: dict[str, LayerErrors] = {}
         self.sites: dict[str, SiteValues] = {}
         self.runs = self.steps = 0
-        self._weights: dict[str, tuple[Tensor, Tensor]] = {}
 
     def batch(self, program: Program, inputs: State) -> None:
         """Add one batch."""
@@ -105,11 +104,11 @@ class Lockstep:
         quantizes = bool(step.operands or step.results or step.inside is not None)
         apart = any(v in found and found[v] is not real[v] for v in step.reads)
         wanted = list(run_step(step, real, constants))
-        alone = list(run_step(step, real, constants, self._quantize)) if quantizes else wanted
+        alone = list(run_step(step, real, constants, self._steps.quantize)) if quantizes else wanted
         passed = list(run_step(step, found, constants)) if apart else wanted
         after = alone
         if apart:
-            after = list(run_step(step, found, constants, self._quantize)) if quantizes else passed
+            after = list(run_step(step, found, constants, self._steps.quantize)) if quantizes else passed
         self.runs += 1 + quantizes + apart + (apart and quantizes)
         if step.op:
             self._note(step, real, found, (wanted, alone, passed, after))
@@ -140,16 +139,7 @@ class Lockstep:
     def _add(self, name: str, x: Any) -> None:
         if isinstance(x, Tensor) and x.is_floating_point():
             values = self.sites.setdefault(name, SiteValues(self._sites[name]))
-            values.add(x, self._quantize(name, x))
-
-    def _quantize(self, name: str, x: Tensor) -> Tensor:
-        """As the simulation does; weights, which do not change, once."""
-        if self._sites[name].role not in ("weight", "constant", "bias"):
-            return self._model.quantize(name, x)
-        held = self._weights.get(name)
-        if held is None or held[0] is not x:
-            held = self._weights[name] = (x, self._model.quantize(name, x))
-        return held[1]
+            values.add(x, self._steps.quantize(name, x))
 
 
 def observe(model: SimulatedModel, batches: Iterable[Any]) -> Lockstep:

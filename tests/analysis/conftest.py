@@ -23,12 +23,12 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.conv1, self.conv2 = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
-        self.conv3, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 5)
+        self.conv3, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(32, 5, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.relu(self.conv1(x))
         y = y + torch.relu(self.conv2(y))
-        return self.head(torch.relu(self.conv3(y)).mean((2, 3)))
+        return self.head(torch.relu(self.conv3(y))[..., ::4, ::4].flatten(1))
 
 
 def batches(count: int = 4, rows: int = 16, seed: int = 1) -> list[torch.Tensor]:
@@ -69,7 +69,7 @@ def make(front_end: str, **options: Any) -> Case:
         sim = bitwright.onnx.QuantizationSimModel(
             exported(model, torch.from_numpy(data[0])), data[0], **options
         )
-        names = ("/conv1/Conv", "/conv2/Conv", "/conv3/Conv", "/head/Gemm")
+        names = ("/conv1/Conv", "/conv2/Conv", "/conv3/Conv", "/head/MatMul")
     sim.compute_encodings(data, progress=False)
     return Case(sim, data, *names)
 

@@ -5,9 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import bitwright
 from bitwright.analysis import Analysis
+from bitwright.errors import CalibrationError, ConfigError, ModelError
+from bitwright.torch import QuantizationSimModel
 
 
 def test_rows_of_sites_and_layers_are_there_worst_first(case):
@@ -58,3 +61,209 @@ def test_values_at_a_site_are_those_that_pass_it(torch_case):
     assert (source.minimum, source.maximum) == (data.min(), data.max())
     assert source.clipped == pytest.approx(0.0, abs=1e-3) and 0.2 < source.codes_used <= 1
     assert source.grid["steps"] == 255 and source.lsb == pytest.approx(float(np.ptp(data)) / 255, rel=0.05)
+
+
+# ---- the end of it
+
+
+def test_auto_measures_the_worst_and_estimates_all(case):
+    found = bitwright.analyze(case.sim, case.data)
+    assert found.mode == "auto"
+    assert all(row.noise is not None and row.only_db is not None for row in found.sites if row.role != "bias")
+    assert {row.name for row in found.groups} == {"all weights", "all activations"}
+
+
+def test_a_deadline_ends_it_with_what_there_is(case):
+    found = bitwright.analyze(case.sim, case.data, deadline=1e-9)
+    assert all(row.noise is not None for row in found.sites if row.role != "bias")
+    assert all(row.only_db is None for row in found.sites)
+    assert any("ended by the deadline of 1e-09 s" in note for note in found.notes)
+    assert any("outputs were compared on 16 of 64 samples" in note for note in found.notes)
+
+
+def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on_from_there(case, tmp_path, monkeypatch):
+    from bitwright.analysis import exact
+
+    whole = bitwright.analyze(case.sim, case.data, mode="exact")
+    again, runs = exact.Replay.only, []
+
+    def stopped(self, sites):
+        runs.append(sites)
+        if len(runs) == 10:
+            raise KeyboardInterrupt
+        return again(self, sites)
+
+    monkeypatch.setattr(exact.Replay, "only", stopped)
+    part = bitwright.analyze(case.sim, case.data, mode="exact", resume=tmp_path)
+    measured = [row.name for row in part.sites if row.only_db is not None]
+    assert any("ended by Ctrl-C" in note for note in part.notes) and 0 < len(measured) < len(whole.sites)
+    before = len(runs)
+    rest = bitwright.analyze(case.sim, case.data, mode="exact", resume=tmp_path)
+    assert any("measurements of an earlier analysis were taken over" in note for note in rest.notes)
+    assert len(runs) - before < 4 * (len(whole.sites) + len(whole.groups)), (
+        "what was measured is not measured again"
+    )
+    assert {r.name: r.only_db for r in rest.sites} == {r.name: r.only_db for r in whole.sites}
+
+
+def test_a_folder_of_another_analysis_is_refused(torch_case, tmp_path):
+    bitwright.analyze(torch_case.sim, torch_case.data[:2], resume=tmp_path)
+    with pytest.raises(
+        ConfigError, match="holds measurements of another simulation, other data or another metric"
+    ):
+        bitwright.analyze(torch_case.sim, torch_case.data[1:3], resume=tmp_path)
+    (tmp_path / "bitwright_analysis_measured.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        bitwright.analyze(torch_case.sim, torch_case.data[:2], resume=tmp_path)
+
+
+# ---- metrics
+
+
+@pytest.mark.parametrize("metric, better", [("agreement", "higher"), ("kl", "lower"), ("accuracy", "higher")])
+def test_named_metrics_are_read_off_the_outputs(case, metric, better):
+    labels = np.arange(64) % 5
+    found = bitwright.analyze(case.sim, case.data, metric, labels=labels)
+    assert (found.metric.name, found.metric.better, found.metric.difference.n) == (metric, better, 64)
+    rows = [row for row in found.sites if row.only_db is not None]
+    assert all(row.metric_only is not None and row.metric_without is not None for row in rows)
+    if metric == "kl":
+        assert found.metric.float == 0 < found.metric.quantized == pytest.approx(found.output["kl"])
+
+
+def test_a_function_that_returns_a_value_per_sample_has_an_interval(case):
+    labels = np.arange(64) % 5
+
+    def right(model):
+        if hasattr(model, "run"):
+            outputs = [model.run(None, {"x": x})[0] for x in case.data]
+        else:
+            with torch.no_grad():
+                outputs = [model(x).numpy() for x in case.data]
+        return np.concatenate(outputs).argmax(-1) == labels
+
+    found = bitwright.analyze(case.sim, case.data, right, mode="fast")
+    named = bitwright.analyze(case.sim, case.data, "accuracy", mode="fast", labels=labels)
+    assert found.metric.difference == named.metric.difference and found.metric.difference.test == "mcnemar"
+    assert (found.metric.float, found.metric.quantized) == (named.metric.float, named.metric.quantized)
+
+
+# ---- bad input
+
+
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.layer(x), 0.5, training=True)
+
+
+class Deciding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x).argmax(-1)
+
+
+def simulated(model, data=None):
+    data = [torch.randn(8, 4)] if data is None else data
+    sim = QuantizationSimModel(model.eval(), data[0])
+    sim.compute_encodings(data, progress=False)
+    return sim, data
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        pytest.param({"metric": lambda m: float("nan")}, ConfigError, "of the float model it is NaN", id="nan"),
+        pytest.param({"metric": lambda m: [1.0, np.inf]}, ConfigError, "infinite for 1 of 2 samples", id="inf"),
+        pytest.param({"metric": lambda m: 0.5}, ConfigError, "it is 0.5 whatever the model computes", id="constant"),
+        pytest.param({"metric": lambda m: "good"}, ConfigError, "it returns a str", id="text"),
+        pytest.param({"metric": lambda m: m.none}, ConfigError, "it fails on the float model: AttributeError", id="fails"),
+        pytest.param({"metric": "acuracy"}, ConfigError, "did you mean 'accuracy'", id="unknown-metric"),
+        pytest.param({"metric": 3}, ConfigError, "metric: it is a int", id="no-metric"),
+        pytest.param({"metric": "accuracy"}, ConfigError, "no labels are given", id="no-labels"),
+        pytest.param({"metric": "accuracy", "labels": [1, 2]}, ConfigError, "there are 2 for 64 samples", id="few-labels"),
+        pytest.param(
+            {"metric": "accuracy", "labels": np.zeros((64, 2))}, ConfigError, r"shape \(16, 2\) for a batch", id="labels"
+        ),
+        pytest.param({"groups": ["conv9*"]}, ConfigError, "'conv9\\*' matches no site", id="no-site"),
+        pytest.param({"mode": "slow"}, ConfigError, "there is no mode 'slow'", id="mode"),
+        pytest.param({"deadline": 0}, ConfigError, "0 is not a time", id="deadline"),
+        pytest.param({"samples": 0}, ConfigError, "0 rows show nothing", id="samples"),
+        pytest.param({"memory_budget": 0}, ConfigError, "0 bytes hold nothing", id="budget"),
+        pytest.param({"better": "more"}, ConfigError, "neither 'higher' nor 'lower'", id="better"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_answered_is_an_error(torch_case, options, error, message):
+    with pytest.raises(error, match=message):
+        bitwright.analyze(torch_case.sim, torch_case.data, **options)
+
+
+def test_one_sample_has_no_interval(torch_case):
+    found = bitwright.analyze(torch_case.sim, [torch_case.data[0][:1]], "agreement")
+    assert "no interval" in found.metric.difference.text
+
+
+@pytest.mark.parametrize(
+    "data, error, message",
+    [
+        pytest.param([], CalibrationError, "the data held no batch", id="empty"),
+        pytest.param(
+            torch.zeros(2, 3, 8, 8), CalibrationError, "data is a Tensor, not a list of batches", id="one"
+        ),
+        pytest.param([torch.zeros(2, 4, 8, 8)], ModelError, "the model fails on a batch", id="shape"),
+        pytest.param(
+            [(torch.zeros(2, 3, 8, 8), torch.zeros(2))], ModelError, "pass labels=", id="with-labels"
+        ),
+    ],
+)
+def test_data_that_do_not_fit_are_refused(torch_case, data, error, message):
+    with pytest.raises(error, match=message):
+        bitwright.analyze(torch_case.sim, data)
+
+
+def test_models_that_cannot_be_compared_are_refused():
+    with pytest.raises(ModelError, match="not deterministic: two float runs of the same batch differ"):
+        bitwright.analyze(*simulated(Dropping()))
+    with pytest.raises(ModelError, match=r"returns no tensor of floating-point numbers \(outputs: int64\)"):
+        bitwright.analyze(*simulated(Deciding()))
+
+
+def test_simulations_without_encodings_or_quantizers_are_refused():
+    data = [torch.randn(8, 4)]
+    sim = QuantizationSimModel(nn.Linear(4, 4), data[0])
+    with pytest.raises(CalibrationError, match="the simulation is not calibrated"):
+        bitwright.analyze(sim, data)
+    sim.compute_encodings(data, progress=False)
+    sim.quantizers["*"].enabled = False
+    with pytest.raises(CalibrationError, match="no quantizer of the simulation is enabled"):
+        bitwright.analyze(sim, data)
+    with pytest.raises(ConfigError, match="it is given a Linear, not a simulation"):
+        bitwright.analyze(nn.Linear(4, 4), data)
+
+
+class Viewing(nn.Module):
+    """Writes through a view, which steps cannot repeat."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = torch.zeros(x.shape[0], 2, 4)
+        y[:, 0].add_(self.layer(x))
+        return y
+
+
+def test_a_model_that_steps_cannot_repeat_is_measured_by_switching():
+    sim, data = simulated(Viewing())
+    found = bitwright.analyze(sim, data)
+    assert "no estimate by derivatives, quantizers are switched one by one" in found.notes[0]
+    assert all(row.only_db is not None for row in found.sites if row.enabled and row.role != "bias")
+    assert found.sites[0].cost > 0

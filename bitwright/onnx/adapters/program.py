@@ -307,7 +307,8 @@ class _Opaque:
     def _state(self) -> list[Any]:
         """Weights and encodings that a session with quantizers is built with; others stand there after a choice."""
         sim = self._sim
-        encodings = [sim.quantizers[name].encoding for name in self._sites]
+        sites = [sim.quantizers[name] for name in self._sites]
+        encodings = [site.encoding if site.enabled else None for site in sites]
         return [*encodings, *(sim.constants.get(name) for name in self._sites)]
 
 
