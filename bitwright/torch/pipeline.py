@@ -44,7 +44,8 @@ from bitwright.torch.adapters.program import TorchSimulation
 from bitwright.torch.batch_norm_fold import fold_all_batch_norms
 from bitwright.torch.calls.batches import outputs_of
 from bitwright.torch.reconstruct import apply_reconstruction
-from bitwright.torch.simulation.quantsim import QuantizationSimModel, require_module
+from bitwright.torch.simulation.adopt import require_module
+from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
 if TYPE_CHECKING:
     from bitwright.export.artefacts import Exported

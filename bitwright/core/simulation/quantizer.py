@@ -128,8 +128,8 @@ class Quantizer:
 
     @property
     def encoding(self) -> Encoding | None:
-        """The calibrated encoding; ``None`` until calibration."""
-        return self._encoding
+        """The encoding that values are moved to; ``None`` until calibration."""
+        return self._current()
 
     @encoding.setter
     def encoding(self, encoding: Encoding | None) -> None:
@@ -137,6 +137,10 @@ class Quantizer:
 
     def _set_encoding(self, encoding: Encoding | None) -> None:
         self._encoding = encoding
+
+    def _current(self) -> Encoding | None:
+        """The encoding that was set; a front end that trains ranges has the trained one."""
+        return self._encoding
 
     def take(self, encoding: Encoding) -> None:
         """Use an encoding that came from elsewhere; the spec is made to describe it."""
@@ -151,20 +155,21 @@ class Quantizer:
         Raises:
             CalibrationError: there is none yet.
         """
-        if self._encoding is None and self.frozen:
+        encoding = self.encoding
+        if encoding is None and self.frozen:
             raise CalibrationError(
                 self.name,
                 "the quantizer has no encoding and is frozen, so that calibration passes it over",
                 f"set sim.quantizers[{self.name!r}].frozen = False and calibrate, or give it an encoding of your own",
             )
-        if self._encoding is None:
+        if encoding is None:
             raise CalibrationError(
                 self.name,
                 "the quantizer has no encoding: calibration never reached this site",
                 "calibrate with data that reaches it, set sim.quantizers[...].enabled = False for it, "
                 "or allow it to run in float with compute_encodings(..., allow_unreached=True)",
             )
-        return self._encoding
+        return encoding
 
     @property
     def state(self) -> str:
@@ -247,9 +252,7 @@ class Quantizer:
 
     def __repr__(self) -> str:
         state = "" if self.enabled else ", disabled"
-        return (
-            f"{type(self).__name__}({self.name}: {self._spec.describe()}, encoding={self._encoding}{state})"
-        )
+        return f"{type(self).__name__}({self.name}: {self._spec.describe()}, encoding={self.encoding}{state})"
 
 
 def fulfilled_by(spec: QuantSpec, encoding: Encoding) -> QuantSpec:

@@ -10,7 +10,9 @@ from torch import nn
 
 from bitwright.errors import ModelError
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.calls.intercept import interceptions
 from bitwright.torch.calls.trees import flatten_tensors, walk_modules
+from bitwright.torch.simulation.simulate import Simulator
 
 _ORIGINAL = "_orig_mod"  # where torch.compile keeps the module that it was given
 
@@ -96,3 +98,28 @@ def _make_lazy(model: nn.Module, example: Any) -> None:
             f"it: {type(error).__name__}: {error}",
             "run the model once on a valid input, and pass that as dummy_input",
         ) from error
+
+
+def refuse_simulated(model: nn.Module) -> None:
+    """Refuse a model that is simulated already."""
+    for path, module in walk_modules(model):
+        if any(isinstance(forward.owner.handler, Simulator) for forward in interceptions(module)):
+            raise ModelError(
+                path or type(model).__name__,
+                "it is simulated already: it belongs to a QuantizationSimModel, whose quantizers would count as its own code",
+                "pass the float model that the simulation was made from; copy.deepcopy(sim).remove() returns it",
+            )
+
+
+def require_module(model: object) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        ModelError: with the way to quantize an ONNX file.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            "model",
+            f"it is a {type(model).__name__}, not a torch.nn.Module",
+            "pass the module itself; for an ONNX file use bitwright.onnx.QuantizationSimModel",
+        )

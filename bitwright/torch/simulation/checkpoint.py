@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,14 @@ from bitwright.errors import EncodingsError, ExportError, GranularityError, Mode
 from bitwright.export.encodings.versions import names_error
 from bitwright.export.files.atomic import atomic_files, settle
 from bitwright.export.files.manifest import FileEntry, read_manifest, write_manifest
+from bitwright.torch.calls.batches import model_device
 from bitwright.torch.calls.trees import named_state
+from bitwright.torch.simulation.ranges import (
+    learned_from_json,
+    learned_ranges,
+    learned_to_json,
+    restore_learned,
+)
 
 if TYPE_CHECKING:
     from bitwright.torch.simulation.quantsim import QuantizationSimModel
@@ -83,6 +90,7 @@ def _state(sim: QuantizationSimModel) -> dict[str, Any]:
             "enabled": site.enabled,
             "frozen": site.frozen,
             "why_float": site.quantizer.why_float,
+            **_learned(site),
         }
         for site in sim.quantizers.values()
     }
@@ -92,6 +100,49 @@ def _state(sim: QuantizationSimModel) -> dict[str, Any]:
         "repairs": [asdict(repair) for repair in sim.repairs],
         "lengths": dict(sim._simulator.lengths),
     }
+
+
+def _learned(site: Site) -> dict[str, Any]:
+    """The parameters of a learned range and the encoding that they are distances from."""
+    learned = getattr(site.quantizer, "learned", None)
+    if learned is None or site.encoding is None:
+        return {}
+    return {"learned": {"base": encoding_to_json(learned.base), "parameters": learned_to_json(learned)}}
+
+
+def state_dict(sim: QuantizationSimModel) -> dict[str, Any]:
+    """The simulation as tensors and plain values, for ``torch.save``: ``model`` is ``sim.model.state_dict()``."""
+    return {"model": sim.model.state_dict(), "simulation": {"version": _VERSION, **_state(sim)}}
+
+
+def load_state_dict(sim: QuantizationSimModel, state: Mapping[str, Any]) -> None:
+    """Take what :func:`state_dict` returned for a simulation of the same model under the same rules, or nothing of it.
+
+    Raises:
+        EncodingsError: it is no such state, or one of another model.
+    """
+    if set(state) != {"model", "simulation"}:
+        raise EncodingsError(
+            "load_state_dict",
+            f"the state has the keys {sorted(map(str, state))}, not 'model' and 'simulation'",
+            "pass what sim.state_dict() returned; sim.model.load_state_dict() takes the weights alone",
+        )
+    where = Path("load_state_dict")
+    try:
+        loaded = _parsed({}, state["simulation"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise EncodingsError("load_state_dict", f"no readable state: {error!r:.300}", _OTHER) from error
+    settings = _settings(sim, where, loaded)
+    with all_or_nothing(sim, parameters=True):
+        try:
+            sim.model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise EncodingsError(
+                "load_state_dict",
+                f"the tensors do not fit the model: {error}",
+                "build the simulation from the same model",
+            ) from error
+        _put(sim, loaded, settings)
 
 
 def load_checkpoint(sim: QuantizationSimModel, folder: str | Path) -> None:
@@ -110,32 +161,46 @@ def load_checkpoint(sim: QuantizationSimModel, folder: str | Path) -> None:
     first: dict[int, str] = {}
     for name, tensor in own.items():
         first.setdefault(id(tensor), name)
-    for file, expected, found in (
-        (_TENSORS, first.values(), loaded.tensors),
-        (_QUANTIZERS, sim.quantizers, loaded.quantizers),
-    ):
-        mismatch = names_error(str(folder / file), expected, found)
-        if mismatch:
-            raise EncodingsError(
-                mismatch.site, mismatch.problem, "build the simulation from the same model and rules"
-            )
+    _check_names(folder / _TENSORS, first.values(), loaded.tensors)
+    settings = _settings(sim, folder / _QUANTIZERS, loaded)
     for name, tensor in loaded.tensors.items():
         _check_tensor(folder, name, tensor, own[name])
-    settings = {
-        name: _setting(folder, sim.quantizers[name], saved) for name, saved in loaded.quantizers.items()
-    }
-    _check_groups(folder, sim, settings)
     with all_or_nothing(sim, parameters=True):
         for name in list(loaded.tensors):
             own[name].detach().copy_(loaded.tensors.pop(name))
-        for name, setting in settings.items():
-            setting.put(sim.quantizers[name])
-        for site in sim.quantizers.values():
-            site.channels.seen = None
-        sim._simulator.repairs = {repair.op: repair for repair in loaded.repairs}
-        sim._simulator.lengths, sim._simulator.longer = dict(loaded.lengths), {}
-        sim._simulator.stage = "simulate" if loaded.calibrated else "uncalibrated"
-        sim.calibration_log = None
+        _put(sim, loaded, settings)
+
+
+def _put(sim: QuantizationSimModel, loaded: _Checkpoint, settings: Mapping[str, _Setting]) -> None:
+    """Give the simulation all that a checkpoint keeps of it beside the tensors."""
+    for name, setting in settings.items():
+        setting.put(sim.quantizers[name])
+    for site in sim.quantizers.values():
+        site.channels.seen = None
+    for _, learned in learned_ranges(sim):
+        learned.to(model_device(sim.model))
+    sim._simulator.repairs = {repair.op: repair for repair in loaded.repairs}
+    sim._simulator.lengths, sim._simulator.longer = dict(loaded.lengths), {}
+    sim._simulator.stage = "simulate" if loaded.calibrated else "uncalibrated"
+    sim.calibration_log = None
+
+
+def _check_names(where: Path, expected: Iterable[str], found: Iterable[str]) -> None:
+    mismatch = names_error(str(where), expected, found)
+    if mismatch:
+        raise EncodingsError(
+            mismatch.site, mismatch.problem, "build the simulation from the same model and rules"
+        )
+
+
+def _settings(sim: QuantizationSimModel, where: Path, loaded: _Checkpoint) -> dict[str, _Setting]:
+    """What a checkpoint says of every quantizer, checked against the simulation."""
+    _check_names(where, sim.quantizers, loaded.quantizers)
+    settings = {
+        name: _setting(where, sim.quantizers[name], saved) for name, saved in loaded.quantizers.items()
+    }
+    _check_groups(where, sim, settings)
+    return settings
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -227,6 +292,7 @@ class _Setting:
     enabled: bool
     frozen: bool
     why_float: str
+    learned: tuple[tuple[str, tuple[float, ...]], ...] = ()  # beside the encoding, which is then its base
 
     def put(self, site: Site) -> None:
         """Give it to the quantizer of ``site``; what calibration saw before belongs to other encodings."""
@@ -234,20 +300,26 @@ class _Setting:
         quantizer.spec, quantizer.encoding = self.spec, self.encoding
         quantizer.enabled, quantizer.frozen, quantizer.why_float = self.enabled, self.frozen, self.why_float
         quantizer.statistics, quantizer.empty = None, 0
+        if self.learned:
+            restore_learned(site, dict(self.learned))
 
 
-def _setting(folder: Path, site: Site, saved: Mapping[str, Any]) -> _Setting:
+def _setting(where: Path, site: Site, saved: Mapping[str, Any]) -> _Setting:
     """What is saved of ``site``, if it fits its tensor.
 
     Raises:
         EncodingsError: naming the site and what is wrong with it.
     """
-    at = f"{folder / _QUANTIZERS}, {site.name}"
+    at = f"{where}, {site.name}"
+    learned: tuple[tuple[str, tuple[float, ...]], ...] = ()
     try:
         spec = spec_from_json(saved["spec"], at)
         encoding = None if saved["encoding"] is None else encoding_from_json(saved["encoding"], at)
         switches, why_float = (saved["enabled"], saved["frozen"]), saved["why_float"]
-    except (TypeError, KeyError) as error:
+        if "learned" in saved:
+            encoding = encoding_from_json(saved["learned"]["base"], at)
+            learned = learned_from_json(saved["learned"]["parameters"], encoding)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         problem = f"what is saved of its quantizer cannot be read: {type(error).__name__}: {error}"
         raise EncodingsError(at, problem, _OTHER) from error
     wrong = _switches_problem(switches, why_float) or _fixed_range_problem(spec)
@@ -256,7 +328,7 @@ def _setting(folder: Path, site: Site, saved: Mapping[str, Any]) -> _Setting:
         wrong = _shape_problem(spec, encoding, shape, site.name)
     if wrong:
         raise EncodingsError(at, wrong, _OTHER)
-    return _Setting(spec, encoding, *switches, why_float)
+    return _Setting(spec, encoding, *switches, why_float, learned)
 
 
 def _switches_problem(switches: tuple[Any, Any], why_float: Any) -> str | None:
@@ -286,14 +358,14 @@ def _shape_problem(
     )
 
 
-def _check_groups(folder: Path, sim: QuantizationSimModel, settings: Mapping[str, _Setting]) -> None:
+def _check_groups(where: Path, sim: QuantizationSimModel, settings: Mapping[str, _Setting]) -> None:
     """Refuse two settings for one quantizer that several sites share."""
     known: dict[int, str] = {}
     for name, setting in settings.items():
         other = known.setdefault(id(sim.quantizers[name].quantizer), name)
         if settings[other] != setting:
             raise EncodingsError(
-                f"{folder / _QUANTIZERS}, {name}",
+                f"{where}, {name}",
                 f"it shares its quantizer with {other}, of which something else is saved",
                 _OTHER,
             )

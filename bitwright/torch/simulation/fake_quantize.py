@@ -93,7 +93,8 @@ def _passes(buffer: torch.Tensor, grid: Grid) -> torch.Tensor:
     return buffer.mul_(grid.scale).add_(grid.zero)
 
 
-def _forward(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+def on_grid(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """``x``, float32 or float64 as the grid is, moved to its nearest values; no gradient."""
     buffer = (x if grid.view is None else x.reshape(grid.view)).div(grid.scale)
     buffer.round_().clamp_(grid.lo, grid.hi)
     if isinstance(grid.scale, float):
@@ -101,6 +102,21 @@ def _forward(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     else:
         buffer.mul_(grid.scale).add_(grid.zero)
     return buffer if grid.view is None else buffer.reshape(x.shape)
+
+
+def passed(grad: torch.Tensor, x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The part of ``grad`` that straight-through passes on to ``x``: where ``x`` rounds to a code of the grid, unclipped."""
+    if isinstance(grid.lo, torch.Tensor):  # zero points that differ between channels
+        code = x.reshape(grid.view or x.shape).div(grid.scale)
+        inside = (code >= grid.lo - 0.5) & (code <= grid.hi + 0.5)
+        return grad * inside.view(grad.shape)
+    lo, hi = grid.lo - 0.5, grid.hi + 0.5  # what rounds to a code of the grid
+    if isinstance(grid.scale, float):
+        out: torch.Tensor = torch.ops.aten.hardtanh_backward(grad, x, lo * grid.scale, hi * grid.scale)
+        return out
+    code = x.reshape(grid.view or x.shape).div(grid.scale)
+    out = torch.ops.aten.hardtanh_backward(grad.reshape(code.shape), code, lo, hi)
+    return out.view(grad.shape)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -114,23 +130,15 @@ class _StraightThrough(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, grid: Grid) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.grid = grid
-        return _forward(x, grid)
+        return on_grid(x, grid)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         if grad.is_sparse:
             ones = torch.ones(grad.shape, dtype=grad.dtype, device=grad.device)
             return _sparse(grad, _StraightThrough.backward(ctx, ones)[0]), None
-        (x,), grid = ctx.saved_tensors, ctx.grid
-        if isinstance(grid.lo, torch.Tensor):  # zero points that differ between channels
-            code = x.reshape(grid.view or x.shape).div(grid.scale)
-            inside = (code >= grid.lo - 0.5) & (code <= grid.hi + 0.5)
-            return grad * inside.view(grad.shape), None
-        lo, hi = grid.lo - 0.5, grid.hi + 0.5  # what rounds to a code of the grid
-        if isinstance(grid.scale, float):
-            return torch.ops.aten.hardtanh_backward(grad, x, lo * grid.scale, hi * grid.scale), None
-        code = x.reshape(grid.view or x.shape).div(grid.scale)
-        return torch.ops.aten.hardtanh_backward(grad.reshape(code.shape), code, lo, hi).view(grad.shape), None
+        (x,) = ctx.saved_tensors
+        return passed(grad, x, ctx.grid), None
 
 
 class _Within(torch.autograd.Function):
@@ -138,7 +146,7 @@ class _Within(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, grid: Grid) -> torch.Tensor:
-        return _forward(x, grid)
+        return on_grid(x, grid)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -211,11 +219,11 @@ def fake_quantize(
             return _StraightThrough.apply(x, grid)
         if overwrite and grid.view is None:
             return _passes(x, grid)
-        return _forward(x, grid)
+        return on_grid(x, grid)
     if x.dtype == torch.float64:
         # the reference divides float64 by the float32 scale in float64
-        grid = _double(grid)
-        return _StraightThrough.apply(x, grid) if needs_grad else _forward(x, grid)
+        grid = double(grid)
+        return _StraightThrough.apply(x, grid) if needs_grad else on_grid(x, grid)
     return fake_quantize(x.float(), encoding, grid, overwrite=not needs_grad).to(x.dtype)
 
 
@@ -236,7 +244,9 @@ def _traced(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     return (codes * grid.scale + 0.0).reshape(x.shape).to(x.dtype)
 
 
-def _double(grid: Grid) -> Grid:
+def double(grid: Grid) -> Grid:
+    """The same grid for float64 tensors."""
+
     def wide(value: Scalar) -> Scalar:
         return value.double() if isinstance(value, torch.Tensor) else value
 

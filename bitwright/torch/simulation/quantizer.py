@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.placement.plan import Role
 from bitwright.core.simulation import quantizer as core
+from bitwright.core.simulation.protocols import Undo
 from bitwright.torch.simulation.fake_quantize import (
     Grid,
     columns,
@@ -25,19 +27,63 @@ from bitwright.torch.simulation.fake_quantize import (
     make_grid,
     round_within,
 )
+from bitwright.torch.simulation.learned_range import LearnedRange
+
+logger = logging.getLogger("bitwright")
 
 
 class Quantizer(core.Quantizer):
-    """A :class:`bitwright.core.simulation.quantizer.Quantizer` that can be called on tensors."""
+    """A :class:`bitwright.core.simulation.quantizer.Quantizer` that can be called on tensors.
+
+    Attributes:
+        learned: the parameters its range is trained by, from which :attr:`encoding` follows; ``None`` for a fixed range.
+    """
 
     def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
         super().__init__(name, role, spec)
         self._grids: dict[tuple[Any, ...], tuple[Encoding, Grid]] = {}
         self._kept: tuple[torch.Tensor, Encoding, torch.Tensor] | None = None
+        self.learned: LearnedRange | None = None
+
+    def learn(self, *, offset: bool) -> LearnedRange:
+        """Make the range trainable from the present encoding on; parameters that are there already stay."""
+        if self.learned is None or self.learned.with_offset != offset:
+            self.learned = LearnedRange(self.name, self.required, offset=offset)
+        return self.learned
+
+    def _current(self) -> Encoding | None:
+        return self._encoding if self.learned is None or self._encoding is None else self.learned.encoding
 
     def _set_encoding(self, encoding: Encoding | None) -> None:
+        """Without an encoding the parameters of a learned range wait for the next; one of another kind ends them."""
         super()._set_encoding(encoding)
         self._grids, self._kept = {}, None
+        if self.learned is None or encoding is None:
+            return
+        if self.learned.accepts(encoding):
+            self.learned.rebase(encoding)
+        else:
+            self.learned = None
+            logger.warning(
+                "%s: its new encoding (%s) has another format or shape than the range that was learned, so the range is "
+                "fixed again; call sim.learn_ranges() and give sim.range_parameters() to a new optimizer",
+                self.name,
+                encoding,
+            )
+
+    def remember(self) -> Undo:
+        """Keep the whole state, learned range included; the function returned brings it back."""
+        learned, restore = self.learned, super().remember()
+        state = None if learned is None else learned.state()
+
+        def bring_back() -> None:
+            self.learned = None  # what follows sets encodings, none of which is for its parameters
+            restore()
+            self.learned = learned
+            if learned is not None and state is not None:
+                learned.put(state)
+
+        return bring_back
 
     def __call__(self, x: torch.Tensor, overwrite: bool = False) -> torch.Tensor:
         """``x`` on the grid; ``overwrite`` lets the result take the memory of ``x``. Without elements it needs no grid."""
@@ -46,6 +92,8 @@ class Quantizer(core.Quantizer):
         encoding = self.required
         if self.role == "bias" and encoding.format == IntFormat(32):
             return self._bias(x, encoding)
+        if self.learned is not None and torch.is_grad_enabled():
+            return self.learned(x, self._grid(x, encoding), weight=self.role == "weight")
         return fake_quantize(x, encoding, self._grid(x, encoding), overwrite=overwrite)
 
     def _bias(self, x: torch.Tensor, encoding: Encoding) -> torch.Tensor:
@@ -60,7 +108,8 @@ class Quantizer(core.Quantizer):
 
     def constant(self, x: torch.Tensor) -> torch.Tensor:
         """Like calling, for a tensor that seldom changes: the last result is kept while ``x`` stays what it was."""
-        if (torch.is_grad_enabled() and x.requires_grad) or x.device.type != "cpu" or not is_plain(x):
+        trained = x.requires_grad or self.learned is not None
+        if (torch.is_grad_enabled() and trained) or x.device.type != "cpu" or not is_plain(x):
             return self(x)
         encoding, kept = self.required, self._kept  # read once: other threads exchange them
         if kept is None or kept[1] is not encoding or not _same(kept[0], x):
@@ -102,6 +151,8 @@ def side_by_side(
         ``None`` where an encoding has more than one scale or no fast path, or ``like`` is traced.
     """
     encodings = [quantizer.required for quantizer in quantizers]
+    if torch.is_grad_enabled() and any(quantizer.learned is not None for quantizer in quantizers):
+        return None  # the gradient of each range is taken apart from the others
     if not is_plain(like) or not all(e.scale.ndim == 0 and is_fast(e) for e in encodings):
         return None
     grid = columns_grid(encodings, like)

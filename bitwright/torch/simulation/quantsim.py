@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,18 @@ from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.quantizer import DerivedBias
 from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.core.simulation.state import all_or_nothing
-from bitwright.errors import BitwrightError, CalibrationError, ModelError
+from bitwright.errors import BitwrightError, CalibrationError
 from bitwright.progress import collector_paused, progress
 from bitwright.tables import Tabular
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
-from bitwright.torch.calls.intercept import Interceptor, interceptions
+from bitwright.torch.calls.intercept import Interceptor
 from bitwright.torch.calls.record import Recorder, record
 from bitwright.torch.calls.scripted import scripted_functions
 from bitwright.torch.calls.trees import named_state, walk_modules
-from bitwright.torch.simulation.adopt import adopt, uncopied
+from bitwright.torch.simulation import ranges
+from bitwright.torch.simulation.adopt import adopt, refuse_simulated, require_module, uncopied
 from bitwright.torch.simulation.quantizer import Quantizer
+from bitwright.torch.simulation.ranges import RangeReport
 from bitwright.torch.simulation.simulate import CallPlan, Place, Simulator
 
 logger = logging.getLogger("bitwright")
@@ -87,7 +89,7 @@ class QuantizationSimModel(Tabular):
         examples: Sequence[Any] = (),
     ) -> None:
         require_module(model)
-        _refuse_simulated(model)
+        refuse_simulated(model)
         self.rules: Rules = make_rules(
             quant_scheme,
             preset,
@@ -192,9 +194,7 @@ class QuantizationSimModel(Tabular):
 
     def _bias(self, site: Site) -> DerivedBias:
         source, weight = (self.quantizers[name].quantizer for name in site.follows or ())
-        param = self.graph.values[site.value].param
-        tensor = None if param is None else self._interceptor.named_tensor(param)
-        return DerivedBias(site.name, site.quantizer, source, weight, tensor)
+        return DerivedBias(site.name, site.quantizer, source, weight, self.site_tensor(site))
 
     # -- calibration
 
@@ -454,6 +454,32 @@ class QuantizationSimModel(Tabular):
 
         return restore
 
+    # -- training
+
+    def learn_ranges(self, sites: str | Iterable[str] = "*", **options: Any) -> RangeReport:
+        """Make ranges trainable (LSQ, LSQ+); see :func:`bitwright.torch.simulation.ranges.learn_ranges`."""
+        with self._interceptor.occupancy.exclusive("learn_ranges"):
+            return ranges.learn_ranges(self, sites, **options)
+
+    def range_parameters(self) -> list[nn.Parameter]:
+        """The parameters of every range that trains: give them to the optimizer, as a group of their own.
+
+        They are not in ``sim.model.parameters()``.
+
+        Raises:
+            ConfigError: no range trains.
+        """
+        return ranges.range_parameters(self)
+
+    def named_range_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with their names, ``conv1.weight.log_scale``; nothing where no range trains."""
+        return ranges.named_range_parameters(self)
+
+    def site_tensor(self, site: Site) -> torch.Tensor | None:
+        """The parameter of the model that ``site`` quantizes, if it is one."""
+        param = self.graph.values[site.value].param
+        return None if param is None else self._interceptor.named_tensor(param)
+
     # -- use
 
     @contextmanager
@@ -572,6 +598,19 @@ class QuantizationSimModel(Tabular):
         with self._interceptor.occupancy.exclusive("load_checkpoint"):
             load_checkpoint(self, folder)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Model, quantizers and learned ranges, for ``torch.save``; ``sim.model.state_dict()`` has the model alone."""
+        from bitwright.torch.simulation.checkpoint import state_dict
+
+        return state_dict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what :meth:`state_dict` returned, all of it or nothing."""
+        from bitwright.torch.simulation.checkpoint import load_state_dict
+
+        with self._interceptor.occupancy.exclusive("load_state_dict"):
+            load_state_dict(self, state)
+
     def __repr__(self) -> str:
         return f"QuantizationSimModel({type(self.model).__name__}, {self.quantizers!r}, stage={self._simulator.stage})"
 
@@ -581,27 +620,3 @@ class QuantizationSimModel(Tabular):
 
     def _repr_html_(self) -> str:
         return self.quantizers._repr_html_(repr(self))
-
-
-def _refuse_simulated(model: nn.Module) -> None:
-    for path, module in walk_modules(model):
-        if any(isinstance(forward.owner.handler, Simulator) for forward in interceptions(module)):
-            raise ModelError(
-                path or type(model).__name__,
-                "it is simulated already: it belongs to a QuantizationSimModel, whose quantizers would count as its own code",
-                "pass the float model that the simulation was made from; copy.deepcopy(sim).remove() returns it",
-            )
-
-
-def require_module(model: object) -> None:
-    """Refuse what is no module.
-
-    Raises:
-        ModelError: with the way to quantize an ONNX file.
-    """
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            "model",
-            f"it is a {type(model).__name__}, not a torch.nn.Module",
-            "pass the module itself; for an ONNX file use bitwright.onnx.QuantizationSimModel",
-        )

@@ -1,0 +1,231 @@
+"""Which ranges of a simulation train, their parameters, and what a state dict holds of them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from bitwright.core.numerics.affine import with_scale
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.simulation.sites import Site
+from bitwright.core.simulation.state import all_or_nothing
+from bitwright.errors import ConfigError, close_matches
+from bitwright.torch.calls.batches import model_device
+from bitwright.torch.simulation.learned_range import LearnedRange, unlearnable
+from bitwright.torch.simulation.quantizer import Quantizer
+
+if TYPE_CHECKING:
+    from bitwright.torch.simulation.quantsim import QuantizationSimModel
+
+logger = logging.getLogger("bitwright")
+
+Init = Literal["calibrated", "lsq", "lsq+"]
+
+
+@dataclass(frozen=True)
+class RangeReport:
+    """What :func:`learn_ranges` did.
+
+    Attributes:
+        learned: the first site of every range that trains now.
+        fixed: site -> why its range stays as it is.
+    """
+
+    learned: tuple[str, ...]
+    fixed: Mapping[str, str]
+
+    def __repr__(self) -> str:
+        return f"RangeReport({len(self.learned)} learned, {len(self.fixed)} fixed)"
+
+
+def learn_ranges(
+    sim: QuantizationSimModel,
+    sites: str | Iterable[str] = "*",
+    *,
+    offsets: bool = True,
+    init: Init = "calibrated",
+) -> RangeReport:
+    """Make the ranges of ``sites`` trainable, from where they are; see :mod:`bitwright.torch.simulation.learned_range`.
+
+    Ranges that train already keep their parameters; those of other sites are left as they are.
+
+    Args:
+        sim: calibrated.
+        sites: names or globs (``"*.weight"``).
+        offsets: learn the zero points of asymmetric grids too (LSQ+), but for ranges that end at zero, as after ReLU.
+        init: where weights start: ``"calibrated"``, ``"lsq"`` (``2 * mean|w| / sqrt(qmax)``) or ``"lsq+"``
+            (``max(|mean - 3 std|, |mean + 3 std|)`` is the end of the grid). Activations start where calibration found
+            them: LSQ+ asks for the smallest squared error, which is ``quant_scheme="mse"``.
+
+    Raises:
+        ConfigError: there is no such init or site, or no range of them can be learned.
+        CalibrationError: a site has no encoding yet.
+    """
+    if init not in ("calibrated", "lsq", "lsq+"):
+        raise ConfigError("learn_ranges", f"there is no init {init!r}", "use 'calibrated', 'lsq' or 'lsq+'")
+    chosen = _chosen(sim, [sites] if isinstance(sites, str) else list(sites))
+    fixed: dict[str, str] = {}
+    learned: dict[int, str] = {}
+    with all_or_nothing(sim):
+        for site in chosen:
+            reason = _why_fixed(site)
+            if reason is not None:
+                fixed[site.name] = reason
+            elif id(site.quantizer) not in learned:
+                learned[id(site.quantizer)] = site.name
+                _start(sim, site, offsets, init)
+        if not learned:
+            first = next(iter(fixed.items()), ("no site", "nothing is quantized"))
+            raise ConfigError(
+                "learn_ranges",
+                f"no range can be learned: {first[0]}: {first[1]}",
+                "choose sites with calibrated integer grids: print(sim.coverage()) lists them",
+            )
+    return RangeReport(tuple(learned.values()), fixed)
+
+
+def _chosen(sim: QuantizationSimModel, names: list[str]) -> list[Site]:
+    chosen: dict[str, Site] = {}
+    for name in names:
+        try:
+            found = sim.quantizers[name]
+        except KeyError as error:
+            raise ConfigError(
+                "learn_ranges",
+                f"there is no site {name!r}{close_matches(name, sim.quantizers)}",
+                "print(sim.coverage()) lists the sites",
+            ) from error
+        for site in [found] if isinstance(found, Site) else found:
+            chosen[site.name] = site
+    return list(chosen.values())
+
+
+def _why_fixed(site: Site) -> str | None:
+    """Why the range of a site is not learned; ``None`` where it is."""
+    quantizer = site.quantizer
+    if not quantizer.enabled:
+        return "it is in float"
+    if quantizer.derived:
+        return "its grid follows from those of the input and the weight"
+    if quantizer.frozen:
+        return "it is frozen"
+    if site.role == "constant":
+        return "it is a constant"
+    if quantizer.is_fixed:
+        return "both ends of its range are given"
+    return unlearnable(quantizer.required)
+
+
+def _start(sim: QuantizationSimModel, site: Site, offsets: bool, init: Init) -> None:
+    quantizer = site.quantizer
+    assert isinstance(quantizer, Quantizer)
+    encoding = quantizer.required
+    if init != "calibrated" and site.role == "weight" and quantizer.learned is None:
+        tensor = sim.site_tensor(site)
+        if tensor is not None:
+            quantizer.encoding = encoding = _initial(tensor, encoding, init)
+    assert isinstance(encoding.format, IntFormat)
+    movable = quantizer.spec.symmetry == "asymmetric" and _inside(encoding)
+    quantizer.learn(offset=offsets and movable).to(model_device(sim.model))
+
+
+def _inside(encoding: Encoding) -> bool:
+    """Whether zero lies inside of some range, and not at an end of all of them."""
+    assert isinstance(encoding.format, IntFormat)
+    z = encoding.zero_point
+    return bool(((z > encoding.format.qmin) & (z < encoding.format.qmax)).any())
+
+
+def _initial(w: torch.Tensor, encoding: Encoding, init: Init) -> Encoding:
+    """The scales that LSQ (section 2.1) or LSQ+ (section 3.2) start weights with."""
+    fmt, shape = encoding.format, tuple(w.shape)
+    assert isinstance(fmt, IntFormat)
+    x = w.detach().double().reshape(encoding.granularity.view_shape(shape))
+    own = (1,) * (x.ndim - len(encoding.granularity.broadcast_shape(shape)))
+    own += encoding.granularity.broadcast_shape(shape)
+    axes = [axis for axis, size in enumerate(own) if size == 1]
+    if init == "lsq":
+        scale = 2 * x.abs().mean(axes) / math.sqrt(max(1, fmt.qmax))
+    else:
+        mean, std = x.mean(axes), x.std(axes, correction=0)
+        scale = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs()) / max(1, fmt.qmax)
+    found = scale.cpu().numpy().reshape(encoding.scale.shape)
+    found = np.where(found > 0, found, encoding.scale)  # a channel of zeros keeps what it has
+    return with_scale(encoding, found.astype(np.float32))
+
+
+# ------------------------------------------------------------------------------------------------ parameters
+
+
+def learned_ranges(sim: QuantizationSimModel) -> Iterator[tuple[str, LearnedRange]]:
+    """Every range that trains, once, under the name of its quantizer."""
+    for quantizer in sim.quantizers.unique():
+        learned = getattr(quantizer, "learned", None)
+        if learned is not None:
+            yield quantizer.name, learned
+
+
+def named_range_parameters(sim: QuantizationSimModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """``(conv1.weight.log_scale, parameter)`` of every range that trains."""
+    for name, learned in learned_ranges(sim):
+        for kind, parameter in learned.parameters().items():
+            yield f"{name}.{kind}", parameter
+
+
+def range_parameters(sim: QuantizationSimModel) -> list[nn.Parameter]:
+    """The parameters of every range that trains, for a group of the optimizer.
+
+    Raises:
+        ConfigError: no range trains.
+    """
+    found = [parameter for _, parameter in named_range_parameters(sim)]
+    if not found:
+        raise ConfigError(
+            "range_parameters",
+            "no range of this simulation trains",
+            "call sim.learn_ranges() when compute_encodings has returned",
+        )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+Values = tuple[tuple[str, tuple[float, ...]], ...]
+
+
+def learned_to_json(learned: LearnedRange) -> dict[str, list[float]]:
+    """The parameters of a range as plain JSON; float32 numbers survive it bit for bit."""
+    return {name: p.detach().cpu().reshape(-1).tolist() for name, p in learned.parameters().items()}
+
+
+def learned_from_json(saved: Any, base: Encoding) -> Values:
+    """What :func:`learned_to_json` wrote of a range with this base.
+
+    Raises:
+        TypeError, ValueError, AttributeError: it is something else.
+    """
+    values = tuple((name, tuple(float(v) for v in numbers)) for name, numbers in saved.items())
+    if {name for name, _ in values} not in ({"log_scale"}, {"log_scale", "offset"}) or unlearnable(base):
+        raise ValueError(f"{[name for name, _ in values]} are not the parameters of a learned range")
+    if any(len(v) != base.scale.size or not all(map(math.isfinite, v)) for _, v in values):
+        raise ValueError("the parameters of a learned range are not one finite number per scale")
+    return values
+
+
+def restore_learned(site: Site, values: Mapping[str, tuple[float, ...]]) -> None:
+    """Make the range of ``site`` learned with these parameters, as distances from its present encoding."""
+    quantizer = site.quantizer
+    assert isinstance(quantizer, Quantizer)
+    learned = quantizer.learn(offset="offset" in values)
+    base = learned.base
+    shaped = {n: torch.tensor(v, dtype=torch.float32).reshape(base.scale.shape) for n, v in values.items()}
+    learned.put((base, shaped))
