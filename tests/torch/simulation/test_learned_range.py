@@ -150,7 +150,7 @@ def test_an_offset_moves_to_where_the_values_are():
             optimizer.step()
         errors[offset] = float((learning(x) - x).square().mean().detach())
     assert -4.0 < float(learning.required.min) < -2.9
-    assert errors[True] < 0.2 * errors[False]
+    assert errors[True] < 0.3 * errors[False]
 
 
 @pytest.mark.parametrize("value", [-13.8, 13.8])
