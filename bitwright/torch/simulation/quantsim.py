@@ -39,7 +39,6 @@ from bitwright.torch.calls.trees import named_state, walk_modules
 from bitwright.torch.simulation import ranges
 from bitwright.torch.simulation.adopt import adopt, refuse_simulated, require_module, uncopied
 from bitwright.torch.simulation.quantizer import Quantizer
-from bitwright.torch.simulation.ranges import RangeReport
 from bitwright.torch.simulation.simulate import CallPlan, Place, Simulator
 
 logger = logging.getLogger("bitwright")
@@ -194,7 +193,8 @@ class QuantizationSimModel(Tabular):
 
     def _bias(self, site: Site) -> DerivedBias:
         source, weight = (self.quantizers[name].quantizer for name in site.follows or ())
-        return DerivedBias(site.name, site.quantizer, source, weight, self.site_tensor(site))
+        tensor = ranges.site_tensor(self, site)
+        return DerivedBias(site.name, site.quantizer, source, weight, tensor)
 
     # -- calibration
 
@@ -456,10 +456,12 @@ class QuantizationSimModel(Tabular):
 
     # -- training
 
-    def learn_ranges(self, sites: str | Iterable[str] = "*", **options: Any) -> RangeReport:
+    def learn_ranges(
+        self, sites: str | Iterable[str] = "*", *, offsets: bool = True, init: ranges.Init = "calibrated"
+    ) -> ranges.RangeReport:
         """Make ranges trainable (LSQ, LSQ+); see :func:`bitwright.torch.simulation.ranges.learn_ranges`."""
         with self._interceptor.occupancy.exclusive("learn_ranges"):
-            return ranges.learn_ranges(self, sites, **options)
+            return ranges.learn_ranges(self, sites, offsets=offsets, init=init)
 
     def range_parameters(self) -> list[nn.Parameter]:
         """The parameters of every range that trains: give them to the optimizer, as a group of their own.
@@ -474,11 +476,6 @@ class QuantizationSimModel(Tabular):
     def named_range_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The same with their names, ``conv1.weight.log_scale``; nothing where no range trains."""
         return ranges.named_range_parameters(self)
-
-    def site_tensor(self, site: Site) -> torch.Tensor | None:
-        """The parameter of the model that ``site`` quantizes, if it is one."""
-        param = self.graph.values[site.value].param
-        return None if param is None else self._interceptor.named_tensor(param)
 
     # -- use
 

@@ -92,6 +92,12 @@ def learn_ranges(
     return RangeReport(tuple(learned.values()), fixed)
 
 
+def site_tensor(sim: QuantizationSimModel, site: Site) -> torch.Tensor | None:
+    """The parameter of the model that ``site`` quantizes, if it is one."""
+    param = sim.graph.values[site.value].param
+    return None if param is None else sim._interceptor.named_tensor(param)
+
+
 def _chosen(sim: QuantizationSimModel, names: list[str]) -> list[Site]:
     chosen: dict[str, Site] = {}
     for name in names:
@@ -129,7 +135,7 @@ def _start(sim: QuantizationSimModel, site: Site, offsets: bool, init: Init) -> 
     assert isinstance(quantizer, Quantizer)
     encoding = quantizer.required
     if init != "calibrated" and site.role == "weight" and quantizer.learned is None:
-        tensor = sim.site_tensor(site)
+        tensor = site_tensor(sim, site)
         if tensor is not None:
             quantizer.encoding = encoding = _initial(tensor, encoding, init)
     assert isinstance(encoding.format, IntFormat)
