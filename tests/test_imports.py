@@ -31,9 +31,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "algorithms": ({"errors", "core", "tables"}, NUMPY),
     "compression": ({"errors", "core"}, NUMPY),
     "export": ({"errors", "core", "tables"}, NUMPY | ONNX | FILES_OUT),
-    # the public names of algorithms (fold_all_batch_norms, ...) are thin entries of the front ends
-    "torch": (FRONT_END | {"algorithms"}, NUMPY | ONNX | FILES_OUT | {"torch"}),
-    "onnx": (FRONT_END | {"algorithms"}, NUMPY | ONNX | FILES_OUT),
+    # one function for both front ends; `front_end` loads that of the model it is given
+    "methods": (FRONT_END | {"algorithms"}, NUMPY),
+    "torch": (FRONT_END | {"algorithms", "methods"}, NUMPY | ONNX | FILES_OUT | {"torch"}),
+    "onnx": (FRONT_END | {"algorithms", "methods"}, NUMPY | ONNX | FILES_OUT),
     # works on the steps of either front end, which are torch functions; loaded when an analysis runs
     "analysis": (
         FRONT_END | {"algorithms", "torch", "onnx", "report"},

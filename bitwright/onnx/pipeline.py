@@ -37,8 +37,8 @@ from bitwright.export.artefacts import Exported
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.export.targets import DEFAULT_TARGET, find_target
-from bitwright.onnx import ptq
-from bitwright.onnx.batch_norm_fold import fold_all_batch_norms
+from bitwright.methods import bias, channels
+from bitwright.methods.folding import fold_all_batch_norms
 from bitwright.onnx.model.data import as_feeds, input_specs
 from bitwright.onnx.model.load import Loaded, Source, load_model
 from bitwright.onnx.model.session import Providers, open_session
@@ -201,16 +201,19 @@ class _Methods:
 
     def fold(self, loaded: Loaded) -> FoldReport:
         self.folds = fold_all_batch_norms(
-            loaded, self.first, providers=self.providers, progress=self.progress
+            loaded, None, self.first, providers=self.providers, progress=self.progress
         )
         return self.folds
 
     def equalize(self, loaded: Loaded, *, absorb_bias: bool = False) -> EqualizeReport:
         """Equalize with what batch norms said that this step or one before folded."""
-        folds = fold_all_batch_norms(loaded, self.first, providers=self.providers, progress=self.progress)
+        folds = fold_all_batch_norms(
+            loaded, None, self.first, providers=self.providers, progress=self.progress
+        )
         moments = {**self.folds.moments, **folds.moments}
-        return ptq.equalize_bn_folded_model(
+        return channels.equalize_bn_folded_model(
             loaded,
+            None,
             moments,
             self.first,
             data=self.chosen,
@@ -264,7 +267,7 @@ class _Methods:
         num_samples: int | None = None,
         layers_to_ignore: Iterable[str] = (),
     ) -> BiasReport:
-        return ptq.apply_bias_correction(
+        return bias.apply_bias_correction(
             sim,
             self.chosen,
             num_samples=num_samples,
@@ -280,11 +283,11 @@ class _Methods:
         choose = partial(apply_reconstruction, inputs=self.chosen, progress=self.progress)
         return {
             "fold": action(self.fold),
-            "fold_norms": action(ptq.fold_norms, **common),
+            "fold_norms": action(channels.fold_norms, **common),
             "equalize": action(self.equalize),
-            "smooth": action(ptq.smooth_model, data=self.chosen, **common),
-            "rotate": action(ptq.rotate_model, **common),
-            "awq": action(ptq.awq_model, data=self.chosen, **awq, **common),
+            "smooth": action(channels.smooth_model, data=self.chosen, **common),
+            "rotate": action(channels.rotate_model, **common),
+            "awq": action(channels.awq_model, data=self.chosen, **awq, **common),
             "layer_inputs": action(layer_inputs),
             "activation_ranges": action(activation_ranges, calibrate=self.calibrate),
             "widen": Action(self.widen, _widen_options),

@@ -1,14 +1,22 @@
+from bitwright.algorithms.bias_correct import QuantParams as QuantParams
 from bitwright.core.health.repair import Stabilized as Stabilized
 from bitwright.core.simulation.sites import Site as Site
 from bitwright.core.simulation.sites import SiteGroup as SiteGroup
 from bitwright.core.simulation.sites import SiteMap as SiteMap
+from bitwright.methods.bias import add_biases as add_biases
+from bitwright.methods.bias import apply_bias_correction as apply_bias_correction
+from bitwright.methods.bias import correct_bias as correct_bias
+from bitwright.methods.channels import apply_spinquant as apply_spinquant
+from bitwright.methods.channels import awq_model as awq_model
+from bitwright.methods.channels import equalize_bn_folded_model as equalize_bn_folded_model
+from bitwright.methods.channels import equalize_model as equalize_model
+from bitwright.methods.channels import fold_norms as fold_norms
+from bitwright.methods.channels import rotate_model as rotate_model
+from bitwright.methods.channels import smooth_model as smooth_model
+from bitwright.methods.folding import fold_all_batch_norms as fold_all_batch_norms
+from bitwright.methods.folding import fold_all_batch_norms_to_weight as fold_all_batch_norms_to_weight
 from bitwright.torch.adapters.view import TorchView as TorchView
-from bitwright.torch.batch_norm_fold import (
-    fold_all_batch_norms as fold_all_batch_norms,
-)
-from bitwright.torch.batch_norm_fold import (
-    fold_given_batch_norms as fold_given_batch_norms,
-)
+from bitwright.torch.batch_norm_fold import fold_given_batch_norms as fold_given_batch_norms
 from bitwright.torch.calls.batches import Inputs as Inputs
 from bitwright.torch.cross_layer import CrossLayerScaling as CrossLayerScaling
 from bitwright.torch.cross_layer import HighBiasFold as HighBiasFold
@@ -16,36 +24,6 @@ from bitwright.torch.health import check_model as check_model
 from bitwright.torch.pipeline import Result as Result
 from bitwright.torch.pipeline import quantize as quantize
 from bitwright.torch.prepare import prepare_model as prepare_model
-from bitwright.torch.ptq import (
-    QuantParams as QuantParams,
-)
-from bitwright.torch.ptq import (
-    apply_bias_correction as apply_bias_correction,
-)
-from bitwright.torch.ptq import (
-    apply_spinquant as apply_spinquant,
-)
-from bitwright.torch.ptq import (
-    awq_model as awq_model,
-)
-from bitwright.torch.ptq import (
-    correct_bias as correct_bias,
-)
-from bitwright.torch.ptq import (
-    equalize_bn_folded_model as equalize_bn_folded_model,
-)
-from bitwright.torch.ptq import (
-    equalize_model as equalize_model,
-)
-from bitwright.torch.ptq import (
-    fold_norms as fold_norms,
-)
-from bitwright.torch.ptq import (
-    rotate_model as rotate_model,
-)
-from bitwright.torch.ptq import (
-    smooth_model as smooth_model,
-)
 from bitwright.torch.reconstruct import (
     Adaround as Adaround,
 )

@@ -14,11 +14,11 @@ from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.algorithms.scaling import equalize as equalization
 from bitwright.algorithms.scaling.equalize import EqualizeReport
 from bitwright.errors import ModelError
+from bitwright.methods.channels import equalize_bn_folded_model
 from bitwright.progress import progress as bar
 from bitwright.torch.adapters.view import BATCH_NORMS, TorchView
 from bitwright.torch.calls.batches import model_device
 from bitwright.torch.calls.trees import walk_modules
-from bitwright.torch.ptq import Shapes, equalize_bn_folded_model
 
 
 class CrossLayerScaling:
@@ -26,7 +26,11 @@ class CrossLayerScaling:
 
     @staticmethod
     def scale_model(
-        model: nn.Module, input_shapes: Shapes = None, dummy_input: Any = None, *, progress: bool = True
+        model: nn.Module,
+        input_shapes: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        dummy_input: Any = None,
+        *,
+        progress: bool = True,
     ) -> EqualizeReport:
         """Equalize a model whose batch norms are folded: :func:`equalize_bn_folded_model` without high biases.
 

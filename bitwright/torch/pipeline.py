@@ -39,9 +39,9 @@ from bitwright.core.simulation.protocols import Undo
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.export.targets import DEFAULT_TARGET, find_target
-from bitwright.torch import ptq
+from bitwright.methods import bias, channels
+from bitwright.methods.folding import fold_all_batch_norms
 from bitwright.torch.adapters.program import TorchSimulation
-from bitwright.torch.batch_norm_fold import fold_all_batch_norms
 from bitwright.torch.calls.batches import outputs_of
 from bitwright.torch.reconstruct import apply_reconstruction
 from bitwright.torch.simulation.adopt import require_module
@@ -211,7 +211,7 @@ class _Methods:
         """Equalize with what batch norms said that this step or one before folded."""
         folds = fold_all_batch_norms(model, dummy_input=self.first, progress=self.progress)
         moments = {**self.folds.moments, **folds.moments}
-        return ptq.equalize_bn_folded_model(
+        return channels.equalize_bn_folded_model(
             model,
             None,
             moments,
@@ -256,7 +256,7 @@ class _Methods:
         num_samples: int | None = None,
         layers_to_ignore: Iterable[str] = (),
     ) -> BiasReport:
-        return ptq.apply_bias_correction(
+        return bias.apply_bias_correction(
             sim,
             self.chosen,
             num_samples=num_samples,
@@ -272,11 +272,11 @@ class _Methods:
         choose = partial(apply_reconstruction, data=self.chosen, progress=self.progress)
         return {
             "fold": action(self.fold),
-            "fold_norms": action(ptq.fold_norms, **common),
+            "fold_norms": action(channels.fold_norms, **common),
             "equalize": action(self.equalize),
-            "smooth": action(ptq.smooth_model, data=self.chosen, **common),
-            "rotate": action(ptq.rotate_model, **common),
-            "awq": action(ptq.awq_model, data=self.chosen, **awq, **common),
+            "smooth": action(channels.smooth_model, data=self.chosen, **common),
+            "rotate": action(channels.rotate_model, **common),
+            "awq": action(channels.awq_model, data=self.chosen, **awq, **common),
             "layer_inputs": action(layer_inputs),
             "activation_ranges": action(activation_ranges, calibrate=self.calibrate),
             "widen": Action(self.widen, lambda: keyword_options(widen)),

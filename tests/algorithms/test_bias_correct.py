@@ -10,8 +10,14 @@ from torch import nn
 from bitwright.algorithms.bias_correct import clipped_normal, expected_error, expected_inputs, samples_in
 from bitwright.algorithms.channels.layers import Layers, batch_norm_moments, moments_of_layers
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.torch import QuantizationSimModel, TorchView, fold_all_batch_norms
-from bitwright.torch.ptq import QuantParams, apply_bias_correction, correct_bias
+from bitwright.torch import (
+    QuantizationSimModel,
+    QuantParams,
+    TorchView,
+    apply_bias_correction,
+    correct_bias,
+    fold_all_batch_norms,
+)
 
 # ------------------------------------------------------------------------------------------------ arithmetic
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import bitwright.onnx
-import bitwright.onnx.ptq as onnx_ptq
-import bitwright.torch.ptq as torch_ptq
+import bitwright.onnx as onnx_ptq
+import bitwright.torch as torch_ptq
+from bitwright.algorithms.channels.layers import Layers
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx.adapters.bias_correct import OnnxCorrectable
@@ -140,7 +141,7 @@ def test_a_reference_is_the_goal_where_weights_have_changed_since(caplog):
     sim.compute_encodings([X])
     with torch.no_grad():
         sim.model[3].weight *= 1.2  # as a method does that writes weights
-    layer = list(torch_ptq.Layers(theirs.graph).of.values())[1]
+    layer = list(Layers(theirs.graph).of.values())[1]
     theirs.set_parameter(layer.weight, OnnxCorrectable(theirs).weight(layer)[0] * 1.2)
     goal = model(X).mean(0)
     for _ in range(2):  # again does no harm
@@ -174,7 +175,7 @@ def test_the_analytic_form_computes_the_same():
 
 
 def _layers(sim: TorchSim | OnnxSim) -> list[str]:
-    return [layer.op for layer in torch_ptq.Layers(sim.graph).of.values() if layer.kind == "layer"]
+    return [layer.op for layer in Layers(sim.graph).of.values() if layer.kind == "layer"]
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])

@@ -239,7 +239,7 @@ def test_a_path_cannot_be_changed_in_place():
     with pytest.raises(ModelError) as error:
         fold_all_batch_norms("model.onnx")
     assert str(error.value) == (
-        "fold_all_batch_norms: a str cannot be folded in place. Remedy: load the file first: "
+        "fold_all_batch_norms: a str cannot be changed in place. Remedy: load the file first: "
         "model = onnx.load(path), or bitwright.onnx.load_model(path)"
     )
 

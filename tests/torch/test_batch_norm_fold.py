@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bitwright.errors import ModelError
-from bitwright.torch.batch_norm_fold import fold_all_batch_norms
+from bitwright.torch import fold_all_batch_norms
 from tests.support.cases import settle
 from tests.support.folding_zoo import IMAGE, Wired, bn, conv, point, row
 from tests.support.zoo import chain, chain_input

@@ -16,8 +16,7 @@ from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.ranges import choose_range_of
 from bitwright.core.numerics.spec import Preset, QuantSpec, weight_spec
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.torch import TorchView
-from bitwright.torch.ptq import awq_model
+from bitwright.torch import TorchView, awq_model
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 from tests.algorithms.transformer import Decoder, tokens
 from tests.support.cost import steps

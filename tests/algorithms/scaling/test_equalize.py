@@ -19,9 +19,8 @@ from bitwright.algorithms.scaling.equalize import (
     equalizing_factors,
 )
 from bitwright.errors import ModelError
-from bitwright.torch import TorchView
+from bitwright.torch import TorchView, equalize_model
 from bitwright.torch.adapters.clamp import ChannelClamp
-from bitwright.torch.ptq import equalize_model
 from tests.support.cost import steps
 
 # ------------------------------------------------------------------------------------------------ arithmetic

@@ -11,8 +11,7 @@ from torch import nn
 
 from bitwright.algorithms.scaling.rotate import hadamard, random_rotation
 from bitwright.errors import ConfigError
-from bitwright.torch import TorchView
-from bitwright.torch.ptq import rotate_model
+from bitwright.torch import TorchView, rotate_model
 from tests.algorithms.transformer import Decoder, RMSNorm, tokens
 
 # ------------------------------------------------------------------------------------------------ matrices

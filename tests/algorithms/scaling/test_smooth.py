@@ -11,8 +11,7 @@ from torch import nn
 
 from bitwright.algorithms.scaling.smooth import TIES, head_factors, smoothing_factors
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.torch import TorchView
-from bitwright.torch.ptq import fold_norms, smooth_model
+from bitwright.torch import TorchView, fold_norms, smooth_model
 from tests.algorithms.transformer import Decoder, tokens
 
 # ------------------------------------------------------------------------------------------------ arithmetic

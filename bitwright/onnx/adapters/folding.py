@@ -1,125 +1,51 @@
-"""Batch-norm folding for ONNX models, under AIMET's names."""
+"""An ONNX model as batch-norm folding sees it: products with their biases are layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-import onnx
 import onnx_ir as ir
 
 from bitwright.algorithms.channels.batch_norm_affine import LAYERS
 from bitwright.algorithms.folding import batch_norm_fold as algorithm
 from bitwright.core.graph.graph import Graph, Op
-from bitwright.core.simulation.protocols import AddBias, Array, Edit, sqnr
-from bitwright.errors import ModelError
-from bitwright.onnx.model.data import as_feeds, input_specs
-from bitwright.onnx.model.load import Loaded, load_model
-from bitwright.onnx.model.session import Providers, open_session
-from bitwright.onnx.model.view import OnnxView, Undo, measure_shapes
+from bitwright.core.simulation.protocols import AddBias, Array, Edit
+from bitwright.onnx.model.load import Loaded
+from bitwright.onnx.model.session import Providers
+from bitwright.onnx.model.view import OnnxView, Undo
 from bitwright.progress import progress as bar
 
-_LEAST_AGREEMENT = 60.0  # dB between the outputs before and after: beyond it only rounding differs
-_LEAST_IN_HALF = 30.0
 
-
-def fold_all_batch_norms(
-    model: onnx.ModelProto | ir.Model | Loaded,
-    dummy_input: Any = None,
-    *,
-    providers: Providers | None = None,
-    progress: bool = True,
+def fold_batch_norms(
+    loaded: Loaded,
+    providers: Providers | None,
+    shapes: dict[str, tuple[int, ...]] | None,
+    opened: Callable[[OnnxView], None],
+    changed: Callable[[OnnxView], str | None] | None,
+    progress: bool,
 ) -> algorithm.FoldReport:
-    """Fold every batch norm that can be folded into the layer beside it, in place.
-
-    Layers are Conv, ConvTranspose, Gemm, and MatMul of a 2-D input with or without an Add behind it. Each fold is checked
-    numerically on random input and undone if it changed the function. What was not folded is listed with the reason in
-    ``report.refused`` and in the log. Inputs and outputs of the model keep names and order.
+    """Fold every batch norm of a loaded model that can be folded, in place and for good.
 
     Args:
-        model: changed in place; its functions are inlined and its constants become initializers
-            (see :mod:`bitwright.onnx.model.load`).
-        dummy_input: feeds of one run. With them shapes are measured where they cannot be inferred, and the outputs before
-            and after are compared; folds that changed them are found and undone.
-        providers: as ONNX Runtime takes them; the CPU by default.
+        loaded, providers, shapes: as :class:`OnnxView` takes them.
+        opened: is given the view before anything is changed.
+        changed: what is different since, for the view; nothing is compared without it.
         progress: show a progress bar on a terminal.
-
-    Returns:
-        A report; iterating it gives the folded ``(layer, batch norm)`` pairs of node names.
-
-    Raises:
-        ModelError: the model cannot be read, ``dummy_input`` does not fit, or ``model`` is a path.
-
-    Reference: Jacob et al. 2018, arXiv:1712.05877, section 3.2.
     """
-    if not isinstance(model, (onnx.ModelProto, ir.Model, Loaded)):
-        raise ModelError(
-            "fold_all_batch_norms",
-            f"a {type(model).__name__} cannot be folded in place",
-            "load the file first: model = onnx.load(path), or bitwright.onnx.load_model(path)",
-        )
-    loaded = model if isinstance(model, Loaded) else load_model(model)
-    feeds = None if dummy_input is None else as_feeds(dummy_input, input_specs(loaded.model), "dummy_input")
-    shapes = None if feeds is None else measure_shapes(loaded.model, feeds, providers)
     view = _FoldingView(loaded, providers, shapes)
-    check = None
-    if feeds is not None:
-        before = float_outputs(view, feeds)
-
-        def check() -> str | None:
-            return what_changed(view, feeds, before)
-
+    opened(view)
+    check = None if changed is None else partial(changed, view)
     report = algorithm.fold_all_batch_norms(view, check, bar=partial(bar, enabled=progress))
     report.keep()
     view.tidy()
-    give_back(loaded, model)
     return report
 
 
-#: AIMET's name
-fold_all_batch_norms_to_weight = fold_all_batch_norms
-
-
-def give_back(loaded: Loaded, model: onnx.ModelProto | ir.Model | Loaded) -> None:
-    """Write the folded copy into what the caller gave."""
-    if isinstance(model, Loaded):
-        return
-    graph = loaded.model.graph
-    listed = {str(v.name): v for v in (*graph.initializers.values(), *graph.inputs)}
-    graph.inputs.clear()
-    graph.inputs.extend(listed[name] for name in loaded.inputs if name in listed)
-    if isinstance(model, onnx.ModelProto):
-        model.CopyFrom(ir.to_proto(loaded.model))
-    else:
-        model.graph = graph
-        model.functions.clear()
-        model.ir_version = loaded.model.ir_version
-
-
-def float_outputs(view: OnnxView, feeds: dict[str, Array]) -> list[Array]:
-    """The outputs of the model as it stands."""
-    return list(open_session(view.model, view.providers).run(None, feeds))
-
-
-def what_changed(view: OnnxView, feeds: dict[str, Array], before: Sequence[Array]) -> str | None:
-    """What is different since ``before`` was taken; ``None`` when only rounding is."""
-    for value, old, new in zip(view.model.graph.outputs, before, float_outputs(view, feeds), strict=True):
-        if old.dtype.kind != "f":
-            continue
-        finite = np.isfinite(old)
-        if old.shape != new.shape or not np.array_equal(finite, np.isfinite(new)):
-            return f"{value.name} has another shape, or NaN or infinite elements in other places"
-        agreement = sqnr(old[finite], new[finite])
-        if agreement < (_LEAST_IN_HALF if old.dtype == np.float16 else _LEAST_AGREEMENT):
-            return f"{value.name} agrees with the original to {agreement:.1f} dB only"
-    return None
-
-
 class _FoldingView(OnnxView):
-    """A view in which ``MatMul`` of a 2-D input by a stored matrix, and an ``Add`` behind it, is one ``Gemm``.
+    """A view in which ``MatMul`` of a 2-D input by a stored matrix, and an ``Add`` after it, is one ``Gemm``.
 
     The nodes stay what they are. A product without an Add gets one when it is given a bias.
     """

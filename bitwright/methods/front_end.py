@@ -1,0 +1,96 @@
+"""Which front end a model belongs to, and what methods ask of it."""
+
+from __future__ import annotations
+
+import importlib
+from os import PathLike
+from typing import Any, Protocol, cast
+
+from bitwright.algorithms.bias_correct import Correctable, QuantParams
+from bitwright.algorithms.channels.trial import Reversible
+from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.errors import ModelError
+
+# Top-level module of a class of models -> the front end that reads it. Classes that users derive from these are found too.
+_FRONT_ENDS = {"torch": "torch", "onnx": "onnx", "onnx_ir": "onnx"}
+
+
+class Opened(Protocol):
+    """A model opened for a change.
+
+    Attributes:
+        view: how algorithms read and change it.
+    """
+
+    view: Any  # a FloatModel; both front ends have more
+
+    def changed(self) -> str | None:
+        """What the model computes differently on its example input since it was opened; ``None`` for nothing."""
+
+    def fold(self, progress: bool) -> FoldReport:
+        """Fold batch norms for good; ``view`` shows the folded model then."""
+
+    def finish(self, report: Reversible) -> None:
+        """Write a change into what the caller gave; where that cannot be undone, ``report`` says so by being kept."""
+
+    def give_back(self) -> None:
+        """Write the model as it stands into what the caller gave."""
+
+    def simulation(self, params: QuantParams) -> Any:
+        """A simulation of the model as it stands."""
+
+
+class FrontEnd(Protocol):
+    """The module of a front end that opens models and simulations for methods.
+
+    Attributes:
+        knows_shapes: whether models say what shape their inputs have.
+    """
+
+    knows_shapes: bool
+
+    def open_model(self, model: Any, shapes: Any, dummy_input: Any, function: str, providers: Any) -> Opened:
+        """Open a model for the method ``function``.
+
+        Args:
+            model: as its users hold it.
+            shapes: of random inputs; or, for a front end whose models know their shapes, the example input itself.
+            dummy_input: the example input.
+            function: named in errors.
+            providers: where a runtime computes.
+
+        Raises:
+            ModelError: the model cannot be read or run, or the input does not fit.
+        """
+
+    def fold(
+        self, model: Any, shapes: Any, dummy_input: Any, function: str, providers: Any, progress: bool
+    ) -> FoldReport:
+        """Fold batch norms for good."""
+
+    def correctable(self, sim: Any, reference: Any = None) -> Correctable:
+        """A simulation as bias correction sees it; ``reference`` is the float model that is its goal."""
+
+
+def front_end_of(model: Any) -> FrontEnd:
+    """The front end of a model or simulation.
+
+    Raises:
+        ModelError: it is of neither.
+    """
+    if isinstance(model, (str, PathLike)):  # of a file
+        return _loaded("onnx")
+    for cls in type(model).__mro__:
+        parts = cls.__module__.split(".")
+        name = parts[1] if parts[0] == "bitwright" and len(parts) > 1 else _FRONT_ENDS.get(parts[0])
+        if name in ("torch", "onnx"):
+            return _loaded(name)
+    raise ModelError(
+        "model",
+        f"a {type(model).__name__} is no model of PyTorch or ONNX",
+        "give a torch.nn.Module, or a loaded ONNX model: onnx.load(path), bitwright.onnx.load_model(path)",
+    )
+
+
+def _loaded(name: str) -> FrontEnd:
+    return cast(FrontEnd, importlib.import_module(f"bitwright.{name}.adapters.opened"))

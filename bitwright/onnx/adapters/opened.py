@@ -1,0 +1,178 @@
+"""An ONNX model opened for a change: its view, what it computed before, and what differs since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from bitwright.algorithms.bias_correct import QuantParams
+from bitwright.algorithms.channels.batch_norm_affine import LAYERS
+from bitwright.algorithms.channels.trial import Reversible
+from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.core.graph.graph import Graph
+from bitwright.core.simulation.protocols import Array, sqnr
+from bitwright.errors import ModelError
+from bitwright.onnx.adapters.bias_correct import OnnxCorrectable
+from bitwright.onnx.adapters.folding import fold_batch_norms
+from bitwright.onnx.model.data import as_feeds, input_specs, random_feeds
+from bitwright.onnx.model.load import Loaded, Source, load_model
+from bitwright.onnx.model.session import Providers, open_session
+from bitwright.onnx.model.view import OnnxView, measure_shapes
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
+
+Model = onnx.ModelProto | ir.Model | Loaded
+_LEAST_AGREEMENT = 60.0  # dB between the outputs before and after: beyond it only rounding differs
+_LEAST_IN_HALF = 30.0
+
+knows_shapes = True
+
+
+class OnnxOpened:
+    """See :class:`bitwright.methods.front_end.Opened`."""
+
+    def __init__(self, model: Model, dummy_input: Any, function: str, providers: Providers | None) -> None:
+        self._given, self._providers = model, providers
+        self.loaded = _loaded(model, function)
+        specs = input_specs(self.loaded.model)
+        self.example = (
+            next(random_feeds(specs)) if dummy_input is None else as_feeds(dummy_input, specs, "dummy_input")
+        )
+        self._folds_without_check = dummy_input is None
+        self.view = self._view()
+        self._before = float_outputs(self.view, self.example)
+
+    def _view(self) -> OnnxView:
+        shapes = measure_shapes(self.loaded.model, self.example, self._providers)
+        view = OnnxView(self.loaded, self._providers, shapes)
+        view.materialize(_computed_weights(view.graph()))
+        return view
+
+    def changed(self) -> str | None:
+        """What is different on the example input; ``None`` when only rounding is."""
+        return what_changed(self.view, self.example, self._before)
+
+    def fold(self, progress: bool) -> FoldReport:
+        """Fold batch norms; the view shows the folded model then."""
+        feeds = None if self._folds_without_check else self.example
+        report = _folded(self.loaded, feeds, self._providers, progress)
+        self.view = self._view()
+        return report
+
+    def finish(self, report: Reversible) -> None:
+        """Make the change final and write it into what the caller gave."""
+        report.keep()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Write the model as it stands into what the caller gave."""
+        self.view.tidy()
+        give_back(self.loaded, self._given)
+
+    def simulation(self, params: QuantParams) -> QuantizationSimModel:
+        """What bias correction simulates."""
+        return QuantizationSimModel(
+            self.view.model, self.example, params.quant_scheme, params.weight_bw, params.act_bw,
+            params.config_file, self._providers,
+        )  # fmt: skip
+
+
+def open_model(model: Model, shapes: Any, dummy_input: Any, function: str, providers: Any) -> OnnxOpened:
+    """See :class:`bitwright.methods.front_end.FrontEnd`; ``shapes`` may be the example input.
+
+    Raises:
+        ModelError: the model cannot be read or run, ``dummy_input`` does not fit, or ``model`` is a path.
+    """
+    return OnnxOpened(model, shapes if dummy_input is None else dummy_input, function, providers)
+
+
+def fold(
+    model: Model, shapes: Any, dummy_input: Any, function: str, providers: Any, progress: bool
+) -> FoldReport:
+    """See :class:`bitwright.methods.front_end.FrontEnd`; without an example input the outputs are not compared."""
+    loaded = _loaded(model, function)
+    example = shapes if dummy_input is None else dummy_input
+    feeds = None if example is None else as_feeds(example, input_specs(loaded.model), "dummy_input")
+    report = _folded(loaded, feeds, providers, progress)
+    give_back(loaded, model)
+    return report
+
+
+def correctable(sim: QuantizationSimModel, reference: Source | None = None) -> OnnxCorrectable:
+    """See :class:`bitwright.methods.front_end.FrontEnd`."""
+    if reference is None:
+        return OnnxCorrectable(sim)
+    return OnnxCorrectable(sim, QuantizationSimModel(reference, sim.example(), providers=sim.providers))
+
+
+def _folded(
+    loaded: Loaded, feeds: dict[str, Array] | None, providers: Providers | None, progress: bool
+) -> FoldReport:
+    shapes = None if feeds is None else measure_shapes(loaded.model, feeds, providers)
+    before: list[Array] = []
+
+    def changed(view: OnnxView) -> str | None:
+        assert feeds is not None
+        return what_changed(view, feeds, before)
+
+    def opened(view: OnnxView) -> None:
+        if feeds is not None:
+            before.extend(float_outputs(view, feeds))
+
+    return fold_batch_norms(loaded, providers, shapes, opened, None if feeds is None else changed, progress)
+
+
+def _loaded(model: Any, function: str) -> Loaded:
+    if not isinstance(model, (onnx.ModelProto, ir.Model, Loaded)):
+        raise ModelError(
+            function,
+            f"a {type(model).__name__} cannot be changed in place",
+            "load the file first: model = onnx.load(path), or bitwright.onnx.load_model(path)",
+        )
+    return model if isinstance(model, Loaded) else load_model(model)
+
+
+def _computed_weights(graph: Graph) -> Iterator[str]:
+    """Weights that the model computes from constants, as a transposed initializer."""
+    for op in graph.ops:
+        for value in op.inputs[1:] if op.type in LAYERS else ():
+            if value is not None and graph.values[value].kind == "constant" and graph.values[value].is_float:
+                yield value
+
+
+def give_back(loaded: Loaded, model: Model) -> None:
+    """Write the changed copy into what the caller gave."""
+    if isinstance(model, Loaded):
+        return
+    graph = loaded.model.graph
+    listed = {str(v.name): v for v in (*graph.initializers.values(), *graph.inputs)}
+    graph.inputs.clear()
+    graph.inputs.extend(listed[name] for name in loaded.inputs if name in listed)
+    if isinstance(model, onnx.ModelProto):
+        model.CopyFrom(ir.to_proto(loaded.model))
+    else:
+        model.graph = graph
+        model.functions.clear()
+        model.ir_version = loaded.model.ir_version
+
+
+def float_outputs(view: OnnxView, feeds: dict[str, Array]) -> list[Array]:
+    """The outputs of the model as it stands."""
+    return list(open_session(view.model, view.providers).run(None, feeds))
+
+
+def what_changed(view: OnnxView, feeds: dict[str, Array], before: Sequence[Array]) -> str | None:
+    """What is different since ``before`` was taken; ``None`` when only rounding is."""
+    for value, old, new in zip(view.model.graph.outputs, before, float_outputs(view, feeds), strict=True):
+        if old.dtype.kind != "f":
+            continue
+        finite = np.isfinite(old)
+        if old.shape != new.shape or not np.array_equal(finite, np.isfinite(new)):
+            return f"{value.name} has another shape, or NaN or infinite elements in other places"
+        agreement = sqnr(old[finite], new[finite])
+        if agreement < (_LEAST_IN_HALF if old.dtype == np.float16 else _LEAST_AGREEMENT):
+            return f"{value.name} agrees with the original to {agreement:.1f} dB only"
+    return None

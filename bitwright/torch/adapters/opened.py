@@ -1,0 +1,151 @@
+"""A module opened for a change: its view, what it computed before, and what differs since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.algorithms.bias_correct import QuantParams
+from bitwright.algorithms.channels.trial import Reversible
+from bitwright.algorithms.folding import batch_norm_fold
+from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.core.simulation.protocols import sqnr
+from bitwright.errors import ConfigError, ModelError
+from bitwright.progress import progress as bar
+from bitwright.torch.adapters.bias_correct import TorchCorrectable
+from bitwright.torch.adapters.view import TorchView
+from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.calls.trees import flatten_tensors, map_tensors
+from bitwright.torch.simulation.quantsim import QuantizationSimModel
+
+# dB that the outputs before and after must agree to: what the rounding of the weights' own dtype leaves in a deep network
+_FLOORS = {torch.float16: 30.0, torch.bfloat16: 12.0}
+
+knows_shapes = False
+
+
+class TorchOpened:
+    """See :class:`bitwright.methods.front_end.Opened`."""
+
+    def __init__(self, model: nn.Module, shapes: Any, dummy_input: Any, function: str) -> None:
+        self.model = model
+        example = example_input(model, shapes, function) if dummy_input is None else dummy_input
+        self.example = to_device(example, model_device(model))
+        self.view = TorchView(model, [self.example])
+        self.view.graph()  # explains an example that does not fit, before anything runs
+        self._before = float_outputs(model, self.example)
+
+    def changed(self) -> str | None:
+        """What is different on the example input; ``None`` when only rounding is."""
+        return what_changed(self.model, self.example, self._before)
+
+    def fold(self, progress: bool, only: set[str] | None = None) -> FoldReport:
+        """Fold batch norms; the view shows the folded model then."""
+        report = batch_norm_fold.fold_all_batch_norms(
+            self.view, self.changed, only=only, bar=partial(bar, enabled=progress)
+        )
+        report.keep()
+        if list(report):
+            self.view.refresh()
+        return report
+
+    def finish(self, report: Reversible) -> None:
+        """Nothing to do: the module is changed in place, and ``report.undo()`` stays possible."""
+
+    def give_back(self) -> None:
+        """Let the view read the module anew."""
+        self.view.refresh()
+
+    def simulation(self, params: QuantParams) -> QuantizationSimModel:
+        """What bias correction simulates."""
+        return QuantizationSimModel(
+            self.model, self.example, params.quant_scheme, params.act_bw, params.weight_bw,
+            config_file=params.config_file,
+        )  # fmt: skip
+
+
+def open_model(model: nn.Module, shapes: Any, dummy_input: Any, function: str, providers: Any) -> TorchOpened:
+    """See :class:`bitwright.methods.front_end.FrontEnd`.
+
+    Raises:
+        ConfigError: ``providers`` are given.
+        ModelError: neither ``shapes`` nor ``dummy_input``, or the model fails on the input.
+    """
+    _no_providers(providers)
+    return TorchOpened(model, shapes, dummy_input, function)
+
+
+def fold(
+    model: nn.Module, shapes: Any, dummy_input: Any, function: str, providers: Any, progress: bool
+) -> FoldReport:
+    """See :class:`bitwright.methods.front_end.FrontEnd`."""
+    return open_model(model, shapes, dummy_input, function, providers).fold(progress)
+
+
+def correctable(sim: QuantizationSimModel, reference: nn.Module | None = None) -> TorchCorrectable:
+    """See :class:`bitwright.methods.front_end.FrontEnd`."""
+    if reference is None:
+        return TorchCorrectable(sim)
+    return TorchCorrectable(sim, QuantizationSimModel(reference, sim.examples[0], examples=sim.examples[1:]))
+
+
+def _no_providers(providers: Any) -> None:
+    if providers is not None:
+        raise ConfigError(
+            "providers",
+            f"{providers!r} is given for a PyTorch module, which runs where its parameters are",
+            "leave it out; move the module: model.to(device)",
+        )
+
+
+def example_input(model: nn.Module, shapes: Any, function: str) -> Any:
+    """Random inputs of the shapes given, in the model's dtype.
+
+    Raises:
+        ModelError: no shapes.
+    """
+    if shapes is None:
+        raise ModelError(
+            function,
+            "neither dummy_input nor input_shapes was given, so the model cannot be run once",
+            "pass dummy_input=x, or input_shapes=(1, 3, 224, 224)",
+        )
+    several = len(shapes) > 0 and isinstance(shapes[0], Sequence)
+    generator = torch.Generator().manual_seed(0)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    inputs = tuple(
+        torch.randn(tuple(s), generator=generator).to(dtype) for s in (shapes if several else [shapes])
+    )
+    return inputs if several else inputs[0]
+
+
+def float_outputs(model: nn.Module, example: Any) -> list[tuple[str, torch.Tensor]]:
+    """Name and value of every floating-point output of the model on an input, in evaluation mode."""
+    args, kwargs = as_call(map_tensors(example, torch.clone))  # a model may write into its input
+    with torch.no_grad(), evaluation(model), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return [
+            (n, t.detach().clone())
+            for n, t in flatten_tensors(model(*args, **kwargs))
+            if t.is_floating_point()
+        ]
+
+
+def what_changed(model: nn.Module, example: Any, before: list[tuple[str, torch.Tensor]]) -> str | None:
+    """What is different on the example input since ``before`` was taken; ``None`` when only rounding is."""
+    try:
+        after = float_outputs(model, example)
+    except Exception as error:  # in the model's own code, which may rely on what the folds have changed
+        return f"the model fails: {type(error).__name__}: {error}"
+    for (name, old), (_, new) in zip(before, after, strict=True):
+        finite = torch.isfinite(old)  # mask constants and the like must stay where they are
+        if not torch.equal(finite, torch.isfinite(new)):
+            return f"{name} has NaN or infinite elements in other places"
+        agreement = sqnr(old[finite].double().cpu().numpy(), new[finite].double().cpu().numpy())
+        if agreement < _FLOORS.get(old.dtype, 60.0):
+            return f"{name} agrees with the original to {agreement:.1f} dB only"
+    return None

@@ -1,0 +1,151 @@
+"""Methods are one function for both front ends, and take every form of call that each front end had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import nn
+
+import bitwright.onnx
+import bitwright.torch
+from bitwright.errors import ConfigError, ModelError
+from bitwright.methods.front_end import front_end_of
+
+FEED = {"x": np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32)}
+
+
+def network(batch_norm: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    norm = [nn.BatchNorm2d(8)] if batch_norm else []
+    return nn.Sequential(nn.Conv2d(3, 8, 3), *norm, nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+
+
+def proto(batch_norm: bool = True) -> onnx.ModelProto:
+    """The same network; channels of the first convolution differ by a thousand."""
+    generator = np.random.default_rng(1)
+    arrays = {
+        "w1": generator.standard_normal((8, 3, 3, 3)) * np.logspace(-2, 1, 8)[:, None, None, None],
+        "b1": np.zeros(8),
+        "scale": np.ones(8), "shift": np.zeros(8), "mean": np.full(8, 0.1), "var": np.full(8, 2.0),
+        "w2": generator.standard_normal((4, 8, 1, 1)),
+        "b2": np.zeros(4),
+    }  # fmt: skip
+    nodes = [helper.make_node("Conv", ["x", "w1", "b1"], ["c"])]
+    if batch_norm:
+        nodes.append(helper.make_node("BatchNormalization", ["c", "scale", "shift", "mean", "var"], ["n"]))
+    nodes.append(helper.make_node("Relu", ["n" if batch_norm else "c"], ["r"]))
+    nodes.append(helper.make_node("Conv", ["r", "w2", "b2"], ["y"]))
+    used = {name for node in nodes for name in node.input}
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 8, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 4, 6, 6])],
+        [numpy_helper.from_array(a.astype(np.float32), name) for name, a in arrays.items() if name in used],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
+def weight(model: onnx.ModelProto) -> np.ndarray[Any, Any]:
+    arrays = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
+    return next(a for a in arrays.values() if a.shape == (8, 3, 3, 3))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda f, m: f(m), id="alone"),
+        pytest.param(lambda f, m: f(m, FEED), id="input-second"),
+        pytest.param(lambda f, m: f(m, FEED["x"]), id="array-second"),
+        pytest.param(lambda f, m: f(m, dummy_input=FEED), id="by-name"),
+        pytest.param(lambda f, m: f(m, None, FEED), id="as-of-a-module"),
+    ],
+)
+@pytest.mark.parametrize("name", ["equalize_model", "fold_all_batch_norms"])
+def test_positional_calls_of_onnx_models_are_understood(name: str, call: Callable[..., Any]) -> None:
+    found, expected = proto(), proto()
+    call(getattr(bitwright.onnx, name), found)
+    getattr(bitwright.torch, name)(expected, dummy_input=FEED)
+    assert not np.array_equal(weight(found), weight(proto()))
+    np.testing.assert_array_equal(weight(found), weight(expected))
+
+
+@pytest.mark.parametrize("name", ["fold_norms", "rotate_model"])
+def test_an_input_that_does_not_fit_is_seen_as_the_second_argument(name: str) -> None:
+    with pytest.raises(ModelError, match="dummy_input"):
+        getattr(bitwright.onnx, name)(proto(), {"z": FEED["x"]})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(lambda pairs: (pairs,), id="pairs"),
+        pytest.param(lambda pairs: (pairs, FEED), id="pairs-and-input"),
+        pytest.param(lambda pairs: (None, pairs, FEED), id="as-of-a-module"),
+    ],
+)
+def test_pairs_of_folding_may_be_the_second_argument_of_an_onnx_model(arguments: Any) -> None:
+    model = proto()
+    folds = bitwright.onnx.fold_all_batch_norms(model, FEED)
+    assert len(folds) == 1
+    expected = onnx.ModelProto()
+    expected.CopyFrom(model)
+    bitwright.onnx.equalize_bn_folded_model(expected, folded_pairs=folds, dummy_input=FEED)
+    report = bitwright.onnx.equalize_bn_folded_model(model, *arguments(folds))
+    assert report.factors
+    np.testing.assert_array_equal(weight(model), weight(expected))
+    moments = {layer: pair for layer, pair in folds.moments.items()}
+    again = proto()
+    bitwright.onnx.fold_all_batch_norms(again, FEED)
+    bitwright.onnx.equalize_bn_folded_model(again, *arguments(moments))
+    np.testing.assert_array_equal(weight(again), weight(expected))
+
+
+def test_an_input_behind_no_pairs_is_an_input() -> None:
+    with pytest.raises(ModelError, match="dummy_input"):
+        bitwright.onnx.equalize_bn_folded_model(proto(False), None, {"z": FEED["x"]})
+
+
+def test_a_module_of_either_package_is_changed_by_either_name() -> None:
+    one, two = network(), network()
+    bitwright.onnx.equalize_model(one, (1, 3, 8, 8), progress=False)
+    bitwright.torch.equalize_model(two, (1, 3, 8, 8), progress=False)
+    assert torch.equal(one[0].weight, two[0].weight)
+    assert not torch.equal(one[0].weight, network()[0].weight)
+
+
+def test_classes_of_users_are_of_the_front_end_that_they_derive_from() -> None:
+    class Net(nn.Module):
+        pass
+
+    assert front_end_of(Net()) is front_end_of(nn.Linear(1, 1))
+    assert front_end_of(proto()) is front_end_of(bitwright.onnx.load_model(proto()))
+    sim = bitwright.onnx.QuantizationSimModel(proto(), FEED)
+    assert front_end_of(sim) is front_end_of(proto())
+
+
+def test_what_no_front_end_reads_is_refused() -> None:
+    with pytest.raises(ModelError, match="a dict is no model of PyTorch or ONNX.*onnx.load"):
+        bitwright.torch.equalize_model({}, (1, 3))
+
+
+def test_a_path_is_not_changed_in_place(tmp_path: Any) -> None:
+    with pytest.raises(ModelError, match="a str cannot be changed in place.*load_model"):
+        bitwright.onnx.fold_all_batch_norms(str(tmp_path / "m.onnx"))
+
+
+def test_providers_of_a_module_are_refused() -> None:
+    with pytest.raises(ConfigError, match="providers.*runs where its parameters are.*model.to"):
+        bitwright.torch.equalize_model(network(), (1, 3, 8, 8), providers=["CPUExecutionProvider"])
+
+
+def test_biases_are_added_to_either(tmp_path: Any) -> None:
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 2, bias=False))
+    assert bitwright.torch.add_biases(net, torch.ones(1, 4)) == ("0", "2")
+    assert net[0].bias is not None and not net[0].bias.any()
