@@ -19,7 +19,7 @@ FILES = sorted((ROOT / "bitwright").rglob("*.py"))
 NUMPY, ONNX = {"numpy"}, {"onnx", "onnx_ir", "onnxruntime", "onnxscript", "ml_dtypes", "google"}
 FILES_OUT = {"pydantic", "yaml", "safetensors", "rich"}
 ANYTHING = NUMPY | ONNX | FILES_OUT | {"torch", "typer", "jinja2", "plotly", "scipy", "ray"}
-FRONT_END = {"errors", "core", "export", "lazy", "progress", "tables"}
+FRONT_END = {"errors", "core", "export", "lazy", "progress", "runtimes", "tables"}
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"lazy"}, set()),
     "errors": (set(), set()),
@@ -30,7 +30,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "core": ({"errors", "tables"}, NUMPY),
     "algorithms": ({"errors", "core", "tables"}, NUMPY),
     "compression": ({"errors", "core"}, NUMPY),
-    "export": ({"errors", "core", "tables"}, NUMPY | ONNX | FILES_OUT),
+    # adapters of runtimes, and what is measured in them
+    "runtimes": ({"errors", "tables"}, NUMPY | ONNX | {"openvino", "ai_edge_litert"}),
+    "export": ({"errors", "core", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
     # one function for both front ends; `front_end` loads that of the model it is given
     "methods": (FRONT_END | {"algorithms"}, NUMPY),
     "torch": (FRONT_END | {"algorithms", "methods"}, NUMPY | ONNX | FILES_OUT | {"torch"}),

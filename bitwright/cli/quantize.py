@@ -124,6 +124,7 @@ def quantize_model(
             memory_budget=None if memory_budget is None else memory_budget << 20,
         )
     _print_result(result, loaded.notes)
+    _print_speed(result, out, target)
 
 
 @contextmanager
@@ -144,6 +145,20 @@ def _tells_what_is_kept(folder: Path, manifest: Path) -> Iterator[None]:
         else:
             error.add_note(f"{folder}: the earlier export is as it was")
         raise
+
+
+def _print_speed(result: Any, folder: Path, target: str) -> None:
+    """How fast the files are beside the float model on this machine, in a few runs; a warning where they are slower."""
+    from bitwright.export.deployed import brief_speed
+
+    speed = brief_speed(result.exported) if target != "packed" else None
+    if speed is None:
+        return
+    out = console()
+    text = f"speed against float in ONNX Runtime, 1 thread: {speed}"
+    if speed.high < 1:
+        text = f"warning: slower than float on this machine: {text}; `bitwright benchmark {folder}` tells why"
+    out.print(Text(text), soft_wrap=True)
 
 
 def _print_result(result: Any, notes: Iterable[str]) -> None:

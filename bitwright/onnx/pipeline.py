@@ -44,6 +44,7 @@ from bitwright.onnx.model.load import Loaded, Source, load_model
 from bitwright.onnx.model.session import Providers, open_session
 from bitwright.onnx.reconstruct import apply_reconstruction, require_torch
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
+from bitwright.runtimes.benchmark import BenchmarkReport
 
 if TYPE_CHECKING:
     from bitwright.algorithms.search.widen import WidenReport
@@ -59,6 +60,7 @@ class Result:
         exported: the files written, when a path was given.
         metrics: ``{"float": ..., "quantized": ...}`` when a metric was given.
         report: what each step of the recipe did; with a recipe and a metric, also to the metric.
+        benchmark: speed, size and memory of the files beside the float model, when asked for.
     """
 
     sim: QuantizationSimModel
@@ -66,6 +68,7 @@ class Result:
     exported: Exported | None
     metrics: dict[str, float]
     report: RecipeReport
+    benchmark: BenchmarkReport | None = None
 
 
 def quantize(
@@ -85,6 +88,7 @@ def quantize(
     filename_prefix: str = "model",
     weight_only: ProductForm = "exact",
     target: str = DEFAULT_TARGET,
+    benchmark: bool = False,
     progress: bool = True,
     non_finite: NonFinite = "error",
     allow_unreached: bool = True,
@@ -106,6 +110,7 @@ def quantize(
         path: folder to export to.
         filename_prefix: stem of the files.
         weight_only, target: as for :meth:`QuantizationSimModel.export`.
+        benchmark: measure the files beside the float model, see :meth:`QuantizationSimModel.benchmark`.
         progress: show a progress bar on a terminal.
         non_finite: what to do with a batch that gives NaN or Inf: ``"error"``, ``"skip"`` or ``"clamp"``, as for
             :meth:`QuantizationSimModel.compute_encodings`.
@@ -169,7 +174,8 @@ def quantize(
         if path is None
         else runner.sim.export(path, filename_prefix, weight_only=weight_only, target=target)
     )
-    return Result(runner.sim, methods.folds, exported, metrics, report)
+    measured = runner.sim.benchmark(target=target, weight_only=weight_only) if benchmark else None
+    return Result(runner.sim, methods.folds, exported, metrics, report, measured)
 
 
 @dataclass

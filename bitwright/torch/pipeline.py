@@ -41,6 +41,7 @@ from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.methods import bias, channels
 from bitwright.methods.folding import fold_all_batch_norms
+from bitwright.runtimes.benchmark import BenchmarkReport
 from bitwright.torch.adapters.program import TorchSimulation
 from bitwright.torch.calls.batches import outputs_of
 from bitwright.torch.reconstruct import apply_reconstruction
@@ -61,6 +62,7 @@ class Result:
         exported: the files written, when a path was given.
         metrics: ``{"float": ..., "quantized": ...}`` when a metric was given.
         report: what each step of the recipe did; with a recipe and a metric, also to the metric.
+        benchmark: speed, size and memory of the files beside the float model, when asked for.
     """
 
     sim: QuantizationSimModel
@@ -68,6 +70,7 @@ class Result:
     exported: Exported | None
     metrics: dict[str, float]
     report: RecipeReport
+    benchmark: BenchmarkReport | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -90,6 +93,7 @@ def quantize(
     filename_prefix: str = "model",
     weight_only: ProductForm = "exact",
     target: str = DEFAULT_TARGET,
+    benchmark: bool = False,
     progress: bool = True,
     non_finite: NonFinite = "error",
     allow_unreached: bool = True,
@@ -112,6 +116,7 @@ def quantize(
         path: folder to export to.
         filename_prefix: stem of the files.
         weight_only, target: as for :meth:`QuantizationSimModel.export`.
+        benchmark: measure the files beside the float model, see :meth:`QuantizationSimModel.benchmark`.
         progress: show a progress bar on a terminal.
         non_finite: what to do with a batch that gives NaN or Inf: ``"error"``, ``"skip"`` or ``"clamp"``, as for
             :meth:`QuantizationSimModel.compute_encodings`.
@@ -173,7 +178,8 @@ def quantize(
             path, filename_prefix, first, weight_only=weight_only, target=target, dynamic_batch="auto"
         )
     )
-    return Result(runner.sim, methods.folds, exported, metrics, report)
+    measured = runner.sim.benchmark(first, target=target, weight_only=weight_only) if benchmark else None
+    return Result(runner.sim, methods.folds, exported, metrics, report, measured)
 
 
 @dataclass

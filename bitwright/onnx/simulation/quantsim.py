@@ -38,6 +38,7 @@ from bitwright.export.artefacts import (
     check_encoding_version,
     write_artefacts,
 )
+from bitwright.export.deployed import benchmark_sim
 from bitwright.export.encodings.of_simulation import (
     load_encodings,
     save_encodings,
@@ -75,6 +76,7 @@ from bitwright.onnx.simulation.repairs import put_in_force
 from bitwright.onnx.simulation.simulate import Simulation, mark_sites, marked_constants, simulation_model
 from bitwright.onnx.simulation.trials import TrialSession
 from bitwright.progress import collector_paused, progress
+from bitwright.runtimes.benchmark import BenchmarkReport
 from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
@@ -839,6 +841,27 @@ class QuantizationSimModel(Tabular):
         )
         samples = self._samples(result, checked)
         return verify_layers(result.model, samples.sites, samples.inputs, outputs=samples.outputs)
+
+    def benchmark(
+        self,
+        *,
+        runtime: str = "onnxruntime",
+        threads: Sequence[int] | None = None,
+        seconds: float = 2.0,
+        rounds: int | None = None,
+        **options: Any,
+    ) -> BenchmarkReport:
+        """Measure what :meth:`export` would write beside its float model, on the example input.
+
+        Args:
+            runtime, threads, seconds, rounds: see :func:`bitwright.runtimes.benchmark.benchmark`.
+            options: of :meth:`export` that change the file: ``target``, ``recurrent``, ``weight_only``, ...
+
+        Raises:
+            CalibrationError, ConfigError, ExportError: as :meth:`export`; the runtime is missing, or refuses the file.
+        """
+        measured = {"runtime": runtime, "threads": threads, "seconds": seconds, "rounds": rounds}
+        return benchmark_sim(lambda folder: self.export(folder, "model", **options), measured)
 
     def save_encodings(self, path: str | Path, version: str = "2.0.0") -> Path:
         """Write every encoding under its site's name; see :mod:`bitwright.export.encodings.versions`."""

@@ -555,6 +555,34 @@ class QuantizationSimModel(Tabular):
 
         return verify_sim(self, self.examples[0] if batch is None else batch, **options)
 
+    def benchmark(
+        self,
+        dummy_input: Any = None,
+        *,
+        runtime: str = "onnxruntime",
+        threads: Sequence[int] | None = None,
+        seconds: float = 2.0,
+        rounds: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Measure what :meth:`export` would write beside its float model, on ``dummy_input``, the example by default.
+
+        Args:
+            dummy_input: what is run.
+            runtime, threads, seconds, rounds: see :func:`bitwright.runtimes.benchmark.benchmark`.
+            options: of :meth:`export` that change the file: ``target``, ``recurrent``, ``weight_only``, ...
+
+        Returns:
+            A :class:`~bitwright.runtimes.benchmark.BenchmarkReport`.
+
+        Raises:
+            CalibrationError, ConfigError, ExportError: as :meth:`export`; the runtime is missing, or refuses the file.
+        """
+        from bitwright.export.deployed import benchmark_sim
+
+        measured = {"runtime": runtime, "threads": threads, "seconds": seconds, "rounds": rounds}
+        return benchmark_sim(lambda folder: self.export(folder, "model", dummy_input, **options), measured)
+
     def save_encodings(self, path: str | Path, version: str = "2.0.0") -> Path:
         """Write every encoding under its site's name; see :mod:`bitwright.export.encodings.versions`."""
         from bitwright.export.encodings.of_simulation import save_encodings

@@ -1,0 +1,96 @@
+"""What can be asked of an export once it lies in a folder: how fast it is beside its float model."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from bitwright.errors import ExportError
+from bitwright.export.artefacts import Exported
+from bitwright.export.files.temporary import temporary_room
+from bitwright.export.verify.samples import find_export, read_samples
+from bitwright.runtimes.adapters import find_runtime, open_file
+from bitwright.runtimes.benchmark import BenchmarkReport, benchmark
+from bitwright.runtimes.timing import Ratio, interleaved, ratio
+
+Array = NDArray[Any]
+_BRIEF = 0.3  # seconds
+
+
+def benchmark_export(
+    folder: str | os.PathLike[str],
+    prefix: str | None = None,
+    *,
+    runtime: str = "onnxruntime",
+    threads: Sequence[int] | None = None,
+    seconds: float = 2.0,
+    rounds: int | None = None,
+) -> BenchmarkReport:
+    """Measure the quantized file of an export beside its float file, on the inputs of its samples.
+
+    Args:
+        folder: where the files lie.
+        prefix: stem of the files; needed only when the folder holds several exports.
+        runtime, threads, seconds, rounds: see :func:`bitwright.runtimes.benchmark.benchmark`.
+
+    Raises:
+        ConfigError: the runtime is not installed.
+        ExportError: no export there, no samples of it, or the runtime refuses a file.
+    """
+    path, stem = Path(folder), find_export(folder, prefix)
+    suffix = find_runtime(runtime).suffix
+    float_file = path / f"{stem}_float{suffix}"
+    return benchmark(
+        path / f"{stem}{suffix}",
+        float_file if float_file.is_file() else None,
+        sample_inputs(path, stem),
+        runtime=runtime,
+        threads=threads,
+        seconds=seconds,
+        rounds=rounds,
+    )
+
+
+def sample_inputs(folder: Path, stem: str) -> dict[str, Array]:
+    """The inputs that an export keeps with its samples.
+
+    Raises:
+        ExportError: there are none.
+    """
+    samples = folder / f"{stem}_samples.npz"
+    if not samples.is_file():
+        raise ExportError(
+            str(samples),
+            "the export has no samples, whose inputs would be run",
+            "export the model again with samples=True",
+        )
+    return read_samples(samples)[1]
+
+
+def benchmark_sim(export: Callable[[Path], Exported], options: Mapping[str, Any]) -> BenchmarkReport:
+    """What :func:`benchmark_export` says of the files that ``export`` writes into a folder it is given."""
+    with temporary_room(), tempfile.TemporaryDirectory() as folder:
+        export(Path(folder))
+        return benchmark_export(folder, **options)
+
+
+def brief_speed(exported: Exported) -> Ratio | None:
+    """How many times as fast as float the files of an export are with one thread, in a third of a second or seven rounds.
+
+    ``None`` where the export has no samples to run.
+    """
+    stem = exported.manifest.name.removesuffix("_manifest.json")
+    try:
+        feeds = sample_inputs(exported.qdq.parent, stem)
+    except ExportError:
+        return None
+    files = {"float": exported.float_model, "quantized": exported.qdq}
+    sessions = {name: open_file("onnxruntime", path) for name, path in files.items()}
+    steps = {name: (lambda s=session: s.run(feeds)) for name, session in sessions.items()}
+    times = interleaved(steps, seconds=_BRIEF)
+    return ratio(times["float"], times["quantized"])

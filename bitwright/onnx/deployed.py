@@ -1,0 +1,192 @@
+"""Measuring deployed ONNX files whose simulation is not at hand, and trying changes of them."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.graph.ops import op_row
+from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.simulation.protocols import sqnr
+from bitwright.errors import BitwrightError
+from bitwright.export.deployed import benchmark_export, sample_inputs
+from bitwright.export.files.temporary import temporary_room
+from bitwright.export.qdq.recurrent import RecurrentForm, expand_recurrent, write_recurrent
+from bitwright.export.qdq.write import save_model, strip_sites, to_qdq
+from bitwright.export.targets import DEFAULT_TARGET
+from bitwright.export.verify.samples import find_export
+from bitwright.onnx.model.data import input_specs, random_array
+from bitwright.onnx.model.load import load_model
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
+from bitwright.runtimes.adapters import Session, open_file
+from bitwright.runtimes.benchmark import BenchmarkReport, benchmark
+from bitwright.runtimes.profile import HAS_INTEGER_KERNEL
+from bitwright.runtimes.timing import Ratio, interleaved, ratio
+
+logger = logging.getLogger("bitwright")
+
+Array = NDArray[Any]
+Feeds = Mapping[str, Array]
+_FUSED = ("Relu", "Clip")  # part of the integer kernel before them
+
+
+def benchmark_path(
+    path: Path,
+    prefix: str | None = None,
+    *,
+    runtime: str = "onnxruntime",
+    threads: Sequence[int] | None = None,
+    seconds: float = 2.0,
+    suggest: bool = False,
+) -> BenchmarkReport:
+    """What ``bitwright benchmark`` prints: of a folder that an export wrote, or of any quantized ONNX model.
+
+    Args:
+        path: the folder or the file; a file is compared with itself without its quantizers, on random inputs.
+        prefix: stem of the files in the folder.
+        runtime, threads, seconds: see :func:`bitwright.runtimes.benchmark.benchmark`.
+        suggest: also try the changes of :func:`suggestions`.
+
+    Raises:
+        ConfigError: the runtime is not installed.
+        ExportError: no export there, or the runtime refuses a file.
+        ModelError: the file is no ONNX model that can be read.
+    """
+    with temporary_room(), tempfile.TemporaryDirectory() as folder:
+        if path.is_dir():
+            report = benchmark_export(path, prefix, runtime=runtime, threads=threads, seconds=seconds)
+            stem = find_export(path, prefix)
+            file, plain, feeds = path / f"{stem}.onnx", path / f"{stem}_float.onnx", sample_inputs(path, stem)
+        else:
+            file, plain = path, Path(folder, "float.onnx")
+            save_model(strip_sites(QuantizationSimModel(path).marked).model, plain)
+            rng = np.random.default_rng(0)
+            feeds = {spec.name: random_array(spec, rng) for spec in input_specs(load_model(path).model)}
+            report = benchmark(file, plain, feeds, runtime=runtime, threads=threads, seconds=seconds)
+        if not suggest:
+            return report
+        return replace(
+            report, suggestions=tuple(suggestions(file, plain, feeds, runtime=runtime, seconds=seconds))
+        )
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A change of a file that was tried.
+
+    Attributes:
+        change: what was changed, and how it is asked for.
+        speed: how many times as fast as float the changed file is.
+        against: how many times as fast as the file that there is.
+        accuracy: signal-to-noise ratio of its outputs to those of the float file, in dB; of the file that there is, ``before``.
+    """
+
+    change: str
+    speed: Ratio
+    against: Ratio
+    accuracy: float
+    before: float
+
+    def cells(self) -> tuple[str, ...]:
+        """One row of a table."""
+        gain = f"{self.accuracy:.1f} dB, was {self.before:.1f} dB"
+        return self.change, str(self.speed), str(self.against), gain
+
+
+def suggestions(
+    file: Path, plain: Path, feeds: Feeds, *, runtime: str = "onnxruntime", seconds: float = 2.0
+) -> Iterator[Suggestion]:
+    """Changes of the quantized ``file`` that apply to it, each measured beside it and beside the float file ``plain``.
+
+    Args:
+        file, plain: ONNX files.
+        feeds: one input, on which speed and accuracy are measured.
+        runtime: that reads ``.onnx`` files.
+        seconds: for the rounds of each change.
+    """
+    sim = QuantizationSimModel(file)
+    base, now = open_file(runtime, plain), open_file(runtime, file)
+    wanted, found = base.run(feeds), now.run(feeds)
+    before = _level(wanted, found)
+    with temporary_room(), tempfile.TemporaryDirectory() as folder:
+        for number, (change, write) in enumerate(_changes(sim)):
+            changed = Path(folder, f"{number}.onnx")
+            try:
+                save_model(write(), changed)
+                session = open_file(runtime, changed)
+                level = _level(wanted, session.run(feeds))
+            except BitwrightError as error:  # a form that this model or this runtime has not: no suggestion
+                logger.info("%s: %s", change, error)
+                continue
+            steps = {"float": base, "now": now, "changed": session}
+            times = interleaved(
+                {name: partial(_run, one, feeds) for name, one in steps.items()}, seconds=seconds
+            )
+            speed, against = (ratio(times[name], times["changed"]) for name in ("float", "now"))
+            yield Suggestion(change, speed, against, level, before)
+
+
+def _run(session: Session, feeds: Feeds) -> object:
+    return session.run(feeds)
+
+
+def _level(wanted: Mapping[str, Array], found: Mapping[str, Array]) -> float:
+    """The lowest signal-to-noise ratio over the float outputs, in dB."""
+    levels = [
+        sqnr(array, found[name])
+        for name, array in wanted.items()
+        if name in found and np.issubdtype(array.dtype, np.floating) and array.shape == found[name].shape
+    ]
+    return min(levels, default=float("nan"))
+
+
+def _changes(sim: QuantizationSimModel) -> Iterator[tuple[str, Callable[[], ir.Model]]]:
+    """What can be tried on this model: how it is asked for, and what writes the file."""
+    encodings = {s.name: s.encoding for s in sim.quantizers.values() if s.enabled and s.encoding is not None}
+
+    def write(left_out: Collection[str] = (), recurrent: RecurrentForm = "scan", **options: Any) -> ir.Model:
+        kept = {name: encoding for name, encoding in encodings.items() if name not in left_out}
+        marked = write_recurrent(sim.marked, recurrent)
+        return to_qdq(marked, kept, **{"target": DEFAULT_TARGET, **options}).model
+
+    yield "signed activations: activation='as_is'", partial(write, activation="as_is")
+    islands = _islands(sim)
+    if islands:
+        shown = ", ".join(islands[:3]) + (f" and {len(islands) - 3} more" if len(islands) > 3 else "")
+        yield f"islands in float: sim.quantizers[...].enabled = False for {shown}", partial(write, islands)
+    ends = [s.name for s in sim.quantizers.values() if s.role == "output" and s.value in sim.graph.outputs]
+    ends = [name for name in ends if name in encodings]
+    if ends:
+        yield (
+            "outputs of the model in float: Rule(..., output=None) for the last layers",
+            partial(write, ends),
+        )
+    notes = to_qdq(expand_recurrent(sim.marked), encodings).notes
+    if any(note.kind == "float product" for note in notes):
+        yield "weights of float products fused: weight_only='fused'", partial(write, weight_only="fused")
+    if any(op.type in CELLS for op in sim.graph.ops):
+        yield "recurrent layers as operators: recurrent='native'", partial(write, recurrent="native")
+
+
+def _islands(sim: QuantizationSimModel) -> list[str]:
+    """Activation sites whose value no operator with an integer kernel makes or reads: they only cost conversions."""
+    found = []
+    for site in sim.quantizers.values():
+        if site.role not in ("input", "output") or not site.enabled or site.encoding is None:
+            continue
+        maker = sim.graph.producer(site.value)
+        around = [op.type for op, _ in sim.graph.consumers(site.value)] + ([maker.type] if maker else [])
+        if not any(
+            kind in HAS_INTEGER_KERNEL or kind in _FUSED or op_row(kind).kind == "movement" for kind in around
+        ):
+            found.append(site.name)
+    return found

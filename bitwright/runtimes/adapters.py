@@ -1,0 +1,283 @@
+"""One row per runtime: how a file is opened in it, which extra brings it, and what it says when it refuses a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.errors import BitwrightError, ConfigError, ExportError, close_matches
+
+Array = NDArray[Any]
+
+
+class Session(Protocol):
+    """A loaded file.
+
+    Attributes:
+        kernels: operator name -> what computes it in this runtime, where the runtime tells; integer kernels of OpenVINO
+            end in ``i8`` or ``u8``.
+    """
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        """What computes which operator, if the runtime tells."""
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Outputs by name; inputs that the file does not have are left out."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A runtime.
+
+    Attributes:
+        name: what ``runtime=`` takes.
+        module: the package that is imported.
+        extra: of this package, which brings it.
+        suffix: of the files that it reads.
+        remedy: what to change when it refuses a file.
+        open: ``(path, threads, reference) -> Session``; 0 threads are all, and ``reference`` asks for the plain kernels.
+    """
+
+    name: str
+    module: str
+    extra: str
+    suffix: str
+    remedy: str
+    open: Callable[[Path, int, bool], Session]
+
+
+# ------------------------------------------------------------------------------------------------- ONNX Runtime
+
+
+@dataclass
+class _OrtSession:
+    session: Any
+    kernels: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        names = {given.name for given in self.session.get_inputs()}
+        wanted = [out.name for out in self.session.get_outputs()]
+        found = self.session.run(wanted, {name: array for name, array in feeds.items() if name in names})
+        return dict(zip(wanted, found, strict=True))
+
+
+def _open_ort(path: Path, threads: int, reference: bool) -> Session:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 4  # refusals arrive as exceptions
+    if reference:
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
+    return _OrtSession(ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]))
+
+
+# ----------------------------------------------------------------------------------------------------- OpenVINO
+
+
+@dataclass
+class _OpenvinoSession:
+    compiled: Any
+    kernels: Mapping[str, str]
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        names = {port.get_any_name() for port in self.compiled.inputs}
+        found = self.compiled({name: array for name, array in feeds.items() if name in names})
+        return {port.get_any_name(): np.array(found[port]) for port in self.compiled.outputs}
+
+
+def _open_openvino(path: Path, threads: int, reference: bool) -> Session:
+    import openvino
+
+    core = openvino.Core()
+    # float operators in float32: CPUs with AMX would compute them in bfloat16, 8 bits of mantissa
+    options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+    if threads:
+        options["INFERENCE_NUM_THREADS"] = threads
+    compiled = core.compile_model(core.read_model(str(path)), "CPU", options)
+    return _OpenvinoSession(compiled, dict(_openvino_kernels(compiled)))
+
+
+def _openvino_kernels(compiled: Any) -> Iterator[tuple[str, str]]:
+    """Name of the original operator -> ``Convolution i8``, from what the plugin tells about its own graph."""
+    for node in compiled.get_runtime_model().get_ordered_ops():
+        facts = node.get_rt_info()
+        kind, kept, precision = (
+            facts[key].astype(str) for key in ("layerType", "originalLayersNames", "runtimePrecision")
+        )
+        for name in kept.split(","):
+            yield name, f"{kind} {precision}"
+
+
+# ------------------------------------------------------------------------------------------------------- LiteRT
+
+
+@dataclass
+class _LitertSession:
+    interpreter: Any
+    kernels: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        one = self.interpreter
+        given = one.get_input_details()
+        others = [facts for facts in given if tuple(facts["shape"]) != feeds[facts["name"]].shape]
+        for facts in others:
+            one.resize_tensor_input(facts["index"], feeds[facts["name"]].shape)
+        if others:
+            one.allocate_tensors()
+        for facts in given:
+            one.set_tensor(facts["index"], np.ascontiguousarray(feeds[facts["name"]], facts["dtype"]))
+        one.invoke()
+        return {facts["name"]: one.get_tensor(facts["index"]) for facts in one.get_output_details()}
+
+
+def _open_litert(path: Path, threads: int, reference: bool) -> Session:
+    from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+    resolver = OpResolverType.BUILTIN_REF if reference else OpResolverType.AUTO
+    count = threads or os.cpu_count() or 1
+    made = Interpreter(model_path=str(path), num_threads=count, experimental_op_resolver_type=resolver)
+    made.allocate_tensors()
+    return _LitertSession(made)
+
+
+# ----------------------------------------------------------------------------------------------------- the table
+
+RUNTIMES: dict[str, Runtime] = {
+    row.name: row
+    for row in (
+        Runtime(
+            "onnxruntime", "onnxruntime", "onnx", ".onnx",
+            "leave the layers that it names in float (sim.quantizers[...].enabled = False), or update onnxruntime", _open_ort,
+        ),
+        Runtime(
+            "openvino", "openvino", "openvino", ".onnx",
+            "export with target='openvino_cpu', or leave the layer in float (sim.quantizers[...].enabled = False)",
+            _open_openvino,
+        ),
+        Runtime(
+            "litert", "ai_edge_litert", "litert", ".tflite",
+            "leave the layer in float (sim.quantizers[...].enabled = False) and export again", _open_litert,
+        ),
+    )
+}  # fmt: skip
+
+
+def find_runtime(name: str) -> Runtime:
+    """The row of ``name``, whose package is there.
+
+    Raises:
+        ConfigError: there is no such runtime, with close matches, or its package is not installed, with the extra.
+    """
+    if name not in RUNTIMES:
+        problem = f"{name!r} is not a runtime{close_matches(str(name), RUNTIMES)}"
+        raise ConfigError("runtime", problem, f"use one of {', '.join(map(repr, RUNTIMES))}")
+    row = RUNTIMES[name]
+    try:
+        import_module(row.module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != row.module:
+            raise
+        problem = f"the package {row.module} is not installed"
+        raise ConfigError(f"runtime {name}", problem, f"pip install 'bitwright[{row.extra}]'") from error
+    return row
+
+
+def open_file(
+    runtime: str, path: str | os.PathLike[str], *, threads: int = 1, reference: bool = False
+) -> Session:
+    """Load a file.
+
+    Args:
+        runtime: row of :data:`RUNTIMES`.
+        path: of the file.
+        threads: 0 for all.
+        reference: plain kernels: those that keep QuantizeLinear and DequantizeLinear in ONNX Runtime, and LiteRT's reference.
+
+    Raises:
+        ConfigError: see :func:`find_runtime`.
+        ExportError: the file is missing, is of another kind, or the runtime refuses it: its message, the operator that it
+            names, and what to change.
+    """
+    row, file = find_runtime(runtime), Path(path)
+    if not file.is_file():
+        raise ExportError(str(file), "there is no such file", "check the path")
+    if file.suffix != row.suffix:
+        problem = f"{row.name} reads {row.suffix} files"
+        raise ExportError(str(file), problem, f"name the {row.suffix} file of the export")
+    with refusals_of(row, file):
+        session = row.open(file, threads, reference)
+    return _Guarded(session, row, file)
+
+
+@dataclass
+class _Guarded:
+    """A session whose refusals at run time are explained too."""
+
+    session: Session
+    row: Runtime
+    file: Path
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        return self.session.kernels
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        with refusals_of(self.row, self.file):
+            return self.session.run(feeds)
+
+
+@contextmanager
+def refusals_of(row: Runtime, file: Path) -> Iterator[None]:
+    """What ``row`` raises about ``file``, which shares no class with other runtimes, as an error with a remedy."""
+    try:
+        yield
+    except (BitwrightError, MemoryError):
+        raise
+    except Exception as error:
+        message = explained(error)
+        named = _operator_in(message, file)
+        site = f"{file}: {named}" if named else str(file)
+        raise ExportError(site, f"{row.name} refuses the file: {message}", row.remedy) from error
+
+
+def explained(error: BaseException) -> str:
+    """The lines of a runtime's message that say something, in one line of at most 400 characters."""
+    skipped = ("Exception from", "Check '", "\n")
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [line for line in lines if line and not line.startswith(skipped)] or [
+        line for line in lines if line
+    ]
+    text = " ".join(told) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:397]}..."
+
+
+def _operator_in(message: str, file: Path) -> str | None:
+    """``node (Type)`` of the first operator of an ONNX file whose name or type stands in ``message``."""
+    if file.suffix != ".onnx":
+        return None
+    import onnx_ir as ir
+
+    try:
+        nodes = list(ir.load(file).graph.all_nodes())
+    except Exception:  # a file that nothing can read has no operators to name
+        return None
+    by_length = sorted((n for n in nodes if n.name and n.name in message), key=lambda n: -len(n.name or ""))
+    for node in by_length:
+        return f"{node.name} ({node.op_type})"
+    types = {node.op_type for node in nodes}
+    found = [
+        word
+        for word in message.replace("(", " ").replace(")", " ").replace(":", " ").split()
+        if word in types
+    ]
+    return found[0] if found else None

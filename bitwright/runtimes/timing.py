@@ -1,0 +1,107 @@
+"""Comparing the time of two or more things on a machine that others use: interleaved rounds, medians, and their spread."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+#: quartiles further apart than this share of the median say more about the machine than about the model
+MOST_SPREAD = 0.25
+_FEWEST, _MOST = 7, 400  # rounds
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one thing in every round.
+
+    Attributes:
+        rounds: seconds, wall clock.
+    """
+
+    rounds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.rounds)
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles, as a share of the median."""
+        low, _, high = statistics.quantiles(self.rounds, n=4)
+        return (high - low) / self.median if self.median else 0.0
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as fast one thing is as another, by rounds that ran next to each other.
+
+    Attributes:
+        median: above 1 where it is faster.
+        low, high: quartiles over the rounds.
+    """
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def steady(self) -> bool:
+        """Whether the quartiles are close enough for the median to mean something."""
+        return self.high - self.low <= MOST_SPREAD * self.median
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f}x ({self.low:.2f} to {self.high:.2f})"
+
+
+def interleaved(
+    steps: Mapping[str, Callable[[], object]], *, seconds: float = 2.0, rounds: int | None = None
+) -> dict[str, Timing]:
+    """Times of ``steps``: every round runs each of them, in an order that turns with the round.
+
+    What slows the machine for a while slows all of them. One unmeasured round comes first, for caches and lazy loading.
+
+    Args:
+        steps: name -> what is timed.
+        seconds: wall clock to be spent in all; at least seven rounds are run.
+        rounds: exactly so many instead.
+    """
+    names = list(steps)
+    start = time.perf_counter()
+    for step in steps.values():
+        step()
+    once = max(time.perf_counter() - start, 1e-6)
+    count = max(_FEWEST, min(_MOST, int(seconds / once))) if rounds is None else max(2, rounds)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    enabled = gc.isenabled()
+    gc.disable()  # a collection would be counted as the work of whatever ran then
+    try:
+        for i in range(count):
+            for name in names[i % len(names) :] + names[: i % len(names)]:
+                start = time.perf_counter()
+                steps[name]()
+                found[name].append(time.perf_counter() - start)
+    finally:
+        if enabled:
+            gc.enable()
+    return {name: Timing(tuple(times)) for name, times in found.items()}
+
+
+def ratio(base: Timing, other: Timing) -> Ratio:
+    """How many times as fast ``other`` is as ``base``; both come from one call of :func:`interleaved`.
+
+    Example:
+        >>> str(ratio(Timing((2.0, 2.0, 4.0)), Timing((1.0, 1.0, 2.0))))
+        '2.00x (2.00 to 2.00)'
+    """
+    each = [one / two for one, two in zip(base.rounds, other.rounds, strict=True)]
+    low, middle, high = _quartiles(each)
+    return Ratio(middle, low, high)
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, statistics.median(values), high

@@ -1,0 +1,173 @@
+"""What is measured of exported files, and what is said about it; no test looks at how long anything took."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from bitwright.cli import app
+from bitwright.errors import ConfigError, ExportError
+from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.runtimes.adapters import find_runtime, open_file
+from bitwright.runtimes.benchmark import BenchmarkReport, FileCost, _notes
+from bitwright.runtimes.profile import Ran, profile
+from bitwright.runtimes.timing import Timing, interleaved, ratio
+from bitwright.torch import QuantizationSimModel, quantize
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Tanh(),
+        nn.Softsign(),
+        nn.Flatten(),
+        nn.Linear(128, 4),
+    ).eval()
+
+
+BATCHES = [torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exported")
+    quantize(net(), BATCHES, recipe=["fold"], path=path, filename_prefix="net", progress=False)
+    return path
+
+
+def test_benchmark_of_a_folder_measures_both_files(folder: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["benchmark", str(folder), "--seconds", "0", "--json", str(folder / "b.json")]
+    )
+    assert result.exit_code in (0, 1), result.output
+    found = json.loads((folder / "b.json").read_text())
+    float_cost, quantized = found["costs"]
+    assert (float_cost["name"], quantized["name"]) == ("float", "quantized")
+    assert quantized["size"] == (folder / "net.onnx").stat().st_size
+    assert all(c["load"] > 0 and c["memory"] > 0 for c in found["costs"])
+    assert all(len(t["rounds"]) >= 7 for by_name in found["times"].values() for t in by_name.values())
+    assert "1" in found["speed"]
+    assert "the runtime has no integer kernel for Tanh" in result.output
+    (folder / "b.json").unlink()
+
+
+def test_both_front_ends_measure_what_they_would_export(folder: Path) -> None:
+    sim = QuantizationSimModel(net(), BATCHES[0])
+    sim.compute_encodings(BATCHES)
+    for report in (
+        sim.benchmark(threads=[1], rounds=2, target="packed"),
+        OnnxSim(folder / "net.onnx").benchmark(threads=[1], rounds=2),
+    ):
+        assert isinstance(report, BenchmarkReport) and set(report.speed) == {1}
+        assert {row.kind for row in report.operators} >= {"integer", "float"}
+    result = quantize(net(), BATCHES, recipe=["fold"], benchmark=True, progress=False)
+    assert result.benchmark is not None and len(result.benchmark.costs) == 2
+
+
+def test_profile_says_why_an_operator_is_in_float(folder: Path) -> None:
+    rows = profile(folder / "net.onnx", {"input": BATCHES[0].numpy()}, runs=2)
+    assert {row.op for row in rows if row.kind == "integer"} == {"QLinearConv", "QGemm"}
+    (tanh,) = (row for row in rows if row.op == "Tanh")
+    assert tanh.kind == "float" and tanh.why == "the runtime has no integer kernel for Tanh"
+
+
+@pytest.mark.parametrize(
+    ("preset", "why"),
+    [
+        ("w8a16", "its input has uint16 codes, and the kernels take 8 bits"),
+        ("w8", "its input .* is in float"),
+    ],
+)
+def test_presets_that_no_kernel_takes_are_explained(tmp_path: Path, preset: str, why: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).eval()
+    made = quantize(
+        model, BATCHES, preset, recipe=["fold"], path=tmp_path, weight_only="fused", progress=False
+    ).exported
+    assert made is not None
+    rows = profile(made.qdq, {"input": BATCHES[0].numpy()}, runs=1)
+    assert any(re.search(why, row.why) for row in rows if row.kind == "float"), rows
+
+
+def test_a_bare_model_is_compared_with_itself_without_quantizers(folder: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["benchmark", str(folder / "net.onnx"), "--seconds", "0", "--threads", "1", "--suggest"]
+    )
+    assert result.exit_code in (0, 1), result.output
+    assert "float" in result.output and "quantized" in result.output
+    assert "islands in float" in result.output and "dB, was" in result.output
+
+
+def test_missing_file_and_missing_samples_are_errors(folder: Path, tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["benchmark", str(tmp_path / "nothing")]).exit_code == 2
+    sim = QuantizationSimModel(net(), BATCHES[0])
+    sim.compute_encodings(BATCHES)
+    sim.export(tmp_path, "net", BATCHES[0], samples=False)
+    result = CliRunner().invoke(app, ["benchmark", str(tmp_path)])
+    assert result.exit_code == 2 and "samples=True" in result.output
+
+
+def test_missing_runtime_names_the_extra(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(
+        ConfigError, match=r"runtime openvino: the package openvino is not installed.*bitwright\[openvino\]"
+    ):
+        open_file("openvino", folder / "net.onnx")
+    with pytest.raises(ConfigError, match="'openvin' is not a runtime.*did you mean 'openvino'"):
+        find_runtime("openvin")
+
+
+def test_refusal_names_message_operator_and_remedy(tmp_path: Path) -> None:
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2]))
+    node = ir.Node("", "NoSuchOperator", [x], name="the_node")
+    node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 21}, name="g")
+    ir.save(ir.Model(graph, ir_version=10), tmp_path / "m.onnx")
+    with pytest.raises(
+        ExportError, match="NoSuchOperator.*onnxruntime refuses the file.*leave the layers"
+    ) as caught:
+        open_file("onnxruntime", tmp_path / "m.onnx")
+    assert "NoSuchOperator" in caught.value.site
+    (tmp_path / "m.tflite").write_bytes(b"")
+    with pytest.raises(ExportError, match="onnxruntime reads .onnx files"):
+        open_file("onnxruntime", tmp_path / "m.tflite")
+
+
+# ------------------------------------------------------------------------------------------------- the numbers
+
+
+def test_rounds_are_interleaved_in_turning_order() -> None:
+    order: list[str] = []
+    times = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, rounds=3)  # type: ignore[misc]
+    assert "".join(order) == "ab" + "abbaab"
+    assert all(len(t.rounds) == 3 for t in times.values())
+
+
+def test_ratio_is_of_neighbours() -> None:
+    """A machine that is three times as slow for a while changes nothing."""
+    found = ratio(Timing((2.0, 6.0, 2.0, 6.0)), Timing((1.0, 3.0, 1.0, 3.0)))
+    assert (found.median, found.low, found.high, found.steady) == (2.0, 2.0, 2.0, True)
+
+
+def test_busy_machine_is_said_and_slowness_only_beyond_the_noise() -> None:
+    wide = ratio(Timing((1.0, 2.0, 1.0, 2.0)), Timing((2.0, 1.0, 1.0, 2.0)))
+    assert not wide.steady
+    (note,) = _notes({}, {1: wide}, ())
+    assert "the machine is busy; measure again" in note
+    slow = ratio(Timing((1.0, 1.1, 1.0)), Timing((2.0, 2.2, 2.0)))
+    costs = (FileCost("float", 1, 0.1, 1.0), FileCost("quantized", 1, 0.1, 1.0))
+    report = BenchmarkReport("onnxruntime", costs, {}, {1: slow}, notes=tuple(_notes({}, {1: slow}, ())))
+    assert report.slower and "slower than float with 1 thread: 0.50x" in report.to_text()
+    assert not BenchmarkReport("onnxruntime", costs, {}, {1: wide}).slower
+    assert Ran("n", "Tanh", 1.0, "float") and np.isclose(Timing((1.0, 1.0, 1.0)).spread, 0)
