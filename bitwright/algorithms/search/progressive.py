@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,11 +93,11 @@ def quantize_progressively(
             before = {name: sites[name].enabled for name in names}
             _switch(sites, names, on=True)
             steps.append(_judge(ops, reference, outputs(), threshold))
-            if not steps[-1].good:
-                for name, enabled in before.items():  # a quantizer may be shared with a group that was good
-                    sites[name].enabled = enabled
-                if not keep_going:
-                    break
+            if steps[-1].good:
+                continue
+            _restore(sites, before)  # a quantizer may be shared with a group that was good
+            if not keep_going:
+                break
     except KeyboardInterrupt:
         pass  # the groups so far are the result
     except BaseException:
@@ -108,6 +108,11 @@ def quantize_progressively(
 
 def _switch(sites: SiteMap, names: Iterable[str], *, on: bool) -> None:
     for name in names:
+        sites[name].enabled = on
+
+
+def _restore(sites: SiteMap, enabled: Mapping[str, bool]) -> None:
+    for name, on in enabled.items():
         sites[name].enabled = on
 
 

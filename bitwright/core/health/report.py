@@ -475,14 +475,14 @@ class Tracker:
         """
         read = [(port, self._taint.get(key), flags) for port, (key, flags) in enumerate(inputs) if flags.bad]
         written = list(outputs)
-        if read and op_type in _WEIGHS:
+        if op_type in _WEIGHS:
             for _, event, _ in read:
                 if event is not None and event.op_type == "input":
                     event.meant, event.accused = False, True
-        if not read and not any(flags.bad for _, flags in written):
-            if self._taint:
-                for key, _ in written:
-                    self._taint.pop(key, None)
+        bad = any(flags.bad for _, flags in written)
+        if not read and not bad:
+            for key, _ in written if self._taint else ():
+                self._taint.pop(key, None)
             return None
         origin = self._origin(op, op_type, read, written)
         blamed = origin or _blamed([event for _, event, _ in read])
@@ -491,8 +491,7 @@ class Tracker:
                 self._taint[key] = blamed
             else:
                 self._taint.pop(key, None)
-        carried = blamed is not None and origin is None and any(flags.bad for _, flags in written)
-        if carried and blamed is not None:
+        if origin is None and blamed is not None and bad:
             blamed.carriers[op] = None
         elif origin is None:
             self._absorbed(op_type, read)

@@ -689,17 +689,22 @@ class _Placer:
         self, op: Op, row: OpRow, port: int, value: Value, param: str | None, weight: bool
     ) -> str:
         """Why a constant stays in float when no rule speaks; empty if it does not."""
-        size = _size(value.shape)
         if param:
-            if row.kind == "norm":
-                return _NORM
-            if row.kind == "float":
-                return _FLOAT_OP.format(op.type)
-            if weight and (row.kind == "compute" or size > 1 or self._looks_up(op, row)):
-                return ""
-            if op.type in CELLS:
-                return f"{param} of {op.name}, added within a step before anything is rounded"
-            return f"scalar parameter of {op.name}"
+            return self._parameter_reason(op, row, value, param, weight)
+        return self._operand_reason(op, row, port, value)
+
+    def _parameter_reason(self, op: Op, row: OpRow, value: Value, param: str, weight: bool) -> str:
+        if row.kind == "norm":
+            return _NORM
+        if row.kind == "float":
+            return _FLOAT_OP.format(op.type)
+        if weight and (row.kind == "compute" or _size(value.shape) > 1 or self._looks_up(op, row)):
+            return ""
+        if op.type in CELLS:
+            return f"{param} of {op.name}, added within a step before anything is rounded"
+        return f"scalar parameter of {op.name}"
+
+    def _operand_reason(self, op: Op, row: OpRow, port: int, value: Value) -> str:
         match = self.match_of.get(op.name)
         if match is not None and match.pattern.kind == "masked_softmax":
             return f"inside the supergroup {match.pattern}, as its mask or factor"
@@ -713,7 +718,7 @@ class _Placer:
             return f"a setting of {op.name}, not data"
         if row.kind == "movement":
             return _MOVED
-        if size == 1:
+        if _size(value.shape) == 1:
             return "scalar"
         integer = row.integer and op.name not in self.float_ops
         return "" if integer else f"operand of {op.name}, which runs in float"

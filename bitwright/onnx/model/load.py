@@ -355,20 +355,7 @@ def _name_uniquely(model: ir.Model, notes: list[str]) -> None:
 
     Names of the main graph win; a node without a name is called after its first output.
     """
-    site = model.graph.name or "model"
-    taken = _main_names(model, site)
-    for graph in model.graphs():
-        if graph is not model.graph:
-            for value in _values_of(graph):
-                value.name = _free(value.name or "value", taken)
-    for value in _values_of(model.graph):
-        if not value.name:
-            value.name = _free("value", taken)
-    for graph in model.graphs():
-        for node in graph:
-            for value in node.outputs:
-                if not value.name and value.uses():
-                    value.name = _free(f"{node.name or node.op_type}_output", taken)
+    _name_values(model)
     nodes = {str(node.name): 0 for node in _nodes(model) if node.name}
     seen: set[str] = set()
     twice: dict[str, None] = {}
@@ -383,6 +370,22 @@ def _name_uniquely(model: ir.Model, notes: list[str]) -> None:
     if twice:
         some = ", ".join(list(twice)[:3]) + (", ..." if len(twice) > 3 else "")
         notes.append(f"nodes that shared a name were told apart by a number: {some}")
+
+
+def _name_values(model: ir.Model) -> None:
+    taken = _main_names(model, model.graph.name or "model")
+    for graph in model.graphs():
+        if graph is not model.graph:
+            for value in _values_of(graph):
+                value.name = _free(value.name or "value", taken)
+    for value in _values_of(model.graph):
+        if not value.name:
+            value.name = _free("value", taken)
+    for graph in model.graphs():
+        for node in graph:
+            for value in node.outputs:
+                if not value.name and value.uses():
+                    value.name = _free(f"{node.name or node.op_type}_output", taken)
 
 
 def _main_names(model: ir.Model, site: str) -> dict[str, int]:
