@@ -417,27 +417,35 @@ class _Search:
             layers, reason = (self._before if direction == "backward" else self._behind)(chain)
             component.object(reason)
             for layer, path in layers:
-                if component.layers.setdefault(layer.name, chain) != chain:
-                    component.object(f"{layer.name} is beside two batch norms")
-                between = self._between(layer, chain, path, direction)
-                if isinstance(between, Between):
-                    component.between[layer.name] = between
-                component.object(between if isinstance(between, str) else None)
-                component.object(self._why_no_layer(layer, direction, scale, shift, between))
-                for reader in self._tied(layer, params, component):
-                    neighbour = self._chain_at(reader, direction)
-                    if neighbour is None:
-                        component.object(
-                            f"{reader.name} shares a parameter with {layer.name}, but not the batch norm"
-                        )
-                    elif neighbour not in known:
-                        known.add(neighbour)
-                        component.chains.append(neighbour)
+                self._join(component, chain, layer, path, direction, params, known)
         if component.reason is None:
             component.object(self._why_unlike(component))
         if component.reason is None:
             component.object(self._why_no_bias_place(component, direction, shift))
         return component
+
+    def _join(
+        self, component: _Component, chain: Chain, layer: Op, path: Any, direction: Direction, params: set[str],
+        known: set[Chain],
+    ) -> None:  # fmt: skip
+        """Add a layer beside a chain, and the chains of layers that share a parameter with it."""
+        scale, shift = self.composed(component.chains[0])
+        if component.layers.setdefault(layer.name, chain) != chain:
+            component.object(f"{layer.name} is beside two batch norms")
+        between = self._between(layer, chain, path, direction)
+        if isinstance(between, Between):
+            component.between[layer.name] = between
+        component.object(between if isinstance(between, str) else None)
+        component.object(self._why_no_layer(layer, direction, scale, shift, between))
+        for reader in self._tied(layer, params, component):
+            neighbour = self._chain_at(reader, direction)
+            if neighbour is None:
+                component.object(
+                    f"{reader.name} shares a parameter with {layer.name}, but not the batch norm"
+                )
+            elif neighbour not in known:
+                known.add(neighbour)
+                component.chains.append(neighbour)
 
     def _why_unlike(self, component: _Component) -> str | None:
         """Layers that share a parameter absorb the same numbers only where their channels are mapped alike."""

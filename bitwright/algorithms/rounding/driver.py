@@ -216,8 +216,7 @@ def _readers(graph: Graph) -> dict[str, set[str]]:
 
 
 def _why_not(model: SimulatedModel, op: Op, site: Site, readers: Mapping[str, set[str]]) -> str | None:
-    graph = model.graph()
-    value = graph.values[site.value]
+    value = model.graph().values[site.value]
     if not site.enabled or site.encoding is None:
         return "its weight is in float"
     if not isinstance(site.encoding.format, IntFormat) or site.encoding.format.bits > 16:
@@ -229,6 +228,12 @@ def _why_not(model: SimulatedModel, op: Op, site: Site, readers: Mapping[str, se
         return fixed
     if not value.shape or min(value.shape) < 0:
         return "the model does not tell the shape of its weight"
+    return _why_not_read(model.graph(), op, site, readers)
+
+
+def _why_not_read(graph: Graph, op: Op, site: Site, readers: Mapping[str, set[str]]) -> str | None:
+    """What else reads the weight, or how its operator runs."""
+    value = graph.values[site.value]
     sharing = {reader.name for reader, _ in graph.consumers(value.name)}
     if value.param is not None:
         sharing |= readers.get(value.param, set())

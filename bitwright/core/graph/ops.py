@@ -168,6 +168,9 @@ def op_row(op_type: str) -> OpRow:
     return OPS.get(op_type, _UNKNOWN)
 
 
+_WEIGHT_AXES = {"Conv": (0, 1), "ConvTranspose": (1, 0), "Embedding": (0, 1), "Bilinear": (0, 1)}
+
+
 def weight_axes(
     op_type: str, attrs: Mapping[str, Any], port: int, rank: int
 ) -> tuple[int | None, int | None]:
@@ -189,10 +192,8 @@ def weight_axes(
     Channel norms are batch, instance and group normalisation, with their scale and shift.
     A 1-D operand of MatMul has no output channel: ``(None, 0)``.
     """
-    if op_type == "Conv":
-        return 0, 1
-    if op_type == "ConvTranspose":
-        return 1, 0
+    if op_type in _WEIGHT_AXES:
+        return _WEIGHT_AXES[op_type]
     if op_type == "Gemm":
         if port == 1:
             return (0, 1) if attrs.get("transB") else (1, 0)
@@ -203,8 +204,6 @@ def weight_axes(
         return (rank - 1, rank - 2) if port == 1 else (rank - 2, rank - 1)
     if op_type == "GroupedMatMul":
         return rank - 1, rank - 2
-    if op_type in ("Embedding", "Bilinear"):
-        return 0, 1
     if op_type == "PRelu" or (op_type in _CHANNEL_NORMS and rank == 1):
         return 0, None
     if (

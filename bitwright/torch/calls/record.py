@@ -180,14 +180,7 @@ class Recorder:
             return output
         read = [self.values[i] for i in inputs if i is not None]
         if all(v.kind in ("param", "constant") for v in read) and not _first_step(op_type, read):
-            self.static.add(key)
-            sources = tuple(
-                dict.fromkeys(name for v in read for name in ((v.param,) if v.param else v.sources))
-            )
-            for tensor in produced:  # the same in every run
-                if not (len(inputs) == 1 and self._known(tensor) == inputs[0]):
-                    self._bind(tensor, self._new("constant", tensor, label, keep=tensor))
-                    self.values[-1].sources = sources
+            self._note_constants(key, label, inputs, read, produced)
             return output
         if known is None:
             names = (self.values[i].param for i in inputs if i is not None)
@@ -196,17 +189,23 @@ class Recorder:
                 next((n for n in names if n), None), func, template[0], template[1],
             )  # fmt: skip
         else:
-            known.runs += 1
-            if attrs != known.attrs and not known.attrs.get("varies"):
-                known.attrs = {**known.attrs, "varies": True}
-            for port, value in enumerate(inputs):
-                if value is not None and (port >= len(known.inputs) or known.inputs[port] != value):
-                    known.also[port, value] = None
+            _note_again(known, inputs, attrs)
         for i, tensor in enumerate(produced):
             if i == len(known.outputs):
                 known.outputs.append(self._new("activation", tensor, label))
             self._bind(tensor, known.outputs[i])
         return output
+
+    def _note_constants(
+        self, key: Key, label: str, inputs: Sequence[int | None], read: Sequence[_Tensor], produced: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """A call that reads parameters and constants only: what it returns is the same in every run."""
+        self.static.add(key)
+        sources = tuple(dict.fromkeys(name for v in read for name in ((v.param,) if v.param else v.sources)))
+        for tensor in produced:
+            if not (len(inputs) == 1 and self._known(tensor) == inputs[0]):
+                self._bind(tensor, self._new("constant", tensor, label, keep=tensor))
+                self.values[-1].sources = sources
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
         return Slot(self._value(tensor))
@@ -496,3 +495,13 @@ def explained(
         "pass dummy_input as the model's forward takes it (a tensor, a tuple of positional arguments, or a dict of keyword "
         "arguments), of a shape, dtype and device it accepts; the model's own traceback is above",
     )
+
+
+def _note_again(call: Call, inputs: Sequence[int | None], attrs: Mapping[str, Any]) -> None:
+    """One more run of a call: what it reads and how it runs may differ from the first."""
+    call.runs += 1
+    if attrs != call.attrs and not call.attrs.get("varies"):
+        call.attrs = {**call.attrs, "varies": True}
+    for port, value in enumerate(inputs):
+        if value is not None and (port >= len(call.inputs) or call.inputs[port] != value):
+            call.also[port, value] = None
