@@ -8,6 +8,8 @@ from typing import BinaryIO
 import onnx
 import onnx_ir as ir
 
+from bitwright.export.files.value_types import restore_types
+
 _LARGE = 1 << 16  # bytes of a tensor that is kept out of the message
 # Tags of fields in onnx.proto, whose wire type is 2 (a length and so many bytes).
 _MODEL_GRAPH, _GRAPH_INITIALIZER, _TENSOR_RAW_DATA = b"\x3a", b"\x2a", b"\x4a"
@@ -32,6 +34,7 @@ def save_in_one_file(model: ir.Model, path: Path) -> None:
         for value in values:
             value.const_value = _placeholder(value)
         proto = ir.to_proto(model)
+        restore_types(proto)
     finally:
         for value in values:
             value.const_value = tensors[str(value.name)]

@@ -45,6 +45,7 @@ from bitwright.core.numerics.int32_bias import (
 from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.files.atomic import atomic_files
 from bitwright.export.files.onnx_file import save_in_one_file
+from bitwright.export.files.value_types import restore_types_of_file
 from bitwright.export.qdq.forms import (
     METADATA,
     Builder,
@@ -195,6 +196,7 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, external: bool 
     with atomic_files(target.parent, name=target.name) as folder:
         if external:
             ir.save(model, folder / target.name, external_data=f"{target.name}.data")
+            restore_types_of_file(folder / target.name)
         else:
             save_in_one_file(model, folder / target.name)
         return [target.parent / written.name for written in sorted(folder.iterdir())]

@@ -22,6 +22,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.export.files.value_types import is_tensor
 from bitwright.export.qdq.forms import METADATA, Builder, before, read_metadata
 from bitwright.export.qdq.markers import STATES, copy_model, move_uses
 from bitwright.export.qdq.write import RANDOM
@@ -55,7 +56,7 @@ def open_bodies(model: ir.Model, values: Values) -> Opened:
     """Put what ran of every If, Loop and Scan into the main graph.
 
     A body without sites stays as it is, and so does one whose values do not tell what ran, a loop of more than 50,000
-    copied nodes, one over sequences, and a Scan that is a recurrent layer (:mod:`bitwright.export.verify.steps`).
+    copied nodes, one over optional values, and a Scan that is a recurrent layer (:mod:`bitwright.export.verify.steps`).
 
     Args:
         model: as ``to_qdq`` wrote it; left as it is.
@@ -151,7 +152,7 @@ class _Opener:
         given = {place: array for place in _places(body) if (array := self._given(*place)) is not None}
         lengths = {len(array) for array in given.values() if array.ndim}
         several = (v.type for v in (*node.outputs, *body.outputs))
-        if len(lengths) != 1 or any(t is not None and not isinstance(t, ir.TensorType) for t in several):
+        if len(lengths) != 1 or any(isinstance(t, ir.OptionalType) for t in several):
             return []
         (count,) = lengths
         if count == 0:
@@ -237,8 +238,11 @@ class _Opener:
 
     def _border(self, node: ir.Node, value: ir.Value) -> ir.Value:
         """``value`` on the other side of a border."""
-        op = "Max" if value.dtype in _FLOATS else "Identity"
-        return self._emit(node, op, [value], f"{value.name}_beyond")
+        tensor = is_tensor(value)
+        op = "Max" if tensor and value.dtype in _FLOATS else "Identity"
+        made = self._emit(node, op, [value], f"{value.name}_beyond")
+        made.type = made.type if tensor else value.type
+        return made
 
     def _fence(self, body: ir.Graph, node: ir.Node) -> None:
         """Let a body read what it takes from the main graph across a border; constants it reads as they are."""

@@ -24,10 +24,12 @@ from numpy.typing import NDArray
 
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ExportError, close_matches
+from bitwright.export.files.value_types import load
 from bitwright.export.qdq.forms import METADATA, read_metadata
 from bitwright.export.verify.agreement import Agreement, compare, spread, step_of
 from bitwright.export.verify.bodies import open_bodies
 from bitwright.export.verify.cut import Cut, Place
+from bitwright.export.verify.outputs import named_arrays
 from bitwright.export.verify.reasons import OTHER_CONSTANT, Evidence, explain, measure, reason_of
 from bitwright.export.verify.runtime import MODES, Mode, refusals, run_model
 from bitwright.export.verify.steps import side_by_side
@@ -275,7 +277,7 @@ def _load(model: ir.Model | str | os.PathLike[str]) -> ir.Model:
 
 def _read(path: str | os.PathLike[str], site: str) -> ir.Model:
     try:
-        return ir.load(path)
+        return load(Path(path))
     except Exception as error:  # protobuf's own errors are not importable through onnx
         problem = f"it cannot be read as an ONNX model: {error}"
         raise ExportError(site, problem, "export the simulation again, or check the path") from error
@@ -465,22 +467,24 @@ def _compare_outputs(
     results: dict[Mode, dict[str, Array]] = {}
     for mode in MODES:
         try:
-            results[mode] = run_model(model, graph_inputs, mode)
+            results[mode] = named_arrays(run_model(model, graph_inputs, mode))
         except refusals() as error:
             failures.setdefault(mode, str(error).strip().splitlines()[0])
     rows = []
     for name, array in expected.items():
         known = [str(v.name) for v in model.graph.outputs]
-        if name not in known:
+        if name not in known and not any(name in found for found in results.values()):
             near = close_matches(name, known)
             raise ExportError(name, f"the model has no output of this name{near}", f"name one of {known}")
-        decibel = {m: _level(array, results[m][name]) if m in results else -math.inf for m in MODES}
+        decibel = {m: _level(array, results[m].get(name)) if m in results else -math.inf for m in MODES}
         rows.append(OutputRow(name, decibel["float"], decibel["integer"]))
     return tuple(rows)
 
 
-def _level(expected: Array, found: Array) -> float:
+def _level(expected: Array, found: Array | None) -> float:
     """Signal-to-noise ratio in dB; of strings only whether they are equal."""
+    if found is None or expected.shape != found.shape:  # a sequence or a map of another length
+        return -math.inf
     if expected.dtype.kind in "OSU":
         same = np.array_equal(expected.astype(np.str_), found.astype(np.str_))
         return math.inf if same else -math.inf

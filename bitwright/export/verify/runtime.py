@@ -11,6 +11,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.export.files.temporary import temporary_room
+from bitwright.export.files.value_types import load
 
 Array = NDArray[Any]
 Mode = Literal["float", "integer"]
@@ -70,7 +71,7 @@ def _session(model: ir.Model, mode: Mode, types: dict[str, str] | None) -> Any:
         source = _source(model, Path(folder, "model.onnx"))
         session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
         if types is not None:
-            types.update(_types(ir.load(optimized)))
+            types.update(_types(load(optimized)))
     return session
 
 

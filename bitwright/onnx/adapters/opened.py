@@ -16,6 +16,8 @@ from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.core.graph.graph import Graph
 from bitwright.core.simulation.protocols import Array, sqnr
 from bitwright.errors import ModelError
+from bitwright.export.files.value_types import restore_types
+from bitwright.export.verify.outputs import arrays_of
 from bitwright.onnx.adapters.bias_correct import OnnxCorrectable
 from bitwright.onnx.adapters.folding import fold_batch_norms
 from bitwright.onnx.model.data import as_feeds, input_specs, random_feeds
@@ -112,7 +114,7 @@ def _folded(
     loaded: Loaded, feeds: dict[str, Array] | None, providers: Providers | None, progress: bool
 ) -> FoldReport:
     shapes = None if feeds is None else measure_shapes(loaded.model, feeds, providers)
-    before: list[Array] = []
+    before: list[list[Array]] = []
 
     def changed(view: OnnxView) -> str | None:
         assert feeds is not None
@@ -152,27 +154,39 @@ def give_back(loaded: Loaded, model: Model) -> None:
     graph.inputs.clear()
     graph.inputs.extend(listed[name] for name in loaded.inputs if name in listed)
     if isinstance(model, onnx.ModelProto):
-        model.CopyFrom(ir.to_proto(loaded.model))
+        proto = ir.to_proto(loaded.model)
+        restore_types(proto)
+        model.CopyFrom(proto)
     else:
         model.graph = graph
         model.functions.clear()
         model.ir_version = loaded.model.ir_version
 
 
-def float_outputs(view: OnnxView, feeds: dict[str, Array]) -> list[Array]:
-    """The outputs of the model as it stands."""
-    return list(open_session(view.model, view.providers).run(None, feeds))
+def float_outputs(view: OnnxView, feeds: dict[str, Array]) -> list[list[Array]]:
+    """The outputs of the model as it stands, each as the arrays in it."""
+    return [arrays_of(output) for output in open_session(view.model, view.providers).run(None, feeds)]
 
 
-def what_changed(view: OnnxView, feeds: dict[str, Array], before: Sequence[Array]) -> str | None:
+def what_changed(view: OnnxView, feeds: dict[str, Array], before: Sequence[Sequence[Array]]) -> str | None:
     """What is different since ``before`` was taken; ``None`` when only rounding is."""
     for value, old, new in zip(view.model.graph.outputs, before, float_outputs(view, feeds), strict=True):
-        if old.dtype.kind != "f":
-            continue
-        finite = np.isfinite(old)
-        if old.shape != new.shape or not np.array_equal(finite, np.isfinite(new)):
-            return f"{value.name} has another shape, or NaN or infinite elements in other places"
-        agreement = sqnr(old[finite], new[finite])
-        if agreement < (_LEAST_IN_HALF if old.dtype == np.float16 else _LEAST_AGREEMENT):
-            return f"{value.name} agrees with the original to {agreement:.1f} dB only"
+        if len(old) != len(new):
+            return f"{value.name} holds {len(new)} tensors, not {len(old)}"
+        for one, other in zip(old, new, strict=True):
+            difference = _difference(one, other)
+            if difference:
+                return f"{value.name} {difference}"
+    return None
+
+
+def _difference(old: Array, new: Array) -> str | None:
+    if old.dtype.kind != "f":
+        return None
+    finite = np.isfinite(old)
+    if old.shape != new.shape or not np.array_equal(finite, np.isfinite(new)):
+        return "has another shape, or NaN or infinite elements in other places"
+    agreement = sqnr(old[finite], new[finite])
+    if agreement < (_LEAST_IN_HALF if old.dtype == np.float16 else _LEAST_AGREEMENT):
+        return f"agrees with the original to {agreement:.1f} dB only"
     return None

@@ -19,6 +19,7 @@ from bitwright.core.numerics.int32_bias import fake_quantize_bias
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ModelError
+from bitwright.export.files.value_types import is_tensor
 from bitwright.export.qdq.markers import Names, is_site, remove_unread, site_of
 from bitwright.onnx.adapters.to_torch import as_torch
 from bitwright.onnx.model.data import as_feeds
@@ -179,12 +180,13 @@ class OnnxSimulation:
             step = self._step(node, ids, ops, pending, fixed)
             if all(v in constants for v in step.reads) and not step.operands and not node_has_graphs(node):
                 values = step.function([constants[v] for v in step.reads])
-                constants.update(zip(step.writes, values, strict=True))
-                continue
+                if all(isinstance(value, Tensor) for value in values):  # an empty sequence is none
+                    constants.update(zip(step.writes, values, strict=True))
+                    continue
             made.update((v, (len(steps), i)) for i, v in enumerate(step.writes))
             steps.append(step)
         steps = [replace_results(step, results.get(i, ())) for i, step in enumerate(steps)]
-        return Program(tuple(steps), constants, tuple(ids(v) for v in model.graph.outputs))
+        return Program(tuple(steps), constants, tuple(ids(v) for v in _returned(model.graph)))
 
     def _step(
         self, node: ir.Node, ids: _Ids, ops: Container[str], pending: Mapping[ir.Value, str],
@@ -222,11 +224,11 @@ class OnnxSimulation:
         state = dict(inputs)
         run(whole, state, 0, len(program.steps))
         session = open_session(simulation_model(self.sim.marked, {}).model, self.sim.providers)
+        outputs = zip(self.sim.marked.graph.outputs, self.sim.output_names, strict=True)
+        names = [name for value, name in outputs if is_tensor(value)]
+        # tensors come first among the outputs of the program; what sequences and maps are made of follows
         for value, name, expected in zip(
-            program.outputs,
-            self.sim.output_names,
-            session.run(self.sim.output_names, dict(feeds)),
-            strict=True,
+            program.outputs, names, session.run(names, dict(feeds)) if names else (), strict=False
         ):
             found = state.get(value, program.constants.get(value))
             if found is None or expected.dtype.kind != "f":
@@ -239,6 +241,30 @@ class OnnxSimulation:
                     f"its operators, run one by one, agree with ONNX Runtime to {agreement:.0f} dB only",
                     "report the model; its other methods (calibration, export) do not depend on this",
                 )
+
+
+#: operators whose result is the tensors that they read, under another type
+_HOLDERS = frozenset(("SequenceConstruct", "SequenceInsert", "Optional", "Identity", "ZipMap"))
+
+
+def _returned(graph: ir.Graph) -> list[ir.Value]:
+    """The tensors that a model returns, then those that the sequences and maps it returns are made of."""
+    found = dict.fromkeys(value for value in graph.outputs if is_tensor(value))
+    held = [value for value in graph.outputs if not is_tensor(value)]
+    seen = set(held)
+    for value in held:  # grows inside the loop
+        node = value.producer()
+        if node is None or node.op_type not in _HOLDERS:
+            continue
+        for read in node.inputs:
+            if read is None or read in seen:
+                continue
+            seen.add(read)
+            if not is_tensor(read):
+                held.append(read)
+            elif read.dtype is not None and read.dtype.is_floating_point():
+                found[read] = None
+    return list(found)
 
 
 class _Ids:
@@ -320,8 +346,8 @@ def _to_runtime(held: Any) -> Any:
 
 
 def _from_runtime(found: Any) -> Any:
-    """What ONNX Runtime returned as the value of a step; what is neither tensor nor sequence stays as it is."""
-    if isinstance(found, list):
+    """What ONNX Runtime returned as the value of a step; what is neither tensor nor a sequence of some stays as it is."""
+    if isinstance(found, list) and all(isinstance(part, np.ndarray) for part in found):
         return tuple(to_tensor(array) for array in found)
     return to_tensor(found) if isinstance(found, np.ndarray) else found
 

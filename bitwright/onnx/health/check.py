@@ -33,6 +33,7 @@ from bitwright.core.health.report import (
     measure_tensor,
 )
 from bitwright.errors import CalibrationError
+from bitwright.export.files.value_types import is_tensor
 from bitwright.onnx.health.probe import Frame, Probe, array_of, flags_of, run_wide, scan_inputs
 from bitwright.onnx.health.recurrent_steps import first_bad_step
 from bitwright.onnx.model.data import InputSpec, as_feeds, input_specs, random_array
@@ -254,7 +255,7 @@ class Doctor:
         frame, node = origin.frame, origin.node
         assert node is not None
         reads = [_readable_name(v) for v in node.inputs]
-        writes = [v.name for v in node.outputs if v.name and not isinstance(v.type, ir.SequenceType)]
+        writes = [v.name for v in node.outputs if v.name and is_tensor(v)]
         arrays = frame.fetch([*(name for name in reads if name), *writes])
         ports = [measure_tensor(n, arrays[n], self._kind(n)) if n else None for n in reads]
         written = [measure_tensor(name, arrays[name]) for name in writes]
@@ -409,7 +410,7 @@ def _slices(node: ir.Node, own: Sequence[str]) -> list[tuple[str, int]]:
 
 def _readable_name(value: ir.Value | None) -> str:
     """Of a tensor; empty for a port without one, or with a sequence."""
-    tensor = value is not None and value.name and not isinstance(value.type, ir.SequenceType)
+    tensor = value is not None and value.name and is_tensor(value)
     return str(value.name) if value is not None and tensor else ""
 
 

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from bitwright.core.health.report import CLEAN, Flags
 from bitwright.errors import BitwrightError, CalibrationError, ModelError
 from bitwright.export.qdq.forms import Builder, after
+from bitwright.export.verify.outputs import arrays_of
 from bitwright.export.verify.runtime import refusals
 from bitwright.onnx.model.data import Feeds
 from bitwright.onnx.model.instrument import Instrument
@@ -56,10 +57,10 @@ BODY_ATTRIBUTES = {
 }
 
 
-def flags_of(x: Array | list[Array]) -> Flags:
-    """Which non-finite values an array, or a sequence of arrays, holds; of anything but floats it is none."""
-    if isinstance(x, list):
-        return Flags(*map(any, zip(CLEAN, *map(flags_of, x), strict=True)))
+def flags_of(x: Any) -> Flags:
+    """Which non-finite values an array, or a sequence or map with some, holds; of anything but floats it is none."""
+    if not isinstance(x, np.ndarray):
+        return Flags(*map(any, zip(CLEAN, *map(flags_of, arrays_of(x)), strict=True)))
     if x.dtype.kind != "f" or np.isfinite(x).all():
         return CLEAN
     return Flags(*(bool(bad.any()) for bad in (np.isnan(x), x == np.inf, x == -np.inf)))

@@ -30,6 +30,7 @@ import onnx_ir as ir
 from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.core.graph.ops import OPS, op_row
 from bitwright.core.graph.recurrence import CELLS, RETURNS, inner_values
+from bitwright.export.files.value_types import is_tensor
 from bitwright.export.qdq.recurrent import layer_activations, unknown_activation
 
 UNKNOWN = -1  # an axis whose length depends on the input
@@ -91,7 +92,8 @@ class _Node:
 
     def is_float(self, port: int) -> bool:
         value = self.input(port)
-        return value is not None and value.dtype is not None and value.dtype.is_floating_point()
+        dtype = None if value is None or not is_tensor(value) else value.dtype
+        return dtype is not None and dtype.is_floating_point()
 
     def number(self, port: int) -> float | None:
         """The single element of a constant operand, also behind casts and changes of shape."""
@@ -312,6 +314,7 @@ class _Reader:
         if found is None:
             found = shape if value.shape is None else _lengths(value.shape)
         dtype = dtype if value.dtype is None else _dtype(value.dtype)
+        dtype = dtype if is_tensor(value) else "sequence"
         sources = self.constants.get(value, ()) if kind == "constant" else ()
         param = name if kind == "param" else None
         self.values[name] = Value(name, kind, found or (), dtype or "unknown", param, sources)

@@ -32,6 +32,7 @@ from onnx_ir.passes.common import (
 
 from bitwright.errors import ModelError
 from bitwright.export.files.atomic import settle
+from bitwright.export.files.value_types import from_proto, has_map, is_tensor, note_type
 from bitwright.export.qdq.markers import DOMAIN as MARKER_DOMAIN
 from bitwright.onnx.model.recurrent import split_directions
 from bitwright.onnx.model.untrusted import (
@@ -155,7 +156,7 @@ def _deserialize(proto: onnx.ModelProto, site: str, folder: Path | None) -> ir.M
     check_names(proto, site)
     check_tensors(proto)
     try:
-        model = ir.from_proto(proto)
+        model = from_proto(proto)
     except (ir.serde.SerdeError, ValueError, TypeError) as error:
         raise _why_not_read(proto, site, error) from error
     if folder is not None:
@@ -183,11 +184,6 @@ def _detach(model: ir.Model) -> None:
 
 
 def _why_not_read(proto: onnx.ModelProto, site: str, error: Exception) -> ModelError:
-    for kind, values in (("input", proto.graph.input), ("output", proto.graph.output)):
-        for value in values:
-            what = value.type.WhichOneof("value")
-            if what not in (None, "tensor_type"):
-                return _not_a_tensor(site, kind, value.name, str(what).removesuffix("_type"))
     counts = Counter(name for node in proto.graph.node for name in node.output if name)
     counts.update({i.name for i in proto.graph.input} | {i.name for i in proto.graph.initializer})
     twice = next((name for name, count in counts.items() if count > 1), None)
@@ -207,11 +203,11 @@ def _defined_twice(site: str, name: str) -> ModelError:
     )
 
 
-def _not_a_tensor(site: str, kind: str, name: str, what: str) -> ModelError:
+def _not_a_tensor(site: str, name: str, what: str) -> ModelError:
     return ModelError(
         site,
-        f"its {kind} {name!r} is no tensor but a {what}",
-        "cut the model in front of this value (for classifiers of scikit-learn: convert with zipmap=False)",
+        f"its input {name!r} is no tensor but a {what}, and data are arrays",
+        "export the model with tensors as inputs, or cut it after the operators that read this one",
     )
 
 
@@ -248,7 +244,7 @@ def clone_model(model: ir.Model) -> ir.Model:
         RuntimeError,
         ValueError,
     ):  # clone wants nodes in execution order; what is wrong otherwise is told later
-        return ir.from_proto(ir.to_proto(model))
+        return from_proto(ir.to_proto(model))
 
 
 def _own_tensor(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol | None:
@@ -289,11 +285,11 @@ def _check_opset(model: ir.Model, site: str) -> int:
 
 def _check_interface(model: ir.Model, site: str) -> None:
     graph = model.graph
-    for kind, values in (("input", graph.inputs), ("output", graph.outputs)):
-        for value in values:
-            if value.type is not None and not isinstance(value.type, ir.TensorType):
-                what = type(value.type).__name__.removesuffix("Type").lower()
-                raise _not_a_tensor(site, kind, str(value.name), what)
+    for value in graph.inputs:
+        if has_map(value):
+            raise _not_a_tensor(site, str(value.name), "map")
+        if value.type is not None and not isinstance(value.type, ir.TensorType):
+            raise _not_a_tensor(site, str(value.name), type(value.type).__name__.removesuffix("Type").lower())
     if not graph.outputs:
         raise ModelError(site, "the graph has no outputs", "export the model again")
     for value in graph.outputs:
@@ -518,8 +514,9 @@ def infer_shapes(model: ir.Model) -> None:
             info = known.get(value.name or "")
             if info is None or info.type.WhichOneof("value") is None:
                 continue
-            if value.type is None:
-                value.type = ir.serde.deserialize_type_proto_for_type(info.type)
+            note_type(value, info.type)
+            if not is_tensor(value):
+                continue
             shape = ir.serde.deserialize_type_proto_for_shape(info.type)
             value.shape = value.shape if shape is None else shape
 

@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ModelError, close_matches
+from bitwright.export.files.value_types import from_proto
 from bitwright.export.qdq.markers import Names
+from bitwright.export.verify.outputs import arrays_of
 from bitwright.export.verify.runtime import refusals
 from bitwright.onnx.model.data import Feeds, InputSpec, as_feeds, input_specs, random_array
 from bitwright.onnx.model.legacy import TAKEN_IN, part_training_norms, rewrite_dropped, train_norms
@@ -129,7 +131,7 @@ def _convert(loaded: Loaded) -> tuple[Loaded, list[str]]:
             f"it cannot be converted from opset {loaded.opset} to {OPSET}: {first_line(error)}",
             "export the model again with opset 21, or replace the operator that the message names",
         ) from error
-    model = ir.from_proto(proto)
+    model = from_proto(proto)
     for name, tensor in kept.items():
         value = model.graph.initializers.get(name)
         if value is not None:
@@ -344,7 +346,12 @@ def _culprit(old: Loaded, new: Loaded, feeds: Feeds) -> str:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if not isinstance(one, np.ndarray) or one.dtype.kind not in "fc":
+    mine, others = arrays_of(one), arrays_of(other)
+    return len(mine) == len(others) and all(map(_equal_arrays, mine, others))
+
+
+def _equal_arrays(one: Array, other: Array) -> bool:
+    if one.dtype.kind not in "fc":
         return bool(np.array_equal(one, other))
     if one.shape != other.shape or not np.array_equal(np.isfinite(one), np.isfinite(other)):
         return False

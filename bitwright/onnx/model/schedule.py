@@ -21,6 +21,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from bitwright.export.files.value_types import load
 from bitwright.onnx.model.session import (
     Providers,
     check_providers,
@@ -92,7 +93,7 @@ def open_watching(
         stack.enter_context(folder)
         path = Path(folder.name, "optimized.onnx")
         save_optimized(model, path)
-        optimized = ir.load(path)
+        optimized = load(path)
         names = watch_blocked(optimized.graph, frozenset(scalars), frozenset(unordered))
         reduce_early(optimized.graph, frozenset((*scalars, *channels)))
         ir.save(optimized, path)

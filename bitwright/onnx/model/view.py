@@ -22,6 +22,7 @@ from bitwright.core.simulation.protocols import (
     carry_out,
 )
 from bitwright.errors import ModelError, close_matches
+from bitwright.export.files.value_types import is_tensor
 from bitwright.export.qdq.forms import Place, after, before
 from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.onnx.model.data import as_feeds, input_specs
@@ -513,7 +514,7 @@ def measure_shapes(
     asked: list[tuple[str, ir.Value, int | None]] = []
     for value in [v for v in _values_by_name(copy).values() if not v.is_initializer()]:
         graph = value.graph
-        if graph is None or not isinstance(value.type or ir.TensorType(ir.DataType.FLOAT), ir.TensorType):
+        if graph is None or not is_tensor(value):
             continue
         shape = instrument.builder.emit(
             _behind(value, graph), "Shape", [value], f"{value.name}_shape", ir.DataType.INT64

@@ -50,6 +50,7 @@ from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.recurrent import RecurrentForm, expand_recurrent
 from bitwright.export.qdq.write import ActivationForm, BiasForm, QdqResult, to_qdq
 from bitwright.export.targets import DEFAULT_TARGET, find_target
+from bitwright.export.verify.outputs import named_arrays
 from bitwright.export.verify.report import VerifyReport, verify_layers
 from bitwright.export.verify.runtime import refusals
 from bitwright.export.verify.samples import plain
@@ -804,7 +805,7 @@ class QuantizationSimModel(Tabular):
             for s in self.quantizers.values()
             if s.role in _ACTIVATIONS and s.name in result.tensors and s.enabled
         ]
-        outputs = dict(zip(self.output_names, self.run(feeds), strict=True))
+        outputs = named_arrays(dict(zip(self.output_names, self.run(feeds), strict=True)))
         self._close_large()  # the next session is another one
         return Samples(self.capture(names, feeds), feeds, outputs)
 

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from bitwright.core.health.repair import Repair
 from bitwright.core.health.report import LIMITS
+from bitwright.export.files.value_types import is_tensor
 from bitwright.export.qdq.forms import Builder, after
 from bitwright.export.qdq.markers import Outputs, is_site, move_uses, remove_unread
 
@@ -50,7 +51,7 @@ def nodes_of(sim: Repaired) -> dict[str, ir.Node]:
 def float_results(node: ir.Node | None) -> list[ir.Value]:
     """The floating-point tensors that a node writes and somebody reads."""
     read = [v for v in (() if node is None else node.outputs) if v.uses() or v.is_graph_output()]
-    return [v for v in read if not isinstance(v.type, ir.SequenceType) and _dtype(v) in _LIMITS]
+    return [v for v in read if is_tensor(v) and _dtype(v) in _LIMITS]
 
 
 def _dtype(value: ir.Value) -> ir.DataType:

@@ -11,7 +11,7 @@ from onnx import helper
 from bitwright.errors import ModelError
 from bitwright.onnx.model.load import load_model
 from tests.onnx import flow
-from tests.onnx.nets import FLOAT, INT64, Array, Net, feeds_for, run
+from tests.onnx.nets import FLOAT, Array, Net, feeds_for, run
 
 
 def function_model() -> onnx.ModelProto:
@@ -241,24 +241,6 @@ def output_made_by_nothing() -> onnx.ModelProto:
     return net.model("y")
 
 
-def map_output() -> onnx.ModelProto:
-    net = Net()
-    net("ZipMap", net.input("x", (2, 4)), out="y", domain="ai.onnx.ml", classlabels_int64s=[1, 2, 3, 4])
-    model = net.model("y", domains={"ai.onnx.ml": 3})
-    pairs = helper.make_map_type_proto(INT64, helper.make_tensor_type_proto(FLOAT, []))
-    model.graph.output[0].CopyFrom(helper.make_value_info("y", helper.make_sequence_type_proto(pairs)))
-    return model
-
-
-def sequence_output() -> onnx.ModelProto:
-    net = Net()
-    net("SequenceConstruct", net.input("x", (2, 4)), out="y")
-    model = net.model("y")
-    tensors = helper.make_sequence_type_proto(helper.make_tensor_type_proto(FLOAT, None))
-    model.graph.output[0].CopyFrom(helper.make_value_info("y", tensors))
-    return model
-
-
 def old() -> onnx.ModelProto:
     net = Net()
     return net.model(net("Relu", net.input("x", (2, 4)), out="y"), opset=6)
@@ -283,10 +265,6 @@ BAD = {
     made_by_nothing: "net: node 'sum' (Add) reads 'lost', which nothing makes. Remedy: export the model again; a node "
     "or an initializer is missing",
     output_made_by_nothing: "net: no node makes the output 'y'. Remedy: remove the output, or export the model again",
-    map_output: "net: its output 'y' is no tensor but a sequence. Remedy: cut the model in front of this value (for "
-    "classifiers of scikit-learn: convert with zipmap=False)",
-    sequence_output: "net: its output 'y' is no tensor but a sequence. Remedy: cut the model in front of this value "
-    "(for classifiers of scikit-learn: convert with zipmap=False)",
     input_twice: "net: two values of one graph bear the name 'x'. Remedy: give every node output its own name; a graph "
     "like this has no defined meaning",
     unheard_of: f"net: it has opset 99, and the installed onnx {onnx.__version__} knows operators up to opset "
