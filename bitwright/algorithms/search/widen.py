@@ -10,12 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from bitwright.algorithms.rounding.program import SimulatedModel
 from bitwright.algorithms.search.output_error import OutputErrors, output_errors
-from bitwright.core.graph.graph import Graph, Op
-from bitwright.core.graph.ops import op_row
+from bitwright.core.graph.work import multiplications, size
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError
@@ -169,10 +166,10 @@ class _Candidates:
         self.quantizers = {
             id(site.quantizer): site.quantizer for site in sites.values() if id(site.quantizer) not in fixed
         }
-        self._work = {op.name: _products(graph, op) for op in graph.ops}
+        self._work = {op.name: multiplications(graph, op) for op in graph.ops}
         self._all_work = sum(self._work.values()) or 1.0
         values = _values(model)
-        sizes = {key: float(sum(_size(graph, v) for v in held)) for key, held in values.items()}
+        sizes = {key: float(sum(size(graph, v) for v in held)) for key, held in values.items()}
         all_sizes = sum(sizes.values()) or 1.0
         self._read: set[int] = set()  # by layers
         self._layers: dict[int, set[str]] = {}
@@ -236,24 +233,3 @@ def _values(model: SimulatedModel) -> dict[int, dict[str, None]]:
         if group in by_group:
             found[by_group[group]].setdefault(value)
     return found
-
-
-def _size(graph: Graph, value: str) -> float:
-    return float(np.prod([max(n, 1) for n in graph.values[value].shape]))
-
-
-def _products(graph: Graph, op: Op) -> float:
-    """Multiplications of an operator that multiplies matrices, of the recorded run; 0 for the others."""
-    row = op_row(op.type)
-    if row.kind != "compute" or not op.outputs or op.inputs[0] is None:
-        return 0.0
-    made, read = _size(graph, op.outputs[0]), graph.values[op.inputs[0]].shape
-    weight = op.inputs[1] if len(op.inputs) > 1 else None
-    if op.type in ("Conv", "ConvTranspose") and weight is not None:
-        positions = made if op.type == "Conv" else _size(graph, op.inputs[0])
-        return positions * float(np.prod(graph.values[weight].shape[1:]))
-    if op.type in ("LSTM", "GRU", "RNN"):
-        steps = float(np.prod(read[:-1])) if read else 1.0
-        return steps * sum(_size(graph, v) for v in op.inputs[1:3] if v is not None)
-    inner = read[-1 if not op.attrs.get("transA") else 0] if read else 1
-    return made * max(inner, 1)

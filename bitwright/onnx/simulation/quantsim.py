@@ -715,6 +715,12 @@ class QuantizationSimModel(Tabular):
             found.setdefault(name, []).append(values[str(value.name)])
         return found
 
+    def report(self, path: str | Path, data: Any = None, **options: Any) -> Path:
+        """Write one HTML file that shows the simulation and what it costs; see :func:`bitwright.report.simulation_report`."""
+        from bitwright.report import simulation_report
+
+        return simulation_report(self, path, data, **options)
+
     def coverage(self) -> Coverage:
         """Every value and parameter: quantized how, shared with whom, or not and why. Print it."""
         return Coverage.of(self.plan, self.graph, self.quantizers.changes(self.plan), {})

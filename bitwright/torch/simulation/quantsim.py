@@ -530,6 +530,16 @@ class QuantizationSimModel(Tabular):
             self.model(*args, **kwargs)
         return taps
 
+    def example(self) -> Any:
+        """The first of the inputs that the model was recorded on."""
+        return self.examples[0]
+
+    def report(self, path: str | Path, data: Any = None, **options: Any) -> Path:
+        """Write one HTML file that shows the simulation and what it costs; see :func:`bitwright.report.simulation_report`."""
+        from bitwright.report import simulation_report
+
+        return simulation_report(self, path, data, **options)
+
     def coverage(self) -> Coverage:
         """Every value and parameter: quantized how, shared with whom, or not and why. Print it."""
         return Coverage.of(self.plan, self.graph, self.quantizers.changes(self.plan), self._simulator.unseen)

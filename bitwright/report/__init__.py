@@ -1,0 +1,19 @@
+"""Reports in one HTML file, and what differs between two runs.
+
+A report is written from a *document*: a plain dictionary (:mod:`bitwright.report.document`) made of the dictionaries of
+analyses, recipes, verifications and coverage. Nothing here computes a quantization error; that is ``bitwright.analysis``.
+"""
+
+from bitwright.report.document import report_document
+from bitwright.report.of_folder import folder_document, read_run
+from bitwright.report.of_simulation import simulation_document, simulation_report
+from bitwright.report.page import write_report
+
+__all__ = [
+    "folder_document",
+    "read_run",
+    "report_document",
+    "simulation_document",
+    "simulation_report",
+    "write_report",
+]
