@@ -62,6 +62,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "onnx",
             "analysis",
             "migrate",
+            "report",
         },  # fmt: skip
         ANYTHING,
     ),

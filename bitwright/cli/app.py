@@ -148,6 +148,8 @@ def _options(
       bitwright inspect m.onnx        what would be quantized, and why not the rest
       bitwright verify exported/         does it compute what the simulation did?
       bitwright show exported/           every site: format, scale, range
+      bitwright report exported/         one HTML file that shows all of it
+      bitwright diff one/ other/         what differs between two runs
       bitwright presets                  names for preset, scheme, configuration
       bitwright check-config rules.yaml  what it says, or what is wrong in it
 

@@ -4,12 +4,15 @@ A report is written from a *document*: a plain dictionary (:mod:`bitwright.repor
 analyses, recipes, verifications and coverage. Nothing here computes a quantization error; that is ``bitwright.analysis``.
 """
 
+from bitwright.report.diff import RunDiff, diff_runs
 from bitwright.report.document import report_document
 from bitwright.report.of_folder import folder_document, read_run
 from bitwright.report.of_simulation import simulation_document, simulation_report
 from bitwright.report.page import write_report
 
 __all__ = [
+    "RunDiff",
+    "diff_runs",
     "folder_document",
     "read_run",
     "report_document",

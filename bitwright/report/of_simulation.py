@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,13 @@ def simulation_document(
     data: Any = None,
     *,
     analysis: Any = None,
-    metric: Any = None,
     verification: Any = None,
+    health: Any = None,
+    recipe: Any = None,
+    pareto: Any = None,
     title: str = "",
-    **parts: Any,
+    notes: Iterable[str] = (),
+    **options: Any,
 ) -> Document:
     """The document of a calibrated simulation of either front end.
 
@@ -39,13 +42,14 @@ def simulation_document(
         sim: a ``QuantizationSimModel``.
         data: batches on which errors are measured; by default the example input alone, which the report says.
         analysis: made before, instead of ``data``.
-        metric: for the analysis, see :func:`bitwright.analyze`.
         verification: a report of ``sim.verify()``; ``True`` makes one.
-        title, parts: for :func:`bitwright.report.report_document`.
+        health: a report of ``check_model``; by default what calibration saw.
+        recipe, pareto, title, notes: see :func:`bitwright.report.report_document`.
+        options: of :func:`bitwright.analyze`, such as ``metric``.
 
     Raises:
         CalibrationError: the simulation is not calibrated.
-        ConfigError: both ``analysis`` and ``data`` are given.
+        ConfigError: both ``analysis`` and ``data`` or options for another one are given.
     """
     if not sim.calibrated:
         raise CalibrationError(
@@ -53,25 +57,26 @@ def simulation_document(
             "the simulation is not calibrated, so there are no encodings to show",
             "call sim.compute_encodings(batches) or sim.load_encodings(path) first",
         )
-    if analysis is not None and (data is not None or metric is not None):
-        raise ConfigError("report", "it is given an analysis and data for another one", "give one of them")
-    notes = list(parts.pop("notes", ()))
+    if analysis is not None and (data is not None or options):
+        given = ", ".join(["data"] * (data is not None) + list(options))
+        problem = f"it is given an analysis, and {given} for another one"
+        raise ConfigError("report", problem, "give either an analysis or data with its options")
+    told = list(notes)
     if analysis is None:
         if data is None:
             data = [sim.example()]
-            notes.append("errors are those on the example input alone; give data to have them of your own")
-        analysis = _analyze(sim, data, metric)
-    if verification is True:
-        verification = sim.verify()
+            told.append("errors are those on the example input alone; give data to have them of your own")
+        analysis = _analyze(sim, data, options)
     return report_document(
         analysis,
         title=title,
         network=network_of(sim.graph, sim.quantizers.values()),
         coverage=sim.coverage(),
-        verification=verification,
-        health=parts.pop("health", None) or sim.health(),
-        notes=notes,
-        **parts,
+        verification=sim.verify() if verification is True else verification,
+        health=sim.health() if health is None else health,
+        recipe=recipe,
+        pareto=pareto,
+        notes=told,
     )
 
 
@@ -94,10 +99,10 @@ def simulation_report(sim: Any, path: str | os.PathLike[str], data: Any = None, 
     return write_report(simulation_document(sim, data, **options), path)
 
 
-def _analyze(sim: Any, data: Any, metric: Any) -> Any:
+def _analyze(sim: Any, data: Any, options: Mapping[str, Any]) -> Any:
     from bitwright.analysis.analyze import analyze
 
-    return analyze(sim, data, metric)
+    return analyze(sim, data, **options)
 
 
 def network_of(graph: Graph, sites: Iterable[Site]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ _DIGITS = 5  # significant digits of numbers in the file
 _ROWS = 30  # of the table without scripts
 #: (bounds of channels, sites with histograms): tried one by one until the file is small enough; None is all
 _DETAIL: tuple[tuple[int, int | None], ...] = (
-    (256, None), (128, None), (64, None), (32, None), (0, None), (0, 2000), (0, 500), (0, 0),
+    (256, None), (128, None), (64, None), (32, None), (0, None), (0, 2000), (0, 500), (0, 100), (0, 0),
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def write_report(document: Mapping[str, Any], path: str | os.PathLike[str], **pa
 
 def page(document: Document) -> str:
     """The HTML text of a document, below 4.5 MB for any number of sites that fits there without histograms."""
-    assets = {name: _asset(f"report.{name}") for name in ("html", "css", "js")}
+    assets = {name: asset(f"report.{name}") for name in ("html", "css", "js")}
     fixed = {"title": escape(document["title"]), "style": assets["css"], "script": assets["js"]}
     fixed["summary"] = _static(document)
     room = MAX_BYTES - sum(len(text.encode()) for text in (assets["html"], *fixed.values()))
@@ -64,7 +64,8 @@ def page(document: Document) -> str:
     return _filled(assets["html"], {**fixed, "data": data})
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """The text of a file that is put into pages."""
     return (files("bitwright.report") / "assets" / name).read_text(encoding="utf-8")
 
 
@@ -91,7 +92,7 @@ def _split(part: str, mark: str, value: str) -> list[str]:
 def _packed(document: Mapping[str, Any]) -> str:
     """JSON, deflated, as base64."""
     text = json.dumps(document, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
-    return base64.b64encode(zlib.compress(text.encode("utf-8", "backslashreplace"), 9)).decode()
+    return base64.b64encode(zlib.compress(text.encode("utf-8", "backslashreplace"), 6)).decode()
 
 
 # ---- what is kept of a document

@@ -105,6 +105,7 @@ function scaleOf(mode) {
   return {share, low: back(low), high: back(high)};
 }
 let scale = scaleOf(mode);
+const inkOn = value => { const share = scale.share(value); return share !== null && (share > 0.9 || share < 0.1) ? '#fff' : '#10151a'; };
 const colourOf = value => { const share = scale.share(value); return share === null ? GREY : ramp(share); };
 
 // ---- head: tiles, notes, sections
@@ -147,12 +148,12 @@ for (const layer of layers) {
   const parts = layer.name.split(mark).filter(Boolean);
   let here = root;
   root.members.push(layer.index);
-  parts.slice(0, -1).forEach(part => {
-    if (!here.children.has(part)) here.children.set(part, {path: here.path ? here.path + mark + part : part, label: part, children: new Map(), members: [], parent: here, open: false, leaf: null});
+  parts.slice(0, -1).forEach((part, depth) => {
+    if (!here.children.has(part)) here.children.set(part, {path: here.path ? here.path + mark + part : part, label: parts.slice(Math.max(0, depth - 1), depth + 1).join(mark), children: new Map(), members: [], parent: here, open: false, leaf: null});
     here = here.children.get(part);
     here.members.push(layer.index);
   });
-  here.children.set('\u0000' + layer.index, {path: layer.name, label: parts[parts.length - 1] || layer.name, children: null, members: [layer.index], parent: here, open: false, leaf: layer});
+  here.children.set('\u0000' + layer.index, {path: layer.name, label: parts.slice(-2).join(mark) || layer.name, children: null, members: [layer.index], parent: here, open: false, leaf: layer});
   layer.node = here.children.get('\u0000' + layer.index);
 }
 const groups = [];  // parents before their children
@@ -162,7 +163,10 @@ for (const stack = [root]; stack.length;) {
   for (const child of group.children.values()) if (child.children) stack.push(child);
 }
 const single = group => group.children.size === 1;  // nothing is told by folding one thing into another
-for (const group of groups) group.open = group === root || single(group);
+let base = root;  // what holds everything is never folded
+while (single(base) && [...base.children.values()][0].children) base = [...base.children.values()][0];
+const foldAll = () => { for (const group of groups) group.open = group === base || single(group); };
+foldAll();
 function openFirst(room = 70) {
   let shown = visible().length;
   const queue = groups.filter(group => !group.open).sort((a, b) => b.members.length - a.members.length);
@@ -280,7 +284,7 @@ function draw() {
       path(places.get(nodes[a]), places.get(nodes[b]));
     }
     pen.strokeStyle = bold ? mark : line;
-    pen.globalAlpha = bold ? 1 : 0.55;
+    pen.globalAlpha = bold ? 1 : 0.5;
     if (bold) pen.lineWidth *= 2.2;
     pen.stroke();
   }
@@ -299,7 +303,7 @@ function draw() {
     if (hits.size && !node.members.some(i => hits.has(i))) { pen.fillStyle = style('--back'); pen.globalAlpha = 0.75; pen.fill(); pen.globalAlpha = 1; }
     if (node === chosen) { pen.strokeStyle = mark; pen.lineWidth = Math.max(3.5, 2.5 / view.k); pen.stroke(); }
     if (label) {
-      pen.fillStyle = '#10151a';
+      pen.fillStyle = inkOn(badness(node));
       const text = node.leaf ? node.label : `▸ ${node.label} (${node.members.length})`;
       pen.fillText(clipped(text, W - 14), p.x - W / 2 + 7, p.y + (node.leaf ? 11 : H / 2));
       if (node.leaf) pen.fillText(clipped(`${node.leaf.op || ''} ${mode.text(node.leaf[mode.key])}`, W - 14), p.x - W / 2 + 7, p.y + 25);
@@ -381,15 +385,14 @@ function reveal(node) {
 }
 function unfold(node) {
   if (node.leaf) return;
-  let inner = node;
-  inner.open = true;
+  node.open = true;
   layOut();
   choose(standIn(layers[node.members[0]]), true);
 }
 function foldAround(node) {
   let group = node.parent;
-  while (group && (single(group) && group.parent)) group = group.parent;
-  if (!group || group === root) return;
+  while (group && single(group)) group = group.parent;
+  if (!group || group === base || !group.parent) return;
   group.open = false;
   layOut();
   choose(group, true);
@@ -429,7 +432,7 @@ function showLayer(layer) {
     drawn.replaceChildren(...siteParts(site));
   };
   for (const site of layer.rows) chips.append(el('button', {type: 'button', 'data-name': site.name, 'aria-pressed': 'false', onclick: () => show(site)}, site.name.startsWith(layer.name + '.') ? site.name.slice(layer.name.length + 1) : site.name));
-  const folds = layer.node.parent !== root ? el('button', {type: 'button', onclick: () => foldAround(layer.node)}, 'Fold its module') : null;
+  const folds = layer.node.parent !== base ? el('button', {type: 'button', onclick: () => foldAround(layer.node)}, 'Fold its module') : null;
   $('panel').replaceChildren(...[
     el('h3', {}, layer.name),
     facts([
@@ -650,7 +653,7 @@ if (layers.length) {
   $('zoomout').addEventListener('click', () => zoom(0.8));
   $('fit').addEventListener('click', fit);
   $('unfold').addEventListener('click', () => { groups.forEach(group => { group.open = true; }); layOut(); fit(); });
-  $('fold').addEventListener('click', () => { groups.forEach(group => { group.open = group === root || single(group); }); layOut(); if (chosen) chosen = chosen.leaf ? standIn(chosen.leaf) : chosen; fit(); });
+  $('fold').addEventListener('click', () => { foldAll(); layOut(); if (chosen) chosen = chosen.leaf ? standIn(chosen.leaf) : chosen; fit(); });
   const kinds = [...new Set(layers.map(layer => layer.op || ''))].sort();
   $('op').append(el('option', {value: ''}, 'all'), ...kinds.map(kind => el('option', {value: kind}, kind)));
   for (const id of ['filter', 'op', 'quantized']) $(id).addEventListener('input', () => { shownRows = 200; fillTable(); });
