@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import log10
@@ -91,7 +91,7 @@ class RunDiff(Tabular):
         """Whether every site is quantized in the same way."""
         return not self.sites
 
-    def _tables(self) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    def _tables(self) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
         """Title, head and rows of each part that holds something."""
         numbers = [(n.name, _short(n.before), _short(n.after)) for n in self.numbers]
         yield "Numbers", ("what", self.first, self.second), numbers
