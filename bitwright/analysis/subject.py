@@ -154,6 +154,7 @@ def _torch_subject(sim: Any) -> Subject:
 
 
 def _onnx_subject(sim: Any) -> Subject:
+    from bitwright.export.verify.outputs import one_array
     from bitwright.onnx.model.data import as_feeds
     from bitwright.onnx.model.session import open_session
     from bitwright.onnx.simulation.simulate import simulation_model
@@ -179,7 +180,7 @@ def _onnx_subject(sim: Any) -> Subject:
     def outputs(batch: Any, wanted_in_float: bool) -> Sequence[Array]:
         feeds = dict(as_feeds(batch, sim.specs))
         found = float_session().run(sim.output_names, feeds) if wanted_in_float else sim.run(feeds)
-        return [y if isinstance(y, np.ndarray) else np.empty(0, np.int64) for y in found]
+        return [one_array(y) for y in found]
 
     graph = sim.marked.graph
     shapes = {

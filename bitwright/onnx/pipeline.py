@@ -8,8 +8,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from bitwright.algorithms.bias_correct import BiasReport
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.algorithms.options import Options, keyword_options
@@ -37,7 +35,7 @@ from bitwright.export.artefacts import Exported
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.export.targets import DEFAULT_TARGET, find_target
-from bitwright.export.verify.outputs import arrays_of
+from bitwright.export.verify.outputs import one_array
 from bitwright.methods import bias, channels
 from bitwright.methods.folding import fold_all_batch_norms
 from bitwright.onnx.model.data import as_feeds, input_specs
@@ -327,12 +325,7 @@ def _float_outputs(model: Source, providers: Providers | None) -> Callable[[Any]
 
 def _arrays(outputs: Iterable[Any]) -> list[Array]:
     """Outputs as a judge takes them, one array each: of a sequence or a map all floats in a row."""
-    return [y if isinstance(y, np.ndarray) else _in_a_row(arrays_of(y)) for y in outputs]
-
-
-def _in_a_row(arrays: Sequence[Array]) -> Array:
-    floats = [array.ravel() for array in arrays if array.dtype.kind == "f"]
-    return np.concatenate(floats) if floats else np.empty(0, np.int64)
+    return [one_array(y) for y in outputs]
 
 
 def _method_options(name: str) -> Options:

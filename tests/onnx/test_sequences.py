@@ -158,6 +158,13 @@ def test_the_default_recipe_runs_and_its_export_verifies(build, tmp_path):
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize("build", (classifier, returns_a_sequence), ids=lambda b: b.__name__)
+def test_the_analysis_measures_the_numbers_in_them(build):
+    sim = QuantizationSimModel(build(), batches()[0])
+    sim.compute_encodings(batches())
+    assert "dB" in str(bitwright.analyze(sim, batches()))
+
+
 @pytest.mark.parametrize("method", ("apply_adaround", "apply_gptq", "apply_seq_mse", "apply_bias_correction"))
 def test_weight_methods_on_a_sequence_and_a_map(method):
     for build in (returns_a_sequence, classifier):

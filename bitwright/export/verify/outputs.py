@@ -35,6 +35,14 @@ def arrays_of(output: Any) -> list[NDArray[Any]]:
     return arrays + ([np.array(numbers)] if numbers else [])
 
 
+def one_array(output: Any) -> NDArray[Any]:
+    """An output as one array: of a sequence or a map all floats in a row; empty and of integers where it holds none."""
+    if isinstance(output, np.ndarray):
+        return output
+    floats = [array.ravel() for array in arrays_of(output) if array.dtype.kind == "f"]
+    return np.concatenate(floats) if floats else np.empty(0, np.int64)
+
+
 def named_arrays(outputs: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     """Outputs by name, where one that is no array stands as its arrays: ``name[0]``, ``name[1]``, ..."""
     found: dict[str, NDArray[Any]] = {}
