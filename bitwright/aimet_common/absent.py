@@ -14,7 +14,6 @@ _LATER = "it is not in this version of Bitwright"
 #: dotted name below ``bitwright`` (a module, or a name in one) -> what to do instead
 ABSENT: dict[str, str] = {
     "aimet_torch.auto_quant": f"{_LATER} (AIMET removed it in 2.31); bitwright.quantize(model, data) chooses a recipe",
-    "aimet_torch.bn_reestimation": f"{_LATER}; fold batch norms before simulating",
     "aimet_torch.quant_analyzer": f"{_LATER}; sim.health() and sim.coverage() describe every quantizer",
     "aimet_torch.layer_output_utils": f"{_LATER}; sim.capture(names, batch) gives values of a simulation, "
     "sim.verify() compares them with ONNX Runtime",
@@ -30,8 +29,6 @@ ABSENT: dict[str, str] = {
     "aimet_torch.visualization_tools": f"{_LATER}; sim.health() has the ranges of every site",
     "aimet_torch.visualize_model": f"{_LATER}; sim.health() has the ranges of every weight",
     "aimet_torch.v1": "AIMET removed it in 2.30; use bitwright.aimet_torch itself",
-    "aimet_torch.batch_norm_fold.fold_all_batch_norms_to_scale": f"{_LATER}; fold batch norms before simulating, "
-    "with fold_all_batch_norms(model, input_shapes)",
     "aimet_torch.quantsim.check_accumulator_overflow": f"{_LATER} (AIMET announced its removal for 2.44); int32 biases are "
     "checked for overflow when they are derived",
     "aimet_torch.seq_mse.SequentialMse": "its steps are AIMET's internals; call apply_seq_mse(sim, data_loader)",

@@ -16,7 +16,7 @@ from bitwright.errors import ConfigError, close_matches
 class QuantScheme(Enum):
     """How ranges are chosen.
 
-    The ``training_`` members choose the initial ranges, as in AIMET 2.
+    With the ``training_`` members of ``aimet_torch``, ranges train from those that calibration found.
     """
 
     min_max = 1
@@ -62,6 +62,12 @@ _METHOD = {
 def range_method(scheme: Any) -> Any:
     """What our API calls the scheme: the range method's name; other values than AIMET's go through unchanged."""
     return _METHOD.get(scheme, scheme) if isinstance(scheme, QuantScheme) else scheme
+
+
+def learns_ranges(scheme: Any) -> bool:
+    """Whether ranges are to be trained: by the member of either enumeration, or its name."""
+    name = scheme.name if isinstance(scheme, Enum) else scheme
+    return isinstance(name, str) and name.startswith("training_range_learning")
 
 
 class QuantizationDataType(Enum):

@@ -261,9 +261,12 @@ class SiteQuantizer(SiteView):
     # -- calibration and use
 
     def requires_grad_(self, requires_grad: bool = True) -> SiteQuantizer:
-        """Ranges of a simulation are no parameters, so that ``False`` is how it is."""
+        """Which ranges of a simulation train is the simulation's to say: ``sim.learn_ranges(sites)``."""
         if requires_grad:
-            differs(f"{self._site.name}.requires_grad_(True)", "ranges are not trained in this version")
+            differs(
+                f"{self._site.name}.requires_grad_(True)",
+                f"call sim.learn_ranges({self._site.name!r}) instead, and give sim.range_parameters() to the optimizer",
+            )
         return self
 
     @contextmanager

@@ -12,9 +12,10 @@ from bitwright import torch as front
 from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_torch._core import walk_modules
 from bitwright.aimet_torch._layers import smallest_input
+from bitwright.aimet_torch.quantsim import QuantizationSimModel
 from bitwright.errors import ModelError
 
-__all__ = ["FoldedPairs", "fold_all_batch_norms", "fold_given_batch_norms"]
+__all__ = ["FoldedPairs", "fold_all_batch_norms", "fold_all_batch_norms_to_scale", "fold_given_batch_norms"]
 
 __getattr__ = absent_names(__name__)
 
@@ -40,6 +41,20 @@ def fold_all_batch_norms(
     pairs = FoldedPairs(
         (modules[layer], modules[norm]) for layer, norm in report if layer in modules and norm in modules
     )
+    pairs.report = report
+    return pairs
+
+
+def fold_all_batch_norms_to_scale(sim: QuantizationSimModel) -> FoldedPairs:
+    """:func:`bitwright.torch.fold_all_batch_norms_to_scale`: batch norms into the scales of the weights before them.
+
+    Returns:
+        ``(layer, batch norm)`` of each fold, as modules that ``sim.model`` had before.
+    """
+    modules = dict(walk_modules(sim.model))
+    report = front.fold_all_batch_norms_to_scale(sim)
+    sim.show_quantizers()
+    pairs = FoldedPairs((modules[layer], modules[norm]) for layer, norm in report)
     pairs.report = report
     return pairs
 
@@ -101,3 +116,4 @@ class BatchNormFold:
 
     fold_all_batch_norms_to_weight = staticmethod(fold_all_batch_norms)
     fold_given_batch_norms = staticmethod(fold_given_batch_norms)
+    fold_all_batch_norms_to_scale = staticmethod(fold_all_batch_norms_to_scale)

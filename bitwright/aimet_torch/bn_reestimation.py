@@ -1,5 +1,5 @@
-"""``aimet_torch.bn_reestimation``: not here; importing it says what to do instead."""
+"""``aimet_torch.bn_reestimation``: statistics of batch norms taken anew after quantization-aware training."""
 
-from bitwright.aimet_common.absent import refuse
+from bitwright.torch.training.batch_norm import Handle, reestimate_bn_stats
 
-refuse(__name__)
+__all__ = ["Handle", "reestimate_bn_stats"]

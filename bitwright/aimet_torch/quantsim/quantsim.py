@@ -13,8 +13,14 @@ import torch
 from torch import nn
 
 from bitwright import torch as front
-from bitwright.aimet_common.absent import absent_attribute, absent_names, differs
-from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, data_type, range_method
+from bitwright.aimet_common.absent import absent_attribute, absent_names
+from bitwright.aimet_common.defs import (
+    QuantizationDataType,
+    QuantScheme,
+    data_type,
+    learns_ranges,
+    range_method,
+)
 from bitwright.aimet_torch import _modules
 from bitwright.aimet_torch._calibration import calibrate, calibrate_parameters
 from bitwright.aimet_torch._core import RangeMethod, SiteMap, find_range_method, walk_modules
@@ -96,11 +102,16 @@ class QuantizationSimModel(front.QuantizationSimModel):
             **options,
         )
         self._scheme = quant_scheme
-        self.quantizers: Quantizers = Quantizers(dict(self.quantizers))
+        self.quantizers: Quantizers
         self._simulator.stage = (
             "simulate"  # every quantizer refuses on its own until it has a range, as in AIMET
         )
         self.original_names: Any = WeakKeyDictionary({m: name for name, m in walk_modules(model)})
+        self.show_quantizers()
+
+    def show_quantizers(self) -> None:
+        """Put the quantizers of all sites on the modules they belong to."""
+        self.quantizers = Quantizers(dict(self.quantizers))
         _modules.attach(self)
 
     @property
@@ -131,6 +142,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
         given = forward_pass_callback_args is not NOT_GIVEN
         if not callable(forward_pass_callback) or isinstance(forward_pass_callback, torch.Tensor):
             super().compute_encodings(forward_pass_callback, **options)
+            self._learn_if_asked()
             return
 
         def callback(model: nn.Module) -> None:
@@ -139,6 +151,12 @@ class QuantizationSimModel(front.QuantizationSimModel):
             )
 
         calibrate(self, callback, super().compute_encodings, options)
+        self._learn_if_asked()
+
+    def _learn_if_asked(self) -> None:
+        """The schemes ``training_range_learning_...`` train ranges from the calibrated ones on."""
+        if learns_ranges(self._scheme):
+            self.learn_ranges()
 
     def compute_param_encodings(self) -> None:
         """Find the encodings of the parameters alone; the others stay as they are."""
@@ -199,16 +217,21 @@ class QuantizationSimModel(front.QuantizationSimModel):
                 yield name, view_of((site,))
 
     def quantizer_parameters(self) -> Iterator[nn.Parameter]:
-        """Nothing: ranges are no parameters in this version."""
+        """The parameters of all ranges, for the optimizer; they train from the first call on.
+
+        AIMET's parameters are the ends of the ranges, and in ``sim.model.parameters()``; these are distances from the calibrated
+        ranges (:meth:`learn_ranges`), and beside the model.
+
+        Raises:
+            CalibrationError: no encodings yet.
+        """
         return (parameter for _, parameter in self.named_quantizer_parameters())
 
     def named_quantizer_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Nothing: ranges are no parameters in this version."""
-        differs(
-            "quantizer_parameters",
-            "ranges are not trained in this version, so there are no parameters of them",
-        )
-        return iter(())
+        """:meth:`quantizer_parameters` with the names of their sites."""
+        if not any(True for _ in self.named_range_parameters()):
+            self.learn_ranges()
+        return self.named_range_parameters()
 
     def exclude_layers_from_quantization(self, layers_to_exclude: Sequence[nn.Module]) -> None:
         """Leave these modules of ``sim.model`` and everything below them in float."""
@@ -296,15 +319,15 @@ class QuantizationSimModel(front.QuantizationSimModel):
             encodings: path or dict, of versions 0.6.1, 1.0.0, 2.0.0, or without a version.
             strict: refuse names that the model does not have, and encodings of places that are switched off.
             partial: leave quantizers without an encoding as they are; otherwise they are switched off.
-            requires_grad: ranges are not trained in this version, so that ``False`` and ``None`` are how it is.
+            requires_grad: train ranges from these on; ``False`` and ``None`` leave that as it is.
             allow_overwrite: whether calibration may change what was loaded; ``None`` leaves it as it is.
 
         Raises:
             EncodingsError: (a ValueError) see :meth:`bitwright.torch.QuantizationSimModel.load_encodings`.
         """
-        if requires_grad:
-            differs("load_encodings(requires_grad=True)", "ranges are not trained in this version")
         load_encodings(self, encodings, strict, partial, allow_overwrite)
+        if requires_grad:
+            self.learn_ranges()
 
     def load_and_freeze_encodings(
         self, encoding_path: str | Path | dict[str, Any], ignore_when_quantizer_disabled: bool = False

@@ -51,6 +51,16 @@ class Quantizer(core.Quantizer):
             self.learned = LearnedRange(self.name, self.required, offset=offset)
         return self.learned
 
+    def take_over(self, other: Quantizer, encoding: Encoding | None = None) -> None:
+        """Go on in the place of ``other``, learned range included; with ``encoding`` instead of its own."""
+        self._spec, self._enabled, self.frozen = other._spec, other._enabled, other.frozen
+        self.why_float, self.why_spec, self.statistics = other.why_float, other.why_spec, other.statistics
+        self.learned = None
+        self._set_encoding(other._encoding)
+        self.learned = other.learned
+        if encoding is not None:
+            self.encoding = encoding
+
     def _current(self) -> Encoding | None:
         return self._encoding if self.learned is None or self._encoding is None else self.learned.encoding
 
