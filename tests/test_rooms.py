@@ -40,7 +40,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "calls": set(),
         "simulation": {"calls", "health"},
         "adapters": {"calls", "simulation"},
-        "training": {"adapters", "batch_norm_fold", "calls", "simulation"},
+        "training": {"adapters", "calls", "simulation"},
     },
     "onnx": {
         "model": set(),

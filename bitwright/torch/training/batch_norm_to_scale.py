@@ -19,8 +19,8 @@ from bitwright.core.numerics.granularity import PerBlock, PerChannel
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import CalibrationError
 from bitwright.progress import progress as bar
+from bitwright.torch.adapters.opened import float_outputs, what_changed
 from bitwright.torch.adapters.view import TorchView
-from bitwright.torch.batch_norm_fold import float_outputs, what_changed
 from bitwright.torch.calls.batches import evaluation, model_device, to_device
 from bitwright.torch.calls.intercept import Interceptor
 from bitwright.torch.calls.trees import named_state
