@@ -20,6 +20,7 @@ from bitwright.errors import FormatError as FormatError
 from bitwright.errors import GranularityError as GranularityError
 from bitwright.errors import ModelError as ModelError
 from bitwright.errors import RangeError as RangeError
+from bitwright.mixed.search import mixed_precision as mixed_precision
 from bitwright.torch.pipeline import quantize as quantize
 
 __version__: str

@@ -44,6 +44,11 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     # documents are plain data; who makes them is loaded when asked for
     "report": ({"errors", "core", "export", "analysis", "onnx", "tables"}, NUMPY),
+    # searches above both front ends
+    "mixed": (
+        FRONT_END | {"algorithms", "analysis", "torch", "onnx"},
+        NUMPY | FILES_OUT | {"torch", "scipy", "ray"},
+    ),
     "distributed": ({"errors", "core", "torch"}, NUMPY | {"torch", "ray"}),
     # AIMET's names on the public API; nobody imports them
     "aimet_common": ({"errors", "core"}, NUMPY),
@@ -61,6 +66,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "torch",
             "onnx",
             "analysis",
+            "mixed",
             "migrate",
             "report",
         },  # fmt: skip

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bitwright.algorithms.rounding.program import SimulatedModel
+from bitwright.algorithms.search.grids import values_on_grids
 from bitwright.algorithms.search.output_error import OutputErrors, output_errors
 from bitwright.core.graph.work import multiplications, size
 from bitwright.core.numerics.formats import IntFormat
@@ -168,7 +169,7 @@ class _Candidates:
         }
         self._work = {op.name: multiplications(graph, op) for op in graph.ops}
         self._all_work = sum(self._work.values()) or 1.0
-        values = _values(model)
+        values = values_on_grids(model.sites(), model.shared())
         sizes = {key: float(sum(size(graph, v) for v in held)) for key, held in values.items()}
         all_sizes = sum(sizes.values()) or 1.0
         self._read: set[int] = set()  # by layers
@@ -218,18 +219,3 @@ def _can_be_raised(site: Site) -> bool:
         and site.enabled and not site.frozen and not quantizer.derived and quantizer.encoding is not None
         and isinstance(quantizer.spec.format, IntFormat) and quantizer.spec.format.bits <= _NARROW
     )  # fmt: skip
-
-
-def _values(model: SimulatedModel) -> dict[int, dict[str, None]]:
-    """Quantizer -> the values that lie on its grid."""
-    sites = model.sites()
-    found: dict[int, dict[str, None]] = {}
-    by_group = {}
-    for site in sites.values():
-        if site.role in ("input", "output"):
-            found.setdefault(id(site.quantizer), {}).setdefault(site.value)
-            by_group[site.group] = id(site.quantizer)
-    for value, group in model.shared().items():
-        if group in by_group:
-            found[by_group[group]].setdefault(value)
-    return found

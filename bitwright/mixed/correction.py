@@ -1,0 +1,76 @@
+"""The additive model of the noise, corrected by what was measured.
+
+Errors of groups that were added up miss what they do to each other. After each measurement, factors per group and per
+candidate are fitted, in logarithms and with a penalty that keeps them near 1, so that the sum gives what was seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.mixed.choice import Choice
+
+Floats = NDArray[np.float64]
+_STIFF = 0.3  # how much a factor of e costs, in units of an error of e in one measurement
+_ROUNDS = 30
+_TINY = 1e-30
+
+
+@dataclass
+class Correction:
+    """Estimates and measurements.
+
+    Attributes:
+        estimate: ``[groups, candidates]``, noise that each makes alone.
+        seen: (choice, noise measured).
+    """
+
+    estimate: Floats
+    seen: list[tuple[Choice, float]] = field(default_factory=list)
+
+    def see(self, choice: Choice, noise: float) -> None:
+        """Take a measurement into account."""
+        if np.isfinite(noise):
+            self.seen.append((choice, max(noise, _TINY)))
+
+    def noise(self) -> Floats:
+        """The estimates times the factors that explain the measurements best."""
+        base = np.log(np.maximum(self.estimate, _TINY))
+        groups, candidates = base.shape
+        theta = np.zeros(groups + candidates)
+        if not self.seen:
+            return np.exp(base)
+        at = np.array([choice for choice, _ in self.seen])
+        wanted = np.log([noise for _, noise in self.seen])
+        for _ in range(_ROUNDS):
+            jacobian, found = self._slopes(base, theta, at)
+            left = wanted - found
+            normal = jacobian.T @ jacobian + _STIFF**2 * np.eye(len(theta))
+            step = np.linalg.solve(normal, jacobian.T @ left - _STIFF**2 * theta)
+            theta += step / max(1.0, float(np.abs(step).max()))
+            if np.abs(step).max() < 1e-6:
+                break
+        return np.exp(base + theta[:groups, None] + theta[None, groups:])
+
+    @staticmethod
+    def _slopes(base: Floats, theta: Floats, at: NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Derivatives of the logarithm of each sum by the logarithms of the factors, and the logarithms themselves."""
+        groups, candidates = base.shape
+        which = np.arange(groups)
+        logs = base[which, at] + theta[:groups] + theta[groups:][at]
+        largest = logs.max(1, keepdims=True)
+        parts = np.exp(logs - largest)
+        share: Floats = parts / parts.sum(1, keepdims=True)
+        by_candidate = np.stack([(share * (at == c)).sum(1) for c in range(candidates)], 1)
+        found = largest[:, 0] + np.log(parts.sum(1))
+        return np.hstack([share, by_candidate]), found
+
+
+def predicted(noise: Floats, choices: Sequence[Choice]) -> list[float]:
+    """The noise of each choice, added up."""
+    which = np.arange(len(noise))
+    return [float(noise[which, list(choice)].sum()) for choice in choices]

@@ -1,0 +1,235 @@
+"""What a choice of precisions costs: bytes of weights, bit operations, the peak of activations, milliseconds.
+
+A cost is one or more rows of a table ``[rows, groups, candidates]`` and a constant per row: the cost of a choice is the
+largest of its rows, each the sum of what its groups add. Sums have one row; the peak of activations has one per operator.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.algorithms.search.grids import values_on_grids
+from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.work import multiplications, size
+from bitwright.errors import ConfigError, close_matches
+from bitwright.mixed.candidates import Candidate, bits_of
+from bitwright.mixed.groups import Group
+
+Floats = NDArray[np.float64]
+_FLOAT = 32
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One cost of every choice.
+
+    Attributes:
+        name: ``weight_bytes``, ``bit_ops``, ``activation_bytes``, or ``ms``.
+        unit: for tables.
+        table: ``[rows, groups, candidates]``, what a group adds to each row at each candidate.
+        fixed: ``[rows]``, what does not depend on the choice.
+    """
+
+    name: str
+    unit: str
+    table: Floats
+    fixed: Floats
+
+    def of(self, choice: Sequence[int]) -> float:
+        """The cost of ``choice``, a candidate per group."""
+        rows = self.table[:, np.arange(len(choice)), list(choice)].sum(1) + self.fixed
+        return float(rows.max())
+
+
+class Bits:
+    """Bits of every site under a candidate, and of what does not change."""
+
+    def __init__(
+        self, sim: Any, groups: Sequence[Group], candidates: Sequence[Candidate], least: Mapping[str, int]
+    ) -> None:
+        self.sim, self.groups, self.candidates, self._least = sim, groups, candidates, least
+        self.group_of = {
+            id(sim.quantizers[name].quantizer): i for i, group in enumerate(groups) for name in group.sites
+        }
+
+    def at(self, site: str, candidate: Candidate) -> int:
+        """Of a site that changes."""
+        role = self.sim.quantizers[site].role
+        if role in ("weight", "constant"):
+            return candidate.bits[0]
+        return max(candidate.bits[1], self._least.get(site, 0))
+
+    def fixed(self, site: Any) -> int:
+        """Of a site that stays as it is."""
+        return bits_of(site.spec)
+
+
+def weight_bytes(bits: Bits) -> Cost:
+    """Bytes of all parameters: weights at their bits, everything else as float32. Scales are not counted."""
+    graph: Graph = bits.sim.graph
+    table = np.zeros((1, len(bits.groups), len(bits.candidates)))
+    params = {
+        v.name: size(graph, v.name) for v in graph.values.values() if v.param is not None and v.is_float
+    }
+    left = dict(params)
+    for site in bits.sim.quantizers.values():
+        count = left.pop(site.value, None)
+        if count is None or site.role not in ("weight", "constant"):
+            if count is not None:
+                left[site.value] = count
+            continue
+        group = bits.group_of.get(id(site.quantizer))
+        if group is None:
+            left[site.value] = count * bits.fixed(site) / _FLOAT
+        else:
+            table[0, group] += [count * bits.at(site.name, c) / 8 for c in bits.candidates]
+    return Cost("weight_bytes", "bytes", table, np.array([4 * sum(left.values())]))
+
+
+def bit_ops(bits: Bits, kernels: Mapping[str, Mapping[int, Any]]) -> Cost:
+    """Multiplications times the bits of both factors, over the layers of the recorded run."""
+    graph: Graph = bits.sim.graph
+    table, fixed = np.zeros((1, len(bits.groups), len(bits.candidates))), 0.0
+    for op in graph.ops:
+        work = 0.0 if op.type == "Embedding" else multiplications(graph, op)
+        sites = list(kernels.get(op.name, {}).values())
+        group = next(
+            (bits.group_of[id(s.quantizer)] for s in sites if id(s.quantizer) in bits.group_of), None
+        )
+        if group is None:
+            fixed += work * _FLOAT * _FLOAT
+            continue
+        weight = next((s for s in sites if s.role in ("weight", "constant")), None)
+        value = next((s for s in sites if s.role not in ("weight", "constant")), None)
+        for i, candidate in enumerate(bits.candidates):
+            a = _FLOAT if value is None else bits.at(value.name, candidate)
+            w = a if weight is None and value is not None else candidate.bits[0]
+            table[0, group, i] += work * a * w
+    return Cost("bit_ops", "bit operations", table, np.array([fixed]))
+
+
+def activation_bytes(bits: Bits) -> Cost:
+    """The largest sum of activations that an operator and later ones need at one time, of the recorded run."""
+    graph: Graph = bits.sim.graph
+    owner: dict[str, int] = {}
+    for key, values in values_on_grids(bits.sim.quantizers, bits.sim.plan.shared).items():
+        owner.update({value: key for value in values})
+    sites = {id(s.quantizer): s for s in bits.sim.quantizers.values() if s.role not in ("weight", "constant")}
+    ends = {name: len(graph.ops) for name in graph.outputs}
+    born = dict.fromkeys(graph.inputs, 0)
+    for i, op in enumerate(graph.ops):
+        born.update(dict.fromkeys(op.outputs, i))
+        for _, value in op.sources():
+            ends[value] = max(ends.get(value, 0), i)
+    live = [v for v in born if v in graph.values and not graph.values[v].is_static]
+    table = np.zeros((len(graph.ops), len(bits.groups), len(bits.candidates)))
+    fixed = np.zeros(len(graph.ops))
+    for value in live:
+        span = slice(born[value], ends.get(value, born[value]) + 1)
+        count, key = size(graph, value), owner.get(value, 0)
+        site, group = sites.get(key), bits.group_of.get(key)
+        if group is None or site is None:
+            fixed[span] += count * (4 if site is None else bits.fixed(site) / 8)
+        else:
+            table[span, group] += [count * bits.at(site.name, c) / 8 for c in bits.candidates]
+    return Cost("activation_bytes", "bytes", *_needed(table, fixed))
+
+
+def _needed(table: Floats, fixed: Floats) -> tuple[Floats, Floats]:
+    """Without rows that another one is at least as large as at every choice."""
+    order = np.argsort(-(table.max(2).sum(1) + fixed), kind="stable")
+    kept: list[int] = []
+    for i in order:
+        if not any((table[k] >= table[i]).all() and fixed[k] >= fixed[i] for k in kept):
+            kept.append(int(i))
+    return table[kept], fixed[kept]
+
+
+def milliseconds(bits: Bits, times: Mapping[str, Mapping[str, float]] | str | Path) -> Cost:
+    """Time per operator and candidate, of a table that was measured.
+
+    Args:
+        bits: of the choice.
+        times: layer or operator type -> candidate -> milliseconds; or the path of a JSON file of it. The row of a layer wins
+            over that of its type.
+
+    Raises:
+        ConfigError: the table misses an operator or a candidate, or holds what is no time.
+    """
+    if not isinstance(times, Mapping):
+        times = _read_times(Path(times))
+    graph: Graph = bits.sim.graph
+    table, missing = np.zeros((1, len(bits.groups), len(bits.candidates))), []
+    for i, group in enumerate(bits.groups):
+        for layer in group.layers:
+            row = times.get(layer, times.get(graph.op(layer).type))
+            if row is None:
+                missing.append(f"{layer} ({graph.op(layer).type})")
+                continue
+            table[0, i] += [_time(layer, row, bits.candidates[c]) for c in range(len(bits.candidates))]
+    if missing:
+        more = f" and {len(missing) - 3} others" if len(missing) > 3 else ""
+        raise ConfigError(
+            "times",
+            f"the table has no row for {', '.join(missing[:3])}{more}",
+            "add a row for each layer or for its operator type; bitwright.mixed.latency.measure_times makes one here",
+        )
+    return Cost("ms", "ms", table, np.zeros(1))
+
+
+def _read_times(path: Path) -> Mapping[str, Mapping[str, float]]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            str(path),
+            f"the table of times cannot be read: {error}",
+            'write {"Conv": {"w8a8": 0.4, ...}, ...}',
+        ) from error
+    return dict(found)
+
+
+def _time(layer: str, row: Mapping[str, float], candidate: Candidate) -> float:
+    found = row.get(candidate.name) if isinstance(row, Mapping) else None
+    if not isinstance(found, (int, float)) or not np.isfinite(found) or found < 0:
+        raise ConfigError(
+            "times",
+            f"{layer} has {found!r} for {candidate.name}, which is no time",
+            "give milliseconds for every candidate",
+        )
+    return float(found)
+
+
+COSTS = ("weight_bytes", "bit_ops", "activation_bytes", "ms")
+
+
+def all_costs(
+    bits: Bits, kernels: Mapping[str, Mapping[int, Any]], times: Any, wanted: Sequence[str]
+) -> dict[str, Cost]:
+    """Every cost by name; milliseconds where there is a table.
+
+    Raises:
+        ConfigError: an unknown cost is wanted, or milliseconds without a table.
+    """
+    for name in wanted:
+        if name not in COSTS:
+            raise ConfigError(
+                "cost",
+                f"there is no cost {name!r}{close_matches(str(name), COSTS)}",
+                f"use {', '.join(COSTS)}",
+            )
+    if "ms" in wanted and times is None:
+        raise ConfigError(
+            "cost",
+            "milliseconds are wanted and times is None",
+            "pass times=..., a table or the path of one as JSON",
+        )
+    found = {c.name: c for c in (weight_bytes(bits), bit_ops(bits, kernels), activation_bytes(bits))}
+    return found | ({} if times is None else {"ms": milliseconds(bits, times)})

@@ -1,0 +1,297 @@
+"""Every precision of every quantizer made ready once, so that a trial only sets one of them.
+
+Weights of fewer bits are rounded as the default recipe does it (ranges by ``seq_mse`` below 8 bits, then ``gptq``), all of
+them at each width, and kept; activations keep the encodings that follow from their statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bitwright.algorithms.search.output_error import OutputErrors, output_errors
+from bitwright.analysis.subject import Subject
+from bitwright.core.graph.graph import Graph
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.spec import QuantSpec
+from bitwright.core.simulation.protocols import Undo
+from bitwright.errors import BitwrightError
+from bitwright.mixed.candidates import Candidate, highest, spec_at
+from bitwright.mixed.groups import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bitwright.algorithms.rounding.program import Program, SimulatedModel, State
+    from bitwright.core.simulation.sites import Site
+
+Floats = NDArray[np.float64]
+Key = tuple[str, QuantSpec | None]
+_COARSER = 1000.0
+_WORST = 1e6  # noise over signal of what is not finite
+
+
+class Library:
+    """States of quantizers and weights of a simulation.
+
+    Args:
+        subject: the simulation.
+        groups, candidates: as :func:`bitwright.mixed.groups.find_groups` takes and gives them.
+        least: site -> bits that it has at least.
+        data: batches for the rounding of weights.
+        rounding: whether weights are rounded with error feedback; otherwise each goes to its nearest code.
+        samples: rows for the rounding.
+
+    Attributes:
+        refused: group -> candidate -> why a site of it cannot have it.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        groups: Sequence[Group],
+        candidates: Sequence[Candidate],
+        least: Mapping[str, int],
+        data: Iterable[Any],
+        *,
+        rounding: bool = True,
+        samples: int = 256,
+    ) -> None:
+        self._subject, self.groups, self.candidates, self._least = subject, groups, candidates, least
+        self._data, self._rounding, self._samples = data, rounding, samples
+        self.steps: SimulatedModel = subject.steps()
+        self.refused: dict[int, dict[int, str]] = {}
+        self._states: dict[Key, Undo] = {}
+        self._weights: dict[Key, Tensor] = {}
+        self._planned = {name: subject.sites[name].quantizer.spec for group in groups for name in group.sites}
+        self._original: dict[str, Tensor] = {}
+        self._base = subject.remember()
+        self._now: list[int | None] = [None] * len(groups)
+        self.restore()
+        for candidate in candidates:
+            self._prepare_activations(candidate)
+        for candidate in candidates:
+            self._prepare_weights(candidate)
+        self.restore()
+
+    def restore(self) -> None:
+        """Bring the simulation back to what it was."""
+        self._base()
+        for site, tensor in self._original.items():
+            self.steps.set_weight(site, tensor)
+        self._base()  # whatever a new weight does to its quantizer
+        self._now = [None] * len(self.groups)
+
+    # -- making ready
+
+    def _prepare_activations(self, candidate: Candidate) -> None:
+        for i, group in enumerate(self.groups):
+            for name in group.activations:
+                key = (name, self._spec(name, candidate))
+                if key not in self._states:
+                    self._ready(i, candidate, key)
+
+    def _prepare_weights(self, candidate: Candidate) -> None:
+        keys = {name: (name, self._spec(name, candidate)) for group in self.groups for name in group.weights}
+        if all(key in self._states for key in keys.values()):
+            return
+        self.restore()
+        best = self.candidates[highest(self.candidates)]
+        for group in self.groups:  # rounding sees activations that are as good as they get
+            for name in group.activations:
+                if (undo := self._states.get((name, self._spec(name, best)))) is not None:
+                    undo()
+        for i, group in enumerate(self.groups):
+            for name in group.weights:
+                self._ready(i, candidate, keys[name])
+        if self._rounding and isinstance(candidate.weight and candidate.weight.format, IntFormat):
+            self._round(candidate, keys)
+
+    def _ready(self, group: int, candidate: Candidate, key: Key) -> None:
+        """Set a spec at one site and keep the state; a site that cannot have it refuses its group the candidate."""
+        name, spec = key
+        site: Site = self._subject.sites[name]
+        before = site.quantizer.remember()
+        try:
+            if spec is None:
+                site.enabled = False
+            elif site.quantizer.statistics is None and site.role in ("input", "output"):
+                _regrid(site, spec)
+            else:
+                site.spec = spec
+            if spec is not None and site.encoding is None:
+                raise _NoRange
+        except (BitwrightError, _NoRange) as error:
+            before()
+            why = (
+                f"{name}: {error.problem}"
+                if isinstance(error, BitwrightError)
+                else f"{name}: its statistics do not serve {spec.describe() if spec else 'it'}; calibrate under it"
+            )
+            for i, c in enumerate(self.candidates):
+                if self._spec(name, c) == spec:
+                    self.refused.setdefault(group, {})[i] = why
+            return
+        self._states[key] = site.quantizer.remember()
+
+    def _round(self, candidate: Candidate, keys: Mapping[str, Key]) -> None:
+        from bitwright.algorithms.rounding.table import choose_weights
+
+        assert candidate.weight is not None
+        bits = candidate.weight.format.bits
+        graph = self.steps.graph()
+        known = {
+            name: key
+            for name, key in keys.items()
+            if self.steps.why_fixed(name) is None
+            and graph.values[self._subject.sites[name].value].param is not None
+        }
+        for name in known:
+            self._original.setdefault(name, self.steps.weight(name))
+        layers = [self._subject.sites[name].op for name in known]
+        methods: list[tuple[str, dict[str, Any]]] = [("seq_mse", {})] if bits < 8 else []
+        if bits <= 8:
+            methods.append(("gptq", {"damping": 0.1}))
+        for method, options in methods if layers else ():
+            choose_weights(self.steps, self._data, method, options, num_samples=self._samples)
+        for name, key in known.items():
+            if key in self._states:
+                self._states[key] = self._subject.sites[name].quantizer.remember()
+                self._weights[key] = self.steps.weight(name)
+
+    def _spec(self, name: str, candidate: Candidate) -> QuantSpec | None:
+        planned = self._planned[name]
+        weight = self._subject.sites[name].role in ("weight", "constant")
+        wanted = candidate.weight if weight else candidate.activation
+        if wanted is None:
+            return None
+        least = self._least.get(name, 0)
+        return planned if not weight and least > wanted.format.bits else spec_at(planned, wanted)
+
+    # -- setting
+
+    def apply(self, choice: Sequence[int]) -> None:
+        """Set a candidate at every group."""
+        for i, c in enumerate(choice):
+            if self._now[i] == c:
+                continue
+            for name in self.groups[i].sites:
+                key = (name, self._spec(name, self.candidates[c]))
+                self._states[key]()
+                if name in self._original:
+                    self.steps.set_weight(name, self._weights.get(key, self._original[name]))
+            self._now[i] = c
+
+    def ruin(self) -> None:
+        """Make grids so coarse that the outputs are noise: what a metric has to notice."""
+        for site in {id(s.quantizer): s for s in self._subject.sites.values()}.values():
+            quantizer = site.quantizer
+            if (
+                quantizer.enabled
+                and quantizer.encoding is not None
+                and site.role in ("input", "output", "weight")
+            ):
+                quantizer.encoding = replace(
+                    quantizer.encoding, scale=quantizer.encoding.scale * np.float32(_COARSER)
+                )
+
+    def errors(self, candidate: int, batches: Iterable[Any], *, samples: int, seed: int) -> OutputErrors:
+        """What each quantizer costs the outputs with every group at ``candidate``; groups that may not have it stay."""
+        self.restore()
+        rounded: dict[str, Tensor] = {}
+        for i, group in enumerate(self.groups):
+            if candidate in self.refused.get(i, {}):
+                continue
+            for name in group.sites:
+                key = (name, self._spec(name, self.candidates[candidate]))
+                self._states[key]()
+                if key in self._weights:
+                    rounded[name] = self._weights[key]
+        rounded = {name: self.steps.quantize(name, value).detach() for name, value in rounded.items()}
+        found = output_errors(_Rounded(self.steps, rounded), batches, samples=samples, seed=seed)
+        self.restore()
+        return found
+
+
+class _NoRange(Exception):
+    """No range follows from what was seen."""
+
+
+def _regrid(site: Site, spec: QuantSpec) -> None:
+    """Another grid of the range that was given, where no data was seen."""
+    from bitwright.core.numerics import affine
+
+    encoding = site.quantizer.required
+    lo, hi = encoding.min, encoding.max
+    site.spec = spec
+    if site.encoding is None and spec.granularity == encoding.granularity:
+        site.quantizer.encoding = affine.encode(lo, hi, spec, encoding.granularity, site.name)
+
+
+class _Rounded:
+    """A simulated model whose weights are in float, and whose quantizers give the rounded ones."""
+
+    def __init__(self, model: SimulatedModel, rounded: Mapping[str, Tensor]) -> None:
+        self._model, self._rounded = model, rounded
+
+    def graph(self) -> Graph:
+        return self._model.graph()
+
+    def sites(self) -> Mapping[str, Site]:
+        return self._model.sites()
+
+    def shared(self) -> Mapping[str, str]:
+        return self._model.shared()
+
+    def weight(self, site: str) -> Tensor:
+        return self._model.weight(site)
+
+    def why_fixed(self, site: str) -> str | None:
+        return "it is looked at only"
+
+    def set_weight(self, site: str, value: Tensor) -> None:
+        raise AssertionError(site)
+
+    def program(self, batch: Any) -> tuple[Program, State]:
+        return self._model.program(batch)
+
+    def quantize(self, site: str, x: Tensor) -> Tensor:
+        known = self._rounded.get(site)
+        return self._model.quantize(site, x) if known is None or known.shape != x.shape else known.to(x)
+
+
+def noise_table(
+    library: Library, batches: Sequence[Any], *, samples: int, seed: int
+) -> tuple[Floats, list[tuple[int, float]], tuple[str, ...]]:
+    """Noise that each group makes in the outputs at each candidate.
+
+    Returns:
+        ``[groups, candidates]``; (candidate, noise that all groups at it made together); sites whose noise is not known,
+        which count as the worst known ones.
+    """
+    table = np.zeros((len(library.groups), len(library.candidates)))
+    seen: list[tuple[int, float]] = []
+    unknown: dict[str, None] = {}
+    for c in range(len(library.candidates)):
+        errors = library.errors(c, batches, samples=samples, seed=seed)
+        made = {**errors.activations, **errors.weights}
+        quantizers = library.steps.sites()
+        by_quantizer: dict[int, float] = {}
+        for name, noise in made.items():
+            key = id(quantizers[name].quantizer)
+            by_quantizer[key] = by_quantizer.get(key, 0.0) + (noise if np.isfinite(noise) else _WORST)
+        worst = max(by_quantizer.values(), default=0.0)
+        for i, group in enumerate(library.groups):
+            for name in group.sites:
+                found = by_quantizer.get(id(quantizers[name].quantizer))
+                if found is None and name in errors.unknown:
+                    unknown[name] = None
+                    found = worst
+                table[i, c] += found or 0.0
+        if np.isfinite(errors.measured) and not library.refused:
+            seen.append((c, errors.measured))
+    return table, seen, tuple(unknown)

@@ -1,0 +1,199 @@
+"""Precisions chosen on both front ends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bitwright.analysis.subject import open_subject
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.errors import BitwrightError
+from bitwright.mixed.candidates import as_candidates
+from bitwright.mixed.groups import find_groups
+from bitwright.mixed.search import mixed_precision
+from tests.mixed.nets import FRONTS, accuracy, batches, model, simulation
+
+SMALL = ("w8a8", "w4a8", "w2a8")
+
+
+def two_bits() -> Any:
+    from bitwright import PRESETS, Preset
+
+    w8 = PRESETS["w8a8"]
+    return Preset(replace(w8.weight, format=IntFormat(2)), w8.activation)
+
+
+def two_bits_each() -> Any:
+    """What leaves noise of the outputs."""
+    return replace(two_bits(), activation=replace(two_bits().activation, format=IntFormat(2, signed=False)))
+
+
+CANDIDATES = ("w8a8", "w4a8", two_bits())
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_groups_are_the_operands_of_kernels_and_what_sums_join(front: str) -> None:
+    sim = simulation(front)
+    groups = find_groups(sim, as_candidates(["w8a8", "w4a8"]))
+    sites = [name for g in groups for name in g.sites]
+    assert len(sites) == len(set(sites))
+    weights = [g.weights for g in groups if g.weights]
+    # the sum reads what the second convolution reads, so these two are one group
+    assert sorted(map(len, weights)) == [1, 1, 1]
+    joined = next(g for g in groups if any("add" in layer.lower() for layer in g.layers))
+    assert any("body" in layer for layer in joined.layers) and len(joined.activations) == 2
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_the_cheapest_precisions_within_a_drop(front: str) -> None:
+    metric = accuracy(front)
+    result = mixed_precision(
+        model(front), batches(front), CANDIDATES, metric=metric, allowed_drop=0.06, evaluations=8
+    )
+    chosen = result.chosen
+    assert result.met and chosen is not None and chosen.drop <= 0.06
+    uniform = {p.name: p for p in result.points}
+    assert chosen.costs["weight_bytes"] < 3000 and result.evaluations <= 8
+    # what is in force is what the table says
+    subject = open_subject(result.sim)
+    assert float(np.mean(metric(subject.runnable()))) == pytest.approx(chosen.metric, abs=0.01)
+    widths = {s.quantizer.spec.format.bits for s in result.sim.quantizers.values() if s.role == "weight"}
+    assert widths <= {2, 4, 8} and min(widths) < 8
+    assert result.interval["held_back"] == 200 and "chosen" in str(result)
+    content = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert content["format"] == "bitwright-mixed-precision" and content["chosen"]["name"] == chosen.name
+    assert uniform
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_the_best_precisions_within_a_budget_beat_the_uniform_ones_of_the_same_cost(front: str) -> None:
+    sim, data = simulation(front), batches(front)
+    result = mixed_precision(sim, data, CANDIDATES, budget={"weight_bytes": 0.62}, evaluations=4)
+    assert result.sim is sim and result.chosen is not None
+    dear = max(
+        p.costs["weight_bytes"] for p in mixed_precision(simulation(front), data, ["w8a8"], budget=1.0).points
+    )
+    assert result.chosen.costs["weight_bytes"] <= 0.62 * dear * (1 + 1e-9)
+    w4 = mixed_precision(simulation(front), data, ["w4a8"], budget=1e9).points[0]
+    if w4.costs["weight_bytes"] <= 0.62 * dear:
+        assert result.chosen.sqnr_db >= w4.sqnr_db - 0.5
+
+
+@pytest.mark.parametrize("cost", ["weight_bytes", "bit_ops", "activation_bytes", "ms"])
+def test_every_cost_goes_down_as_less_quality_is_asked_for(cost: str) -> None:
+    times = {"*": {}} and {
+        kind: {"w8a16": 3.0, "w8a8": 2.0, "w4a8": 1.0} for kind in ("Conv", "Gemm", "Add", "Linear", "MatMul")
+    }
+    found = [
+        mixed_precision(
+            simulation("torch"), batches("torch"), ["w8a16", "w8a8", "w4a8"], cost=cost, min_sqnr=db, times=times,
+            rounding=False,
+        ).chosen.costs[cost]
+        for db in (38, 10)
+    ]  # fmt: skip
+    assert found[1] <= found[0] and found[1] > 0
+
+
+def test_the_same_seed_gives_the_same_choice() -> None:
+    runs = [
+        mixed_precision(simulation("torch"), batches("torch"), CANDIDATES, min_sqnr=15).to_dict()
+        for _ in range(2)
+    ]
+    for run in runs:
+        del run["seconds"]
+    assert runs[0] == runs[1]
+
+
+def test_a_frozen_site_stays_as_it_is() -> None:
+    sim = simulation("torch")
+    site = sim.quantizers["head.weight"]
+    site.frozen, before = True, site.encoding
+    mixed_precision(sim, batches("torch"), ["w8a8", "w4a8"], budget=0.75, rounding=False)
+    assert site.encoding is before
+
+
+def test_blocks_that_do_not_divide_are_refused_with_the_reason() -> None:
+    result = mixed_precision(
+        simulation("torch"), batches("torch"), ["w8a8", "w4g32"], budget=1.0, rounding=False
+    )
+    stem = next(g for g in result.groups if "stem.weight" in g.weights)
+    assert "blocks of 32" in stem.refused["w4g32"] and stem.candidates == (0,)
+
+
+def test_the_best_point_is_on_disk(tmp_path: Any) -> None:
+    from bitwright.export.verify.samples import verify_folder
+
+    result = mixed_precision(
+        model("onnx"), batches("onnx"), ["w8a8", "w4a8"], budget=0.75, folder=tmp_path, filename_prefix="best"
+    )
+    assert verify_folder(tmp_path, "best").ok and result.chosen is not None
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing asked": ({}, "neither a budget nor a quality is asked for"),
+    "drop without metric": ({"allowed_drop": 0.1}, "there is no metric that could drop"),
+    "budget too small": ({"budget": 0.1}, r"no choice of candidates fits weight_bytes.*the least possible is \d+"),
+    "unknown cost": ({"cost": "bytes", "budget": 0.5}, "there is no cost 'bytes'.*weight_bytes"),
+    "no times": ({"cost": "ms", "budget": 0.5}, "milliseconds are wanted and times is None"),
+    "times with holes": ({"cost": "ms", "budget": 1e9, "times": {"Conv": {"w8a8": 1, "w4a8": 1}}}, "no row for"),
+    "a candidate without time": (
+        {"cost": "ms", "budget": 1e9, "times": {k: {"w8a8": 1} for k in ("Conv", "Gemm", "Add")}}, "has None for w4a8"),
+    "no candidates": ({"candidates": [], "budget": 1}, "the list is empty"),
+    "twice": ({"candidates": ["w8a8", "w8a8"], "budget": 1}, "w8a8 stands there twice"),
+    "strange candidate": ({"candidates": [8], "budget": 1}, "8 is neither a preset nor a pair of precisions"),
+    "strange drop": ({"metric": lambda m: 1.0, "allowed_drop": "some"}, "'some' is not a drop"),
+    "NaN": ({"metric": lambda m: float("nan"), "allowed_drop": 0.1}, "of the float model it is NaN"),
+    "constant": (
+        {"metric": lambda m: 0.5, "allowed_drop": 0.1, "candidates": [two_bits_each()], "rounding": False},
+        "it is 0.5 for outputs that are mostly noise.*the same as in float"),
+    "short deadline": (
+        {"metric": accuracy("torch"), "allowed_drop": 0.1, "deadline": 1e-6}, "one evaluation of the metric takes"),
+    "no labels": ({"metric": "accuracy", "allowed_drop": 0.1}, "no labels are given"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str) -> None:
+    options, message = BAD[case]
+    sim = simulation("torch")
+    before = sim.quantizers["stem.weight"].encoding
+    with pytest.raises(BitwrightError, match=message):
+        mixed_precision(sim, batches("torch"), **{"candidates": ["w8a8", "w4a8"], **options})
+    assert sim.quantizers["stem.weight"].encoding is before
+
+
+def test_the_other_direction_is_noticed() -> None:
+    def error(net: Any) -> float:
+        return 1.0 - float(accuracy("torch")(net).mean())
+
+    with pytest.raises(BitwrightError, match="and higher is better.*lower_is_better=True"):
+        mixed_precision(
+            simulation("torch"),
+            batches("torch"),
+            [two_bits()],
+            metric=error,
+            allowed_drop=0.1,
+            rounding=False,
+        )
+
+
+def test_bad_data() -> None:
+    for data, message in (([], "the data held no batch"), (np.zeros(3), "data is a ndarray, not a list")):
+        with pytest.raises(BitwrightError, match=message):
+            mixed_precision(simulation("torch"), data, budget=0.5)
+    with pytest.raises(BitwrightError, match="it is a dict, neither a model nor a simulation"):
+        mixed_precision({}, batches("torch"), budget=0.5)
+
+
+def test_named_metrics_stop_early_where_the_drop_is_beyond_doubt() -> None:
+    x = batches("torch", 64, 32)
+    result = mixed_precision(
+        simulation("torch"), batches("torch"), ["w8a8", two_bits_each()], metric="agreement", evaluation_data=x,
+        allowed_drop=0.02, rounding=False, confidence=0.6,
+    )  # fmt: skip
+    dropped = [p for p in result.points if 0 < p.share < 1]
+    assert dropped and result.evaluations < len([p for p in result.points if p.metric is not None])
