@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import onnx_ir as ir
+import psutil
 
 from bitwright.errors import BitwrightError, ConfigError, ModelError, close_matches
 from bitwright.export.files.temporary import no_room, temporary_room
@@ -212,15 +213,7 @@ def first_line(error: BaseException) -> str:
 
 def free_memory() -> int:
     """Bytes that this process may still take: what the machine has free, and less where a control group says so."""
-    free = [1 << 30]
-    try:
-        text = Path("/proc/meminfo").read_text()
-        free = [
-            int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemAvailable")
-        ] or free
-    except OSError:  # not Linux: what the C library knows
-        if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-            free = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    free = [psutil.virtual_memory().available]
     limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
     if limit is not None and used is not None:
         free.append(max(0, limit - used))
