@@ -12,9 +12,9 @@ from bitwright.algorithms.bias_correct import BiasReport
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.algorithms.options import Options, keyword_options
 from bitwright.algorithms.scaling.equalize import EqualizeReport
-from bitwright.algorithms.search.activation_ranges import activation_ranges
+from bitwright.algorithms.search.activation_ranges import activation_ranges, keep_histograms
 from bitwright.algorithms.search.judge import Judge
-from bitwright.algorithms.search.layer_inputs import layer_inputs
+from bitwright.algorithms.search.layer_inputs import between_layers, layer_inputs
 from bitwright.algorithms.search.recipe import (
     KINDS,
     Action,
@@ -141,6 +141,7 @@ def quantize(
         batches=batches,
         chosen=chosen,
         placing=next((step.options for step in steps if step.name == "layer_inputs"), None),
+        ranging=any(step.name == "activation_ranges" for step in steps),
         rules={"preset": preset, "config_file": config_file, "quant_scheme": quant_scheme},
         providers=providers,
         memory_budget=memory_budget,
@@ -185,6 +186,7 @@ class _Methods:
         first, batches: the example input, and the calibration data.
         chosen: the part of it on which methods choose; the rest judges them.
         placing: options of the step ``layer_inputs``, if the recipe has it.
+        ranging: whether the recipe chooses ranges of activations anew.
         rules: what is asked for: ``preset``, ``config_file``, ``quant_scheme``.
         providers, memory_budget, non_finite, allow_unreached, progress: as for :func:`quantize`.
         folds: what the last folding did.
@@ -195,6 +197,7 @@ class _Methods:
     batches: Iterable[Any]
     chosen: Iterable[Any]
     placing: Mapping[str, Any] | None
+    ranging: bool
     rules: dict[str, Any]
     providers: Providers | None
     memory_budget: int | None
@@ -236,6 +239,8 @@ class _Methods:
             providers=self.providers,
             memory_budget=self.memory_budget,
         )
+        if self.ranging:
+            keep_histograms(sim, () if self.placing is None else between_layers(sim, **self.placing))
         self.calibrate(sim)
         return sim
 

@@ -16,9 +16,9 @@ from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.algorithms.options import keyword_options
 from bitwright.algorithms.rounding.table import method_options
 from bitwright.algorithms.scaling.equalize import EqualizeReport
-from bitwright.algorithms.search.activation_ranges import activation_ranges
+from bitwright.algorithms.search.activation_ranges import activation_ranges, keep_histograms
 from bitwright.algorithms.search.judge import Judge
-from bitwright.algorithms.search.layer_inputs import layer_inputs
+from bitwright.algorithms.search.layer_inputs import between_layers, layer_inputs
 from bitwright.algorithms.search.recipe import (
     KINDS,
     Action,
@@ -145,6 +145,7 @@ def quantize(
         batches=batches,
         chosen=chosen,
         placing=next((step.options for step in steps if step.name == "layer_inputs"), None),
+        ranging=any(step.name == "activation_ranges" for step in steps),
         rules={"preset": preset, "config_file": config_file, "quant_scheme": quant_scheme},
         keep_float=any(step.name == "bias_correction" for step in steps),
         non_finite=non_finite,
@@ -190,6 +191,7 @@ class _Methods:
         first, batches: the example input, and the calibration data.
         chosen: the part of it on which methods choose; the rest judges them.
         placing: options of the step ``layer_inputs``, if the recipe has it.
+        ranging: whether the recipe chooses ranges of activations anew.
         rules: what is asked for: ``preset``, ``config_file``, ``quant_scheme``.
         keep_float: whether a step asks for the float model.
         non_finite, allow_unreached, progress: as for :func:`quantize`.
@@ -201,6 +203,7 @@ class _Methods:
     batches: Iterable[Any]
     chosen: Iterable[Any]
     placing: Mapping[str, Any] | None
+    ranging: bool
     rules: dict[str, Any]
     keep_float: bool
     non_finite: NonFinite
@@ -231,6 +234,8 @@ class _Methods:
         if self.keep_float:
             self.float_model = copy.deepcopy(model)
         sim = QuantizationSimModel(model, self.first, **self.rules, in_place=True)
+        if self.ranging:
+            keep_histograms(sim, () if self.placing is None else between_layers(sim, **self.placing))
         self.calibrate(sim)
         return sim
 

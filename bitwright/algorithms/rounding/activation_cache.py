@@ -117,11 +117,12 @@ class Store:
 
 @dataclass
 class Run:
-    """One batch on its way: its program, both states, and the index of the next step of each."""
+    """One batch on its way: its program, both states, its share of the data, and the index of the next step of each."""
 
     program: Program
     real: State
     quantized: State
+    share: float = 1.0
     real_at: int = 0
     quantized_at: int = 0
 
@@ -145,13 +146,17 @@ class Walk:
         for batch in batches:
             program, state = model.program(batch)
             kept = {value: store.keep(tensor) for value, tensor in state.items()}
-            self.runs.append(Run(program, kept, dict(kept)))
+            self.runs.append(Run(program, kept, dict(kept), float(_numbers(state))))
         if not self.runs:
             raise CalibrationError(
                 "reconstruction",
                 "the data held no batch",
                 "give a non-empty list or loader (a generator can be used only once); 256 to 1024 samples are enough",
             )
+
+        total = sum(r.share for r in self.runs)
+        for r in self.runs:
+            r.share = r.share / total if total else 1 / len(self.runs)
 
     @property
     def programs(self) -> list[Program]:
@@ -204,7 +209,11 @@ class Walk:
         return ChainMap(held, program.constants) if held else program.constants  # type: ignore[arg-type]
 
     def inputs(self, layer: Layer) -> Iterator[tuple[Tensor, Tensor]]:
-        """What a layer multiplies, float and quantized, for every batch and every run of it in a batch.
+        """What a layer multiplies, float and quantized, for every batch and every run of it in a batch."""
+        return ((real, quantized) for real, quantized, _ in self.shares(layer))
+
+    def shares(self, layer: Layer) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """:meth:`inputs`, each with the share of the data that its batch is.
 
         For the recurrent weights of a layer these are the hidden states of the step before, and the quantized ones in
         both places: they change with the weights, so that weights which made up for their errors would make up for
@@ -220,7 +229,7 @@ class Walk:
                     if layer.reads_hidden
                     else _reads(r.program, r.real, (r.real_at, last), layer, None, self._constants(r.program))
                 )
-                yield from zip(real, quantized, strict=True)
+                yield from ((x, x_q, r.share) for x, x_q in zip(real, quantized, strict=True))
 
     def step(self, op: str) -> Step:
         """The first step of ``op`` in the first batch that has one."""
@@ -229,6 +238,10 @@ class Walk:
     def constants(self, op: str) -> Program:
         """The program whose constants :meth:`step` reads."""
         return next(r.program for r in self.runs if op in r.program.places)
+
+
+def _numbers(state: State) -> int:
+    return sum(tensor.numel() for tensor in state.values() if isinstance(tensor, Tensor))
 
 
 def _reads(

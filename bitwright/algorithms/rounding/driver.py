@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ from torch import Tensor
 from bitwright.algorithms.channels.layers import holds_layer_weight
 from bitwright.algorithms.rounding.activation_cache import Store, Walk
 from bitwright.algorithms.rounding.blocks import Unit, layer_units
-from bitwright.algorithms.rounding.matrices import RECURRENT, Grid, Layer
+from bitwright.algorithms.rounding.matrices import RECURRENT, Grid, Layer, Moments, moments
 from bitwright.algorithms.rounding.program import SimulatedModel
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.numerics.affine import with_scale
@@ -35,6 +36,7 @@ logger = logging.getLogger("bitwright")
 
 #: bytes of activations held in memory, unless told otherwise
 MEMORY_BUDGET = 4 << 30
+_ROWS = 4096  # of layers with few inputs, such as depthwise ones: making them costs next to nothing
 TREATED = ("Conv", "ConvTranspose", "Gemm", "MatMul", *RECURRENT)
 
 
@@ -86,6 +88,21 @@ class Task:
     def weight(self, layer: Layer) -> Tensor:
         """The float weights of a layer as a matrix, float32."""
         return layer.matrix(self.walk.model.weight(layer.site).float()).contiguous()
+
+    def moments(self, layer: Layer, rows_per_input: int | None = None, *, crossed: bool = True) -> Moments:
+        """Of what a layer multiplies, over all rows, or over as many for each input of one output.
+
+        Args:
+            layer: of the unit.
+            rows_per_input: how many are drawn, evenly from the data; never fewer than 4096 in all.
+            crossed: whether the float inputs are looked at; otherwise the quantized ones are in their place.
+        """
+        most = math.inf if rows_per_input is None else max(rows_per_input * layer.fan_in, _ROWS)
+        drawn = (
+            (real if crossed else quantized, quantized, most * share)
+            for real, quantized, share in self.walk.shares(layer)
+        )
+        return moments(layer, drawn, self.generator)
 
 
 Method = Callable[[Task], Sequence[Choice]]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bitwright.algorithms.rounding.driver import Choice, Task, check_finite, check_rows
-from bitwright.algorithms.rounding.matrices import Grid, Layer, cross_moment, second_moment
+from bitwright.algorithms.rounding.matrices import Grid, Moments
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,15 @@ class Settings:
         block: columns between two updates of everything behind them.
         match_float: aim at the outputs of the float model on its own inputs, and not at the float weights' outputs on the
             quantized predecessor's: the weights are first moved to the least-squares solution.
+        rows_per_input: as many rows of a layer's inputs as this, for each input of one output, are drawn evenly from the
+            data; ``None`` takes all. A convolution has a row for each position of its output.
     """
 
     damping: float = 0.01
     act_order: bool = True
     block: int = 128
     match_float: bool = True
+    rows_per_input: int | None = None
 
 
 def round_columns(w: Tensor, hessian: Tensor, grid: Grid, settings: Settings) -> Tensor:
@@ -108,11 +111,12 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     (layer,) = task.layers.values()
     w = task.weight(layer)
     grid = task.grid(layer, w)
-    hessian, rows = second_moment(layer, (quantized for _, quantized in task.walk.inputs(layer)))
+    found = task.moments(layer, settings.rows_per_input, crossed=settings.match_float)
+    hessian, rows = found.own, found.rows
     check_finite(layer, hessian)
     check_rows("gptq", layer, rows, int(w.shape[2]))
     seen = bool(hessian.any())
-    target = _least_squares(task, layer, w, hessian, rows, settings) if settings.match_float and seen else w
+    target = _least_squares(w, found, settings) if settings.match_float and seen else w
     nearest = grid.nearest(w)
     note = ""
     if not seen:
@@ -127,23 +131,21 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     ]
 
 
-def _least_squares(
-    task: Task, layer: Layer, w: Tensor, hessian: Tensor, rows: int, settings: Settings
-) -> Tensor:
+def _least_squares(w: Tensor, found: Moments, settings: Settings) -> Tensor:
     """Weights whose outputs on the quantized predecessor's values come nearest to the float model's.
 
     Damping is at least the number of inputs over that of rows: of fewer rows than inputs every noise could be made up for, and
     nothing of it would hold on others.
     """
-    cross = cross_moment(layer, task.walk.inputs(layer))  # sum of x x_q^T
+    hessian = found.own
     diagonal = torch.diagonal(hessian, dim1=1, dim2=2)
-    share = (max(settings.damping, int(w.shape[2]) / rows) * diagonal.mean(1, keepdim=True)).expand(
+    share = (max(settings.damping, int(w.shape[2]) / found.rows) * diagonal.mean(1, keepdim=True)).expand(
         diagonal.shape
     )
     damped = hessian + torch.diag_embed(torch.where(diagonal > 0, share, torch.ones_like(share)))
     wide = w.double()
     # move from W along what the inputs differ by, so that directions without data stay as they are
-    step = wide @ (cross - hessian)
+    step = wide @ (found.cross - hessian)
     return (wide + torch.linalg.solve(damped, step.transpose(1, 2)).transpose(1, 2)).float()
 
 

@@ -78,6 +78,15 @@ class Layer:
         return int(self.attrs.get("group", 1)) if self.type in ("Conv", "ConvTranspose") else 1
 
     @property
+    def fan_in(self) -> int:
+        """Inputs of one output: ``K``."""
+        if self.type == "Conv":
+            return math.prod(self.shape[1:])
+        if self.type == "ConvTranspose":
+            return self.shape[0] // self.groups
+        return self.shape[-1 if self.type in RECURRENT or self.attrs.get("transB") else 0]
+
+    @property
     def has_rows_as_outputs(self) -> bool:
         """Whether row ``o`` of the matrix makes output channel ``o``, so that a bias and a function can follow."""
         return self.type != "ConvTranspose"
@@ -137,6 +146,44 @@ class Layer:
             n, _, length = patches.shape
             grouped = patches.reshape(n, self.groups, -1, length)
             yield grouped.permute(1, 0, 3, 2).reshape(self.groups, n * length, -1)
+
+    def rows_at(self, x: Tensor, places: Tensor) -> Iterator[Tensor]:
+        """Of :meth:`rows` those at ``places``, in parts of bounded size; only these patches are made."""
+        spatial = self.type in ("Conv", "ConvTranspose")
+        if not spatial:
+            x = x.reshape(-1, x.shape[-1])
+        inputs = math.prod(self.shape[1:]) * self.groups if self.type == "Conv" else int(x.shape[1])
+        for part in places.split(max(1, _CHUNK // inputs)):
+            if spatial:
+                patches = self._patches_at(x, part).float()
+                yield patches.reshape(len(part), self.groups, -1).transpose(0, 1)
+            else:
+                yield x[part].float()[None]
+
+    def _patches_at(self, x: Tensor, places: Tensor) -> Tensor:
+        """``[P, C, kernel]``, zero where a patch reaches beyond ``x``."""
+        n, length = len(self.shape) - 2, self.positions(x) // int(x.shape[0])
+        sizes = self._sizes(x) if self.type == "Conv" else tuple(int(m) for m in x.shape[2:])
+        sample, left = places // length, places % length
+        corners: list[Tensor] = []
+        for size in reversed(sizes):
+            corners.insert(0, left % size)
+            left = left // size
+        if self.type == "ConvTranspose":
+            at: tuple[Any, ...] = (sample, slice(None), *corners)
+            return x[at][..., None]
+        strides, dilations, pads = self.attrs["strides"], self.attrs["dilations"], self.pads(x)
+        patches = []
+        for offset in itertools.product(*(range(k) for k in self.shape[2:])):
+            inside = torch.ones_like(places, dtype=torch.bool)
+            index = []
+            for i in range(n):
+                place = corners[i] * strides[i] + offset[i] * dilations[i] - pads[i]
+                inside &= (place >= 0) & (place < x.shape[2 + i])
+                index.append(place.clamp(0, int(x.shape[2 + i]) - 1))
+            found = x[(sample, slice(None), *index)]
+            patches.append(found if bool(inside.all()) else found.masked_fill(~inside[:, None], 0))
+        return torch.stack(patches, 2)
 
     def pads(self, x: Tensor) -> tuple[int, ...]:
         """Padding of a convolution of ``x``: what is given, or what ``auto_pad`` makes of the input's size."""
@@ -222,31 +269,60 @@ def grid_encoding(grid: Grid, encoding: Encoding, layer: Layer) -> Encoding:
     return with_scale(encoding, values)
 
 
-def second_moment(layer: Layer, inputs: Iterable[Tensor]) -> tuple[Tensor, int]:
-    """``sum of x x^T`` over all rows, ``[G, K, K]`` float64, and the number of rows.
+@dataclass(frozen=True)
+class Moments:
+    """Sums over rows of a layer's inputs, float64.
+
+    Attributes:
+        own: sum of ``x_q x_q^T`` of the quantized inputs, ``[G, K, K]``.
+        cross: sum of ``x x_q^T`` of float and quantized inputs, ``[G, K, K]``.
+        rows: how many.
+    """
+
+    own: Tensor
+    cross: Tensor
+    rows: int
+
+
+def moments(
+    layer: Layer, inputs: Iterable[tuple[Tensor, Tensor, float]], generator: torch.Generator
+) -> Moments:
+    """The moments of ``(float, quantized, rows that are enough)``; which are taken is drawn from ``generator``.
 
     Products are float32 within a part of at most 2^24 numbers and float64 between parts.
     """
-    total: Tensor | None = None
+    own = cross = None
     count = 0
-    for x in inputs:
-        for rows in layer.rows(x):
-            part = (rows.transpose(1, 2) @ rows).double()
-            total = part if total is None else total.add_(part)
-            count += int(rows.shape[1])
-    assert total is not None, layer.name
-    return total, count
+    for real, quantized, most in inputs:
+        total = layer.positions(quantized)
+        drawn = None if total <= most else _drawn(total, math.ceil(most), generator).to(quantized.device)
+        for x, x_q in _pairs(layer, real, quantized, drawn):
+            part = (x_q.transpose(1, 2) @ x_q).double()
+            own = part if own is None else own.add_(part)
+            other = part if x is x_q else (x.transpose(1, 2) @ x_q).double()
+            cross = other.clone() if cross is None else cross.add_(other)
+            count += int(x_q.shape[1])
+    assert own is not None and cross is not None, layer.name
+    return Moments(own, cross, count)
 
 
-def cross_moment(layer: Layer, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """``sum of x x_q^T`` over all rows of float and quantized inputs, ``[G, K, K]`` float64."""
-    total: Tensor | None = None
-    for real, quantized in pairs:
-        for x, x_q in zip(layer.rows(real), layer.rows(quantized), strict=True):
-            part = (x.transpose(1, 2) @ x_q).double()
-            total = part if total is None else total.add_(part)
-    assert total is not None, layer.name
-    return total
+def _pairs(
+    layer: Layer, real: Tensor, quantized: Tensor, drawn: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of both, in parts; one and the same where the inputs are."""
+
+    def rows(x: Tensor) -> Iterator[Tensor]:
+        return layer.rows(x) if drawn is None else layer.rows_at(x, drawn)
+
+    if real is quantized:
+        return ((part, part) for part in rows(quantized))
+    return zip(rows(real), rows(quantized), strict=True)
+
+
+def _drawn(total: int, most: int, generator: torch.Generator) -> Tensor:
+    """``most`` places of ``total``, sorted: one of each of as many equal stretches, so that every sample has its share."""
+    starts = torch.arange(most + 1, dtype=torch.int64) * total // most
+    return starts[:-1] + (torch.rand(most, generator=generator) * (starts[1:] - starts[:-1])).long()
 
 
 def sample_rows(

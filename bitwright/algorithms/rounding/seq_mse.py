@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bitwright.algorithms.rounding.driver import Choice, Task, check_finite
-from bitwright.algorithms.rounding.matrices import Grid, Layer, second_moment
+from bitwright.algorithms.rounding.matrices import Grid, Layer
 from bitwright.core.numerics.affine import encode, with_scale
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.granularity import PerBlock
@@ -28,16 +28,19 @@ class Settings:
 
     Attributes:
         num_candidates: fractions ``1/n, 2/n, ..., 1`` of the range in force.
+        rows_per_input: as for GPTQ.
     """
 
     num_candidates: int = 20
+    rows_per_input: int | None = None
 
 
 def solve(task: Task, settings: Settings) -> list[Choice]:
     """Choose the range of a layer's weights; the weights stay as they are, and later methods may round them."""
     (layer,) = task.layers.values()
     w = task.weight(layer)
-    hessian, rows = second_moment(layer, (quantized for _, quantized in task.walk.inputs(layer)))
+    moments = task.moments(layer, settings.rows_per_input, crossed=False)
+    hessian, rows = moments.own, moments.rows
     check_finite(layer, hessian)
     start = task.encoding(layer)
     spec = task.walk.model.sites()[layer.site].spec

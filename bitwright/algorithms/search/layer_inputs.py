@@ -77,6 +77,19 @@ def layer_inputs(sim: Simulation, *, only_with_attention: bool = False) -> Layer
         sim: the simulation; changed in place.
         only_with_attention: leave models without an attention as they are.
     """
+    kept, off = _divided(sim, only_with_attention)
+    for site in off:
+        site.enabled = False
+    return LayerInputsReport(tuple(site.name for site in kept), tuple(site.name for site in off))
+
+
+def between_layers(sim: Simulation, *, only_with_attention: bool = False) -> tuple[str, ...]:
+    """The sites that :func:`layer_inputs` would switch off."""
+    return tuple(site.name for site in _divided(sim, only_with_attention)[1])
+
+
+def _divided(sim: Simulation, only_with_attention: bool) -> tuple[list[Site], list[Site]]:
+    """The sites of narrow activations that stay, and those that do not."""
     sites = sim.quantizers.values()
     layers = {site.op for site in sites if holds_layer_weight(sim.graph, site.op, site.role, site.port)}
     read = {value for name in layers for value in sim.graph.op(name).inputs if value is not None}
@@ -98,10 +111,7 @@ def layer_inputs(sim: Simulation, *, only_with_attention: bool = False) -> Layer
         if site.enabled and isinstance(site.quantizer.spec.format, IntFormat)
         and site.role != "weight" and (site.quantizer.derived or site.quantizer.spec.format.bits <= 8)
     ]  # fmt: skip
-    kept = tuple(site.name for site in narrow if id(site.quantizer) in needed)
     if only_with_attention and next(attention_products(sim.graph), None) is None:
-        return LayerInputsReport(tuple(site.name for site in narrow), ())
-    off = [site for site in narrow if id(site.quantizer) not in needed]
-    for site in off:
-        site.enabled = False
-    return LayerInputsReport(kept, tuple(site.name for site in off))
+        return narrow, []
+    kept = [site for site in narrow if id(site.quantizer) in needed]
+    return kept, [site for site in narrow if id(site.quantizer) not in needed]

@@ -38,6 +38,8 @@ class Quantizer:
         why_float: why calibration switched it off, if it did.
         why_spec: why a step of a recipe changed the spec or switched it off, if one did.
         empty: how many tensors without elements calibration met; they are in no statistics.
+        keeps_histogram: calibration counts values even where the range method reads their bounds alone, so that another
+            method can choose from the same statistics.
     """
 
     def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
@@ -48,6 +50,7 @@ class Quantizer:
         self.frozen, self.derived, self.masking = False, False, False
         self.statistics: statistics.Statistics | None = None
         self.empty = 0
+        self.keeps_histogram = False
 
     # -- its state
 
@@ -183,10 +186,11 @@ class Quantizer:
 
     @property
     def needs(self) -> statistics.Kind:
-        """The statistics that are taken: what its range method reads, or the richer ones that it has already."""
-        if isinstance(self.statistics, statistics.Histogram):
+        """The statistics that are taken: what its range method reads, or the richer ones that it has already or shall keep."""
+        kind = ranges.needs(self._spec.method.name)
+        if isinstance(self.statistics, statistics.Histogram) or (kind == "minmax" and self.keeps_histogram):
             return "histogram"
-        return ranges.needs(self._spec.method.name)
+        return kind
 
     def observe(self, x: Array) -> None:
         """Add the values of ``x`` (numpy array or torch tensor) to the statistics."""

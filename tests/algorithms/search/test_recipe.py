@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,10 @@ from bitwright.algorithms.search.recipe import (
     load_recipe,
     parse_recipe,
     run_recipe,
+    weight_actions,
 )
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.spec import QuantSpec
 from bitwright.errors import CalibrationError, ConfigError
 
 
@@ -320,3 +324,13 @@ def test_activations_are_judged_with_float_weights_where_these_are_rounded_later
     assert seen == asked
     assert all(("with float weights" in o.note) == (o.step in ("widen()", "activation_ranges()") and asked[0])
                for o in report)  # fmt: skip
+
+
+@pytest.mark.parametrize(("bits", "again"), [(4, 1), (8, 0)])
+def test_activations_are_calibrated_again_after_coarse_roundings_alone(bits, again):
+    spec = QuantSpec(IntFormat(bits), symmetry="symmetric")
+    sites = {"w": SimpleNamespace(role="weight", spec=spec), "x": SimpleNamespace(role="input", spec=None)}
+    calls = []
+    actions = weight_actions(lambda sim, method: method, calls.append, lambda name: {})
+    assert actions["gptq"].run(SimpleNamespace(quantizers=sites)) == "gptq"
+    assert len(calls) == again
