@@ -14,6 +14,7 @@ from bitwright.analysis.data import Clock, fingerprint, first_rows, listed, rows
 from bitwright.analysis.intervals import Better
 from bitwright.analysis.judged import Judged, judged, metric_name
 from bitwright.analysis.kept import Kept
+from bitwright.analysis.remedies import Trials
 from bitwright.analysis.result import Analysis
 from bitwright.analysis.rows import group_rows, group_target, layer_rows, site_rows
 from bitwright.analysis.subject import Array, Subject, open_subject
@@ -234,6 +235,7 @@ class _Run:
         rows = self._rows(self.batches)
         if 0 < self.judged_rows < rows:
             self.notes.append(f"outputs were compared on {self.judged_rows} of {rows} samples")
+        trials = Trials(self.subject, self.model, self.batches, self._fresh, seen)
         return Analysis(
             model,
             {"samples": rows, "passes": round(self.passes, 3)},
@@ -244,7 +246,13 @@ class _Run:
             self.judge.row,
             group_rows(self.groups or named, sites, pairs),
             notes=tuple(self.notes),
+            _try=trials,
         )
+
+    def _fresh(self) -> Judged:
+        """What the whole model is judged by, with nothing measured."""
+        judge = self.judge
+        return Judged(judge.subject, judge.named, judge.function, judge.better, judge.labels)
 
 
 def _check_options(mode: str, samples: int, memory_budget: int | None) -> None:

@@ -37,7 +37,7 @@ REMEDIES = {
     "equalize": "equalized channel ranges before the simulation is made (step equalize)",
     "smooth": "outliers moved into the weights before the simulation is made (step smooth)",
     "seq_mse": "a weight range by output error (step seq_mse)",
-    "adaround": "learned rounding (step adaround)",
+    "gptq": "rounding with error feedback (step gptq)",
 }
 """Remedy -> what it is. Those of the float model (equalize, smooth) come before the simulation is made."""
 
@@ -163,7 +163,7 @@ def _bits(seen: _Seen) -> Cause | None:
         return None
     weight = seen.site.role in _NARROW
     text = f"{bits} bits are {2**bits} steps"
-    tries = ("8_bits", "seq_mse", "adaround") if weight else ("16_bits",)
+    tries = ("8_bits", "seq_mse", "gptq") if weight else ("16_bits",)
     return _cause("few_bits", seen, text, tries, bits=bits)
 
 

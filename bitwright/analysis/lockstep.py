@@ -6,6 +6,7 @@ made. Steps without quantizers run twice. Values live as long as a later step re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,15 +31,18 @@ class Ratio:
         """The error of ``found``; what is not finite in ``wanted``, or of another shape, is left out."""
         if not isinstance(wanted, Tensor) or not wanted.is_floating_point() or wanted.shape != found.shape:
             return
-        if wanted is found:
-            self.signal += _power(wanted)
-            return
-        reference, other = wanted.detach().double(), found.detach().double()
-        finite = torch.isfinite(reference)
-        if not bool(finite.all()):
-            reference, other = reference[finite], other[finite]
-        self.noise += float((reference - other).square().sum())
-        self.signal += float(reference.square().sum())
+        reference = wanted.detach().float().flatten()
+        signal = _power(reference)
+        noise = 0.0 if wanted is found else _power(reference - found.detach().float().flatten())
+        if not math.isfinite(signal + noise):
+            finite = torch.isfinite(reference)
+            error = reference[finite] - found.detach().float().flatten()[finite]
+            signal, noise = (
+                float(reference[finite].double().square().sum()),
+                float(error.double().square().sum()),
+            )
+        self.noise += noise
+        self.signal += signal
 
     @property
     def value(self) -> float | None:
@@ -47,7 +51,8 @@ class Ratio:
 
 
 def _power(x: Tensor) -> float:
-    return float(x.detach().double().nan_to_num(0.0, 0.0, 0.0).square().sum())
+    """Sum of squares; a dot product is several times faster than squares and a sum, and as exact as is needed here."""
+    return float(torch.dot(x, x))
 
 
 @dataclass

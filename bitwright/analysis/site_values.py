@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,6 @@ class SiteValues:
         count, clipped: elements, and those outside of the grid.
         low, high: of the finite values; ``inf`` and ``-inf`` before any.
         round_noise, clip_noise: squared errors of the elements within and outside of the grid.
-        power: sum of squares.
         edges, counts: histogram of the values; edges are those of the first tensor, and later values outside of them are
             counted at the ends.
         codes: histogram of the codes over the grid.
@@ -48,7 +48,6 @@ class SiteValues:
     high: float = float("-inf")
     round_noise: float = 0.0
     clip_noise: float = 0.0
-    power: float = 0.0
     edges: NDArray[np.float64] | None = None
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_BINS, np.int64))
     codes: NDArray[np.int64] | None = None
@@ -60,42 +59,64 @@ class SiteValues:
         x = x.detach().float()
         if not x.numel():
             return
-        finite = torch.isfinite(x)
-        whole = bool(finite.all())
-        values = x.flatten() if whole else x[finite]
+        low, high = (float(bound) for bound in torch.aminmax(x))
+        whole = math.isfinite(low) and math.isfinite(high)
+        finite = None if whole else torch.isfinite(x)
+        values = x.flatten() if finite is None else x[finite]
         if not values.numel():
             return
+        if not whole:
+            low, high = (float(bound) for bound in torch.aminmax(values))
         self.count += values.numel()
-        self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
-        self.power += float(values.double().square().sum())
+        self.low, self.high = min(self.low, low), max(self.high, high)
         encoding = self.site.encoding
         if encoding is not None:
-            self._add_errors(x, quantized.detach().float() - x, finite, encoding)
+            self._add_errors(x, quantized.detach().float() - x, finite, encoding, (low, high))
         thin = values[:: max(1, values.numel() // _ELEMENTS)]
         self._add_histogram(thin.cpu().double().numpy())
         if whole:
             self._add_channels(x)
 
-    def _add_errors(self, x: Tensor, error: Tensor, finite: Tensor, encoding: Encoding) -> None:
-        granularity = encoding.granularity
-        view = x.reshape(granularity.view_shape(tuple(x.shape)))
-        shape = granularity.broadcast_shape(tuple(x.shape))
-        low, high, step = (
-            torch.from_numpy(np.array(v, np.float32).reshape(shape)).to(x.device)
-            for v in (encoding.min, encoding.max, encoding.scale)
-        )
-        reach = step * _BEYOND if isinstance(encoding.format, IntFormat) else high * 0.01
-        outside = ((view < low - reach) | (view > high + reach)).reshape(x.shape) & finite
-        squares = error.double().square().nan_to_num(0.0, 0.0, 0.0)
-        self.clipped += int(outside.sum())
-        clip = float(squares[outside].sum())
+    def _add_errors(
+        self, x: Tensor, error: Tensor, finite: Tensor | None, encoding: Encoding, bounds: tuple[float, float]
+    ) -> None:
+        if finite is not None:
+            error = torch.where(finite, error, torch.zeros_like(error))
+        flat = error.flatten()
+        total = float(torch.dot(flat, flat))
+        outside = self._outside(x, encoding, bounds)
+        clip = 0.0
+        if outside is not None:
+            outside = outside if finite is None else outside & finite
+            self.clipped += int(outside.sum())
+            clip = float(error[outside].double().square().sum())
         self.clip_noise += clip
-        self.round_noise += float(squares[finite].sum()) - clip
+        self.round_noise += max(total - clip, 0.0)
         if isinstance(encoding.format, IntFormat) and encoding.format.bits <= 16:
             self._add_codes(x, finite, encoding, encoding.format)
 
-    def _add_codes(self, x: Tensor, finite: Tensor, encoding: Encoding, fmt: IntFormat) -> None:
-        codes = torch.as_tensor(affine.quantize(torch.where(finite, x, torch.zeros_like(x)), encoding))
+    @staticmethod
+    def _outside(x: Tensor, encoding: Encoding, bounds: tuple[float, float]) -> Tensor | None:
+        """Which elements lie outside of the grid; ``None`` where none does."""
+        beyond = _BEYOND * encoding.scale if isinstance(encoding.format, IntFormat) else encoding.max * 0.01
+        low, high = encoding.min - beyond, encoding.max + beyond
+        if bounds[0] >= low.max() and bounds[1] <= high.min():
+            return None
+        granularity = encoding.granularity
+        view, shape = (
+            x.reshape(granularity.view_shape(tuple(x.shape))),
+            granularity.broadcast_shape(tuple(x.shape)),
+        )
+        lowest, highest = (
+            torch.from_numpy(np.array(v, np.float32).reshape(shape)).to(x.device) for v in (low, high)
+        )
+        return ((view < lowest) | (view > highest)).reshape(x.shape)
+
+    def _add_codes(self, x: Tensor, finite: Tensor | None, encoding: Encoding, fmt: IntFormat) -> None:
+        x = x if finite is None else torch.where(finite, x, torch.zeros_like(x))
+        if isinstance(encoding.granularity, PerTensor):
+            x = x.flatten()[:: max(1, x.numel() // _ELEMENTS)]
+        codes = torch.as_tensor(affine.quantize(x, encoding))
         codes = codes.flatten()[:: max(1, codes.numel() // _ELEMENTS)].long() - fmt.qmin
         bins, steps = min(_CODE_BINS, fmt.steps + 1), fmt.steps + 1
         found = torch.bincount((codes * bins // steps).clamp(0, bins - 1), minlength=bins).cpu().numpy()

@@ -6,7 +6,16 @@ it raises the toolkit's own errors, which the application turns into three lines
 ends with ``raise typer.Exit(NO)`` where its answer is no. A new file needs a row below.
 """
 
-from bitwright.cli import benchmark, doctor, migrate, names, quantize, report, show  # noqa: F401  (each registers its commands)
+from bitwright.cli import (  # noqa: F401  (each registers its commands)
+    analyze,
+    benchmark,
+    doctor,
+    migrate,
+    names,
+    quantize,
+    report,
+    show,
+)
 from bitwright.cli.app import app, main
 
 __all__ = ["app", "main"]
