@@ -61,7 +61,7 @@ def folder(exported: Path, tmp_path: Path) -> Path:
 
 def test_help_shows_every_command_with_an_example():
     text = run("--help").output
-    for name in ("verify", "show", "doctor", "presets", "check-config"):
+    for name in ("verify", "show", "doctor", "analyze", "presets", "check-config"):
         assert name in text
         assert "Examples:" in run(name, "--help").output
     assert "bitwright verify exported/" in text

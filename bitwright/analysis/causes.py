@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bitwright.analysis.result import Cause, LayerRow, SiteRow
+from bitwright.analysis.result import MOST_DB, Cause, LayerRow, SiteRow
 from bitwright.analysis.site_values import SiteValues
 from bitwright.analysis.subject import Subject
 from bitwright.core.graph.graph import Op
@@ -149,8 +149,7 @@ def _activation_channels(seen: _Seen) -> Cause | None:
     if seen.site.role not in ("input", "output") or reach is None:
         return None
     ratio = float(reach.max()) / _median(reach)
-    used = seen.values.codes_used
-    if ratio < _DISPARATE or (used is not None and used > 2 * _FEW_CODES):
+    if ratio < _DISPARATE:
         return None
     worst = int(reach.argmax())
     text = f"channel {worst} reaches {ratio:.0f} times the median channel, and all share one scale"
@@ -223,7 +222,7 @@ def _of_layer(layer: LayerRow, op: Op, subject: Subject) -> Iterator[Cause]:
     if op_row(op.type).kind == "norm" and lost > 3 and made > after + 3:
         text = f"{layer.name}: the normalization loses {lost:.1f} dB of what it reads"
         yield Cause("norm_input", text, {**facts, "tries": ["16_bits"]}, REMEDIES["16_bits"])
-    elif made > after + 6 and arrived < made:
+    elif layer.sites and made < MOST_DB and made > after + 6 and arrived < made:
         text = (
             f"{layer.name}: made here {made:.1f} dB, arrived {arrived:.1f} dB: look at the layers before it"
         )

@@ -319,7 +319,7 @@ class Analysis(Tabular):
                 _db(layer.made_db),
                 _db(layer.arrived_db),
                 _db(layer.after_db),
-                "; ".join(cause.text for cause in layer.causes[:2]),
+                "; ".join(c.text for c in layer.causes[:2] if c.cause != "passes_on"),  # the columns show it
             )
             for layer in self.layers
             if layer.sites
