@@ -70,3 +70,11 @@ def test_a_function_rates_the_session(files, monkeypatch):
 def test_what_cannot_be_answered_is_refused(files, arguments, problem):
     result = run("analyze", files / "net.onnx", "--data", files / "data.npz", *arguments)
     assert result.exit_code == 2 and problem in result.output
+
+
+def test_the_report_is_one_page(files, tmp_path):
+    result = run(
+        "analyze", files / "net.onnx", "--data", files / "data.npz", "--out", tmp_path / "report.html"
+    )
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "report.html").read_text().lower().startswith("<!doctype html>")
