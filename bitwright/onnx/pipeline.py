@@ -43,6 +43,7 @@ from bitwright.onnx.model.load import Loaded, Source, load_model
 from bitwright.onnx.model.session import Providers, open_session
 from bitwright.onnx.reconstruct import apply_reconstruction, require_torch
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
+from bitwright.report.result import Reported
 from bitwright.runtimes.benchmark import BenchmarkReport
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Reported):
     """What :func:`quantize` returns.
 
     Attributes:

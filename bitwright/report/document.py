@@ -38,6 +38,7 @@ def report_document(
     health: Any = None,
     verification: Any = None,
     pareto: Any = None,
+    measured: Mapping[str, float] | None = None,
     files: Sequence[Mapping[str, Any]] = (),
     notes: Iterable[str] = (),
 ) -> Document:
@@ -50,6 +51,7 @@ def report_document(
             (:func:`bitwright.report.of_simulation.network_of`); what ``analysis`` says of the same names is added.
         coverage, recipe, health, verification: reports, or their dictionaries.
         pareto: ``{"x": label, "y": label, "points": [{"x", "y", "label", "chosen"}]}``.
+        measured: ``{"float", "quantized"}``, a metric without interval, shown where the analysis has none.
         files: ``{"name", "size"}`` of what was exported.
         notes: sentences for the reader.
 
@@ -77,6 +79,8 @@ def report_document(
     parts = {"coverage": coverage, "recipe": recipe, "health": health, "verification": verification}
     document |= {name: dictionary_of(part) for name, part in parts.items() if part is not None}
     document |= {"pareto": dictionary_of(pareto)} if pareto is not None else {}
+    if measured and "quantized" in measured and document["metric"] is None:
+        document["metric"] = {"name": "metric", "better": None, "difference": None, **measured}
     document["files"] += [dict(file) for file in files]
     document["notes"] += list(notes)
     return document

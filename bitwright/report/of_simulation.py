@@ -32,6 +32,7 @@ def simulation_document(
     health: Any = None,
     recipe: Any = None,
     pareto: Any = None,
+    measured: Mapping[str, float] | None = None,
     title: str = "",
     notes: Iterable[str] = (),
     **options: Any,
@@ -44,7 +45,7 @@ def simulation_document(
         analysis: made before, instead of ``data``.
         verification: a report of ``sim.verify()``; ``True`` makes one.
         health: a report of ``check_model``; by default what calibration saw.
-        recipe, pareto, title, notes: see :func:`bitwright.report.report_document`.
+        recipe, pareto, measured, title, notes: see :func:`bitwright.report.report_document`.
         options: of :func:`bitwright.analyze`, such as ``metric``.
 
     Raises:
@@ -76,6 +77,7 @@ def simulation_document(
         health=sim.health() if health is None else health,
         recipe=recipe,
         pareto=pareto,
+        measured=measured,
         notes=told,
     )
 

@@ -41,6 +41,7 @@ from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.methods import bias, channels
 from bitwright.methods.folding import fold_all_batch_norms
+from bitwright.report.result import Reported
 from bitwright.runtimes.benchmark import BenchmarkReport
 from bitwright.torch.adapters.program import TorchSimulation
 from bitwright.torch.calls.batches import outputs_of
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Reported):
     """What :func:`quantize` returns.
 
     Attributes:
