@@ -105,6 +105,7 @@ def _site(name: str, site: SavedSite, graph: Any) -> dict[str, Any]:
         "op": "" if layer is None else layer.type,
         "dtype": fmt.name,
         "bits": fmt.bits,
+        "spec": site.spec.describe(),
         "enabled": site.enabled and site.encoding is not None,
         "why_float": "" if site.enabled else "its quantizer is off",
         **(grid_of(site.encoding) if site.encoding is not None else {}),

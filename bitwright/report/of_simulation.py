@@ -143,7 +143,7 @@ def _site_row(site: Site, graph: Graph) -> dict[str, Any]:
         "bits": told["bits"],
         "enabled": site.enabled,
         "why_float": told["why_float"],
-        "granularity": told["granularity"],
+        "spec": told["spec"],
         "shared_with": "" if site.group == site.name else site.group,
         **(grid_of(encoding) if encoding is not None else {}),
         **_seen(site.quantizer.statistics),

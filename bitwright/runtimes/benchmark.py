@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from bitwright.errors import ExportError
 from bitwright.runtimes.adapters import find_runtime, open_file
 from bitwright.runtimes.profile import Ran, profile
 from bitwright.runtimes.timing import MOST_SPREAD, Ratio, Timing, interleaved, ratio
-from bitwright.tables import html_text, text_table
+from bitwright.tables import Tabular, text_table
 
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
@@ -47,7 +47,7 @@ class FileCost:
 
 
 @dataclass(frozen=True)
-class BenchmarkReport:
+class BenchmarkReport(Tabular):
     """What :func:`benchmark` measured.
 
     Attributes:
@@ -58,6 +58,8 @@ class BenchmarkReport:
         operators: what ONNX Runtime ran for the quantized file with one thread; empty in other runtimes.
         notes: what there is to say, first of all where the numbers mean little.
     """
+
+    _rows = "costs"
 
     runtime: str
     costs: tuple[FileCost, ...]
@@ -72,10 +74,6 @@ class BenchmarkReport:
         """Whether the quantized file is slower than float with some number of threads, beyond the noise of the rounds."""
         return any(found.high < 1 for found in self.speed.values())
 
-    def to_json(self) -> str:
-        """The report as JSON text."""
-        return json.dumps(asdict(self), indent=1)
-
     def to_text(self) -> str:
         """Tables for the terminal."""
         parts = [f"In {self.runtime}, on this machine", self._costs(), self._times()]
@@ -87,9 +85,6 @@ class BenchmarkReport:
         return "\n\n".join([*parts, *(f"note: {note}" for note in self.notes)])
 
     __str__ = to_text
-
-    def _repr_html_(self) -> str:
-        return html_text(self.to_text())
 
     def _costs(self) -> str:
         head = ("file", "size on disk", "load", "peak memory")

@@ -176,7 +176,7 @@ class Site:
             "operator": self.op,
             "format": quantizer.spec.format.name,
             "bits": quantizer.spec.format.bits,
-            "granularity": str(quantizer.spec.granularity if found is None else found.granularity),
+            "spec": quantizer.spec.describe(),
             "enabled": self.enabled,
             "why_float": "" if self.enabled else quantizer.state,
             "shared_with": self.group,

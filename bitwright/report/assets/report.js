@@ -452,7 +452,7 @@ function siteParts(site) {
   const grid = site.grid;
   return [
     facts([
-      ['role', site.role], ['format', `${site.dtype || ''}${site.granularity ? ', ' + site.granularity : ''}`], ['state', site.enabled ? 'quantized' : `float${site.why_float ? ': ' + site.why_float : ''}`],
+      ['role', site.role], ['format', site.spec || site.dtype || ''], ['state', site.enabled ? 'quantized' : `float${site.why_float ? ': ' + site.why_float : ''}`],
       ['costs at the outputs', db(site.sqnr_db ?? costOf(site.noise))], ['outputs with only this', db(site.only_db)], ['outputs without this', db(site.without_db)],
       ['metric with only this', short(site.metric_only)], ['metric without this', short(site.metric_without)],
       ['values', isNumber(site.minimum) ? `${short(site.minimum)} to ${short(site.maximum)}` : ''], ['grid', grid ? `${short(grid.low)} to ${short(grid.high)}${grid.steps ? `, ${grid.steps} steps` : ''}` : ''],
