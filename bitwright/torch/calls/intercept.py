@@ -248,6 +248,10 @@ class Forward:
             owner.note_region(here)
         depth = len(here.frames)
         owner.enter(here, self)
+        if torch.compiler.is_dynamo_compiling():
+            output = self.call(*args, **kwargs)
+            del here.frames[depth:]
+            return output
         try:
             return self.call_of(here.replica)(*args, **kwargs)
         except BaseException as error:
@@ -478,6 +482,8 @@ class Interceptor:
         call = forward.call_of(replica)
         if handler is None:
             return call(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return self._traced(forward, here, args, kwargs, handler)
         if forward.path:
             self._check_part(forward, handler)
         self._open(here, replica)
@@ -496,6 +502,41 @@ class Interceptor:
             raise
         finally:
             self._close(here)
+
+    def _traced(
+        self, forward: Forward, here: Thread, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler
+    ) -> Any:
+        """The same while ``torch.compile`` traces it: what threads and errors need is left out, so that the graph is one."""
+        if (path := self._before_tracing()) and not torch.is_grad_enabled():
+            raise ModelError(
+                path,
+                "torch.compile takes the fused kernel of this attention layer in inference, which has no place for quantizers",
+                "call torch.backends.mha.set_fastpath_enabled(False) and torch._dynamo.reset(), and compile the model anew",
+            )
+        here.frames = [Frame("", "", self.model)]
+        here.mode, here.depth = _Mode(self, here), 1
+        handler.begin(args, kwargs)
+        with here.mode:
+            if forward.path:
+                self.enter(here, forward)
+            output = forward.call(*args, **kwargs)
+        handler.end(output)
+        here.frames, here.mode, here.depth = [], None, 0
+        return output
+
+    @torch.compiler.assume_constant_result
+    def _before_tracing(self) -> str:
+        """Look up what the compiler must find in place; path of a layer that would run as a fused kernel, or nothing.
+
+        (Nothing tells a compiler that the calls of such a layer are intercepted.)
+        """
+        self.forget_names()
+        self._name_parameters()
+        if not torch.backends.mha.get_fastpath_enabled():
+            return ""
+        layers = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+        found = (path for path, m in walk_modules(self.model) if isinstance(m, layers) and not m.training)
+        return next(found, "")
 
     def _refuse_shared_statistics(self) -> None:
         """Batch norms in training write what every thread reads."""
@@ -551,13 +592,14 @@ class Interceptor:
         replica = self.here.replica
         if replica is not None:
             return replica.names.get(id(tensor))
-        names = self._names
-        if names is None:
-            names = {}
-            for name, value in named_state(self.model):
-                names.setdefault(id(value), name)
-            self._names = names  # whole: other threads read it meanwhile
-        return names.get(id(tensor))
+        return (self._names or self._name_parameters()).get(id(tensor))
+
+    def _name_parameters(self) -> dict[int, str]:
+        names: dict[int, str] = {}
+        for name, value in named_state(self.model):
+            names.setdefault(id(value), name)
+        self._names = names  # whole: other threads read it meanwhile
+        return names
 
     def attribute_name(self, tensor: torch.Tensor) -> str | None:
         """Where a module keeps ``tensor`` as a plain attribute (also in a list, tuple or dict); ``None`` if nowhere."""

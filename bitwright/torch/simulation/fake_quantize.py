@@ -62,7 +62,8 @@ def make_grid(encoding: Encoding, shape: tuple[int, ...], device: torch.device) 
     def place(values: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(values.reshape(broadcast).copy()).to(device)
 
-    equal = lo.size > 0 and bool((lo == lo.flat[0]).all())
+    # a compiler has no values to look at
+    equal = not torch.compiler.is_dynamo_compiling() and lo.size > 0 and bool((lo == lo.flat[0]).all())
     low, high = (float(lo.flat[0]), float(hi.flat[0])) if equal else (place(lo), place(hi))
     return Grid(place(np.asarray(encoding.scale)), low, high, zero, None if view == shape else view)
 
@@ -95,6 +96,8 @@ def _passes(buffer: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 def on_grid(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """``x``, float32 or float64 as the grid is, moved to its nearest values; no gradient."""
+    if torch.compiler.is_dynamo_compiling():
+        return _functional(x, grid)
     buffer = (x if grid.view is None else x.reshape(grid.view)).div(grid.scale)
     buffer.round_().clamp_(grid.lo, grid.hi)
     if isinstance(grid.scale, float):
@@ -109,14 +112,30 @@ def passed(grad: torch.Tensor, x: torch.Tensor, grid: Grid) -> torch.Tensor:
     if isinstance(grid.lo, torch.Tensor):  # zero points that differ between channels
         code = x.reshape(grid.view or x.shape).div(grid.scale)
         inside = (code >= grid.lo - 0.5) & (code <= grid.hi + 0.5)
-        return grad * inside.view(grad.shape)
+        return grad * inside.reshape(grad.shape)
     lo, hi = grid.lo - 0.5, grid.hi + 0.5  # what rounds to a code of the grid
     if isinstance(grid.scale, float):
-        out: torch.Tensor = torch.ops.aten.hardtanh_backward(grad, x, lo * grid.scale, hi * grid.scale)
-        return out
+        return _between(grad, x, lo * grid.scale, hi * grid.scale)
     code = x.reshape(grid.view or x.shape).div(grid.scale)
-    out = torch.ops.aten.hardtanh_backward(grad.reshape(code.shape), code, lo, hi)
-    return out.view(grad.shape)
+    return _between(grad.reshape(code.shape), code, lo, hi).reshape(grad.shape)
+
+
+def _between(grad: torch.Tensor, x: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
+    """``grad`` where ``x`` lies between ``lo`` and ``hi``, else zero."""
+    # the strides of the kernel's result are not those that a compiler expects
+    if torch.compiler.is_dynamo_compiling():
+        return torch.where((x <= lo) | (x >= hi), 0.0, grad)
+    return torch.ops.aten.hardtanh_backward(grad, x, lo, hi)
+
+
+def _functional(x: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The same without buffers, for ``torch.compile``, which finds memory for results itself."""
+    codes = (x if grid.view is None else x.reshape(grid.view)).div(grid.scale).round().clamp(grid.lo, grid.hi)
+    if isinstance(grid.scale, float):
+        out = torch.add(grid.zero, codes, alpha=grid.scale)
+    else:
+        out = codes.mul(grid.scale).add(grid.zero)
+    return out if grid.view is None else out.reshape(x.shape)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -217,7 +236,7 @@ def fake_quantize(
     if x.dtype == torch.float32:
         if needs_grad:
             return _StraightThrough.apply(x, grid)
-        if overwrite and grid.view is None:
+        if overwrite and grid.view is None and not torch.compiler.is_dynamo_compiling():
             return _passes(x, grid)
         return on_grid(x, grid)
     if x.dtype == torch.float64:

@@ -118,8 +118,9 @@ class Quantizer(core.Quantizer):
 
     def constant(self, x: torch.Tensor) -> torch.Tensor:
         """Like calling, for a tensor that seldom changes: the last result is kept while ``x`` stays what it was."""
-        trained = x.requires_grad or self.learned is not None
-        if (torch.is_grad_enabled() and trained) or x.device.type != "cpu" or not is_plain(x):
+        if torch.compiler.is_compiling() or x.device.type != "cpu" or not is_plain(x):
+            return self(x)
+        if torch.is_grad_enabled() and (x.requires_grad or self.learned is not None):
             return self(x)
         encoding, kept = self.required, self._kept  # read once: other threads exchange them
         if kept is None or kept[1] is not encoding or not _same(kept[0], x):
@@ -130,17 +131,30 @@ class Quantizer(core.Quantizer):
     def _grid(self, x: torch.Tensor, encoding: Encoding) -> Grid | None:
         if not is_plain(x):  # an exporter's stand-in: what is made for it must not be kept
             return make_grid(encoding, tuple(x.shape), x.device) if is_fast(encoding) else None
-        key = (x.shape if encoding.scale.ndim else None, x.device)
-        known = self._grids.get(key)
+        known = self._grids.get((x.shape if encoding.scale.ndim else None, x.device))
         if known is not None and known[0] is encoding:  # another thread may just have exchanged the encoding
             return known[1]
         if not is_fast(encoding):
             return None
+        if torch.compiler.is_dynamo_compiling():  # what is made of stand-ins must not be kept
+            return make_grid(encoding, tuple(x.shape), x.device)
+        return self._new_grid(tuple(x.shape), x.device, encoding)
+
+    def _new_grid(self, shape: tuple[int, ...], device: torch.device, encoding: Encoding) -> Grid:
         if len(self._grids) > 16:  # per-channel activations of ever new shapes
             self._grids.clear()
-        grid = make_grid(encoding, tuple(x.shape), x.device)
-        self._grids[key] = encoding, grid
+        grid = make_grid(encoding, shape, device)
+        self._grids[shape if encoding.scale.ndim else None, device] = encoding, grid
         return grid
+
+    def prepare(self, shape: tuple[int, ...], device: torch.device) -> None:
+        """Make the grid for tensors of ``shape``, which a compiler cannot: it needs the values of scales and offsets."""
+        encoding = self._encoding
+        if encoding is None or not is_fast(encoding):
+            return
+        known = self._grids.get((shape if encoding.scale.ndim else None, device))
+        if known is None or known[0] is not encoding:
+            self._new_grid(shape, device, encoding)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_grids": {}, "_kept": None}

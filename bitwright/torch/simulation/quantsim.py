@@ -100,7 +100,7 @@ class QuantizationSimModel(Tabular):
         self.examples = [dummy_input, *examples]
         self.calibration_log: CalibrationLog | None = None
         self._simulator = Simulator({})
-        self._simulator.blame = self._name_nan
+        self._simulator.blame, self._simulator.prepare_grids = self._name_nan, self._prepare_grids
         self.graph: Graph
         self.plan: Plan
         with collector_paused():
@@ -343,6 +343,13 @@ class QuantizationSimModel(Tabular):
         except Exception as error:  # a model that cannot be run twice on one input
             report = HealthReport(f"running it again ended in {type(error).__name__}: {error}")
         logger.warning("%s", self.quantizers.describe_nan(report, self.graph))
+
+    def _prepare_grids(self) -> None:
+        """Make the grid of every quantizer for the shape that was recorded."""
+        device = model_device(self.model) or torch.device("cpu")
+        for site in self.quantizers.values():
+            assert isinstance(site.quantizer, Quantizer)
+            site.quantizer.prepare(self.graph.values[site.value].shape, device)
 
     def _quantized_parameters(self) -> dict[str, torch.Tensor]:
         """Parameter name -> the parameter, of every enabled weight and bias."""

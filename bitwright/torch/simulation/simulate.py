@@ -100,6 +100,7 @@ class Simulator:
             None  # names the operator that makes NaN of finite values
         )
         self.told = False  # whether it did
+        self.prepare_grids: Callable[[], None] = _nothing
         self._given: dict[int, tuple[Any, Any]] = {}  # thread -> what the model was called with
         self._lock = Lock()
 
@@ -139,7 +140,10 @@ class Simulator:
         if self.stage == "observe" and not self.runs:
             self.lengths, self.longer, self.ranges = {}, {}, {}
         if self.stage in ("simulate", "mark"):
-            self.refresh_biases()
+            if torch.compiler.is_dynamo_compiling():
+                self.prepare_compilation()
+            else:
+                self.refresh_biases()
         if self.stage == "observe":
             self.told = False
         if self._looks_for_nan():
@@ -165,6 +169,12 @@ class Simulator:
                 )
         return True
 
+    @torch.compiler.assume_constant_result
+    def prepare_compilation(self) -> None:
+        """Make grids of all weights, which needs values; those that are made while a compiler traces are made anew each time."""
+        self.refresh_biases()
+        self.prepare_grids()
+
     def refresh_biases(self) -> None:
         """Bring every derived bias grid up to date with the encodings it follows from."""
         with self._lock:  # another thread must not see one that is being derived
@@ -173,11 +183,12 @@ class Simulator:
 
     def end(self, output: Any) -> None:
         """Count the forwards of a calibration; look for NaN in what a simulation returns, until some was seen."""
-        args, kwargs = self._given.pop(get_ident(), ((), {}))
-        if self._looks_for_nan() and (args or kwargs) and _holds_nan(output):
-            assert self.blame is not None
-            self.told = True
-            self.blame(args, kwargs)
+        if self._looks_for_nan():
+            args, kwargs = self._given.pop(get_ident(), ((), {}))
+            if (args or kwargs) and _holds_nan(output):
+                assert self.blame is not None
+                self.told = True
+                self.blame(args, kwargs)
         if self.stage == "observe":
             self.runs += 1
             if self.gate is not None:
@@ -481,6 +492,10 @@ class Simulator:
                 "give an example that reaches it (examples=[...]) or calibrate with one",
                 name,
             )
+
+
+def _nothing() -> None:
+    return None
 
 
 def _writes(row: Function, kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,164 @@
+"""``torch.compile`` of a simulated model: one graph, the same numbers, in inference and in training."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+
+from bitwright.errors import ModelError
+from bitwright.torch import QuantizationSimModel
+
+
+class Conv(nn.Module):
+    """Batch norm that trains, an addition in place, a shared ReLU, a function between modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.norm, self.relu, self.fc = nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.a(x))
+        z = self.norm(self.b(y))
+        z += y
+        return self.fc(torch.tanh(self.relu(z)).mean((2, 3)))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Steps(nn.Module):
+    """A cell over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.h = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[0], 4)
+        for t in range(x.shape[1]):
+            h = torch.tanh(self.x(x[:, t]) + self.h(h))
+        return h
+
+
+MODELS = {
+    "conv": (Conv, (3, 2, 6, 6)),
+    "attention": (Attention, (2, 3, 8)),
+    "steps": (Steps, (2, 3, 4)),
+}
+
+
+def simulated(kind: type[nn.Module], shape: tuple[int, ...]) -> tuple[QuantizationSimModel, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    sim = QuantizationSimModel(kind().eval(), x, preset="w4a8")
+    sim.compute_encodings([x], progress=False)
+    return sim, x
+
+
+def step(sim: QuantizationSimModel, call: nn.Module, x: Tensor) -> list[Tensor]:
+    out = call(x)
+    out.square().sum().backward()
+    return [out.detach(), *(p.grad for p in sim.model.parameters()), *sim.model.buffers()]
+
+
+@pytest.fixture(autouse=True)
+def no_fused_attention() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_and_inference_are_one_graph_each_and_bit_equal(name: str) -> None:
+    sim, x = simulated(*MODELS[name])
+    compiled = copy.deepcopy(sim)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager" if name == "steps" else "aot_eager")
+    run = torch.compile(compiled.model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(run(x), sim.model(x))
+    assert counter.frame_count == 1
+    for one in (sim, compiled):
+        one.model.train()
+    for _ in range(2):
+        found = [step(sim, sim.model, x), step(compiled, run, x)]
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert counter.frame_count == 2  # training was compiled once too
+    assert not compiled._simulator.unseen and not compiled._interceptor.running
+
+
+def test_the_fused_kernel_of_an_attention_layer_is_refused() -> None:
+    """A compiler does not see that the calls of the layer are intercepted, and takes a kernel without quantizers."""
+    sim, x = simulated(*MODELS["attention"])
+    torch.backends.mha.set_fastpath_enabled(True)
+    run = torch.compile(sim.model, backend="eager")
+    with (
+        torch.no_grad(),
+        pytest.raises(ModelError, match="layer: torch.compile takes the fused kernel") as caught,
+    ):
+        run(x)
+    assert "set_fastpath_enabled(False)" in caught.value.remedy
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.equal(torch.compile(sim.model, backend="eager")(x), sim.model(x))
+
+
+def test_other_encodings_are_seen_by_what_was_compiled() -> None:
+    sim, x = simulated(*MODELS["conv"])
+    run = torch.compile(sim.model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        before = run(x)
+        assert torch.equal(before, sim.model(x))
+        site = sim.quantizers["a.weight"]
+        site.encoding = dataclasses.replace(site.encoding, scale=np.float32(2) * site.encoding.scale)
+        after = run(x)
+        assert torch.equal(after, sim.model(x)) and not torch.equal(before, after)
+        with sim.in_float():
+            assert torch.equal(run(x), sim.model(x)) and not torch.equal(run(x), after)
+        sim.quantizers["a.weight"].enabled = False
+        assert torch.equal(run(x), sim.model(x)) and not torch.equal(run(x), after)
+
+
+@pytest.mark.slow
+def test_code_that_a_compiler_generates_rounds_as_we_do() -> None:
+    """Ties, tiny and negative numbers, values beyond the ends; per tensor and per channel."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        pytest.skip("no C++ compiler at hand")
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 7, generator=torch.Generator().manual_seed(0)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    x = torch.linspace(-3, 3, 64 * 7).reshape(64, 7)
+    sim = QuantizationSimModel(Product(), x, preset="w4a8")
+    sim.compute_encodings([x], progress=False)
+    step_size = float(sim.quantizers["mul.input[0]"].encoding.scale)
+    x = (torch.arange(64 * 7).reshape(64, 7) - 224.0) * step_size / 2  # every second one is a tie
+    with torch.no_grad():
+        assert torch.equal(torch.compile(sim.model, fullgraph=True)(x), sim.model(x))
