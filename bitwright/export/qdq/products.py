@@ -1,12 +1,16 @@
-"""Products of float activations with quantized weights, and what a runtime makes of them.
+"""What a runtime's optimiser must not see through: products of float activations with quantized weights, and outputs.
 
 ONNX Runtime's default session turns MatMul and Gemm behind the DequantizeLinear of a matrix into MatMulNBits, which by
 default quantizes the *activations* to eight bits as well, a grid that nobody chose and no simulation contains. A Reshape to
 the shape that the weight has keeps the two apart: no optimiser takes it out, and it copies nothing.
+
+Its layout optimiser also moves a quantizer across a Transpose, and where what is transposed is an output of the model, the
+model then returns the quantized values (1.31). A Reshape in front of the Transpose, to the shape that is there, stops it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import numpy as np
@@ -18,6 +22,7 @@ from bitwright.export.qdq.markers import Outputs, bypass
 
 ProductForm = Literal["exact", "fused"]
 
+_MOVES = frozenset(("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
 _APART = "bitwright.apart"  # in the metadata of the Reshape
 
 
@@ -56,17 +61,59 @@ def keep_apart(builder: Builder, products: list[ir.Node]) -> None:
         dims = tuple(int(n) for n in maker.inputs[0].shape.numpy())
         if dims not in shapes:
             shapes[dims] = builder.initializer(f"{weight.name}_shape", np.array(dims, np.int64))
-        shape = shapes[dims]
-        dtype = weight.dtype or ir.DataType.FLOAT
-        apart = builder.emit(before(node), "Reshape", [weight, shape], f"{weight.name}_apart", dtype)
-        maker = apart.producer()
-        assert maker is not None
-        maker.metadata_props[_APART] = ""
-        node.replace_input_with(1, apart)
+        _put_apart(builder, node, 1, shapes[dims])
+
+
+def guard_outputs(builder: Builder, nodes: Iterable[ir.Node]) -> None:
+    """Put a Reshape between outputs of the model and every Transpose of them that a quantizer reads.
+
+    Args:
+        builder: of the model.
+        nodes: of the model, those in bodies too.
+    """
+    found = [node for node in list(nodes) if node.op_type == "Transpose" and not node.domain]
+    shapes: dict[int, ir.Value] = {}
+    for node in found:
+        given = node.inputs[0]
+        if given is None or not given.is_graph_output() or not _reaches_quantizer(node):
+            continue
+        perm = node.attributes.get_ints("perm", ()) or given.shape or ()
+        rank = len(perm)
+        if rank and rank not in shapes:
+            # a length of 0 is that of the input
+            shapes[rank] = builder.initializer(f"{given.name}_shape", np.zeros(rank, np.int64))
+        if rank:
+            _put_apart(builder, node, 0, shapes[rank])
+
+
+def _put_apart(builder: Builder, node: ir.Node, port: int, shape: ir.Value) -> None:
+    """A Reshape to ``shape`` in front of one input of ``node``."""
+    value = node.inputs[port]
+    assert value is not None
+    dtype = value.dtype or ir.DataType.FLOAT
+    apart = builder.emit(before(node), "Reshape", [value, shape], f"{value.name}_apart", dtype)
+    maker = apart.producer()
+    assert maker is not None
+    maker.metadata_props[_APART] = ""
+    node.replace_input_with(port, apart)
+
+
+def _reaches_quantizer(node: ir.Node) -> bool:
+    """Whether a QuantizeLinear reads what ``node`` makes, directly or across operators that move elements."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        for value in waiting.pop().outputs:
+            for reader, port in value.uses():
+                if reader.op_type == "QuantizeLinear":
+                    return True
+                if port == 0 and reader.op_type in _MOVES and reader not in seen:
+                    seen.add(reader)
+                    waiting.append(reader)
+    return False
 
 
 def join_again(model: ir.Model) -> None:
-    """Take out what :func:`keep_apart` put in, when a model that it wrote is read."""
+    """Take out what :func:`keep_apart` and :func:`guard_outputs` put in, when a model that it wrote is read."""
     apart = [node for node in model.graph.all_nodes() if _APART in node.metadata_props]
     outputs = Outputs(model) if apart else None
     for node in apart:

@@ -72,7 +72,13 @@ from bitwright.export.qdq.markers import (
     site_of,
     strip_sites,
 )
-from bitwright.export.qdq.products import ProductForm, check_weight_only, float_products, keep_apart
+from bitwright.export.qdq.products import (
+    ProductForm,
+    check_weight_only,
+    float_products,
+    guard_outputs,
+    keep_apart,
+)
 from bitwright.export.targets import Target, find_target
 
 __all__ = [
@@ -346,6 +352,7 @@ class _Writer:
             write(node, site_of(node))
         self._write_followers()
         self._write_products()
+        guard_outputs(self.builder, self.model.graph.all_nodes())
         self._tidy()
         version, what = self.builder.opset
         self._check_opset(version, what)

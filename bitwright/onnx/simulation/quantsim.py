@@ -45,8 +45,9 @@ from bitwright.export.encodings.of_simulation import (
     set_and_freeze_param_encodings,
 )
 from bitwright.export.files.atomic import check_destination
+from bitwright.export.qdq.forms import Builder
 from bitwright.export.qdq.markers import STATES, is_site, site_of
-from bitwright.export.qdq.products import ProductForm
+from bitwright.export.qdq.products import ProductForm, guard_outputs
 from bitwright.export.qdq.recurrent import RecurrentForm, expand_recurrent
 from bitwright.export.qdq.write import ActivationForm, BiasForm, QdqResult, to_qdq
 from bitwright.export.targets import DEFAULT_TARGET, find_target
@@ -708,6 +709,8 @@ class QuantizationSimModel(Tabular):
                     places.append((name, instrument.lift(value, inside, np.zeros(0, dtype), None)[0]))
         added = [v for v in dict.fromkeys(v for _, v in places) if v not in there and not v.is_graph_input()]
         graph.outputs.extend(added)
+        readers = (use.node for value in added for use in value.uses())
+        guard_outputs(Builder(simulation.model), list(dict.fromkeys(readers)))
         fetch = list(dict.fromkeys(str(v.name) for _, v in places))
         values = dict(zip(fetch, self._open(simulation).run(fetch, feeds), strict=True)) if fetch else {}
         found: dict[str, list[Array]] = {}

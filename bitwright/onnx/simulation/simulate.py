@@ -36,6 +36,7 @@ from bitwright.export.qdq.markers import (
     site_nodes,
     site_of,
 )
+from bitwright.export.qdq.products import guard_outputs
 from bitwright.export.qdq.recurrent import INNER_SITES, expand_recurrent
 from bitwright.export.qdq.write import find_constants, let_go
 from bitwright.onnx.model.recurrent import is_layer
@@ -196,6 +197,7 @@ def simulation_model(
         simulation.results.setdefault(site, []).append(found.value)
     for source in replaced:
         remove_unread(source)
+    guard_outputs(builder, copy.graph.all_nodes())
     close(copy)
     return _spilled(simulation) if large else simulation
 

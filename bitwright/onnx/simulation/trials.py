@@ -20,6 +20,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.export.qdq.forms import Builder, before, unsigned, write_activation
 from bitwright.export.qdq.markers import bypass, close, copy_model, remove_unread, site_nodes, site_of
+from bitwright.export.qdq.products import guard_outputs
 from bitwright.export.qdq.recurrent import expand_recurrent
 from bitwright.export.qdq.write import find_constants
 from bitwright.onnx.model.session import open_session
@@ -115,6 +116,7 @@ class _Inputs:
                 write_activation(builder, node, encoding, unsigned(encoding), site)
         for source in replaced:
             remove_unread(source)
+        guard_outputs(builder, copy.graph.all_nodes())
         close(copy)
         return copy
 
