@@ -7,6 +7,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -375,18 +376,31 @@ def _rename_params(model: ir.Model) -> None:
 
 
 def _rename_io(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Name graph inputs after forward's parameters and outputs after their place in the result."""
+    """Name graph inputs after forward's parameters and outputs after their place in the result.
+
+    What is called so inside the model, as the exporter calls a tensor after its operator, gets another name.
+    """
     ends = [*model.graph.outputs, *model.graph.inputs]
     wanted = [*outputs, *inputs]
-    taken = {v.name for v in model.graph.initializers.values()}
-    taken |= {v.name for node in model.graph.all_nodes() for v in node.outputs} - {v.name for v in ends}
     assert len(ends) == len(wanted), (len(ends), len(wanted))
     for i, value in enumerate(ends):
         value.name = f"__end_{i}"  # out of each other's way first
-    seen: dict[int, str] = {}
+    inner = [v for node in model.graph.all_nodes() for v in node.outputs if v.name]
+    taken = {str(v.name) for v in (*inner, *model.graph.initializers.values())} | set(wanted)
+    named = set(wanted)
+    for value in (*inner, *model.graph.initializers.values()):
+        if value.name in named:
+            value.name = next(n for i in count(1) if (n := f"{value.name}_{i}") not in taken)
+            taken.add(value.name)
+    seen: set[int] = set()
+    used: set[str] = set()
     for value, name in zip(ends, wanted, strict=True):
         if id(value) not in seen:  # one tensor returned twice keeps its first name
-            seen[id(value)] = value.name = name if name not in taken else f"{name}_1"
+            seen.add(id(value))
+            value.name = (
+                name if name not in used else next(n for i in count(1) if (n := f"{name}_{i}") not in taken)
+            )
+            used.add(value.name)
             taken.add(value.name)
 
 

@@ -361,3 +361,29 @@ def test_large_samples_of_a_model_with_a_free_batch_axis_are_cut(tmp_path, monke
         assert len(read_samples(tmp_path / str(free) / "net_samples.npz")[1]["input"]) == kept
         assert verify_folder(tmp_path / str(free)).ok
         assert any(note.startswith("samples: ") for note in exported.notes)
+
+
+class Similarities(nn.Module):
+    """As CLIP: what is returned is also transposed and multiplied; its input is called as the exporter calls a transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 16), nn.Linear(8, 16)
+
+    def forward(self, i: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        i, t = self.left(i), self.right(t)
+        i, t = i / i.norm(dim=-1, keepdim=True), t / t.norm(dim=-1, keepdim=True)
+        return t, i, t @ i.t() * 10
+
+
+def test_an_output_that_is_transposed_and_quantized_verifies_and_inputs_keep_their_names(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model, data = Similarities().eval(), [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(3)]
+    sim = QuantizationSimModel(model, data[0])
+    sim.compute_encodings(data)
+    sim.export(tmp_path, "model", data[0])
+    assert [i.name for i in onnx.load(tmp_path / "model.onnx").graph.input] == ["i", "t"]
+    report = verify_folder(tmp_path)
+    assert report.ok, str(report)
