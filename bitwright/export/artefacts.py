@@ -95,6 +95,34 @@ def bias_form(sim: Simulated, bias: BiasForm) -> BiasForm:
     return bias if all(s.enabled for s in biases) or bias == "float" else "marked"
 
 
+def recurrent_form(sim: Simulated, form: RecurrentForm | None, target: str) -> RecurrentForm:
+    """How recurrent layers are written: as asked for, or as the target has them where no step is quantized inside.
+
+    Raises:
+        ConfigError: there is no such target.
+    """
+    row = find_target(target)
+    if form is not None:
+        return form
+    return "scan" if any(_inside(sim)) else row.recurrent
+
+
+def _inside(sim: Simulated) -> Iterator[str]:
+    """Recurrent layers whose steps are quantized inside, once per site."""
+    return (site.op for site in sim.quantizers.values() if site.inner is not None and site.enabled)
+
+
+def _slow_steps(
+    sim: Simulated, form: RecurrentForm, asked: RecurrentForm | None, target: str
+) -> Iterator[str]:
+    if asked is None and form == "scan" and find_target(target).recurrent == "native":
+        for layer in dict.fromkeys(_inside(sim)):
+            yield (
+                f"{layer}: written as Scan, because its steps are quantized inside; {target} has no integer kernel for that and "
+                "runs the operator faster: simulate with the rule recurrent: boundary_only, or export with recurrent='native'"
+            )
+
+
 def write_artefacts(
     sim: Simulated,
     path: str | Path,
@@ -105,7 +133,7 @@ def write_artefacts(
     encoding_version: str,
     bias: BiasForm,
     activation: ActivationForm,
-    recurrent: RecurrentForm = "scan",
+    recurrent: RecurrentForm | None = None,
     weight_only: ProductForm = "exact",
     target: str = DEFAULT_TARGET,
     notes: Sequence[str] = (),
@@ -122,7 +150,8 @@ def write_artefacts(
         encodings: site -> encoding, of the enabled sites.
         encoding_version: of the encodings file.
         bias, activation, weight_only, target: see :func:`bitwright.export.qdq.write.to_qdq`.
-        recurrent: how the QDQ model writes recurrent layers, see :func:`bitwright.export.qdq.recurrent.write_recurrent`;
+        recurrent: how the QDQ model writes recurrent layers, :func:`recurrent_form` by default; see
+            :func:`bitwright.export.qdq.recurrent.write_recurrent`;
             the float model has the operators.
         notes: what there is to say about ``marked`` beside what is found here.
         data: the example input, for the manifest's fingerprint.
@@ -134,14 +163,14 @@ def write_artefacts(
         ExportError, EncodingsError: see :func:`bitwright.export.qdq.write.to_qdq`; the folder cannot be written.
     """
     check_destination(path, prefix)
-    find_target(target)
-    written = write_recurrent(marked, recurrent)
+    form = recurrent_form(sim, recurrent, target)
+    written = write_recurrent(marked, form)
     stripped = strip_sites(restore_native(marked))
     result = to_qdq(
         written, encodings, bias=bias, activation=activation, weight_only=weight_only, target=target
     )
     tensors = _tensors_of(sim, stripped.tensors)
-    notes = [*notes]
+    notes = [*notes, *_slow_steps(sim, form, recurrent, target)]
     notes += [
         f"{note.site}: {note.text}"
         for note in result.notes
@@ -170,7 +199,7 @@ def write_artefacts(
         if samples is not None:
             kept, sizes = _few_enough(samples, result, data)
             notes += sizes
-            if recurrent == "native":
+            if form == "native":
                 # the operators compute in float what the simulation rounds at every step
                 sites = {name: v for name, v in kept.sites.items() if sim.quantizers[name].inner is None}
                 kept = replace(kept, sites=sites)
@@ -180,7 +209,7 @@ def write_artefacts(
             "encoding_version": encoding_version,
             "bias": bias,
             "activation": activation,
-            "recurrent": recurrent,
+            "recurrent": form,
             "weight_only": weight_only,
             "target": target,
             "prefix": prefix,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from bitwright.errors import ConfigError, close_matches
 
-FileKind = Literal["onnx", "tflite"]
+RecurrentForm = Literal["scan", "native"]
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,18 @@ class Target:
         about: one line for the user.
         widens: bits of a weight -> bits its codes are stored in beside a quantized activation, where the runtime has an
             integer kernel for the wider type only.
+        folds: whether weights of recurrent operators are written so that the runtime computes their float value once, when it
+            loads: as Cast and Mul, which every optimiser folds. A DequantizeLinear is computed in every run, and keeps the
+            operator from arranging its weights beforehand.
+        recurrent: form of recurrent layers whose steps hold no quantizers.
         runtime: the adapter that runs the file, see :mod:`bitwright.runtimes`.
     """
 
     name: str
     about: str
     widens: tuple[tuple[int, int], ...]
+    folds: bool
+    recurrent: RecurrentForm
     runtime: str
 
     def stored_bits(self, bits: int, *, beside_codes: bool) -> int:
@@ -42,9 +48,9 @@ _ON_8_BITS = ((2, 8), (3, 8), (4, 8))
 TARGETS: dict[str, Target] = {
     row.name: row
     for row in (
-        Target("ort_cpu", "ONNX Runtime on CPUs: weights of 2 to 4 bits on its 8-bit kernels", _ON_8_BITS, "onnxruntime"),
-        Target("openvino_cpu", "OpenVINO on CPUs: weights of 2 to 4 bits on its 8-bit kernels", _ON_8_BITS, "openvino"),
-        Target("packed", "compilers, and the smallest file: 4-bit weights take 4 bits", (), "onnxruntime"),
+        Target("ort_cpu", "ONNX Runtime on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "onnxruntime"),
+        Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino"),
+        Target("packed", "compilers, and the smallest file: 4-bit weights take 4 bits", (), False, "scan", "onnxruntime"),
     )
 }  # fmt: skip
 DEFAULT_TARGET = "ort_cpu"
@@ -69,6 +75,17 @@ def find_target(name: str | Target) -> Target:
             f"use one of {listed(TARGETS)}",
         )
     return TARGETS[name]
+
+
+def rules_for(target: str, config_file: Any) -> Any:
+    """The rules that a simulation for ``target`` follows where the user names none, ``config_file`` where they do.
+
+    A runtime that computes recurrent layers in operators of its own rounds nothing inside their steps, and neither does the
+    simulation then.
+    """
+    if config_file is None and find_target(target).recurrent == "native":
+        return {"recurrent": "boundary_only"}
+    return config_file
 
 
 def listed(names: Iterable[str]) -> str:

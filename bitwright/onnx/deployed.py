@@ -20,9 +20,9 @@ from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import BitwrightError
 from bitwright.export.deployed import benchmark_export, sample_inputs
 from bitwright.export.files.temporary import temporary_room
-from bitwright.export.qdq.recurrent import RecurrentForm, expand_recurrent, write_recurrent
+from bitwright.export.qdq.recurrent import expand_recurrent, write_recurrent
 from bitwright.export.qdq.write import save_model, strip_sites, to_qdq
-from bitwright.export.targets import DEFAULT_TARGET
+from bitwright.export.targets import DEFAULT_TARGET, RecurrentForm
 from bitwright.export.verify.samples import find_export
 from bitwright.onnx.model.data import input_specs, random_array
 from bitwright.onnx.model.load import load_model

@@ -34,7 +34,7 @@ from bitwright.core.simulation.protocols import Array, Undo
 from bitwright.export.artefacts import Exported
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.products import ProductForm, check_weight_only
-from bitwright.export.targets import DEFAULT_TARGET, find_target
+from bitwright.export.targets import DEFAULT_TARGET, find_target, rules_for
 from bitwright.export.verify.outputs import one_array
 from bitwright.methods import bias, channels
 from bitwright.methods.folding import fold_all_batch_norms
@@ -143,7 +143,7 @@ def quantize(
         chosen=chosen,
         placing=next((step.options for step in steps if step.name == "layer_inputs"), None),
         ranging=any(step.name == "activation_ranges" for step in steps),
-        rules={"preset": preset, "config_file": config_file, "quant_scheme": quant_scheme},
+        rules={"preset": preset, "config_file": rules_for(target, config_file), "quant_scheme": quant_scheme},
         providers=providers,
         memory_budget=memory_budget,
         non_finite=non_finite,

@@ -38,7 +38,7 @@ from bitwright.core.numerics.spec import NonFinite, Preset
 from bitwright.core.simulation.protocols import Undo
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.products import ProductForm, check_weight_only
-from bitwright.export.targets import DEFAULT_TARGET, find_target
+from bitwright.export.targets import DEFAULT_TARGET, find_target, rules_for
 from bitwright.methods import bias, channels
 from bitwright.methods.folding import fold_all_batch_norms
 from bitwright.report.result import Reported
@@ -147,7 +147,7 @@ def quantize(
         chosen=chosen,
         placing=next((step.options for step in steps if step.name == "layer_inputs"), None),
         ranging=any(step.name == "activation_ranges" for step in steps),
-        rules={"preset": preset, "config_file": config_file, "quant_scheme": quant_scheme},
+        rules={"preset": preset, "config_file": rules_for(target, config_file), "quant_scheme": quant_scheme},
         keep_float=any(step.name == "bias_correction" for step in steps),
         non_finite=non_finite,
         allow_unreached=allow_unreached,

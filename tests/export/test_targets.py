@@ -17,7 +17,10 @@ from bitwright.core.numerics.granularity import PerBlock, PerChannel
 from bitwright.errors import ConfigError
 from bitwright.export.qdq.write import to_qdq
 from bitwright.export.targets import TARGETS
+from bitwright.export.verify.runtime import optimized_types
+from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.runtimes.adapters import open_file
 from bitwright.torch import QuantizationSimModel, quantize
 from tests.export.marked import Graph, run_both
 
@@ -104,3 +107,99 @@ def test_unknown_target_is_refused_before_any_work(tmp_path: Path) -> None:
     sim.compute_encodings(BATCHES)
     with pytest.raises(ConfigError, match="target"):
         sim.export(tmp_path / "out", "net", target="ort_gpu")
+
+
+# ------------------------------------------------------------------------------------------------ recurrent layers
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head = kind(6, 8, batch_first=True), nn.Linear(8, 3)  # type: ignore[call-arg]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rnn(x)[0])
+
+
+STEPS = [torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+@pytest.mark.parametrize(("kind", "preset"), [(nn.LSTM, "w4a8"), (nn.GRU, "w8a8")])
+def test_quantize_simulates_recurrent_layers_as_the_target_computes_them(
+    tmp_path: Path, kind: type[nn.Module], preset: str
+) -> None:
+    result = quantize(Recurrent(kind).eval(), STEPS, preset, recipe=["fold"], path=tmp_path, progress=False)
+    assert result.exported is not None
+    model = ir.load(result.exported.qdq)
+    kinds = [node.op_type for node in model.graph]
+    assert kind.__name__ in kinds and "Scan" not in kinds
+    tensors = [v.const_value for v in model.graph.initializers.values() if v.const_value is not None]
+    stored = {tensor.dtype for tensor in tensors if tensor.size > 40}
+    assert stored == {ir.DataType.INT8}, "weights take one byte in the file"
+    assert result.sim.verify(STEPS[0]).ok and verify_folder(tmp_path).ok
+    again = OnnxSim(result.exported.qdq)
+    expected = result.sim.model(STEPS[0]).detach().numpy()
+    np.testing.assert_array_equal(again.run({"x": STEPS[0].numpy()})[0], expected)
+    weights = [
+        s.encoding.format.name
+        for s in again.quantizers.values()
+        if s.role == "weight" and s.encoding is not None
+    ]
+    assert set(weights) == {f"int{preset[1]}"}
+
+
+def test_recurrent_weights_are_constants_for_the_runtime(tmp_path: Path) -> None:
+    """A DequantizeLinear would be computed in every run."""
+    made = quantize(Recurrent(nn.LSTM).eval(), STEPS, recipe=["fold"], path=tmp_path, progress=False).exported
+    assert made is not None
+    kinds = optimized_types(ir.load(made.qdq))
+    assert "LSTM" in kinds.values() and not {"Cast", "Sub", "Mul"} & set(kinds.values())
+
+
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_gate"])
+def test_folded_weights_of_every_granularity(tmp_path: Path, granularity: str) -> None:
+    rules = {"recurrent": "boundary_only", "rules": [{"op": "LSTM", "weight": {"granularity": granularity}}]}
+    sim = QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0], config_file=rules)
+    sim.compute_encodings(STEPS)
+    found = sim.export(tmp_path, "net", STEPS[0])
+    assert verify_folder(tmp_path).ok
+    read = OnnxSim(found.qdq)
+    np.testing.assert_array_equal(read.run({"x": STEPS[0].numpy()})[0], sim.model(STEPS[0]).detach().numpy())
+
+
+def test_asymmetric_weights_of_recurrent_layers(tmp_path: Path) -> None:
+    rules = {
+        "recurrent": "boundary_only",
+        "rules": [{"op": "LSTM", "weight": {"format": "uint8", "symmetry": "asymmetric"}}],
+    }
+    sim = QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0], config_file=rules)
+    sim.compute_encodings(STEPS)
+    found = sim.export(tmp_path, "net", STEPS[0])
+    assert verify_folder(tmp_path).ok and "Sub" in {n.op_type for n in ir.load(found.qdq).graph}
+    read = OnnxSim(found.qdq)
+    np.testing.assert_array_equal(read.run({"x": STEPS[0].numpy()})[0], sim.model(STEPS[0]).detach().numpy())
+
+
+def test_steps_that_are_quantized_inside_stay_a_scan_and_the_notes_say_what_is_faster(tmp_path: Path) -> None:
+    sim = QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0])
+    sim.compute_encodings(STEPS)
+    found = sim.export(tmp_path, "net", STEPS[0])
+    assert "Scan" in {node.op_type for node in ir.load(found.qdq).graph}
+    (note,) = (note for note in found.notes if "written as Scan" in note)
+    assert "recurrent: boundary_only" in note and "recurrent='native'" in note
+
+
+def test_openvino_loads_recurrent_layers(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    result = quantize(
+        Recurrent(nn.LSTM).eval(),
+        STEPS,
+        recipe=["fold"],
+        path=tmp_path,
+        target="openvino_cpu",
+        progress=False,
+    )
+    assert result.exported is not None
+    (found,) = open_file("openvino", result.exported.qdq).run({"x": STEPS[0].numpy()}).values()
+    np.testing.assert_allclose(found, result.sim.model(STEPS[0]).detach().numpy(), atol=2e-2)

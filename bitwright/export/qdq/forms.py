@@ -274,6 +274,39 @@ def store_constant(
     return _scaled((codes.astype(np.int64) + shift).astype(dtype.numpy()), shown, array.shape)
 
 
+def folded(small: Stored, rank: int) -> Stored:
+    """``small`` with scale and zero point that broadcast against the codes, for operators that know no axis."""
+
+    def spread(param: NDArray[Any]) -> NDArray[Any]:
+        if small.axis is None:
+            return param
+        if small.block is None:
+            return param.reshape([-1 if i == small.axis else 1 for i in range(rank)])
+        short = param
+        for axis in range(rank):
+            if axis != small.axis and (short == short.take([0], axis)).all():
+                short = short.take([0], axis)
+        return np.repeat(short, small.block, small.axis)
+
+    assert small.scale is not None
+    zero = None if small.zero_point is None or not small.zero_point.any() else small.zero_point
+    zeros = None if zero is None else spread(zero).astype(np.float32)
+    return Stored(small.array, spread(small.scale), zeros, small.axis)
+
+
+def folded_parts(node: ir.Node) -> tuple[ir.Value, ir.Value | None, ir.Value] | None:
+    """Codes, zero point and scale of a constant of ours in the form of :func:`folded`, which ``node`` ends; or ``None``."""
+    facts = read_metadata(node) if node.op_type == "Mul" else None
+    if facts is None or facts["role"] != "constant":
+        return None
+    value, zero = node.inputs[0], None
+    while value is not None and (maker := value.producer()) is not None:
+        zero = maker.inputs[1] if maker.op_type == "Sub" else zero
+        value = maker.inputs[0] if maker.op_type in ("Sub", "Cast") else None
+    scale = node.inputs[1]
+    return None if value is None or scale is None else (value, zero, scale)
+
+
 def _scaled(codes: NDArray[Any], encoding: Encoding, shape: tuple[int, ...]) -> Stored:
     """Codes with scale and zero point in the shapes DequantizeLinear wants."""
     zero_point, granularity = encoding.zero_point.astype(codes.dtype), encoding.granularity

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -33,8 +33,8 @@ from bitwright.export.qdq.markers import (
     move_uses,
     note_states,
 )
+from bitwright.export.targets import RecurrentForm
 
-RecurrentForm = Literal["scan", "native"]
 INNER_SITES = "inner_sites"
 X, W, R, B, LENGTHS, INITIAL_H, INITIAL_C, P, PROJECTION = range(9)  # ports
 #: outputs of the node, in order; GRU and RNN have the first two

@@ -52,6 +52,7 @@ from bitwright.export.qdq.forms import (
     Pair,
     Stored,
     before,
+    folded,
     note_metadata,
     store_constant,
     transpose_encoding,
@@ -559,7 +560,9 @@ class _Writer:
             return
         shown = unsigned(encoding) if shift else encoding
         small, values = self._store(source, (), encoding, shown, site, result)
-        value = self._dequantize(node, small, values, source)
+        folds = self._folds(result) and small.op == "DequantizeLinear"
+        write = self._folded if folds else self._dequantize
+        value = write(node, small, values, source)
         if small.op is None:
             self._note(site, "stored in float", f"{encoding.format.name} constants have no exact small form")
         if value.producer() is None:
@@ -619,6 +622,26 @@ class _Writer:
         beside = not isinstance(encoding.granularity, PerBlock) and any(v in self.grids for v in others)
         return self.target.stored_bits(fmt.bits, beside_codes=beside)
 
+    def _folds(self, value: ir.Value) -> bool:
+        """Whether all readers of ``value`` are recurrent operators, and the target wants their weights computed when it loads."""
+        readers = [use.node.op_type for use in value.uses()]
+        return self.target.folds and bool(readers) and all(op_type in CELLS for op_type in readers)
+
+    def _folded(self, at: ir.Node, small: Stored, values: list[ir.Value], source: ir.Value) -> ir.Value:
+        """The float value of a small constant by operators that every runtime computes when it loads."""
+        dtype, float32 = source.dtype or ir.DataType.FLOAT, ir.DataType.FLOAT
+        base, place = str(source.name), before(at)
+        # OpenVINO keeps a Cast of 8-bit codes to float for its own integer operators, and has none that is recurrent
+        wide = ir.DataType.INT32
+        value = self.builder.emit(place, "Cast", values[:1], f"{base}_wide", wide, to=int(wide))
+        value = self.builder.emit(place, "Cast", [value], f"{base}_codes", float32, to=int(float32))
+        if len(values) > 2:
+            value = self.builder.emit(place, "Sub", [value, values[2]], f"{base}_centred", float32)
+        value = self.builder.emit(place, "Mul", [value, values[1]], f"{base}_dq", float32)
+        if dtype == float32:
+            return value
+        return self.builder.emit(place, "Cast", [value], f"{base}_cast", dtype, to=int(dtype))
+
     def _store(
         self,
         source: ir.Value,
@@ -632,14 +655,16 @@ class _Writer:
 
         Readers of ``result`` decide on the width.
         """
-        width = self._width(result, encoding)
-        key = (source, perm, encoding, shown, width)
+        width, folds = self._width(result, encoding), self._folds(result)
+        key = (source, perm, encoding, shown, width, folds)
         if key not in self.stored:
             array = self._array(source)
             assert array is not None
             small = store_constant(
                 array.transpose(perm) if perm else array, encoding, shown, site, width=width
             )
+            if folds and small.op == "DequantizeLinear":
+                small = folded(small, small.array.ndim)
             let_go(self.constants[source])
             self.builder.need(ir.DataType.from_numpy(small.array.dtype), site, small.block is not None)
             base = f"{source.name}_transposed" if perm else str(source.name)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ExportError, close_matches
 from bitwright.export.files.value_types import load
-from bitwright.export.qdq.forms import METADATA, read_metadata
+from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.verify.agreement import Agreement, compare, spread, step_of
 from bitwright.export.verify.bodies import open_bodies
 from bitwright.export.verify.cut import Cut, Place
@@ -435,6 +435,13 @@ def _constant_rows(node: ir.Node, values: Mapping[str, Array | Sequence[Array]])
 def _stored_value(node: ir.Node) -> tuple[Array, Array | None]:
     """The float value that ``node`` makes of initializers, and the scale it uses."""
     tensors = [_initializer(v) for v in node.inputs]
+    parts = folded_parts(node)
+    if parts is not None:
+        codes, zero, factor = map(_initializer, parts)
+        assert codes is not None and factor is not None
+        return (codes.astype(np.float32) - (0.0 if zero is None else zero)).astype(
+            np.float32
+        ) * factor, factor
     if node.op_type != "DequantizeLinear":
         maker = node.inputs[0].producer() if node.inputs[0] is not None else None
         if maker is not None:

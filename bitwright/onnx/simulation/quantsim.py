@@ -36,6 +36,7 @@ from bitwright.export.artefacts import (
     Samples,
     bias_form,
     check_encoding_version,
+    recurrent_form,
     write_artefacts,
 )
 from bitwright.export.deployed import benchmark_sim
@@ -48,9 +49,9 @@ from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.forms import Builder
 from bitwright.export.qdq.markers import STATES, is_site, site_of
 from bitwright.export.qdq.products import ProductForm, guard_outputs
-from bitwright.export.qdq.recurrent import RecurrentForm, expand_recurrent
+from bitwright.export.qdq.recurrent import write_recurrent
 from bitwright.export.qdq.write import ActivationForm, BiasForm, QdqResult, to_qdq
-from bitwright.export.targets import DEFAULT_TARGET, find_target
+from bitwright.export.targets import DEFAULT_TARGET, RecurrentForm, find_target
 from bitwright.export.verify.outputs import named_arrays
 from bitwright.export.verify.report import VerifyReport, verify_layers
 from bitwright.export.verify.runtime import refusals
@@ -738,7 +739,7 @@ class QuantizationSimModel(Tabular):
         encoding_version: str = "1.0.0",
         bias: BiasForm = "int32",
         activation: ActivationForm = "unsigned",
-        recurrent: RecurrentForm = "scan",
+        recurrent: RecurrentForm | None = None,
         weight_only: ProductForm = "exact",
         target: str = DEFAULT_TARGET,
         samples: bool = True,
@@ -760,7 +761,8 @@ class QuantizationSimModel(Tabular):
             bias: ``"int32"`` writes biases on the grid integer kernels use, ``"float"`` leaves them alone.
             activation: ``"unsigned"`` writes signed activation grids as equal unsigned ones.
             recurrent: ``"scan"`` writes recurrent layers as Scan with quantizers inside the steps, ``"native"`` as the
-                operators, whose insides are float; their encodings are in the encodings file either way.
+                operators, whose insides are float; their encodings are in the encodings file either way. By default what
+                the target runs fastest, if no step is quantized inside, and otherwise ``"scan"``.
             weight_only: products of float activations with quantized weights: ``"exact"`` computes them as simulated, in float,
                 in every session; ``"fused"`` lets ONNX Runtime make MatMulNBits of them, which is much faster and quantizes the
                 activations to 8 bits by itself.
@@ -839,7 +841,7 @@ class QuantizationSimModel(Tabular):
             CalibrationError, ModelError, ExportError: as :meth:`export` and :meth:`run`.
         """
         checked = self.example() if feeds is None else as_feeds(feeds, self.specs)
-        marked = expand_recurrent(self.marked)
+        marked = write_recurrent(self.marked, recurrent_form(self, None, target))
         form = bias_form(self, bias)
         result = to_qdq(
             marked,

@@ -38,7 +38,7 @@ from bitwright.core.numerics.formats import (
 )
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.errors import FormatError, ModelError
-from bitwright.export.qdq.forms import is_small_float, read_metadata, transpose_encoding
+from bitwright.export.qdq.forms import folded_parts, is_small_float, read_metadata, transpose_encoding
 from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.export.qdq.products import join_again
 from bitwright.export.qdq.write import moves_data
@@ -138,6 +138,11 @@ def _widens(node: ir.Node) -> bool:
     """Whether ``node`` makes a float of a constant that this package stored in half precision."""
     facts = read_metadata(node) if node.op_type == "Cast" else None
     return facts is not None and facts["role"] == "constant" and facts["scale"] is None
+
+
+def _folded_codes(node: ir.Node) -> ir.Value | None:
+    parts = folded_parts(node)
+    return None if parts is None else parts[0]
 
 
 def _closing(node: ir.Node) -> ir.Node:
@@ -403,7 +408,7 @@ class _Taker:
     def _take_constants(self) -> None:
         twins: dict[tuple[object, ...], ir.Value] = {}
         for node in list(self.model.graph.all_nodes()):
-            codes = node.inputs[0] if _is(node, "DequantizeLinear") or _widens(node) else None
+            codes = node.inputs[0] if _is(node, "DequantizeLinear") or _widens(node) else _folded_codes(node)
             last = _closing(node)
             result = last.outputs[0]
             if (
@@ -427,7 +432,9 @@ class _Taker:
         """The float constant that ``node`` and ``last`` compute, in its place; its grid where it has one of ours."""
         result, facts = last.outputs[0], read_metadata(last) or {}
         scale, zero, axis, block = np.ones((), np.float32), None, 0, 0
-        if node.op_type != "Cast":
+        if node.op_type == "Mul":
+            scale, zero, axis = self._folded_parameters(node, facts)
+        elif node.op_type != "Cast":
             scale, zero, axis, block = self._parameters(node, codes.dtype)
         dtype = result.dtype or ir.DataType.FLOAT
         where = codes.ndim and axis % codes.ndim
@@ -523,6 +530,15 @@ class _Taker:
             )
         array: Array = seen.const_value.numpy()
         return array
+
+    def _folded_parameters(self, node: ir.Node, facts: dict[str, Any]) -> tuple[Array, Array | None, int]:
+        """Scale, zero point and axis of a constant that Cast, Sub and Mul make."""
+        parts = folded_parts(node)
+        assert parts is not None
+        _, zeros, factor = parts
+        scale = self._number(node, factor).astype(np.float32)
+        zero = None if zeros is None else self._number(node, zeros).reshape(-1)
+        return scale.reshape(-1) if scale.size > 1 else scale.reshape(()), zero, facts.get("axis") or 0
 
     def _parameters(self, node: ir.Node, kind: np.dtype[Any]) -> tuple[Array, Array | None, int, int]:
         assert node.inputs[1] is not None

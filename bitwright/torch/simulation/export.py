@@ -25,15 +25,16 @@ from bitwright.export.artefacts import (
     Samples,
     bias_form,
     check_encoding_version,
+    recurrent_form,
     write_artefacts,
 )
 from bitwright.export.encodings.gate_order import GATED, to_onnx_order
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.qdq.products import ProductForm
-from bitwright.export.qdq.recurrent import RecurrentForm, expand_recurrent
+from bitwright.export.qdq.recurrent import write_recurrent
 from bitwright.export.qdq.write import QdqResult, rename_values, site_names, to_qdq
-from bitwright.export.targets import DEFAULT_TARGET, find_target
+from bitwright.export.targets import DEFAULT_TARGET, RecurrentForm, find_target
 from bitwright.export.verify.report import VerifyReport, verify_layers
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.intercept import forward_signature
@@ -55,7 +56,7 @@ def export_sim(
     encoding_version: str = "1.0.0",
     bias: Literal["int32", "float"] = "int32",
     activation: Literal["unsigned", "as_is"] = "unsigned",
-    recurrent: RecurrentForm = "scan",
+    recurrent: RecurrentForm | None = None,
     weight_only: ProductForm = "exact",
     target: str = DEFAULT_TARGET,
     dynamic_batch: bool | Literal["auto"] = False,
@@ -81,7 +82,8 @@ def export_sim(
         bias: ``"int32"`` writes biases on the grid integer kernels use, ``"float"`` leaves them alone.
         activation: ``"unsigned"`` writes signed activation grids as equal unsigned ones.
         recurrent: ``"scan"`` writes recurrent layers as Scan with quantizers inside the steps, ``"native"`` as the ONNX
-            operators, whose insides are in float; the float model has the operators.
+            operators, whose insides are in float; the float model has the operators. By default what the target runs
+            fastest, if no step is quantized inside, and otherwise ``"scan"``.
         weight_only: products of float activations with quantized weights: ``"exact"`` computes them as simulated, in float,
             in every session; ``"fused"`` lets ONNX Runtime make MatMulNBits of them, which is much faster and quantizes the
             activations to 8 bits by itself.
@@ -486,7 +488,7 @@ def verify_sim(sim: QuantizationSimModel, batch: Any, **options: Any) -> VerifyR
         sim: calibrated.
         batch: input to compare on.
         options: of :func:`export_sim` that change the graph: ``bias``, ``activation``, ``weight_only``,
-            ``target``, ``dynamic_batch``. Recurrent layers are compared step by step, with quantizers inside.
+            ``target``, ``dynamic_batch``. Recurrent layers whose steps hold quantizers are compared step by step.
 
     Raises: as :func:`export_sim`.
     """
@@ -494,7 +496,8 @@ def verify_sim(sim: QuantizationSimModel, batch: Any, **options: Any) -> VerifyR
     bias = bias_form(sim, options.pop("bias", "int32"))
     options.setdefault("target", DEFAULT_TARGET)
     forms = {key: options.pop(key) for key in ("activation", "weight_only", "target") if key in options}
-    marked = expand_recurrent(marked_onnx(sim, batch, **options))
+    form = recurrent_form(sim, None, forms["target"])
+    marked = write_recurrent(marked_onnx(sim, batch, **options), form)
     result = to_qdq(marked, site_encodings(sim), bias=bias, **forms)
     values = site_values(sim, batch, result)
     return verify_layers(result.model, values, _graph_inputs(sim, batch), outputs=outputs_of(sim, batch))
