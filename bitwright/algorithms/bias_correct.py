@@ -362,7 +362,7 @@ def correct(
     ignore: Iterable[str] = (),
     bar: Bar = no_bar,
 ) -> BiasReport:
-    """Correct analytically what ``moments`` allow, then the other layers on data.
+    """Correct analytically what ``moments`` allow, then the other layers on data; after an error nothing is changed.
 
     Args:
         sim, batches, ignore, bar: as for :func:`correct_empirically`.
@@ -371,8 +371,15 @@ def correct(
     expected = expected_inputs(Layers(sim.graph), moments) if moments else {}
     if not expected:
         return correct_empirically(sim, batches, ignore, bar)
+    layers, _ = correctable(Layers(sim.graph), ignore)
+    before = [(layer, sim.bias(layer)) for layer in layers if layer.op in expected]
     computed = correct_analytically(sim, expected, ignore)
-    measured = correct_empirically(sim, batches, {*ignore, *computed.corrected}, bar)
+    try:
+        measured = correct_empirically(sim, batches, {*ignore, *computed.corrected}, bar)
+    except BaseException:
+        for layer, bias in before:
+            sim.set_bias(layer, bias)
+        raise
     refused = tuple(line for line in measured.refused if line.op not in computed.corrected)
     both = {**computed.corrected, **measured.corrected}
     return BiasReport(both, refused, measured.samples, computed.analytic)

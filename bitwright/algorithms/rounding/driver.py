@@ -28,6 +28,7 @@ from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.numerics.affine import with_scale
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import CalibrationError, ConfigError, close_matches
 from bitwright.tables import Tabular
@@ -299,8 +300,9 @@ def apply(
 ) -> RoundingReport:
     """Choose the weights of every layer by ``method``, unit after unit.
 
-    The chosen weights replace the float ones and their encodings are frozen. What was finished when Ctrl-C or an error
-    comes stays in force; with a ``cache``, a later call with the same model, data and settings takes it from there.
+    The chosen weights replace the float ones and their encodings are frozen. What was finished when Ctrl-C comes stays in
+    force; after any other error the model is as it was. With a ``cache``, a later call with the same model, data and
+    settings takes finished layers from there.
 
     Args:
         model: the simulation; changed in place.
@@ -326,6 +328,7 @@ def apply(
         return RoundingReport(name, (), skipped)
     store = Store(MEMORY_BUDGET if memory_budget is None else memory_budget, spill_dir)
     rows: list[Choice] = []
+    undos: list[Undo] = []
     try:
         walk = Walk(model, batches, store)
         key = hashlib.sha256(f"{name} {settings} {seed}".encode() + _fingerprint(walk))
@@ -341,7 +344,7 @@ def apply(
             mine = [layer for op in unit.layers for layer in by_op[op]]
             for layer in mine:
                 key.update(_weight_key(model, layer))
-            rows += _treat(walk, unit, mine, method, cache, key.hexdigest(), seed)
+            rows += _treat(walk, unit, mine, method, cache, key.hexdigest(), seed, undos)
             if id(unit) in last:
                 walk.leave(last[id(unit)])
     except KeyboardInterrupt:
@@ -349,14 +352,16 @@ def apply(
             "%s interrupted after %d of %d layers; these stay in force", name, len(rows), len(layers)
         )
         raise
-    except (MemoryError, RuntimeError) as error:
+    except Exception as error:
+        while undos:
+            undos.pop()()
         if not _is_out_of_memory(error):
             raise
         raise CalibrationError(
             name,
             f"the memory is used up after {len(rows)} of {len(layers)} layers: {str(error).splitlines()[0]}",
             "give fewer samples or smaller batches, a memory_budget (what goes beyond it lies on disk), or fewer rows; the "
-            "layers that are done stay in force, and with cache_dir the next call takes them from there",
+            "model is as it was, and with cache_dir the next call takes the layers that were done from there",
         ) from error
     finally:
         store.close()
@@ -370,9 +375,16 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _treat(
-    walk: Walk, unit: Unit, layers: Sequence[Layer], method: Method, cache: Cache | None, key: str, seed: int
+    walk: Walk,
+    unit: Unit,
+    layers: Sequence[Layer],
+    method: Method,
+    cache: Cache | None,
+    key: str,
+    seed: int,
+    undos: list[Undo],
 ) -> list[Choice]:
-    """Choose the weights of one unit and put them in force."""
+    """Choose the weights of one unit and put them in force; ``undos`` gains how to take them back."""
     kept = None if cache is None else _known(cache, key, layers, walk.model)
     if kept is not None:
         choices = [_unpacked(kept, i, layer, walk.model) for i, layer in enumerate(layers)]
@@ -383,11 +395,26 @@ def _treat(
     if kept is None and cache is not None:
         cache.put(key, {k: v for i, c in enumerate(choices) for k, v in _packed(c, i).items()})
     for choice, layer in zip(choices, layers, strict=True):
+        undos.append(_undo_of(walk, layer, weight=choice.weight is not None))
         site = walk.model.sites()[layer.site]
         site.encoding, site.frozen = choice.encoding, True
         if choice.weight is not None:
             walk.replace(layer, choice.weight)
     return choices
+
+
+def _undo_of(walk: Walk, layer: Layer, *, weight: bool) -> Undo:
+    """Brings back the weight of a layer and the state of its quantizer; the weight is kept where activations are."""
+    model = walk.model
+    quantizer = model.sites()[layer.site].quantizer.remember()
+    kept = walk.store.keep(model.weight(layer.site)) if weight else None
+
+    def undo() -> None:
+        if kept is not None:
+            model.set_weight(layer.site, kept)
+        quantizer()
+
+    return undo
 
 
 def _chosen(walk: Walk, unit: Unit, layers: Sequence[Layer], method: Method, seed: int) -> list[Choice]:
@@ -539,5 +566,5 @@ def check_finite(layer: Layer, tensor: Tensor) -> None:
         raise CalibrationError(
             layer.name,
             "its input or output on the calibration data holds NaN or infinite numbers",
-            "find the batch or the operator before it that makes them; the layers before this one are done",
+            "find the batch or the operator before it that makes them; the model is as it was",
         )
