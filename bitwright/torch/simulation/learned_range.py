@@ -97,9 +97,9 @@ class LearnedRange:
 
     def _content(self) -> bytes:
         # compared by value: writes through `.data`, as an average of weights does them, leave no other trace
-        return b"".join([values.tobytes() for values in self._values()])
+        return b"".join([values.tobytes() for values in self.values()])
 
-    def _values(self) -> list[np.ndarray[Any, Any]]:
+    def values(self) -> list[np.ndarray[Any, Any]]:
         """The parameters as arrays, read past the function modes and tracers that may be active."""
         with torch._C.DisableTorchFunction():
             found = [p for p in (self.log_scale, self.offset) if p is not None]
@@ -111,7 +111,7 @@ class LearnedRange:
         return self._memory[1]
 
     def _encode(self) -> Encoding:
-        log_scale, *rest = (values.astype(np.float64) for values in self._values())
+        log_scale, *rest = (values.astype(np.float64) for values in self.values())
         offset = rest[0] if rest else None
         self._check(log_scale, offset)
         fmt, base = self.base.format, self.base

@@ -172,6 +172,7 @@ class QuantizationSimModel(Tabular):
             self._bias(site) for site in sites.values() if site.role == "bias" and site.follows
         ]
         self.output_values = recorder.output_values()
+        self._simulator.watch = ranges.TrainingWatch(self.model, self.quantizers)
         self._tell_scripted(recorder)
 
     def _tell_scripted(self, recorder: Recorder) -> None:

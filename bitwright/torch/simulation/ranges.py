@@ -1,4 +1,4 @@
-"""Which ranges of a simulation train, their parameters, and what a state dict holds of them."""
+"""Which ranges of a simulation train, their parameters, what a state dict holds of them, and what loops do wrong."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from torch import nn
 from bitwright.core.numerics.affine import with_scale
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
-from bitwright.core.simulation.sites import Site
+from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.core.simulation.state import all_or_nothing
 from bitwright.errors import ConfigError, close_matches
 from bitwright.torch.calls.batches import model_device
+from bitwright.torch.calls.trees import walk_modules
 from bitwright.torch.simulation.learned_range import LearnedRange, unlearnable
 from bitwright.torch.simulation.quantizer import Quantizer
 
@@ -136,8 +137,9 @@ def _start(sim: QuantizationSimModel, site: Site, offsets: bool, init: Init) -> 
     encoding = quantizer.required
     if init != "calibrated" and site.role == "weight" and quantizer.learned is None:
         tensor = site_tensor(sim, site)
-        if tensor is not None:
-            quantizer.encoding = encoding = _initial(tensor, encoding, init)
+        if tensor is None:  # what the model makes of its parameters in every forward
+            tensor = sim._recorded_constants()[site.value]
+        quantizer.encoding = encoding = _initial(tensor, encoding, init)
     assert isinstance(encoding.format, IntFormat)
     movable = quantizer.spec.symmetry == "asymmetric" and _inside(encoding)
     quantizer.learn(offset=offsets and movable).to(model_device(sim.model))
@@ -235,3 +237,74 @@ def restore_learned(site: Site, values: Mapping[str, tuple[float, ...]]) -> None
     base = learned.base
     shaped = {n: torch.tensor(v, dtype=torch.float32).reshape(base.scale.shape) for n, v in values.items()}
     learned.put((base, shaped))
+
+
+# ------------------------------------------------------------------------------------------------ training loops
+
+#: forwards with gradients between two looks at the ranges
+LOOK_EVERY = 50
+
+
+class TrainingWatch:
+    """Called at the start of every simulated forward.
+
+    Args:
+        model: that is simulated.
+        sites: its quantizers.
+    """
+
+    def __init__(self, model: nn.Module, sites: SiteMap) -> None:
+        self._model, self._sites = model, sites
+        self._norms = [
+            module
+            for _, module in walk_modules(model)
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+        ]
+        self._told_mode = self._told_ranges = False
+        self._forwards = 0
+        self._seen: tuple[list[bytes], int] | None = None
+
+    def __call__(self) -> None:
+        """Look at the modes of batch norms, and every so many training forwards at the ranges."""
+        if not torch.is_grad_enabled():
+            self._look_at_modes()
+        elif not self._told_ranges:
+            self._forwards += 1
+            if self._forwards % LOOK_EVERY == 1:
+                self._look_at_ranges()
+
+    def _look_at_modes(self) -> None:
+        if self._told_mode or not self._norms or not self._model.training:
+            return
+        count = sum(norm.training for norm in self._norms)
+        if count:
+            self._told_mode = True
+            logger.warning(
+                "the simulated model ran without gradients in training mode: its %d batch norms normalise by each batch and "
+                "change their running statistics; call sim.model.eval() before you evaluate it",
+                count,
+            )
+
+    def _look_at_ranges(self) -> None:
+        """Ranges with gradients that stand still while the model's parameters move are in no optimizer."""
+        learned = [r for r in (getattr(q, "learned", None) for q in self._sites.unique()) if r is not None]
+        with torch._C.DisableTorchFunction():
+            moved = sum(p._version for p in self._model.parameters() if p.requires_grad)
+            now = [b"".join(values.tobytes() for values in r.values()) for r in learned]
+            graded = [
+                r.site
+                for r in learned
+                if any(p.grad is not None and bool(p.grad.any()) for p in r.parameters().values())
+            ]
+        before, self._seen = self._seen, (now, moved)
+        if before is None or not graded or before[0] != now or before[1] == moved:
+            return
+        self._told_ranges = True
+        logger.warning(
+            "%d learned ranges (%s, ...) have gradients and did not change in %d forwards while the model's parameters did: "
+            "the optimizer does not have them; add the group {'params': sim.range_parameters()} to it, or "
+            "leave out sim.learn_ranges()",
+            len(learned),
+            graded[0],
+            LOOK_EVERY,
+        )

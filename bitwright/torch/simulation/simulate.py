@@ -101,6 +101,7 @@ class Simulator:
         )
         self.told = False  # whether it did
         self.prepare_grids: Callable[[], None] = _nothing
+        self.watch: Callable[[], None] | None = None  # is told of every simulated forward
         self._given: dict[int, tuple[Any, Any]] = {}  # thread -> what the model was called with
         self._lock = Lock()
 
@@ -144,6 +145,8 @@ class Simulator:
                 self.prepare_compilation()
             else:
                 self.refresh_biases()
+                if self.watch is not None and self.stage == "simulate":
+                    self.watch()
         if self.stage == "observe":
             self.told = False
         if self._looks_for_nan():
@@ -419,7 +422,7 @@ class Simulator:
                 return x
         result = quantizer.constant(x)
         if self.taps is not None and place.site in self.taps:
-            self.taps[place.site].append(result.detach().clone())
+            take(self.taps[place.site], result)
         return result
 
     def _output(self, place: Place, x: torch.Tensor, *, overwrite: bool) -> torch.Tensor:
@@ -439,7 +442,7 @@ class Simulator:
             return quantizer(x, overwrite) if quantizer.frozen else x
         result = quantizer(x, overwrite)
         if self.taps is not None and place.site in self.taps:
-            self.taps[place.site].append(result.detach().clone())
+            take(self.taps[place.site], result)
         return result
 
     # -- notes
@@ -475,7 +478,7 @@ class Simulator:
             if kept is not None and not any(
                 place.site == name for place in plan.outputs if self.stage == "simulate"
             ):
-                kept.append(tensor.detach().clone())
+                take(kept, tensor)
 
     def _note_unseen(
         self, frame: Frame, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -496,6 +499,15 @@ class Simulator:
 
 def _nothing() -> None:
     return None
+
+
+class WithGradient(list[torch.Tensor]):
+    """A list of tapped tensors that keep their place in autograd's graph."""
+
+
+def take(taken: list[torch.Tensor], x: torch.Tensor) -> None:
+    """Add a copy of ``x``, which later calls may write over."""
+    taken.append(x.clone() if isinstance(taken, WithGradient) else x.detach().clone())
 
 
 def _writes(row: Function, kwargs: dict[str, Any]) -> bool:

@@ -5,10 +5,13 @@ from bitwright.torch.training.batch_norm import (
     reestimate_bn_stats,
 )
 from bitwright.torch.training.batch_norm_to_scale import fold_all_batch_norms_to_scale
+from bitwright.torch.training.distill import Distillation, distillation_loss
 from bitwright.torch.training.guard import TrainingGuard
 
 __all__ = [
+    "Distillation",
     "TrainingGuard",
+    "distillation_loss",
     "fold_all_batch_norms_to_scale",
     "freeze_batch_norms",
     "reestimate_bn_stats",

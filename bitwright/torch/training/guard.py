@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
 from bitwright.errors import ConfigError, ModelError
+from bitwright.torch.simulation.ranges import learned_ranges
+
+if TYPE_CHECKING:
+    from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
 
 class TrainingGuard:
@@ -18,6 +24,8 @@ class TrainingGuard:
         optimizer: its parameters are those that are trained.
         max_norm: gradients are scaled down where their common 2-norm is larger; ``None`` leaves them.
         patience: so many steps in a row may be left out.
+        sim: a simulation whose ranges are learned: a step that moves one far off its tensor, as with too large a learning
+            rate, is an error that names the site, and the ranges are what they were before it.
 
     Attributes:
         steps: how many were taken.
@@ -35,7 +43,12 @@ class TrainingGuard:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, max_norm: float | None = 1.0, *, patience: int = 20
+        self,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None = 1.0,
+        *,
+        patience: int = 20,
+        sim: QuantizationSimModel | None = None,
     ) -> None:
         if max_norm is not None and not 0 < max_norm < float("inf"):
             raise ConfigError(
@@ -45,13 +58,14 @@ class TrainingGuard:
         self.steps = self.skipped = 0
         self.reasons: dict[str, int] = {}
         self.norm = 0.0
+        self._sim = sim
         self._in_a_row = 0
 
     def step(self, loss: torch.Tensor) -> bool:
         """Backward pass, clipping and optimizer step of ``loss``, a scalar; returns whether the step was taken.
 
         Raises:
-            ModelError: more than ``patience`` steps in a row were left out.
+            ModelError: more than ``patience`` steps in a row were left out, or a learned range left its tensor.
         """
         self.optimizer.zero_grad()
         if not bool(torch.isfinite(loss.detach()).all()):
@@ -65,10 +79,23 @@ class TrainingGuard:
         if not bool(torch.isfinite(norm)):
             return self._skip("gradient")
         nn.utils.clip_grads_with_norm_(parameters, bound, norm)
-        self.optimizer.step()
+        self._take()
         self.norm, self._in_a_row = float(norm), 0
         self.steps += 1
         return True
+
+    def _take(self) -> None:
+        """The optimizer's step; ranges that it breaks are put back before the error."""
+        ranges = [] if self._sim is None else [learned for _, learned in learned_ranges(self._sim)]
+        states = [learned.state() for learned in ranges]
+        self.optimizer.step()
+        try:
+            for learned in ranges:
+                learned.encoding  # noqa: B018, checks the parameters
+        except ModelError:
+            for learned, state in zip(ranges, states, strict=True):
+                learned.put(state)
+            raise
 
     def _skip(self, reason: str) -> bool:
         self.optimizer.zero_grad()

@@ -1,0 +1,117 @@
+"""What goes wrong around a training loop is told once, and nothing is told of a loop that is right."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bitwright.errors import ModelError
+from bitwright.torch import QuantizationSimModel, TrainingGuard, reestimate_bn_stats
+from bitwright.torch.simulation.ranges import LOOK_EVERY
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def make(*layers: nn.Module) -> QuantizationSimModel:
+    torch.manual_seed(0)
+    sim = QuantizationSimModel(
+        nn.Sequential(*(layers or (nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))).eval(), X
+    )
+    sim.compute_encodings([X])
+    return sim
+
+
+def train(sim: QuantizationSimModel, parameters: list[Tensor], forwards: int, accumulate: int = 1) -> None:
+    optimizer = torch.optim.Adam(parameters, lr=1e-3)
+    for i in range(forwards):
+        sim.model(X).square().mean().backward()
+        if i % accumulate == accumulate - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_an_optimizer_without_the_ranges_is_told_once(caplog):
+    sim = make()
+    sim.learn_ranges()
+    with caplog.at_level(logging.WARNING):
+        train(sim, list(sim.model.parameters()), 3 * LOOK_EVERY)
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert (
+        f"did not change in {LOOK_EVERY} forwards" in text
+        and "add the group {'params': sim.range_parameters()}" in text
+    )
+
+
+def test_right_loops_are_not_told_of(caplog):
+    with caplog.at_level(logging.WARNING):
+        sim = make()
+        train(sim, list(sim.model.parameters()), 2 * LOOK_EVERY + 2)  # nothing is learned
+        sim.learn_ranges()
+        train(sim, [*sim.model.parameters(), *sim.range_parameters()], 2 * LOOK_EVERY + 2)
+        sim = make()
+        sim.learn_ranges()
+        everything = [*sim.model.parameters(), *sim.range_parameters()]
+        train(sim, everything, 2 * LOOK_EVERY + 2, accumulate=4 * LOOK_EVERY)  # no step was taken yet
+    assert not caplog.records
+
+
+def test_evaluation_in_training_mode_is_told_once(caplog):
+    sim = make(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with caplog.at_level(logging.WARNING), torch.no_grad():
+        sim.model(X)
+        reestimate_bn_stats(sim.model, [X])
+        assert not caplog.records
+        sim.model.train()
+        sim.model(X)
+        sim.model(X)
+    (record,) = caplog.records
+    assert "1 batch norms normalise by each batch" in record.getMessage()
+    assert "call sim.model.eval() before you evaluate it" in record.getMessage()
+
+
+def test_the_guard_names_the_range_that_a_step_moved_off_its_tensor():
+    sim = make()
+    sim.learn_ranges("*.weight")
+    before = [p.detach().clone() for p in sim.range_parameters()]
+    encoding = sim.quantizers["0.weight"].encoding
+    guard = TrainingGuard(torch.optim.Adam(sim.range_parameters(), lr=100.0), sim=sim)
+    with pytest.raises(
+        ModelError,
+        match=r"0.weight: its learned scale is e\^100.0 times .* lower the learning rate of sim.range",
+    ):
+        guard.step(sim.model(X).square().mean())
+    assert all(torch.equal(p, q) for p, q in zip(sim.range_parameters(), before, strict=True))
+    assert sim.quantizers["0.weight"].encoding == encoding and bool(sim.model(X).isfinite().all())
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_ranges_alone():
+    sim = make()
+    sim.learn_ranges()
+    guard = TrainingGuard(
+        torch.optim.Adam([*sim.model.parameters(), *sim.range_parameters()], lr=1e-2), sim=sim
+    )
+    assert guard.step(sim.model(X).square().mean())
+    before = [p.detach().clone() for p in sim.range_parameters()]
+    assert not guard.step((sim.model(X) * torch.nan).sum())
+    assert not guard.step((sim.model(X) - sim.model(X).detach()).sqrt().sum())
+    assert guard.reasons == {"loss": 1, "gradient": 1}
+    assert all(torch.equal(p, q) for p, q in zip(sim.range_parameters(), before, strict=True))
+
+
+def test_weights_that_are_computed_anew_in_each_forward_have_learned_ranges_too():
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    sim = make(layer, nn.ReLU(), nn.Linear(4, 2))
+    report = sim.learn_ranges(init="lsq")
+    (name,) = [n for n in report.learned if n.startswith("0") and sim.quantizers[n].role == "weight"]
+    scale = torch.from_numpy(sim.quantizers[name].encoding.scale.copy())
+    qmax = sim.quantizers[name].encoding.format.qmax
+    torch.testing.assert_close(scale, 2 * sim.model[0].weight.detach().abs().mean(1) / qmax**0.5)
+    first = float(sim.model(X).square().mean().detach())
+    train(sim, [*sim.model.parameters(), *sim.range_parameters()], 20)
+    assert float(sim.model(X).square().mean().detach()) < first
+    sim.model(X).square().mean().backward()
+    assert all(p.grad is not None for p in sim.range_parameters())
