@@ -51,9 +51,12 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "distributed": ({"errors", "core", "torch"}, NUMPY | {"torch", "ray"}),
     # AIMET's names on the public API; nobody imports them
-    "aimet_common": ({"errors", "core"}, NUMPY),
-    "aimet_torch": ({"errors", "core", "export", "torch", "aimet_common"}, NUMPY | {"torch", "onnx"}),
-    "aimet_onnx": ({"errors", "core", "export", "onnx", "aimet_common"}, NUMPY | ONNX),
+    "aimet_common": ({"errors", "core", "analysis", "report"}, NUMPY),
+    "aimet_torch": (
+        {"errors", "core", "analysis", "export", "report", "torch", "aimet_common"},
+        NUMPY | {"torch", "onnx"},
+    ),
+    "aimet_onnx": ({"errors", "core", "analysis", "export", "onnx", "report", "aimet_common"}, NUMPY | ONNX),
     "migrate": ({"errors", "aimet_common"}, set()),
     "cli": (
         {

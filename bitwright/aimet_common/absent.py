@@ -14,9 +14,6 @@ _LATER = "it is not in this version of Bitwright"
 #: dotted name below ``bitwright`` (a module, or a name in one) -> what to do instead
 ABSENT: dict[str, str] = {
     "aimet_torch.auto_quant": f"{_LATER} (AIMET removed it in 2.31); bitwright.quantize(model, data) chooses a recipe",
-    "aimet_torch.quant_analyzer": f"{_LATER}; sim.health() and sim.coverage() describe every quantizer",
-    "aimet_torch.layer_output_utils": f"{_LATER}; sim.capture(names, batch) gives values of a simulation, "
-    "sim.verify() compares them with ONNX Runtime",
     "aimet_torch.mixed_precision": f"{_LATER}; set bit widths with module.param_quantizers['weight'].bitwidth",
     "aimet_torch.compress": _LATER,
     "aimet_torch.peft": _LATER,
@@ -26,8 +23,6 @@ ABSENT: dict[str, str] = {
     "aimet_torch.experimental.pgs": _LATER,
     "aimet_torch.experimental.c_round": "Bitwright rounds ties to even, as ONNX QuantizeLinear does",
     "aimet_torch.arch_checker": f"{_LATER}; bitwright.torch.check_model reports on a model's health",
-    "aimet_torch.visualization_tools": f"{_LATER}; sim.health() has the ranges of every site",
-    "aimet_torch.visualize_model": f"{_LATER}; sim.health() has the ranges of every weight",
     "aimet_torch.v1": "AIMET removed it in 2.30; use bitwright.aimet_torch itself",
     "aimet_torch.quantsim.check_accumulator_overflow": f"{_LATER} (AIMET announced its removal for 2.44); int32 biases are "
     "checked for overflow when they are derived",
@@ -77,13 +72,9 @@ ABSENT: dict[str, str] = {
     "aimet_onnx.auto_quant": "AIMET removed it in 2.13; bitwright.onnx.quantize(model, data) chooses a recipe",
     "aimet_onnx.mixed_precision": f"{_LATER}; sim.set_tensor_precision(names, precision) sets single tensors",
     "aimet_onnx.lite_mp": f"{_LATER}; sim.set_tensor_precision(names, precision) sets single tensors",
-    "aimet_onnx.quant_analyzer": f"{_LATER}; sim.health() and sim.coverage() describe every quantizer",
-    "aimet_onnx.analysis": f"{_LATER}; sim.health() and sim.coverage() describe every quantizer",
-    "aimet_onnx.layer_output_utils": f"{_LATER}; sim.verify() compares every layer with ONNX Runtime",
     "aimet_onnx.llm_configurator": _LATER,
     "aimet_onnx.llm_topology": "no topology is asked for: blocks are found in the graph",
     "aimet_onnx.experimental": _LATER,
-    "aimet_onnx.analyze_per_layer_sensitivity": f"{_LATER}; sim.health() describes every quantizer",
 }
 
 

@@ -17,6 +17,7 @@ from bitwright.aimet_common.defs import (
 )
 from bitwright.aimet_onnx.adaround.adaround_weight import apply_adaround
 from bitwright.aimet_onnx.defs import QSpec
+from bitwright.aimet_onnx.quant_analyzer import analyze_per_layer_sensitivity
 from bitwright.aimet_onnx.quantsim import QuantizationSimModel, compute_encodings, encodings_to_onnx_qdq
 from bitwright.aimet_onnx.sequential_mse.seq_mse import apply_seq_mse
 
@@ -24,6 +25,7 @@ __all__ = [
     "QSpec",
     "QuantizationSimModel",
     "__version__",
+    "analyze_per_layer_sensitivity",
     "apply_adaround",
     "apply_seq_mse",
     "compute_encodings",

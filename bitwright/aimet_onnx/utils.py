@@ -46,13 +46,14 @@ def make_psnr_eval_fn(
         found = []
         for feed, wanted in zip(feeds, expected, strict=True):
             got = session.run(None, feed)
-            found += [_psnr(wanted[i], got[i]) for i in chosen]
+            found += [peak_signal_to_noise(wanted[i], got[i]) for i in chosen]
         return float(np.mean(found))
 
     return evaluate
 
 
-def _psnr(expected: Any, actual: Any) -> float:
+def peak_signal_to_noise(expected: Any, actual: Any) -> float:
+    """Peak signal-to-noise ratio in dB, 100 at most."""
     error = float(np.mean((np.asarray(expected, np.float64) - actual) ** 2))
     peak = float(np.max(np.abs(expected)))
     return 100.0 if error == 0 or peak == 0 else min(100.0, 10 * float(np.log10(peak**2 / error)))

@@ -33,6 +33,7 @@ from bitwright.aimet_common.grids import (
     int_format,
     steps_format,
 )
+from bitwright.analysis.layer_outputs import names_of_export
 from bitwright.core.numerics.formats import FLOAT_FORMATS
 from bitwright.core.numerics.ranges import choose_range, needs
 from bitwright.core.numerics.statistics import Statistics, start, update
@@ -60,6 +61,7 @@ __all__ = [
     "aimet_shape",
     "broadcastable",
     "encode",
+    "exported_names",
     "find_range_method",
     "functional",
     "granularity_of",
@@ -101,6 +103,11 @@ def broadcastable(values: Any, granularity: Granularity, shape: tuple[int, ...])
     if isinstance(granularity, PerChannel):
         values = values.reshape(granularity.broadcast_shape(shape))
     return torch.from_numpy(np.array(values, np.float32))
+
+
+def exported_names(folder: str) -> dict[str, str]:
+    """Layer -> tensor of the exported model, of the one export in ``folder``."""
+    return names_of_export(Path(folder), None)
 
 
 def rewrite_encodings(path: Path, version: str) -> None:

@@ -121,7 +121,7 @@ class LayerOutputUtil:
             near = close_matches(str(form), FORMS)
             raise ConfigError("form", f"there is no form {form!r}{near}", f"use one of {', '.join(FORMS)}")
         self.sim, self.folder, self.form = sim, Path(dir_path), form
-        self._tensors = {} if exported is None else _exported_names(Path(exported), prefix)
+        self._tensors = {} if exported is None else names_of_export(Path(exported), prefix)
 
     def generate_layer_outputs(self, batch: Any) -> Path:
         """Run ``batch`` and write what every layer makes of it; the folder appears whole or not at all.
@@ -179,7 +179,7 @@ class LayerOutputUtil:
         (folder / "names.json").write_text(text, encoding="utf-8")
 
 
-def _exported_names(folder: Path, prefix: str | None) -> dict[str, str]:
+def names_of_export(folder: Path, prefix: str | None) -> dict[str, str]:
     """Layer -> tensor of the exported model, of every site of an output."""
     stem = find_export(folder, prefix)
     found = {}

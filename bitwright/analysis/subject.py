@@ -109,7 +109,6 @@ def open_subject(sim: Any) -> Subject:
         ConfigError: it is no simulation.
         CalibrationError: it has no encodings yet.
     """
-    kind = type(sim).__module__.split(".")[:2]
     if type(sim).__name__ != "QuantizationSimModel" and not hasattr(sim, "quantizers"):
         raise ConfigError(
             "analyze",
@@ -128,7 +127,7 @@ def open_subject(sim: Any) -> Subject:
             "no quantizer of the simulation is enabled, so there is nothing to compare with float",
             "enable sites: sim.quantizers['*'].enabled = True",
         )
-    return _torch_subject(sim) if hasattr(sim, "model") and "onnx" not in kind else _onnx_subject(sim)
+    return _onnx_subject(sim) if hasattr(sim, "marked") else _torch_subject(sim)
 
 
 def _torch_subject(sim: Any) -> Subject:

@@ -146,7 +146,7 @@ def _site_row(site: Site, graph: Graph) -> dict[str, Any]:
         "spec": told["spec"],
         "shared_with": "" if site.group == site.name else site.group,
         **(grid_of(encoding) if encoding is not None else {}),
-        **_seen(site.quantizer.statistics),
+        **seen_values(site.quantizer.statistics),
     }
 
 
@@ -160,10 +160,10 @@ def grid_of(encoding: Encoding) -> dict[str, Any]:
     return {"grid": grid, "lsb": float(encoding.scale.max()), "digest": digest.hexdigest()[:16]}
 
 
-def _seen(statistics: Any) -> dict[str, Any]:
-    """Bounds and histogram out of what calibration kept."""
+def seen_values(statistics: Any) -> dict[str, Any]:
+    """Bounds, histogram and bounds of channels out of the statistics that calibration kept, as columns of a site."""
     if isinstance(statistics, Histogram) and not statistics.exponent.shape:
-        return {**_seen(statistics.bounds), "histogram": _histogram(statistics)}
+        return {**seen_values(statistics.bounds), "histogram": _histogram(statistics)}
     if not isinstance(statistics, MinMax) or not statistics.count.sum():
         return {}
     seen: dict[str, Any] = {"minimum": float(statistics.lo.min()), "maximum": float(statistics.hi.max())}

@@ -1,0 +1,255 @@
+"""AIMET's analyzer of either package: every layer's quantizers alone, and all but these, rated by the user's callback.
+
+``bitwright.analyze`` answers the same question from a few passes over the data; this keeps AIMET's calls and file names.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bitwright.analysis.layer_outputs import layer_values
+from bitwright.analysis.subject import Subject, open_subject
+from bitwright.core.simulation.sites import Site
+from bitwright.errors import CalibrationError, ConfigError
+from bitwright.report.charts import histogram_chart, ranges_chart, scores_chart, write_data, write_page
+from bitwright.report.of_simulation import seen_values
+
+logger = logging.getLogger("bitwright")
+
+_WEIGHTS = ("weight", "constant")
+_BINS = 64
+Scores = dict[str, float]
+Evaluate = Callable[[Any], float]
+
+
+def checked(evaluate: Evaluate, model: Any, where: str) -> float:
+    """What the callback says of ``model``.
+
+    Raises:
+        ConfigError: it returns no number, or NaN.
+    """
+    found = evaluate(model)
+    try:
+        score = float(found)
+    except (TypeError, ValueError) as error:
+        remedy = "return one number"
+        raise ConfigError(where, f"the evaluation returned a {type(found).__name__}", remedy) from error
+    if np.isnan(score):
+        raise ConfigError(
+            where, "the evaluation returned NaN", "check it for empty batches and divisions by zero"
+        )
+    return score
+
+
+def scores_of(
+    subject: Subject, evaluate: Evaluate, groups: Mapping[str, Collection[str]], *, alone: bool
+) -> Scores:
+    """Group -> what the evaluation says with only its sites quantized, or with all but these; the simulation stays as it is."""
+    found = {}
+    with subject.exclusive():
+        for name, members in groups.items():
+            held = frozenset(members)
+            with subject.only(lambda site, held=held: (site.name in held) == alone) as model:  # type: ignore[misc]
+                found[name] = checked(evaluate, model, name)
+            logger.info("%s: %g %s", name, found[name], "alone" if alone else "all but this one")
+    return found
+
+
+class QuantAnalyzerBase:
+    """The steps of the analysis, for simulations of either front end.
+
+    Args:
+        model: in float; it is left as it is.
+        dummy_input: an example of its input.
+        forward_pass_callback: runs the model it is given on calibration data.
+        eval_callback: rates the model it is given.
+    """
+
+    def __init__(
+        self, model: Any, dummy_input: Any, forward_pass_callback: Callable[..., Any], eval_callback: Evaluate
+    ) -> None:
+        for name, given in (
+            ("forward_pass_callback", forward_pass_callback),
+            ("eval_callback", eval_callback),
+        ):
+            if not callable(given):
+                problem = f"it is a {type(given).__name__}, not a function"
+                raise ConfigError(
+                    name, problem, "pass a function of the model, or CallbackFunc(function, arguments)"
+                )
+        self._model, self._dummy_input = model, dummy_input
+        self._forward_pass_callback, self._eval_callback = forward_pass_callback, eval_callback
+        self._dataset: Any = None
+        self._num_batches = 0
+
+    @abstractmethod
+    def _float_score(self, subject: Subject) -> float:
+        """What the evaluation says of the float model."""
+
+    def enable_per_layer_mse_loss(self, unlabeled_dataset_iterable: Any, num_batches: int) -> None:
+        """Let :meth:`analyze` compare the outputs of every layer too, on so many batches.
+
+        Raises:
+            ConfigError: (a ValueError) the data holds fewer batches.
+        """
+        if len(unlabeled_dataset_iterable) < num_batches:
+            raise ConfigError(
+                "enable_per_layer_mse_loss",
+                f"{num_batches} batches are asked for, and the data holds {len(unlabeled_dataset_iterable)}",
+                "pass more data, or ask for fewer batches",
+            )
+        self._dataset, self._num_batches = unlabeled_dataset_iterable, num_batches
+
+    def _all_steps(self, sim: Any, results_dir: str | Path, *, histograms: bool) -> None:
+        self.check_model_sensitivity_to_quantization(sim)
+        self._per_layer(sim, results_dir, None, alone=True)
+        self._per_layer(sim, results_dir, None, alone=False)
+        self.export_per_layer_encoding_min_max_range(sim, results_dir)
+        if histograms:
+            self.export_per_layer_stats_histogram(sim, results_dir)
+        if self._dataset is not None:
+            self.export_per_layer_mse_loss(sim, results_dir)
+
+    def check_model_sensitivity_to_quantization(self, sim: Any) -> tuple[float, float, float]:
+        """What the evaluation says of the float model, with only weights quantized, and with only activations."""
+        subject = open_subject(sim)
+        weights = [name for name, site in subject.sites.items() if site.role in (*_WEIGHTS, "bias")]
+        others = [name for name in subject.sites if name not in set(weights)]
+        real = self._float_score(subject)
+        scores = scores_of(
+            subject, self._eval_callback, {"weights": weights, "activations": others}, alone=True
+        )
+        logger.info("float %g, weights quantized %g, activations quantized %g", real, *scores.values())
+        return real, scores["weights"], scores["activations"]
+
+    def _per_layer(self, sim: Any, results_dir: Any, filename: str | None, *, alone: bool) -> Scores:
+        subject = open_subject(sim)
+        groups = _enabled_layers(subject)
+        scores = scores_of(subject, self._eval_callback, groups, alone=alone)
+        title = f"per_layer_quant_{'enabled' if alone else 'disabled'}"
+        if results_dir is not None:
+            write_page(
+                Path(results_dir) / (filename or f"{title}.html"), title, scores_chart(scores, "evaluation")
+            )
+            write_data(Path(results_dir) / f"{Path(filename or title).stem}.json", scores)
+        elif filename is not None:
+            write_page(filename, title, scores_chart(scores, "evaluation"))
+        return scores
+
+    def export_per_layer_encoding_min_max_range(
+        self, sim: Any, results_dir: str | Path
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Ranges of weights and activations, as ``min_max_ranges/weights.json``, ``activations.json`` and pages."""
+        folder = Path(results_dir) / "min_max_ranges"
+        weights: dict[str, Any] = {}
+        activations: dict[str, Any] = {}
+        for site in _calibrated(sim):
+            name, encoding = called(site), site.encoding
+            assert encoding is not None
+            low, high = encoding.min.ravel(), encoding.max.ravel()
+            pairs = [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
+            into = weights if site.role in (*_WEIGHTS, "bias") else activations
+            into[name] = (
+                pairs[0] if len(pairs) == 1 else {f"{name}_{i}": pair for i, pair in enumerate(pairs)}
+            )
+        for title, found in (("weights", weights), ("activations", activations)):
+            whole = {name: pair for name, pair in found.items() if isinstance(pair, tuple)}
+            write_page(folder / f"{title}.html", title, ranges_chart(whole))
+            write_data(folder / f"{title}.json", found)
+            for name, pair in found.items():
+                if isinstance(pair, dict):
+                    write_page(folder / f"{_file(name)}.html", name, ranges_chart(pair))
+        return weights, activations
+
+    def export_per_layer_stats_histogram(self, sim: Any, results_dir: str | Path) -> None:
+        """Histograms of what calibration saw, and of the weights, as ``activations_pdf`` and ``weights_pdf``."""
+        subject, folder = open_subject(sim), Path(results_dir)
+        model: Any = None
+        for site in _calibrated(sim):
+            if site.role in _WEIGHTS:
+                model = model or subject.steps()
+                _write_weight(folder / "weights_pdf" / _file(site.op), site, model.weight(site.name))
+            elif site.role in ("input", "output"):
+                histogram = seen_values(site.quantizer.statistics).get("histogram")
+                if histogram is not None:
+                    name = f"{_file(site.op)}_{site.role}_{site.port}"
+                    chart = histogram_chart(histogram["edges"], histogram["counts"])
+                    write_page(folder / "activations_pdf" / f"{name}.html", name, chart)
+
+    def export_per_layer_mse_loss(self, sim: Any, results_dir: str | Path) -> Scores:
+        """Mean squared error of every layer's output against float, as ``per_layer_mse_loss.json`` and a page.
+
+        Raises:
+            CalibrationError: :meth:`enable_per_layer_mse_loss` was not called.
+        """
+        if self._dataset is None:
+            raise CalibrationError(
+                "export_per_layer_mse_loss",
+                "no data was given for it",
+                "call analyzer.enable_per_layer_mse_loss(batches, num_batches) first",
+            )
+        losses: dict[str, list[float]] = {}
+        for _, batch in zip(range(self._num_batches), self._dataset, strict=False):
+            for name, real, quantized in layer_values(sim, batch):
+                if real.dtype.kind == "f" and real.shape == quantized.shape:
+                    error = np.square(real.astype(np.float64) - quantized).mean() if real.size else 0.0
+                    losses.setdefault(name, []).append(float(error))
+        found = {name: float(np.mean(values)) for name, values in losses.items()}
+        folder = Path(results_dir)
+        write_page(
+            folder / "per_layer_mse_loss.html",
+            "per_layer_mse_loss",
+            scores_chart(found, "mean squared error"),
+        )
+        write_data(folder / "per_layer_mse_loss.json", found)
+        return found
+
+
+def _enabled_layers(subject: Subject) -> dict[str, tuple[str, ...]]:
+    """Layer -> its sites, of layers with a quantizer that works."""
+    found: dict[str, list[str]] = {}
+    for name, site in subject.sites.items():
+        if site.enabled:
+            found.setdefault(site.op, []).append(name)
+    return {op: tuple(names) for op, names in found.items()}
+
+
+def _calibrated(sim: Any) -> list[Site]:
+    """The sites that work and have a grid."""
+    return [site for site in open_subject(sim).sites.values() if site.enabled and site.encoding is not None]
+
+
+def called(site: Site) -> str:
+    """``conv1_weight``, ``conv1_output_0``: AIMET's name of a quantizer."""
+    if site.role in ("input", "output"):
+        return f"{site.op}_{site.role}_{site.port}"
+    return f"{site.op}_{site.name.removeprefix(site.op + '.')}"
+
+
+def _file(name: str) -> str:
+    """A name that a file may have."""
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name).strip("_") or "layer"
+
+
+def _write_weight(folder: Path, site: Site, weight: Any) -> None:
+    """A page per channel of a weight with a grid per channel, else one."""
+    values = np.asarray(weight.detach().cpu().float().numpy())
+    name = _file(site.name.removeprefix(site.op + "."))
+    assert site.encoding is not None
+    axis = getattr(site.encoding.granularity, "axis", None)
+    rows = (
+        values.reshape(1, -1)
+        if axis is None
+        else np.moveaxis(values, axis, 0).reshape(values.shape[axis], -1)
+    )
+    for i, row in enumerate(rows):
+        counts, edges = np.histogram(row, _BINS)
+        write_page(
+            folder / f"{name}_{i}.html", f"{site.name} {i}", histogram_chart(edges.tolist(), counts.tolist())
+        )

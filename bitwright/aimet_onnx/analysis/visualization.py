@@ -1,0 +1,16 @@
+"""Ranges of a simulation as a page."""
+
+from __future__ import annotations
+
+from bitwright.aimet_common.ranges_page import write_ranges
+from bitwright.aimet_onnx.quantsim import QuantizationSimModel
+
+
+def visualize_stats(sim: QuantizationSimModel, save_path: str = "./quant_stats_visualization.html") -> None:
+    """Write the lowest and highest value of every quantizer's grid as a page with charts and tables.
+
+    Raises:
+        ConfigError: (a ValueError) ``save_path`` has not the suffix ``.html``.
+        CalibrationError: the simulation is not calibrated.
+    """
+    write_ranges(sim, save_path, "Ranges of the quantizers")
