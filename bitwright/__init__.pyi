@@ -21,6 +21,7 @@ from bitwright.errors import FormatError as FormatError
 from bitwright.errors import GranularityError as GranularityError
 from bitwright.errors import ModelError as ModelError
 from bitwright.errors import RangeError as RangeError
+from bitwright.mixed.auto import auto_quantize as auto_quantize
 from bitwright.mixed.search import mixed_precision as mixed_precision
 from bitwright.torch.pipeline import quantize as quantize
 

@@ -47,7 +47,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # searches above both front ends
     "mixed": (
         FRONT_END | {"algorithms", "analysis", "torch", "onnx"},
-        NUMPY | FILES_OUT | {"torch", "scipy", "ray"},
+        NUMPY | ONNX | FILES_OUT | {"torch", "scipy", "ray"},
     ),
     "distributed": ({"errors", "core", "torch"}, NUMPY | {"torch", "ray"}),
     # AIMET's names on the public API; nobody imports them

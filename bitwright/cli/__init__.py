@@ -8,6 +8,7 @@ ends with ``raise typer.Exit(NO)`` where its answer is no. A new file needs a ro
 
 from bitwright.cli import (  # noqa: F401  (each registers its commands)
     analyze,
+    auto,
     benchmark,
     doctor,
     migrate,

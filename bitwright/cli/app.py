@@ -150,6 +150,7 @@ def _options(
       bitwright show exported/           every site: format, scale, range
       bitwright report exported/         one HTML file that shows all of it
       bitwright diff one/ other/         what differs between two runs
+      bitwright auto m.onnx --data d.npz --out search/   tries what there is
       bitwright presets                  names for preset, scheme, configuration
       bitwright check-config rules.yaml  what it says, or what is wrong in it
 

@@ -16,7 +16,7 @@ from bitwright.mixed.costs import Cost
 
 Floats = NDArray[np.float64]
 Choice = tuple[int, ...]
-_TIGHT = 1e-9  # relative; the solver's own tolerance is 1e-6 of a bound scaled to 1
+_TIGHT = 1e-7  # relative; the solver's own tolerance is 1e-6 of a bound scaled to 1
 _NOTHING = 1e-9  # of the room of a row; below what the solver can tell from zero
 _SECONDS = 20.0  # for one program: the best answer by then is taken
 

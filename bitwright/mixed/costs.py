@@ -20,7 +20,7 @@ from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.work import multiplications, size
 from bitwright.errors import ConfigError, close_matches
 from bitwright.mixed.candidates import Candidate, bits_of
-from bitwright.mixed.groups import Group
+from bitwright.mixed.groups import Group, operands
 
 Floats = NDArray[np.float64]
 _FLOAT = 32
@@ -103,16 +103,24 @@ def bit_ops(bits: Bits, kernels: Mapping[str, Mapping[int, Any]]) -> Cost:
         group = next(
             (bits.group_of[id(s.quantizer)] for s in sites if id(s.quantizer) in bits.group_of), None
         )
-        if group is None:
-            fixed += work * _FLOAT * _FLOAT
-            continue
         weight = next((s for s in sites if s.role in ("weight", "constant")), None)
         value = next((s for s in sites if s.role not in ("weight", "constant")), None)
+        if group is None:
+            a = _FLOAT if value is None else bits.fixed(value)
+            fixed += work * a * (_FLOAT if weight is None and value is None else bits.fixed(weight or value))
+            continue
         for i, candidate in enumerate(bits.candidates):
             a = _FLOAT if value is None else bits.at(value.name, candidate)
             w = a if weight is None and value is not None else candidate.bits[0]
             table[0, group, i] += work * a * w
     return Cost("bit_ops", "bit operations", table, np.array([fixed]))
+
+
+def present_costs(sim: Any) -> dict[str, float]:
+    """``weight_bytes`` and ``bit_ops`` of a simulation as it stands."""
+    bits = Bits(sim, (), (), {})
+    kernels = operands(sim, lambda site: site.enabled and site.role != "bias")
+    return {cost.name: float(cost.fixed.max()) for cost in (weight_bytes(bits), bit_ops(bits, kernels))}
 
 
 def activation_bytes(bits: Bits) -> Cost:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,14 +61,18 @@ class _Sets:
             self._parent[self.find(key)] = self.find(keys[0])
 
 
-def operands(sim: Any) -> dict[str, dict[int, Site]]:
+def operands(sim: Any, which: Callable[[Site], bool] | None = None) -> dict[str, dict[int, Site]]:
     """Operator -> the quantizers of what its kernel computes with, each with one of its sites.
 
     A kernel reads activations and weights on their grids; a recurrent layer has its states and gates beside them. Operators
     that only move data have none of their own.
+
+    Args:
+        sim: of either front end.
+        which: sites that count; those that a search may change by default.
     """
     graph: Graph = sim.graph
-    movable = {name: site for name, site in sim.quantizers.items() if can_change(site)}
+    movable = {name: site for name, site in sim.quantizers.items() if (which or can_change)(site)}
     on_grid: dict[str, Site] = {}
     of = {id(site.quantizer): site for site in movable.values()}
     for key, values in values_on_grids(sim.quantizers, sim.plan.shared).items():

@@ -113,16 +113,21 @@ class Metric:
 
     # -- measuring
 
-    def measure(self) -> Score:
-        """The metric of the simulation as it stands; a named one stops as soon as the drop is beyond doubt too large."""
+    def measure(self, subject: Subject | None = None) -> Score:
+        """The metric of the simulation as it stands; a named one stops as soon as the drop is beyond doubt too large.
+
+        Args:
+            subject: another simulation of the same model.
+        """
+        subject = subject or self._subject
         begin = time.perf_counter()
-        score = self._raced() if self._named is not None else self._whole()
+        score = self._raced(subject) if self._named is not None else self._whole(subject)
         self.seconds = max(self.seconds, time.perf_counter() - begin)
         self.evaluations += score.share
         return score
 
-    def _whole(self) -> Score:
-        values = checked_values("quantized", self._function(self._subject.runnable()))
+    def _whole(self, subject: Subject) -> Score:
+        values = checked_values("quantized", self._function(subject.runnable()))
         if values.shape != self.reference.values.shape:
             raise ConfigError(
                 "metric",
@@ -131,13 +136,13 @@ class Metric:
             )
         return Score(values)
 
-    def _raced(self) -> Score:
+    def _raced(self, subject: Subject) -> Score:
         found: list[Array] = []
         done, total = 0, len(self._data)
         for part in _PARTS:
             last = max(1, round(part * total))
             for i in range(done, last):
-                found.append(self._of(i, self._subject.outputs(self._data[i], False)))
+                found.append(self._of(i, subject.outputs(self._data[i], False)))
             done = max(done, last)
             values = np.concatenate(found)
             if part < 1 and self._beyond_doubt(values):
@@ -266,10 +271,11 @@ class Noise:
         """On what it is measured, in one phrase."""
         return self._judge.where
 
-    def measure(self) -> float:
-        """Of the simulation as it stands."""
+    def measure(self, subject: Subject | None = None) -> float:
+        """Of the simulation as it stands, or of another one of the same model."""
         self.runs += 1
-        return float(10 ** (-self._judge.sqnr(self._outputs) / 10))
+        outputs = self._outputs if subject is None else lambda batch: subject.outputs(batch, False)
+        return float(10 ** (-self._judge.sqnr(outputs) / 10))
 
 
 def _outputs(subject: Subject) -> Callable[[Any], Sequence[Array]]:

@@ -1,0 +1,122 @@
+"""``bitwright auto``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from bitwright.cli.app import NO, app, console
+from bitwright.cli.options import (
+    BatchSize,
+    Colours,
+    Layout,
+    Limit,
+    Mean,
+    OnnxFile,
+    Scale,
+    Std,
+    numbers,
+    write_json,
+)
+
+
+@app.command("auto")
+def auto_command(
+    model: OnnxFile,
+    data: Annotated[
+        str, typer.Option(help="Calibration data, as for `bitwright quantize`.", show_default=False)
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder of the trials; one that is there goes on.", show_default=False)
+    ],
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="module:function that rates an InferenceSession: a number, or one value per sample. Without it, "
+            "the outputs are compared."
+        ),
+    ] = None,
+    allowed_drop: Annotated[
+        str | None,
+        typer.Option(help="Of the metric: 0.01 in its units, or 1% of its float value (the default)."),
+    ] = None,
+    lower_is_better: Annotated[bool, typer.Option(help="For metrics such as a perplexity.")] = False,
+    min_sqnr: Annotated[
+        float | None, typer.Option(help="Without a metric: least SQNR in dB; 20 by default.")
+    ] = None,
+    deadline: Annotated[float | None, typer.Option(help="Seconds; no trial begins after that.")] = None,
+    cost: Annotated[str, typer.Option(help="What is to be small: bit_ops or weight_bytes.")] = "bit_ops",
+    config: Annotated[
+        str | None, typer.Option(help="Rules: a file, or the name of a shipped configuration.")
+    ] = None,
+    target: Annotated[str, typer.Option(help="The runtime that the files are for.")] = "ort_cpu",
+    workers: Annotated[int, typer.Option(min=1, help="Trials at a time, each in a process.")] = 1,
+    executor: Annotated[str, typer.Option(help="local or ray.")] = "local",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result here, as JSON.")
+    ] = None,
+    batch_size: BatchSize = 1,
+    limit: Limit = 256,
+    layout: Layout = "NCHW",
+    colours: Colours = "RGB",
+    scale: Scale = 1 / 255,
+    mean: Mean = "0",
+    std: Std = "1",
+) -> None:
+    """Find the cheapest quantized model that is good enough.
+
+    Trials go from cheap to dear: presets, range methods, recipes, mixed
+    precision. Each finished one is a folder in OUT/trials with the model,
+    its encodings and a report; OUT/best.json names the best one. Stop it
+    at any time, however you like: the same command goes on from there.
+
+    Exit code 1 when no trial is good enough.
+
+    \b
+    Examples:
+      bitwright auto model.onnx --data samples.npz --out search/
+      bitwright auto model.onnx --data samples.npz --out search/ \\
+          --metric mypackage.test:right_answers --allowed-drop 0.01
+      bitwright auto model.onnx --data photos/ --out search/ --deadline 600
+    """
+    from itertools import islice
+
+    from bitwright.core.files.entry_points import load_entry_point
+    from bitwright.mixed.auto import auto_quantize
+    from bitwright.onnx import Pictures, load_data, load_model
+    from bitwright.onnx.model.data import input_specs
+
+    pictures = Pictures(layout, colours, scale, numbers("--mean", mean), numbers("--std", std))
+    feeds = load_data(data, input_specs(load_model(model).model), batch_size=batch_size, pictures=pictures)
+    drop = (
+        allowed_drop
+        if allowed_drop is None or "%" in allowed_drop
+        else numbers("--allowed-drop", allowed_drop)[0]
+    )
+    result = auto_quantize(
+        model,
+        islice(feeds, limit),
+        None if metric is None else load_entry_point(metric, "rates a session"),
+        allowed_drop=drop,
+        lower_is_better=lower_is_better,
+        min_sqnr=min_sqnr,
+        deadline=deadline,
+        folder=out,
+        cost=cost,
+        config_file=config,
+        target=target,
+        workers=workers,
+        executor=executor,
+        filename_prefix="model",
+    )
+    if json_file is not None:
+        write_json(json_file, result.to_json())
+    shown = console()
+    shown.print(Text(str(result)), soft_wrap=True)
+    if result.best is not None:
+        shown.print(Text(f"the best one: {result.folder}"), soft_wrap=True)
+    else:
+        raise typer.Exit(NO)

@@ -1,0 +1,272 @@
+"""Carrying out one trial of an automatic search, and its folder: whole or not there at all.
+
+A finished trial is a folder with an export and ``trial.json``; it appears by one rename. What a killed process left has a
+name that begins with a dot, and is removed when the search goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bitwright.analysis.analyze import analyze
+from bitwright.analysis.subject import Subject, open_subject
+from bitwright.errors import BitwrightError, ConfigError
+from bitwright.export.files.atomic import atomic_write
+from bitwright.export.files.manifest import Fingerprint, fingerprint
+from bitwright.mixed.candidates import as_candidates
+from bitwright.mixed.costs import present_costs
+from bitwright.mixed.ladder import Trial
+from bitwright.mixed.measure import Metric, Noise, Score
+from bitwright.mixed.result import decibel
+from bitwright.mixed.search import mixed_precision
+from bitwright.mixed.start import front_end_of, simulation_of
+
+logger = logging.getLogger("bitwright")
+
+REPORT = "trial.json"
+_PARTIAL = ".partial-"
+_CONFIDENCE = 0.9  # of the interval that is written down
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every trial of a search needs; plain enough to be sent to another process.
+
+    Attributes:
+        model: as the user gave it.
+        data: batches.
+        options: of the metric: ``metric``, ``lower_is_better``, ``allowed_drop``, ``labels``, ``evaluation_data``, ``min_sqnr``,
+            ``seed``, ``cost``, ``confidence``, ``config_file``, ``target``, ``filename_prefix``.
+        folder: of the search.
+    """
+
+    model: Any
+    data: Sequence[Any]
+    options: Mapping[str, Any]
+    folder: Path
+
+    @cached_property
+    def float_side(self) -> FloatSide:
+        """The float model: what every trial is compared with; made once per process."""
+        return FloatSide(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "float_side"}
+
+
+class FloatSide:
+    """Metric and outputs of the float model."""
+
+    def __init__(self, job: Job) -> None:
+        options = job.options
+        sim = simulation_of(job.model, job.data, as_candidates(["w8a16"])[0], options["config_file"])
+        self.subject: Subject = open_subject(sim)
+        self.noise = Noise(self.subject, job.data)
+        self.metric: Metric | None = None
+        if options["metric"] is not None:
+            data = options["evaluation_data"]
+            self.metric = Metric(
+                self.subject,
+                options["metric"],
+                lower_is_better=options["lower_is_better"],
+                data=job.data if data is None else data,
+                labels=options["labels"],
+                allowed=options["allowed_drop"],
+                seed=options["seed"],
+            )
+
+
+def run_trial(job: Job, trial: Trial) -> None:
+    """Carry out a trial and put its folder in place; one that fails has a folder that says why."""
+    begin = time.monotonic()
+    final = job.folder / "trials" / trial.name
+    partial = job.folder / "trials" / f"{_PARTIAL}{trial.name}-{secrets.token_hex(4)}"
+    partial.mkdir(parents=True)
+    try:
+        try:
+            report = _carried_out(job, trial, partial)
+        except (BitwrightError, RuntimeError, ValueError, TypeError, ArithmeticError, LookupError) as error:
+            logger.warning("the trial %s failed: %s", trial.name, error)
+            shutil.rmtree(partial)
+            partial.mkdir()
+            report = {"failed": f"{type(error).__name__}: {error}"}
+        report.update(trial=trial.to_dict(), seconds=time.monotonic() - begin)
+        with atomic_write(partial / REPORT) as temporary:
+            temporary.write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
+        if final.exists():  # of a process that was lost after its rename
+            shutil.rmtree(partial)
+            return
+        os.rename(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def simulate(job: Job, trial: Trial) -> Any:
+    """The calibrated simulation of a trial; the same one every time."""
+    return _simulated(job, trial)[0]
+
+
+def _simulated(job: Job, trial: Trial) -> tuple[Any, dict[str, Any]]:
+    options = job.options
+    if trial.mixed:
+        quality = (
+            {"min_sqnr": options["min_sqnr"]}
+            if options["metric"] is None
+            else {
+                name: options[name]
+                for name in (
+                    "metric",
+                    "allowed_drop",
+                    "lower_is_better",
+                    "labels",
+                    "evaluation_data",
+                    "confidence",
+                )
+            }
+        )
+        found = mixed_precision(
+            job.model, job.data, trial.mixed, cost=options["cost"], seed=options["seed"],
+            config_file=options["config_file"], **quality,
+        )  # fmt: skip
+        return found.sim, {"mixed_precision": found.to_dict()}
+    made = front_end_of(job.model)(
+        job.model, list(job.data), trial.preset, recipe=None if trial.recipe is None else list(trial.recipe),
+        quant_scheme=trial.scheme, config_file=options["config_file"], progress=False,
+    )  # fmt: skip
+    return made.sim, {"recipe": str(made.report)}
+
+
+def _carried_out(job: Job, trial: Trial, folder: Path) -> dict[str, Any]:
+    known = job.float_side  # before anything else: a metric that cannot be used ends the search
+    sim, report = _simulated(job, trial)
+    subject = open_subject(sim)
+    noise = known.noise.measure(subject)
+    if known.metric is not None:
+        score = known.metric.measure(subject)
+        if known.metric.suspicious(score, noise):
+            known.metric.check_direction(score, noise)
+        report.update(_scored(known.metric, score))
+    report.update(costs=present_costs(sim), sqnr_db=_finite(decibel(noise)))
+    if trial.recipe == ("fold",) and trial.scheme is None:
+        report["causes"] = _causes(sim, job.data)
+    sim.export(folder, job.options["filename_prefix"], target=job.options["target"])
+    return report
+
+
+def _scored(metric: Metric, score: Score) -> dict[str, Any]:
+    found = metric.interval(score, _CONFIDENCE)
+    return {
+        "metric": score.mean,
+        "drop": metric.drop(score),
+        "worst_drop": metric.worst(found),
+        "share": score.share,
+        "interval": {"low": found.low, "high": found.high, "text": found.text, "n": found.n},
+        "values": np.asarray(score.values, np.float64).reshape(-1).tolist()
+        if score.values.size <= 100_000
+        else None,
+    }
+
+
+def _causes(sim: Any, data: Sequence[Any]) -> list[str]:
+    """Keys of the causes that the analysis finds, the most frequent first."""
+    try:
+        found = analyze(sim, list(data)[:2], mode="fast", progress=False)
+    except BitwrightError as error:
+        logger.info("no analysis: %s", error)
+        return []
+    keys = [cause.cause for layer in found.layers for cause in layer.causes]
+    return sorted(dict.fromkeys(keys), key=lambda key: -keys.count(key))
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None
+
+
+# ------------------------------------------------------------------------------------------------ folders
+
+
+def read_trial(folder: Path, name: str) -> dict[str, Any] | None:
+    """The report of a finished trial; ``None`` where there is none."""
+    path = folder / "trials" / name / REPORT
+    if not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what killed processes left."""
+    trials = folder / "trials"
+    for path in trials.iterdir() if trials.is_dir() else ():
+        if path.name.startswith(_PARTIAL):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def identity(model: Any, data: Sequence[Any], options: Mapping[str, Any]) -> dict[str, str]:
+    """What a folder belongs to: hashes of the model, of the data, and the options that decide results."""
+    plain = {k: _text(v) for k, v in options.items() if k not in ("labels", "evaluation_data")}
+    if options["labels"] is not None:
+        plain["labels"] = fingerprint([np.asarray(options["labels"])])
+    if options["evaluation_data"] is not None:
+        plain["evaluation_data"] = fingerprint(options["evaluation_data"])
+    return {"model": _model_hash(model), "data": fingerprint(data), **plain}
+
+
+def _text(value: Any) -> str:
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', type(value).__name__)}"
+    return repr(value)
+
+
+def _model_hash(model: Any) -> str:
+    if isinstance(model, (str, os.PathLike)):
+        return hashlib.sha256(Path(model).read_bytes()).hexdigest()
+    if hasattr(model, "SerializeToString"):
+        return hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
+    if hasattr(model, "state_dict"):
+        seen = Fingerprint()
+        for name, tensor in model.state_dict().items():
+            seen.update({name: tensor.detach().cpu()} if hasattr(tensor, "detach") else {name: str(tensor)})
+        return f"{type(model).__qualname__} {seen}"
+    import onnx_ir as ir
+
+    return hashlib.sha256(ir.to_proto(model).SerializeToString(deterministic=True)).hexdigest()
+
+
+def claim(folder: Path, mine: Mapping[str, str]) -> None:
+    """Note what the folder belongs to, or check it.
+
+    Raises:
+        ConfigError: it belongs to a search of something else.
+    """
+    (folder / "trials").mkdir(parents=True, exist_ok=True)
+    path = folder / "auto.json"
+    if path.is_file():
+        theirs = json.loads(path.read_text(encoding="utf-8"))["identity"]
+        for key, value in mine.items():
+            if theirs.get(key) != value:
+                raise ConfigError(
+                    str(folder),
+                    f"it belongs to a search with another {key.replace('_', ' ')}: {str(theirs.get(key))[:80]}, and here it is "
+                    f"{value[:80]}",
+                    "name an empty folder, or go on with the same model, data and options",
+                )
+        return
+    with atomic_write(path) as temporary:
+        temporary.write_text(
+            json.dumps({"format": "bitwright-auto", "version": 1, "identity": dict(mine)}, indent=1)
+        )
