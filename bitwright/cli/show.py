@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 def verify(
     folder: Annotated[Path, typer.Argument(help="What sim.export wrote.", show_default=False)],
     prefix: Prefix = None,
+    runtime: Annotated[
+        str, typer.Option(help="Whose kernels are compared: onnxruntime or openvino.")
+    ] = "onnxruntime",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the report here, as JSON.")
     ] = None,
@@ -41,10 +44,11 @@ def verify(
     Examples:
       bitwright verify exported/
       bitwright verify exported/ --prefix digits --json report.json
+      bitwright verify exported/ --runtime openvino
     """
     from bitwright.export.verify.samples import verify_folder
 
-    report = verify_folder(folder, prefix)
+    report = verify_folder(folder, prefix, runtime=runtime)
     if json_file is not None:
         write_json(json_file, report.to_json())
     out = console()
@@ -78,10 +82,14 @@ def show(
     out = console()
     if path.is_dir():
         from bitwright.export.encodings.sites_file import read_sites
+        from bitwright.export.qdq.origin import read_origin
         from bitwright.export.verify.samples import find_export
 
         stem = find_export(path, prefix)
         saved = read_sites(path / f"{stem}_sites.json")
+        told = read_origin(path / f"{stem}.onnx")
+        if told:
+            out.print(table("Origin", ("", "what the file says of itself"), told.items()))
         out.print(table(f"Sites of {stem}", _SITE_HEAD, _site_rows(saved.sites, match)))
         floats = [(name, why) for name, why in saved.floats.items() if like(name, match)]
         if floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright import __version__
 from bitwright.core.graph.recurrence import HIDDEN
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.serialize import encoding_to_json, spec_to_json
@@ -21,6 +23,7 @@ from bitwright.export.encodings.of_simulation import Simulated, quantizer_args
 from bitwright.export.encodings.versions import VERSIONS, NamedEncoding, write_encodings
 from bitwright.export.files.atomic import atomic_files, check_destination
 from bitwright.export.files.manifest import earlier_files, fingerprint, write_manifest
+from bitwright.export.qdq.origin import write_origin
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.recurrent import RecurrentForm, restore_native, write_recurrent
 from bitwright.export.qdq.write import ActivationForm, BiasForm, QdqResult, save_model, strip_sites, to_qdq
@@ -192,6 +195,7 @@ def write_artefacts(
     }
     earlier = earlier_files(folder / names["manifest"])
     with atomic_files(folder, create=True, name=names["manifest"], stale=earlier) as staging:
+        write_origin(result.model, _origin(sim, encodings, target, data))
         save_model(result.model, staging / names["qdq"])
         save_model(stripped.model, staging / names["float_model"])
         notes += _write_encodings(sim, encodings, tensors, staging / names["encodings"], encoding_version)
@@ -226,6 +230,21 @@ def write_artefacts(
     for note in notes:
         logger.info(note)
     return Exported(**{key: folder / name for key, name in names.items()}, notes=tuple(notes))
+
+
+def _origin(
+    sim: Simulated, encodings: Mapping[str, Encoding], target: str, data: Sequence[Array]
+) -> dict[str, str]:
+    """What the file tells about where it comes from: equal exports tell the same."""
+    text = json.dumps({name: encoding_to_json(e) for name, e in sorted(encodings.items())}, sort_keys=True)
+    return {
+        "tool": f"bitwright {__version__}",
+        "rules": sim.rules.source,
+        **sim.origin,
+        "target": target,
+        "example": fingerprint(data),
+        "encodings": f"sha256:{hashlib.sha256(text.encode()).hexdigest()}",
+    }
 
 
 def _health(sim: Simulated) -> dict[str, Any]:

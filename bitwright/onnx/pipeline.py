@@ -33,6 +33,7 @@ from bitwright.core.numerics.spec import NonFinite, Preset
 from bitwright.core.simulation.protocols import Array, Undo
 from bitwright.export.artefacts import Exported
 from bitwright.export.files.atomic import check_destination
+from bitwright.export.qdq.origin import origin_of
 from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.export.targets import DEFAULT_TARGET, find_target, rules_for
 from bitwright.export.verify.outputs import one_array
@@ -167,6 +168,7 @@ def quantize(
         on_harm=on_harm,
         lower_is_better=lower_is_better,
     )
+    runner.sim.origin = origin_of(preset, steps, first, runner.sim.calibration_log)
     if metric is not None:
         found = float(metric(runner.sim.session)) if report.metric is None else report.metric
         metrics["quantized"] = checked_metric("quantized", found)

@@ -37,6 +37,7 @@ from bitwright.algorithms.search.widen import WidenReport, widen
 from bitwright.core.numerics.spec import NonFinite, Preset
 from bitwright.core.simulation.protocols import Undo
 from bitwright.export.files.atomic import check_destination
+from bitwright.export.qdq.origin import origin_of
 from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.export.targets import DEFAULT_TARGET, find_target, rules_for
 from bitwright.methods import bias, channels
@@ -170,6 +171,7 @@ def quantize(
         on_harm=on_harm,
         lower_is_better=lower_is_better,
     )
+    runner.sim.origin = origin_of(preset, steps, first, runner.sim.calibration_log)
     if metric is not None:
         found = float(metric(runner.sim.model)) if report.metric is None else report.metric
         metrics["quantized"] = checked_metric("quantized", found)

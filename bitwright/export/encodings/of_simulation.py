@@ -50,6 +50,10 @@ class Simulated(Protocol):
         """What keeps the model's operators from handing on NaN and Inf."""
 
     @property
+    def origin(self) -> Mapping[str, str]:
+        """How the simulation was made, as far as whoever made it says: preset, recipe, data."""
+
+    @property
     def calibration_log(self) -> CalibrationLog | None:
         """What became of the batches of the last calibration."""
 

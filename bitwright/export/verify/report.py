@@ -23,7 +23,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.simulation.protocols import sqnr
-from bitwright.errors import ExportError, close_matches
+from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.files.value_types import load
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.verify.agreement import Agreement, compare, spread, step_of
@@ -31,8 +31,9 @@ from bitwright.export.verify.bodies import open_bodies
 from bitwright.export.verify.cut import Cut, Place
 from bitwright.export.verify.outputs import named_arrays
 from bitwright.export.verify.reasons import OTHER_CONSTANT, Evidence, explain, measure, reason_of
-from bitwright.export.verify.runtime import MODES, Mode, refusals, run_model
+from bitwright.export.verify.runtime import MODES, Mode, refusals, run_in, run_model
 from bitwright.export.verify.steps import side_by_side
+from bitwright.runtimes.adapters import find_runtime
 from bitwright.tables import Tabular, html_table
 
 Array = NDArray[Any]
@@ -110,6 +111,7 @@ class VerifyReport(Tabular):
         unchecked: site -> why it could not be compared.
         failures: mode -> why the runtime refused the model in it.
         idle: site that did not run on this input -> why: a branch was not taken, a loop had no iteration.
+        runtime: whose kernels the mode ``integer`` is of.
     """
 
     _rows = "rows"
@@ -120,6 +122,7 @@ class VerifyReport(Tabular):
     unchecked: dict[str, str] = field(default_factory=dict)
     failures: dict[Mode, str] = field(default_factory=dict)
     idle: dict[str, str] = field(default_factory=dict)
+    runtime: str = "onnxruntime"
 
     @property
     def ok(self) -> bool:
@@ -146,7 +149,8 @@ class VerifyReport(Tabular):
 
         names = [f"{row.site} (run {row.run})" if row.run else row.site for row in self.rows]
         notes = self._notes()
-        table = Table(title="Simulation against the exported file, layer by layer")
+        where = "" if self.runtime == "onnxruntime" else f" in {self.runtime}"
+        table = Table(title=f"Simulation against the exported file{where}, layer by layer")
         table.add_column("site", no_wrap=True)
         table.add_column("operators", overflow="fold")
         table.add_column("kernel", no_wrap=True)
@@ -221,6 +225,7 @@ def verify_layers(
     graph_inputs: Mapping[str, Array],
     *,
     outputs: Mapping[str, Array] | None = None,
+    runtime: str = "onnxruntime",
 ) -> VerifyReport:
     """Compare an exported model with the simulation at every quantized place.
 
@@ -233,6 +238,7 @@ def verify_layers(
             iterations along a first axis; inside a branch that was not taken an empty array.
         graph_inputs: name -> value of every graph input.
         outputs: name -> what the simulation returned, for the comparison end to end.
+        runtime: whose kernels are compared, a row of :data:`bitwright.runtimes.adapters.RUNTIMES` that reads ONNX.
 
     Returns:
         A report with one row per place: quantized tensors, and float outputs that end in no quantizer (one
@@ -243,6 +249,12 @@ def verify_layers(
         ExportError: the file cannot be read or was not written by ``to_qdq``, a graph input is missing, or a
             value has another shape than its tensor.
     """
+    if find_runtime(runtime).suffix != ".onnx":
+        raise ConfigError(
+            "runtime",
+            f"{runtime} reads no ONNX file, whose layers could be cut apart",
+            "verify in onnxruntime or openvino",
+        )
     loaded = _load(model)
     _check_inputs(loaded, graph_inputs)
     opened = open_bodies(loaded, values)
@@ -253,14 +265,14 @@ def verify_layers(
     found: dict[Place, list[Row]] = {}
     given = {**graph_inputs, **laid_out.feeds}
     for part, places, feeds in cut.parts():
-        found |= _compare_part(cut, part, places, {**given, **feeds}, failures)
+        found |= _compare_part(cut, part, places, {**given, **feeds}, failures, runtime)
     rows = [row for place in cut.places for row in found[place]]
     rows += [row for node in loaded.graph.all_nodes() for row in _constant_rows(node, values)]
-    ends = _compare_outputs(loaded, outputs or {}, graph_inputs, failures)
+    ends = _compare_outputs(loaded, outputs or {}, graph_inputs, failures, runtime)
     ran = {row.site for row in rows}
     idle = {site: why for site, why in opened.idle.items() if site not in ran}
     unchecked = {site: why for site, why in cut.unchecked.items() if site not in idle}
-    return VerifyReport(tuple(rows), ends, unchecked, failures, idle)
+    return VerifyReport(tuple(rows), ends, unchecked, failures, idle, runtime)
 
 
 def _load(model: ir.Model | str | os.PathLike[str]) -> ir.Model:
@@ -297,7 +309,12 @@ def _check_inputs(model: ir.Model, graph_inputs: Mapping[str, Array]) -> None:
 
 
 def _compare_part(
-    cut: Cut, part: ir.Model, places: list[Place], feeds: Mapping[str, Array], failures: dict[Mode, str]
+    cut: Cut,
+    part: ir.Model,
+    places: list[Place],
+    feeds: Mapping[str, Array],
+    failures: dict[Mode, str],
+    runtime: str,
 ) -> dict[Place, list[Row]]:
     """The rows of the places that one part computes; adds to ``failures`` what the runtime refuses."""
     results: dict[Mode, dict[str, Array]] = {}
@@ -305,8 +322,8 @@ def _compare_part(
     kernels: dict[str, str] = {}
     for mode in MODES:
         try:
-            results[mode] = run_model(part, feeds, mode, kernels if mode == "integer" else None)
-        except refusals() as error:
+            results[mode] = run_in(runtime, part, feeds, mode, kernels if mode == "integer" else None)
+        except _refusals() as error:
             refused[mode] = str(error).strip().splitlines()[0]
     for mode, text in refused.items():
         failures.setdefault(mode, text)
@@ -316,6 +333,10 @@ def _compare_part(
     exact = _before_rounding(cut, [one.place for one in doubtful], feeds)
     measured = {one.place: one.measured(exact, results) for one in doubtful}
     return {one.place: measured.get(one.place, one).rows() for one in compared}
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    return (ExportError, *refusals())
 
 
 def _before_rounding(cut: Cut, places: list[Place], feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -469,13 +490,14 @@ def _compare_outputs(
     expected: Mapping[str, Array],
     graph_inputs: Mapping[str, Array],
     failures: dict[Mode, str],
+    runtime: str,
 ) -> tuple[OutputRow, ...]:
     """The whole model end to end; adds to ``failures`` when the runtime refuses it."""
     results: dict[Mode, dict[str, Array]] = {}
     for mode in MODES:
         try:
-            results[mode] = named_arrays(run_model(model, graph_inputs, mode))
-        except refusals() as error:
+            results[mode] = named_arrays(run_in(runtime, model, graph_inputs, mode))
+        except _refusals() as error:
             failures.setdefault(mode, str(error).strip().splitlines()[0])
     rows = []
     for name, array in expected.items():

@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 
 from bitwright.export.files.temporary import temporary_room
 from bitwright.export.files.value_types import load
+from bitwright.runtimes.adapters import open_file
 
 Array = NDArray[Any]
 Mode = Literal["float", "integer"]
 MODES: tuple[Mode, ...] = ("float", "integer")
 
+# part of the integer kernel in front of them, or none
+_AFTER = ("QuantizeLinear", "DequantizeLinear", "Relu", "Clip")
 _ENTRIES: dict[Mode, dict[str, str]] = {"float": {"session.disable_quant_qdq": "1"}, "integer": {}}
 # Bytes of weights beyond which a model goes through a file: a message takes three copies of them, and six times as long.
 _ONE_MESSAGE_LIMIT = 1 << 22
@@ -41,6 +44,40 @@ def run_model(
     wanted = [out.name for out in session.get_outputs()]
     found = session.run(wanted, {name: array for name, array in feeds.items() if name in names})
     return dict(zip(wanted, found, strict=True))
+
+
+def run_in(
+    runtime: str, model: ir.Model, feeds: Mapping[str, Array], mode: Mode, types: dict[str, str] | None = None
+) -> dict[str, Array]:
+    """:func:`run_model`, whose mode ``"integer"`` is what ``runtime`` does by default.
+
+    Float kernels are ONNX Runtime's in any case: they tell what the file says, and ``runtime`` what becomes of it.
+
+    Raises:
+        ExportError: ``runtime`` refuses the model.
+        One of :func:`refusals`: ONNX Runtime does.
+    """
+    if runtime == "onnxruntime" or mode == "float":
+        return run_model(model, feeds, mode, types)
+    with temporary_room(), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.onnx")
+        ir.save(model, path)
+        session = open_file(runtime, path)
+        if types is not None:
+            types.update(_kernels_by_tensor(model, session.kernels))
+        return session.run(feeds)
+
+
+def _kernels_by_tensor(model: ir.Model, kernels: Mapping[str, str]) -> dict[str, str]:
+    """Tensor -> kernel, from operator -> kernel; what a runtime computes in floats is ``float``."""
+    found: dict[str, str] = {}
+    for node in model.graph:
+        kernel = kernels.get(str(node.name), "float")
+        if not kernel.endswith(("i8", "u8")) or kernel.startswith("FakeQuantize"):
+            source = node.inputs[0] if node.op_type in _AFTER and node.inputs else None
+            kernel = "float" if source is None else found.get(str(source.name), "float")
+        found.update((str(value.name), kernel) for value in node.outputs)
+    return found
 
 
 def optimized_types(model: ir.Model) -> dict[str, str]:

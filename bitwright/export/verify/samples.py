@@ -101,14 +101,18 @@ def find_export(folder: str | os.PathLike[str], prefix: str | None = None) -> st
     return found[0]
 
 
-def verify_folder(folder: str | os.PathLike[str], prefix: str | None = None) -> VerifyReport:
+def verify_folder(
+    folder: str | os.PathLike[str], prefix: str | None = None, *, runtime: str = "onnxruntime"
+) -> VerifyReport:
     """Verify what an export wrote: hashes of the files, then every layer against the samples.
 
     Args:
         folder: where the files lie.
         prefix: stem of the files; needed only when the folder holds several exports.
+        runtime: whose kernels are compared.
 
     Raises:
+        ConfigError: the runtime is not installed.
         ExportError: see :func:`find_export`; a file that changed since, or no samples of this export.
     """
     path, stem = Path(folder), find_export(folder, prefix)
@@ -127,4 +131,4 @@ def verify_folder(folder: str | os.PathLike[str], prefix: str | None = None) -> 
             "export the model again with samples=True",
         )
     sites, inputs, outputs = read_samples(path / f"{stem}_samples.npz")
-    return verify_layers(path / f"{stem}.onnx", sites, inputs, outputs=outputs)
+    return verify_layers(path / f"{stem}.onnx", sites, inputs, outputs=outputs, runtime=runtime)

@@ -188,6 +188,7 @@ class QuantizationSimModel(Tabular):
         self.memory_budget = free_memory() // 4 if memory_budget is None else int(memory_budget)
         self.calibrated = False
         self.calibration_log: CalibrationLog | None = None
+        self.origin: dict[str, str] = {}  # what the file is to tell of how this simulation was made
         self._told_of_nan = False
         self._calibrating = False
         self.repairs: tuple[Repair, ...] = ()  # what stabilize put in force
@@ -828,14 +829,16 @@ class QuantizationSimModel(Tabular):
         activation: ActivationForm = "unsigned",
         weight_only: ProductForm = "exact",
         target: str = DEFAULT_TARGET,
+        runtime: str = "onnxruntime",
     ) -> VerifyReport:
-        """Compare the simulation with the exported file in ONNX Runtime, layer by layer.
+        """Compare the simulation with the exported file in a runtime, layer by layer.
 
         Each layer is fed the simulation's own input; codes are compared with float kernels and with integer kernels.
 
         Args:
             feeds: what to compare on; the example input by default.
             bias, activation, weight_only, target: as for :meth:`export`.
+            runtime: whose integer kernels are compared: ``"onnxruntime"`` or ``"openvino"``.
 
         Raises:
             CalibrationError, ModelError, ExportError: as :meth:`export` and :meth:`run`.
@@ -852,7 +855,9 @@ class QuantizationSimModel(Tabular):
             target=target,
         )
         samples = self._samples(result, checked)
-        return verify_layers(result.model, samples.sites, samples.inputs, outputs=samples.outputs)
+        return verify_layers(
+            result.model, samples.sites, samples.inputs, outputs=samples.outputs, runtime=runtime
+        )
 
     def benchmark(
         self,

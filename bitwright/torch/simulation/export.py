@@ -488,16 +488,19 @@ def verify_sim(sim: QuantizationSimModel, batch: Any, **options: Any) -> VerifyR
         sim: calibrated.
         batch: input to compare on.
         options: of :func:`export_sim` that change the graph: ``bias``, ``activation``, ``weight_only``,
-            ``target``, ``dynamic_batch``. Recurrent layers whose steps hold quantizers are compared step by step.
+            ``target``, ``dynamic_batch``; and ``runtime``, whose integer kernels are compared. Recurrent layers whose steps
+            hold quantizers are compared step by step.
 
     Raises: as :func:`export_sim`.
     """
     _check(sim, "1.0.0")
     bias = bias_form(sim, options.pop("bias", "int32"))
+    runtime = options.pop("runtime", "onnxruntime")
     options.setdefault("target", DEFAULT_TARGET)
     forms = {key: options.pop(key) for key in ("activation", "weight_only", "target") if key in options}
     form = recurrent_form(sim, None, forms["target"])
     marked = write_recurrent(marked_onnx(sim, batch, **options), form)
     result = to_qdq(marked, site_encodings(sim), bias=bias, **forms)
     values = site_values(sim, batch, result)
-    return verify_layers(result.model, values, _graph_inputs(sim, batch), outputs=outputs_of(sim, batch))
+    inputs = _graph_inputs(sim, batch)
+    return verify_layers(result.model, values, inputs, outputs=outputs_of(sim, batch), runtime=runtime)

@@ -99,6 +99,7 @@ class QuantizationSimModel(Tabular):
         )
         self.examples = [dummy_input, *examples]
         self.calibration_log: CalibrationLog | None = None
+        self.origin: dict[str, str] = {}  # what the file is to tell of how this simulation was made
         self._simulator = Simulator({})
         self._simulator.blame, self._simulator.prepare_grids = self._name_nan, self._prepare_grids
         self.graph: Graph

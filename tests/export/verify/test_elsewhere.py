@@ -1,0 +1,94 @@
+"""The same comparison in another runtime, and what a file tells of its origin."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from bitwright import __version__
+from bitwright.cli import app
+from bitwright.errors import ConfigError
+from bitwright.export.qdq.origin import read_origin
+from bitwright.export.verify.samples import verify_folder
+from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.torch import quantize
+
+BATCHES = [torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.ReLU6(),
+        nn.Flatten(),
+        nn.Linear(512, 4),
+    ).eval()
+    path = tmp_path_factory.mktemp("exported")
+    quantize(model, BATCHES, "w8a8", recipe=["fold"], path=path, filename_prefix="net", progress=False)
+    return path
+
+
+def test_layers_in_openvino(folder: Path) -> None:
+    pytest.importorskip("openvino")
+    result = CliRunner().invoke(
+        app, ["verify", str(folder), "--runtime", "openvino", "--json", str(folder.parent / "r.json")]
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads((folder.parent / "r.json").read_text())
+    kernels = {row["kernel"] for row in report["rows"] if row["ops"]}
+    assert report["runtime"] == "openvino" and "Convolution u8" in kernels
+    sim = OnnxSim(folder / "net.onnx")
+    assert sim.verify(runtime="openvino").ok and "in openvino" in str(sim.verify(runtime="openvino"))
+
+
+def test_a_changed_file_fails_in_openvino(folder: Path, tmp_path: Path) -> None:
+    """Values of other weights are seen, whatever the kernel."""
+    pytest.importorskip("openvino")
+    sim = OnnxSim(folder / "net.onnx")
+    name = next(name for name, array in sim.constants.items() if array.ndim == 4)
+    exported = sim.export(tmp_path, "net")
+    import shutil
+
+    from bitwright.export.verify.report import verify_layers
+    from bitwright.export.verify.samples import read_samples
+
+    param = sim.graph.values[sim.quantizers[name].value].param
+    assert param is not None
+    sim.set_parameter(param, -sim.constants[name])
+    other = sim.export(tmp_path / "other", "net")
+    sites, inputs, outputs = read_samples(tmp_path / "net_samples.npz")
+    shutil.copy(other.qdq, tmp_path / "changed.onnx")
+    assert verify_layers(exported.qdq, sites, inputs, outputs=outputs, runtime="openvino").ok
+    assert not verify_layers(tmp_path / "changed.onnx", sites, inputs, outputs=outputs, runtime="openvino").ok
+
+
+def test_missing_and_unfit_runtimes_are_errors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(ConfigError, match=r"not installed.*pip install 'bitwright\[openvino\]'"):
+        verify_folder(folder, runtime="openvino")
+    result = CliRunner().invoke(app, ["verify", str(folder), "--runtime", "opnvino"])
+    assert result.exit_code == 2 and "did you mean 'openvino'" in result.output
+
+
+def test_the_file_tells_where_it_comes_from(folder: Path, tmp_path: Path) -> None:
+    told = read_origin(folder / "net.onnx")
+    assert (
+        told["tool"] == f"bitwright {__version__}" and told["preset"] == "w8a8" and told["recipe"] == "fold"
+    )
+    assert told["data"].startswith("3 batches, the first sha256:") and told["target"] == "ort_cpu"
+    assert told["example"].startswith("sha256:") and told["encodings"].startswith("sha256:")
+    shown = CliRunner().invoke(app, ["show", str(folder)]).output
+    assert all(text in shown for text in ("Origin", told["tool"], told["encodings"], "3 batches"))
+    sim = OnnxSim(folder / "net.onnx")
+    again = read_origin(sim.export(tmp_path, "net").qdq)
+    assert again["example"] != told["example"], "it is told of the new file, with another example"
