@@ -135,12 +135,16 @@ class Walk:
         batches: as the front end takes them.
         store: where values are kept.
 
+    Attributes:
+        short: layers that see fewer samples than they have inputs -> both numbers.
+
     Raises:
         CalibrationError: no batch came.
     """
 
     def __init__(self, model: SimulatedModel, batches: Iterable[Any], store: Store) -> None:
         self.model, self.store = model, store
+        self.short: dict[str, str] = {}
         self.runs: list[Run] = []
         self._float: dict[int, dict[int, Tensor]] = {}
         for batch in batches:

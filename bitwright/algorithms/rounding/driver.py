@@ -147,7 +147,7 @@ class RoundingReport(Tabular, Sequence[Choice]):
     @property
     def gain(self) -> float:
         """Geometric mean of the error after over the error before; below 1 is better."""
-        ratios = [max(r.after, 1e-12) / r.before for r in self.rows if r.before > 0]
+        ratios = [max(r.after / r.before, 1e-12) for r in self.rows if r.before > 0]
         return float(np.exp(np.mean(np.log(ratios)))) if ratios else 1.0
 
     @property
@@ -534,6 +534,12 @@ def _weight_key(model: SimulatedModel, layer: Layer) -> bytes:
 
 def _warn(name: str, layers: Mapping[str, Layer], walk: Walk, skipped: Mapping[str, str]) -> None:
     unusual = {op: why for op, why in skipped.items() if why != "excluded"}
+    if walk.short:
+        logger.warning(
+            "%s: %d layer(s) see too few samples to tell good roundings from bad ones: %s; 256 to 1024 samples are enough "
+            "for most networks",
+            name, len(walk.short), _some(walk.short),
+        )  # fmt: skip
     if unusual:
         logger.warning("%s left %d layer(s) at nearest rounding: %s", name, len(unusual), _some(unusual))
 
@@ -546,14 +552,10 @@ def _some(reasons: Mapping[str, str]) -> str:
     )
 
 
-def check_rows(name: str, layer: Layer, rows: int, inputs: int) -> None:
-    """Warn where there are fewer samples than a layer has inputs, so that any rounding looks good on them."""
+def check_rows(walk: Walk, layer: Layer, rows: int, inputs: int) -> None:
+    """Note where there are fewer samples than a layer has inputs, so that any rounding looks good on them."""
     if rows < inputs:
-        logger.warning(
-            "%s: %s sees %d samples for %d inputs per output, too few to tell good roundings from bad ones; "
-            "256 to 1024 samples are enough for most networks",
-            name, layer.name, rows, inputs,
-        )  # fmt: skip
+        walk.short[layer.name] = f"{rows} samples for {inputs} inputs per output"
 
 
 def check_finite(layer: Layer, tensor: Tensor) -> None:

@@ -114,7 +114,7 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     found = task.moments(layer, settings.rows_per_input, crossed=settings.match_float)
     hessian, rows = found.own, found.rows
     check_finite(layer, hessian)
-    check_rows("gptq", layer, rows, int(w.shape[2]))
+    check_rows(task.walk, layer, rows, int(w.shape[2]))
     seen = bool(hessian.any())
     target = _least_squares(w, found, settings) if settings.match_float and seen else w
     nearest = grid.nearest(w)

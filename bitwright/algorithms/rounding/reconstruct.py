@@ -257,7 +257,7 @@ def layer_problem(task: Task, layer: Layer, w: Tensor, settings: Settings) -> La
     walk = task.walk
     total = sum(layer.positions(real) for real, _ in walk.inputs(layer))
     groups, _, inputs = (int(n) for n in w.shape)
-    check_rows("reconstruction", layer, total, inputs)
+    check_rows(walk, layer, total, inputs)
     most = min(total, settings.rows)
     places = (walk.store.empty((groups, most, inputs)), walk.store.empty((groups, most, inputs)))
     places = (places[0].to(w.device), places[1].to(w.device))

@@ -17,6 +17,7 @@ from torch import nn
 from bitwright.algorithms.rounding import gptq
 from bitwright.algorithms.rounding.activation_cache import Store, Walk
 from bitwright.algorithms.rounding.blocks import block_units, layer_units
+from bitwright.algorithms.rounding.driver import Choice, RoundingReport
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.torch import Adaround, AdaroundParameters, QuantizationSimModel, apply_seq_mse
@@ -441,12 +442,18 @@ def test_no_data():
         apply_reconstruction(simulated()[1], [])
 
 
-def test_few_samples_are_warned_about(caplog):
+def test_few_samples_are_warned_about_once(caplog):
     with caplog.at_level(logging.WARNING, "bitwright"):
-        apply_reconstruction(simulated()[1], [data()[0][:2]], "gptq", include=["head"])
-    assert (
-        "head sees 2 samples for 6 inputs per output" in caplog.text and "256 to 1024 samples" in caplog.text
-    )
+        apply_reconstruction(simulated()[1], [data()[0][:2]], "gptq")
+    (text,) = [r.getMessage() for r in caplog.records if "too few samples" in r.getMessage()]
+    assert "layer(s) see too few" in text and "256 to 1024 samples" in text
+    assert "head (2 samples for 6 inputs per output)" in text
+
+
+def test_errors_that_are_tiny_count_by_their_ratio():
+    """A mean over layers whose values are all near zero says how much better they are, not how small."""
+    rows = (Choice("a", None, None, 4e-40, 1e-40), Choice("b", None, None, 9.0, 1.0))  # type: ignore[arg-type]
+    assert RoundingReport("gptq", rows).gain == pytest.approx(1 / 6)
 
 
 def test_data_that_is_not_finite_names_the_layer():
