@@ -9,6 +9,11 @@ model's on data that nothing was calibrated on, and the metric. ``ort`` is ``onn
 after its own pre-processing; ``nncf`` is ``nncf.quantize`` of the ONNX model, where that package is installed. Networks of
 tests/support/standins.py are trained at the start; the others need the developer data set (see tests/support/data.py).
 
+    python benchmarks/default_recipe.py --cost --markdown cost.md
+
+tells what ``nearest``, the efforts and ``nncf`` cost: CPU time over that of the float model on the same calibration data
+(interleaved, the least of both over the rounds), and the memory beyond what the float model took, each in a fresh process.
+
     python benchmarks/default_recipe.py --weight-grid
 
 compares the two symmetric grids of 8- and 4-bit weights, with and without the code that has no positive counterpart.
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import io
 import json
 import logging
@@ -25,6 +31,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +54,8 @@ from tests.support.tasks import TASKS, exported
 
 FROM_DATA_SET = ("mobilenet_v2_cifar", "mobilenet_v1_025", "resnet20_aux", "stories260k", "lstm_char")
 NETWORKS = (*STANDINS, *FROM_DATA_SET)
-WAYS = ("float", "nearest", "default", "ort", "nncf")
+EFFORTS = ("quick", "default", "thorough")
+WAYS = ("float", "nearest", *EFFORTS, "ort", "nncf")
 LOWER_IS_BETTER = ("stories260k", "lstm_char")
 Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -158,10 +166,10 @@ def run_of(way: str, found: Case, seed: int) -> Run:
     """The network as ``way`` leaves it."""
     if way == "float":
         return of_torch(found.model)
-    if way in ("nearest", "default"):
-        recipe = ["fold"] if way == "nearest" else None
+    if way in ("nearest", *EFFORTS):
+        asked: dict[str, Any] = {"recipe": ["fold"]} if way == "nearest" else {"effort": way}
         return of_torch(
-            bitwright.torch.quantize(found.model, found.batches(seed), recipe=recipe, progress=False).model
+            bitwright.torch.quantize(found.model, found.batches(seed), **asked, progress=False).model
         )
     return (by_onnxruntime if way == "ort" else by_nncf)(found.onnx(), found.batches(seed))
 
@@ -173,6 +181,59 @@ def measured(name: str, way: str, seed: int) -> tuple[float, float]:
     run = run_of(way, found, seed)
     got = [run(x).numpy().ravel() for x in found.unseen]
     return sqnr(np.concatenate(wanted), np.concatenate(got)), found.score(run)
+
+
+# ---- what it costs
+
+
+def cost(name: str, way: str, rounds: int) -> dict[str, float]:
+    """``passes`` and ``mib`` of one way, in this process."""
+    found = case(name)
+    batches, run = found.batches(0), of_torch(found.model)
+    model = found.onnx() if way in ("ort", "nncf") else None
+
+    def float_pass() -> None:
+        for batch in batches:
+            run(batch)
+
+    def quantized() -> None:
+        if model is not None:
+            (by_onnxruntime if way == "ort" else by_nncf)(model, batches)
+        else:
+            run_of(way, found, 0)
+
+    if model is not None:
+        run = of_onnx(model)
+    float_pass()
+    measure.forget_peak()
+    float_pass()
+    before = measure.peak_mib()
+    measure.forget_peak()
+    times: dict[str, list[float]] = {"float": [], "way": []}
+    for i in range(rounds):
+        for key, step in (("float", float_pass), ("way", quantized)):
+            gc.collect()
+            start = time.process_time()
+            step()
+            times[key].append(time.process_time() - start)
+        if not i:
+            mib = measure.peak_mib() - before
+    return {"passes": min(times["way"]) / min(times["float"]), "mib": mib}
+
+
+def cost_table(
+    networks: Sequence[str], ways: Sequence[str], rounds: int
+) -> tuple[list[str], list[list[str]]]:
+    """Passes and MiB of every way on every network."""
+    rows = []
+    for name in networks:
+        cells = []
+        for way in ways:
+            found = measure.in_fresh_process(__file__, "--cost-of", name, way, str(rounds))
+            cells.append(f"{found['passes']:.1f}, {found['mib']:.0f} MiB")
+            print(name, way, cells[-1], file=sys.stderr, flush=True)
+        rows.append([name, *cells])
+    return ["float passes, added memory", *ways], rows
 
 
 # ---- the table
@@ -259,15 +320,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--results", type=Path, help="file of the numbers, one line each")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:4])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:-1])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--only-table", action="store_true", help="measure nothing")
     parser.add_argument("--weight-grid", action="store_true", help="compare the grids of weights instead")
+    parser.add_argument("--cost", action="store_true", help="measure time and memory instead")
+    parser.add_argument("--cost-of", nargs=3, metavar=("NETWORK", "WAY", "ROUNDS"), help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=3, help="of --cost")
     parser.add_argument("--markdown", type=Path, help="write the table there")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    if options.weight_grid:
+    if options.cost_of:
+        name, way, rounds = options.cost_of
+        print(json.dumps(cost(name, way, int(rounds))))
+        return
+    if options.cost:
+        title = "What quantize costs: float passes over the calibration data (CPU time), and memory beyond the float model's"
+        columns, rows = cost_table(
+            options.networks, [w for w in options.ways if w != "float"], options.rounds
+        )
+    elif options.weight_grid:
         title = "Symmetric weights without the lowest code (+-127), less those with it (-128..127)"
         columns, rows = weight_grid(options.networks)
     else:

@@ -223,6 +223,16 @@ def test_quantize_follows_a_recipe_and_shows_what_each_step_did(tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     result = run(*common, "--recipe", "fold,gtpq")
     assert result.exit_code == 2 and "there is no step 'gtpq'" in result.output
+    result = run(*common, "--effort", "quick")
+    assert result.exit_code == 0 and "gptq(num_samples=32" in result.output, result.output
+    for more, message in (
+        (("--effort", "quik"), "there is no effort 'quik'"),
+        (("--effort", "quick", "--recipe", "fold"), "a recipe says what is done, and so does 'quick'"),
+    ):
+        result = run(*common, *more)
+        assert result.exit_code == 2 and message in result.output
+    result = run("quantize", tmp_path / "net.onnx", "--out", tmp_path / "out", "--effort", "quick")
+    assert result.exit_code == 2 and "there are no data to choose by" in result.output
 
 
 def test_quantize_says_what_to_do_about_a_branch_that_the_data_do_not_take(tmp_path, monkeypatch):

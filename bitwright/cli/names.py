@@ -20,13 +20,14 @@ def presets() -> None:
     """List the names that the Python calls and the configuration files know.
 
     Presets go into preset=, range methods into quant_scheme= and method:,
-    configurations into config_file=, steps into recipe=.
+    configurations into config_file=, steps into recipe=, efforts into effort=.
 
     \b
     Examples:
       quantize(model, data, preset="w4a8")
       QuantizationSimModel(model, x, "percentile", config_file="htp_v73")
     """
+    from bitwright.algorithms.search.default_recipe import EFFORTS
     from bitwright.algorithms.search.recipe import KINDS
     from bitwright.core.numerics.ranges import RANGE_METHODS, method_aliases
     from bitwright.core.numerics.spec import PRESETS
@@ -47,6 +48,8 @@ def presets() -> None:
     out.print(table("Targets of export", ("target", "for"), rows))
     kinds = [(name, kind.phase, kind.does) for name, kind in KINDS.items()]
     out.print(table("Steps of recipes", ("step", "works on", "does"), kinds))
+    efforts = [(name, row.does) for name, row in EFFORTS.items()]
+    out.print(table("Efforts, where no recipe is given", ("effort", "does"), efforts))
 
 
 def _spec(spec: QuantSpec | None) -> str:

@@ -33,6 +33,9 @@ def quantize_model(
             "Without it, what suits the preset; `fold` alone is the fastest."
         ),
     ] = None,
+    effort: Annotated[
+        str, typer.Option(help="Without a recipe: quick, default or thorough; see `bitwright presets`.")
+    ] = "default",
     metric: Annotated[
         str | None,
         typer.Option(help="module:function that rates an InferenceSession, after each step of the recipe."),
@@ -90,6 +93,7 @@ def quantize_model(
 
     from bitwright.core.files.entry_points import load_entry_point
     from bitwright.core.numerics.spec import check_policy
+    from bitwright.errors import ConfigError
     from bitwright.export.files.atomic import check_stem
     from bitwright.onnx import Pictures, load_data, load_model, quantize
     from bitwright.onnx.model.data import input_specs, random_feeds
@@ -99,6 +103,10 @@ def quantize_model(
     specs = input_specs(loaded.model)
     if data is None:
         feeds = random_feeds(specs, 4)
+        if effort != "default":
+            raise ConfigError(
+                "--effort", "there are no data to choose by", "give --data, or leave --effort out"
+            )
         recipe = recipe or "fold"  # rounding for random inputs would be rounding for nothing
     else:
         pictures = Pictures(layout, colours, scale, numbers("--mean", mean), numbers("--std", std))
@@ -110,6 +118,7 @@ def quantize_model(
             islice(feeds, limit),
             preset,
             recipe=recipe if recipe is None or Path(recipe).suffix else recipe.split(","),
+            effort=effort,
             config_file=config,
             quant_scheme=scheme,
             metric=None if metric is None else load_entry_point(metric, "rates a session"),

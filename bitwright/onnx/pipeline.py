@@ -13,6 +13,7 @@ from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.algorithms.options import Options, keyword_options
 from bitwright.algorithms.scaling.equalize import EqualizeReport
 from bitwright.algorithms.search.activation_ranges import activation_ranges, keep_histograms
+from bitwright.algorithms.search.default_recipe import RecipeLike, as_recipe, find_effort
 from bitwright.algorithms.search.judge import Judge
 from bitwright.algorithms.search.layer_inputs import between_layers, layer_inputs
 from bitwright.algorithms.search.recipe import (
@@ -21,9 +22,7 @@ from bitwright.algorithms.search.recipe import (
     FrontEnd,
     ModelRunner,
     OnHarm,
-    RecipeLike,
     action,
-    as_recipe,
     batches_of,
     run_recipe,
     weight_actions,
@@ -78,6 +77,7 @@ def quantize(
     preset: str | Preset = "w8a8",
     *,
     recipe: RecipeLike | None = None,
+    effort: str = "default",
     config_file: str | Path | dict[str, Any] | None = None,
     quant_scheme: str | None = None,
     providers: Providers | None = None,
@@ -102,7 +102,9 @@ def quantize(
             the example input; a generator is fine.
         preset: a row of ``PRESETS`` or a :class:`Preset`.
         recipe: post-training methods in their order, ``["fold", "equalize", {"adaround": {"iterations": 2000}}]``, or the
-            path of a file that lists them; :func:`bitwright.algorithms.search.recipe.default_recipe` by default.
+            path of a file that lists them; :func:`bitwright.algorithms.search.default_recipe.default_recipe` by default.
+        effort: without a recipe, how much is done: ``"quick"``, ``"default"`` or ``"thorough"``, the rows of
+            :data:`bitwright.algorithms.search.default_recipe.EFFORTS`.
         config_file, quant_scheme, providers, memory_budget: as for :class:`QuantizationSimModel`.
         metric: ``metric(session) -> float`` of an ``InferenceSession``, measured on the float and on the simulated model,
             and after every step of a recipe that is given.
@@ -121,7 +123,8 @@ def quantize(
     Raises:
         CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``; the metric is NaN; or no
             batch reached some sites and that is not allowed.
-        ConfigError: a recipe that cannot work, or a ``filename_prefix`` that cannot begin the names of files.
+        ConfigError: a recipe that cannot work, or stands beside an effort; no such effort;
+            or a ``filename_prefix`` that cannot begin the names of files.
         KeyboardInterrupt: Ctrl-C, at any step; ``model`` and an earlier export in ``path`` are as they were.
         ModelError: the model cannot be read or run, or a feed does not fit.
     """
@@ -129,7 +132,9 @@ def quantize(
     find_target(target)
     if path is not None:
         check_destination(path, filename_prefix)
-    steps = as_recipe(recipe, preset, own_rules=config_file is not None, own_scheme=quant_scheme is not None)
+    steps = as_recipe(
+        recipe, preset, effort=effort, own_rules=config_file is not None, own_scheme=quant_scheme is not None
+    )
     first, batches = batches_of(data, again=recipe is not None or any(step.name != "fold" for step in steps))
     loaded = load_model(model)
     metrics = {}
@@ -137,7 +142,7 @@ def quantize(
         metrics["float"] = checked_metric("float", float(metric(open_session(loaded.model, providers))))
     judge, chosen = None, batches
     if recipe is None and any(KINDS[step.name].gain is not None for step in steps):
-        judge, chosen = Judge.of(batches, _float_outputs(model, providers))
+        judge, chosen = Judge.of(batches, _float_outputs(model, providers), find_effort(effort).judged)
     methods = _Methods(
         first=first,
         batches=batches,

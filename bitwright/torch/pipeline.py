@@ -17,6 +17,7 @@ from bitwright.algorithms.options import keyword_options
 from bitwright.algorithms.rounding.table import method_options
 from bitwright.algorithms.scaling.equalize import EqualizeReport
 from bitwright.algorithms.search.activation_ranges import activation_ranges, keep_histograms
+from bitwright.algorithms.search.default_recipe import RecipeLike, as_recipe, find_effort
 from bitwright.algorithms.search.judge import Judge
 from bitwright.algorithms.search.layer_inputs import between_layers, layer_inputs
 from bitwright.algorithms.search.recipe import (
@@ -25,9 +26,7 @@ from bitwright.algorithms.search.recipe import (
     FrontEnd,
     ModelRunner,
     OnHarm,
-    RecipeLike,
     action,
-    as_recipe,
     batches_of,
     run_recipe,
     weight_actions,
@@ -86,6 +85,7 @@ def quantize(
     preset: str | Preset = "w8a8",
     *,
     recipe: RecipeLike | None = None,
+    effort: str = "default",
     config_file: str | Path | dict[str, Any] | None = None,
     quant_scheme: str | None = None,
     metric: Callable[[nn.Module], float] | None = None,
@@ -108,7 +108,9 @@ def quantize(
             is also the example input; a generator is fine.
         preset: a row of ``PRESETS`` or a :class:`Preset`.
         recipe: post-training methods in their order, ``["fold", "equalize", {"adaround": {"iterations": 2000}}]``, or the
-            path of a file that lists them; :func:`bitwright.algorithms.search.recipe.default_recipe` by default.
+            path of a file that lists them; :func:`bitwright.algorithms.search.default_recipe.default_recipe` by default.
+        effort: without a recipe, how much is done: ``"quick"``, ``"default"`` or ``"thorough"``, the rows of
+            :data:`bitwright.algorithms.search.default_recipe.EFFORTS`.
         config_file: rules, as for :class:`QuantizationSimModel`.
         quant_scheme: range method, as for :class:`QuantizationSimModel`.
         metric: ``metric(model) -> float``, measured on the float and on the simulated model, and after every step of a
@@ -128,7 +130,8 @@ def quantize(
     Raises:
         CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``; the metric is NaN; or no
             batch reached some sites and that is not allowed.
-        ConfigError: a recipe that cannot work, or a ``filename_prefix`` that cannot begin the names of files.
+        ConfigError: a recipe that cannot work, or stands beside an effort; no such effort;
+            or a ``filename_prefix`` that cannot begin the names of files.
         KeyboardInterrupt: Ctrl-C, at any step; ``model`` and an earlier export in ``path`` are as they were.
     """
     require_module(model)
@@ -136,12 +139,14 @@ def quantize(
     find_target(target)
     if path is not None:
         check_destination(path, filename_prefix)
-    steps = as_recipe(recipe, preset, own_rules=config_file is not None, own_scheme=quant_scheme is not None)
+    steps = as_recipe(
+        recipe, preset, effort=effort, own_rules=config_file is not None, own_scheme=quant_scheme is not None
+    )
     first, batches = batches_of(data, again=recipe is not None or any(step.name != "fold" for step in steps))
     metrics = {} if metric is None else {"float": checked_metric("float", float(metric(model)))}
     judge, chosen = None, batches
     if recipe is None and any(KINDS[step.name].gain is not None for step in steps):
-        judge, chosen = Judge.of(batches, lambda batch: outputs_of(model, batch))
+        judge, chosen = Judge.of(batches, lambda batch: outputs_of(model, batch), find_effort(effort).judged)
     methods = _Methods(
         first=first,
         batches=batches,

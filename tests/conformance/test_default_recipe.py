@@ -206,3 +206,23 @@ def test_ranges_follow_the_least_error_where_the_outputs_gain(front_end):
     chosen, _ = quantized(front_end, model, batches, "w4a8", quant_scheme="percentile")
     assert all(o.step != "activation_ranges()" for o in chosen.report)
     assert np.isfinite(step.sqnr[1])
+
+
+@both
+@pytest.mark.parametrize("effort", ["quick", "thorough"])
+def test_every_effort_stays_above_nearest_rounding_and_says_what_it_did(front_end, effort):
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    result, run = quantized(front_end, model, data(8), effort=effort)
+    _, nearest = quantized(front_end, model, data(8), recipe=["fold"])
+    assert decibels(model, run) > decibels(model, nearest)
+    steps = [outcome.step.partition("(")[0] for outcome in result.report]
+    assert ("activation_ranges" in steps, "seq_mse" in steps) == ((effort == "thorough"),) * 2
+    held = {"quick": "on 1 batch that", "thorough": "on 2 batches that"}[effort]
+    assert result.report.judged.startswith(held)
+
+
+@both
+def test_an_unknown_effort_is_refused_before_any_work(front_end):
+    with pytest.raises(ConfigError, match="there is no effort 'fast'.*use one of quick, default, thorough"):
+        quantized(front_end, nn.Linear(4, 4), [torch.ones(1, 4)], effort="fast")

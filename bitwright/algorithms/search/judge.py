@@ -36,12 +36,13 @@ class Judge:
         self.batches, self.seen, self._outputs = batches, seen, outputs
 
     @classmethod
-    def of(cls, data: Iterable[Any], outputs: Outputs) -> tuple[Judge, Iterable[Any]]:
-        """Hold every fifth batch out of ``data``, the second first, 16 at most; none of fewer than five.
+    def of(cls, data: Iterable[Any], outputs: Outputs, most: int = _BATCHES) -> tuple[Judge, Iterable[Any]]:
+        """Hold every fifth batch out of ``data``, the second first, ``most`` of them; none of fewer than five.
 
         Args:
             data: batches; gone through anew by every method.
             outputs: of the float model.
+            most: how many at most; the rest of them is given to the methods.
 
         Returns:
             The judge, and the data without its batches.
@@ -52,9 +53,9 @@ class Judge:
         for place, batch in enumerate(data):
             if place == 0:
                 first = [batch]
-            if place % _EVERY == 1:
+            if place % _EVERY == 1 and len(held) < most:
                 held[place] = batch
-            if len(held) == _BATCHES:
+            if len(held) == most and place + 1 >= _EVERY:
                 break
         if place + 1 < _EVERY:  # a quarter of the data and more would be missed in the choice of weights
             return cls(first, outputs, seen=True), data

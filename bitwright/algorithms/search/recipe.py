@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,8 +20,7 @@ from bitwright.algorithms.options import Options, check_options, keyword_options
 from bitwright.algorithms.search.judge import Judge, weights_in_float
 from bitwright.algorithms.search.recipe_report import Book, RecipeReport
 from bitwright.core.numerics.formats import IntFormat
-from bitwright.core.numerics.granularity import PerTensor
-from bitwright.core.numerics.spec import Preset, QuantSpec, find_preset
+from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.placement.config import read_file
 from bitwright.core.simulation.protocols import Undo
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, close_matches
@@ -43,6 +43,7 @@ class Kind:
             ``None`` for steps that are not put to one.
         apart: whether the judge leaves weights in float where a step that rounds them comes later: their noise at nearest
             rounding, twenty times what the rounding leaves, would hide that of the activations.
+        joined: whether it may lose alone if it gains together with the step that rounds weights after it.
     """
 
     phase: Phase
@@ -51,14 +52,10 @@ class Kind:
     instead_of: tuple[str, ...] = ()
     gain: float | None = None
     apart: bool = False
+    joined: bool = False
 
 
-# each doubling of the samples takes 0.5 dB off the noise, and as long again; of rows, 64 for each input say what all do
-_ENOUGH = {"num_samples": 256, "rows_per_input": 64}
-_GPTQ = {**_ENOUGH, "damping": 0.1}  # 0.1 to 0.9 dB better than the paper's 0.01 on data that was not seen
 _WORTH = 0.1  # dB of the outputs that are worth clipped values, or 16 bits
-# shares of the weights' noise at nearest rounding that gptq leaves: measured 0.02 to 0.17 at 8 bits, 0.18 below
-_LEFT = (0.05, 0.2)
 _RANGES = ("layer_inputs", "activation_ranges", "widen")
 _ROUNDING = ("gptq", "adaround", "brecq", "qdrop", "flexround")
 
@@ -89,7 +86,9 @@ KINDS: dict[str, Kind] = {
         gain=_WORTH,
         apart=True,
     ),
-    "seq_mse": Kind("simulation", "weight ranges by output error, layer after layer", _RANGES, gain=0.0),
+    "seq_mse": Kind(
+        "simulation", "weight ranges by output error, layer after layer", _RANGES, gain=0.0, joined=True
+    ),
     "gptq": _rounding("round weights column by column with error feedback"),
     "adaround": _rounding("learn each weight's rounding, layer after layer"),
     "brecq": _rounding("learn each weight's rounding, block after block"),
@@ -201,73 +200,6 @@ def _check_order(steps: Sequence[Step], source: str) -> None:
         seen[step.name] = at
 
 
-def default_recipe(preset: Preset, *, own_rules: bool = False, own_scheme: bool = False) -> tuple[Step, ...]:
-    """What is done when no recipe is given: no labels, no settings, seconds to minutes.
-
-    Batch norms are folded; for one scale per tensor channels are equalized; where activations have at most 8 bits,
-    transformers are smoothed and only what their layers read is quantized, ranges are chosen by least squared error, and the
-    few activations that cost the output most get 16 bits. Integer weights are rounded with error feedback; those of 8 bits
-    with one scale per tensor have their biases corrected instead. A judge decides which of these steps stay.
-
-    Args:
-        preset: of the simulation.
-        own_rules: whether a configuration of the user's says which activations are quantized.
-        own_scheme: whether the user says how ranges are chosen.
-
-    Example:
-        >>> from bitwright.core.numerics.spec import find_preset
-        >>> [step.name for step in default_recipe(find_preset("w8a8"))]
-        ['fold', 'smooth', 'layer_inputs', 'activation_ranges', 'widen', 'gptq']
-    """
-    steps, bits = [Step("fold")], _bits(preset.weight)
-    coarse = bits <= 8 and preset.weight is not None and preset.weight.granularity == PerTensor()
-    rounded = bits < 8 or (bits == 8 and not coarse)
-    if coarse:
-        steps.append(Step("equalize", optional=True))
-    if _bits(preset.activation) <= 8:
-        steps.append(Step("smooth", optional=True))
-        if not own_rules:
-            steps.append(Step("layer_inputs", {"only_with_attention": True}))
-    if _bits(preset.activation) <= 8 and not own_rules:
-        if not own_scheme:
-            steps.append(Step("activation_ranges"))
-        steps.append(Step("widen", {"weights": _LEFT[bits < 8]} if rounded else {}, optional=True))
-    if bits < 8:
-        steps.append(Step("seq_mse", _ENOUGH, optional=True))
-    if bits <= 8:
-        steps.append(
-            Step("gptq", _GPTQ, optional=True) if rounded else Step("bias_correction", optional=True)
-        )
-    return tuple(steps)
-
-
-def _bits(spec: QuantSpec | None) -> int:
-    """Width of an integer format; more than any of them for others."""
-    return spec.format.bits if spec is not None and isinstance(spec.format, IntFormat) else 64
-
-
-RecipeLike = str | Path | Iterable[str | Mapping[str, Any] | Step]
-
-
-def as_recipe(
-    recipe: RecipeLike | None,
-    preset: str | Preset = "w8a8",
-    *,
-    own_rules: bool = False,
-    own_scheme: bool = False,
-) -> tuple[Step, ...]:
-    """Steps from a list, the path of a recipe file, or ``None`` for :func:`default_recipe`.
-
-    Raises:
-        ConfigError: see :func:`parse_recipe` and :func:`load_recipe`; or an unknown preset.
-    """
-    if recipe is None:
-        return default_recipe(find_preset(preset), own_rules=own_rules, own_scheme=own_scheme)
-    if isinstance(recipe, (str, Path)) and Path(recipe).suffix:
-        return load_recipe(recipe)
-    return parse_recipe(recipe)  # type: ignore[arg-type]
-
-
 def batches_of(data: Iterable[Any], *, again: bool) -> tuple[Any, Iterable[Any]]:
     """The first batch, and all of them.
 
@@ -289,6 +221,11 @@ def batches_of(data: Iterable[Any], *, again: bool) -> tuple[Any, Iterable[Any]]
             "pass a non-empty list or DataLoader; a few hundred samples are enough",
         )
     return first, data if again else itertools.chain([first], source)
+
+
+def integer_bits(spec: QuantSpec | None) -> int:
+    """Width of an integer format; more than any of them for others."""
+    return spec.format.bits if spec is not None and isinstance(spec.format, IntFormat) else 64
 
 
 class Runner(Protocol):
@@ -366,7 +303,7 @@ def weight_actions(
         def run(sim: Any, **given: Any) -> Any:
             report = choose(sim, method=name, **given)
             # of eight bits, nearest rounding has shown the same ranges
-            if any(_bits(s.spec) < 8 for s in sim.quantizers.values() if s.role == "weight"):
+            if any(integer_bits(s.spec) < 8 for s in sim.quantizers.values() if s.role == "weight"):
                 calibrate(sim)
             return report
 
@@ -488,7 +425,9 @@ def run_recipe(
         book.add("no step", runner.measure())
     judging = _Judging(runner)
     simulated = False
-    for index, step in enumerate(steps):
+    queue = deque(enumerate(steps))
+    while queue:
+        index, step = queue.popleft()
         if index in impossible:
             book.leave_out(str(step), impossible[index])
             continue
@@ -509,6 +448,8 @@ def run_recipe(
             undo()
             if not step.optional:
                 raise
+            if judging.give_up():
+                book.take_back()
             book.leave_out(str(step), error)
             continue
         outcome = book.add(
@@ -516,8 +457,10 @@ def run_recipe(
         )
         if verdict is not None and not verdict.kept:
             logger.info("%s is undone: the outputs did not gain", step)
-            undo()
-            book.take_back()
+            (verdict.both or undo)()
+            book.take_back(1 if verdict.both is None else 2)
+            if verdict.both is not None:
+                queue.appendleft((index, step))  # without the one before it
         elif outcome.hurts:
             logger.warning("%s made the metric worse by %.4g%s", step, -(outcome.change or 0), _fate(on_harm))
             if on_harm == "undo":
@@ -535,10 +478,12 @@ class _Verdict:
     sqnr: tuple[float, float]
     kept: bool
     float_weights: bool
+    both: Undo | None = None  # takes back this step and the one that is judged with it
 
     def said(self, note: str) -> str:
         """What the step says of itself, with what the numbers stand for."""
-        return f"{note}; with float weights" if self.float_weights else note
+        more = "; with float weights" if self.float_weights else ""
+        return f"{note}{more}{'' if self.both is None else '; with the step before'}"
 
 
 class _Judging:
@@ -548,6 +493,7 @@ class _Judging:
         self._runner = runner
         self._before: float | None = None
         self._float_weights = False
+        self.pending: Undo | None = None  # takes back a step that waits for the one it is judged with
         self.where = ""
 
     def begin(self) -> None:
@@ -556,13 +502,30 @@ class _Judging:
 
     def verdict(self, step: Step, undo: Undo, later: Sequence[Step]) -> _Verdict | None:
         """Of the step just done; ``None`` where nothing is asked."""
-        runner, gain = self._runner, KINDS[step.name].gain
-        apart = KINDS[step.name].apart and any(other.name in _ROUNDING for other in later)
-        if not runner.changed or runner.judge is None or not runner.judge.possible:
+        runner, kind = self._runner, KINDS[step.name]
+        rounded_later = any(other.name in _ROUNDING for other in later)
+        if runner.judge is None or not runner.judge.possible or not (runner.changed or self.pending):
             return None
-        if gain is None:
+        if kind.gain is None:
             self._before = None
             return None
+        both, self.pending = self.pending, None
+        verdict = self._compared(both or undo, kind.gain, kind.apart and rounded_later, both)
+        if kind.joined and rounded_later and not verdict.kept:
+            self.pending = undo
+            return replace(verdict, kept=True)  # for now
+        return verdict
+
+    def give_up(self) -> bool:
+        """Undo the step that waits, if one does: what it waited for could not be done. Whether there was one."""
+        undo, self.pending = self.pending, None
+        if undo is not None:
+            undo()
+        return undo is not None
+
+    def _compared(self, undo: Undo, gain: float, apart: bool, both: Undo | None) -> _Verdict:
+        runner = self._runner
+        assert runner.judge is not None
         self.where = runner.judge.where
         if self._before is None or apart != self._float_weights:
             again = runner.keep()
@@ -572,7 +535,7 @@ class _Judging:
         before, after = self._before, runner.sqnr(float_weights=apart)
         kept = after >= before + gain
         self._before = after if kept else before
-        return _Verdict((before, after), kept, apart)
+        return _Verdict((before, after), kept, apart, both)
 
 
 def _check(steps: Sequence[Step], runner: Runner) -> dict[int, BitwrightError]:

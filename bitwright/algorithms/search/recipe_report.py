@@ -12,6 +12,7 @@ from bitwright.tables import Tabular, html_table
 
 logger = logging.getLogger("bitwright")
 
+_LEFT_OUT = "left out: "
 _NOISE = 1e-3  # changes of the metric below this share of it are no harm
 
 
@@ -77,7 +78,7 @@ class RecipeReport(Tabular, Sequence[Outcome]):
         for o in self.outcomes:
             metric = "" if o.metric is None else f"{o.metric:.5g}"
             change = "" if o.change is None else f"{o.change:+.3g}"
-            back = not o.kept and (o.change is not None or o.sqnr is not None)
+            back = not o.kept and not o.note.startswith(_LEFT_OUT)
             noise = "" if o.sqnr is None else f"; output {o.sqnr[0]:.2f} -> {o.sqnr[1]:.2f} dB"
             rows.append((o.step, metric, change, f"{'undone: ' if back else ''}{o.note}{noise}"))
         return rows
@@ -138,8 +139,8 @@ class Book:
     def leave_out(self, step: str, why: BitwrightError) -> None:
         """Write down an optional step that cannot be done."""
         logger.warning("%s is left out: %s", step, why)
-        self.outcomes.append(Outcome(step, None, None, f"left out: {why}", kept=False))
+        self.outcomes.append(Outcome(step, None, None, f"{_LEFT_OUT}{why}", kept=False))
 
-    def take_back(self) -> None:
-        """The step written last is no longer in force."""
-        self.outcomes[-1] = replace(self.outcomes[-1], kept=False)
+    def take_back(self, count: int = 1) -> None:
+        """The steps written last are no longer in force."""
+        self.outcomes[-count:] = [replace(outcome, kept=False) for outcome in self.outcomes[-count:]]

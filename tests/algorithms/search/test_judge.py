@@ -53,3 +53,8 @@ def test_integers_and_lengths_that_depend_on_values_are_left_out():
     judge = Judge([0], lambda batch: [np.arange(3), np.float32([1, 2]), np.float32([4.0])])
     assert judge.possible
     assert judge.sqnr(lambda batch: [np.arange(3)[::-1], np.float32([1]), np.float32([4.0])]) == math.inf
+
+
+def test_few_are_held_out_where_few_are_wanted():
+    judge, rest = Judge.of(list(range(20)), lambda batch: [np.zeros(1)], 1)
+    assert judge.batches == [1] and list(rest) == [n for n in range(20) if n != 1]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from bitwright.algorithms.search.default_recipe import EFFORTS, as_recipe, default_recipe
 from bitwright.algorithms.search.judge import Judge
 from bitwright.algorithms.search.recipe import (
     KINDS,
@@ -14,14 +15,13 @@ from bitwright.algorithms.search.recipe import (
     FrontEnd,
     ModelRunner,
     Step,
-    as_recipe,
     load_recipe,
     parse_recipe,
     run_recipe,
     weight_actions,
 )
 from bitwright.core.numerics.formats import IntFormat
-from bitwright.core.numerics.spec import QuantSpec
+from bitwright.core.numerics.spec import QuantSpec, find_preset
 from bitwright.errors import CalibrationError, ConfigError
 
 
@@ -334,3 +334,68 @@ def test_activations_are_calibrated_again_after_coarse_roundings_alone(bits, aga
     actions = weight_actions(lambda sim, method: method, calls.append, lambda name: {})
     assert actions["gptq"].run(SimpleNamespace(quantizers=sites)) == "gptq"
     assert len(calls) == again
+
+
+@pytest.mark.parametrize("preset", ["w8a8", "w4a8", "w4", "w8a8_per_tensor", "w8a16"])
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_every_effort_is_a_recipe_and_every_choice_in_it_is_judged(preset, effort):
+    steps = default_recipe(find_preset(preset), effort=effort)
+    assert parse_recipe(steps) == steps
+    assert all(
+        KINDS[step.name].gain is not None for step in steps if step.name not in ("fold", "layer_inputs")
+    )
+
+
+def test_more_effort_reads_more():
+    samples = [
+        default_recipe(find_preset("w8a8"), effort=effort)[-1].options.get("num_samples", math.inf)
+        for effort in ("quick", "default", "thorough")
+    ]
+    assert samples == sorted(set(samples))
+    assert as_recipe(None) == as_recipe(None, effort="default") == default_recipe(find_preset("w8a8"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "effort", "message"),
+    [
+        (None, "quik", "there is no effort 'quik'.*quick.*use one of quick, default, thorough"),
+        (["fold"], "quik", "there is no effort 'quik'"),
+        (["fold"], "quick", "a recipe says what is done, and so does 'quick'. Remedy: leave one of them out"),
+    ],
+)
+def test_an_effort_is_known_and_stands_beside_no_recipe(recipe, effort, message):
+    with pytest.raises(ConfigError, match=message):
+        as_recipe(recipe, effort=effort)
+
+
+@pytest.mark.parametrize(
+    ("worth", "kept", "numbers"),
+    [
+        ((-1.0, 3.0), [True, True], [(10.0, 9.0), (10.0, 12.0)]),  # alone it would have been undone
+        ((1.0, -0.5), [True, False], [(10.0, 11.0), (11.0, 10.5)]),
+        ((-3.0, 1.0), [False, False, True], [(10.0, 7.0), (10.0, 8.0), (10.0, 11.0)]),
+        ((-3.0, -1.0), [False, False, False], [(10.0, 7.0), (10.0, 6.0), (10.0, 9.0)]),
+    ],
+)
+def test_ranges_of_weights_may_lose_alone_if_they_gain_with_the_rounding_after_them(worth, kept, numbers):
+    runner = Judged(seq_mse=worth[0], gptq=worth[1])
+    report = run_recipe(parse_recipe(["seq_mse", "gptq"]), runner)
+    assert [o.step for o in report] == ["seq_mse()", "gptq()", "gptq()"][: len(kept)]
+    assert [o.kept for o in report] == kept and [o.sqnr for o in report] == numbers
+    assert runner.state == max(o.sqnr[1] if o.kept else 10.0 for o in report if o.sqnr)
+
+
+@pytest.mark.parametrize(("worth", "kept"), [(1.0, True), (-1.0, False)])
+def test_ranges_of_weights_that_lose_are_undone_where_the_rounding_cannot_be_done(worth, kept):
+    runner = Judged(seq_mse=worth)
+    whole = runner.apply
+
+    def apply(step):
+        if step.name == "gptq":
+            raise CalibrationError("gptq", "no room", "buy some")
+        return whole(step)
+
+    runner.apply = apply
+    report = run_recipe((Step("seq_mse"), Step("gptq", optional=True)), runner)
+    assert [o.kept for o in report] == [kept, False] and "no room" in report[1].note
+    assert runner.state == (11.0 if kept else 10.0)
