@@ -478,7 +478,7 @@ class _Verdict:
     sqnr: tuple[float, float]
     kept: bool
     float_weights: bool
-    both: Undo | None = None  # takes back this step and the one that is judged with it
+    both: Undo | None = None  # undoes this step and the one that is judged with it
 
     def said(self, note: str) -> str:
         """What the step says of itself, with what the numbers stand for."""
@@ -493,7 +493,7 @@ class _Judging:
         self._runner = runner
         self._before: float | None = None
         self._float_weights = False
-        self.pending: Undo | None = None  # takes back a step that waits for the one it is judged with
+        self.pending: Undo | None = None  # undoes a step that waits for the one it is judged with
         self.where = ""
 
     def begin(self) -> None:
