@@ -44,8 +44,6 @@ ABSENT: dict[str, str] = {
     ),
     "aimet_torch.quantsim.QuantizationSimModel.quantizer_state_dict": "ranges are no parameters; "
     "sim.save_checkpoint(folder) and sim.load_checkpoint(folder) keep quantizers and weights",
-    "aimet_torch.quantsim.QuantizationSimModel.get_supported_kernels": f"{_LATER}; supported kernels have no effect",
-    "aimet_onnx.quantsim.QuantizationSimModel.get_supported_kernels": f"{_LATER}; supported kernels have no effect",
     "aimet_onnx.quantsim.QuantizationSimModel.save_model_graph": "print sim.coverage()",
     "aimet_onnx.qc_quantize_op.QcQuantizeOp.get_stats_histogram": f"{_LATER}; sim.health() has the ranges seen",
     "aimet_onnx.qc_quantize_op.QcQuantizeOp.set_zero_point_shift": "codes between the integers are not supported",

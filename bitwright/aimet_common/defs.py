@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from bitwright.core.numerics.formats import FLOAT_FORMATS, Format, IntFormat, parse_format
+from bitwright.core.placement.rules import Rules
 from bitwright.errors import ConfigError, close_matches
 
 
@@ -330,3 +331,16 @@ class GreedySelectionParameters:
     num_comp_ratio_candidates: Any = 10
     use_monotonic_fit: bool = False
     saved_eval_scores_dict: str | None = None
+
+
+def supported_kernels(rules: Rules) -> dict[str, list[dict[str, Any]]]:
+    """The kernels of a configuration as AIMET writes them; ``defaults`` is always there."""
+
+    def entry(width: tuple[int, str] | None) -> dict[str, Any] | None:
+        return None if width is None else {"bitwidth": width[0], "dtype": width[1]}
+
+    found: dict[str, list[dict[str, Any]]] = {"defaults": []}
+    for name, kernels in rules.kernels.items():
+        pairs = [{"activation": entry(k.activation), "param": entry(k.weight)} for k in kernels]
+        found[name] = [{key: value for key, value in pair.items() if value is not None} for pair in pairs]
+    return found

@@ -20,6 +20,7 @@ from bitwright.aimet_common.defs import (
     number_format,
     qtype,
     range_method,
+    supported_kernels,
 )
 from bitwright.aimet_onnx import _core, defs
 from bitwright.aimet_onnx._core import Preset, activation_spec, weight_spec
@@ -233,6 +234,10 @@ class QuantizationSimModel(front.QuantizationSimModel):
                 table[name].set_precision(precision)
 
     # -- running
+
+    def get_supported_kernels(self) -> dict[str, list[dict[str, Any]]]:
+        """What the configuration says the target runs: ``defaults`` and operator types, with AIMET's entries."""
+        return supported_kernels(self.rules)
 
     @property
     def model(self) -> Any:

@@ -251,7 +251,7 @@ class _Search:
         sim, least = subject.sim, planned_bits(subject.sim)
         self._noise = Noise(subject, data)
         kernels = operands(sim)
-        allowed = getattr(sim.rules, "allowed_kernels", None)
+        allowed = sim.rules.allowed_kernels
         self.groups = find_groups(sim, candidates, allowed)
         rest = list(self._noise.rest)
         self.library = Library(subject, self.groups, candidates, least, rest, rounding=rounding)

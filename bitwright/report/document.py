@@ -50,7 +50,7 @@ def report_document(
         network: ``{"layers": [...], "sites": [...], "model": {...}}`` with the columns of an analysis, in execution order
             (:func:`bitwright.report.of_simulation.network_of`); what ``analysis`` says of the same names is added.
         coverage, recipe, health, verification: reports, or their dictionaries.
-        pareto: ``{"x": label, "y": label, "points": [{"x", "y", "label", "chosen"}]}``.
+        pareto: a result of ``mixed_precision``, or ``{"x": label, "y": label, "points": [{"x", "y", "label", "chosen"}]}``.
         measured: ``{"float", "quantized"}``, a metric without interval, shown where the analysis has none.
         files: ``{"name", "size"}`` of what was exported.
         notes: sentences for the reader.
@@ -78,7 +78,7 @@ def report_document(
     document["layers"] = in_order(joined(known.get("layers", ()), document["layers"]))
     parts = {"coverage": coverage, "recipe": recipe, "health": health, "verification": verification}
     document |= {name: dictionary_of(part) for name, part in parts.items() if part is not None}
-    document |= {"pareto": dictionary_of(pareto)} if pareto is not None else {}
+    document |= {"pareto": pareto_of(dictionary_of(pareto) or {})} if pareto is not None else {}
     if measured and "quantized" in measured and document["metric"] is None:
         document["metric"] = {"name": "metric", "better": None, "difference": None, **measured}
     document["files"] += [dict(file) for file in files]
@@ -92,6 +92,25 @@ def dictionary_of(part: Any) -> dict[str, Any] | None:
         return part
     found: dict[str, Any] = dict(part) if isinstance(part, Mapping) else part.to_dict()
     return found
+
+
+def pareto_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Points with ``x`` and ``y``: of a search for precisions its cost, and its metric or else the error of the outputs.
+
+    >>> pareto_of({"cost": "bytes", "metric": None, "points": [{"name": "a", "costs": {"bytes": 8}, "sqnr_db": 30.0}]})
+    {'x': 'bytes', 'y': 'SQNR of the outputs, dB', 'points': [{'x': 8, 'y': 30.0, 'label': 'a', 'chosen': False}]}
+    """
+    cost, metric = found.get("cost"), found.get("metric")
+    if cost is None:
+        return dict(found)
+    key = "metric" if metric else "sqnr_db"
+    points = [
+        {"x": p["costs"][cost], "y": p[key], "label": p["name"], "chosen": bool(p.get("chosen"))}
+        for p in found.get("points", ())
+        if p.get(key) is not None and cost in p["costs"]
+    ]
+    label = str(metric["name"]) if metric else "SQNR of the outputs, dB"
+    return {"x": cost, "y": label, "points": points}
 
 
 def joined(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

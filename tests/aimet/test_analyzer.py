@@ -239,3 +239,15 @@ def test_our_own_simulations_are_analyzed_too(net):
         warnings.simplefilter("error", DifferenceWarning)
         real, *_ = QuantAnalyzer(net, X, print, rated(net)).check_model_sensitivity_to_quantization(sim)
     assert real == 0
+
+
+def test_supported_kernels_are_those_of_the_configuration(net, onnx_case):
+    from bitwright.core.placement.aimet_config import shipped_config
+
+    kernel = {"activation": {"bitwidth": 16, "dtype": "int"}, "param": {"bitwidth": 8, "dtype": "int"}}
+    config = shipped_config("default")
+    config["op_type"]["Conv"] = {**config["op_type"].get("Conv", {}), "supported_kernels": [kernel]}
+    sim = aimet_torch.QuantizationSimModel(net, X, config_file=config)
+    assert sim.get_supported_kernels() == {"defaults": [], "Conv": [kernel]}
+    other = aimet_onnx.QuantizationSimModel(onnx_case[0], config_file=config)
+    assert other.get_supported_kernels() == sim.get_supported_kernels()

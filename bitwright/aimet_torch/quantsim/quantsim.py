@@ -20,6 +20,7 @@ from bitwright.aimet_common.defs import (
     data_type,
     learns_ranges,
     range_method,
+    supported_kernels,
 )
 from bitwright.aimet_torch import _modules
 from bitwright.aimet_torch._calibration import calibrate, calibrate_parameters
@@ -108,6 +109,10 @@ class QuantizationSimModel(front.QuantizationSimModel):
         )
         self.original_names: Any = WeakKeyDictionary({m: name for name, m in walk_modules(model)})
         self.show_quantizers()
+
+    def get_supported_kernels(self) -> dict[str, list[dict[str, Any]]]:
+        """What the configuration says the target runs: ``defaults`` and operator types, with AIMET's entries."""
+        return supported_kernels(self.rules)
 
     def show_quantizers(self) -> None:
         """Put the quantizers of all sites on the modules they belong to."""

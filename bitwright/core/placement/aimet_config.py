@@ -16,7 +16,7 @@ from bitwright.core.graph.patterns import MASKED_SOFTMAX, MATMUL_ADD, Pattern
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.spec import PRESETS, Preset, Symmetry
-from bitwright.core.placement.rules import BOUNDARY_ONLY, Rule, Rules
+from bitwright.core.placement.rules import BOUNDARY_ONLY, Kernel, Rule, Rules
 from bitwright.errors import ConfigError, close_matches
 
 REQUIRED = ("defaults", "params", "op_type", "supergroups", "model_input", "model_output")
@@ -96,6 +96,7 @@ class _Reader:
     def __init__(self, data: Mapping[str, Any], preset: Preset, source: str) -> None:
         self.preset, self.source = preset, source
         self.notes: list[str] = []
+        self.kernels: dict[str, tuple[Kernel, ...]] = {}
         self.data = self._section(data, "", SECTIONS, REQUIRED)
         self.defaults = self._section(self.data["defaults"], "defaults", _DEFAULTS, ("ops", "params"))
         self.word = self._symmetric_word()
@@ -119,6 +120,7 @@ class _Reader:
             fixed_ranges=False,
             source=self.source,
             notes=tuple(self.notes),
+            kernels=self.kernels,
         )
 
     # ---- sections, in the order of application
@@ -141,7 +143,7 @@ class _Reader:
         symmetry = self._symmetry(symmetric)
         yield self._rule("defaults.params.is_symmetric", symmetric, port="param", symmetry=symmetry)
         yield from self._per_channel(self.defaults, "defaults", "*", default=False)
-        self._kernels(self.defaults, "defaults")
+        self._kernels(self.defaults, "defaults", "defaults")
 
     def _param_rules(self, params: Any, at: str, op: str) -> Iterator[Rule]:
         for name, entry in self._section(params, at, None).items():
@@ -175,7 +177,7 @@ class _Reader:
             yield from self._param_rules(section.get("params", {}), f"{at}.params", op)
             yield from self._per_channel(section, at, op, default=None)
             yield from self._constraints(section, at, op)
-            self._kernels(section, at)
+            self._kernels(section, at, op)
 
     def _op_symmetry(self, at: str, op: str, symmetric: bool) -> Iterator[Rule]:
         """The symmetry of an operator is that of what it writes and of what it reads, wherever that is
@@ -301,7 +303,7 @@ class _Reader:
             raise self._error("defaults.hw_version", f"{version!r} is not a version", 'write it like "V73"')
         return int(digits)
 
-    def _kernels(self, section: Mapping[str, Any], at: str) -> None:
+    def _kernels(self, section: Mapping[str, Any], at: str, op: str) -> None:
         kernels = section.get("supported_kernels")
         if kernels is None:
             return
@@ -309,7 +311,26 @@ class _Reader:
             problem = f"{kernels!r} is not a list of kernels"
             remedy = 'write [{"activation": {"bitwidth": 8, "dtype": "int"}}]'
             raise self._error(f"{at}.supported_kernels", problem, remedy)
-        self.notes.append(f"{at}.supported_kernels has no effect: widths come from the preset and from rules")
+        self.kernels[op] = tuple(self._kernel(k, f"{at}.supported_kernels") for k in kernels)
+        self.notes.append(
+            f"{at}.supported_kernels is for mixed precision: widths of a simulation come from the preset and from rules"
+        )
+
+    def _kernel(self, kernel: Mapping[str, Any], at: str) -> Kernel:
+        found: dict[str, tuple[int, str] | None] = {}
+        for key in ("activation", "param"):
+            width = kernel.get(key)
+            if width is None:
+                found[key] = None
+                continue
+            bits, kind = (
+                (width.get("bitwidth"), width.get("dtype")) if isinstance(width, Mapping) else (None, None)
+            )
+            if type(bits) is not int or kind not in ("int", "float"):
+                remedy = 'write {"bitwidth": 8, "dtype": "int"}, with "int" or "float"'
+                raise self._error(f"{at}.{key}", f"{width!r} names no bits and kind", remedy)
+            found[key] = (bits, kind)
+        return Kernel(found["activation"], found["param"])
 
     def _type(self, name: str, at: str) -> str:
         canonical = _CANONICAL.get(name.lower())

@@ -9,13 +9,13 @@ tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from bitwright.core.graph.patterns import DEFAULT_SUPERGROUPS, Pattern
 from bitwright.core.graph.recurrence import CELLS
-from bitwright.core.numerics.formats import Format, ScaleFormat, parse_format
+from bitwright.core.numerics.formats import Format, IntFormat, ScaleFormat, parse_format
 from bitwright.core.numerics.granularity import Granularity
 from bitwright.core.numerics.spec import (
     PRESETS,
@@ -160,6 +160,29 @@ BOUNDARY_ONLY = Rule(op=tuple(CELLS), port="inner", quantized=False, origin="bou
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """Bits and kind (``int`` or ``float``) of activations and weights that a target runs together; ``None`` is any."""
+
+    activation: tuple[int, str] | None = None
+    weight: tuple[int, str] | None = None
+
+    def runs(self, activation: QuantSpec | None, weight: QuantSpec | None) -> bool:
+        """Whether it takes tensors of these specs; ``None`` is float of 32 bits."""
+        pairs = ((self.activation, activation), (self.weight, weight))
+        return all(wanted is None or wanted == _width(spec) for wanted, spec in pairs)
+
+    def __str__(self) -> str:
+        shown = ["any" if w is None else f"{w[1]}{w[0]}" for w in (self.activation, self.weight)]
+        return f"activations {shown[0]}, weights {shown[1]}"
+
+
+def _width(spec: QuantSpec | None) -> tuple[int, str]:
+    if spec is None:
+        return 32, "float"
+    return spec.format.bits, "int" if isinstance(spec.format, IntFormat) else "float"
+
+
+@dataclass(frozen=True)
 class Rules:
     """Everything that decides a placement, except the graph.
 
@@ -172,6 +195,7 @@ class Rules:
             tanh).
         source: where the rules come from, for messages.
         notes: what was read and has no effect, one sentence each.
+        kernels: operator type, or ``defaults``, -> what the target runs; a search for precisions keeps to it.
     """
 
     weight: QuantSpec | None = PRESETS["w8a8"].weight
@@ -181,6 +205,24 @@ class Rules:
     fixed_ranges: bool = True
     source: str = "default rules"
     notes: tuple[str, ...] = ()
+    kernels: Mapping[str, tuple[Kernel, ...]] = field(default_factory=dict)
+
+    @property
+    def allowed_kernels(self) -> Callable[[str, Any], str | None] | None:
+        """``(operator type, precision) -> None``, or why no kernel of the target runs it; ``None`` where any may run.
+
+        A precision has ``activation`` and ``weight``, the specs of an operator, of which ``None`` is float.
+        """
+        if not self.kernels:
+            return None
+
+        def refused(op_type: str, precision: Any) -> str | None:
+            known = self.kernels.get(op_type) or self.kernels.get("defaults") or ()
+            if not known or any(kernel.runs(precision.activation, precision.weight) for kernel in known):
+                return None
+            return f"the target runs {op_type} with {'; '.join(map(str, known))} only ({self.source})"
+
+        return refused
 
     def extended(self, rules: Iterable[Rule]) -> Rules:
         """These rules with more behind them."""

@@ -274,7 +274,10 @@ def test_what_is_accepted_without_effect_is_noted():
         supergroup_pass_list=["LayerNormalization", "MatmulAdd", "MatmulAd"],
     )
     notes = "\n".join(read_aimet_config(data).notes)
-    assert "defaults.supported_kernels has no effect: widths come from the preset and from rules" in notes
+    assert (
+        "defaults.supported_kernels is for mixed precision: widths of a simulation come from the preset"
+        in notes
+    )
     assert "op_type: no operator of type 'Convv' is known (did you mean 'Conv'" in notes
     assert "supergroup_pass_list: 'MatmulAd' has no effect here (did you mean 'MatmulAdd'" in notes
     assert "special cases of V73 for products of two activations" in notes
@@ -433,3 +436,32 @@ def test_aliases_lead_to_targets():
     assert shipped_config("htp_quantsim_config_v73") == shipped_config("htp_v73")
     with pytest.raises(ConfigError, match=r"there is no target of this name \(did you mean 'htp_v7"):
         shipped_config("htp_v74")
+
+
+def test_supported_kernels_say_which_precisions_an_operator_may_have():
+    def kernel(activation, weight):
+        return {
+            "activation": {"bitwidth": activation, "dtype": "int"},
+            "param": {"bitwidth": weight, "dtype": "int"},
+        }
+
+    rules = read_aimet_config(
+        config(
+            defaults__supported_kernels=[kernel(8, 8), kernel(16, 8)],
+            op_type__Conv={"is_output_quantized": "True", "supported_kernels": [kernel(8, 4)]},
+        )
+    )
+    allowed = rules.allowed_kernels
+    assert allowed is not None
+    assert allowed("Gemm", PRESETS["w8a8"]) is allowed("Gemm", PRESETS["w8a16"]) is None
+    assert allowed("Conv", PRESETS["w4a8"]) is None
+    assert "the target runs Conv with activations int8, weights int4 only" in str(
+        allowed("Conv", PRESETS["w8a8"])
+    )
+    assert "int16" in str(allowed("Gemm", PRESETS["w4a8"]))
+    assert read_aimet_config(config()).allowed_kernels is None
+
+
+def test_a_kernel_without_bits_is_an_error():
+    with pytest.raises(ConfigError, match=r"supported_kernels\.activation.*names no bits and kind.*bitwidth"):
+        read_aimet_config(config(defaults__supported_kernels=[{"activation": {"bitwidth": "8"}}]))
