@@ -300,9 +300,16 @@ class SiteMap(Tabular, Mapping[str, Any]):
 
     def forget(self) -> None:
         """Drop the statistics and encodings of every quantizer that is not frozen."""
+        self.forget_statistics()
         for quantizer in self.unique():
             if not quantizer.frozen:
-                quantizer.statistics, quantizer.encoding, quantizer.empty = None, None, 0
+                quantizer.encoding = None
+
+    def forget_statistics(self) -> None:
+        """Drop the statistics of every quantizer that is not frozen, and keep the encodings."""
+        for quantizer in self.unique():
+            if not quantizer.frozen:
+                quantizer.statistics, quantizer.empty = None, 0
         for site in self._sites.values():
             if not site.frozen:
                 site.channels.seen = None

@@ -39,6 +39,7 @@ from bitwright.torch.calls.trees import named_state, walk_modules
 from bitwright.torch.simulation import ranges
 from bitwright.torch.simulation.adopt import adopt, refuse_simulated, require_module, uncopied
 from bitwright.torch.simulation.quantizer import Quantizer
+from bitwright.torch.simulation.ranks import Ranks, calibrating_ranks, merged
 from bitwright.torch.simulation.simulate import CallPlan, Place, Simulator
 
 logger = logging.getLogger("bitwright")
@@ -100,6 +101,7 @@ class QuantizationSimModel(Tabular):
         self.examples = [dummy_input, *examples]
         self.calibration_log: CalibrationLog | None = None
         self.origin: dict[str, str] = {}  # what the file is to tell of how this simulation was made
+        self._merged = False  # whether the statistics are those of several ranks
         self._simulator = Simulator({})
         self._simulator.blame, self._simulator.prepare_grids = self._name_nan, self._prepare_grids
         self.graph: Graph
@@ -209,6 +211,7 @@ class QuantizationSimModel(Tabular):
         resume: bool = False,
         allow_unreached: bool = False,
         non_finite: NonFinite = "error",
+        distributed: bool = True,
     ) -> None:
         """Find the encodings: weights from their values, activations from the data that passes them.
 
@@ -226,6 +229,9 @@ class QuantizationSimModel(Tabular):
             non_finite: what to do with a batch in which a quantizer meets NaN or Inf: ``"error"`` stops and names the
                 operator that made them, ``"skip"`` leaves the whole batch out of all statistics, ``"clamp"`` uses the
                 finite values only. A spec or rule with ``non_finite`` has its own way.
+            distributed: where a process group of several ranks is initialised (``torchrun``), every rank calls this with
+                data of its own, which may be none, and all get the encodings of the data of all, bit for bit the same
+                however it is spread. ``False`` calibrates on this rank alone.
 
         Raises (and leaves the earlier encodings in force):
             CalibrationError: no batch came, a batch does not fit the model, a weight or (under ``"error"``) a batch holds
@@ -233,9 +239,11 @@ class QuantizationSimModel(Tabular):
             ConfigError: there is no such policy.
             BusyError: another thread uses the simulation.
         """
-        with self.calibrating(resume=resume, allow_unreached=allow_unreached, non_finite=non_finite):
+        with self.calibrating(
+            resume=resume, allow_unreached=allow_unreached, non_finite=non_finite, distributed=distributed
+        ):
             self._feed(data, args, progress)
-            if not self._simulator.runs:
+            if not self._simulator.runs and calibrating_ranks(distributed) is None:
                 raise CalibrationError(
                     "compute_encodings",
                     "the data held no batch, so the model never ran"
@@ -247,7 +255,12 @@ class QuantizationSimModel(Tabular):
 
     @contextmanager
     def calibrating(
-        self, *, resume: bool = False, allow_unreached: bool = False, non_finite: NonFinite = "error"
+        self,
+        *,
+        resume: bool = False,
+        allow_unreached: bool = False,
+        non_finite: NonFinite = "error",
+        distributed: bool = True,
     ) -> Iterator[nn.Module]:
         """Observe every run of ``sim.model`` in a block; at its end the encodings are found and put in force.
 
@@ -256,7 +269,7 @@ class QuantizationSimModel(Tabular):
         encodings in force.
 
         Args:
-            resume, allow_unreached, non_finite: see :meth:`compute_encodings`.
+            resume, allow_unreached, non_finite, distributed: see :meth:`compute_encodings`.
 
         Yields:
             ``sim.model``.
@@ -272,11 +285,15 @@ class QuantizationSimModel(Tabular):
         """
         policy = check_policy(non_finite)
         interrupt: KeyboardInterrupt | None = None
-        with self._interceptor.occupancy.exclusive("calibration"):
+        ranks = calibrating_ranks(distributed)
+        with (
+            nullcontext() if ranks is None else ranks.together(),
+            self._interceptor.occupancy.exclusive("calibration"),
+        ):
             if self._simulator.gate is not None:
                 raise nested_calibration()
             with all_or_nothing(self):
-                gate = self._begin(resume, policy)
+                gate = self._begin(resume, policy, ranks)
                 try:
                     with (
                         self._interceptor.handled_by(self._simulator),
@@ -292,15 +309,19 @@ class QuantizationSimModel(Tabular):
                 finally:
                     gate.abandon()
                     self.calibration_log, self._simulator.gate = gate.log, None
-                self._finish(interrupt is not None, allow_unreached)
+                with merged(self, ranks):
+                    self._finish(interrupt is not None, allow_unreached)
         if interrupt is not None:
             raise interrupt
 
-    def _begin(self, resume: bool, policy: NonFinite) -> BatchGate:
+    def _begin(self, resume: bool, policy: NonFinite, ranks: Ranks | None) -> BatchGate:
         check_parameters(self._quantized_parameters())
         self.quantizers.reconsider()
         if not resume:
             self.quantizers.forget()
+        elif ranks is not None and ranks.number and self._merged:
+            self.quantizers.forget_statistics()  # every rank has those of all, and the first adds them
+        self._merged = ranks is not None
         self._simulator.stage = "observe"
         self._simulator.runs = 0
         gate = self._simulator.gate = self._gate(policy)

@@ -1,0 +1,272 @@
+"""Calibration by several processes: what each saw is put together, so that all end with the same encodings, bit for bit.
+
+Nothing here depends on which process saw what. Bounds are joined by minimum and maximum, and counts are integers. Bins of
+histograms have widths that are powers of two: the ranks agree on the largest first, join their bins to that width, which
+loses nothing, and add the counts.
+
+A rank that fails says so where the others wait for it (:meth:`Ranks.meet`), and all of them end in an error that names it. One
+that dies closes its connections, or keeps the others waiting until the timeout of the process group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from bitwright.core.graph.constant_channels import ChannelWatch, channels_within
+from bitwright.core.numerics.statistics import Histogram, MinMax, from_arrays, merge, start, to_arrays
+from bitwright.core.simulation.quantizer import Quantizer
+from bitwright.errors import CalibrationError
+
+if TYPE_CHECKING:
+    from bitwright.torch.simulation.quantsim import QuantizationSimModel
+
+_MOST_AXES = 8
+_OPERATIONS = (
+    {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+    if dist.is_available()
+    else {}
+)
+
+
+class Ranks:
+    """The processes of the default group, which calibrate one model together.
+
+    Attributes:
+        number, count: of this process, and of all.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.count = dist.get_rank(), dist.get_world_size()
+        # a group for GPUs alone cannot carry what lies in host memory
+        host = "cpu:" in dist.get_backend_config()
+        self._device = torch.device("cpu") if host else torch.device("cuda", torch.cuda.current_device())
+        self._over = False
+
+    # -- failing together
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Tell the other ranks of an error that leaves the block, where they wait in :meth:`meet`."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._over:
+                self._exchange(f"{type(error).__name__}: {error}")
+            raise
+
+    def meet(self) -> None:
+        """Wait until every rank is here.
+
+        Raises:
+            CalibrationError: a rank failed before, with its number and its error; or one did not come.
+        """
+        failed = self._exchange("")
+        if failed:
+            first = min(failed)
+            raise CalibrationError(
+                f"rank {first} of {self.count}",
+                f"calibration failed there: {failed[first]}",
+                "repair that; no rank has new encodings",
+            )
+
+    def _exchange(self, problem: str) -> dict[int, str]:
+        """Number -> problem of the ranks that have one."""
+        length = int(self.reduce(np.array([len(problem.encode())]), "max")[0])
+        if not length:
+            return {}
+        self._over = True
+        content = np.zeros((self.count, length), np.int64)  # every rank fills its own row
+        content[self.number, : len(problem.encode())] = np.frombuffer(problem.encode(), np.uint8)
+        rows = self.reduce(content, "sum").astype(np.uint8)
+        texts = {rank: row.tobytes().rstrip(b"\0").decode() for rank, row in enumerate(rows)}
+        return {rank: text for rank, text in texts.items() if text}
+
+    def reduce(self, values: NDArray[Any], operation: str) -> NDArray[Any]:
+        """Minimum, maximum or sum over the ranks, element by element; shape and dtype (int64, float64) stay.
+
+        Raises:
+            CalibrationError: a rank ended, or did not come within the timeout of the process group.
+        """
+        tensor = torch.from_numpy(np.ascontiguousarray(values)).clone().to(self._device)
+        try:
+            dist.all_reduce(tensor, op=_OPERATIONS[operation])
+        except RuntimeError as error:  # what backends raise, each with a class and a text of its own
+            self._over = True
+            raise CalibrationError(
+                f"rank {self.number} of {self.count}",
+                f"another rank ended, or did not come to merge what it saw: {error}",
+                "see the output of the others for the cause; every rank must call compute_encodings as often as the others "
+                "(distributed=False calibrates on one alone), within the timeout of init_process_group(timeout=...)",
+            ) from error
+        return np.asarray(tensor.cpu().numpy()).reshape(values.shape)
+
+    # -- agreeing
+
+    def require_equal(self, rows: Mapping[str, bytes], problem: str, remedy: str) -> None:
+        """Refuse rows, by name, that have other bytes on another rank; the error names the first.
+
+        Raises:
+            CalibrationError: on every rank.
+        """
+        digests = np.array([_digest("\n".join(rows).encode()), *map(_digest, rows.values())], np.int64)
+        sizes = np.array([len(digests), -len(digests)])
+        place = "the model"  # of another length are those of another model
+        if not self.total(int((self.reduce(sizes, "max") != sizes).any())):
+            different = np.flatnonzero(self.reduce(digests, "min") != self.reduce(digests, "max"))
+            if not different.size:
+                return
+            place = ["the model", *rows][different[0]]
+        raise CalibrationError(place, problem, remedy)
+
+    # -- merging
+
+    def merge_statistics(self, quantizers: Sequence[Quantizer]) -> None:
+        """Give each quantizer the statistics of all ranks, and the count of the empty tensors that they met."""
+        if not quantizers:
+            return
+        empty = self.reduce(np.array([q.empty for q in quantizers]), "sum")
+        shapes = self._shapes([None if q.statistics is None else _shape(q.statistics) for q in quantizers])
+        for quantizer, count, shape in zip(quantizers, empty.tolist(), shapes, strict=True):
+            quantizer.empty = count
+            if shape is not None:
+                seen = quantizer.statistics
+                quantizer.statistics = self._merged(start(quantizer.needs, shape) if seen is None else seen)
+
+    def _shapes(self, own: list[tuple[int, ...] | None]) -> list[tuple[int, ...] | None]:
+        """The shapes of statistics, those that only other ranks have included; ``None`` where none has any."""
+        table = np.full((len(own), _MOST_AXES + 1), -1)
+        for row, shape in zip(table, own, strict=True):
+            if shape is not None:
+                row[0], row[1 : len(shape) + 1] = len(shape), shape
+        agreed = self.reduce(table, "max")
+        wrong = [i for i, shape in enumerate(own) if shape is not None and (table[i] != agreed[i]).any()]
+        if self.reduce(np.array([len(wrong)]), "max")[0]:
+            raise CalibrationError(
+                "compute_encodings",
+                "an activation with a scale per channel has another number of channels on another rank",
+                "feed every rank inputs of the same kind",
+            )
+        return [None if row[0] < 0 else tuple(row[1 : row[0] + 1].tolist()) for row in agreed]
+
+    def _merged(self, seen: Any) -> Any:
+        assert isinstance(seen, MinMax | Histogram)
+        if isinstance(seen, Histogram):
+            exponent = self.reduce(seen.exponent, "max")
+            none = start("histogram", exponent.shape)
+            assert isinstance(none, Histogram)
+            # merged with no data in bins of that width, its bins are joined to that width
+            seen = merge(seen, Histogram(none.counts, exponent, none.zeros, none.bounds))
+        arrays = {
+            name: self.reduce(values, {"lo": "min", "hi": "max", "exponent": "max"}.get(name, "sum"))
+            for name, values in to_arrays(seen).items()
+        }
+        # of the two zeros the positive one, whichever came first
+        arrays["lo"], arrays["hi"] = arrays["lo"] + 0.0, arrays["hi"] + 0.0
+        return from_arrays("histogram" if isinstance(seen, Histogram) else "minmax", arrays)
+
+    def merge_channels(self, watches: Sequence[ChannelWatch]) -> None:
+        """Leave of the constant channels those that are constant, with one value, on every rank that saw any."""
+        if not watches:
+            return
+        counts = self.reduce(np.array([0 if w.seen is None else w.seen.count for w in watches]), "max")
+        varied = np.array([w.seen is not None and not w.seen.index.size for w in watches]).astype(np.int64)
+        varied = self.reduce(varied, "max")
+        reached = self.reduce(np.array([w.seen is not None for w in watches]).astype(np.int64), "max")
+        for watch, count, none, seen in zip(watches, counts.tolist(), varied, reached, strict=True):
+            if not seen:
+                continue
+            if none:
+                watch.seen = channels_within(np.zeros(0), np.zeros(0))
+                continue
+            lo, hi = np.full(count, np.inf), np.full(count, -np.inf)
+            if watch.seen is not None:
+                lo, hi = np.full(count, -np.inf), np.full(count, np.inf)
+                lo[watch.seen.index] = hi[watch.seen.index] = watch.seen.value
+            lo, hi = self.reduce(lo, "min"), self.reduce(hi, "max")
+            watch.seen = channels_within(lo, hi)
+
+    def merge_largest(self, names: Iterable[str], found: dict[str, int]) -> None:
+        """Give each of ``names``, which are all there can be, the largest number that a rank found for it."""
+        order = list(names)
+        merged = self.reduce(np.array([found.get(name, -1) for name in order], np.int64), "max")
+        found.update((name, n) for name, n in zip(order, merged.tolist(), strict=True) if n >= 0)
+
+    def merge_spans(self, names: Iterable[str], found: dict[str, tuple[float, float]]) -> None:
+        """Give each of ``names`` the least and the largest number that a rank found for it."""
+        order, none = list(names), (np.inf, -np.inf)
+        ends = np.array([found.get(name, none) for name in order], np.float64).reshape(-1, 2)
+        lo, hi = self.reduce(ends[:, 0], "min"), self.reduce(ends[:, 1], "max")
+        found.update(
+            (name, (low, high))
+            for name, low, high in zip(order, lo.tolist(), hi.tolist(), strict=True)
+            if low <= high
+        )
+
+    def total(self, number: int) -> int:
+        """The sum of what the ranks give."""
+        return int(self.reduce(np.array([number], np.int64), "sum")[0])
+
+
+@contextmanager
+def merged(sim: QuantizationSimModel, ranks: Ranks | None) -> Iterator[None]:
+    """Put together what the ranks saw before a block that makes encodings of it, and see that these are equal after it.
+
+    Raises:
+        CalibrationError: a rank failed, or has another model, other rules or other weights.
+    """
+    if ranks is None:
+        yield
+        return
+    ranks.meet()
+    simulator = sim._simulator
+    quantizers = [q for q in sim.quantizers.unique() if q.role in ("input", "output") and not q.frozen]
+    ranks.require_equal(
+        {q.name: repr((q.spec, q.enabled)).encode() for q in quantizers},
+        "another rank simulates another model, or by other rules",
+        "build the same simulation on every rank before compute_encodings",
+    )
+    ranks.merge_statistics(quantizers)
+    ranks.merge_channels([s.channels for s in sim.quantizers.values() if not s.frozen])
+    ranks.merge_largest([op.name for op in sim.graph.ops], simulator.lengths)
+    ranks.merge_spans(sim.quantizers, simulator.ranges)
+    simulator.runs = ranks.total(simulator.runs)
+    yield
+    ranks.require_equal(
+        {q.name: _content(q) for q in sim.quantizers.unique()},
+        "it has another encoding on another rank, whose model has other weights",
+        "give all ranks the same weights before compute_encodings: load one file on each, or send those of rank 0 with "
+        "torch.distributed.broadcast",
+    )
+    ranks.meet()
+
+
+def _content(quantizer: Quantizer) -> bytes:
+    encoding = quantizer.encoding
+    values = () if encoding is None else (encoding.scale.tobytes(), encoding.zero_point.tobytes())
+    return b"".join((repr((quantizer.spec, quantizer.enabled)).encode(), *values))
+
+
+def calibrating_ranks(wanted: bool) -> Ranks | None:
+    """The processes to calibrate with: those of the default process group, where one is initialised and holds several."""
+    if not wanted or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        return None
+    return Ranks()
+
+
+def _shape(statistics: Any) -> tuple[int, ...]:
+    bounds = statistics.bounds if isinstance(statistics, Histogram) else statistics
+    shape = tuple(bounds.lo.shape)
+    assert len(shape) <= _MOST_AXES
+    return shape
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)

@@ -1,0 +1,291 @@
+"""What several ranks do together, each a process; run by the tests of this folder as ``python -m tests.torch.training.ranks``.
+
+One process imports torch and forks the ranks of every case; what a rank returns is printed as JSON, by case and rank.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bitwright.core.numerics.spec import RangeMethod
+from bitwright.errors import BitwrightError
+from bitwright.torch import QuantizationSimModel
+
+BATCHES = 6
+
+
+class Net(nn.Module):
+    """Convolutions, a recurrent layer and products: statistics of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.lstm = nn.Conv2d(2, 4, 3, padding=1), nn.LSTM(4, 5, batch_first=True)
+        self.fc, self.unused = nn.Linear(5, 3), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x).relu().mean(3).transpose(1, 2)
+        return self.fc(torch.tanh(self.lstm(y)[0][:, -1]))
+
+
+def batches() -> list[Tensor]:
+    """Of different sizes, lengths and ranges, one of them with a channel that is zero throughout."""
+    generator = torch.Generator().manual_seed(1)
+    found = [torch.randn(1 + i % 3, 2, 4 + i, 5, generator=generator) * 3.0**i / 100 for i in range(BATCHES)]
+    found[2][:, 1] = 0
+    return found
+
+
+def simulation(scheme: str = "tf_enhanced") -> QuantizationSimModel:
+    method = RangeMethod.of("percentile", {"percentile": 99.0}) if scheme == "percentile" else scheme
+    return QuantizationSimModel(
+        Net().eval(), batches()[0], quant_scheme=method, default_output_bw=4, default_param_bw=4
+    )
+
+
+def digest(sim: QuantizationSimModel) -> str:
+    """Everything that calibration found."""
+    found = hashlib.sha256()
+    for name, site in sim.quantizers.items():
+        encoding, seen = site.encoding, site.channels.seen
+        found.update(name.encode())
+        if encoding is not None:
+            found.update(encoding.scale.tobytes() + encoding.zero_point.tobytes())
+        found.update(repr((site.enabled, site.quantizer.empty)).encode())
+        if seen is not None:
+            found.update(seen.index.tobytes() + seen.value.tobytes())
+    found.update(repr(sorted(sim._simulator.lengths.items())).encode())
+    return found.hexdigest()
+
+
+def spread(how: str, rank: int, count: int) -> list[Tensor]:
+    """The batches of one rank: each in turn, all on the last rank, or in blocks of unlike sizes."""
+    data = batches()
+    if how == "last":
+        return data if rank == count - 1 else []
+    if how == "blocks":
+        ends = [0, *(min(BATCHES, 4 + i) for i in range(count - 1)), BATCHES]
+        return data[ends[rank] : ends[rank + 1]]
+    return data[rank::count]
+
+
+def calibrate(how: str, scheme: str) -> Callable[[int, int], str]:
+    def run(rank: int, count: int) -> str:
+        sim = simulation(scheme)
+        sim.compute_encodings(spread(how, rank, count), progress=False)
+        return digest(sim)
+
+    return run
+
+
+def in_parts(rank: int, count: int) -> str:
+    sim = simulation()
+    mine = spread("turns", rank, count)
+    sim.compute_encodings(mine[:1], progress=False)
+    sim.compute_encodings(mine[1:], progress=False, resume=True)
+    return digest(sim)
+
+
+def resumed_calibration_counts_once(rank: int, count: int) -> int:
+    """Values seen at one site after a calibration in two parts."""
+    sim = simulation()
+    mine = spread("turns", rank, count)
+    sim.compute_encodings(mine[:1], progress=False)
+    sim.compute_encodings(mine[1:], progress=False, resume=True)
+    return int(sim.quantizers["conv.input[0]"].quantizer.statistics.bounds.count)
+
+
+def alone(rank: int, count: int) -> str:
+    sim = simulation()
+    if rank == 0:
+        sim.compute_encodings(batches(), progress=False, distributed=False)
+    return digest(sim)
+
+
+def with_nan(rank: int, count: int) -> str:
+    sim, mine = simulation(), spread("turns", rank, count)
+    sim.compute_encodings(mine, progress=False)
+    before = digest(sim)
+    if rank == 1:
+        mine[1][0, 0, 0, 0] = torch.nan
+    try:
+        sim.compute_encodings(mine, progress=False)
+    except BitwrightError as error:
+        return f"{error} | {digest(sim) == before}"
+    return "no error"
+
+
+def message(function: Callable[[int], Any]) -> Callable[[int, int], str]:
+    def run(rank: int, count: int) -> str:
+        try:
+            function(rank)
+        except (BitwrightError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    return run
+
+
+def dies(rank: int) -> None:
+    sim = simulation()
+    if rank == 1:
+        os._exit(0)
+    sim.compute_encodings(batches(), progress=False)
+
+
+def stays_away(rank: int) -> None:
+    sim = simulation()
+    if rank == 1:
+        time.sleep(4)
+        return
+    sim.compute_encodings(batches(), progress=False)
+
+
+def other_weights(rank: int) -> None:
+    sim = simulation()
+    with torch.no_grad():
+        sim.model.fc.weight.add_(rank)
+    sim.compute_encodings(batches(), progress=False)
+
+
+def other_model(rank: int) -> None:
+    model: nn.Module = Net() if rank else nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU())
+    QuantizationSimModel(model.eval(), batches()[0]).compute_encodings(batches(), progress=False)
+
+
+def no_data(rank: int) -> None:
+    simulation().compute_encodings([], progress=False)
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def data_of_step(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(4, 2, 6, 5, generator=generator), torch.randint(3, (4,), generator=generator)
+
+
+def steps(
+    call: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, rank: int, count: int
+) -> None:
+    """Training steps on this rank's part of each batch."""
+    call.train()
+    for step in range(first, last):
+        x, y = (part.chunk(count)[rank] for part in data_of_step(step))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(call(x), y).backward()
+        optimizer.step()
+
+
+def sharded(rank: int, count: int) -> Any:
+    """FSDP2: the gradients of the whole model, gathered, after one step on the whole batch."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(3)), nn.Linear(6, 2))
+    data = [torch.randn(8, 6, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    sim = QuantizationSimModel(model.eval(), data[0], preset="w4a8")
+    sim.compute_encodings(data[rank::count], progress=False)
+    sim.model.train()
+    if count > 1:
+        mesh = init_device_mesh("cpu", (count,))
+        for block in sim.model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(sim.model, mesh=mesh)
+    optimizer = torch.optim.SGD(sim.model.parameters(), lr=0.1)
+    for x in data * 2:
+        optimizer.zero_grad()
+        sim.model(x.chunk(count)[rank]).square().mean().backward()
+        optimizer.step()
+    found = {}
+    for name, p in sim.model.named_parameters():
+        whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+        found[name] = whole.detach().flatten().tolist()
+    return [found, sorted(sim._simulator.unseen)]
+
+
+def unused_parameters(rank: int) -> None:
+    """A parameter that no step uses, and DDP that was not told so: torch says it at the second step."""
+    sim = simulation()
+    sim.compute_encodings(batches(), progress=False)
+    call = DistributedDataParallel(sim.model)
+    steps(call, torch.optim.SGD(sim.model.parameters(), lr=0.01), 0, 2, rank, 2)
+
+
+CASES: dict[str, tuple[int, Callable[[int, int], Any]]] = {
+    **{f"{s} 1": (1, calibrate("turns", s)) for s in ("min_max", "tf_enhanced", "percentile")},
+    **{f"{s} 2": (2, calibrate("blocks", s)) for s in ("min_max", "tf_enhanced", "percentile")},
+    "tf_enhanced 2 last": (2, calibrate("last", "tf_enhanced")),
+    "tf_enhanced 4": (4, calibrate("turns", "tf_enhanced")),
+    "in parts 1": (1, in_parts),
+    "in parts 2": (2, in_parts),
+    "counts 1": (1, resumed_calibration_counts_once),
+    "counts 2": (2, resumed_calibration_counts_once),
+    "alone": (2, alone),
+    "nan": (2, with_nan),
+    "dies": (2, message(dies)),
+    "stays away": (2, message(stays_away)),
+    "other weights": (2, message(other_weights)),
+    "other model": (2, message(other_model)),
+    "no data": (2, message(no_data)),
+    "sharded 1": (1, sharded),
+    "sharded 2": (2, sharded),
+    "unused": (2, message(unused_parameters)),
+}
+
+
+def _rank(case: str, rank: int, count: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    if count > 1:
+        timeout = datetime.timedelta(seconds=2 if case == "stays away" else 60)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/{case.replace(' ', '_')}",
+            rank=rank,
+            world_size=count,
+            timeout=timeout,
+        )
+    (Path(folder) / f"{case}.{rank}").write_text(json.dumps(CASES[case][1](rank, count)))
+    if count > 1 and case not in ("dies", "stays away"):
+        dist.destroy_process_group()
+
+
+def main(names: list[str]) -> Iterator[tuple[str, list[Any]]]:
+    """Each case, one after the other."""
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["RANKS_FOLDER"] = folder
+        for name in names:
+            count = CASES[name][0]
+            ranks = [fork.Process(target=_rank, args=(name, rank, count, folder)) for rank in range(count)]
+            for process in ranks:
+                process.start()
+            for process in ranks:
+                process.join(90)
+            for process in ranks:
+                process.kill()
+            files = [Path(folder) / f"{name}.{rank}" for rank in range(count)]
+            yield name, [json.loads(file.read_text()) if file.exists() else None for file in files]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(dict(main(sys.argv[1:] or list(CASES)))))

@@ -1,0 +1,127 @@
+"""Several processes calibrate and train one model: the same encodings, the same weights, and errors that name the rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+Found = dict[str, list[Any]]
+
+
+def run(*cases: str) -> Found:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.torch.training.ranks", *cases],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    found: Found = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def calibrations() -> Found:
+    return run("tf_enhanced 1", "tf_enhanced 2", "nan", "alone")
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return run()
+
+
+def test_two_ranks_find_the_encodings_of_one(calibrations: Found) -> None:
+    assert set(calibrations["tf_enhanced 2"]) == set(calibrations["tf_enhanced 1"])
+
+
+def test_a_nan_on_one_rank_is_an_error_on_all_and_leaves_the_earlier_encodings(calibrations: Found) -> None:
+    healthy, failing = calibrations["nan"]
+    assert healthy.startswith(
+        "rank 1 of 2: calibration failed there: CalibrationError: batch 1, x: the input is not finite"
+    )
+    assert failing.startswith("batch 1, x: the input is not finite")
+    assert healthy.endswith("| True") and failing.endswith("| True")
+
+
+def test_one_rank_may_calibrate_alone(calibrations: Found) -> None:
+    assert calibrations["alone"][0] == calibrations["tf_enhanced 1"][0] != calibrations["alone"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["min_max", "percentile"])
+def test_every_range_method_reads_the_merged_statistics(found: Found, scheme: str) -> None:
+    one = found[f"{scheme} 1"]
+    assert set(found[f"{scheme} 2"]) == set(one)
+    assert one != found["tf_enhanced 1"]
+
+
+@pytest.mark.slow
+def test_it_does_not_matter_how_many_ranks_there_are_nor_who_saw_what(found: Found) -> None:
+    one = set(found["tf_enhanced 1"])
+    for case in ("tf_enhanced 2 last", "tf_enhanced 4", "in parts 1", "in parts 2"):
+        assert set(found[case]) == one, case
+    assert found["counts 1"] * 2 == found["counts 2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("dies", "another rank ended, or did not come to merge what it saw: .*"),
+        ("stays away", "another rank ended, or did not come to merge what it saw: .*Timed out"),
+    ],
+)
+def test_a_rank_that_is_gone_ends_in_an_error_and_not_in_a_hang(
+    found: Found, case: str, message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=f"^CalibrationError: rank 0 of 2: {message}"):
+        raise RuntimeError(found[case][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("other weights", "CalibrationError: fc.weight: it has another encoding on another rank"),
+        (
+            "other model",
+            "CalibrationError: the model: another rank simulates another model, or by other rules",
+        ),
+        ("no data", "CalibrationError: calibrating: the model did not run in the block"),
+        (
+            "unused",
+            "RuntimeError: Expected to have finished reduction .*parameters that were not used in producing loss",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_on_every_rank(found: Found, case: str, message: str) -> None:
+    for text in found[case]:
+        with pytest.raises(RuntimeError, match=f"^{message}"):
+            raise RuntimeError(text)
+
+
+def assert_close(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        # gradients of halves of a batch are summed in another order
+        torch.testing.assert_close(
+            torch.tensor(values), torch.tensor(expected[name]), rtol=1e-4, atol=1e-5, msg=name
+        )
+
+
+@pytest.mark.slow
+def test_fully_sharded_training_is_that_of_one_process(found: Found) -> None:
+    (one, _), two = found["sharded 1"][0], found["sharded 2"]
+    for weights, unseen in two:
+        assert not unseen
+        assert_close(weights, one)
