@@ -38,7 +38,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "torch": {
         "calls": set(),
-        "simulation": {"calls", "health"},
+        "simulation": {"calls", "health", "ranks"},
         "adapters": {"calls", "simulation"},
         "training": {"adapters", "calls", "simulation"},
     },

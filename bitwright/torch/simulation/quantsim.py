@@ -36,10 +36,10 @@ from bitwright.torch.calls.intercept import Interceptor
 from bitwright.torch.calls.record import Recorder, record
 from bitwright.torch.calls.scripted import scripted_functions
 from bitwright.torch.calls.trees import named_state, walk_modules
+from bitwright.torch.ranks import Ranks, calibrating_ranks, merged
 from bitwright.torch.simulation import ranges
 from bitwright.torch.simulation.adopt import adopt, refuse_simulated, require_module, uncopied
 from bitwright.torch.simulation.quantizer import Quantizer
-from bitwright.torch.simulation.ranks import Ranks, calibrating_ranks, merged
 from bitwright.torch.simulation.simulate import CallPlan, Place, Simulator
 
 logger = logging.getLogger("bitwright")
