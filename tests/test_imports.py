@@ -53,7 +53,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # AIMET's names on the public API; nobody imports them
     "aimet_common": ({"errors", "core", "analysis", "report"}, NUMPY),
     "aimet_torch": (
-        {"errors", "core", "analysis", "export", "report", "torch", "aimet_common"},
+        {"errors", "core", "analysis", "export", "report", "tables", "torch", "aimet_common"},
         NUMPY | {"torch", "onnx"},
     ),
     "aimet_onnx": ({"errors", "core", "analysis", "export", "onnx", "report", "aimet_common"}, NUMPY | ONNX),

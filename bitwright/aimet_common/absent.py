@@ -22,7 +22,6 @@ ABSENT: dict[str, str] = {
     "aimet_torch.experimental.fptquant": f"{_LATER}; bitwright.torch.rotate_model merges rotations into weights",
     "aimet_torch.experimental.pgs": _LATER,
     "aimet_torch.experimental.c_round": "Bitwright rounds ties to even, as ONNX QuantizeLinear does",
-    "aimet_torch.arch_checker": f"{_LATER}; bitwright.torch.check_model reports on a model's health",
     "aimet_torch.v1": "AIMET removed it in 2.30; use bitwright.aimet_torch itself",
     "aimet_torch.quantsim.check_accumulator_overflow": f"{_LATER} (AIMET announced its removal for 2.44); int32 biases are "
     "checked for overflow when they are derived",

@@ -34,10 +34,12 @@ from bitwright.aimet_common.grids import (
     steps_format,
 )
 from bitwright.analysis.layer_outputs import names_of_export
+from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.numerics.formats import FLOAT_FORMATS
 from bitwright.core.numerics.ranges import choose_range, needs
 from bitwright.core.numerics.statistics import Statistics, start, update
 from bitwright.export.encodings.versions import read_encodings, write_encodings
+from bitwright.tables import Tabular, html_table
 from bitwright.torch.calls.trees import walk_modules
 from bitwright.torch.simulation import functional
 
@@ -48,7 +50,9 @@ __all__ = [
     "FloatFormat",
     "Format",
     "Granularity",
+    "Graph",
     "IntFormat",
+    "Op",
     "PerBlock",
     "PerChannel",
     "PerTensor",
@@ -57,6 +61,7 @@ __all__ = [
     "Site",
     "SiteMap",
     "Statistics",
+    "Tabular",
     "aimet_blocks",
     "aimet_shape",
     "broadcastable",
@@ -67,6 +72,7 @@ __all__ = [
     "granularity_of",
     "grouped_bits",
     "grouped_scale_format",
+    "html_table",
     "int_format",
     "range_of_rows",
     "rewrite_encodings",

@@ -251,3 +251,41 @@ def test_supported_kernels_are_those_of_the_configuration(net, onnx_case):
     assert sim.get_supported_kernels() == {"defaults": [], "Conv": [kernel]}
     other = aimet_onnx.QuantizationSimModel(onnx_case[0], config_file=config)
     assert other.get_supported_kernels() == sim.get_supported_kernels()
+
+
+def test_architecture_is_checked_by_a_table_of_rules(tmp_path):
+    from bitwright.aimet_torch.arch_checker import RULES, ArchChecker, Rule
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 40, 3, padding=1), nn.Conv2d(40, 64, 3, padding=1)
+            self.c, self.bn, self.act = nn.Conv2d(64, 8, 1), nn.BatchNorm2d(8), nn.SiLU()
+
+        def forward(self, x):
+            x = self.c(self.b(torch.relu(self.a(x))))
+            return self.act(self.bn(x) + x.mean())
+
+    model = Odd().eval()
+    report = ArchChecker.check_model_arch(model, X, str(tmp_path))
+    found = {(f.op, f.rule) for f in report.findings}
+    assert {
+        ("a", "channel_multiple"),
+        ("c", "few_channels"),
+        ("a", "intermediate_padding"),
+        ("bn", "batch_norm"),
+    } <= found
+    assert not {("b", "channel_multiple"), ("b", "few_channels"), ("a", "few_channels")} & found
+    assert any(f.rule == "activation" for f in report.findings)
+    assert "40 output channels, no multiple of 32" in (tmp_path / "arch_checker_report.html").read_text()
+    assert report.raw_report["c"][0].issue == "8 output channels" and len(report.records()) == len(
+        report.findings
+    )
+    mine = Rule(
+        "sums", "mine", "it adds", "do not", lambda op, graph: "it is a sum" if op.type == "Add" else None
+    )
+    assert any(
+        f.rule == "sums" for f in ArchChecker.check_model_arch(model, X, rules=(*RULES, mine)).findings
+    )
+    with pytest.raises(ValueError, match="rules="):
+        ArchChecker.add_node_check(nn.Conv2d, print)

@@ -1,5 +1,11 @@
-"""``aimet_torch.arch_checker``: not here; importing it says what to do instead."""
+"""``aimet_torch.arch_checker``: what of a model runs slower, or less exactly, on a target than it could."""
 
-from bitwright.aimet_common.absent import refuse
+from bitwright.aimet_torch.arch_checker.arch_checker import (
+    RULES,
+    ArchChecker,
+    ArchCheckerReport,
+    Finding,
+    Rule,
+)
 
-refuse(__name__)
+__all__ = ["RULES", "ArchChecker", "ArchCheckerReport", "Finding", "Rule"]
