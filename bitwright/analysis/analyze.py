@@ -212,7 +212,8 @@ class _Run:
 
     @property
     def _noise(self) -> dict[str, float]:
-        return {} if self.errors is None else {**self.errors.activations, **self.errors.weights}
+        errors = self.errors
+        return {} if errors is None else {**errors.activations, **errors.weights, **errors.constants}
 
     def _end(self, what: str, more: str = "") -> None:
         self.notes.append(f"ended by {what}{more}; what was found until then is here")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bitwright.analysis.result import MOST_DB, Cause, LayerRow, SiteRow
-from bitwright.analysis.site_values import SiteValues
+from bitwright.analysis.site_values import SiteValues, calibrated_bounds
 from bitwright.analysis.subject import Subject
 from bitwright.core.graph.graph import Op
 from bitwright.core.graph.ops import op_row
@@ -24,6 +24,7 @@ _WIDE = 0.5  # share of the grid that the values should cover at least
 _FEW_CODES = 0.125  # of 256 codes, 32: as good as a grid of five bits
 _DISPARATE = 8.0  # largest channel over the median from which on most channels lose three bits
 _FEW = 0.06  # share of the channels that still counts as a few outliers
+_CUT = 0.25  # of the grid's length: calibration saw values so far outside of it
 _NARROW = {"weight": 6, "constant": 6}  # bits up to which a width is a cause by itself; 7 for activations
 _SOFTMAX_STEP = 0.1  # of the input: a step changes a probability by so much of itself
 _MATTERS = 0.02  # share of the layer's noise below which a site is not asked
@@ -83,10 +84,13 @@ def causes_of(
     found: dict[str, Cause] = {}
     for name in sorted(layer.sites, key=lambda name: -rows[name].cost):
         row = rows[name]
-        if not row.enabled or name not in values or row.cost < _MATTERS * total:
+        if not row.enabled or row.cost < _MATTERS * total:
             continue
-        seen = _Seen(layer, op, subject.sites[name], values[name], row, subject)
-        for cause in filter(None, (rule(seen) for rule in _OF_SITES)):
+        seen = _Seen(
+            layer, op, subject.sites[name], values.get(name, SiteValues(subject.sites[name])), row, subject
+        )
+        rules = _OF_SITES if seen.values.count else (_calibration,)
+        for cause in filter(None, (rule(seen) for rule in rules)):
             found.setdefault(cause.cause, cause)
     for cause in _of_layer(layer, op, subject):
         found.setdefault(cause.cause, cause)
@@ -115,10 +119,26 @@ def _clipping(seen: _Seen) -> Cause | None:
 
 def _too_wide(seen: _Seen) -> Cause | None:
     extent = seen.values.extent
-    if extent is None or extent >= _WIDE:
+    if not extent or extent >= _WIDE:  # nothing but zeros, as in an initial state, lies on any grid
         return None
     text = f"the values use {extent:.1%} of the grid's range: they reach {seen.values.low:.4g} to {seen.values.high:.4g}, the grid {_grid(seen.row)}"  # noqa: E501
     return _cause("range_too_wide", seen, text, ("minmax", "16_bits"), extent=extent)
+
+
+def _calibration(seen: _Seen) -> Cause | None:
+    """Of a site whose values no step shows, as inside a recurrent layer: the grid against what calibration saw."""
+    bounds, encoding = calibrated_bounds(seen.site), seen.site.encoding
+    if bounds is None or encoding is None or not isinstance(encoding.granularity, PerTensor):
+        return None
+    low, high = float(encoding.min), float(encoding.max)
+    facts = {"minimum": bounds[0], "maximum": bounds[1]}
+    text = f"calibration saw {bounds[0]:.4g} to {bounds[1]:.4g}, the grid holds {_grid(seen.row)}"
+    if max(low - bounds[0], bounds[1] - high) > _CUT * (high - low):
+        return _cause("clipping", seen, text, ("minmax", "mse"), **facts)
+    extent = max(abs(bounds[0]), abs(bounds[1])) / max(abs(low), abs(high))
+    if 0 < extent < _WIDE:
+        return _cause("range_too_wide", seen, text, ("minmax", "16_bits"), extent=extent, **facts)
+    return None
 
 
 def _weight_channels(seen: _Seen) -> Cause | None:
@@ -132,9 +152,12 @@ def _weight_channels(seen: _Seen) -> Cause | None:
     ratio = float(reach.max()) / middle
     if ratio < _DISPARATE:
         return None
-    large = int((reach > _DISPARATE * middle).sum())
+    rest = max(
+        float(np.quantile(reach, 1 - _FEW, method="lower")), middle
+    )  # all but a few channels lie below
+    large = int((reach > _DISPARATE * rest).sum())
     lost = int(((reach > 0) & (reach < float(encoding.scale.max()) / 2)).sum())
-    few = large <= max(1, _FEW * reach.size)
+    few = large > 0
     text = (
         f"one scale for {reach.size} channels whose largest is {ratio:.0f} times the median"
         + (f", {large} of them outliers" if few else "")

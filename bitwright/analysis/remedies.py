@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bitwright.analysis.judged import Judged
 from bitwright.analysis.result import Analysis, LayerRow, RemedyRow
+from bitwright.analysis.site_values import calibrated_bounds
 from bitwright.analysis.subject import Subject
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.formats import IntFormat
@@ -185,11 +186,13 @@ def _per_channel(trials: Trials, site: Site) -> bool:
 def _minmax(trials: Trials, site: Site) -> bool:
     """The range of what was seen at all sites with this quantizer."""
     sharing = [name for name, other in trials.subject.sites.items() if other.quantizer is site.quantizer]
-    seen = [trials.values[name] for name in sharing if name in trials.values and trials.values[name].count]
+    values = [trials.values[name] for name in sharing if name in trials.values]
+    bounds = [(v.low, v.high) for v in values if v.count and (v.low or v.high)]
+    bounds = bounds or [found for found in (calibrated_bounds(site),) if found is not None]
     encoding = site.encoding
-    if encoding is None or not seen or not isinstance(encoding.granularity, PerTensor):
+    if encoding is None or not bounds or not isinstance(encoding.granularity, PerTensor):
         return False
-    low, high = min(v.low for v in seen), max(v.high for v in seen)
+    low, high = min(low for low, _ in bounds), max(high for _, high in bounds)
     spec = replace(site.quantizer.spec, fixed_range=None)
     site.quantizer.encoding = affine.encode(low, high, spec, encoding.granularity, site.name)
     return True

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bitwright.analysis.causes import causes_of
 from bitwright.analysis.result import GroupRow, LayerRow, SiteRow, decibel
+from bitwright.analysis.site_values import SiteValues, calibrated_bounds, grid_row
 from bitwright.analysis.subject import Subject
 from bitwright.core.simulation.sites import Site
 
 if TYPE_CHECKING:
     from bitwright.analysis.exact import Pair
     from bitwright.analysis.lockstep import LayerErrors, Lockstep
-    from bitwright.analysis.site_values import SiteValues
 
 _REFERENCE_DB = 60.0  # inputs better than this count as this: the error of exact values has no logarithm
 
@@ -40,7 +40,7 @@ def site_rows(
         if not site.enabled:
             continue
         row.noise = noise.get(name)
-        for key, value in values[name].row().items() if name in values else ():
+        for key, value in {**_of_calibration(site), **(values[name].row() if name in values else {})}.items():
             setattr(row, key, value)
         pair = pairs.get(target[name])
         if pair is not None and pair.batches:
@@ -59,6 +59,12 @@ def _site_row(site: Site) -> SiteRow:
     if not site.enabled:
         row.why_float = site.quantizer.why_float or site.quantizer.why_spec or "switched off"
     return row
+
+
+def _of_calibration(site: Site) -> dict[str, Any]:
+    """The grid, and the bounds that calibration saw: for sites whose values no step shows."""
+    bounds = calibrated_bounds(site)
+    return {**grid_row(site), **({} if bounds is None else {"minimum": bounds[0], "maximum": bounds[1]})}
 
 
 def layer_rows(subject: Subject, seen: Lockstep | None, sites: Mapping[str, SiteRow]) -> list[LayerRow]:

@@ -16,6 +16,7 @@ from bitwright.core.numerics import affine
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerChannel, PerTensor
+from bitwright.core.numerics.statistics import Moments, bounds_of
 from bitwright.core.simulation.sites import Site
 
 _BINS = 64  # of the histogram of values
@@ -175,10 +176,6 @@ class SiteValues:
         if not self.count:
             return {}
         encoding = self.site.encoding
-        grid = None
-        if encoding is not None:
-            steps = encoding.format.steps if isinstance(encoding.format, IntFormat) else None
-            grid = {"low": float(encoding.min.min()), "high": float(encoding.max.max()), "steps": steps}
         channels = None
         if self.channel_low is not None and self.channel_high is not None:
             channels = {"low": self.channel_low.tolist(), "high": self.channel_high.tolist()}
@@ -190,10 +187,28 @@ class SiteValues:
             "histogram": None
             if self.edges is None
             else {"edges": self.edges.tolist(), "counts": self.counts.tolist()},
-            "grid": grid,
-            "lsb": None if encoding is None else float(encoding.scale.max()),
             "channels": channels,
         }
+
+
+def grid_row(site: Site) -> dict[str, Any]:
+    """The columns that follow from the encoding alone."""
+    encoding = site.encoding
+    if encoding is None:
+        return {}
+    steps = encoding.format.steps if isinstance(encoding.format, IntFormat) else None
+    grid = {"low": float(encoding.min.min()), "high": float(encoding.max.max()), "steps": steps}
+    return {"grid": grid, "lsb": float(encoding.scale.max())}
+
+
+def calibrated_bounds(site: Site) -> tuple[float, float] | None:
+    """The smallest and the largest value that calibration saw; ``None`` where it kept none."""
+    seen = site.quantizer.statistics
+    if seen is None or isinstance(seen, Moments):
+        return None
+    bounds = bounds_of(seen)
+    low, high = float(bounds.lo.min()), float(bounds.hi.max())
+    return (low, high) if low <= high else None
 
 
 def channel_axis(site: Site, rank: int) -> int | None:

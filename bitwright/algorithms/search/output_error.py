@@ -29,6 +29,7 @@ class OutputErrors:
     Attributes:
         activations: site -> the noise that its quantizer makes.
         weights: site of a weight -> the noise that its quantizer makes.
+        constants: site of another constant (a table of rotary angles, a scale) -> the same; not part of :attr:`total`.
         measured: the noise that all quantizers together made; far more than :attr:`total` where errors are not small.
         unknown: sites from which no derivative leads to an output: an operator in between has none.
     """
@@ -37,6 +38,7 @@ class OutputErrors:
     weights: Mapping[str, float] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
     measured: float = 0.0
+    constants: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
@@ -78,10 +80,12 @@ class _Watch:
     def found(self, batches: int) -> OutputErrors:
         """The noise so far, as the mean over ``batches``."""
         mean = {name: noise / batches for name, noise in self._noise.items()}
-        weights = {n: v for n, v in mean.items() if self._sites[n].role == "weight"}
-        activations = {n: v for n, v in mean.items() if n not in weights}
+        weights, constants = (
+            {n: v for n, v in mean.items() if self._sites[n].role == role} for role in ("weight", "constant")
+        )
+        activations = {n: v for n, v in mean.items() if n not in weights and n not in constants}
         unknown = tuple(n for n in self._met if n not in mean)
-        return OutputErrors(activations, weights, unknown, self._measured / batches)
+        return OutputErrors(activations, weights, unknown, self._measured / batches, constants)
 
     def batch(self, program: Program, state: State) -> int:
         """Add one batch; returns how many rows its outputs had."""
@@ -135,7 +139,7 @@ class _Watch:
             value = step.reads[slot]
             if value in state:
                 watched[slot] = self._watched(site, state[value], self._error(site, state[value]))
-            elif self._sites[site].role == "weight":
+            elif self._sites[site].role in ("weight", "constant"):
                 weights.append((slot, site))
         with torch.enable_grad():
             results = list(run_step(step, state, constants, None, watched))

@@ -82,3 +82,34 @@ def test_only_as_much_data_is_read_as_is_asked_for(calibrated):
     output_errors(TorchSimulation(sim), counted(), samples=40)
     assert len(read) == 2
     assert math.isfinite(output_errors(TorchSimulation(sim), []).total)
+
+
+def test_constants_that_are_no_weights_are_estimated_beside_the_total():
+    """A table that is multiplied with activations, as rotary angles are."""
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("table", torch.cos(torch.arange(8.0)))
+
+        def forward(self, x):
+            return self.layer(x) * self.table
+
+    data = [torch.randn(64, 8, generator=torch.Generator().manual_seed(0))]
+    sim = QuantizationSimModel(Table().eval(), data[0])
+    sim.compute_encodings(data, progress=False)
+    (name,) = [name for name, site in sim.quantizers.items() if site.role == "constant"]
+    errors = output_errors(TorchSimulation(sim), data, samples=64)
+    assert errors.constants.keys() == {name} and name not in {**errors.activations, **errors.weights}
+    restore = sim.remember()
+    for other in sim.quantizers.unique():
+        other.enabled = other is sim.quantizers[name].quantizer
+    with torch.no_grad():
+        found = sim.model(data[0])
+        with sim.in_float():
+            wanted = sim.model(data[0])
+    restore()
+    measured = float((found - wanted).square().sum() / wanted.square().sum())
+    assert 0.5 < errors.constants[name] / measured < 2
