@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import measure  # first of ours: it puts the repository on the path
@@ -149,6 +150,8 @@ COST_COLUMNS = [
 
 def cost(subject: Subject) -> list[str]:
     sim, batches = subject.make(), subject.samples()
+    if subject.name == "mobilenet_v2_cifar":
+        batches = pictures(200)
     from bitwright.analysis.subject import open_subject
 
     opened = open_subject(sim)
@@ -182,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--markdown", help="write the tables here")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
     options = parser.parse_args(arguments)
     if not data.have_shared_data():
         print(data.why_not(), file=sys.stderr)
@@ -199,10 +202,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tables.append(("Estimate against measurement", RANK_COLUMNS, list(told(map(ranks, subjects)))))
     if "cost" in options.parts:
         tables.append(("Cost, as multiples of a float run", COST_COLUMNS, list(told(map(cost, subjects)))))
-    text = "\n\n".join(f"## {title}\n\n{markdown(head, rows)}" for title, head, rows in tables)
-    print(text)
+    for title, head, rows in tables:
+        measure.show(title, head, rows)
     if options.markdown:
-        write(options.markdown, text)
+        pages = [measure.markdown(title, head, rows) for title, head, rows in tables]
+        measure.write(options.markdown, "\n".join(pages))
     return 0
 
 
@@ -210,19 +214,6 @@ def told(rows: Iterator[list[str]]) -> Iterator[list[str]]:
     for row in rows:
         print(" | ".join(row), file=sys.stderr, flush=True)
         yield row
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def write(path: str, text: str) -> None:
-    from pathlib import Path
-
-    Path(path).write_text(
-        f"# Analysis of trained models\n\n`python benchmarks/analysis.py`\n\n{text}\n", encoding="utf-8"
-    )
 
 
 if __name__ == "__main__":

@@ -185,11 +185,12 @@ class _Run:
     ) -> tuple[dict[str, frozenset[str]], dict[str, frozenset[str]]]:
         """Quantizers, those that cost most first, and groups."""
         sites = self.subject.sites
-        together, noise = targets.sharing(sites), self._noise
+        together, noise = self.subject.sharing, self._noise
         unique = {names[0]: names for name, names in together.items() if sites[name].enabled}
         cost = {name: max(noise.get(n, 0.0) for n in names) for name, names in unique.items()}
         ranked = sorted((n for n in unique if any(m in noise for m in unique[n])), key=lambda n: -cost[n])
-        unknown = [n for n in unique if n not in set(ranked) and not sites[n].quantizer.derived]
+        estimated = frozenset(ranked)
+        unknown = [n for n in unique if n not in estimated and not sites[n].quantizer.derived]
         if self.mode == "fast" and self.model is not None:
             ranked, unknown = [], []
         if self.mode == "auto" and self.clock.limit is None:
@@ -230,7 +231,7 @@ class _Run:
         pairs = {} if self.found is None else self.found.pairs
         metrics = {} if self.found is None else self.found.metrics
         seen = {} if self.seen is None else self.seen.sites
-        target = {name: names[0] for name, names in targets.sharing(self.subject.sites).items()}
+        target = {name: names[0] for name, names in self.subject.sharing.items()}
         sites = site_rows(self.subject, self._noise, seen, pairs, metrics, target)
         model = {"name": self.subject.name, "front_end": self.subject.front_end, **self.subject.size()}
         rows = self._rows(self.batches)

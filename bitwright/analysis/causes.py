@@ -27,6 +27,7 @@ _FEW = 0.06  # share of the channels that still counts as a few outliers
 _CUT = 0.25  # of the grid's length: calibration saw values so far outside of it
 _NARROW = {"weight": 6, "constant": 6}  # bits up to which a width is a cause by itself; 7 for activations
 _SOFTMAX_STEP = 0.1  # of the input: a step changes a probability by so much of itself
+_LARGE = 0.05  # share of the noise of all layers from which on one without a fault needs more bits
 _MATTERS = 0.02  # share of the layer's noise below which a site is not asked
 
 REMEDIES = {
@@ -53,11 +54,15 @@ CAUSES = {
     "softmax_input": "a step of the grid changes probabilities much",
     "norm_input": "a normalization enlarges the error of what it reads",
     "accumulating_residual": "errors add up along a residual stream",
+    "rounding": "no fault: the width of the grid makes it",
     "output_grid": "the model's output itself is rounded to a grid",
     "dead_channels": "channels hold nothing but zeros",
     "passes_on": "the error arrives here and is not made here",
 }
 """Key of a cause -> what it means."""
+
+
+_HARMLESS = frozenset(("passes_on", "dead_channels"))
 
 
 @dataclass(frozen=True)
@@ -76,9 +81,19 @@ Rule = Callable[[_Seen], Cause | None]
 
 
 def causes_of(
-    layer: LayerRow, subject: Subject, values: Mapping[str, SiteValues], rows: Mapping[str, SiteRow]
+    layer: LayerRow,
+    subject: Subject,
+    values: Mapping[str, SiteValues],
+    rows: Mapping[str, SiteRow],
+    whole: float,
 ) -> tuple[Cause, ...]:
-    """The causes that hold for a layer, the one that costs most first; each kind of cause once."""
+    """The causes that hold for a layer, the one that costs most first; each kind of cause once.
+
+    Args:
+        layer, subject: the layer, and its simulation.
+        values, rows: what was seen at the sites, and their rows.
+        whole: what all sites cost together.
+    """
     op = subject.sim.graph.op(layer.name)
     total = sum(rows[name].cost for name in layer.sites)
     found: dict[str, Cause] = {}
@@ -94,11 +109,27 @@ def causes_of(
             found.setdefault(cause.cause, cause)
     for cause in _of_layer(layer, op, subject):
         found.setdefault(cause.cause, cause)
+    if not found.keys() - _HARMLESS and layer.sites and total >= _LARGE * whole:
+        rounding = _rounding(layer, op, subject, rows)
+        found = {**({} if rounding is None else {rounding.cause: rounding}), **found}
     return tuple(found.values())
 
 
+def _rounding(layer: LayerRow, op: Op, subject: Subject, rows: Mapping[str, SiteRow]) -> Cause | None:
+    """Of a layer that costs much and has no fault: what more bits would change."""
+    name = max((n for n in layer.sites if rows[n].enabled), key=lambda n: rows[n].cost, default=None)
+    if name is None or rows[name].bits is None:
+        return None
+    seen = _Seen(layer, op, subject.sites[name], SiteValues(subject.sites[name]), rows[name], subject)
+    weight = subject.sites[name].role in _NARROW
+    text = f"no fault is seen: {rows[name].bits} bits make this error here"
+    return _cause(
+        "rounding", seen, text, ("seq_mse", "gptq") if weight else ("16_bits",), bits=rows[name].bits
+    )
+
+
 def _cause(key: str, seen: _Seen, text: str, remedies: tuple[str, ...], **evidence: Any) -> Cause:
-    shared = [n for n, s in seen.subject.sites.items() if s.quantizer is seen.site.quantizer]
+    shared = seen.subject.sharing[seen.site.name]
     facts = {"site": seen.site.name, "tries": list(remedies), **evidence}
     if len(shared) > 1:
         facts["shared_with"] = [n for n in shared if n != seen.site.name][:8]

@@ -185,7 +185,7 @@ def _per_channel(trials: Trials, site: Site) -> bool:
 
 def _minmax(trials: Trials, site: Site) -> bool:
     """The range of what was seen at all sites with this quantizer."""
-    sharing = [name for name, other in trials.subject.sites.items() if other.quantizer is site.quantizer]
+    sharing = trials.subject.sharing[site.name]
     values = [trials.values[name] for name in sharing if name in trials.values]
     bounds = [(v.low, v.high) for v in values if v.count and (v.low or v.high)]
     bounds = bounds or [found for found in (calibrated_bounds(site),) if found is not None]

@@ -73,8 +73,9 @@ def layer_rows(subject: Subject, seen: Lockstep | None, sites: Mapping[str, Site
     for name, row in sites.items():
         held.setdefault(row.layer, []).append(name)
     found = list(_layers(subject, seen, sites, held))
+    whole, values = sum(row.cost for row in sites.values()), {} if seen is None else seen.sites
     for layer in found:
-        layer.causes = causes_of(layer, subject, {} if seen is None else seen.sites, sites)
+        layer.causes = causes_of(layer, subject, values, sites, whole)
     return sorted(found, key=lambda row: -(row.noise or 0.0))
 
 

@@ -23,6 +23,7 @@ _BINS = 64  # of the histogram of values
 _CODE_BINS = 256  # of the histogram of codes: grids of more steps are divided into so many parts
 _ELEMENTS = 1 << 18  # of a tensor whose histograms are taken; of larger ones evenly spread elements
 _CHANNELS = 4096  # of a tensor whose channels are listed one by one
+_PER_CODE = 4  # values per code from which on unused codes mean something
 _MOST = 0.99  # share of the values that counts as nearly all
 _BEYOND = 0.501  # steps outside of the grid from which a value counts as clipped; less is rounding
 
@@ -147,8 +148,8 @@ class SiteValues:
 
     @property
     def codes_used(self) -> float | None:
-        """Share of the grid that holds 99 % of the values; ``None`` without a grid of integers."""
-        if self.codes is None or not self.codes.sum():
+        """Share of the grid that holds 99 % of the values; ``None`` without a grid of integers, or of too few values."""
+        if self.codes is None or self.codes.sum() < _PER_CODE * self.codes.size:
             return None
         held = np.cumsum(np.sort(self.codes)[::-1])
         return float(np.searchsorted(held, _MOST * held[-1]) + 1) / self.codes.size

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,14 @@ class Subject:
         """Its quantizer sites."""
         found: SiteMap = self.sim.quantizers
         return found
+
+    @cached_property
+    def sharing(self) -> dict[str, tuple[str, ...]]:
+        """Site -> all sites with its quantizer: they can only be switched together."""
+        by_quantizer: dict[int, list[str]] = {}
+        for name, site in self.sites.items():
+            by_quantizer.setdefault(id(site.quantizer), []).append(name)
+        return {name: tuple(by_quantizer[id(site.quantizer)]) for name, site in self.sites.items()}
 
     def remember(self, *, parameters: bool = False) -> Undo:
         """Keep its state; the function returned brings it back."""

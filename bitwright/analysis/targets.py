@@ -14,18 +14,11 @@ Groups = Mapping[str, str | Sequence[str]] | Sequence[str]
 """Name -> pattern or patterns of site names, or patterns that are names too."""
 
 
-def sharing(sites: Mapping[str, Site]) -> dict[str, tuple[str, ...]]:
-    """Site -> all sites with its quantizer: they can only be switched together."""
-    by_quantizer: dict[int, list[str]] = {}
-    for name, site in sites.items():
-        by_quantizer.setdefault(id(site.quantizer), []).append(name)
-    return {name: tuple(by_quantizer[id(site.quantizer)]) for name, site in sites.items()}
-
-
 def kinds(sites: Mapping[str, Site]) -> dict[str, tuple[str, ...]]:
     """All weights, and all activations."""
     weights = tuple(n for n, s in sites.items() if s.enabled and s.role in ("weight", "bias", "constant"))
-    rest = tuple(n for n, s in sites.items() if s.enabled and n not in set(weights))
+    held = frozenset(weights)
+    rest = tuple(n for n, s in sites.items() if s.enabled and n not in held)
     return {name: found for name, found in (("all weights", weights), ("all activations", rest)) if found}
 
 
