@@ -11,6 +11,8 @@ import bitwright
 from bitwright.analysis import Analysis
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.torch import QuantizationSimModel
+from tests.support.cost import steps
+from tests.support.zoo import chain, chain_input
 
 
 def test_rows_of_sites_and_layers_are_there_worst_first(case):
@@ -267,3 +269,21 @@ def test_a_model_that_steps_cannot_repeat_is_measured_by_switching():
     assert "no estimate by derivatives, quantizers are switched one by one" in found.notes[0]
     assert all(row.only_db is not None for row in found.sites if row.enabled and row.role != "bias")
     assert found.sites[0].cost > 0
+
+
+# ---- its cost
+
+
+def test_the_estimate_is_linear_in_the_number_of_layers():
+    def cost(blocks):
+        sim = QuantizationSimModel(chain(blocks, residual=True), chain_input())
+        sim.compute_encodings([chain_input()], progress=False)
+        return steps(lambda: bitwright.analyze(sim, [chain_input()], mode="fast").to_json())
+
+    cost(2)  # what is imported and cached at first use
+    assert cost(40) < 2.2 * cost(20)
+
+
+def test_the_estimate_takes_few_passes(torch_case):
+    found = bitwright.analyze(torch_case.sim, torch_case.data * 4, mode="fast")
+    assert found.data["samples"] == 256 and found.data["passes"] < 5

@@ -146,7 +146,7 @@ def test_the_last_convolution_of_a_denoiser_is_named():
 
 
 class Spectrum(nn.Module):
-    """A short-time Fourier transform as convolutions, magnitude, logarithm, and a layer."""
+    """A short-time Fourier transform as convolutions, power, bands, logarithm, and a layer."""
 
     def __init__(self):
         super().__init__()
@@ -155,26 +155,26 @@ class Spectrum(nn.Module):
         angles = 2 * torch.pi * torch.arange(17.0)[:, None] * n / 32
         self.register_buffer("real", torch.cos(angles)[:, None])
         self.register_buffer("imaginary", torch.sin(angles)[:, None])
-        self.layer = nn.Conv1d(17, 4, 1)
+        self.bands, self.layer = nn.Conv1d(17, 8, 1, bias=False), nn.Conv1d(8, 4, 1)
+        with torch.no_grad():
+            self.bands.weight.abs_()
 
     def forward(self, x):
         real, imaginary = (nn.functional.conv1d(x, w, stride=16) for w in (self.real, self.imaginary))
         power = real * real + imaginary * imaginary
-        return self.layer(torch.log(power + 1e-3))
+        return self.layer(torch.log(self.bands(power) + 1e-2))
 
 
 def test_the_power_of_a_spectrum_front_end_is_named():
     generator = torch.Generator().manual_seed(0)
+    loudness = torch.logspace(-2, 1, 8)[:, None, None]
     tone = torch.sin(torch.arange(256.0) * 0.7)
-    data = [(tone * 4 + 0.2 * torch.randn(8, 1, 256, generator=generator)) for _ in range(4)]
+    data = [loudness * (tone + 0.2 * torch.randn(8, 1, 256, generator=generator)) for _ in range(4)]
     sim, found = causes(Spectrum(), data)
-    site = next(
-        (row for row in found.sites if row.enabled and row.codes_used is not None and row.codes_used < 0.2),
-        None,
-    )
-    assert site is not None and site.layer in [layer.name for layer in found.worst(4)]
-    front = {"conv1d", "conv1d_1", "mul", "mul_1", "add", "add_1", "log"}
-    assert found.worst(1)[0].name in front, "not the layer after the front end"
+    worst = found.worst(1)[0]
+    assert worst.name == "bands"  # its input is the power
+    assert {"few_codes", "outlier_channels"} <= {cause.cause for cause in worst.causes}
+    assert any(row.kept and row.after_db > row.before_db + 3 for row in found.try_remedies(1))
 
 
 def test_a_wide_softmax_input_is_named():
@@ -191,3 +191,22 @@ def test_a_wide_softmax_input_is_named():
     sim, found = causes(Sharp(), [torch.randn(32, 8, generator=generator) for _ in range(2)])
     assert found.worst(3), found
     assert np.isfinite(found.output["sqnr_db"])
+
+
+def test_a_layer_without_a_fault_is_told_that_its_width_makes_the_error(torch_case):
+    found = bitwright.analyze(torch_case.sim, torch_case.data)
+    plain = [
+        layer.causes[0] for layer in found.layers if layer.causes and layer.causes[0].cause == "rounding"
+    ]
+    assert plain and "no fault is seen: 8 bits make this error here" in plain[0].text
+    assert plain[0].evidence["tries"] and plain[0].remedy
+
+
+def test_few_values_do_not_count_as_few_codes():
+    """16 numbers cannot use 256 codes."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    _, found = causes(
+        model, [torch.randn(64, 4, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+    )
+    assert not named(found, "few_codes")
+    assert all(row.codes_used is None for row in found.sites if row.role == "weight")
