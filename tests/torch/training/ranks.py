@@ -193,6 +193,50 @@ def steps(
         optimizer.step()
 
 
+def parameters(sim: QuantizationSimModel) -> dict[str, list[float]]:
+    return {name: p.detach().flatten().tolist() for name, p in sim.model.named_parameters()}
+
+
+def wrapped(sim: QuantizationSimModel, count: int) -> nn.Module:
+    return DistributedDataParallel(sim.model, find_unused_parameters=True) if count > 1 else sim.model
+
+
+def trained(rank: int, count: int) -> Any:
+    """Ten steps and ten more."""
+    sim = simulation()
+    sim.compute_encodings(spread("turns", rank, count), progress=False)
+    optimizer = torch.optim.Adam(sim.model.parameters(), lr=0.01)
+    steps(wrapped(sim, count), optimizer, 0, 20, rank, count)
+    return parameters(sim)
+
+
+def on_one_rank(rank: int, count: int) -> Any:
+    """What a checkpoint of two ranks gives on one: its numbers, and those of the ranks."""
+    sim = simulation()
+    sim.load_checkpoint(Path(os.environ["RANKS_FOLDER"]) / "resume2")
+    return [bool(sim.calibrated), bool(torch.isfinite(sim.model(batches()[0])).all())]
+
+
+def resumed(rank: int, count: int) -> Any:
+    """Ten steps, a checkpoint that rank 0 writes, everything anew, ten steps."""
+    folder = Path(os.environ["RANKS_FOLDER"]) / f"resume{count}"
+    sim = simulation()
+    sim.compute_encodings(spread("turns", rank, count), progress=False)
+    optimizer = torch.optim.Adam(sim.model.parameters(), lr=0.01)
+    steps(wrapped(sim, count), optimizer, 0, 10, rank, count)
+    if rank == 0:
+        sim.save_checkpoint(folder)
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    if count > 1:
+        dist.barrier()
+    fresh = simulation()
+    optimizer = torch.optim.Adam(fresh.model.parameters(), lr=0.01)
+    fresh.load_checkpoint(folder)
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt"))
+    steps(wrapped(fresh, count), optimizer, 10, 20, rank, count)
+    return parameters(fresh)
+
+
 def sharded(rank: int, count: int) -> Any:
     """FSDP2: the gradients of the whole model, gathered, after one step on the whole batch."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -245,6 +289,11 @@ CASES: dict[str, tuple[int, Callable[[int, int], Any]]] = {
     "other weights": (2, message(other_weights)),
     "other model": (2, message(other_model)),
     "no data": (2, message(no_data)),
+    "trained 1": (1, trained),
+    "trained 2": (2, trained),
+    "resumed 1": (1, resumed),
+    "resumed 2": (2, resumed),
+    "two on one": (1, on_one_rank),
     "sharded 1": (1, sharded),
     "sharded 2": (2, sharded),
     "unused": (2, message(unused_parameters)),

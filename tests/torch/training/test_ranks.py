@@ -125,3 +125,21 @@ def test_fully_sharded_training_is_that_of_one_process(found: Found) -> None:
     for weights, unseen in two:
         assert not unseen
         assert_close(weights, one)
+
+
+@pytest.mark.slow
+def test_ddp_trains_as_one_process_does(found: Found) -> None:
+    one, two = found["trained 1"], found["trained 2"]
+    assert two[0] == two[1]
+    assert_close(two[0], one[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(found: Found, count: int) -> None:
+    assert found[f"resumed {count}"] == found[f"trained {count}"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_ranks_loads_on_one(found: Found) -> None:
+    assert found["two on one"] == [[True, True]]

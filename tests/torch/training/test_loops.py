@@ -1,0 +1,222 @@
+"""Simulated models in the loops that people write, and in those of trainer packages."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
+
+
+def make(width: int = 8) -> tuple[QuantizationSimModel, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
+    data = [(torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(4)]
+    sim = QuantizationSimModel(model.eval(), data[0][0], preset="w4a8")
+    sim.compute_encodings([x for x, _ in data], progress=False)
+    sim.model.train()
+    return sim, data
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
+    sim, data = make()
+    whole = tuple(torch.cat(part) for part in zip(*data, strict=True))
+    loss_of(sim.model, whole).backward()
+    expected = [p.grad for p in sim.model.parameters()]
+    sim.model.zero_grad()
+    for batch in data:
+        (loss_of(sim.model, batch) / len(data)).backward()
+    for p, grad in zip(sim.model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+
+
+def test_an_average_of_the_weights_is_simulated_too() -> None:
+    sim, data = make()
+    average = torch.optim.swa_utils.AveragedModel(
+        sim.model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    optimizer = torch.optim.SGD(sim.model.parameters(), lr=0.1)
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(sim.model, batch).backward()
+        nn.utils.clip_grad_norm_(sim.model.parameters(), 1.0)
+        optimizer.step()
+        average.update_parameters(sim.model)
+    average.eval()
+    x = data[0][0]
+    found = average(x)
+    with torch.no_grad():  # the average on the grids of the simulation: the same as its weights put there
+        for own, mean in zip(sim.model.parameters(), average.module.parameters(), strict=True):
+            assert not torch.equal(own, mean)
+            own.copy_(mean)
+    torch.testing.assert_close(found, sim.model.eval()(x), rtol=0, atol=0)
+    with torch.no_grad(), sim.in_float():
+        assert not torch.equal(found, sim.model(x))
+
+
+def test_a_scaler_of_gradients_and_autocast() -> None:
+    sim, data = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    optimizer = torch.optim.SGD(sim.model.parameters(), lr=0.1)
+    before = copy.deepcopy(sim.model.state_dict())
+    for batch in data:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(sim.model, batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(sim.model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert all(torch.isfinite(p).all() for p in sim.model.parameters())
+    assert not torch.equal(before["0.weight"], sim.model.state_dict()["0.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_modules_in_half_precision_train_on_the_grid(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
+    x = torch.randn(8, 6, dtype=dtype)
+    sim = QuantizationSimModel(model.eval(), x, preset="w4a8")
+    sim.compute_encodings([x], progress=False)
+    sim.model.train()
+    sim.model(x).float().square().sum().backward()
+    for p in sim.model.parameters():
+        assert p.grad is not None and p.grad.dtype == dtype and torch.isfinite(p.grad).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_step_on_a_gpu_is_that_on_the_cpu() -> None:
+    sim, data = make()
+    loss_of(sim.model, data[0]).backward()
+    expected = [p.grad for p in sim.model.parameters()]
+    sim.model.zero_grad()
+    sim.model.cuda()
+    loss_of(sim.model, tuple(part.cuda() for part in data[0])).backward()
+    for p, grad in zip(sim.model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad.cpu(), grad, rtol=1e-3, atol=1e-5)
+
+
+def test_a_fresh_folded_model_takes_the_checkpoint(tmp_path: Path) -> None:
+    """Without a bias before folding: the fresh model makes the same one, whatever its values."""
+
+    def fresh() -> tuple[QuantizationSimModel, Tensor]:
+        model = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()).eval()
+        x = torch.randn(2, 2, 6, 6, generator=torch.Generator().manual_seed(0))
+        fold_all_batch_norms(model, dummy_input=x)
+        return QuantizationSimModel(model, x), x
+
+    sim, x = fresh()
+    with torch.no_grad():
+        for p in sim.model.parameters():
+            p.add_(0.1)
+    sim.compute_encodings([x], progress=False)
+    again, _ = fresh()
+    again.load_checkpoint(sim.save_checkpoint(tmp_path / "c"))
+    with torch.no_grad():
+        assert torch.equal(sim.model(x), again.model(x))
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    def __init__(self, data: list[tuple[Tensor, Tensor]]) -> None:
+        self.x, self.y = (torch.cat(part) for part in zip(*data, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        return {"x": self.x[i], "labels": self.y[i]}
+
+
+def plain(sim: QuantizationSimModel, loader: Any) -> list[Tensor]:
+    optimizer = torch.optim.SGD(sim.model.parameters(), lr=0.1)
+    for batch in loader:
+        optimizer.zero_grad()
+        loss_of(sim.model, (batch["x"], batch["labels"])).backward()
+        optimizer.step()
+    return [p.detach() for p in sim.model.parameters()]
+
+
+@pytest.mark.slow
+def test_accelerate_trains_as_a_plain_loop() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    sim, data = make()
+    expected = plain(copy.deepcopy(sim), torch.utils.data.DataLoader(Rows(data), 8))
+    accelerator = accelerate.Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(sim.model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(Rows(data), 8)
+    model, optimizer, loader = accelerator.prepare(sim.model, optimizer, loader)
+    for batch in loader:
+        optimizer.zero_grad()
+        accelerator.backward(loss_of(model, (batch["x"], batch["labels"])))
+        optimizer.step()
+    assert all(torch.equal(p, e) for p, e in zip(sim.model.parameters(), expected, strict=True))
+
+
+@pytest.mark.slow
+def test_lightning_trains_as_a_plain_loop(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return loss_of(self.model, (batch["x"], batch["labels"]))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    sim, data = make()
+    loader = torch.utils.data.DataLoader(Rows(data), 8)
+    expected = plain(copy.deepcopy(sim), loader)
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(Module(sim.model), loader)
+    assert all(torch.equal(p, e) for p, e in zip(sim.model.parameters(), expected, strict=True))
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers_with_checkpointing_trains_as_without(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=8, num_labels=2,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        {"input_ids": torch.randint(32, (6,), generator=generator), "labels": torch.tensor(i % 2)}
+        for i in range(8)
+    ]
+    batch = {"input_ids": torch.stack([row["input_ids"] for row in rows])}
+    sim = QuantizationSimModel(transformers.BertForSequenceClassification(config).eval(), batch)
+    sim.compute_encodings([batch], progress=False)
+    found = []
+    for checkpointing in (False, True):
+        one = copy.deepcopy(sim)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / str(checkpointing)), max_steps=2, per_device_train_batch_size=4, use_cpu=True,
+            report_to=[], save_strategy="no", disable_tqdm=True, gradient_checkpointing=checkpointing, seed=3,
+        )  # fmt: skip
+        transformers.Trainer(model=one.model, args=arguments, train_dataset=rows).train()
+        assert not one._simulator.unseen
+        found.append(one.model.state_dict())
+    changed = [
+        name for name, value in found[0].items() if not torch.equal(value, sim.model.state_dict()[name])
+    ]
+    assert changed and all(torch.equal(value, found[1][name]) for name, value in found[0].items())
