@@ -74,14 +74,14 @@ def test_results_written_to_out_are_quantized_under_that_name_too() -> None:
 
 
 class Windows(Two):
-    """The same norm and the same view twice, once with a roll between them, as in a shifted-window transformer."""
+    """The same norm and the same view three times, once with a roll between them, as in a shifted-window transformer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(8)
+        self.norm, self.k = nn.LayerNorm(8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        for shift, layer in ((0, self.l), (1, self.m)):
+        for shift, layer in ((0, self.l), (1, self.m), (0, self.k)):
             normed = self.norm(x)
             x = x + layer((torch.roll(normed, shift, 0) if shift else normed).view(2, 2, 8)).view(4, 8)
         return x

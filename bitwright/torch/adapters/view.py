@@ -102,6 +102,7 @@ class TorchView:
         simulator.stage = "float"
         interceptor = Interceptor(self.model)
         interceptor.loops, interceptor.turns = self._recorder.loops, self._recorder.turns
+        interceptor.repeats = self._recorder.repeats
         interceptor.attach()
         device = model_device(self.model)
         try:

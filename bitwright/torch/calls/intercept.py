@@ -9,6 +9,8 @@ of parameters:
 - a call that reads a parameter directly is the place of that parameter;
 - where either stands on several lines of code, one after the other in the data flow, each line is a place of its own: layers
   that share a weight, and not a layer over time (:func:`bitwright.torch.calls.loops.find_turns`);
+- where one line calls either in a loop as layers of a chain, and not over time, each turn is a place of its own
+  (:mod:`bitwright.torch.calls.repeats`);
 - anything else counts from the last such place in the same forward: ``for l in self.layers: x = x + l(x)`` gives one
   addition per layer, ``h = tanh(self.ih(x) + self.hh(h))`` the same addition at every time step. Only in a loop that uses
   no parameters is it the line of code that counts (:mod:`bitwright.torch.calls.loops`).
@@ -39,6 +41,7 @@ from bitwright.torch.calls.decompose import DECOMPOSITIONS, Decomposition
 from bitwright.torch.calls.functions import FUNCTIONS, Function, function_of, settled
 from bitwright.torch.calls.loops import CALLS, Where, line_of_code
 from bitwright.torch.calls.operators import as_function, results
+from bitwright.torch.calls.repeats import Trace
 from bitwright.torch.calls.trees import flatten_tensors, named_state, walk_modules
 
 Key = Hashable
@@ -57,6 +60,7 @@ class Frame:
     counts: dict[Hashable, int] = field(default_factory=dict)
     where: Hashable = None
     turn: Hashable = None  # the line of code of the layer that is told apart by it, and of those around it
+    turns: dict[Hashable, int] = field(default_factory=dict)  # place -> how often it was called here
 
     def __post_init__(self) -> None:
         if self.where is None:
@@ -81,9 +85,15 @@ class Frame:
         self.anchor = anchor
         self.counts.clear()
 
+    def next_turn(self, place: Hashable) -> int:
+        """How often the place of a parameter was called in this forward; counts this time."""
+        n = self.turns.get(place, 0)
+        self.turns[place] = n + 1
+        return n
+
     def copy(self) -> Frame:
         """The frame as it stands."""
-        return replace(self, counts=dict(self.counts))
+        return replace(self, counts=dict(self.counts), turns=dict(self.turns))
 
 
 class Handler(Protocol):
@@ -297,7 +307,10 @@ class Interceptor:
         seen: where counted places stand, while a model is recorded.
         fused: frame and label of a fused call -> its places.
         turns: places of parameters that are told apart by the line of code.
+        repeats: places that a loop calls as a chain -> its turns, which are told apart
+            (:mod:`bitwright.torch.calls.repeats`); those beyond are at the place of the last.
         lines: how often each line called the place of a parameter, while a model is recorded.
+        trace: what ran, while a model is recorded.
     """
 
     def __init__(self, model: nn.Module, handler: Handler | None = None) -> None:
@@ -313,7 +326,9 @@ class Interceptor:
         self.fused: dict[Key, set[Key]] = {}
         self.recording = False
         self.turns: frozenset[Key] = frozenset()
+        self.repeats: dict[Key, int] = {}
         self.lines: dict[Where, dict[Where, int]] = {}
+        self.trace: Trace | None = None
 
     # -- attaching
 
@@ -578,7 +593,7 @@ class Interceptor:
             return
         parent = here.frames[-1]
         if forward.owns:
-            line = self._line((parent.key, forward.path), modules=1)
+            line = self._line(parent, (parent.key, forward.path), modules=1)
             turn = parent.turn if line is None else (parent.turn, line)
             owner: Key = forward.path if turn is None else (forward.path, turn)
             parent.set_anchor(owner)
@@ -672,19 +687,24 @@ class Interceptor:
             else:
                 continue
             if name is not None:
-                line = self._line((frame.key, name, label))
+                line = self._line(frame, (frame.key, name, label))
                 frame.set_anchor(name if line is None else (name, line))
                 return (frame.key, name, label) if line is None else (frame.key, name, label, line)
         return self._counted(frame, label)[0]
 
-    def _line(self, place: Where, modules: int = 0) -> Where | None:
-        """The line of code that calls the place of a parameter, if such places are told apart by it."""
+    def _line(self, frame: Frame, place: Where, modules: int = 0) -> Where | None:
+        """The line of code that calls the place of a parameter, or the turn, if such places are told apart by it."""
+        most = self.repeats.get(place)
+        if most is not None:
+            return (min(frame.next_turn(place), most - 1),)
         if self.seen is None and place not in self.turns:
             return None
         line = line_of_code(_FORWARDS, modules)
         if self.seen is not None:
             calls = self.lines.setdefault(place, {})
             calls[line] = calls.get(line, 0) + 1
+            if self.trace is not None:
+                self.trace.start(place, frame.next_turn(place))
         return line if place in self.turns else None
 
     def _counted(self, frame: Frame, label: str, modules: int = 0) -> tuple[Key, Hashable]:

@@ -24,6 +24,7 @@ from bitwright.torch.calls.batches import as_call, evaluation
 from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function
 from bitwright.torch.calls.intercept import ACCESS, Frame, Interceptor, Key, forward_signature
 from bitwright.torch.calls.loops import Where, find_loops, find_turns
+from bitwright.torch.calls.repeats import Trace, find_repeats
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state
 
 
@@ -91,6 +92,8 @@ class Recorder:
         self.static: set[Key] = set()
         self.loops: frozenset[Where] = frozenset()  # the interceptor's, for others that run the model
         self.turns: frozenset[Key] = frozenset()  # likewise
+        self.repeats: dict[Key, int] = {}  # likewise
+        self._trace = interceptor_of().trace
         self._params: dict[str, int] = {}
         self._live: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
@@ -99,6 +102,8 @@ class Recorder:
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Name the model's inputs after the parameters of its forward."""
         self._live.clear()
+        if self._trace is not None:
+            self._trace.begin()
         for path, tensor in named_inputs(self._signature, args, kwargs):
             if path not in self.inputs:
                 self.inputs[path] = self._new("input", tensor, path)
@@ -179,6 +184,9 @@ class Recorder:
         if not produced:
             return output
         read = [self.values[i] for i in inputs if i is not None]
+        if self._trace is not None:
+            fixed = [self._is_fixed(t) for _, t in flatten_tensors((args, kwargs))]
+            self._trace.call(frame.path, op_type, (args, kwargs), fixed, produced)
         if all(v.kind in ("param", "constant") for v in read) and not _first_step(op_type, read):
             self._note_constants(key, label, inputs, read, produced)
             return output
@@ -206,6 +214,13 @@ class Recorder:
             if not (len(inputs) == 1 and self._known(tensor) == inputs[0]):
                 self._bind(tensor, self._new("constant", tensor, label, keep=tensor))
                 self.values[-1].sources = sources
+
+    def _is_fixed(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter or was computed from parameters alone."""
+        known = self._known(tensor)
+        if known is None:
+            return self._interceptor_of().param_name(tensor) is not None
+        return self.values[known].kind in ("param", "constant")
 
     def _slot(self, tensor: torch.Tensor) -> Slot:
         return Slot(self._value(tensor))
@@ -435,24 +450,28 @@ def find_places(running: Interceptor, run: Callable[[], AnyRecorder], forwards: 
         run: runs the same ``forwards`` forwards each time, recorded by a new recorder.
     """
     running.loops, running.seen, running.recording = frozenset(), {}, True
-    running.turns, running.lines = frozenset(), {}
+    running.turns, running.repeats, running.lines = frozenset(), {}, {}
+    running.trace = Trace()
     try:
         recorder = run()
+        trace, running.trace = running.trace, None
+        running.repeats = find_repeats(trace, running.lines)
         running.turns = find_turns(recorder.calls.values(), running.lines, forwards)
-        if running.turns:  # layers that share a weight are places of their own
+        if running.turns or running.repeats:  # layers that share a weight are places of their own
             running.seen = {}
             recorder = run()
         running.loops, running.seen = find_loops(recorder.calls.values(), running.seen), None
         if running.loops:  # the places of a loop over time are one place each
             recorder = run()
     finally:
-        running.seen, running.recording, running.lines = None, False, {}
+        running.seen, running.recording, running.lines, running.trace = None, False, {}, None
     return recorder
 
 
 def _run(model: nn.Module, examples: Sequence[Any], running: Interceptor, keep_arguments: bool) -> Recorder:
     recorder = Recorder(lambda: running, forward_signature(model), keep_arguments)
     recorder.loops, recorder.turns, running.fused = running.loops, running.turns, {}
+    recorder.repeats = running.repeats
     with running.handled_by(recorder), torch.no_grad(), evaluation(model):
         for example in examples:
             args, kwargs = as_call(example)

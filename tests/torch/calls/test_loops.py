@@ -186,6 +186,19 @@ def test_a_layer_over_time_and_branches_that_share_one_stay_one_place() -> None:
         assert not sim._simulator.unseen
 
 
+class Scaled(nn.Module):
+    """Layers one after the other whose calls differ in a number, so that nothing says that they are a chain."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x) * (1 + i / 1000)
+        return x
+
+
 def test_a_convolution_repeated_on_one_line_is_named_before_it_costs_three_bits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -200,7 +213,7 @@ def test_a_convolution_repeated_on_one_line_is_named_before_it_costs_three_bits(
     x, lost = torch.randn(8, 16, 4, 4), []
     for layers in ([conv] * 4, own):
         caplog.clear()
-        model = nn.Sequential(*layers).eval()
+        model = Scaled(list(layers)).eval()
         sim = QuantizationSimModel(model, x)
         sim.compute_encodings([x], progress=False)
         with torch.no_grad():
@@ -235,9 +248,9 @@ def test_calls_of_a_loop_with_unlike_ranges_are_named_and_the_remedy_works(
 
         def forward(self, x: Tensor) -> Tensor:
             total = x
-            for layer in self.layers:
+            for i, layer in enumerate(self.layers):
                 x = layer(x)
-                total = total + x / (x.detach().abs().max() + 1)
+                total = total + x / (x.detach().abs().max() + 1 + i / 1000)
             return total
 
     torch.manual_seed(0)
