@@ -150,14 +150,40 @@ def _examine(doctor: Doctor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
 
 
 def _run_callback(model: nn.Module, callback: Callable[..., Any], doctor: Doctor) -> None:
-    """Everything the callback calls is one batch; what it returns, and what the model did, are the outputs."""
-    hook = model.register_forward_hook(lambda module, args, output: doctor.returns(output))
+    """Everything the callback calls is one batch; what it returns, and what the model did, are the outputs.
+
+    Its first call of the model tells the places, where layers share parameters or loop.
+    """
+    interceptor = doctor.interceptor
+    told: list[bool] = []
+    apart: list[bool] = []
+
+    def tell_places(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not told:
+            told.append(True)
+            apart.append(True)
+            find_places(interceptor, lambda: _examined_apart(interceptor, args, kwargs), 1)
+            apart.clear()
+
+    hooks = [
+        model.register_forward_pre_hook(tell_places, with_kwargs=True),
+        model.register_forward_hook(lambda module, args, output: None if apart else doctor.returns(output)),
+    ]
     try:
-        with doctor.interceptor.active():
+        with interceptor.active():
             doctor.begin((), {})
             doctor.end(callback(model))
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
+
+
+def _examined_apart(interceptor: Interceptor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Doctor:
+    """One forward of its own, in the middle of what else runs."""
+    doctor = _doctor(interceptor)
+    with interceptor.suspended(doctor), torch.no_grad():
+        interceptor.model(*args, **kwargs)
+    return doctor
 
 
 def diagnose_batch(

@@ -486,3 +486,31 @@ def test_the_cost_is_linear_in_the_model() -> None:
     assert large < 4.6 * small
     report = check_model(_Chain(40), [torch.ones(1, 2)])
     assert report.culprit is not None and report.culprit.op == "log" and report.culprit.spread == 120
+
+
+class Repeated(nn.Module):
+    """One layer on two lines, one after the other; what the second one reads overflows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.c(x).abs() + 1
+        return self.c(y * 3e38)
+
+
+def test_a_callback_names_layers_that_are_used_several_times_as_batches_do() -> None:
+    torch.manual_seed(0)
+    model, x = Repeated(), torch.randn(2, 4) / 9
+    with torch.no_grad():
+        model.c.weight.fill_(2.0)
+        model.c.bias.fill_(-3.0)
+    for report in (check_model(model, [x]), check_model(model, lambda m: m(x))):
+        assert report.culprit is not None and report.culprit.op == "mul" and report.calls == 5
+        assert report.culprit.spread_names == ("c_1",)  # the second use, not the first
+
+
+def test_a_model_that_fails_in_a_callback_raises_its_own_error() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        check_model(Repeated(), lambda m: m(torch.randn(2, 3)))
