@@ -38,6 +38,7 @@ rows of the table:
                     calibration whatever the number of batches
   forward           sim.model(x) / model(x), without gradients
   training step     forward, backward, SGD step in train mode / the same in float
+  learned ranges    the same with sim.learn_ranges(), whose parameters are stepped too
   folding           seconds of fold_all_batch_norms on the model
   export            seconds of sim.export
   memory            peak of creation, histogram calibration and a forward / peak of float forwards, both with
@@ -87,6 +88,8 @@ REFERENCE: dict[tuple[str, str], tuple[float, float]] = {
     ("histogram", "mobilenet_v2"): (38.0, 4.0),
     ("training step", "resnet18"): (1.7, 1.5),
     ("training step", "mobilenet_v2"): (3.5, 2.5),
+    ("learned ranges", "resnet18"): (1.7, 1.5),
+    ("learned ranges", "mobilenet_v2"): (3.5, 2.2),
 }
 
 
@@ -169,6 +172,11 @@ class Bench:
         plain, quantized = copy.deepcopy(self.model), self.calibrated().model
         return self.ratio(training(plain, self.x), training(quantized, self.x))
 
+    def learned_step(self) -> float:
+        plain, sim = copy.deepcopy(self.model), self.calibrated()
+        sim.learn_ranges()
+        return self.ratio(training(plain, self.x), training(sim.model, self.x, sim.range_parameters()))
+
     def folding(self) -> float:
         model = copy.deepcopy(self.original)
         return measure.seconds(lambda: fold_all_batch_norms(model, dummy_input=self.x))
@@ -188,10 +196,11 @@ def _give_statistics(model: nn.Module) -> None:
             module.running_var.uniform_(0.5, 1.5)
 
 
-def training(model: nn.Module, x: Tensor) -> measure.Step:
+def training(model: nn.Module, x: Tensor, ranges: Sequence[nn.Parameter] = ()) -> measure.Step:
     """One training step of ``model`` on ``x``: forward, backward, an update too small to make it drift."""
     model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    groups = [{"params": list(model.parameters())}, {"params": list(ranges), "lr": 1e-9}]
+    optimizer = torch.optim.SGD(groups, lr=1e-6)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -261,6 +270,7 @@ ROWS: dict[str, tuple[Callable[[Bench], float], str]] = {
     "weight ranges (s)": (Bench.weight_ranges, "{:.3f} s"),
     "forward": (Bench.forward, "{:.2f} x"),
     "training step": (Bench.training_step, "{:.2f} x"),
+    "learned ranges": (Bench.learned_step, "{:.2f} x"),
     "folding": (Bench.folding, "{:.2f} s"),
     "export": (Bench.export, "{:.2f} s"),
 }

@@ -156,7 +156,7 @@ def test_memory_runs(tmp_path):
 
 @pytest.mark.slow
 def test_speed_runs(tmp_path):
-    rows = ["creation", "min-max", "forward", "training step", "memory"]
+    rows = ["creation", "min-max", "forward", "training step", "learned ranges", "memory"]
     options = [
         "--quick",
         "--models",

@@ -58,7 +58,10 @@ from bitwright.torch.stabilization import progressive as progressive
 from bitwright.torch.stabilization import stabilize as stabilize
 from bitwright.torch.training import Distillation as Distillation
 from bitwright.torch.training import TrainingGuard as TrainingGuard
+from bitwright.torch.training import WeightFreezing as WeightFreezing
+from bitwright.torch.training import dampening_loss as dampening_loss
 from bitwright.torch.training import distillation_loss as distillation_loss
 from bitwright.torch.training import fold_all_batch_norms_to_scale as fold_all_batch_norms_to_scale
 from bitwright.torch.training import freeze_batch_norms as freeze_batch_norms
+from bitwright.torch.training import parameter_groups as parameter_groups
 from bitwright.torch.training import reestimate_bn_stats as reestimate_bn_stats

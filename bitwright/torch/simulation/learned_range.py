@@ -32,6 +32,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, IntFormat
 from bitwright.errors import ModelError
 from bitwright.torch.simulation.fake_quantize import Grid, double, is_fast, on_grid, passed
+from bitwright.torch.simulation.functional import round_ste
 
 _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 #: largest ``|log_scale|``: a range a million times wider or narrower than calibration found it holds nothing of the tensor
@@ -197,6 +198,29 @@ class LearnedRange:
         )
         return out
 
+    def traced(self, x: torch.Tensor, *, weight: bool) -> torch.Tensor:
+        """The same as plain operations on the parameters, for ``torch.compile``, which must not keep their values."""
+        granularity, shape = self.base.granularity, tuple(x.shape)
+        view, own = granularity.view_shape(shape), granularity.broadcast_shape(shape)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        scaling, fmt = self._scaling(x, weight), self.base.format
+        assert isinstance(fmt, IntFormat)
+        base = torch.tensor(self.base.scale.tolist(), dtype=torch.float64, device=x.device)
+        zero = torch.tensor(self.base.zero_point.tolist(), dtype=torch.float64, device=x.device)
+        scale = (base * self.log_scale.detach().double().exp()).clamp(min=_TINY).float()
+        if self.offset is not None:
+            zero = (
+                (zero - fmt.steps * self.offset.detach().double()).round().clamp(fmt.qmin, fmt.qmax).float()
+            )
+            zero = _with_gradient(zero, -scaling.factor / fmt.steps / scale.square(), self.offset)
+        scale = _with_gradient(scale, scaling.factor / scale, self.log_scale)
+        scale, zero = scale.reshape(own).to(wide), zero.reshape(own).to(wide)
+        codes = round_ste(x.to(wide).reshape(view) / scale)
+        codes = codes.clamp(
+            fmt.qmin - zero, fmt.qmax - zero
+        )  # not minimum and maximum, which halve gradients at the ends
+        return (codes * scale + 0.0).reshape(shape).to(x.dtype)
+
     def _scaling(self, x: torch.Tensor, weight: bool) -> Scaling:
         fmt, params = self.base.format, self.base.scale
         assert isinstance(fmt, IntFormat)
@@ -213,6 +237,12 @@ class Scaling:
     factor: float
     steps: int
     shape: tuple[int, ...]
+
+
+def _with_gradient(value: torch.Tensor, slope: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """``value`` itself, with ``slope`` as its derivative by ``parameter``."""
+    line = slope.detach() * parameter
+    return value.detach() + (line - line.detach())
 
 
 class _OnLearnedGrid(torch.autograd.Function):

@@ -99,6 +99,8 @@ class Quantizer(core.Quantizer):
         """``x`` on the grid; ``overwrite`` lets the result take the memory of ``x``. Without elements it needs no grid."""
         if self._encoding is None and not x.numel():
             return x
+        if self.learned is not None and self._encoding is not None and torch.compiler.is_dynamo_compiling():
+            return self.learned.traced(x, weight=self.role == "weight")
         encoding = self.required
         if self.role == "bias" and encoding.format == IntFormat(32):
             return self._bias(x, encoding)
@@ -150,7 +152,7 @@ class Quantizer(core.Quantizer):
     def prepare(self, shape: tuple[int, ...], device: torch.device) -> None:
         """Make the grid for tensors of ``shape``, which a compiler cannot: it needs the values of scales and offsets."""
         encoding = self._encoding
-        if encoding is None or not is_fast(encoding):
+        if encoding is None or self.learned is not None or not is_fast(encoding):
             return
         known = self._grids.get((shape if encoding.scale.ndim else None, device))
         if known is None or known[0] is not encoding:

@@ -7,12 +7,17 @@ from bitwright.torch.training.batch_norm import (
 from bitwright.torch.training.batch_norm_to_scale import fold_all_batch_norms_to_scale
 from bitwright.torch.training.distill import Distillation, distillation_loss
 from bitwright.torch.training.guard import TrainingGuard
+from bitwright.torch.training.oscillation import WeightFreezing, dampening_loss
+from bitwright.torch.training.partial import parameter_groups
 
 __all__ = [
     "Distillation",
     "TrainingGuard",
+    "WeightFreezing",
+    "dampening_loss",
     "distillation_loss",
     "fold_all_batch_norms_to_scale",
     "freeze_batch_norms",
+    "parameter_groups",
     "reestimate_bn_stats",
 ]
