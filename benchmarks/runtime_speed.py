@@ -1,0 +1,176 @@
+"""How fast and how close to float exports are in ONNX Runtime, beside its own tool: one thread, one command."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import measure  # first of ours: it puts the repository on the path
+import numpy as np
+import onnx
+import onnx.version_converter
+import torch
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from onnxruntime.quantization.shape_inference import quant_pre_process
+
+from bitwright.core.simulation.protocols import sqnr
+from bitwright.onnx import quantize
+from bitwright.runtimes.adapters import open_file
+from bitwright.runtimes.timing import interleaved, ratio
+from tests.support.data import cifar, imagenet, mnist, onnx_file, shakespeare, trained
+
+HELP = """\
+Quantize real models with the same calibration data (32 samples) and run the files in turns with the float model.
+
+Times are CPU time of one thread. Columns: float (ms of one sample), then for each file how many times as fast as float it
+is (quartiles of the rounds), and the signal-to-noise ratio of its outputs to float in dB (lowest over outputs, 16 samples):
+  w8a8             quantize(model, data, recipe=["fold"])
+  w4a8             the same with preset="w4a8"
+  quantize_static  ONNX Runtime's tool on its own pre-processed model: QDQ, per channel, uint8 activations, int8 weights
+"""
+COLUMNS = ("model", "MMAC", "float", "w8a8", "dB", "w4a8", "dB", "quantize_static", "dB")
+
+
+def _exported(name: str, x: torch.Tensor, folder: Path) -> Path:
+    path = folder / f"{name}.onnx"
+    program = torch.onnx.export(trained(name).eval(), (x[:1],), dynamo=True, opset_version=17, verbose=False)
+    program.save(str(path))
+    return path
+
+
+def _pictures(kind: str) -> np.ndarray:
+    """48 samples, of which the first 32 calibrate."""
+    if kind == "cifar":
+        return cifar("train").x[:48].numpy()
+    if kind == "imagenet":
+        return np.concatenate([imagenet("calibration").x[:32].numpy(), imagenet().x[:16].numpy()])
+    if kind == "faces":
+        x = torch.nn.functional.interpolate(imagenet("calibration").x[:48], size=(240, 320))
+        return x.numpy() * np.float32(127.5 / 128)
+    if kind == "text":
+        return shakespeare("train")[: 48 * 128].reshape(48, 128).numpy()
+    pixels = mnist()[0][:48, None].astype(np.float32)
+    return pixels if kind == "mnist_cntk" else (pixels / 255 - 0.1307) / 0.3081
+
+
+MODELS: dict[str, tuple[str, bool]] = {  # name -> kind of data, and whether it is exported from torch here
+    "mobilenet_v1_025": ("imagenet", True),
+    "mobilenet_v2_cifar": ("cifar", True),
+    "resnet20_aux": ("cifar", False),
+    "face_slim_320": ("faces", False),
+    "lstm_char": ("text", False),
+    "mnist_cntk": ("mnist_cntk", False),
+    "mnist_pytorch": ("mnist_pytorch", False),
+}
+
+
+class _Reader(CalibrationDataReader):
+    def __init__(self, feeds: Sequence[dict[str, Any]]) -> None:
+        self.left: Iterator[dict[str, Any]] = iter(feeds)
+
+    def get_next(self) -> dict[str, Any] | None:
+        return next(self.left, None)
+
+
+def _by_their_tool(model: Path, feeds: Sequence[dict[str, Any]], folder: Path) -> Path:
+    clean, out = folder / "clean.onnx", folder / "static.onnx"
+    quant_pre_process(str(model), str(clean), skip_symbolic_shape=True)
+    if (
+        next(one.version for one in onnx.load(clean).opset_import if not one.domain) < 13
+    ):  # several scales need 13
+        onnx.save(onnx.version_converter.convert_version(onnx.load(clean), 13), clean)
+    quantize_static(
+        str(clean), str(out), _Reader(feeds), quant_format=QuantFormat.QDQ, per_channel=True,
+        activation_type=QuantType.QUInt8, weight_type=QuantType.QInt8,
+    )  # fmt: skip
+    return out
+
+
+def _macs(model: Path) -> float:
+    """Millions of multiplications in Conv, Gemm and MatMul with constant weights, of the shapes that inference finds."""
+    graph = onnx.shape_inference.infer_shapes(onnx.load(model)).graph
+    sizes = {t.name: int(np.prod(t.dims)) for t in graph.initializer}
+    shapes = {
+        v.name: [d.dim_value or 1 for d in v.type.tensor_type.shape.dim]
+        for v in (*graph.value_info, *graph.output)
+    }
+    total = 0
+    for node in graph.node:
+        if node.op_type == "Conv":
+            total += sizes.get(node.input[1], 0) * int(np.prod(shapes.get(node.output[0], [1])[2:]))
+        elif node.op_type in ("Gemm", "MatMul"):
+            rows = shapes.get(node.output[0], [1])
+            total += sizes.get(node.input[1], 0) * int(np.prod(rows[:-1]))
+    return total / 1e6
+
+
+def _level(base: Any, other: Any, feeds: Sequence[dict[str, Any]]) -> float:
+    pairs = [(base.run(feed), other.run(feed)) for feed in feeds]
+    return min(
+        sqnr(np.stack([one[name] for one, _ in pairs]), np.stack([two[name] for _, two in pairs]))
+        for name in pairs[0][0]
+    )
+
+
+def row(name: str, seconds: float) -> tuple[list[str], dict[str, Any]]:
+    """Cells and raw numbers of one model."""
+    kind, from_torch = MODELS[name]
+    data = _pictures(kind)
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        model = _exported(name, torch.from_numpy(data), folder) if from_torch else onnx_file(name)
+        graph = onnx.load(model).graph
+        (given,) = {i.name for i in graph.input} - {t.name for t in graph.initializer}
+        feeds = [{given: data[i : i + 1]} for i in range(len(data))]
+        files = {"float": model}
+        for preset in ("w8a8", "w4a8"):
+            made = quantize(model, feeds[:32], preset, recipe=["fold"], path=folder / preset, progress=False)
+            assert made.exported is not None
+            files[preset] = made.exported.qdq
+        try:
+            theirs = _by_their_tool(model, feeds[:32], folder)
+            open_file("onnxruntime", theirs)
+            files["static"] = theirs
+        except Exception as error:  # a cell of the table: their tool has no answer for this model
+            print(f"{name}: quantize_static: {type(error).__name__}: {error}", flush=True)
+        sessions = {key: open_file("onnxruntime", path) for key, path in files.items()}
+        steps = {key: (lambda s=session: s.run(feeds[0])) for key, session in sessions.items()}
+        times = interleaved(steps, seconds=seconds, clock=time.process_time)
+        cells, raw = [name, f"{_macs(model):.1f}", f"{1e3 * times['float'].median:.2f}"], {}
+        for key in ("w8a8", "w4a8", "static"):
+            if key not in files:
+                cells += ["fails", ""]
+                continue
+            speed, level = (
+                ratio(times["float"], times[key]),
+                _level(sessions["float"], sessions[key], feeds[32:]),
+            )
+            cells += [str(speed), f"{level:.1f}"]
+            raw[key] = {"speed": speed.median, "low": speed.low, "high": speed.high, "dB": level}
+    return cells, raw
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the table, write the files asked for."""
+    parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for the rounds of each model")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
+    options = parser.parse_args(arguments)
+    rows, raw = [], {}
+    for name in options.models:
+        cells, raw[name] = row(name, options.seconds)
+        rows.append(cells)
+        print(*cells, sep=" | ", flush=True)
+    title = "Exported files in ONNX Runtime (batch 1, one thread): times as fast as float, and outputs against float"
+    measure.show(title, COLUMNS, rows)
+    measure.save(options.json, options.markdown, title, COLUMNS, rows, raw)
+
+
+if __name__ == "__main__":
+    main()
