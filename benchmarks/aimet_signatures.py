@@ -71,6 +71,7 @@ PUBLIC = {
     "aimet_onnx.spinquant": ["spinquant/spinquant.py"],
     "aimet_onnx.mixed_precision": ["mixed_precision.py"],
     "aimet_onnx.quant_analyzer": ["quant_analyzer.py"],
+    "aimet_onnx.analysis": ["analysis/sensitivity.py", "analysis/sensitivity_plot.py", "analysis/quant_stats_visualization.py"],
     "aimet_onnx.lite_mp": ["lite_mp.py"],
     "aimet_onnx.layer_output_utils": ["layer_output_utils.py"],
     "aimet_onnx.utils": ["utils.py"],
@@ -90,7 +91,11 @@ INTERNAL = {
     "QuantizedNonDynamicallyQuantizableLinear", "compute_encodings_from_stats", "generate_err_msg", "generate_code_example",
     "extract_adascale_params", "restore_adascale_params", "flatten_state_dict", "unflatten_state_dict",
     "fold_adascale_quantizers", "create_cls_set_info_list", "get_loss_fn", "set_growth_limit",
+    "CustomCallbacks", "DataSources", "InputWidgets", "LayerOutput", "QuantStatsVisualizer", "TableFilters", "TableObjects",
+    "TableViews", "patch_quantsim_to_store_histogram",
 }  # fmt: skip
+# Classes whose methods scripts call on a class made from them.
+BASES = {"QuantAnalyzerBase": "QuantAnalyzer"}
 HELPERS = (
     "aimet_torch.utils",
     "aimet_onnx.utils",
@@ -118,7 +123,9 @@ def defined(path: Path) -> Iterator[tuple[str, Signature, bool]]:
                     is_property = "property" in marks or any(m.endswith(".setter") for m in marks)
                     static = "staticmethod" in marks
                     found[f"{node.name}.{inner.name}"] = (None if is_property else inner.args, not static)
-    yield from ((name, arguments, bound) for name, (arguments, bound) in found.items())
+    for name, (arguments, bound) in found.items():
+        owner, dot, rest = name.partition(".")
+        yield BASES.get(owner, owner) + dot + rest, arguments, bound
 
 
 def ours(module: str, name: str) -> Any:

@@ -18,7 +18,7 @@ FILES = sorted((ROOT / "bitwright").rglob("*.py"))
 # "google" is protobuf, whose errors onnx raises.
 NUMPY, ONNX = {"numpy"}, {"onnx", "onnx_ir", "onnxruntime", "onnxscript", "ml_dtypes", "google", "psutil"}
 FILES_OUT = {"yaml", "safetensors", "rich"}
-ANYTHING = NUMPY | ONNX | FILES_OUT | {"torch", "typer", "jinja2", "plotly", "scipy", "ray"}
+ANYTHING = NUMPY | ONNX | FILES_OUT | {"torch", "typer", "scipy", "ray"}
 FRONT_END = {"errors", "core", "export", "lazy", "progress", "report", "runtimes", "tables"}
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"lazy"}, set()),

@@ -20,7 +20,6 @@ NO, USER_ERROR = 1, 2
 # A package that a command may miss -> the extra that brings it.
 _EXTRAS = {
     **dict.fromkeys(("onnx", "onnx_ir", "onnxruntime", "onnxscript", "ml_dtypes", "psutil"), "onnx"),
-    **dict.fromkeys(("jinja2", "plotly"), "report"),
     "torch": "torch",
     "scipy": "analysis",
 }
