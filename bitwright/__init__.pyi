@@ -21,8 +21,8 @@ from bitwright.errors import FormatError as FormatError
 from bitwright.errors import GranularityError as GranularityError
 from bitwright.errors import ModelError as ModelError
 from bitwright.errors import RangeError as RangeError
+from bitwright.methods.pipeline import quantize as quantize
 from bitwright.mixed.auto import auto_quantize as auto_quantize
 from bitwright.mixed.search import mixed_precision as mixed_precision
-from bitwright.torch.pipeline import quantize as quantize
 
 __version__: str

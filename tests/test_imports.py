@@ -46,7 +46,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "report": ({"errors", "core", "export", "analysis", "onnx", "tables"}, NUMPY),
     # searches above both front ends
     "mixed": (
-        FRONT_END | {"algorithms", "analysis", "torch", "onnx"},
+        FRONT_END | {"algorithms", "analysis", "methods", "torch", "onnx"},
         NUMPY | ONNX | FILES_OUT | {"torch", "scipy", "ray"},
     ),
     "distributed": ({"errors", "core", "torch"}, NUMPY | {"torch", "ray"}),

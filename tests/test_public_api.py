@@ -88,8 +88,8 @@ _ONE_PLACE_EARLIER = {
 }  # fmt: skip
 # Public in both front ends, and not one function: other things, or AIMET's names with another signature in each of its packages.
 _TWO = {
-    "CrossLayerScaling", "HighBiasFold", "QuantizationSimModel", "Result", "apply_adascale", "apply_gptq",
-    "apply_reconstruction", "apply_seq_mse", "check_model", "progressive", "quantize", "stabilize",
+    "CrossLayerScaling", "HighBiasFold", "QuantizationSimModel", "apply_adascale", "apply_gptq",
+    "apply_reconstruction", "apply_seq_mse", "check_model", "progressive", "stabilize",
 }  # fmt: skip
 
 

@@ -73,24 +73,36 @@ class FrontEnd(Protocol):
 
 
 def front_end_of(model: Any) -> FrontEnd:
-    """The front end of a model or simulation.
+    """What changes a model, or reads a simulation, of either front end.
 
     Raises:
         ModelError: it is of neither.
     """
+    return cast(FrontEnd, importlib.import_module(f"bitwright.{_name_of(model)}.adapters.opened"))
+
+
+def pipeline_of(model: Any, providers: Any, memory_budget: int | None) -> Any:
+    """A model of either front end on its way through :func:`bitwright.quantize`.
+
+    Raises:
+        ModelError: it is of neither, or cannot be read.
+        ConfigError: an option that its front end does not have.
+    """
+    name = _name_of(model)
+    module = importlib.import_module(f"bitwright.{name}.pipeline")
+    return getattr(module, f"{name.title()}Pipeline")(model, providers, memory_budget)
+
+
+def _name_of(model: Any) -> str:
     if isinstance(model, (str, PathLike)):  # of a file
-        return _loaded("onnx")
+        return "onnx"
     for cls in type(model).__mro__:
         parts = cls.__module__.split(".")
         name = parts[1] if parts[0] == "bitwright" and len(parts) > 1 else _FRONT_ENDS.get(parts[0])
         if name in ("torch", "onnx"):
-            return _loaded(name)
+            return name
     raise ModelError(
         "model",
         f"a {type(model).__name__} is no model of PyTorch or ONNX",
         "give a torch.nn.Module, or a loaded ONNX model: onnx.load(path), bitwright.onnx.load_model(path)",
     )
-
-
-def _loaded(name: str) -> FrontEnd:
-    return cast(FrontEnd, importlib.import_module(f"bitwright.{name}.adapters.opened"))

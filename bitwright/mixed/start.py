@@ -7,6 +7,7 @@ from typing import Any
 
 from bitwright.core.numerics.spec import Preset
 from bitwright.errors import ConfigError
+from bitwright.methods.pipeline import quantize
 from bitwright.mixed.candidates import Candidate
 
 _STEPS: tuple[Any, ...] = ("fold", {"layer_inputs": {"only_with_attention": True}})
@@ -32,30 +33,4 @@ def simulation_of(model: Any, batches: Sequence[Any], candidate: Candidate, conf
         "config_file": config_file,
         "progress": False,
     }
-    quantize = front_end_of(model)
     return quantize(model, batches, preset, **options).sim
-
-
-def front_end_of(model: Any) -> Any:
-    """``quantize`` of the front end that ``model`` belongs to.
-
-    Raises:
-        ConfigError: it is neither a module nor anything that ONNX models come in.
-    """
-    import sys
-
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(model, torch.nn.Module):
-        from bitwright.torch.pipeline import quantize
-
-        return quantize
-    kinds = {f"{t.__module__}.{t.__qualname__}".split(".")[0] for t in type(model).__mro__}
-    if isinstance(model, str) or hasattr(model, "__fspath__") or kinds & {"onnx", "onnx_ir"}:
-        from bitwright.onnx.pipeline import quantize as quantize_onnx
-
-        return quantize_onnx
-    raise ConfigError(
-        "model",
-        f"it is a {type(model).__name__}, neither a model nor a simulation",
-        "pass a torch.nn.Module, a calibrated QuantizationSimModel, or an ONNX model: a path or a ModelProto",
-    )

@@ -26,13 +26,14 @@ from bitwright.analysis.subject import Subject, open_subject
 from bitwright.errors import BitwrightError, ConfigError
 from bitwright.export.files.atomic import atomic_write
 from bitwright.export.files.manifest import Fingerprint, fingerprint
+from bitwright.methods.pipeline import quantize
 from bitwright.mixed.candidates import as_candidates
 from bitwright.mixed.costs import present_costs
 from bitwright.mixed.ladder import Trial
 from bitwright.mixed.measure import Metric, Noise, Score
 from bitwright.mixed.result import decibel
 from bitwright.mixed.search import mixed_precision
-from bitwright.mixed.start import front_end_of, simulation_of
+from bitwright.mixed.start import simulation_of
 
 logger = logging.getLogger("bitwright")
 
@@ -143,7 +144,7 @@ def _simulated(job: Job, trial: Trial) -> tuple[Any, dict[str, Any]]:
             config_file=options["config_file"], **quality,
         )  # fmt: skip
         return found.sim, {"mixed_precision": found.to_dict()}
-    made = front_end_of(job.model)(
+    made = quantize(
         job.model, list(job.data), trial.preset, recipe=None if trial.recipe is None else list(trial.recipe),
         quant_scheme=trial.scheme, config_file=options["config_file"], progress=False,
     )  # fmt: skip

@@ -22,6 +22,8 @@ from bitwright.methods.channels import rotate_model as rotate_model
 from bitwright.methods.channels import smooth_model as smooth_model
 from bitwright.methods.folding import fold_all_batch_norms as fold_all_batch_norms
 from bitwright.methods.folding import fold_all_batch_norms_to_weight as fold_all_batch_norms_to_weight
+from bitwright.methods.pipeline import Result as Result
+from bitwright.methods.pipeline import quantize as quantize
 from bitwright.onnx.cross_layer import CrossLayerScaling as CrossLayerScaling
 from bitwright.onnx.cross_layer import HighBiasFold as HighBiasFold
 from bitwright.onnx.health.check import check_model as check_model
@@ -30,8 +32,6 @@ from bitwright.onnx.model.data import load_data as load_data
 from bitwright.onnx.model.load import Loaded as Loaded
 from bitwright.onnx.model.load import load_model as load_model
 from bitwright.onnx.model.view import OnnxView as OnnxView
-from bitwright.onnx.pipeline import Result as Result
-from bitwright.onnx.pipeline import quantize as quantize
 from bitwright.onnx.reconstruct import (
     apply_adaround as apply_adaround,
 )

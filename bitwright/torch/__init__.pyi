@@ -15,14 +15,14 @@ from bitwright.methods.channels import rotate_model as rotate_model
 from bitwright.methods.channels import smooth_model as smooth_model
 from bitwright.methods.folding import fold_all_batch_norms as fold_all_batch_norms
 from bitwright.methods.folding import fold_all_batch_norms_to_weight as fold_all_batch_norms_to_weight
+from bitwright.methods.pipeline import Result as Result
+from bitwright.methods.pipeline import quantize as quantize
 from bitwright.torch.adapters.view import TorchView as TorchView
 from bitwright.torch.batch_norm_fold import fold_given_batch_norms as fold_given_batch_norms
 from bitwright.torch.calls.batches import Inputs as Inputs
 from bitwright.torch.cross_layer import CrossLayerScaling as CrossLayerScaling
 from bitwright.torch.cross_layer import HighBiasFold as HighBiasFold
 from bitwright.torch.health import check_model as check_model
-from bitwright.torch.pipeline import Result as Result
-from bitwright.torch.pipeline import quantize as quantize
 from bitwright.torch.prepare import prepare_model as prepare_model
 from bitwright.torch.reconstruct import (
     Adaround as Adaround,

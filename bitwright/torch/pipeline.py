@@ -1,48 +1,21 @@
-"""The whole path in one call: fold, simulate, calibrate and, if asked, export."""
+"""A module on its way through :func:`bitwright.quantize`."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from bitwright.algorithms.bias_correct import BiasReport
-from bitwright.algorithms.folding.batch_norm_fold import FoldReport
-from bitwright.algorithms.options import keyword_options
+from bitwright.algorithms.options import Options, keyword_options
 from bitwright.algorithms.rounding.table import method_options
-from bitwright.algorithms.scaling.equalize import EqualizeReport
-from bitwright.algorithms.search.activation_ranges import activation_ranges, keep_histograms
-from bitwright.algorithms.search.default_recipe import RecipeLike, as_recipe, find_effort
-from bitwright.algorithms.search.judge import Judge
-from bitwright.algorithms.search.layer_inputs import between_layers, layer_inputs
-from bitwright.algorithms.search.recipe import (
-    KINDS,
-    Action,
-    FrontEnd,
-    ModelRunner,
-    OnHarm,
-    action,
-    batches_of,
-    run_recipe,
-    weight_actions,
-)
-from bitwright.algorithms.search.recipe_report import RecipeReport, checked_metric
-from bitwright.algorithms.search.widen import WidenReport, widen
-from bitwright.core.numerics.spec import NonFinite, Preset
-from bitwright.core.simulation.protocols import Undo
-from bitwright.export.files.atomic import check_destination
-from bitwright.export.qdq.origin import origin_of
-from bitwright.export.qdq.products import ProductForm, check_weight_only
-from bitwright.export.targets import DEFAULT_TARGET, find_target, rules_for
-from bitwright.methods import bias, channels
-from bitwright.methods.folding import fold_all_batch_norms
-from bitwright.report.result import Reported
+from bitwright.algorithms.search.widen import widen
+from bitwright.errors import ConfigError
 from bitwright.runtimes.benchmark import BenchmarkReport
+from bitwright.torch.adapters.opened import refuse_providers
 from bitwright.torch.adapters.program import TorchSimulation
 from bitwright.torch.calls.batches import outputs_of
 from bitwright.torch.reconstruct import apply_reconstruction
@@ -53,261 +26,79 @@ if TYPE_CHECKING:
     from bitwright.export.artefacts import Exported
 
 
-@dataclass(frozen=True)
-class Result(Reported):
-    """What :func:`quantize` returns.
-
-    Attributes:
-        sim: the calibrated simulation; ``sim.model`` runs it.
-        folds: which batch norms were folded, and why the others were not.
-        exported: the files written, when a path was given.
-        metrics: ``{"float": ..., "quantized": ...}`` when a metric was given.
-        report: what each step of the recipe did; with a recipe and a metric, also to the metric.
-        benchmark: speed, size and memory of the files beside the float model, when asked for.
-    """
-
-    sim: QuantizationSimModel
-    folds: FoldReport
-    exported: Exported | None
-    metrics: dict[str, float]
-    report: RecipeReport
-    benchmark: BenchmarkReport | None = None
-
-    @property
-    def model(self) -> nn.Module:
-        """The simulated model."""
-        return self.sim.model
-
-
-def quantize(
-    model: nn.Module,
-    data: Iterable[Any],
-    preset: str | Preset = "w8a8",
-    *,
-    recipe: RecipeLike | None = None,
-    effort: str = "default",
-    config_file: str | Path | dict[str, Any] | None = None,
-    quant_scheme: str | None = None,
-    metric: Callable[[nn.Module], float] | None = None,
-    lower_is_better: bool = False,
-    on_harm: OnHarm = "report",
-    path: str | Path | None = None,
-    filename_prefix: str = "model",
-    weight_only: ProductForm = "exact",
-    target: str = DEFAULT_TARGET,
-    benchmark: bool = False,
-    progress: bool = True,
-    non_finite: NonFinite = "error",
-    allow_unreached: bool = True,
-) -> Result:
-    """Quantize ``model`` in one line: fold batch norms, simulate under ``preset``, calibrate on ``data``, export.
-
-    Args:
-        model: left as it is; the work is done on a copy.
-        data: calibration batches, each a tensor, a tuple of positional arguments, or a dict of keyword arguments. The first
-            is also the example input; a generator is fine.
-        preset: a row of ``PRESETS`` or a :class:`Preset`.
-        recipe: post-training methods in their order, ``["fold", "equalize", {"adaround": {"iterations": 2000}}]``, or the
-            path of a file that lists them; :func:`bitwright.algorithms.search.default_recipe.default_recipe` by default.
-        effort: without a recipe, how much is done: ``"quick"``, ``"default"`` or ``"thorough"``, the rows of
-            :data:`bitwright.algorithms.search.default_recipe.EFFORTS`.
-        config_file: rules, as for :class:`QuantizationSimModel`.
-        quant_scheme: range method, as for :class:`QuantizationSimModel`.
-        metric: ``metric(model) -> float``, measured on the float and on the simulated model, and after every step of a
-            recipe that is given.
-        lower_is_better: for metrics such as a perplexity.
-        on_harm: ``"undo"`` takes a step back that made the metric worse, ``"report"`` keeps it and says so.
-        path: folder to export to.
-        filename_prefix: stem of the files.
-        weight_only, target: as for :meth:`QuantizationSimModel.export`.
-        benchmark: measure the files beside the float model, see :meth:`QuantizationSimModel.benchmark`.
-        progress: show a progress bar on a terminal.
-        non_finite: what to do with a batch that gives NaN or Inf: ``"error"``, ``"skip"`` or ``"clamp"``, as for
-            :meth:`QuantizationSimModel.compute_encodings`.
-        allow_unreached: leave sites that no batch reached in float and name them in a warning; otherwise they are an error
-            as soon as calibration shows them. Weights need no data: they are quantized in either case.
+class TorchPipeline:
+    """See :class:`bitwright.methods.pipeline.Pipeline`.
 
     Raises:
-        CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``; the metric is NaN; or no
-            batch reached some sites and that is not allowed.
-        ConfigError: a recipe that cannot work, or stands beside an effort; no such effort;
-            or a ``filename_prefix`` that cannot begin the names of files.
-        KeyboardInterrupt: Ctrl-C, at any step; ``model`` and an earlier export in ``path`` are as they were.
-    """
-    require_module(model)
-    check_weight_only(weight_only)
-    find_target(target)
-    if path is not None:
-        check_destination(path, filename_prefix)
-    steps = as_recipe(
-        recipe, preset, effort=effort, own_rules=config_file is not None, own_scheme=quant_scheme is not None
-    )
-    first, batches = batches_of(data, again=recipe is not None or any(step.name != "fold" for step in steps))
-    metrics = {} if metric is None else {"float": checked_metric("float", float(metric(model)))}
-    judge, chosen = None, batches
-    if recipe is None and any(KINDS[step.name].gain is not None for step in steps):
-        judge, chosen = Judge.of(batches, lambda batch: outputs_of(model, batch), find_effort(effort).judged)
-    methods = _Methods(
-        first=first,
-        batches=batches,
-        chosen=chosen,
-        placing=next((step.options for step in steps if step.name == "layer_inputs"), None),
-        ranging=any(step.name == "activation_ranges" for step in steps),
-        rules={"preset": preset, "config_file": rules_for(target, config_file), "quant_scheme": quant_scheme},
-        keep_float=any(step.name == "bias_correction" for step in steps),
-        non_finite=non_finite,
-        allow_unreached=allow_unreached,
-        progress=progress,
-    )
-    front_end = FrontEnd(
-        copy.deepcopy,
-        methods.simulate,
-        lambda sim: _measured(sim, metric),
-        _keep,
-        methods.actions(),
-        lambda sim, batch: outputs_of(sim.model, batch),
-        methods.trial,
-    )
-    runner = ModelRunner(copy.deepcopy(model), front_end, judge)
-    report = run_recipe(
-        steps,
-        runner,
-        float_metric=None if recipe is None else metrics.get("float"),
-        on_harm=on_harm,
-        lower_is_better=lower_is_better,
-    )
-    runner.sim.origin = origin_of(preset, steps, first, runner.sim.calibration_log)
-    if metric is not None:
-        found = float(metric(runner.sim.model)) if report.metric is None else report.metric
-        metrics["quantized"] = checked_metric("quantized", found)
-    exported = (
-        None
-        if path is None
-        else runner.sim.export(
-            path, filename_prefix, first, weight_only=weight_only, target=target, dynamic_batch="auto"
-        )
-    )
-    measured = runner.sim.benchmark(first, target=target, weight_only=weight_only) if benchmark else None
-    return Result(runner.sim, methods.folds, exported, metrics, report, measured)
-
-
-@dataclass
-class _Methods:
-    """The steps of a recipe on modules, with all that they need beside their own options.
-
-    Attributes:
-        first, batches: the example input, and the calibration data.
-        chosen: the part of it on which methods choose; the rest judges them.
-        placing: options of the step ``layer_inputs``, if the recipe has it.
-        ranging: whether the recipe chooses ranges of activations anew.
-        rules: what is asked for: ``preset``, ``config_file``, ``quant_scheme``.
-        keep_float: whether a step asks for the float model.
-        non_finite, allow_unreached, progress: as for :func:`quantize`.
-        folds: what the last folding did.
-        float_model: a copy from before the simulation, into which methods of rounding write; ``None`` if no step asks.
+        ModelError: ``model`` is no module that can be simulated.
+        ConfigError: ``providers`` or a ``memory_budget`` are given, which only ONNX models have.
     """
 
-    first: Any
-    batches: Iterable[Any]
-    chosen: Iterable[Any]
-    placing: Mapping[str, Any] | None
-    ranging: bool
-    rules: dict[str, Any]
-    keep_float: bool
-    non_finite: NonFinite
-    allow_unreached: bool
-    progress: bool
-    folds: FoldReport = field(default_factory=FoldReport)
-    float_model: nn.Module | None = None
+    def __init__(self, model: nn.Module, providers: Any, memory_budget: int | None) -> None:
+        require_module(model)
+        refuse_providers(providers)
+        if memory_budget is not None:
+            raise ConfigError(
+                "memory_budget",
+                f"{memory_budget!r} is given for a PyTorch module, whose activations are seen one by one",
+                "leave it out",
+            )
+        self._model = model
 
-    def fold(self, model: nn.Module) -> FoldReport:
-        self.folds = fold_all_batch_norms(model, dummy_input=self.first, progress=self.progress)
-        return self.folds
+    def work(self) -> nn.Module:
+        """A copy of the module."""
+        return copy.deepcopy(self._model)
 
-    def equalize(self, model: nn.Module, *, absorb_bias: bool = False) -> EqualizeReport:
-        """Equalize with what batch norms said that this step or one before folded."""
-        folds = fold_all_batch_norms(model, dummy_input=self.first, progress=self.progress)
-        moments = {**self.folds.moments, **folds.moments}
-        return channels.equalize_bn_folded_model(
-            model,
-            None,
-            moments,
-            self.first,
-            data=self.chosen,
-            absorb_bias=absorb_bias,
-            progress=self.progress,
-        )
+    def copied(self, work: nn.Module) -> nn.Module:
+        """Another one."""
+        return copy.deepcopy(work)
 
-    def simulate(self, model: nn.Module) -> QuantizationSimModel:
-        if self.keep_float:
-            self.float_model = copy.deepcopy(model)
-        sim = QuantizationSimModel(model, self.first, **self.rules, in_place=True)
-        if self.ranging:
-            keep_histograms(sim, () if self.placing is None else between_layers(sim, **self.placing))
-        self.calibrate(sim)
-        return sim
+    def float_outputs(self, batch: Any) -> Sequence[Any]:
+        """Of the module as given."""
+        return outputs_of(self._model, batch)
 
-    def calibrate(self, sim: QuantizationSimModel, batches: Iterable[Any] | None = None) -> None:
-        sim.compute_encodings(
-            self.batches if batches is None else batches,
-            progress=self.progress,
-            non_finite=self.non_finite,
-            allow_unreached=self.allow_unreached,
-        )
-        sim.quantizers.require_reached()
+    def rate_float(self, metric: Callable[[Any], float]) -> float:
+        """Of the module as given."""
+        return float(metric(self._model))
 
-    def trial(self, model: nn.Module, judge: Judge) -> QuantizationSimModel:
-        """A simulation for a comparison, calibrated on the judge's batches."""
-        sim = QuantizationSimModel(model, self.first, **self.rules, in_place=True)
-        self.calibrate(sim, judge.batches)
-        if self.placing is not None:
-            layer_inputs(sim, **self.placing)
-        return sim
+    def rate(self, sim: QuantizationSimModel, metric: Callable[[Any], float]) -> float:
+        """Of the simulated module."""
+        return float(metric(sim.model))
 
-    def widen(self, sim: QuantizationSimModel, **options: Any) -> WidenReport:
-        """16 bits where 8 cost the output most."""
-        return widen(TorchSimulation(sim), self.chosen, **options)
+    def reference(self, work: nn.Module) -> nn.Module:
+        """A copy: the simulation is made in place, and methods of rounding write into it."""
+        return copy.deepcopy(work)
 
-    def correct_biases(
-        self,
-        sim: QuantizationSimModel,
-        *,
-        num_samples: int | None = None,
-        layers_to_ignore: Iterable[str] = (),
-    ) -> BiasReport:
-        return bias.apply_bias_correction(
-            sim,
-            self.chosen,
-            num_samples=num_samples,
-            layers_to_ignore=layers_to_ignore,
-            reference=self.float_model,
-            progress=self.progress,
-        )
+    def simulation(self, work: nn.Module, first: Any, rules: Mapping[str, Any]) -> QuantizationSimModel:
+        """In place."""
+        return QuantizationSimModel(work, first, **rules, in_place=True)
 
-    def actions(self) -> dict[str, Action]:
-        """By step."""
-        common = {"dummy_input": self.first, "progress": self.progress}
-        awq = {"weight" if name == "preset" else name: given for name, given in self.rules.items()}
-        choose = partial(apply_reconstruction, data=self.chosen, progress=self.progress)
-        return {
-            "fold": action(self.fold),
-            "fold_norms": action(channels.fold_norms, **common),
-            "equalize": action(self.equalize),
-            "smooth": action(channels.smooth_model, data=self.chosen, **common),
-            "rotate": action(channels.rotate_model, **common),
-            "awq": action(channels.awq_model, data=self.chosen, **awq, **common),
-            "layer_inputs": action(layer_inputs),
-            "activation_ranges": action(activation_ranges, calibrate=self.calibrate),
-            "widen": Action(self.widen, lambda: keyword_options(widen)),
-            "bias_correction": action(self.correct_biases),
-            **weight_actions(choose, self.calibrate, method_options),
-        }
+    def outputs(self, sim: QuantizationSimModel, batch: Any) -> Sequence[Any]:
+        """Of the simulated module."""
+        return outputs_of(sim.model, batch)
 
+    def steps(self, sim: QuantizationSimModel) -> TorchSimulation:
+        """The simulation as steps."""
+        return TorchSimulation(sim)
 
-def _measured(sim: QuantizationSimModel, metric: Callable[[nn.Module], float] | None) -> float:
-    assert metric is not None  # without one, no recipe asks
-    return float(metric(sim.model))
+    def choose(self, data: Iterable[Any], progress: bool) -> Callable[..., Any]:
+        """On ``data``."""
+        return partial(apply_reconstruction, data=data, progress=progress)
 
+    def method_options(self, name: str) -> Options:
+        """Of a method."""
+        return method_options(name)
 
-def _keep(sim: QuantizationSimModel) -> Undo:
-    return sim.remember(parameters=True)
+    def widen_options(self) -> Options:
+        """Of ``widen``."""
+        return keyword_options(widen)
+
+    def export(
+        self, sim: QuantizationSimModel, path: str | Path, prefix: str, first: Any, **options: Any
+    ) -> Exported:
+        """The batch axis is free unless the module forbids it."""
+        return sim.export(path, prefix, first, dynamic_batch="auto", **options)
+
+    def benchmark(self, sim: QuantizationSimModel, first: Any, **options: Any) -> BenchmarkReport:
+        """On the example input."""
+        return sim.benchmark(first, **options)

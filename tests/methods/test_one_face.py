@@ -12,6 +12,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
+import bitwright
 import bitwright.onnx
 import bitwright.torch
 from bitwright.errors import ConfigError, ModelError
@@ -149,3 +150,23 @@ def test_biases_are_added_to_either(tmp_path: Any) -> None:
     net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 2, bias=False))
     assert bitwright.torch.add_biases(net, torch.ones(1, 4)) == ("0", "2")
     assert net[0].bias is not None and not net[0].bias.any()
+
+
+def test_quantize_takes_a_module_a_proto_a_path_and_a_simulation_is_made_of_each(tmp_path: Any) -> None:
+    onnx.save(proto(), tmp_path / "m.onnx")
+    assert bitwright.quantize is bitwright.torch.quantize is bitwright.onnx.quantize
+    for model in (proto(), str(tmp_path / "m.onnx"), tmp_path / "m.onnx"):
+        result = bitwright.quantize(model, [FEED], recipe=["fold"], progress=False)
+        assert isinstance(result.sim, bitwright.onnx.QuantizationSimModel) and len(result.folds) == 1
+    result = bitwright.quantize(network(), [torch.from_numpy(FEED["x"])], recipe=["fold"], progress=False)
+    assert isinstance(result.sim, bitwright.torch.QuantizationSimModel) and result.model is result.sim.model
+
+
+def test_options_of_onnx_models_are_refused_for_modules() -> None:
+    x = [torch.from_numpy(FEED["x"])]
+    with pytest.raises(ConfigError, match="memory_budget: 1024 is given for a PyTorch module.*leave it out"):
+        bitwright.quantize(network(), x, memory_budget=1024)
+    with pytest.raises(ConfigError, match="providers.*runs where its parameters are"):
+        bitwright.quantize(network(), x, providers=["CPUExecutionProvider"])
+    with pytest.raises(ModelError, match="a list is no model of PyTorch or ONNX"):
+        bitwright.quantize([], x)

@@ -185,7 +185,7 @@ def test_bad_data() -> None:
     for data, message in (([], "the data held no batch"), (np.zeros(3), "data is a ndarray, not a list")):
         with pytest.raises(BitwrightError, match=message):
             mixed_precision(simulation("torch"), data, budget=0.5)
-    with pytest.raises(BitwrightError, match="it is a dict, neither a model nor a simulation"):
+    with pytest.raises(BitwrightError, match="a dict is no model of PyTorch or ONNX"):
         mixed_precision({}, batches("torch"), budget=0.5)
 
 

@@ -75,7 +75,7 @@ def open_model(model: nn.Module, shapes: Any, dummy_input: Any, function: str, p
         ConfigError: ``providers`` are given.
         ModelError: neither ``shapes`` nor ``dummy_input``, or the model fails on the input.
     """
-    _no_providers(providers)
+    refuse_providers(providers)
     return TorchOpened(model, shapes, dummy_input, function)
 
 
@@ -93,7 +93,12 @@ def correctable(sim: QuantizationSimModel, reference: nn.Module | None = None) -
     return TorchCorrectable(sim, QuantizationSimModel(reference, sim.examples[0], examples=sim.examples[1:]))
 
 
-def _no_providers(providers: Any) -> None:
+def refuse_providers(providers: Any) -> None:
+    """Refuse what only ONNX models have.
+
+    Raises:
+        ConfigError: it is given.
+    """
     if providers is not None:
         raise ConfigError(
             "providers",

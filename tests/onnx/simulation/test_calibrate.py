@@ -14,13 +14,13 @@ import onnx
 import pytest
 from onnx import TensorProto
 
+from bitwright import quantize
 from bitwright.core.numerics import statistics
 from bitwright.core.numerics.affine import encode, fake_quantize
 from bitwright.core.numerics.granularity import PerChannel
 from bitwright.core.numerics.ranges import choose_range
 from bitwright.core.numerics.statistics import MinMax
 from bitwright.errors import CalibrationError, ConfigError, ModelError
-from bitwright.onnx.pipeline import quantize
 from bitwright.onnx.simulation import calibrate
 from bitwright.onnx.simulation.calibrate import Calibrator, Tap
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel

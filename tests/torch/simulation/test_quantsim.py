@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bitwright import quantize
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.formats import IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
@@ -28,7 +29,6 @@ from bitwright.errors import (
     ModelError,
 )
 from bitwright.torch.calls.batches import Inputs
-from bitwright.torch.pipeline import quantize
 from bitwright.torch.prepare import prepare_model
 from bitwright.torch.simulation.quantsim import QuantizationDataType, QuantizationSimModel, QuantScheme
 

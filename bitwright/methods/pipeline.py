@@ -1,0 +1,358 @@
+"""The whole path in one call: fold, simulate, calibrate and, if asked, export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from bitwright.algorithms.bias_correct import BiasReport
+from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.algorithms.options import Options
+from bitwright.algorithms.scaling.equalize import EqualizeReport
+from bitwright.algorithms.search.activation_ranges import activation_ranges, keep_histograms
+from bitwright.algorithms.search.default_recipe import RecipeLike, as_recipe, find_effort
+from bitwright.algorithms.search.judge import Judge
+from bitwright.algorithms.search.layer_inputs import between_layers, layer_inputs
+from bitwright.algorithms.search.recipe import (
+    KINDS,
+    Action,
+    FrontEnd,
+    ModelRunner,
+    OnHarm,
+    action,
+    batches_of,
+    run_recipe,
+    weight_actions,
+)
+from bitwright.algorithms.search.recipe_report import RecipeReport, checked_metric
+from bitwright.core.numerics.spec import NonFinite, Preset
+from bitwright.core.simulation.protocols import Undo
+from bitwright.export.files.atomic import check_destination
+from bitwright.export.qdq.origin import origin_of
+from bitwright.export.qdq.products import ProductForm, check_weight_only
+from bitwright.export.targets import DEFAULT_TARGET, find_target, rules_for
+from bitwright.methods import bias, channels
+from bitwright.methods.folding import fold_all_batch_norms
+from bitwright.methods.front_end import pipeline_of
+from bitwright.report.result import Reported
+
+
+class Pipeline(Protocol):
+    """A model of one front end on its way through :func:`quantize`."""
+
+    def work(self) -> Any:
+        """What the steps change in the place of the model that was given."""
+
+    def copied(self, work: Any) -> Any:
+        """A copy of what the steps change."""
+
+    def float_outputs(self, batch: Any) -> Sequence[Any]:
+        """What the model as given returns."""
+
+    def rate_float(self, metric: Callable[[Any], float]) -> float:
+        """The metric of the model as given."""
+
+    def rate(self, sim: Any, metric: Callable[[Any], float]) -> float:
+        """The metric of the simulated model."""
+
+    def reference(self, work: Any) -> Any:
+        """The float model that a simulation is about to be made of, as bias correction takes it."""
+
+    def simulation(self, work: Any, first: Any, rules: Mapping[str, Any]) -> Any:
+        """A simulation of it."""
+
+    def outputs(self, sim: Any, batch: Any) -> Sequence[Any]:
+        """What the simulated model returns."""
+
+    def steps(self, sim: Any) -> Any:
+        """The simulation as a program of steps."""
+
+    def choose(self, data: Iterable[Any], progress: bool) -> Callable[..., Any]:
+        """``apply_reconstruction`` on ``data``."""
+
+    def method_options(self, name: str) -> Options:
+        """The options of a method that chooses weights."""
+
+    def widen_options(self) -> Options:
+        """The options of ``widen``."""
+
+    def export(self, sim: Any, path: str | Path, prefix: str, first: Any, **options: Any) -> Any:
+        """Write the files."""
+
+    def benchmark(self, sim: Any, first: Any, **options: Any) -> Any:
+        """Measure them."""
+
+
+@dataclass(frozen=True)
+class Result(Reported):
+    """What :func:`quantize` returns.
+
+    Attributes:
+        sim: the calibrated simulation; ``sim.model(x)`` runs that of a module, ``sim.run(feeds)`` that of an ONNX model.
+        folds: which batch norms were folded, and why the others were not.
+        exported: the files written, when a path was given.
+        metrics: ``{"float": ..., "quantized": ...}`` when a metric was given.
+        report: what each step of the recipe did; with a recipe and a metric, also to the metric.
+        benchmark: speed, size and memory of the files beside the float model, when asked for.
+    """
+
+    sim: Any
+    folds: FoldReport
+    exported: Any
+    metrics: dict[str, float]
+    report: RecipeReport
+    benchmark: Any = None
+
+    @property
+    def model(self) -> Any:
+        """The simulated model."""
+        return self.sim.model
+
+
+def quantize(
+    model: Any,
+    data: Iterable[Any],
+    preset: str | Preset = "w8a8",
+    *,
+    recipe: RecipeLike | None = None,
+    effort: str = "default",
+    config_file: str | Path | dict[str, Any] | None = None,
+    quant_scheme: str | None = None,
+    providers: Any = None,
+    memory_budget: int | None = None,
+    metric: Callable[[Any], float] | None = None,
+    lower_is_better: bool = False,
+    on_harm: OnHarm = "report",
+    path: str | Path | None = None,
+    filename_prefix: str = "model",
+    weight_only: ProductForm = "exact",
+    target: str = DEFAULT_TARGET,
+    benchmark: bool = False,
+    progress: bool = True,
+    non_finite: NonFinite = "error",
+    allow_unreached: bool = True,
+) -> Result:
+    """Quantize ``model`` in one line: fold batch norms, simulate under ``preset``, calibrate on ``data``, export.
+
+    Args:
+        model: a ``torch.nn.Module``, or an ONNX model: a path, an ``onnx.ModelProto`` or an ``onnx_ir.Model``. Left as it is;
+            the work is done on a copy.
+        data: calibration batches. Of a module each a tensor, a tuple of positional arguments, or a dict of keyword arguments;
+            of an ONNX model a dict of feeds, an array for one input, or a tuple in the model's order. The first is also the
+            example input; a generator is fine.
+        preset: a row of ``PRESETS`` or a :class:`Preset`.
+        recipe: post-training methods in their order, ``["fold", "equalize", {"adaround": {"iterations": 2000}}]``, or the
+            path of a file that lists them; :func:`bitwright.algorithms.search.default_recipe.default_recipe` by default.
+        effort: without a recipe, how much is done: ``"quick"``, ``"default"`` or ``"thorough"``, the rows of
+            :data:`bitwright.algorithms.search.default_recipe.EFFORTS`.
+        config_file: rules, as for :class:`QuantizationSimModel`.
+        quant_scheme: range method, as for :class:`QuantizationSimModel`.
+        providers, memory_budget: for ONNX models, as for :class:`bitwright.onnx.QuantizationSimModel`.
+        metric: ``metric(model) -> float`` of a module, ``metric(session) -> float`` of the ``InferenceSession`` of an ONNX
+            model; measured on the float and on the simulated model, and after every step of a recipe that is given.
+        lower_is_better: for metrics such as a perplexity.
+        on_harm: ``"undo"`` takes a step back that made the metric worse, ``"report"`` keeps it and says so.
+        path: folder to export to.
+        filename_prefix: stem of the files.
+        weight_only, target: as for :meth:`QuantizationSimModel.export`.
+        benchmark: measure the files beside the float model, see :meth:`QuantizationSimModel.benchmark`.
+        progress: show a progress bar on a terminal.
+        non_finite: what to do with a batch that gives NaN or Inf: ``"error"``, ``"skip"`` or ``"clamp"``, as for
+            :meth:`QuantizationSimModel.compute_encodings`.
+        allow_unreached: leave sites that no batch reached in float and name them in a warning; otherwise they are an error
+            as soon as calibration shows them. Weights need no data: they are quantized in either case.
+
+    Raises:
+        CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``; the metric is NaN; or no
+            batch reached some sites and that is not allowed.
+        ConfigError: a recipe that cannot work, or stands beside an effort; no such effort;
+            or a ``filename_prefix`` that cannot begin the names of files.
+        KeyboardInterrupt: Ctrl-C, at any step; ``model`` and an earlier export in ``path`` are as they were.
+        ModelError: the model cannot be read or run, or a batch does not fit.
+    """
+    pipeline: Pipeline = pipeline_of(model, providers, memory_budget)
+    check_weight_only(weight_only)
+    find_target(target)
+    if path is not None:
+        check_destination(path, filename_prefix)
+    steps = as_recipe(
+        recipe, preset, effort=effort, own_rules=config_file is not None, own_scheme=quant_scheme is not None
+    )
+    first, batches = batches_of(data, again=recipe is not None or any(step.name != "fold" for step in steps))
+    metrics = {} if metric is None else {"float": checked_metric("float", pipeline.rate_float(metric))}
+    judge, chosen = None, batches
+    if recipe is None and any(KINDS[step.name].gain is not None for step in steps):
+        judge, chosen = Judge.of(batches, pipeline.float_outputs, find_effort(effort).judged)
+    methods = _Methods(
+        pipeline=pipeline,
+        first=first,
+        batches=batches,
+        chosen=chosen,
+        placing=next((step.options for step in steps if step.name == "layer_inputs"), None),
+        ranging=any(step.name == "activation_ranges" for step in steps),
+        rules={"preset": preset, "config_file": rules_for(target, config_file), "quant_scheme": quant_scheme},
+        keep_float=any(step.name == "bias_correction" for step in steps),
+        providers=providers,
+        non_finite=non_finite,
+        allow_unreached=allow_unreached,
+        progress=progress,
+    )
+    front_end = FrontEnd(
+        pipeline.copied,
+        methods.simulate,
+        lambda sim: _measured(pipeline, sim, metric),
+        _keep,
+        methods.actions(),
+        pipeline.outputs,
+        methods.trial,
+    )
+    runner = ModelRunner(pipeline.work(), front_end, judge)
+    report = run_recipe(
+        steps,
+        runner,
+        float_metric=None if recipe is None else metrics.get("float"),
+        on_harm=on_harm,
+        lower_is_better=lower_is_better,
+    )
+    runner.sim.origin = origin_of(preset, steps, first, runner.sim.calibration_log)
+    if metric is not None:
+        found = pipeline.rate(runner.sim, metric) if report.metric is None else report.metric
+        metrics["quantized"] = checked_metric("quantized", found)
+    form = {"weight_only": weight_only, "target": target}
+    exported = None if path is None else pipeline.export(runner.sim, path, filename_prefix, first, **form)
+    measured = pipeline.benchmark(runner.sim, first, **form) if benchmark else None
+    return Result(runner.sim, methods.folds, exported, metrics, report, measured)
+
+
+@dataclass
+class _Methods:
+    """The steps of a recipe, with all that they need beside their own options.
+
+    Attributes:
+        pipeline: the model.
+        first, batches: the example input, and the calibration data.
+        chosen: the part of it on which methods choose; the rest judges them.
+        placing: options of the step ``layer_inputs``, if the recipe has it.
+        ranging: whether the recipe chooses ranges of activations anew.
+        rules: what is asked for: ``preset``, ``config_file``, ``quant_scheme``.
+        keep_float: whether a step asks for the float model.
+        providers, non_finite, allow_unreached, progress: as for :func:`quantize`.
+        folds: what the last folding did.
+        float_model: the model from before the simulation; ``None`` if no step asks.
+    """
+
+    pipeline: Pipeline
+    first: Any
+    batches: Iterable[Any]
+    chosen: Iterable[Any]
+    placing: Mapping[str, Any] | None
+    ranging: bool
+    rules: dict[str, Any]
+    keep_float: bool
+    providers: Any
+    non_finite: NonFinite
+    allow_unreached: bool
+    progress: bool
+    folds: FoldReport = field(default_factory=FoldReport)
+    float_model: Any = None
+
+    def fold(self, work: Any) -> FoldReport:
+        self.folds = self._folded(work)
+        return self.folds
+
+    def _folded(self, work: Any) -> FoldReport:
+        return fold_all_batch_norms(work, None, self.first, providers=self.providers, progress=self.progress)
+
+    def equalize(self, work: Any, *, absorb_bias: bool = False) -> EqualizeReport:
+        """Equalize with what batch norms said that this step or one before folded."""
+        folds = self._folded(work)
+        moments = {**self.folds.moments, **folds.moments}
+        return channels.equalize_bn_folded_model(
+            work,
+            None,
+            moments,
+            self.first,
+            data=self.chosen,
+            absorb_bias=absorb_bias,
+            providers=self.providers,
+            progress=self.progress,
+        )
+
+    def simulate(self, work: Any) -> Any:
+        if self.keep_float:
+            self.float_model = self.pipeline.reference(work)
+        sim = self.pipeline.simulation(work, self.first, self.rules)
+        if self.ranging:
+            keep_histograms(sim, () if self.placing is None else between_layers(sim, **self.placing))
+        self.calibrate(sim)
+        return sim
+
+    def calibrate(self, sim: Any, batches: Iterable[Any] | None = None) -> None:
+        sim.compute_encodings(
+            self.batches if batches is None else batches,
+            progress=self.progress,
+            non_finite=self.non_finite,
+            allow_unreached=self.allow_unreached,
+        )
+        sim.quantizers.require_reached()
+
+    def trial(self, work: Any, judge: Judge) -> Any:
+        """A simulation for a comparison, calibrated on the judge's batches."""
+        sim = self.pipeline.simulation(work, self.first, self.rules)
+        self.calibrate(sim, judge.batches)
+        if self.placing is not None:
+            layer_inputs(sim, **self.placing)
+        return sim
+
+    def widen(self, sim: Any, **options: Any) -> Any:
+        """16 bits where 8 cost the output most."""
+        from bitwright.algorithms.search.widen import widen
+
+        return widen(self.pipeline.steps(sim), self.chosen, **options)
+
+    def correct_biases(
+        self,
+        sim: Any,
+        *,
+        num_samples: int | None = None,
+        layers_to_ignore: Iterable[str] = (),
+    ) -> BiasReport:
+        return bias.apply_bias_correction(
+            sim,
+            self.chosen,
+            num_samples=num_samples,
+            layers_to_ignore=layers_to_ignore,
+            reference=self.float_model,
+            progress=self.progress,
+        )
+
+    def actions(self) -> dict[str, Action]:
+        """By step."""
+        common = {"dummy_input": self.first, "providers": self.providers, "progress": self.progress}
+        awq = {"weight" if name == "preset" else name: given for name, given in self.rules.items()}
+        choose = self.pipeline.choose(self.chosen, self.progress)
+        return {
+            "fold": action(self.fold),
+            "fold_norms": action(channels.fold_norms, **common),
+            "equalize": action(self.equalize),
+            "smooth": action(channels.smooth_model, data=self.chosen, **common),
+            "rotate": action(channels.rotate_model, **common),
+            "awq": action(channels.awq_model, data=self.chosen, **awq, **common),
+            "layer_inputs": action(layer_inputs),
+            "activation_ranges": action(activation_ranges, calibrate=self.calibrate),
+            "widen": Action(self.widen, self.pipeline.widen_options),
+            "bias_correction": action(self.correct_biases),
+            **weight_actions(choose, self.calibrate, self.pipeline.method_options),
+        }
+
+
+def _measured(pipeline: Pipeline, sim: Any, metric: Callable[[Any], float] | None) -> float:
+    assert metric is not None  # without one, no recipe asks
+    return pipeline.rate(sim, metric)
+
+
+def _keep(sim: Any) -> Undo:
+    undo: Undo = sim.remember(parameters=True)
+    return undo
