@@ -70,8 +70,9 @@ def interruptions(
     """Interrupt ``call`` at one item after the other until it gets through; the titles of its bars."""
     for at in range(200):
         bar = Interrupted(at)
-        for part in ("ptq", "batch_norm_fold"):
-            monkeypatch.setattr(f"bitwright.{front_end}.{part}.bar", bar)
+        folding = {"torch": "torch.adapters.opened", "onnx": "onnx.adapters.folding"}[front_end]
+        for part in ("methods.channels", "methods.bias", folding):
+            monkeypatch.setattr(f"bitwright.{part}.bar", bar)
         try:
             call()
         except KeyboardInterrupt:
@@ -134,8 +135,7 @@ def test_a_simulation_whose_biases_were_being_corrected_is_as_it_was(monkeypatch
     other.compute_encodings([x.numpy() for x in batches], progress=False)
     before, theirs = sim.model(X), other.run(X.numpy())[0]
     for at in range(3):
-        for front_end in ("torch", "onnx"):
-            monkeypatch.setattr(f"bitwright.{front_end}.ptq.bar", Interrupted(at))
+        monkeypatch.setattr("bitwright.methods.bias.bar", Interrupted(at))
         with pytest.raises(KeyboardInterrupt):
             bt.apply_bias_correction(sim, batches)
         with pytest.raises(KeyboardInterrupt):

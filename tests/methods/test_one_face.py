@@ -170,3 +170,11 @@ def test_options_of_onnx_models_are_refused_for_modules() -> None:
         bitwright.quantize(network(), x, providers=["CPUExecutionProvider"])
     with pytest.raises(ModelError, match="a list is no model of PyTorch or ONNX"):
         bitwright.quantize([], x)
+
+
+def test_bit_widths_of_bias_correction_are_not_warned_about(recwarn: pytest.WarningsRecorder) -> None:
+    params = bitwright.torch.QuantParams(weight_bw=4, act_bw=8)
+    data = [FEED["x"]]
+    bitwright.torch.correct_bias(network(False), params, 2, [torch.from_numpy(x) for x in data], 2)
+    bitwright.onnx.correct_bias(proto(False), params, 2, data, 2)
+    assert not [w for w in recwarn if "by position" in str(w.message)]

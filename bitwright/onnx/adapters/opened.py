@@ -77,8 +77,8 @@ class OnnxOpened:
     def simulation(self, params: QuantParams) -> QuantizationSimModel:
         """What bias correction simulates."""
         return QuantizationSimModel(
-            self.view.model, self.example, params.quant_scheme, params.weight_bw, params.act_bw,
-            params.config_file, self._providers,
+            self.view.model, self.example, params.quant_scheme, default_param_bw=params.weight_bw,
+            default_activation_bw=params.act_bw, config_file=params.config_file, providers=self._providers,
         )  # fmt: skip
 
 

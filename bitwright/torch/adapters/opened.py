@@ -63,8 +63,8 @@ class TorchOpened:
     def simulation(self, params: QuantParams) -> QuantizationSimModel:
         """What bias correction simulates."""
         return QuantizationSimModel(
-            self.model, self.example, params.quant_scheme, params.act_bw, params.weight_bw,
-            config_file=params.config_file,
+            self.model, self.example, params.quant_scheme, default_output_bw=params.act_bw,
+            default_param_bw=params.weight_bw, config_file=params.config_file,
         )  # fmt: skip
 
 
