@@ -13,8 +13,6 @@ _LATER = "it is not in this version of Bitwright"
 
 #: dotted name below ``bitwright`` (a module, or a name in one) -> what to do instead
 ABSENT: dict[str, str] = {
-    "aimet_torch.auto_quant": f"{_LATER} (AIMET removed it in 2.31); bitwright.quantize(model, data) chooses a recipe",
-    "aimet_torch.mixed_precision": f"{_LATER}; set bit widths with module.param_quantizers['weight'].bitwidth",
     "aimet_torch.compress": _LATER,
     "aimet_torch.peft": _LATER,
     "aimet_torch.gptvq": f"{_LATER}; bitwright.torch.apply_gptq rounds weights with error feedback",
@@ -66,9 +64,6 @@ ABSENT: dict[str, str] = {
         ),
         "call the function itself: simulations see it as it is",
     ),
-    "aimet_onnx.auto_quant": "AIMET removed it in 2.13; bitwright.onnx.quantize(model, data) chooses a recipe",
-    "aimet_onnx.mixed_precision": f"{_LATER}; sim.set_tensor_precision(names, precision) sets single tensors",
-    "aimet_onnx.lite_mp": f"{_LATER}; sim.set_tensor_precision(names, precision) sets single tensors",
     "aimet_onnx.llm_configurator": _LATER,
     "aimet_onnx.llm_topology": "no topology is asked for: blocks are found in the graph",
     "aimet_onnx.experimental": _LATER,

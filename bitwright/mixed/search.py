@@ -31,6 +31,7 @@ CANDIDATES = ("w8a8", "w8a16", "w4a8", "w4a16")
 _FRONT = 24  # points of the front that is drawn
 _START_DB = 15.0  # where most metrics begin to suffer
 _TRIES = 6  # bounds between two that were tried, before the front counts as exhausted
+_LOST = 3  # bad points after which the quietest one is measured
 _SAFER = 2.0  # how much less noise the next point has, when a good one is not borne out
 _MOST_CHECKS = 4  # points that are put to the samples held back
 
@@ -394,6 +395,11 @@ class _Search:
                 if quietest not in book.seen:
                     yield quietest
                 return
+            if good is None and len(book.seen) >= _LOST and quietest not in book.seen:
+                yield quietest  # is there a good point at all
+                if not goal.good(book.seen[quietest]):
+                    return
+                continue
             low = good if good is not None else min(floor, (bad or 1.0) / 2)
             high = bad if bad is not None else max(low * 2, 1.0)
             if goal.min_sqnr is not None:

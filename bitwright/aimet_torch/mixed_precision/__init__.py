@@ -1,5 +1,157 @@
-"""``aimet_torch.mixed_precision``: not here; importing it says what to do instead."""
+"""``aimet_torch.mixed_precision``: manual and automatic mixed precision under AIMET's names."""
 
-from bitwright.aimet_common.absent import refuse
+from __future__ import annotations
 
-refuse(__name__)
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitwright.aimet_common.absent import differs
+from bitwright.aimet_common.amp import AMPSearchAlgo, choose
+from bitwright.aimet_common.defs import CallbackFunc
+from bitwright.aimet_torch._core import walk_modules
+from bitwright.errors import ConfigError
+from bitwright.mixed.manual import MODEL_INPUT, MODEL_OUTPUT, PrecisionReport, Request, set_precisions
+
+__all__ = ["AMPSearchAlgo", "EvalCallbackFactory", "MixedPrecisionConfigurator", "choose_mixed_precision"]
+
+
+class MixedPrecisionConfigurator:
+    """Requests for precisions, put to a simulation at once by :meth:`apply`.
+
+    Args:
+        sim: the simulation.
+    """
+
+    def __init__(self, sim: Any) -> None:
+        self._sim = sim
+        self._requests: list[Request] = []
+
+    def set_precision(self, arg: Any, activation: str, param: dict[str, str] | None = None) -> None:
+        """Ask for a precision of modules.
+
+        Args:
+            arg: a module of ``sim.model``, a type of modules, or a list of these.
+            activation: of what they read: ``"int16"``, ``"int8"``, ``"int4"``, ``"fp16"``.
+            param: of their parameters: ``{"weight": "int8"}``.
+        """
+        several = list(arg) if isinstance(arg, (list, tuple, set)) else [arg]
+        types = tuple(item for item in several if isinstance(item, type))
+        wanted = {id(item) for item in several if isinstance(item, nn.Module)}
+        paths = tuple(
+            path
+            for path, module in walk_modules(self._sim.model)
+            if path and (id(module) in wanted or any(_is_a(module, kind) for kind in types))
+        )
+        if not paths:
+            raise ConfigError(
+                "set_precision",
+                f"{arg!r} is no module of the simulation",
+                "pass modules of sim.model, or their type",
+            )
+        self._requests.append(Request(paths, activation, (param or {}).get("weight")))
+
+    def set_model_input_precision(self, activation: str) -> None:
+        """Ask for a precision of what the model takes."""
+        self._requests.append(Request(MODEL_INPUT, activation))
+
+    def set_model_output_precision(self, activation: str) -> None:
+        """Ask for a precision of what the model returns."""
+        self._requests.append(Request(MODEL_OUTPUT, activation))
+
+    def apply(self, log_file: str = "./mmp_log.txt", strict: bool = True) -> PrecisionReport:
+        """Carry the requests out, all of them or none; the log says what changed and why."""
+        report = set_precisions(self._sim, self._requests, strict=strict)
+        if log_file:
+            Path(log_file).write_text(f"{report}\n", encoding="utf-8")
+        self._requests = []
+        return report
+
+
+def _is_a(module: nn.Module, kind: type) -> bool:
+    return isinstance(module, kind) or type(module).__name__ == kind.__name__
+
+
+def choose_mixed_precision(
+    sim: Any,
+    dummy_input: Any,
+    candidates: list[Any],
+    eval_callback_for_phase1: CallbackFunc,
+    eval_callback_for_phase2: CallbackFunc,
+    allowed_accuracy_drop: float | None,
+    results_dir: str,
+    clean_start: bool = True,
+    forward_pass_callback: CallbackFunc | None = None,
+    use_all_amp_candidates: bool = False,
+    phase2_reverse: bool = False,
+    phase1_optimize: bool = True,
+    amp_search_algo: AMPSearchAlgo = AMPSearchAlgo.Binary,
+) -> list[tuple[float, float, Any, float]]:
+    """Choose the precision of every group of layers; see :func:`bitwright.mixed_precision`.
+
+    Sensitivities are estimated from derivatives, so the callback of phase 1 is not called; the search is the same for every
+    ``amp_search_algo``.
+
+    Args:
+        sim: calibrated; changed in place.
+        dummy_input: a batch, on which sensitivities are estimated.
+        candidates: ``((activation bits, type), (weight bits, type))``.
+        eval_callback_for_phase2: ``CallbackFunc(f, args)``: ``f(model, args)`` is the metric; higher is better.
+        allowed_accuracy_drop: of the metric; ``None`` takes the cheapest.
+        results_dir: gets ``pareto_list.json`` and ``accuracy_list.json``.
+
+    Returns:
+        The Pareto list: (relative bit operations, metric, group -> candidate, predicted dB).
+    """
+    if not clean_start:
+        differs("clean_start=False", "sensitivities take seconds and are always estimated anew")
+    return choose(
+        sim, [dummy_input], candidates, eval_callback_for_phase2, allowed_accuracy_drop, results_dir
+    )
+
+
+class EvalCallbackFactory:
+    """Callbacks that compare a model's outputs with the float model's.
+
+    Args:
+        data_loader: batches.
+        forward_fn: ``forward_fn(model, batch)``; ``model(batch)`` by default.
+    """
+
+    def __init__(
+        self, data_loader: Iterable[Any], forward_fn: Callable[[Any, Any], Any] | None = None
+    ) -> None:
+        self._data = data_loader
+        self._forward = forward_fn or (lambda model, batch: model(batch))
+
+    def sqnr(self, sim: Any = None, num_samples: int = 128) -> CallbackFunc:
+        """SQNR of the outputs in dB, against those of the first call's model in float, over ``num_samples`` rows."""
+        batches: list[Any] = []
+        rows = 0
+        for batch in self._data:
+            batches.append(batch)
+            rows += len(batch) if isinstance(batch, torch.Tensor) else 1
+            if rows >= num_samples:
+                break
+        wanted: list[torch.Tensor] = []
+
+        def evaluate(model: nn.Module, _: Any = None) -> float:
+            with torch.no_grad():
+                found = [self._first(self._forward(model, batch)) for batch in batches]
+            if not wanted:
+                wanted.extend(found)
+            noise = sum(float((a - b).double().square().sum()) for a, b in zip(wanted, found, strict=True))
+            signal = sum(float(a.double().square().sum()) for a in wanted)
+            return 100.0 if noise == 0 else float(10 * torch.log10(torch.tensor(signal / noise)))
+
+        return CallbackFunc(evaluate)
+
+    @staticmethod
+    def _first(output: Any) -> torch.Tensor:
+        found = output
+        while not isinstance(found, torch.Tensor):
+            found = next(iter(found.values())) if isinstance(found, dict) else found[0]
+        return found

@@ -1,0 +1,131 @@
+"""AIMET's mixed precision and AutoQuant, called as AIMET's documentation does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from bitwright import aimet_torch
+from bitwright.aimet_common.defs import CallbackFunc, QuantizationDataType
+from bitwright.errors import BitwrightError
+from tests.mixed.nets import accuracy, as_onnx, batches, model, trained
+
+INT = QuantizationDataType.int
+CANDIDATES = [((16, INT), (8, INT)), ((8, INT), (8, INT)), ((8, INT), (4, INT))]
+
+
+def torch_sim() -> Any:
+    sim = aimet_torch.QuantizationSimModel(trained(), batches("torch")[0])
+    sim.compute_encodings(lambda net, _: [net(x) for x in batches("torch")], None)
+    return sim
+
+
+def onnx_sim() -> Any:
+    from bitwright.aimet_onnx.quantsim import QuantizationSimModel
+
+    sim = QuantizationSimModel(model("onnx"))
+    sim.compute_encodings([{"x": x} for x in batches("onnx")])
+    return sim
+
+
+def right(front: str) -> CallbackFunc:
+    return CallbackFunc(lambda target, _=None: float(np.mean(accuracy(front, 200)(target))))
+
+
+def test_requests_on_modules(tmp_path: Path) -> None:
+    from bitwright.aimet_torch.mixed_precision import MixedPrecisionConfigurator
+
+    sim = torch_sim()
+    mmp = MixedPrecisionConfigurator(sim)
+    mmp.set_precision(nn.Conv2d, "int8", {"weight": "int4"})
+    mmp.set_precision(sim.model.stem, "int16", {"weight": "int8"})
+    mmp.set_model_input_precision("int16")
+    mmp.set_model_output_precision("int16")
+    mmp.apply(str(tmp_path / "log.txt"), strict=False)
+    assert sim.model.stem.param_quantizers["weight"].bitwidth == 8
+    assert sim.model.body.param_quantizers["weight"].bitwidth == 4
+    assert "stem" in (tmp_path / "log.txt").read_text()
+    with pytest.raises(BitwrightError, match="is no module of the simulation"):
+        mmp.set_precision(nn.Conv3d, "int8")
+
+
+def test_the_pareto_list_of_torch(tmp_path: Path) -> None:
+    from bitwright.aimet_torch.mixed_precision import EvalCallbackFactory, choose_mixed_precision
+
+    sim = torch_sim()
+    factory = EvalCallbackFactory(batches("torch"))
+    sqnr = factory.sqnr()
+    assert sqnr(trained()) == 100.0 and 5 < sqnr(sim.model) < 60
+    found = choose_mixed_precision(
+        sim, batches("torch")[0], CANDIDATES, sqnr, right("torch"), 0.05, str(tmp_path), True,
+        CallbackFunc(lambda m, _: None),
+    )  # fmt: skip
+    assert found and json.loads((tmp_path / "pareto_list.json").read_text())[0][0] == found[0][0] <= 1
+    assert json.loads((tmp_path / "accuracy_list.json").read_text())
+    assert right("torch")(sim.model) >= right("torch")(trained()) - 0.051
+
+
+def test_the_pareto_list_of_onnx(tmp_path: Path) -> None:
+    from bitwright.aimet_onnx.mixed_precision import choose_mixed_precision
+
+    found = choose_mixed_precision(
+        onnx_sim(),
+        CANDIDATES,
+        right("onnx"),
+        right("onnx"),
+        0.05,
+        str(tmp_path),
+        data=[{"x": x} for x in batches("onnx")],
+    )
+    assert found and (tmp_path / "pareto_list.json").is_file()
+
+
+def test_sensitivities_and_an_acceptance_function() -> None:
+    from bitwright.aimet_onnx.mixed_precision import analyze_mixed_precision_sensitivity, apply_amp
+
+    sim = onnx_sim()
+    before = {n: s.spec for n, s in sim.quantizers.items()}
+    found = analyze_mixed_precision_sensitivity(sim, ["w8a8", "w4a8"], right("onnx"))
+    assert found and {name for _, name in found} == {"w4a8"}
+    assert {n: s.spec for n, s in sim.quantizers.items()} == before
+    count = iter(range(100))
+    apply_amp(sim, found, lambda session: next(count) < 1)
+    widths = [s.spec.format.bits for s in sim.quantizers.values() if s.role == "weight"]
+    assert widths.count(4) <= 1
+    with pytest.raises(BitwrightError, match="the simulation has no such group"):
+        apply_amp(sim, {("nothing", "w4a8"): 1.0}, lambda session: True)
+
+
+def test_the_most_sensitive_layers_get_more() -> None:
+    from bitwright.aimet_onnx.lite_mp import flip_layers_to_higher_precision
+
+    sim = onnx_sim()
+    layers = [o.name for o in sim.graph.ops if o.type in ("Conv", "Gemm")]
+    flipped = flip_layers_to_higher_precision(sim, dict(zip(layers, (30.0, 10.0, 20.0), strict=True)), 34)
+    assert flipped == [layers[1]]
+    weight = next(s for s in sim.quantizers.values() if s.op == layers[1] and s.role == "weight")
+    assert weight.spec.format.name == "float16"
+
+
+def test_auto_quant(tmp_path: Path) -> None:
+    from bitwright.aimet_onnx.auto_quant import AutoQuant
+
+    search = AutoQuant(model("onnx"), None, batches("onnx"), right("onnx"), str(tmp_path))
+    assert ("mse", "mse") in search.get_quant_scheme_candidates()
+    search.set_quant_scheme_candidates([("min_max", "min_max")])
+    sim, score = search.run_inference()
+    assert score == pytest.approx(right("onnx")(sim.session))
+    best, found, encodings = search.optimize(allowed_accuracy_drop=0.05)
+    assert found >= right("onnx")(float_session()) - 0.0501 and Path(encodings).exists()
+    assert found == pytest.approx(right("onnx")(best.session))
+
+
+def float_session() -> Any:
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(as_onnx(), providers=["CPUExecutionProvider"])
