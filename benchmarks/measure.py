@@ -34,11 +34,11 @@ Step = Callable[[], Any]
 
 
 def seconds(step: Step) -> float:
-    """How long one run of ``step`` takes; garbage of earlier steps is collected first, outside the time."""
+    """CPU seconds of one run of ``step``, whatever else the machine does; garbage is collected first, outside the time."""
     gc.collect()
-    start = time.perf_counter()
+    start = time.process_time()
     step()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def median_seconds(step: Step, rounds: int) -> float:
