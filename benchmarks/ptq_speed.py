@@ -14,7 +14,7 @@ import torch
 
 from bitwright.algorithms.rounding import gptq, reconstruct
 from bitwright.algorithms.rounding.adaround import AdaptiveRounding
-from bitwright.algorithms.rounding.matrices import Grid, Layer, second_moment
+from bitwright.algorithms.rounding.matrices import Grid, Layer, moments
 from bitwright.algorithms.rounding.reconstruct import LayerProblem, Settings
 
 HELP = """\
@@ -109,7 +109,11 @@ def gptq_rows(features: int, samples: int, rounds: int) -> dict[str, float]:
     x = torch.randn(samples, features) @ torch.randn(features, features)
     w = torch.randn(1, features, features)
     grid, settings = grid_of(w), gptq.Settings()
-    moment = second_moment(layer, [x])[0]
+
+    def second_moment() -> torch.Tensor:
+        return moments(layer, [(x, x, float(samples))], torch.Generator().manual_seed(0)).own
+
+    moment = second_moment()
 
     def products() -> None:
         x.T @ x
@@ -117,7 +121,7 @@ def gptq_rows(features: int, samples: int, rounds: int) -> dict[str, float]:
             w[0, :, : settings.block] @ w[0, : settings.block, stop:]
 
     steps: dict[str, Callable[[], object]] = {
-        "second moment": lambda: second_moment(layer, [x]),
+        "second moment": second_moment,
         "Cholesky factors": lambda: gptq.inverse_factor(moment, settings.damping),
         "columns": lambda: gptq.round_columns(w.clone(), moment, grid, settings),
         "products": products,

@@ -31,7 +31,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "algorithms": ({"errors", "core", "tables"}, NUMPY),
     "compression": ({"errors", "core"}, NUMPY),
     # adapters of runtimes, and what is measured in them
-    "runtimes": ({"errors", "tables"}, NUMPY | ONNX | {"openvino", "ai_edge_litert"}),
+    "runtimes": ({"errors", "tables"}, NUMPY | ONNX | {"openvino"}),
     "export": ({"errors", "core", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
     # one function for both front ends; `front_end` loads that of the model it is given
     "methods": (FRONT_END | {"algorithms"}, NUMPY),

@@ -197,7 +197,8 @@ class _Run:
             ranked, unknown = ranked[:_WORST], unknown[:_UNKNOWN]
         if len(unknown) > 0 and self.model is not None:
             self.notes.append(
-                f"{len(unknown)} quantizers have no derivative and are measured instead: {_some(unknown)}"
+                f"{len(unknown)} quantizers have no derivative and are "
+                f"{'measured instead' if self.mode != 'fast' else 'not estimated; mode=auto measures them'}: {_some(unknown)}"
             )
         chosen = (
             unknown + ranked if self.mode == "auto" else list(unique) if self.mode == "exact" else unknown

@@ -118,38 +118,6 @@ def _openvino_kernels(compiled: Any) -> Iterator[tuple[str, str]]:
             yield name, f"{kind} {precision}"
 
 
-# ------------------------------------------------------------------------------------------------------- LiteRT
-
-
-@dataclass
-class _LitertSession:
-    interpreter: Any
-    kernels: Mapping[str, str] = field(default_factory=dict)
-
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        one = self.interpreter
-        given = one.get_input_details()
-        others = [facts for facts in given if tuple(facts["shape"]) != feeds[facts["name"]].shape]
-        for facts in others:
-            one.resize_tensor_input(facts["index"], feeds[facts["name"]].shape)
-        if others:
-            one.allocate_tensors()
-        for facts in given:
-            one.set_tensor(facts["index"], np.ascontiguousarray(feeds[facts["name"]], facts["dtype"]))
-        one.invoke()
-        return {facts["name"]: one.get_tensor(facts["index"]) for facts in one.get_output_details()}
-
-
-def _open_litert(path: Path, threads: int, reference: bool) -> Session:
-    from ai_edge_litert.interpreter import Interpreter, OpResolverType
-
-    resolver = OpResolverType.BUILTIN_REF if reference else OpResolverType.AUTO
-    count = threads or os.cpu_count() or 1
-    made = Interpreter(model_path=str(path), num_threads=count, experimental_op_resolver_type=resolver)
-    made.allocate_tensors()
-    return _LitertSession(made)
-
-
 # ----------------------------------------------------------------------------------------------------- the table
 
 RUNTIMES: dict[str, Runtime] = {
@@ -163,10 +131,6 @@ RUNTIMES: dict[str, Runtime] = {
             "openvino", "openvino", "openvino", ".onnx",
             "export with target='openvino_cpu', or leave the layer in float (sim.quantizers[...].enabled = False)",
             _open_openvino,
-        ),
-        Runtime(
-            "litert", "ai_edge_litert", "litert", ".tflite",
-            "leave the layer in float (sim.quantizers[...].enabled = False) and export again", _open_litert,
         ),
     )
 }  # fmt: skip
@@ -201,7 +165,7 @@ def open_file(
         runtime: row of :data:`RUNTIMES`.
         path: of the file.
         threads: 0 for all.
-        reference: plain kernels: those that keep QuantizeLinear and DequantizeLinear in ONNX Runtime, and LiteRT's reference.
+        reference: plain kernels: those that keep QuantizeLinear and DequantizeLinear in ONNX Runtime.
 
     Raises:
         ConfigError: see :func:`find_runtime`.
