@@ -187,7 +187,7 @@ def milliseconds(bits: Bits, times: Mapping[str, Mapping[str, float]] | str | Pa
         raise ConfigError(
             "times",
             f"the table has no row for {', '.join(missing[:3])}{more}",
-            "add a row for each layer or for its operator type; bitwright.mixed.latency.measure_times makes one here",
+            "add a row for each layer or for its operator type",
         )
     return Cost("ms", "ms", table, np.zeros(1))
 

@@ -266,6 +266,9 @@ class _Search:
         self.knapsack = Knapsack([g.candidates for g in self.groups], self._costs)
         self._trusted = False
         self.notes = [f"SQNR is measured {self._noise.where}"]
+        self._frozen = _frozen_weights(sim)
+        if self._frozen:
+            self.notes.append(self._frozen)
         if unknown:
             self.notes.append(
                 f"what {len(unknown)} sites cost is not known, as no derivative leads from them to an output"
@@ -298,8 +301,11 @@ class _Search:
                 raise ConfigError(
                     "budget",
                     f"no choice of candidates fits {name} of {bound:.6g} {known.unit}; the least possible is "
-                    f"{cheapest:.6g} ({cheapest / dearest:.3g} of the candidate with the most bits)",
-                    "raise the budget, or add a candidate of fewer bits",
+                    f"{cheapest:.6g} ({cheapest / dearest:.3g} of the candidate with the most bits)"
+                    + (f"; {self._frozen}" if self._frozen else ""),
+                    "give the float model instead of this simulation"
+                    if self._frozen
+                    else "raise the budget, or add a candidate of fewer bits",
                 )
             found[name] = bound
         return found
@@ -558,6 +564,17 @@ class _Search:
             return names[0]
         counts = {name: names.count(name) for name in dict.fromkeys(c.name for c in self.candidates)}
         return " ".join(f"{n}x{name}" for name, n in counts.items() if n)
+
+
+def _frozen_weights(sim: Any) -> str:
+    """Which weights keep their precision because a method or a file froze them; empty if none does."""
+    found = [name for name, site in sim.quantizers.items() if site.role == "weight" and site.frozen]
+    if not found:
+        return ""
+    return (
+        f"{len(found)} weights, such as {found[0]}, keep the width at which they were rounded and frozen, as `quantize` "
+        "leaves them: pass the float model to choose their width too"
+    )
 
 
 def _without(

@@ -197,3 +197,18 @@ def test_named_metrics_stop_early_where_the_drop_is_beyond_doubt() -> None:
     )  # fmt: skip
     dropped = [p for p in result.points if 0 < p.share < 1]
     assert dropped and result.evaluations < len([p for p in result.points if p.metric is not None])
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_weights_that_are_frozen_are_told(front: str) -> None:
+    """As after a default `quantize`, whose weights were rounded at eight bits."""
+    sim = simulation(front)
+    frozen = [site for site in sim.quantizers.values() if site.role == "weight"]
+    for site in frozen:
+        site.frozen = True
+    with pytest.raises(
+        BitwrightError, match=f"{len(frozen)} weights, such as .*frozen.*give the float model instead"
+    ):
+        mixed_precision(sim, batches(front), ("w8a8", "w4a8"), budget=0.5)
+    result = mixed_precision(sim, batches(front), ("w8a8", "w8a16"), cost="bit_ops", min_sqnr=10.0)
+    assert any("keep the width at which they were rounded" in note for note in result.notes)
