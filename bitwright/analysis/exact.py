@@ -185,7 +185,7 @@ class Exact:
         found: target -> what was measured.
         runs: operator runs so far.
         steps: operator runs of one forward pass of all batches seen so far.
-        unseen: sites of targets that no step quantizes.
+        peak: most bytes of values held so far.
     """
 
     def __init__(

@@ -32,7 +32,6 @@ class Subject:
         runnable: what a user's metric is given: the module or the session, as the simulation stands.
         in_float: a block in which ``runnable`` computes in float.
         exclusive: a block in which no other thread uses the simulation.
-        calibrate: finds the ranges anew on batches.
         parameters: name -> shape of the model's parameters.
     """
 

@@ -109,7 +109,7 @@ def test_no_message_holds_the_weights_of_a_large_model(tmp_path, monkeypatch, na
 def test_simulated_weights_exist_one_at_a_time(small_memory, monkeypatch):
     alive: list[Any] = []
     most = 0
-    fold = simulate._folded
+    fold = simulate.folded_constant
 
     def counted(*args: Any, **options: Any) -> Any:
         nonlocal most
@@ -119,7 +119,7 @@ def test_simulated_weights_exist_one_at_a_time(small_memory, monkeypatch):
         most = max(most, sum(ref() is not None for ref in alive))
         return array
 
-    monkeypatch.setattr(simulate, "_folded", counted)
+    monkeypatch.setattr(simulate, "folded_constant", counted)
     sim = QuantizationSimModel(stack(), DATA[0], "percentile", threads=1, memory_budget=0)
     sim.compute_encodings(DATA, progress=False)
     sim.run(DATA[0])

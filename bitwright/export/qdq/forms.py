@@ -195,9 +195,29 @@ def note_metadata(node: ir.Node, **facts: object) -> None:
 
 
 def read_metadata(node: ir.Node) -> dict[str, Any] | None:
-    """What :func:`note_metadata` wrote, or ``None``."""
+    """What :func:`note_metadata` wrote, or ``None``.
+
+    Raises:
+        ExportError: it was changed since.
+    """
     text = node.metadata_props.get(METADATA)
-    return None if text is None else json.loads(text)
+    if text is None:
+        return None
+    try:
+        facts: dict[str, Any] = json.loads(text)
+        places = [(str(site), int(run)) for site, run in facts["places"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise damaged_metadata(node) from error
+    return {**dict.fromkeys(("role", "scale", "entry")), **facts, "places": places}
+
+
+def damaged_metadata(node: ir.Node) -> ExportError:
+    """For what an export wrote on ``node`` and cannot be read any more."""
+    return ExportError(
+        str(node.name or node.op_type),
+        "what the export wrote on this operator is damaged",
+        "export again, or copy the folder anew",
+    )
 
 
 def unsigned(encoding: Encoding) -> Encoding:

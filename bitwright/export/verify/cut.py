@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.export.qdq.forms import read_metadata
+from bitwright.export.qdq.forms import damaged_metadata, read_metadata
 from bitwright.export.qdq.markers import Names, copy_model, move_uses
 from bitwright.export.verify.accumulated import accumulated
 from bitwright.export.verify.bodies import BORDER
@@ -176,7 +176,9 @@ class Cut:
             if expected is None:
                 self.unchecked.update({site: why for site, _ in facts["places"]})
                 continue
-            entry = named[facts["entry"]]
+            entry = named.get(facts["entry"])
+            if entry is None:
+                raise damaged_metadata(node)
             scale = self._model.graph.initializers.get(facts["scale"] or "")
             array = None if scale is None or scale.const_value is None else scale.const_value.numpy()
             chain = _chain(node, entry)

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.export.qdq.forms import Builder, before, read_metadata
+from bitwright.export.qdq.forms import Builder, before, damaged_metadata, read_metadata
 from bitwright.export.qdq.markers import STATES, copy_model, move_uses
 
 Array = NDArray[Any]
@@ -116,8 +116,11 @@ class _Layer:
 
 def _layer_of(scan: ir.Node, values: Values, graph_inputs: Mapping[str, Array]) -> _Layer | None:
     """The layer, or ``None`` where a state has no values (it passes no site, or nobody gave them), or lengths are unknown."""
-    noted = json.loads(scan.metadata_props[STATES])
-    name = noted["lengths"]
+    try:
+        noted = json.loads(scan.metadata_props[STATES])
+        name, sites = noted["lengths"], list(noted["sites"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise damaged_metadata(scan) from error
     constant = None if name is None or scan.graph is None else scan.graph.initializers.get(name)
     tensor = None if constant is None else constant.const_value
     lengths = graph_inputs.get(name) if tensor is None else tensor.numpy()
@@ -128,7 +131,7 @@ def _layer_of(scan: ir.Node, values: Values, graph_inputs: Mapping[str, Array]) 
     places = tuple((str(site), int(run)) for fact in facts if fact for site, run in fact["places"])
     runs = dict(places)
     states = []
-    for site in noted["sites"]:
+    for site in sites:
         given = values.get(site or "")
         several = [given] if isinstance(given, np.ndarray) else list(given or ())
         if site not in runs or runs[site] >= len(several):
