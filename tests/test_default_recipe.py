@@ -45,7 +45,11 @@ def test_photographs_not_seen_come_out_with_far_less_noise(shared_data):
 def test_images_in_onnx(shared_data, name):
     task = TASKS[name]()
     float_metric = measured(name, task, "onnx", "w8a8", "float")
-    assert measured(name, task, "onnx", "w8a8", None) >= float_metric - POINTS.get(name, 0.3)
+    draws = (
+        (0, 1, 2) if name in IMAGES else (0,)
+    )  # as in torch: draws of the calibration data differ by half a point
+    found = [measured(name, task, "onnx", "w8a8", None, seed) for seed in draws]
+    assert sum(found) / len(found) >= float_metric - POINTS.get(name, 0.3)
 
 
 @pytest.mark.parametrize("front_end", ["torch", "onnx"])
