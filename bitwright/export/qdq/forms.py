@@ -205,7 +205,7 @@ def read_metadata(node: ir.Node) -> dict[str, Any] | None:
         return None
     try:
         facts: dict[str, Any] = json.loads(text)
-        places = [(str(site), int(run)) for site, run in facts["places"]]
+        places = [[str(site), int(run)] for site, run in facts["places"]]
     except (ValueError, TypeError, KeyError) as error:
         raise damaged_metadata(node) from error
     return {**dict.fromkeys(("role", "scale", "entry")), **facts, "places": places}

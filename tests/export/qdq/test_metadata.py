@@ -18,7 +18,7 @@ def test_notes_are_read_as_they_were_written() -> None:
     assert read_metadata(noted) is None
     note_metadata(noted, places=[("conv.weight", 0)], role="weight", scale=None)
     facts = read_metadata(noted)
-    assert facts == {"places": [("conv.weight", 0)], "role": "weight", "scale": None, "entry": None}
+    assert facts == {"places": [["conv.weight", 0]], "role": "weight", "scale": None, "entry": None}
 
 
 @pytest.mark.parametrize(
