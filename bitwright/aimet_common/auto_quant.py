@@ -13,11 +13,12 @@ from bitwright.mixed.ladder import FIRST, Trial
 _SCHEMES = (("min_max", "min_max"), ("mse", "mse"), ("percentile", "percentile"))
 
 
-class AutoQuantBase:
+class AutoQuant:
     """Finds a quantized model that keeps the accuracy.
 
     Args:
         model: the float model.
+        dummy_input: taken from the data; kept for AIMET's order of arguments.
         data_loader: batches without labels.
         eval_callback: ``(model or session) -> accuracy``; higher is better.
         results_dir: folder of the trials; a search that was ended goes on there.
@@ -27,9 +28,10 @@ class AutoQuantBase:
     def __init__(
         self,
         model: Any,
+        dummy_input: Any,
         data_loader: Iterable[Any],
         eval_callback: Callable[[Any], float],
-        results_dir: str,
+        results_dir: str = "./autoquant",
         **options: Any,
     ) -> None:
         self._model, self._data, self._metric, self._folder = (

@@ -18,7 +18,8 @@ from bitwright.cli.options import (
     OnnxFile,
     Scale,
     Std,
-    numbers,
+    read_batches,
+    read_pictures,
     write_json,
 )
 from bitwright.errors import ConfigError
@@ -89,13 +90,11 @@ def analyze_model(
           --labels labels.npy --out report.html
       bitwright analyze model.onnx --data photos/ --remedies 3 --out report.json
     """
-    from bitwright.onnx.model.data import Pictures
-
     if out is not None and out.suffix not in (".html", ".json"):
         raise ConfigError(
             str(out), f"there is no report of the kind {out.suffix!r}", "name it .html or .json"
         )
-    pictures = Pictures(layout, colours, scale, numbers("--mean", mean), numbers("--std", std))
+    pictures = read_pictures(layout, colours, scale, mean, std)
     sim, batches = _simulated(model, data, batch_size, limit, pictures, preset, config, scheme, fold)
     from bitwright.analysis.analyze import analyze
 
@@ -133,14 +132,11 @@ def _simulated(
     fold: bool,
 ) -> tuple[Any, list[Any]]:
     """The calibrated simulation and its data."""
-    from itertools import islice
-
-    from bitwright.onnx import load_data, load_model, quantize
+    from bitwright.onnx import load_model, quantize
     from bitwright.onnx.model.data import input_specs
 
     loaded = load_model(path)
-    specs = input_specs(loaded.model)
-    batches = list(islice(load_data(data, specs, batch_size=batch_size, pictures=pictures), limit))
+    batches = list(read_batches(data, input_specs(loaded.model), batch_size, limit, pictures))
     result = quantize(
         loaded.model,
         batches,

@@ -19,6 +19,8 @@ from bitwright.cli.options import (
     Scale,
     Std,
     numbers,
+    read_batches,
+    read_pictures,
     write_json,
 )
 
@@ -82,15 +84,13 @@ def auto_command(
           --metric mypackage.test:right_answers --allowed-drop 0.01
       bitwright auto model.onnx --data photos/ --out search/ --deadline 600
     """
-    from itertools import islice
-
     from bitwright.core.files.entry_points import load_entry_point
     from bitwright.mixed.auto import auto_quantize
-    from bitwright.onnx import Pictures, load_data, load_model
+    from bitwright.onnx import load_model
     from bitwright.onnx.model.data import input_specs
 
-    pictures = Pictures(layout, colours, scale, numbers("--mean", mean), numbers("--std", std))
-    feeds = load_data(data, input_specs(load_model(model).model), batch_size=batch_size, pictures=pictures)
+    pictures = read_pictures(layout, colours, scale, mean, std)
+    feeds = read_batches(data, input_specs(load_model(model).model), batch_size, limit, pictures)
     drop = (
         allowed_drop
         if allowed_drop is None or "%" in allowed_drop
@@ -98,7 +98,7 @@ def auto_command(
     )
     result = auto_quantize(
         model,
-        islice(feeds, limit),
+        feeds,
         None if metric is None else load_entry_point(metric, "rates a session"),
         allowed_drop=drop,
         lower_is_better=lower_is_better,

@@ -18,7 +18,8 @@ from bitwright.cli.options import (
     Scale,
     Std,
     called,
-    numbers,
+    read_batches,
+    read_pictures,
     write_json,
 )
 from bitwright.errors import ConfigError
@@ -77,9 +78,7 @@ def doctor(
 
     tolerant = check_policy(policy, "--policy") != "error"
     if Path(model).suffix == ".onnx" or ":" not in model:
-        from bitwright.onnx.model.data import Pictures
-
-        pictures = Pictures(layout, colours, scale, numbers("--mean", mean), numbers("--std", std))
+        pictures = read_pictures(layout, colours, scale, mean, std)
         report = _check_onnx(Path(model), data, batch_size, limit, pictures)
     else:
         report = _check_torch(model, data, limit)
@@ -98,16 +97,15 @@ def _check_onnx(
     path: Path, data: str | None, batch_size: int, limit: int, pictures: Pictures
 ) -> HealthReport:
     from dataclasses import replace
-    from itertools import islice
 
-    from bitwright.onnx import check_model, load_data, load_model
+    from bitwright.onnx import check_model, load_model
     from bitwright.onnx.model.data import input_specs
 
     if data is None:
         report = check_model(path)
         return replace(report, notes=(*report.notes, "random values were fed, no data was given"))
     specs = input_specs(load_model(path).model)
-    return check_model(path, islice(load_data(data, specs, batch_size=batch_size, pictures=pictures), limit))
+    return check_model(path, read_batches(data, specs, batch_size, limit, pictures))
 
 
 def _check_torch(model: str, data: str | None, limit: int) -> HealthReport:

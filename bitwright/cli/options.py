@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bitwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bitwright.onnx.model.data import InputSpec, Pictures
 
 Prefix = Annotated[
     str | None, typer.Option(help="Stem of the files; needed when the folder holds several exports.")
@@ -29,6 +33,22 @@ def numbers(option: str, text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise ConfigError(option, f"{text!r} is not a list of numbers", "write 0.485,0.456,0.406") from error
+
+
+def read_pictures(layout: str, colours: str, scale: float, mean: str, std: str) -> Pictures:
+    """How pictures become inputs, by the options of that name."""
+    from bitwright.onnx.model.data import Pictures
+
+    return Pictures(layout, colours, scale, numbers("--mean", mean), numbers("--std", std))
+
+
+def read_batches(
+    data: str, specs: Sequence[InputSpec], batch_size: int, limit: int, pictures: Pictures
+) -> Iterator[Any]:
+    """What ``--data`` names, as feeds for ``specs``, ``limit`` of them at most."""
+    from bitwright.onnx import load_data
+
+    return islice(load_data(data, specs, batch_size=batch_size, pictures=pictures), limit)
 
 
 def called(text: str, function: Callable[[], Any]) -> Any:

@@ -11,7 +11,18 @@ import typer
 from rich.text import Text
 
 from bitwright.cli.app import app, console
-from bitwright.cli.options import BatchSize, Colours, Layout, Limit, Mean, OnnxFile, Scale, Std, numbers
+from bitwright.cli.options import (
+    BatchSize,
+    Colours,
+    Layout,
+    Limit,
+    Mean,
+    OnnxFile,
+    Scale,
+    Std,
+    read_batches,
+    read_pictures,
+)
 
 
 @app.command("quantize")
@@ -95,27 +106,27 @@ def quantize_model(
     from bitwright.core.numerics.spec import check_policy
     from bitwright.errors import ConfigError
     from bitwright.export.files.atomic import check_stem
-    from bitwright.onnx import Pictures, load_data, load_model, quantize
+    from bitwright.onnx import load_model, quantize
     from bitwright.onnx.model.data import input_specs, random_feeds
 
     policy = check_policy(non_finite, "--non-finite")
     loaded = load_model(model)
     specs = input_specs(loaded.model)
     if data is None:
-        feeds = random_feeds(specs, 4)
+        feeds: Iterator[Any] = islice(random_feeds(specs, 4), limit)
         if effort != "default":
             raise ConfigError(
                 "--effort", "there are no data to choose by", "give --data, or leave --effort out"
             )
         recipe = recipe or "fold"  # rounding for random inputs would be rounding for nothing
     else:
-        pictures = Pictures(layout, colours, scale, numbers("--mean", mean), numbers("--std", std))
-        feeds = load_data(data, specs, batch_size=batch_size, pictures=pictures)
+        pictures = read_pictures(layout, colours, scale, mean, std)
+        feeds = read_batches(data, specs, batch_size, limit, pictures)
     stem = check_stem(model.stem if prefix is None else prefix, "--prefix")
     with _tells_what_is_kept(out, out / f"{stem}_manifest.json"):
         result = quantize(
             loaded.model,
-            islice(feeds, limit),
+            feeds,
             preset,
             recipe=recipe if recipe is None or Path(recipe).suffix else recipe.split(","),
             effort=effort,

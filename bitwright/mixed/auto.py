@@ -23,7 +23,7 @@ from bitwright.mixed.costs import COSTS
 from bitwright.mixed.executors import find_executor
 from bitwright.mixed.ladder import FIRST, Trial, waves
 from bitwright.mixed.search import _batches
-from bitwright.mixed.trials import Job, claim, identity, read_trial, remove_partial, simulate
+from bitwright.mixed.trials import Job, claim, identity, read_kept, read_trial, remove_partial, simulate
 from bitwright.tables import Tabular, text_table
 
 logger = logging.getLogger("bitwright")
@@ -267,7 +267,7 @@ class _Auto:
         """The float model's numbers, read from disk where an earlier call measured them."""
         path = self._job.folder / "float.json"
         if path.is_file():
-            self._float = json.loads(path.read_text(encoding="utf-8"))
+            self._float = read_kept(path)
             return
         metric = self._job.float_side.metric
         if metric is not None:

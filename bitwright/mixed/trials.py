@@ -23,6 +23,7 @@ import numpy as np
 
 from bitwright.analysis.analyze import analyze
 from bitwright.analysis.subject import Subject, open_subject
+from bitwright.core.files.documents import read_document
 from bitwright.errors import BitwrightError, ConfigError
 from bitwright.export.files.atomic import atomic_write
 from bitwright.export.files.manifest import Fingerprint, fingerprint
@@ -39,6 +40,7 @@ logger = logging.getLogger("bitwright")
 
 REPORT = "trial.json"
 _PARTIAL = ".partial-"
+_MAX_BYTES = 64 << 20  # one value per sample of a metric is in a report
 _CONFIDENCE = 0.9  # of the interval that is written down
 
 
@@ -205,7 +207,19 @@ def read_trial(folder: Path, name: str) -> dict[str, Any] | None:
     path = folder / "trials" / name / REPORT
     if not path.is_file():
         return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return read_kept(path, "remove the folder of the trial")
+
+
+def read_kept(path: Path, remove: str = "remove it") -> dict[str, Any]:
+    """What a search wrote.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    remedy = f"{remove}, and the same call goes on; or name an empty folder"
+    found = read_document(path, ConfigError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json")
+    if not isinstance(found, dict):
+        raise ConfigError(str(path), f"it holds a {type(found).__name__}, not what a search wrote", remedy)
     return found
 
 
@@ -257,7 +271,7 @@ def claim(folder: Path, mine: Mapping[str, str]) -> None:
     (folder / "trials").mkdir(parents=True, exist_ok=True)
     path = folder / "auto.json"
     if path.is_file():
-        theirs = json.loads(path.read_text(encoding="utf-8"))["identity"]
+        theirs = read_kept(path).get("identity", {})
         for key, value in mine.items():
             if theirs.get(key) != value:
                 raise ConfigError(

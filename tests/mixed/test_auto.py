@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,6 +106,20 @@ def test_every_trial_is_tested_with_the_whole_doubt(tmp_path: Path) -> None:
         progress=False,
     )  # fmt: skip
     assert result.best is not None and result.best.bit_ops == min(row.bit_ops for row in result.trials)
+
+
+@pytest.mark.parametrize("name", ["auto.json", "float.json", f"trials/{FIRST.name}/trial.json"])
+@pytest.mark.parametrize("content", [b'{"a": ', b"\xff\xfe", b"[]"])
+def test_a_damaged_file_of_a_search_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+    search("onnx", tmp_path, trials=(FIRST,))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BitwrightError, match=f"{name}: it .*remove .*, and the same call goes on"):
+        search("onnx", tmp_path, trials=(FIRST,))
+    if "trials" in name:
+        shutil.rmtree((tmp_path / name).parent)
+    else:
+        (tmp_path / name).unlink()
+    assert search("onnx", tmp_path, trials=(FIRST,)).best is not None
 
 
 def test_nothing_is_good_enough(tmp_path: Path) -> None:
