@@ -71,15 +71,16 @@ class Tabular:
     """What every report has: plain data, JSON, a pandas table, and a notebook's view.
 
     A report names the attribute that holds its rows in :attr:`_rows`; properties that belong into its data beside its
-    fields stand in :attr:`_also`.
+    fields stand in :attr:`_also`. One that holds long lists of measured numbers writes :attr:`_digits` significant digits.
     """
 
     _rows: ClassVar[str] = ""
     _also: ClassVar[tuple[str, ...]] = ()
+    _digits: ClassVar[int | None] = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON has it: mappings, lists, texts and numbers; numbers that are not finite are texts."""
-        found: dict[str, Any] = plain(self)
+        found: dict[str, Any] = plain(self, self._digits)
         return found
 
     def to_json(self, indent: int | None = 1) -> str:
@@ -94,7 +95,7 @@ class Tabular:
             if isinstance(rows, Mapping)
             else rows
         )
-        return [row if isinstance(row := plain(item), dict) else {"row": row} for item in items]
+        return [row if isinstance(row := plain(item, self._digits), dict) else {"row": row} for item in items]
 
     def to_pandas(self) -> Any:
         """The rows as a ``pandas.DataFrame``.
@@ -102,26 +103,37 @@ class Tabular:
         Raises:
             ConfigError: pandas is not installed.
         """
-        try:
-            import pandas
-        except ModuleNotFoundError as error:
-            remedy = "pip install pandas, or use to_dict() or records(), which need no package"
-            raise ConfigError("to_pandas", "the package pandas is not installed", remedy) from error
-        return pandas.DataFrame(self.records())
+        return data_frame(self.records())
 
     def _repr_html_(self) -> str:
         return html_text(str(self))
 
 
-def plain(tree: Any) -> Any:
+def data_frame(records: list[dict[str, Any]]) -> Any:
+    """Rows as a ``pandas.DataFrame``.
+
+    Raises:
+        ConfigError: pandas is not installed.
+    """
+    try:
+        import pandas
+    except ModuleNotFoundError as error:
+        remedy = "pip install pandas, or use to_dict() or records(), which need no package"
+        raise ConfigError("to_pandas", "the package pandas is not installed", remedy) from error
+    return pandas.DataFrame(records)
+
+
+def plain(tree: Any, digits: int | None = None) -> Any:
     """``tree`` as JSON has it, without recursion; what has no counterpart there is its text.
 
     Mappings get texts as keys; data classes become mappings of the fields that their ``repr`` shows, and of what they
     name in ``_also``, and texts where their class says ``_as_text``; arrays become lists; numbers that are not
-    finite become texts.
+    finite become texts, the others have ``digits`` significant digits, if that is given.
 
     >>> plain({"a": (1, float("inf")), 2: {"c"}})
     {'a': [1, 'inf'], '2': ['c']}
+    >>> plain([1 / 3, 1e-9 / 3], 3)
+    [0.333, 3.33e-10]
     """
     root: list[Any] = [None]
     stack: list[tuple[Any, Any, Any]] = [(root, 0, tree)]
@@ -133,7 +145,7 @@ def plain(tree: Any) -> Any:
         elif isinstance(parts, list):
             target[key] = [None] * len(parts)
         else:
-            target[key] = parts
+            target[key] = float(f"{parts:.{digits}g}") if digits and isinstance(parts, float) else parts
             continue
         children = parts.items() if isinstance(parts, dict) else enumerate(parts)
         stack.extend((target[key], k, child) for k, child in children)

@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bitwright.core.files.documents import read_document
 from bitwright.errors import ConfigError
 from bitwright.export.files.atomic import atomic_write
 
 _FILE, _VERSION = "bitwright_analysis_measured.json", 1
 _EVERY = 5.0  # seconds between two writes
+_MOST = 1 << 28  # bytes: a metric's value of every sample, with and without every quantizer
+_REMEDY = "remove it, or name another folder"
 
 
 class Kept:
@@ -35,21 +38,20 @@ class Kept:
         """What was measured before; empty where there is nothing."""
         if self._path is None or not self._path.exists():
             return {}
-        site = str(self._path)
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-            version, name, found = content["version"], content["fingerprint"], content["measured"]
-        except (ValueError, KeyError, TypeError) as error:
+        content = read_document(self._path, ConfigError, remedy=_REMEDY, max_bytes=_MOST)
+        if not (isinstance(content, dict) and isinstance(content.get("measured"), dict)):
+            raise self.damaged("it holds no measurements of an analysis")
+        if content.get("version") != _VERSION or content.get("fingerprint") != self._name:
             raise ConfigError(
-                site, f"it cannot be read: {error}", "remove it, or name another folder"
-            ) from error
-        if version != _VERSION or name != self._name:
-            raise ConfigError(
-                site,
+                str(self._path),
                 "it holds measurements of another simulation, other data or another metric",
                 "name another folder with resume=..., or remove this file to measure anew",
             )
-        return dict(found)
+        return dict(content["measured"])
+
+    def damaged(self, problem: str) -> ConfigError:
+        """The error about a file that holds something else."""
+        return ConfigError(str(self._path), problem, _REMEDY)
 
     def due(self, now: bool = False) -> bool:
         """Whether it is time to write again: every few seconds, or ``now``."""

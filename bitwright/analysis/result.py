@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +10,11 @@ from typing import Any, ClassVar
 
 from bitwright.analysis.intervals import Difference
 from bitwright.errors import ConfigError
-from bitwright.tables import Tabular, html_table, text_table
+from bitwright.tables import Tabular, data_frame, html_table, plain, text_table
 
 FORMAT, VERSION = "bitwright-analysis", 1
 MOST_DB = 200.0  # what stands for no error at all, so that every number written is finite
 _SHOWN = 10
-_DIGITS = 6  # significant digits of what is written
 
 Number = float
 Noise = float
@@ -100,6 +98,7 @@ class SiteRow:
     histogram: dict[str, Any] | None = None
     grid: dict[str, Any] | None = None
     channels: dict[str, Any] | None = None
+    _also: ClassVar[tuple[str, ...]] = ("sqnr_db",)
 
     @property
     def sqnr_db(self) -> float | None:
@@ -182,12 +181,6 @@ class MetricRow:
 
 
 @dataclass
-class _Table(Tabular):
-    rows: list[dict[str, Any]]
-    _rows = "rows"
-
-
-@dataclass
 class Analysis(Tabular):
     """What :func:`bitwright.analyze` returns.
 
@@ -213,7 +206,8 @@ class Analysis(Tabular):
     groups: tuple[GroupRow, ...] = ()
     remedies: tuple[RemedyRow, ...] = ()
     notes: tuple[str, ...] = ()
-    _rows: ClassVar[str] = "layers"
+    _also: ClassVar[tuple[str, ...]] = ("format", "version")
+    _digits: ClassVar[int | None] = 6
     _try: Callable[..., tuple[RemedyRow, ...]] | None = field(default=None, repr=False, compare=False)
 
     def worst(self, n: int = 5) -> tuple[LayerRow, ...]:
@@ -233,24 +227,15 @@ class Analysis(Tabular):
 
     # -- forms
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON types; numbers have six significant digits and are finite."""
-        content = {
-            "format": FORMAT,
-            "version": VERSION,
-            "model": self.model,
-            "data": self.data,
-            "mode": self.mode,
-            "metric": None if self.metric is None else dataclasses.asdict(self.metric),
-            "output": self.output,
-            "sites": [{**_fields(site), "sqnr_db": site.sqnr_db} for site in self.sites],
-            "layers": [dataclasses.asdict(layer) for layer in self.layers],
-            "groups": [dataclasses.asdict(group) for group in self.groups],
-            "remedies": [dataclasses.asdict(remedy) for remedy in self.remedies],
-            "notes": list(self.notes),
-        }
-        written: dict[str, Any] = _plain(content)
-        return written
+    @property
+    def format(self) -> str:
+        """What its dictionary says it is."""
+        return FORMAT
+
+    @property
+    def version(self) -> int:
+        """Of the dictionary's layout."""
+        return VERSION
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Analysis:
@@ -281,16 +266,24 @@ class Analysis(Tabular):
             tuple(content["notes"]),
         )
 
+    def records(self, what: str = "layers") -> list[dict[str, Any]]:
+        """One mapping per row of ``layers``, ``sites``, ``groups`` or ``remedies``.
+
+        Raises:
+            ConfigError: there is no such table.
+        """
+        tables = ("layers", "sites", "groups", "remedies")
+        if what not in tables:
+            raise ConfigError("records", f"there is no table {what!r}", f"use {', '.join(tables)}")
+        return [plain(row, self._digits) for row in getattr(self, what)]
+
     def to_pandas(self, what: str = "layers") -> Any:
-        """``layers``, ``sites``, ``groups`` or ``remedies`` as a ``pandas.DataFrame``.
+        """The same as a ``pandas.DataFrame``.
 
         Raises:
             ConfigError: there is no such table, or pandas is not installed.
         """
-        tables = ("layers", "sites", "groups", "remedies")
-        if what not in tables:
-            raise ConfigError("to_pandas", f"there is no table {what!r}", f"use {', '.join(tables)}")
-        return _Table(self.to_dict()[what]).to_pandas()
+        return data_frame(self.records(what))
 
     def report(self, path: str | Path) -> Path:
         """Write the report as one HTML file that needs no network; see :mod:`bitwright.report`."""
@@ -349,11 +342,6 @@ class Analysis(Tabular):
 _HEAD = ("layer", "operator", "costs alone", "made", "arrived", "after", "causes")
 
 
-def _fields(row: Any) -> dict[str, Any]:
-    """The fields of a row without copying what it holds: histograms are large."""
-    return {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
-
-
 def _layer(row: Mapping[str, Any]) -> LayerRow:
     causes = tuple(Cause(**cause) for cause in row["causes"])
     return LayerRow(**{**row, "sites": tuple(row["sites"]), "inputs": tuple(row["inputs"]), "causes": causes})
@@ -363,15 +351,3 @@ def _db(value: float | None) -> str:
     if value is None:
         return ""
     return "exact" if value >= MOST_DB else f"{value:.1f} dB"
-
-
-def _plain(value: Any) -> Any:
-    """JSON types; rows hold no deep trees, so the depth of the recursion is that of the format."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, bool) or value is None or isinstance(value, str | int):
-        return value
-    number = float(value)
-    return float(f"{number:.{_DIGITS}g}") if math.isfinite(number) else None

@@ -56,9 +56,13 @@ class Sensitivity:
     def load(self) -> int:
         """Take what an earlier analysis measured; returns how much."""
         found = self.kept.load()
-        for name, row in found.get("pairs", {}).items():
-            self.pairs[name] = Pair.from_dict(row)
-        self.metrics.update({n: (float(a), float(b)) for n, (a, b) in found.get("metrics", {}).items()})
+        try:
+            pairs = {name: Pair.from_dict(row) for name, row in found.get("pairs", {}).items()}
+            metrics = {n: (float(a), float(b)) for n, (a, b) in found.get("metrics", {}).items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise self.kept.damaged(f"its measurements cannot be read ({error!r})") from error
+        self.pairs.update(pairs)
+        self.metrics.update(metrics)
         return len(self.pairs) + len(self.metrics)
 
     def measure(self, targets: Mapping[str, Sites]) -> None:

@@ -6,7 +6,6 @@ largest of its rows, each the sum of what its groups add. Sums have one row; the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.algorithms.search.grids import values_on_grids
+from bitwright.core.files.documents import read_document
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.work import multiplications, size
 from bitwright.errors import ConfigError, close_matches
@@ -193,15 +193,11 @@ def milliseconds(bits: Bits, times: Mapping[str, Mapping[str, float]] | str | Pa
 
 
 def _read_times(path: Path) -> Mapping[str, Mapping[str, float]]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            str(path),
-            f"the table of times cannot be read: {error}",
-            'write {"Conv": {"w8a8": 0.4, ...}, ...}',
-        ) from error
-    return dict(found)
+    example = 'write {"Conv": {"w8a8": 0.4, ...}, ...}'
+    found = read_document(path, ConfigError, remedy=example)
+    if not isinstance(found, dict):
+        raise ConfigError(str(path), f"it holds a {type(found).__name__}, not a table of times", example)
+    return found
 
 
 def _time(layer: str, row: Mapping[str, float], candidate: Candidate) -> float:

@@ -114,9 +114,28 @@ def test_a_folder_of_another_analysis_is_refused(torch_case, tmp_path):
         ConfigError, match="holds measurements of another simulation, other data or another metric"
     ):
         bitwright.analyze(torch_case.sim, torch_case.data[1:3], resume=tmp_path)
-    (tmp_path / "bitwright_analysis_measured.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        bitwright.analyze(torch_case.sim, torch_case.data[:2], resume=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content, problem",
+    [
+        pytest.param("{", "it is not JSON", id="torn"),
+        pytest.param("[" * 100 + "]" * 100, "it is nested too deeply", id="deep"),
+        pytest.param("[]", "it holds no measurements of an analysis", id="a-list"),
+        pytest.param('{"measured": {"pairs": {"x": 3}}}', "its measurements cannot be read", id="other-pairs"),
+        pytest.param('{"measured": {"metrics": {"x": [1]}}}', "its measurements cannot be read", id="other-metrics"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_of_measurements_is_named(torch_case, tmp_path, content, problem):
+    bitwright.analyze(torch_case.sim, torch_case.data[:1], mode="exact", resume=tmp_path, deadline=1e-9)
+    path = tmp_path / "bitwright_analysis_measured.json"
+    if content.startswith("{") and content != "{":
+        content = json.dumps({**json.loads(path.read_text()), **json.loads(content)})
+    path.write_text(content)
+    with pytest.raises(
+        ConfigError, match=f"measured.json.*: {problem}.*\n*.*remove it, or name another folder"
+    ):
+        bitwright.analyze(torch_case.sim, torch_case.data[:1], mode="exact", resume=tmp_path)
 
 
 # ---- metrics

@@ -212,3 +212,22 @@ def test_weights_that_are_frozen_are_told(front: str) -> None:
         mixed_precision(sim, batches(front), ("w8a8", "w4a8"), budget=0.5)
     result = mixed_precision(sim, batches(front), ("w8a8", "w8a16"), cost="bit_ops", min_sqnr=10.0)
     assert any("keep the width at which they were rounded" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    "content, problem",
+    [
+        pytest.param("{", "it is not JSON", id="torn"),
+        pytest.param('{"Conv": {}, "Conv": {}}', "the key 'Conv' occurs twice", id="twice"),
+        pytest.param("[1]", "it holds a list, not a table of times", id="a-list"),
+        pytest.param(None, "the file cannot be read", id="missing"),
+    ],
+)
+def test_a_damaged_table_of_times_is_named(tmp_path: Any, content: str | None, problem: str) -> None:
+    path = tmp_path / "times.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(BitwrightError, match=rf"times\.json.*: {problem}"):
+        mixed_precision(
+            simulation("torch"), batches("torch"), ["w8a8", "w4a8"], cost="ms", budget=1e9, times=path
+        )
