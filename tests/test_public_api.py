@@ -72,7 +72,7 @@ def refused_calls(pinned: Signature, now: Signature) -> list[str]:
             found.append(f"{name} is {new_kind or 'gone'}, was {kind}")
         elif kind.startswith("POSITIONAL") and new_place != place:
             found.append(f"{name} is argument {new_place}, was {place}")
-        elif default != new_default:
+        elif default not in ("", new_default):  # a default where there was none forbids nothing
             found.append(f"{name} is {new_default} by default, was {default}")
     known = {name for name, _, _ in pinned}
     required = [n for n, kind, default in now if n not in known and not default and "VAR" not in kind]
@@ -86,10 +86,11 @@ _ONE_PLACE_EARLIER = {
     for name in ("equalize_bn_folded_model", "equalize_model", "fold_all_batch_norms", "fold_all_batch_norms_to_weight",
                  "fold_norms", "rotate_model")
 }  # fmt: skip
+# `inputs` was the second argument of these: `test_batches_of_onnx_models_may_be_named_inputs` makes the calls.
+_ANOTHER_NAME = {"bitwright.onnx.apply_gptq", "bitwright.onnx.apply_reconstruction"}
 # Public in both front ends, and not one function: other things, or AIMET's names with another signature in each of its packages.
 _TWO = {
-    "CrossLayerScaling", "HighBiasFold", "QuantizationSimModel", "apply_adascale", "apply_gptq",
-    "apply_reconstruction", "apply_seq_mse", "check_model", "progressive", "stabilize",
+    "CrossLayerScaling", "HighBiasFold", "QuantizationSimModel", "apply_adascale", "apply_seq_mse",
 }  # fmt: skip
 
 
@@ -105,7 +106,10 @@ def test_every_call_of_a_public_name_is_still_understood() -> None:
     pinned, now = json.loads(PINNED.read_text()), found()
     missing = pinned.keys() - now.keys()
     assert not missing, f"public names went away: {sorted(missing)}"
-    changed = {name: refused_calls(pinned[name], now[name]) for name in pinned.keys() - _ONE_PLACE_EARLIER}
+    changed = {
+        name: refused_calls(pinned[name], now[name])
+        for name in pinned.keys() - _ONE_PLACE_EARLIER - _ANOTHER_NAME
+    }
     assert not {name: lines for name, lines in changed.items() if lines}
 
 

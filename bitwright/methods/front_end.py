@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, Protocol, cast
 
 from bitwright.algorithms.bias_correct import Correctable, QuantParams
 from bitwright.algorithms.channels.trial import Reversible
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.core.health.repair import Repair
+from bitwright.core.health.report import HealthReport
+from bitwright.core.simulation.protocols import Array
 from bitwright.errors import ModelError
 
 # Top-level module of a class of models -> the front end that reads it. Classes that users derive from these are found too.
@@ -38,6 +42,22 @@ class Opened(Protocol):
 
     def simulation(self, params: QuantParams) -> Any:
         """A simulation of the model as it stands."""
+
+
+class Repairable(Protocol):
+    """A simulation whose operators' results can be repaired.
+
+    Attributes:
+        ops: names of its operators.
+    """
+
+    ops: set[str]
+
+    def obstacle(self, op: str) -> str | None:
+        """Why the result of an operator cannot be repaired; ``None`` when it can."""
+
+    def put_in_force(self, repairs: Sequence[Repair]) -> None:
+        """Apply exactly these repairs, none of them ``float``, and no other."""
 
 
 class FrontEnd(Protocol):
@@ -71,6 +91,19 @@ class FrontEnd(Protocol):
     def correctable(self, sim: Any, reference: Any = None) -> Correctable:
         """A simulation as bias correction sees it; ``reference`` is the float model that is its goal."""
 
+    def steppable(self, sim: Any, forward_fn: Any) -> Any:
+        """A simulation as the methods that choose weights see it.
+
+        Raises:
+            ConfigError: ``forward_fn`` for a front end whose models are called in one way.
+        """
+
+    def repairable(self, sim: Any) -> Repairable:
+        """A simulation whose operators' results can be repaired."""
+
+    def simulated_outputs(self, sim: Any, batch: Any) -> Sequence[Array]:
+        """Every floating-point output of a simulation, as float64."""
+
 
 def front_end_of(model: Any) -> FrontEnd:
     """What changes a model, or reads a simulation, of either front end.
@@ -79,6 +112,16 @@ def front_end_of(model: Any) -> FrontEnd:
         ModelError: it is of neither.
     """
     return cast(FrontEnd, importlib.import_module(f"bitwright.{_name_of(model)}.adapters.opened"))
+
+
+def health_check_of(model: Any) -> Callable[..., HealthReport]:
+    """``check(model, data, providers, threads, progress)`` of a model of either front end.
+
+    Raises:
+        ModelError: it is of neither.
+    """
+    module = importlib.import_module(f"bitwright.{_name_of(model)}.health")
+    return cast(Callable[..., HealthReport], module.check_health)
 
 
 def pipeline_of(model: Any, providers: Any, memory_budget: int | None) -> Any:

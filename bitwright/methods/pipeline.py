@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from bitwright.algorithms.bias_correct import BiasReport
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
-from bitwright.algorithms.options import Options
+from bitwright.algorithms.options import Options, keyword_options
 from bitwright.algorithms.scaling.equalize import EqualizeReport
 from bitwright.algorithms.search.activation_ranges import activation_ranges, keep_histograms
 from bitwright.algorithms.search.default_recipe import RecipeLike, as_recipe, find_effort
@@ -33,9 +34,9 @@ from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.origin import origin_of
 from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.export.targets import DEFAULT_TARGET, find_target, rules_for
-from bitwright.methods import bias, channels
+from bitwright.methods import bias, channels, rounding
 from bitwright.methods.folding import fold_all_batch_norms
-from bitwright.methods.front_end import pipeline_of
+from bitwright.methods.front_end import front_end_of, pipeline_of
 from bitwright.report.result import Reported
 
 
@@ -65,18 +66,6 @@ class Pipeline(Protocol):
 
     def outputs(self, sim: Any, batch: Any) -> Sequence[Any]:
         """What the simulated model returns."""
-
-    def steps(self, sim: Any) -> Any:
-        """The simulation as a program of steps."""
-
-    def choose(self, data: Iterable[Any], progress: bool) -> Callable[..., Any]:
-        """``apply_reconstruction`` on ``data``."""
-
-    def method_options(self, name: str) -> Options:
-        """The options of a method that chooses weights."""
-
-    def widen_options(self) -> Options:
-        """The options of ``widen``."""
 
     def export(self, sim: Any, path: str | Path, prefix: str, first: Any, **options: Any) -> Any:
         """Write the files."""
@@ -310,7 +299,7 @@ class _Methods:
         """16 bits where 8 cost the output most."""
         from bitwright.algorithms.search.widen import widen
 
-        return widen(self.pipeline.steps(sim), self.chosen, **options)
+        return widen(front_end_of(sim).steppable(sim, None), self.chosen, **options)
 
     def correct_biases(
         self,
@@ -332,7 +321,7 @@ class _Methods:
         """By step."""
         common = {"dummy_input": self.first, "providers": self.providers, "progress": self.progress}
         awq = {"weight" if name == "preset" else name: given for name, given in self.rules.items()}
-        choose = self.pipeline.choose(self.chosen, self.progress)
+        choose = partial(rounding.apply_reconstruction, data=self.chosen, progress=self.progress)
         return {
             "fold": action(self.fold),
             "fold_norms": action(channels.fold_norms, **common),
@@ -342,10 +331,26 @@ class _Methods:
             "awq": action(channels.awq_model, data=self.chosen, **awq, **common),
             "layer_inputs": action(layer_inputs),
             "activation_ranges": action(activation_ranges, calibrate=self.calibrate),
-            "widen": Action(self.widen, self.pipeline.widen_options),
+            "widen": Action(self.widen, _widen_options),
             "bias_correction": action(self.correct_biases),
-            **weight_actions(choose, self.calibrate, self.pipeline.method_options),
+            **weight_actions(choose, self.calibrate, _method_options),
         }
+
+
+def _method_options(name: str) -> Options:
+    """Of a method that chooses weights; it is written on torch."""
+    rounding.require_torch(name)
+    from bitwright.algorithms.rounding.table import method_options
+
+    return method_options(name)
+
+
+def _widen_options() -> Options:
+    """Of ``widen``; derivatives are taken on torch."""
+    rounding.require_torch("widen")
+    from bitwright.algorithms.search.widen import widen
+
+    return keyword_options(widen)
 
 
 def _measured(pipeline: Pipeline, sim: Any, metric: Callable[[Any], float] | None) -> float:

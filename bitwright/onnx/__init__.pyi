@@ -22,11 +22,15 @@ from bitwright.methods.channels import rotate_model as rotate_model
 from bitwright.methods.channels import smooth_model as smooth_model
 from bitwright.methods.folding import fold_all_batch_norms as fold_all_batch_norms
 from bitwright.methods.folding import fold_all_batch_norms_to_weight as fold_all_batch_norms_to_weight
+from bitwright.methods.health import check_model as check_model
 from bitwright.methods.pipeline import Result as Result
 from bitwright.methods.pipeline import quantize as quantize
+from bitwright.methods.rounding import apply_gptq as apply_gptq
+from bitwright.methods.rounding import apply_reconstruction as apply_reconstruction
+from bitwright.methods.stabilization import progressive as progressive
+from bitwright.methods.stabilization import stabilize as stabilize
 from bitwright.onnx.cross_layer import CrossLayerScaling as CrossLayerScaling
 from bitwright.onnx.cross_layer import HighBiasFold as HighBiasFold
-from bitwright.onnx.health.check import check_model as check_model
 from bitwright.onnx.model.data import Pictures as Pictures
 from bitwright.onnx.model.data import load_data as load_data
 from bitwright.onnx.model.load import Loaded as Loaded
@@ -39,14 +43,6 @@ from bitwright.onnx.reconstruct import (
     apply_adascale as apply_adascale,
 )
 from bitwright.onnx.reconstruct import (
-    apply_gptq as apply_gptq,
-)
-from bitwright.onnx.reconstruct import (
-    apply_reconstruction as apply_reconstruction,
-)
-from bitwright.onnx.reconstruct import (
     apply_seq_mse as apply_seq_mse,
 )
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel as QuantizationSimModel
-from bitwright.onnx.stabilization import progressive as progressive
-from bitwright.onnx.stabilization import stabilize as stabilize

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bitwright.algorithms.options import Options, keyword_options
 from bitwright.core.simulation.protocols import Array
 from bitwright.export.artefacts import Exported
 from bitwright.export.verify.outputs import one_array
 from bitwright.onnx.model.data import as_feeds, input_specs
 from bitwright.onnx.model.load import Loaded, Source, load_model
 from bitwright.onnx.model.session import Providers, open_session
-from bitwright.onnx.reconstruct import apply_reconstruction, require_torch
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.runtimes.benchmark import BenchmarkReport
-
-if TYPE_CHECKING:
-    from bitwright.onnx.adapters.program import OnnxSimulation
 
 
 class OnnxPipeline:
@@ -76,30 +71,6 @@ class OnnxPipeline:
     def outputs(self, sim: QuantizationSimModel, batch: Any) -> Sequence[Array]:
         """Of the simulation."""
         return _arrays(sim.run(batch))
-
-    def steps(self, sim: QuantizationSimModel) -> OnnxSimulation:
-        """The simulation as steps."""
-        from bitwright.onnx.adapters.program import OnnxSimulation
-
-        return OnnxSimulation(sim)
-
-    def choose(self, data: Iterable[Any], progress: bool) -> Callable[..., Any]:
-        """On ``data``."""
-        return partial(apply_reconstruction, inputs=data, progress=progress)
-
-    def method_options(self, name: str) -> Options:
-        """Of a method; what chooses weights is written on torch."""
-        require_torch(name)
-        from bitwright.algorithms.rounding.table import method_options
-
-        return method_options(name)
-
-    def widen_options(self) -> Options:
-        """Of ``widen``; derivatives are taken on torch."""
-        require_torch("widen")
-        from bitwright.algorithms.search.widen import widen
-
-        return keyword_options(widen)
 
     def export(
         self, sim: QuantizationSimModel, path: str | Path, prefix: str, first: Any, **options: Any

@@ -15,14 +15,18 @@ from bitwright.methods.channels import rotate_model as rotate_model
 from bitwright.methods.channels import smooth_model as smooth_model
 from bitwright.methods.folding import fold_all_batch_norms as fold_all_batch_norms
 from bitwright.methods.folding import fold_all_batch_norms_to_weight as fold_all_batch_norms_to_weight
+from bitwright.methods.health import check_model as check_model
 from bitwright.methods.pipeline import Result as Result
 from bitwright.methods.pipeline import quantize as quantize
+from bitwright.methods.rounding import apply_gptq as apply_gptq
+from bitwright.methods.rounding import apply_reconstruction as apply_reconstruction
+from bitwright.methods.stabilization import progressive as progressive
+from bitwright.methods.stabilization import stabilize as stabilize
 from bitwright.torch.adapters.view import TorchView as TorchView
 from bitwright.torch.batch_norm_fold import fold_given_batch_norms as fold_given_batch_norms
 from bitwright.torch.calls.batches import Inputs as Inputs
 from bitwright.torch.cross_layer import CrossLayerScaling as CrossLayerScaling
 from bitwright.torch.cross_layer import HighBiasFold as HighBiasFold
-from bitwright.torch.health import check_model as check_model
 from bitwright.torch.prepare import prepare_model as prepare_model
 from bitwright.torch.reconstruct import (
     Adaround as Adaround,
@@ -37,12 +41,6 @@ from bitwright.torch.reconstruct import (
     apply_adascale as apply_adascale,
 )
 from bitwright.torch.reconstruct import (
-    apply_gptq as apply_gptq,
-)
-from bitwright.torch.reconstruct import (
-    apply_reconstruction as apply_reconstruction,
-)
-from bitwright.torch.reconstruct import (
     apply_seq_mse as apply_seq_mse,
 )
 from bitwright.torch.simulation.quantsim import (
@@ -54,8 +52,6 @@ from bitwright.torch.simulation.quantsim import (
 from bitwright.torch.simulation.quantsim import (
     QuantScheme as QuantScheme,
 )
-from bitwright.torch.stabilization import progressive as progressive
-from bitwright.torch.stabilization import stabilize as stabilize
 from bitwright.torch.training import Distillation as Distillation
 from bitwright.torch.training import TrainingGuard as TrainingGuard
 from bitwright.torch.training import WeightFreezing as WeightFreezing

@@ -1,4 +1,4 @@
-"""``check_model``: which call of a PyTorch model turned finite numbers into NaN or Inf, and why.
+"""Which call of a PyTorch model turned finite numbers into NaN or Inf, and why.
 
 The model runs on the data as it is, every call seen by a :class:`Doctor`. A sum tells whether a result is finite; only
 where one is not, everything around the call is measured, and the line of the user's code is looked up. Memory that
@@ -34,9 +34,9 @@ from bitwright.core.health.report import (
     Tracker,
     measure_tensor,
 )
-from bitwright.errors import BitwrightError, CalibrationError
+from bitwright.errors import BitwrightError, CalibrationError, ConfigError
 from bitwright.progress import progress as shown
-from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.calls.batches import as_call, evaluation, model_device, refuse_providers, to_device
 from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM
 from bitwright.torch.calls.intercept import OUTERMOST, Frame, Interceptor, Key, forward_signature
 from bitwright.torch.calls.record import Recorder, explained, find_places, named_inputs, output_name
@@ -52,41 +52,24 @@ _NOTES = 16
 _CODE = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
 
 
-def check_model(
-    model: nn.Module,
-    data: Iterable[Any] | Callable[..., Any],
-    *,
-    progress: bool = True,
-) -> HealthReport:
-    """Look for the call that made the first NaN or Inf.
-
-    Parameters come first: where one holds NaN or Inf nothing is run. A call is accused when what it made of finite numbers
-    reaches an output of the model, or falsifies one; a mask of -Inf before a softmax, or a NaN that ``where``,
-    ``masked_fill`` or ``nan_to_num`` removes, is not. The model runs in eval mode without gradients, once per batch, in
-    about twice the time of its own forward; the first batch again where layers share parameters or a loop is found, whose
-    places are told apart as in a simulation.
-
-    Args:
-        model: any eager module; left as it is.
-        data: batches (each a tensor, a tuple of positional arguments, or a dict of keyword arguments), or a callback that
-            runs the model on them: ``callback(model)``. What the callback calls outside the model's forward, such as other
-            methods, belongs to one batch.
-        progress: show a bar on a terminal when it takes more than two seconds.
-
-    Returns:
-        The report; ``report.ok``, ``print(report)``, ``report.to_json()``. After Ctrl-C of the batches until then.
+def check_health(model: nn.Module, data: Any, providers: Any, threads: int, progress: bool) -> HealthReport:
+    """See :func:`bitwright.methods.health.check_model`.
 
     Raises:
-        ModelError: the model fails on a batch, and nothing that is not finite was seen before.
-        CalibrationError: there is no batch.
-
-    Example:
-        >>> class Mean(nn.Module):
-        ...     def forward(self, x):
-        ...         return x / x.sum(-1, keepdim=True)
-        >>> check_model(Mean(), [torch.zeros(2, 3)]).culprit.cause
-        'division by zero'
+        ConfigError: ``providers`` or ``threads`` are given.
+        CalibrationError: no data.
     """
+    refuse_providers(providers)
+    if threads:
+        raise ConfigError(
+            "threads", f"{threads} is given for a PyTorch module", "call torch.set_num_threads instead"
+        )
+    if data is None:
+        raise CalibrationError(
+            "check_model",
+            "no data was given, and a module does not say what it takes",
+            "write check_model(model, [batch])",
+        )
     interceptor = Interceptor(model)
     doctor = _doctor(interceptor)
     doctor.look_at_parameters(model)

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from bitwright.algorithms.options import Options, keyword_options
-from bitwright.algorithms.rounding.table import method_options
-from bitwright.algorithms.search.widen import widen
 from bitwright.errors import ConfigError
 from bitwright.runtimes.benchmark import BenchmarkReport
-from bitwright.torch.adapters.opened import refuse_providers
-from bitwright.torch.adapters.program import TorchSimulation
-from bitwright.torch.calls.batches import outputs_of
-from bitwright.torch.reconstruct import apply_reconstruction
+from bitwright.torch.calls.batches import outputs_of, refuse_providers
 from bitwright.torch.simulation.adopt import require_module
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
@@ -76,22 +69,6 @@ class TorchPipeline:
     def outputs(self, sim: QuantizationSimModel, batch: Any) -> Sequence[Any]:
         """Of the simulated module."""
         return outputs_of(sim.model, batch)
-
-    def steps(self, sim: QuantizationSimModel) -> TorchSimulation:
-        """The simulation as steps."""
-        return TorchSimulation(sim)
-
-    def choose(self, data: Iterable[Any], progress: bool) -> Callable[..., Any]:
-        """On ``data``."""
-        return partial(apply_reconstruction, data=data, progress=progress)
-
-    def method_options(self, name: str) -> Options:
-        """Of a method."""
-        return method_options(name)
-
-    def widen_options(self) -> Options:
-        """Of ``widen``."""
-        return keyword_options(widen)
 
     def export(
         self, sim: QuantizationSimModel, path: str | Path, prefix: str, first: Any, **options: Any

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from bitwright.algorithms.rounding.driver import RoundingReport
-from bitwright.algorithms.rounding.table import choose_weights
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.placement.user_scheme import QuantScheme
 from bitwright.core.simulation.sites import Site
@@ -21,94 +20,12 @@ from bitwright.errors import ConfigError
 from bitwright.export.encodings.of_simulation import site_records
 from bitwright.export.encodings.versions import write_encodings
 from bitwright.export.files.atomic import check_destination
-from bitwright.export.files.finished import FinishedLayers
-from bitwright.progress import progress as bar
-from bitwright.torch.adapters.program import Forward, TorchSimulation
+from bitwright.methods.rounding import apply_reconstruction
+from bitwright.torch.adapters.program import Forward
 from bitwright.torch.calls.trees import walk_modules
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
 logger = logging.getLogger("bitwright")
-
-
-def apply_reconstruction(
-    sim: QuantizationSimModel,
-    data: Iterable[Any],
-    method: str = "adaround",
-    *,
-    num_samples: int | None = None,
-    include: Iterable[str] | None = None,
-    exclude: Iterable[str] = (),
-    blocks: Sequence[Sequence[str]] | None = None,
-    seed: int = 0,
-    memory_budget: int | None = None,
-    spill_dir: str | Path | None = None,
-    cache_dir: str | Path | None = None,
-    forward_fn: Forward | None = None,
-    progress: bool = True,
-    **options: Any,
-) -> RoundingReport:
-    """Choose the weights of a simulation so that its layers or blocks compute what they compute in float.
-
-    The weights of ``sim.model`` become numbers on their grids, whose encodings are frozen: a later ``compute_encodings``
-    finds the ranges of the activations anew and leaves the weights. Where ``sim`` is calibrated, activations are
-    quantized meanwhile; else only weights are.
-
-    ===============  =======================================================================================
-    method           what it does
-    ===============  =======================================================================================
-    ``adaround``     learns each weight's rounding, layer after layer (arXiv:2004.10568)
-    ``brecq``        the same, block after block (arXiv:2102.05426, without its Fisher weights)
-    ``qdrop``        as ``brecq``, with activation quantizers dropped at random (arXiv:2203.05740)
-    ``flexround``    learns what each weight is divided by, and the scale (arXiv:2306.00317)
-    ``gptq``         rounds column by column with error feedback (arXiv:2210.17323)
-    ``seq_mse``      chooses the range only, by the layer's output error
-    ===============  =======================================================================================
-
-    Args:
-        sim: changed in place.
-        data: batches, each a tensor, a tuple of positional arguments, or a dict of keyword arguments; 256 to 1024 samples.
-        method: see above.
-        num_samples: use so many; all with ``None``.
-        include, exclude: names or globs of layers; every layer by default.
-        blocks: for block-wise methods, names of the operators that belong together; found from the graph by default.
-        seed: same seed, same result.
-        memory_budget: bytes of activations held in memory, 4 GiB by default; what goes beyond lies in temporary files.
-        spill_dir: where these are made.
-        cache_dir: folder that keeps finished layers: a call with the same model, data and options takes them from there.
-        forward_fn: ``forward_fn(model, batch)``, when the model is not called as ``model(batch)``.
-        progress: show a progress bar on a terminal.
-        options: of the method: ``iterations``, ``batch``, ``lr``, ``reg_param``, ``beta_range``, ``warm_start``, ``rows``,
-            ``drop`` (learned methods); ``damping``, ``act_order``, ``block``, ``match_float`` (``gptq``);
-            ``num_candidates`` (``seq_mse``).
-
-    Returns:
-        The error of every layer before and after, and the layers that were left with the reason; a table when printed.
-
-    Raises:
-        ConfigError: an unknown method, option or layer.
-        CalibrationError: no batch, activations that are not finite, or no memory and disk for them.
-        ModelError: the model fails on a batch.
-    """
-    return choose_weights(
-        TorchSimulation(sim, forward_fn),
-        data,
-        method,
-        options,
-        num_samples=num_samples,
-        include=include,
-        exclude=exclude,
-        blocks=blocks,
-        seed=seed,
-        memory_budget=memory_budget,
-        spill_dir=None if spill_dir is None else str(spill_dir),
-        cache=None if cache_dir is None else FinishedLayers(cache_dir),
-        progress=lambda units: bar(units, method, progress),
-    )
-
-
-def apply_gptq(sim: QuantizationSimModel, data: Iterable[Any], **options: Any) -> RoundingReport:
-    """:func:`apply_reconstruction` with ``gptq``."""
-    return apply_reconstruction(sim, data, "gptq", **options)
 
 
 @dataclass(frozen=True)

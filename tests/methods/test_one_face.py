@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ from torch import nn
 import bitwright
 import bitwright.onnx
 import bitwright.torch
-from bitwright.errors import ConfigError, ModelError
+from bitwright.core.health.repair import Repair
+from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.methods.front_end import front_end_of
 
 FEED = {"x": np.random.default_rng(0).standard_normal((2, 3, 8, 8)).astype(np.float32)}
@@ -178,3 +181,83 @@ def test_bit_widths_of_bias_correction_are_not_warned_about(recwarn: pytest.Warn
     bitwright.torch.correct_bias(network(False), params, 2, [torch.from_numpy(x) for x in data], 2)
     bitwright.onnx.correct_bias(proto(False), params, 2, data, 2)
     assert not [w for w in recwarn if "by position" in str(w.message)]
+
+
+@pytest.mark.parametrize("call", [lambda f, sim: f(sim, [FEED]), lambda f, sim: f(sim, inputs=[FEED])])
+@pytest.mark.parametrize("name", ["apply_gptq", "apply_reconstruction"])
+def test_batches_of_onnx_models_may_be_named_inputs(name: str, call: Callable[..., Any]) -> None:
+    options = {"progress": False, **({} if name == "apply_gptq" else {"iterations": 2})}
+    sim = bitwright.onnx.QuantizationSimModel(proto(batch_norm=False), FEED, default_param_bw=4)
+    sim.compute_encodings([FEED])
+    report = call(partial(getattr(bitwright.onnx, name), **options), sim)
+    assert {choice.layer for choice in report} == {op.name for op in sim.graph.ops if op.type == "Conv"}
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({}, "apply_reconstruction: no batches were given. Remedy: pass the batches as data"),
+        ({"data": [FEED], "inputs": [FEED]}, "apply_reconstruction: both data and inputs were given"),
+    ],
+)
+def test_batches_of_a_weight_method_are_given_once(given: dict[str, Any], message: str) -> None:
+    sim = bitwright.onnx.QuantizationSimModel(proto(batch_norm=False), FEED)
+    with pytest.raises(CalibrationError, match=message):
+        bitwright.onnx.apply_gptq(sim, **given)
+
+
+def test_forward_fn_is_refused_for_an_onnx_model() -> None:
+    sim = bitwright.onnx.QuantizationSimModel(proto(batch_norm=False), FEED)
+    with pytest.raises(
+        ConfigError, match="forward_fn: it is given for an ONNX model, which is called in one way"
+    ):
+        bitwright.onnx.apply_gptq(sim, [FEED], forward_fn=lambda model, batch: model(batch))
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"providers": ["CPUExecutionProvider"]}, ConfigError, "providers: .* is given for a PyTorch module"),
+        (
+            {"threads": 2},
+            ConfigError,
+            "threads: 2 is given for a PyTorch module. Remedy: call torch.set_num_threads",
+        ),
+        ({}, CalibrationError, "check_model: no data was given, and a module does not say what it takes"),
+    ],
+)
+def test_check_model_refuses_for_a_module_what_only_onnx_models_have(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    data = {} if error is CalibrationError else {"data": [torch.zeros(1, 3, 8, 8)]}
+    with pytest.raises(error, match=message):
+        bitwright.torch.check_model(network(), **data, **options)
+
+
+@pytest.mark.parametrize("front_end", ["torch", "onnx"])
+def test_stabilize_changes_everything_or_nothing(front_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after sites were switched off, before the repairs are in force."""
+    package = getattr(bitwright, front_end)
+    model, example = (network(), torch.ones(2, 3, 8, 8)) if front_end == "torch" else (proto(), FEED)
+    sim = package.QuantizationSimModel(model, example)
+    first, second = [op.name for op in sim.graph.ops if op.type == "Conv"]
+    repairs = [Repair(op, kind) for op, kind in ((first, "float"), (second, "clamp"))]
+    enabled = {name: site.enabled for name, site in sim.quantizers.items()}
+
+    def interrupted(self: Any, repairs: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        adapters = importlib.import_module(f"bitwright.{front_end}.adapters.opened")
+        patch.setattr(getattr(adapters, f"{front_end.title()}Repairable"), "put_in_force", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            package.stabilize(sim, repairs=repairs)
+    assert {name: site.enabled for name, site in sim.quantizers.items()} == enabled
+    assert sim.repairs == ()
+
+    done = package.stabilize(sim, repairs=repairs)
+    assert [repair.op for repair in sim.repairs] == [second]
+    assert {site.op for name, site in sim.quantizers.items() if site.enabled is not enabled[name]} == {first}
+    done.undo()
+    assert {name: site.enabled for name, site in sim.quantizers.items()} == enabled
+    assert sim.repairs == ()

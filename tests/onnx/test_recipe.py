@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.onnx import quantize
-from bitwright.onnx.reconstruct import apply_reconstruction
+from bitwright.onnx import apply_reconstruction, quantize
 from tests.onnx.nets import Net
 
 

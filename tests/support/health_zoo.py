@@ -20,5 +20,5 @@ def check(front: str, case: Fault | LookAlike) -> Any:
     if front == "onnx":
         from bitwright.onnx import check_model
     else:
-        from bitwright.torch.health import check_model
+        from bitwright.torch import check_model
     return check_model(*case.build())

@@ -14,8 +14,9 @@ from bitwright.algorithms.channels.batch_norm_affine import LAYERS
 from bitwright.algorithms.channels.trial import Reversible
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.core.graph.graph import Graph
+from bitwright.core.health.repair import Repair
 from bitwright.core.simulation.protocols import Array, sqnr
-from bitwright.errors import ModelError
+from bitwright.errors import ConfigError, ModelError
 from bitwright.export.files.value_types import restore_types
 from bitwright.export.verify.outputs import arrays_of
 from bitwright.onnx.adapters.bias_correct import OnnxCorrectable
@@ -25,6 +26,7 @@ from bitwright.onnx.model.load import Loaded, Source, load_model
 from bitwright.onnx.model.session import Providers, open_session
 from bitwright.onnx.model.view import OnnxView, measure_shapes
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
+from bitwright.onnx.simulation.repairs import REPAIRED, float_results, nodes_of, put_in_force
 
 Model = onnx.ModelProto | ir.Model | Loaded
 _LEAST_AGREEMENT = 60.0  # dB between the outputs before and after: beyond it only rounding differs
@@ -108,6 +110,52 @@ def correctable(sim: QuantizationSimModel, reference: Source | None = None) -> O
     if reference is None:
         return OnnxCorrectable(sim)
     return OnnxCorrectable(sim, QuantizationSimModel(reference, sim.example(), providers=sim.providers))
+
+
+def steppable(sim: QuantizationSimModel, forward_fn: Any) -> Any:
+    """See :class:`bitwright.methods.front_end.FrontEnd`.
+
+    Raises:
+        ConfigError: ``forward_fn`` is given.
+    """
+    from bitwright.onnx.adapters.program import OnnxSimulation  # on torch, which not every user of ONNX has
+
+    if forward_fn is not None:
+        raise ConfigError(
+            "forward_fn", "it is given for an ONNX model, which is called in one way", "leave it out"
+        )
+    return OnnxSimulation(sim)
+
+
+class OnnxRepairable:
+    """See :class:`bitwright.methods.front_end.Repairable`."""
+
+    def __init__(self, sim: QuantizationSimModel) -> None:
+        self._sim, self._nodes = sim, nodes_of(sim)
+        self.ops = {op.name for op in sim.graph.ops}
+
+    def obstacle(self, op: str) -> str | None:
+        """Nothing reads the results, or they are in another type."""
+        if float_results(self._nodes.get(op)):
+            return None
+        return f"the operator has no result in {', '.join(REPAIRED.values())} that anything reads"
+
+    def put_in_force(self, repairs: Sequence[Repair]) -> None:
+        """As nodes after the operators."""
+        put_in_force(self._sim, tuple(repairs))
+
+
+repairable = OnnxRepairable
+
+
+def simulated_outputs(sim: QuantizationSimModel, batch: Any) -> list[Array]:
+    """See :class:`bitwright.methods.front_end.FrontEnd`."""
+    return [np.asarray(y, np.float64) for y in sim.run(batch) if _is_float(y)]
+
+
+def _is_float(output: Any) -> bool:
+    """Whether an output is a floating-point tensor; sequences are lists, numpy has no kind of its own for bfloat16."""
+    return isinstance(output, np.ndarray) and (output.dtype.kind == "f" or output.dtype.name == "bfloat16")
 
 
 def _folded(

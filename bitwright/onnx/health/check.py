@@ -1,4 +1,4 @@
-"""``check_model``: which operator of an ONNX model turned finite numbers into NaN or Inf, and why.
+"""Which operator of an ONNX model turned finite numbers into NaN or Inf, and why.
 
 Every batch runs through a :class:`~bitwright.onnx.health.probe.Probe`. Where nothing is suspected, that is all. Otherwise the
 nodes around what is not finite are told to a :class:`~bitwright.core.health.report.Tracker` in execution order, steps of
@@ -62,39 +62,10 @@ _CARRIES = frozenset(
 )
 
 
-def check_model(
-    model: Source,
-    data: Iterable[Any] | None = None,
-    providers: Providers | None = None,
-    *,
-    threads: int = 0,
-    progress: bool = True,
+def check_health(
+    model: Source, data: Any, providers: Providers | None, threads: int, progress: bool
 ) -> HealthReport:
-    """Look for the operator that made the first NaN or Inf.
-
-    Parameters come first: where one holds NaN or Inf nothing is run. An operator is accused when what it made of
-    finite numbers reaches an output of the model, or falsifies one; a mask of -Inf in front of a softmax, or a NaN
-    that a Where drops, is not. Bodies of If, Loop and Scan are looked into, iteration by iteration.
-
-    The model runs as it is written, without graph optimisation, and half-precision values keep their rounding; so an
-    overflow is found that a CPU, which computes in float32 in between, would not show.
-
-    Args:
-        model: path, proto or ``onnx_ir`` model; not changed.
-        data: feeds, each a dict, an array for a model with one input, or a tuple in the model's order; random values
-            where it is ``None``.
-        providers: ONNX Runtime's execution providers; the CPU by default.
-        threads: of one operator; 0 leaves the number to ONNX Runtime.
-        progress: show a bar on a terminal when it takes more than two seconds.
-
-    Returns:
-        The report; after Ctrl-C of the batches until then, which a note says.
-
-    Raises:
-        ModelError: the model cannot be read or loaded, or a batch does not fit its inputs.
-        CalibrationError: the model fails on a batch, or there is no batch.
-        ConfigError: a provider is not available.
-    """
+    """See :func:`bitwright.methods.health.check_model`."""
     check_providers(providers)
     loaded = load_model(model)
     name = loaded.path.name if loaded.path is not None else loaded.model.graph.name or "model"

@@ -1,4 +1,10 @@
-"""Repairs in the graph of a simulation: the nodes of each, behind the value that it repairs."""
+"""Repairs in the graph of a simulation: the nodes of each, after the value that it repairs.
+
+==========  ==========================================================================
+replace     IsNaN, Where; then Greater, Where and Less, Where for the two infinities
+clamp       IsNaN, Where; then Clip, which by itself keeps NaN or loses it, by runtime
+==========  ==========================================================================
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ from bitwright.export.qdq.forms import Builder, after
 from bitwright.export.qdq.markers import Outputs, is_site, move_uses, remove_unread
 
 _D = ir.DataType
-_LIMITS = {_D.FLOAT16: "float16", _D.BFLOAT16: "bfloat16", _D.FLOAT: "float32", _D.DOUBLE: "float64"}
+REPAIRED = {_D.FLOAT16: "float16", _D.BFLOAT16: "bfloat16", _D.FLOAT: "float32", _D.DOUBLE: "float64"}
 
 
 class Repaired(Protocol):
@@ -51,7 +57,7 @@ def nodes_of(sim: Repaired) -> dict[str, ir.Node]:
 def float_results(node: ir.Node | None) -> list[ir.Value]:
     """The floating-point tensors that a node writes and somebody reads."""
     read = [v for v in (() if node is None else node.outputs) if v.uses() or v.is_graph_output()]
-    return [v for v in read if is_tensor(v) and _dtype(v) in _LIMITS]
+    return [v for v in read if is_tensor(v) and _dtype(v) in REPAIRED]
 
 
 def _dtype(value: ir.Value) -> ir.DataType:
@@ -84,7 +90,7 @@ def _put_in(builder: Builder, raw: ir.Value, repair: Repair) -> Mended:
     """Write the nodes of one repair behind ``raw``; its readers move to their result."""
     name, dtype, last = str(raw.name), _dtype(raw), raw.producer()
     assert last is not None
-    limit = LIMITS[_LIMITS[dtype]][0]
+    limit = LIMITS[REPAIRED[dtype]][0]
     own: set[ir.Node] = set()
 
     def constant(what: str, number: float) -> ir.Value:

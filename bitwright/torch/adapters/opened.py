@@ -13,12 +13,14 @@ from bitwright.algorithms.bias_correct import QuantParams
 from bitwright.algorithms.channels.trial import Reversible
 from bitwright.algorithms.folding import batch_norm_fold
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
-from bitwright.core.simulation.protocols import sqnr
-from bitwright.errors import ConfigError, ModelError
+from bitwright.core.health.repair import Repair
+from bitwright.core.simulation.protocols import Array, sqnr
+from bitwright.errors import ModelError
 from bitwright.progress import progress as bar
 from bitwright.torch.adapters.bias_correct import TorchCorrectable
+from bitwright.torch.adapters.program import Forward, TorchSimulation
 from bitwright.torch.adapters.view import TorchView
-from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.calls.batches import as_call, evaluation, model_device, refuse_providers, to_device
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
@@ -93,18 +95,36 @@ def correctable(sim: QuantizationSimModel, reference: nn.Module | None = None) -
     return TorchCorrectable(sim, QuantizationSimModel(reference, sim.examples[0], examples=sim.examples[1:]))
 
 
-def refuse_providers(providers: Any) -> None:
-    """Refuse what only ONNX models have.
+def steppable(sim: QuantizationSimModel, forward_fn: Forward | None) -> TorchSimulation:
+    """See :class:`bitwright.methods.front_end.FrontEnd`."""
+    return TorchSimulation(sim, forward_fn)
 
-    Raises:
-        ConfigError: it is given.
-    """
-    if providers is not None:
-        raise ConfigError(
-            "providers",
-            f"{providers!r} is given for a PyTorch module, which runs where its parameters are",
-            "leave it out; move the module: model.to(device)",
-        )
+
+class TorchRepairable:
+    """See :class:`bitwright.methods.front_end.Repairable`."""
+
+    def __init__(self, sim: QuantizationSimModel) -> None:
+        self._simulator = sim._simulator
+        self.ops = {plan.op for plan in self._simulator.plans.values()}
+
+    def obstacle(self, op: str) -> str | None:
+        """None: what is not a floating-point tensor passes a repair unchanged."""
+        return None
+
+    def put_in_force(self, repairs: Sequence[Repair]) -> None:
+        """At the calls of the operators."""
+        self._simulator.repairs = {repair.op: repair for repair in repairs}
+
+
+repairable = TorchRepairable
+
+
+def simulated_outputs(sim: QuantizationSimModel, batch: Any) -> list[Array]:
+    """See :class:`bitwright.methods.front_end.FrontEnd`."""
+    args, kwargs = as_call(to_device(batch, model_device(sim.model)))
+    with torch.no_grad(), evaluation(sim.model):
+        outputs = flatten_tensors(sim.model(*args, **kwargs))
+    return [t.double().cpu().numpy() for _, t in outputs if t.is_floating_point()]
 
 
 def example_input(model: nn.Module, shapes: Any, function: str) -> Any:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from bitwright.errors import ModelError
+from bitwright.errors import ConfigError, ModelError
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, walk_modules
 
 
@@ -19,6 +19,20 @@ class Inputs(NamedTuple):
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
+
+
+def refuse_providers(providers: Any) -> None:
+    """Refuse what only ONNX models have.
+
+    Raises:
+        ConfigError: it is given.
+    """
+    if providers is not None:
+        raise ConfigError(
+            "providers",
+            f"{providers!r} is given for a PyTorch module, which runs where its parameters are",
+            "leave it out; move the module: model.to(device)",
+        )
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -20,9 +20,14 @@ from bitwright.algorithms.rounding.blocks import block_units, layer_units
 from bitwright.algorithms.rounding.driver import Choice, RoundingReport
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import CalibrationError, ConfigError
-from bitwright.torch import Adaround, AdaroundParameters, QuantizationSimModel, apply_seq_mse
+from bitwright.torch import (
+    Adaround,
+    AdaroundParameters,
+    QuantizationSimModel,
+    apply_reconstruction,
+    apply_seq_mse,
+)
 from bitwright.torch.adapters.program import TorchSimulation
-from bitwright.torch.reconstruct import apply_reconstruction
 from tests.support.cost import steps
 
 METHODS = {
