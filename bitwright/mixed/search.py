@@ -397,28 +397,23 @@ class _Search:
             if quietest is None:
                 return
             floor = max(total(noise, quietest), 1e-30)
-            if good is None and bad is not None and bad <= floor * (1 + 1e-6):
-                if quietest not in book.seen:
-                    yield quietest
-                return
-            if good is None and len(book.seen) >= _LOST and quietest not in book.seen:
+            last = good is None and bad is not None and bad <= floor * (1 + 1e-6)
+            lost = good is None and len(book.seen) >= _LOST
+            if (last or lost) and quietest not in book.seen:
                 yield quietest  # is there a good point at all
-                if not goal.good(book.seen[quietest]):
+                if last or not goal.good(book.seen[quietest]):
                     return
                 continue
-            low = good if good is not None else min(floor, (bad or 1.0) / 2)
-            high = bad if bad is not None else max(low * 2, 1.0)
-            if goal.min_sqnr is not None:
-                high = min(high, 10 ** (-goal.min_sqnr / 10) * 1.26)
+            if last:
+                return
+            low, high = _ends(good, bad, floor, goal.min_sqnr)
             middle = _middle(low, high, good is None and tries == 0)
             choice = self.knapsack.cheapest(noise, max(middle, floor * (1 + 1e-9)), goal.cost, goal.bounds)
-            if choice is None:
-                return
-            if choice in book.seen or not self._worth(choice, goal, book):
+            if choice is not None and (choice in book.seen or not self._worth(choice, goal, book)):
                 tries += 1
                 choice = self._next(noise, low, high, goal, book)
-                if choice is None:
-                    return
+            if choice is None:
+                return
             yield choice
 
     def _safer(self, goal: _Goal, book: _Book) -> Iterable[Choice]:
@@ -598,6 +593,13 @@ def _without(
             )
         found.append(replace(group, candidates=left, refused={**group.refused, **why}))
     return tuple(found)
+
+
+def _ends(good: float | None, bad: float | None, floor: float, min_sqnr: float | None) -> tuple[float, float]:
+    """Noise between which the next point lies; what no point has shown yet is guessed from the other end."""
+    low = good if good is not None else min(floor, (bad or 1.0) / 2)
+    high = bad if bad is not None else max(low * 2, 1.0)
+    return low, high if min_sqnr is None else min(high, 10 ** (-min_sqnr / 10) * 1.26)
 
 
 def _middle(low: float, high: float, first: bool) -> float:

@@ -10,7 +10,7 @@ import fnmatch
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -335,18 +335,12 @@ def apply(
         by_op: dict[str, list[Layer]] = {}
         for layer in layers.values():
             by_op.setdefault(layer.op, []).append(layer)
-        stretches = stretch(walk, _reached(walk, units(walk, list(by_op)), by_op, skipped))
-        first = {id(group[0]): [op for unit in group for op in unit.ops] for group in stretches}
-        last = {id(group[-1]): first[id(group[0])] for group in stretches}
-        for unit in progress([unit for group in stretches for unit in group]):
-            if id(unit) in first:
-                walk.advance(first[id(unit)])
+        reached = _reached(walk, units(walk, list(by_op)), by_op, skipped)
+        for unit in _walked(walk, stretch(walk, reached), progress):
             mine = [layer for op in unit.layers for layer in by_op[op]]
             for layer in mine:
                 key.update(_weight_key(model, layer))
             rows += _treat(walk, unit, mine, method, cache, key.hexdigest(), seed, undos)
-            if id(unit) in last:
-                walk.leave(last[id(unit)])
     except KeyboardInterrupt:
         logger.warning(
             "%s interrupted after %d of %d layers; these stay in force", name, len(rows), len(layers)
@@ -367,6 +361,20 @@ def apply(
         store.close()
     _warn(name, layers, walk, skipped)
     return RoundingReport(name, tuple(rows), skipped)
+
+
+def _walked(
+    walk: Walk, stretches: Sequence[Sequence[Unit]], progress: Callable[[Sequence[Unit]], Iterable[Unit]]
+) -> Iterator[Unit]:
+    """Units in order; the walk enters a stretch before its first one and leaves it after its last."""
+    ops = {id(group[0]): [op for unit in group for op in unit.ops] for group in stretches}
+    last = {id(group[-1]): ops[id(group[0])] for group in stretches}
+    for unit in progress([unit for group in stretches for unit in group]):
+        if id(unit) in ops:
+            walk.advance(ops[id(unit)])
+        yield unit
+        if id(unit) in last:
+            walk.leave(last[id(unit)])
 
 
 def _is_out_of_memory(error: Exception) -> bool:

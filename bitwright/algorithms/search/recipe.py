@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 
 from bitwright.algorithms.options import Options, check_options, keyword_options
 from bitwright.algorithms.search.judge import Judge, weights_in_float
-from bitwright.algorithms.search.recipe_report import Book, RecipeReport
+from bitwright.algorithms.search.recipe_report import Book, Outcome, RecipeReport
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.placement.config import read_file
@@ -423,7 +423,7 @@ def run_recipe(
     if float_metric is not None:
         book.add("float", float_metric)
         book.add("no step", runner.measure())
-    judging = _Judging(runner)
+    run = _Run(runner, book, _Judging(runner), float_metric is not None, on_harm)
     simulated = False
     queue = deque(enumerate(steps))
     while queue:
@@ -433,42 +433,14 @@ def run_recipe(
             continue
         if KINDS[step.name].phase == "simulation" and not simulated:
             runner.simulate()
-            judging.begin()
+            run.judging.begin()
             simulated = True
-        undo = runner.keep()
-        try:
-            note = runner.apply(step)
-            later = [other for place, other in enumerate(steps) if place > index and place not in impossible]
-            verdict = judging.verdict(step, undo, later)
-            value = None if float_metric is None else runner.measure()
-        except KeyboardInterrupt as stop:
-            stop.add_note(f"during the step {step} of the recipe")
-            raise
-        except BitwrightError as error:
-            undo()
-            if not step.optional:
-                raise
-            if judging.give_up():
-                book.take_back()
-            book.leave_out(str(step), error)
-            continue
-        outcome = book.add(
-            str(step), value, *((note,) if verdict is None else (verdict.said(note), verdict.sqnr))
-        )
-        if verdict is not None and not verdict.kept:
-            logger.info("%s is undone: the outputs did not gain", step)
-            (verdict.both or undo)()
-            book.take_back(1 if verdict.both is None else 2)
-            if verdict.both is not None:
-                queue.appendleft((index, step))  # without the one before it
-        elif outcome.hurts:
-            logger.warning("%s made the metric worse by %.4g%s", step, -(outcome.change or 0), _fate(on_harm))
-            if on_harm == "undo":
-                undo()
-                book.take_back()
+        later = [other for place, other in enumerate(steps) if place > index and place not in impossible]
+        if run.carry_out(step, later):
+            queue.appendleft((index, step))  # without the one before it
     if not simulated:
         runner.simulate()
-    return RecipeReport(tuple(book.outcomes), judging.where)
+    return RecipeReport(tuple(book.outcomes), run.judging.where)
 
 
 @dataclass(frozen=True)
@@ -538,6 +510,54 @@ class _Judging:
         return _Verdict((before, after), kept, apart, both)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A recipe under way."""
+
+    runner: Runner
+    book: Book
+    judging: _Judging
+    measured: bool  # with the metric, after each step
+    on_harm: OnHarm
+
+    def carry_out(self, step: Step, later: Sequence[Step]) -> bool:
+        """Do one step, and keep or undo it. Whether it is to be done again, without the one before it."""
+        undo = self.runner.keep()
+        try:
+            note = self.runner.apply(step)
+            verdict = self.judging.verdict(step, undo, later)
+            value = self.runner.measure() if self.measured else None
+        except KeyboardInterrupt as stop:
+            stop.add_note(f"during the step {step} of the recipe")
+            raise
+        except BitwrightError as error:
+            undo()
+            if not step.optional:
+                raise
+            if self.judging.give_up():
+                self.book.take_back()
+            self.book.leave_out(str(step), error)
+            return False
+        said = (note,) if verdict is None else (verdict.said(note), verdict.sqnr)
+        outcome = self.book.add(str(step), value, *said)
+        if verdict is not None and not verdict.kept:
+            logger.info("%s is undone: the outputs did not gain", step)
+            (verdict.both or undo)()
+            self.book.take_back(1 if verdict.both is None else 2)
+            return verdict.both is not None
+        if outcome.hurts:
+            self._hurt(step, outcome, undo)
+        return False
+
+    def _hurt(self, step: Step, outcome: Outcome, undo: Undo) -> None:
+        """The step made the metric worse."""
+        fate = "; it is undone" if self.on_harm == "undo" else "; on_harm='undo' would undo it"
+        logger.warning("%s made the metric worse by %.4g%s", step, -(outcome.change or 0), fate)
+        if self.on_harm == "undo":
+            undo()
+            self.book.take_back()
+
+
 def _check(steps: Sequence[Step], runner: Runner) -> dict[int, BitwrightError]:
     """Refuse what the runner cannot do; of optional steps, say why by their place."""
     impossible = {}
@@ -549,7 +569,3 @@ def _check(steps: Sequence[Step], runner: Runner) -> dict[int, BitwrightError]:
                 raise
             impossible[index] = error
     return impossible
-
-
-def _fate(on_harm: OnHarm) -> str:
-    return "; it is undone" if on_harm == "undo" else "; on_harm='undo' would undo it"

@@ -222,18 +222,16 @@ def freeze_batch_norms(model: nn.Module, after: int = 0) -> Handle:
         if not module.training or not torch.is_grad_enabled():
             return
         seen += 1
-        if seen > after:
-            for norm in norms.values():
-                if norm.training:
-                    switched.add(id(norm))
-                    norm.training = False
+        training = [norm for norm in norms.values() if norm.training] if seen > after else []
+        switched.update(id(norm) for norm in training)
+        for norm in training:
+            norm.training = False
 
     hook = model.register_forward_pre_hook(before)
 
     def undo() -> None:
         hook.remove()
-        for norm in norms.values():
-            if id(norm) in switched:
-                norm.training = model.training
+        for norm in (norm for norm in norms.values() if id(norm) in switched):
+            norm.training = model.training
 
     return Handle(undo)
