@@ -18,7 +18,6 @@ ABSENT: dict[str, str] = {
     "aimet_torch.gptvq": f"{_LATER}; bitwright.torch.apply_gptq rounds weights with error feedback",
     "aimet_torch.experimental.omniquant": f"{_LATER}; bitwright.torch.smooth_model moves outliers into weights",
     "aimet_torch.experimental.fptquant": f"{_LATER}; bitwright.torch.rotate_model merges rotations into weights",
-    "aimet_torch.experimental.pgs": _LATER,
     "aimet_torch.experimental.c_round": "Bitwright rounds ties to even, as ONNX QuantizeLinear does",
     "aimet_torch.v1": "AIMET removed it in 2.30; use bitwright.aimet_torch itself",
     "aimet_torch.quantsim.check_accumulator_overflow": f"{_LATER} (AIMET announced its removal for 2.44); int32 biases are "
@@ -31,13 +30,6 @@ ABSENT: dict[str, str] = {
             for name in ("set_default_kernel", "get_default_kernel", "set_kernel", "get_kernel")
         ),
         "there are no kernels to plug in: run the exported model in ONNX Runtime",
-    ),
-    **dict.fromkeys(
-        (
-            "aimet_torch.nn.BaseQuantizationMixin.set_weight_quantizer_to_mxfp4_int8",
-            "aimet_torch.nn.BaseQuantizationMixin.set_weight_quantizer_to_nvfp4_int8",
-        ),
-        f"{_LATER}; bitwright.PRESETS['mxfp4'] is a preset of a simulation",
     ),
     "aimet_torch.quantsim.QuantizationSimModel.quantizer_state_dict": "ranges are no parameters; "
     "sim.save_checkpoint(folder) and sim.load_checkpoint(folder) keep quantizers and weights",

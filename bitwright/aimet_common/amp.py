@@ -10,7 +10,9 @@ from typing import Any
 
 from bitwright.aimet_common.defs import CallbackFunc
 from bitwright.errors import ConfigError
+from bitwright.mixed.result import MixedPrecision
 from bitwright.mixed.search import mixed_precision
+from bitwright.report.charts import points_chart, scores_chart, write_page
 
 
 class AMPSearchAlgo(Enum):
@@ -31,7 +33,8 @@ def choose(
 ) -> list[tuple[float, float, Any, float]]:
     """The Pareto list: (bit operations relative to the best candidate, metric, choice, predicted dB), the dearest first.
 
-    The simulation has the chosen precisions afterwards; ``results_dir`` gets ``pareto_list.json`` and ``accuracy_list.json``.
+    The simulation has the chosen precisions afterwards; ``results_dir`` gets ``pareto_list.json``,
+    ``accuracy_list.json`` and pages of both.
     """
     if not isinstance(evaluate, CallbackFunc) and not callable(evaluate):
         raise ConfigError(
@@ -62,4 +65,39 @@ def choose(
     (folder / "pareto_list.json").write_text(json.dumps(pareto[::-1], indent=1))
     rows = [[p.name, p.metric, p.costs["bit_ops"] / dear] for p in measured]
     (folder / "accuracy_list.json").write_text(json.dumps(rows, indent=1))
+    write_pages(result, folder, dear)
     return pareto[::-1]
+
+
+def write_pages(result: MixedPrecision, folder: Path, dearest: float) -> None:
+    """``pareto_curve.html`` and ``quantizer_group_sensitivity.html``, pages without scripts.
+
+    Args:
+        dearest: bit operations that costs are relative to.
+    """
+    name = str(result.metric["name"]) if result.metric is not None else "metric"
+    shown = {
+        f"{'front' if front else 'other'}: {p.name}": (p.costs["bit_ops"] / dearest, float(p.metric))
+        for front in (True, False)
+        for p in result.points
+        if p.front == front and p.metric is not None
+    }
+    fronts = {label: point for label, point in shown.items() if label.startswith("front")}
+    axes = ("relative bit operations", name)
+    write_page(
+        folder / "pareto_curve.html",
+        "Mixed precision: Pareto front",
+        points_chart(fronts, *axes, joined=True),
+        points_chart(shown, *axes, title="All points that were measured"),
+    )
+    by_candidate = {
+        candidate: {
+            group: values[candidate] for group, values in result.sensitivities.items() if candidate in values
+        }
+        for candidate in result.candidates
+    }
+    write_page(
+        folder / "quantizer_group_sensitivity.html",
+        "Mixed precision: SQNR of the outputs with one group alone at a precision, as estimated",
+        *(scores_chart(scores, "dB", candidate) for candidate, scores in by_candidate.items() if scores),
+    )

@@ -11,7 +11,7 @@ from bitwright import onnx as front
 from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_onnx._models import proto_of
 
-__all__ = ["BNLayer", "FoldedPairs", "fold_all_batch_norms_to_weight"]
+__all__ = ["BNLayer", "FoldedPairs", "find_all_batch_norms_to_fold", "fold_all_batch_norms_to_weight"]
 
 __getattr__ = absent_names(__name__)
 
@@ -47,3 +47,19 @@ def fold_all_batch_norms_to_weight(model: Any, **options: Any) -> tuple[FoldedPa
     for pairs in lists.values():
         pairs.report = report
     return lists["backward"], lists["forward"]
+
+
+def find_all_batch_norms_to_fold(connected_graph: Any) -> tuple[FoldedPairs, FoldedPairs]:
+    """What :func:`fold_all_batch_norms_to_weight` would fold, tried on a copy.
+
+    Args:
+        connected_graph: ``aimet_onnx.meta.connectedgraph.ConnectedGraph(model)``; or the model itself.
+
+    Returns:
+        Two lists of nodes: ``(layer, batch norm)`` of batch norms after their layers, ``(batch norm, layer)`` of those before
+        them.
+    """
+    after, before = fold_all_batch_norms_to_weight(copy.deepcopy(proto_of(connected_graph)), progress=False)
+    swapped = FoldedPairs((norm, layer) for layer, norm in before)
+    swapped.report = before.report
+    return after, swapped

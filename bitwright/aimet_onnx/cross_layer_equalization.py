@@ -75,6 +75,35 @@ class CrossLayerScaling:
         infos.report = report
         return infos
 
+    def scale_cls_set_with_conv_layers(self, cls_set: Any) -> Any:
+        """Equalize two layers (nodes, operators of a ConnectedGraph, or names) in place.
+
+        Returns:
+            What the channels between them were divided by.
+
+        Raises:
+            ModelError: it is no set of two, or they cannot be equalized, with the reason.
+        """
+        return self._scale(cls_set, 2)
+
+    def scale_cls_set_with_depthwise_layers(self, cls_set: Any) -> Any:
+        """Equalize three layers, the middle one depthwise, in place; two factors come back.
+
+        Raises:
+            ModelError: it is no set of three, or they cannot be equalized, with the reason.
+        """
+        return self._scale(cls_set, 3)
+
+    def scale_cls_set(self, cls_set: Any) -> Any:
+        """Equalize two or three layers in place."""
+        return self._scale(cls_set, len(cls_set))
+
+    def _scale(self, cls_set: Any, count: int) -> Any:
+        if not isinstance(cls_set, (tuple, list)) or len(cls_set) != count:
+            raise ModelError("cls_set", f"it is no tuple of {count} layers", "give the nodes in their order")
+        names = [layer if isinstance(layer, str) else layer.name for layer in cls_set]
+        return front.CrossLayerScaling(self._model).scale_cls_sets([names], progress=False)[0]
+
 
 class HighBiasFold:
     """High-bias absorption after equalization."""

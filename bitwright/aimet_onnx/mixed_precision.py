@@ -22,10 +22,10 @@ def choose_mixed_precision(
     clean_start: bool = True,
     forward_pass_callback: CallbackFunc | None = None,
     use_all_amp_candidates: bool = False,
-    phase2_reverse: bool = False,
     phase1_optimize: bool = True,
     amp_search_algo: AMPSearchAlgo = AMPSearchAlgo.Binary,
     *,
+    phase2_reverse: bool = False,
     data: Iterable[Any] | None = None,
 ) -> list[tuple[float, float, Any, float]]:
     """Choose the precision of every group of layers; see :func:`bitwright.mixed_precision`.

@@ -83,15 +83,15 @@ def compute_encodings(model: nn.Module) -> Iterator[None]:
     own = {id(site.quantizer) for r in _modules.below(model) for _, slot in r.slots() for site in slot.sites}
     own |= {id(site.quantizer) for r in _modules.below(model) for site in r.inside}
     others = [q for q in sim.quantizers.unique() if id(q) not in own]
-    frozen = [(q, q.frozen) for q in others]
-    for quantizer in others:
-        quantizer.frozen = True
+    kept = [(q, q.frozen, q.enabled) for q in others]
+    for quantizer, _, enabled in kept:  # what has no range yet cannot take part, and stays without one
+        quantizer.frozen, quantizer.enabled = True, enabled and quantizer.encoding is not None
     try:
         with _observed(sim):
             yield
     finally:
-        for quantizer, was in frozen:
-            quantizer.frozen = was
+        for quantizer, was, enabled in kept:
+            quantizer.frozen, quantizer.enabled = was, enabled
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from bitwright.aimet_common.grids import (
 )
 from bitwright.analysis.layer_outputs import names_of_export
 from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.numerics.affine import power_of_two_scale
 from bitwright.core.numerics.formats import FLOAT_FORMATS
 from bitwright.core.numerics.ranges import choose_range, needs
 from bitwright.core.numerics.statistics import Statistics, start, update
@@ -42,6 +43,8 @@ from bitwright.export.encodings.versions import read_encodings, write_encodings
 from bitwright.tables import Tabular, html_table
 from bitwright.torch.calls.trees import walk_modules
 from bitwright.torch.simulation import functional
+from bitwright.torch.simulation.fake_quantize import Grid as TensorGrid
+from bitwright.torch.training.pivot import PivotGradient
 
 __all__ = [
     "FLOAT32_SCALE",
@@ -56,12 +59,14 @@ __all__ = [
     "PerBlock",
     "PerChannel",
     "PerTensor",
+    "PivotGradient",
     "QuantSpec",
     "RangeMethod",
     "Site",
     "SiteMap",
     "Statistics",
     "Tabular",
+    "TensorGrid",
     "aimet_blocks",
     "aimet_shape",
     "broadcastable",
@@ -74,6 +79,7 @@ __all__ = [
     "grouped_scale_format",
     "html_table",
     "int_format",
+    "mxfp4_scales",
     "range_of_rows",
     "rewrite_encodings",
     "start_rows",
@@ -109,6 +115,18 @@ def broadcastable(values: Any, granularity: Granularity, shape: tuple[int, ...])
     if isinstance(granularity, PerChannel):
         values = values.reshape(granularity.broadcast_shape(shape))
     return torch.from_numpy(np.array(values, np.float32))
+
+
+def mxfp4_scales(weight: torch.Tensor, block_size: int) -> torch.Tensor:
+    """The power of two of every block of ``block_size`` input channels: ``[O, I / block_size, 1, ...]``.
+
+    Reference: OCP Microscaling Formats 1.0, section 6.3; a block of zeros has 1.
+    """
+    largest = weight.abs().flatten(2).amax(2) if weight.ndim > 2 else weight.abs()
+    blocks = largest.reshape(largest.shape[0], -1, block_size).amax(2).double().cpu().numpy()
+    scales = power_of_two_scale(np.where(blocks > 0, blocks, 4.0), FLOAT_FORMATS["float4_e2m1"])
+    shaped = np.asarray(scales, np.float32).reshape(*blocks.shape, *(1,) * (weight.ndim - 2))
+    return torch.from_numpy(shaped).to(weight.device)
 
 
 def exported_names(folder: str) -> dict[str, str]:

@@ -18,6 +18,18 @@ from bitwright.errors import ConfigError, ModelError
 
 RECORD = "_bitwright_quantizers"
 PUBLIC = ("param_quantizers", "input_quantizers", "output_quantizers")
+#: methods of quantized modules that the modules of a simulation have too
+METHODS = (
+    "compute_encodings",
+    "compute_param_encodings",
+    "export_input_encodings",
+    "export_output_encodings",
+    "export_param_encodings",
+    "fold_param_quantizers",
+    "get_original_module",
+    "set_weight_quantizer_to_mxfp4_int8",
+    "set_weight_quantizer_to_nvfp4_int8",
+)
 
 
 class Slot:

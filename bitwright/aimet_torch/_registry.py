@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from bitwright.aimet_common.absent import absence, absent_attribute
-from bitwright.aimet_torch import _modules
+from bitwright.aimet_torch import _block_floats, _modules
 from bitwright.errors import ModelError
 
 #: torch.nn class -> how many tensors it takes; one where it is not named
@@ -221,6 +221,26 @@ class BaseQuantizationMixin(metaclass=_Kind):
             if quantizer is not None:
                 own._parameters[name].copy_(quantizer(own._parameters[name]))
                 self.param_quantizers[name] = None
+
+    def set_weight_quantizer_to_mxfp4_int8(self, block_size: int = 32) -> None:
+        """Round the weight to MXFP4 and quantize it to int8 per channel.
+
+        Raises:
+            FormatError, GranularityError: (ValueErrors) another kind of layer, or blocks that do not divide it.
+        """
+        own: Any = self
+        _block_floats.set_weight_quantizer_to_mxfp4_int8(own, self.param_quantizers, block_size)
+
+    def set_weight_quantizer_to_nvfp4_int8(
+        self, scale_q: torch.Tensor, meta_scale: torch.Tensor | float
+    ) -> None:
+        """Round the weight to NVFP4 with given scales and quantize it to int8 per channel.
+
+        Raises:
+            FormatError, GranularityError: (ValueErrors) another kind of layer, or scales that do not fit it.
+        """
+        own: Any = self
+        _block_floats.set_weight_quantizer_to_nvfp4_int8(own, self.param_quantizers, scale_q, meta_scale)
 
     # -- encodings
 

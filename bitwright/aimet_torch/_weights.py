@@ -58,5 +58,5 @@ def original_model(model: nn.Module, qdq_weights: bool) -> nn.Module:
 def detach(model: nn.Module) -> None:
     """Take this layer's attributes off the modules of a model."""
     for _, module in walk_modules(model):
-        for name in (_modules.RECORD, *_modules.PUBLIC):
-            vars(module).pop(name, None)
+        for name in (_modules.RECORD, *_modules.PUBLIC, *_modules.METHODS):
+            vars(module).pop(name, None)  # what the module's class has is not in vars

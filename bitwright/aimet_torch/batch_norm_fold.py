@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,12 +11,21 @@ from torch import nn
 
 from bitwright import torch as front
 from bitwright.aimet_common.absent import absent_names
+from bitwright.aimet_common.connected_graph import GraphOp
 from bitwright.aimet_torch._core import walk_modules
 from bitwright.aimet_torch._layers import smallest_input
+from bitwright.aimet_torch.meta.connectedgraph import ConnectedGraph
 from bitwright.aimet_torch.quantsim import QuantizationSimModel
 from bitwright.errors import ModelError
 
-__all__ = ["FoldedPairs", "fold_all_batch_norms", "fold_all_batch_norms_to_scale", "fold_given_batch_norms"]
+__all__ = [
+    "FoldedPairs",
+    "find_all_batch_norms_to_fold",
+    "find_standalone_batchnorm_ops",
+    "fold_all_batch_norms",
+    "fold_all_batch_norms_to_scale",
+    "fold_given_batch_norms",
+]
 
 __getattr__ = absent_names(__name__)
 
@@ -111,8 +121,47 @@ def _refuse(problem: str) -> None:
     )
 
 
+def find_all_batch_norms_to_fold(
+    model: nn.Module, input_shapes: Any = None, dummy_input: Any = None
+) -> tuple[list[Pair], list[Pair]]:
+    """What :func:`fold_all_batch_norms` would fold, tried on a copy.
+
+    Returns:
+        ``(layer, batch norm)`` modules of the model: batch norms after their layers, and ``(batch norm, layer)`` of those
+        before them.
+    """
+    report = front.fold_all_batch_norms(
+        copy.deepcopy(model), input_shapes, _positional(dummy_input), progress=False
+    )
+    modules = dict(walk_modules(model))
+    after: list[Pair] = []
+    before: list[Pair] = []
+    for fold in report.folded:
+        for layer, norm in fold.pairs:
+            if fold.direction == "backward":
+                after.append((modules[layer], modules[norm]))
+            else:
+                before.append((modules[norm], modules[layer]))
+    return after, before
+
+
+def find_standalone_batchnorm_ops(connected_graph: ConnectedGraph) -> set[GraphOp]:
+    """The batch norms of a graph that cannot be folded.
+
+    Args:
+        connected_graph: ``aimet_torch.meta.connectedgraph.ConnectedGraph(model, model_input)``.
+    """
+    pairs = find_all_batch_norms_to_fold(connected_graph.model, dummy_input=connected_graph.model_input)
+    folded = {id(module) for several in pairs for pair in several for module in pair}
+    norms = [op for op in connected_graph.ordered_ops if op.type == "BatchNormalization"]
+    return {op for op in norms if id(op.get_module()) not in folded}
+
+
 class BatchNormFold:
     """The functions as methods of a class, as AIMET has them too."""
+
+    find_all_batch_norms_to_fold = staticmethod(find_all_batch_norms_to_fold)
+    find_standalone_batchnorm_ops = staticmethod(find_standalone_batchnorm_ops)
 
     fold_all_batch_norms_to_weight = staticmethod(fold_all_batch_norms)
     fold_given_batch_norms = staticmethod(fold_given_batch_norms)

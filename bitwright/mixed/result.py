@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ class MixedPrecision(Tabular):
         evaluations: of the metric; parts of the data count as parts.
         seconds: of the whole search.
         notes: what a reader should know.
+        sensitivities: group -> candidate -> SQNR of the outputs in dB with that group alone at that candidate, as estimated.
     """
 
     sim: Any = field(repr=False)
@@ -71,6 +72,7 @@ class MixedPrecision(Tabular):
     evaluations: float
     seconds: float
     notes: tuple[str, ...] = ()
+    sensitivities: Mapping[str, Mapping[str, float]] = field(default_factory=dict, repr=False)
 
     _rows = "points"
 
@@ -103,6 +105,7 @@ class MixedPrecision(Tabular):
                 {"name": g.name, "layers": list(g.layers), "sites": list(g.sites), "refused": dict(g.refused)}
                 for g in self.groups
             ],
+            "sensitivities": plain(self.sensitivities),
             "points": [_finite(plain(p)) for p in self.points],
             "chosen": None if self.chosen is None else _finite(plain(self.chosen)),
             "evaluations": self.evaluations,
@@ -157,3 +160,11 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
 def decibel(noise: float) -> float:
     """SQNR of a ratio of noise to signal."""
     return math.inf if noise <= 0 else -10 * math.log10(noise)
+
+
+def alone(groups: Sequence[Group], names: Sequence[str], noise: Any) -> dict[str, dict[str, float]]:
+    """SQNR in dB of each group alone at each of its candidates; ``noise`` is ``[groups, candidates]``."""
+    return {
+        group.name: {names[c]: decibel(float(noise[i, c])) for c in group.candidates}
+        for i, group in enumerate(groups)
+    }

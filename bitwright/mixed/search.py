@@ -22,7 +22,7 @@ from bitwright.mixed.costs import Bits, Cost, all_costs
 from bitwright.mixed.groups import Group, find_groups, operands, planned_bits
 from bitwright.mixed.library import Library, noise_table
 from bitwright.mixed.measure import Metric, Noise, Score
-from bitwright.mixed.result import MixedPrecision, Point, decibel
+from bitwright.mixed.result import MixedPrecision, Point, alone, decibel
 from bitwright.mixed.start import simulation_of
 
 logger = logging.getLogger("bitwright")
@@ -481,6 +481,7 @@ class _Search:
             metric.evaluations if metric is not None else 0.0,
             time.monotonic() - self._begin,
             tuple(self.notes),
+            alone(self.groups, [c.name for c in self.candidates], self.correction.noise()),
         )
 
     def _last_word(self, goal: _Goal, book: _Book) -> tuple[_Seen | None, dict[str, Any] | None]:

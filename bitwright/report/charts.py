@@ -72,6 +72,50 @@ def ranges_chart(ranges: Mapping[str, tuple[float, float]], title: str = "") -> 
     return heading + _svg(lines, f"{low:.4g}", f"{high:.4g}") + html_table(("name", "min", "max"), rows)
 
 
+def points_chart(
+    points: Mapping[str, tuple[float, float]], across: str, up: str, *, joined: bool = False, title: str = ""
+) -> str:
+    """A dot per name over two axes, and a table.
+
+    Args:
+        points: name -> (across, up).
+        across, up: what the axes are.
+        joined: draw a line from dot to dot, from left to right.
+
+    >>> "<circle" in points_chart({"w8a8": (0.5, 0.9), "w4a8": (0.3, 0.8)}, "cost", "accuracy")
+    True
+    """
+    finite = {name: point for name, point in points.items() if all(map(math.isfinite, point))}
+    left, right = _ends([x for x, _ in finite.values()])
+    low, high = _ends([y for _, y in finite.values()])
+    places = [
+        (name, x, y, 10 + (x - left) / (right - left) * (_WIDE - 20), _scaled(y, low, high))
+        for name, (x, y) in sorted(finite.items(), key=lambda item: item[1])[:_MOST]
+    ]
+    marks = [
+        f'<circle class="bar" r="4" cx="{at:.1f}" cy="{top:.1f}"><title>{escape(name)}: {across} {x:.6g}, {up} {y:.6g}'
+        "</title></circle>"
+        for name, x, y, at, top in places
+    ]
+    if joined:
+        path = " ".join(f"{at:.1f},{top:.1f}" for *_, at, top in places)
+        marks.insert(0, f'<polyline class="span" fill="none" points="{path}"/>')
+    rows = [(name, f"{x:.6g}", f"{y:.6g}") for name, (x, y) in points.items()]
+    heading = f"<h2>{escape(title)}</h2>" if title else ""
+    ends = (f"{left:.4g}", f"{right:.4g} {across}")
+    return (
+        heading
+        + _svg(marks, f"{low:.4g}", f"{high:.4g} {up}", *ends)
+        + html_table(("name", across, up), rows)
+    )
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """Lowest and highest, never equal."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
 def histogram_chart(edges: Sequence[float], counts: Sequence[float]) -> str:
     """Bars of a histogram over the axis of the values."""
     low, high, most = edges[0], edges[-1], max(max(counts, default=1), 1)

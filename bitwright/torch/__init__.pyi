@@ -60,4 +60,5 @@ from bitwright.torch.training import distillation_loss as distillation_loss
 from bitwright.torch.training import fold_all_batch_norms_to_scale as fold_all_batch_norms_to_scale
 from bitwright.torch.training import freeze_batch_norms as freeze_batch_norms
 from bitwright.torch.training import parameter_groups as parameter_groups
+from bitwright.torch.training import pivot_gradients as pivot_gradients
 from bitwright.torch.training import reestimate_bn_stats as reestimate_bn_stats

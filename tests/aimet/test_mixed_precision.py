@@ -68,6 +68,10 @@ def test_the_pareto_list_of_torch(tmp_path: Path) -> None:
     assert found and json.loads((tmp_path / "pareto_list.json").read_text())[0][0] == found[0][0] <= 1
     assert json.loads((tmp_path / "accuracy_list.json").read_text())
     assert right("torch")(sim.model) >= right("torch")(trained()) - 0.051
+    curve = (tmp_path / "pareto_curve.html").read_text()
+    assert curve.count("<svg") == 2 and curve.count("<circle") >= 2 * len(found) and "<script" not in curve
+    page = (tmp_path / "quantizer_group_sensitivity.html").read_text()
+    assert page.count("<svg") == 3 and "<td>stem" in page
 
 
 def test_the_pareto_list_of_onnx(tmp_path: Path) -> None:

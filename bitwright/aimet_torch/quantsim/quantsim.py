@@ -26,8 +26,10 @@ from bitwright.aimet_torch import _modules
 from bitwright.aimet_torch._calibration import calibrate, calibrate_parameters
 from bitwright.aimet_torch._core import RangeMethod, SiteMap, find_range_method, walk_modules
 from bitwright.aimet_torch._encodings import load_encodings
+from bitwright.aimet_torch._module_calls import attach_calls
 from bitwright.aimet_torch._registry import check_plain
 from bitwright.aimet_torch._sites import view_of
+from bitwright.aimet_torch.experimental.pgs import pivoted
 from bitwright.errors import ConfigError, ModelError
 
 __all__ = [
@@ -117,7 +119,11 @@ class QuantizationSimModel(front.QuantizationSimModel):
     def show_quantizers(self) -> None:
         """Put the quantizers of all sites on the modules they belong to."""
         self.quantizers = Quantizers(dict(self.quantizers))
+        for site in self.quantizers.values():
+            own: Any = site.quantizer
+            own.pivot = pivoted
         _modules.attach(self)
+        attach_calls(self)
 
     @property
     def calibrated(self) -> bool:

@@ -13,7 +13,7 @@ gate, and activations that cut at fixed bounds (ReLU6), whose bounds are divided
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,6 +199,7 @@ def equalize(
     statistics: Mapping[str, tuple[Array, Array]] | None = None,
     data: Iterable[Any] | None = None,
     absorb_bias: bool = False,
+    only: Set[tuple[str, str]] | None = None,
     bar: Bar = no_bar,
 ) -> EqualizeReport:
     """Equalize every group of layers that can be, leaving the function of the model as it is.
@@ -212,6 +213,7 @@ def equalize(
             give both weights the same ranges.
         data: batches to measure the statistics of the other layers on; not run where there are none.
         absorb_bias: also absorb high biases, where the statistics of the layer are known. That changes the function a little.
+        only: (layer, the layer that reads it) of the groups that are equalized; all with ``None``.
         bar: shows checks and rounds.
 
     Returns:
@@ -222,6 +224,8 @@ def equalize(
     """
     layers = Layers(view.graph())
     groups, refused = equalizable(view, layers)
+    if only is not None:
+        groups = [group for group in groups if not only.isdisjoint(_links(group))]
     known = dict(statistics or {})
     unknown = [g for g in groups if len(g.producers) == 1 and channels_of(layers.graph, g, known) is None]
     if data is not None and unknown:
@@ -255,6 +259,11 @@ def equalize(
             report.undo()
             raise
     return report
+
+
+def _links(group: Group) -> list[tuple[str, str]]:
+    """Every (producer, consumer) of a group."""
+    return [(producer.op, consumer.op) for producer in group.producers for consumer, _ in group.consumers]
 
 
 def absorb_biases(

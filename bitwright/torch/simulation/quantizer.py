@@ -37,6 +37,7 @@ class Quantizer(core.Quantizer):
 
     Attributes:
         learned: the parameters its range is trained by, from which :attr:`encoding` follows; ``None`` for a fixed range.
+        pivot: what is done to the gradients of its input (:mod:`bitwright.torch.training.pivot`); ``None`` for nothing.
     """
 
     def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
@@ -44,6 +45,7 @@ class Quantizer(core.Quantizer):
         self._grids: dict[tuple[Any, ...], tuple[Encoding, Grid]] = {}
         self._kept: tuple[torch.Tensor, Encoding, torch.Tensor] | None = None
         self.learned: LearnedRange | None = None
+        self.pivot: Callable[[torch.Tensor, Grid], torch.Tensor] | None = None
 
     def learn(self, *, offset: bool) -> LearnedRange:
         """Make the range trainable from the present encoding on; parameters that are there already stay."""
@@ -55,6 +57,7 @@ class Quantizer(core.Quantizer):
         """Go on in the place of ``other``, learned range included; with ``encoding`` instead of its own."""
         self._spec, self._enabled, self.frozen = other._spec, other._enabled, other.frozen
         self.why_float, self.why_spec, self.statistics = other.why_float, other.why_spec, other.statistics
+        self.pivot = other.pivot
         self.learned = None
         self._set_encoding(other._encoding)
         self.learned = other.learned
@@ -99,6 +102,7 @@ class Quantizer(core.Quantizer):
         """``x`` on the grid; ``overwrite`` lets the result take the memory of ``x``. Without elements it needs no grid."""
         if self._encoding is None and not x.numel():
             return x
+        x = self._pivoted(x)
         if self.learned is not None and self._encoding is not None and torch.compiler.is_dynamo_compiling():
             return self.learned.traced(x, weight=self.role == "weight")
         encoding = self.required
@@ -107,6 +111,13 @@ class Quantizer(core.Quantizer):
         if self.learned is not None and torch.is_grad_enabled():
             return self.learned(x, self._grid(x, encoding), weight=self.role == "weight")
         return fake_quantize(x, encoding, self._grid(x, encoding), overwrite=overwrite)
+
+    def _pivoted(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, with the gradient that :attr:`pivot` makes of its own."""
+        if self.pivot is None or not x.requires_grad or not torch.is_grad_enabled():
+            return x
+        grid = self._grid(x, self.required)
+        return x if grid is None or self.role == "bias" else self.pivot(x, grid)
 
     def _bias(self, x: torch.Tensor, encoding: Encoding) -> torch.Tensor:
         """``core.bias.fake_quantize_bias`` in torch, the arithmetic of the artefact; the gradient is the identity."""
@@ -177,8 +188,9 @@ def side_by_side(
         ``None`` where an encoding has more than one scale or no fast path, or ``like`` is traced.
     """
     encodings = [quantizer.required for quantizer in quantizers]
-    if torch.is_grad_enabled() and any(quantizer.learned is not None for quantizer in quantizers):
-        return None  # the gradient of each range is taken apart from the others
+    apart = any(quantizer.learned is not None or quantizer.pivot is not None for quantizer in quantizers)
+    if torch.is_grad_enabled() and apart:
+        return None  # the gradients at each range are taken apart from the others
     if not is_plain(like) or not all(e.scale.ndim == 0 and is_fast(e) for e in encodings):
         return None
     grid = columns_grid(encodings, like)

@@ -9,6 +9,7 @@ from bitwright.torch.training.distill import Distillation, distillation_loss
 from bitwright.torch.training.guard import TrainingGuard
 from bitwright.torch.training.oscillation import WeightFreezing, dampening_loss
 from bitwright.torch.training.partial import parameter_groups
+from bitwright.torch.training.pivot import pivot_gradients
 
 __all__ = [
     "Distillation",
@@ -19,5 +20,6 @@ __all__ = [
     "fold_all_batch_norms_to_scale",
     "freeze_batch_norms",
     "parameter_groups",
+    "pivot_gradients",
     "reestimate_bn_stats",
 ]

@@ -1,0 +1,1 @@
+"""``aimet_onnx.meta``."""

@@ -1,0 +1,1 @@
+"""``aimet_torch.meta``."""
