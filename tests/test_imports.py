@@ -39,7 +39,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "onnx": (FRONT_END | {"algorithms", "methods"}, NUMPY | ONNX | FILES_OUT),
     # works on the steps of either front end, which are torch functions; loaded when an analysis runs
     "analysis": (
-        FRONT_END | {"algorithms", "torch", "onnx", "report"},
+        FRONT_END | {"algorithms", "methods", "torch", "onnx", "report"},
         NUMPY | FILES_OUT | {"torch", "scipy", "pandas"},
     ),
     # documents are plain data; who makes them is loaded when asked for

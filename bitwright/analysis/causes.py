@@ -48,6 +48,7 @@ CAUSES = {
     "range_too_wide": "the grid is wider than the values",
     "outlier_weight_channel": "a few channels of a weight are far larger than the rest, on one scale",
     "disparate_channels": "channels of a weight differ widely, on one scale",
+    "disparate_inputs": "input channels of a weight differ widely, under one scale",
     "outlier_channels": "a few channels of an activation are far larger than the rest",
     "few_bits": "the grid has few steps",
     "few_codes": "nearly all values share a few codes",
@@ -207,7 +208,25 @@ def _activation_channels(seen: _Seen) -> Cause | None:
         return None
     worst = int(reach.argmax())
     text = f"channel {worst} reaches {ratio:.0f} times the median channel, and all share one scale"
-    return _cause("outlier_channels", seen, text, ("16_bits", "smooth"), ratio=ratio, channel=worst)
+    tries = ("16_bits", _balance(seen))
+    return _cause("outlier_channels", seen, text, tries, ratio=ratio, channel=worst)
+
+
+def _balance(seen: _Seen) -> str:
+    """What moves scales between the channels of an activation: between convolutions, or in front of linear layers."""
+    place = seen.site.channels.place
+    return "equalize" if place is not None and place.axis < -1 else "smooth"
+
+
+def _weight_inputs(seen: _Seen) -> Cause | None:
+    reach = seen.values.input_reach
+    if reach is None or (ratio := float(reach.max()) / _median(reach)) < _DISPARATE:
+        return None
+    if _weight_channels(seen) is not None:  # one large element stands in a row and in a column
+        return None
+    text = f"its input channels share scales, and the largest is {ratio:.0f} times the median"
+    balance = "equalize" if seen.op.type.startswith("Conv") else "smooth"
+    return _cause("disparate_inputs", seen, text, ("seq_mse", "gptq", balance), ratio=ratio)
 
 
 def _bits(seen: _Seen) -> Cause | None:
@@ -257,7 +276,8 @@ def _dead(seen: _Seen) -> Cause | None:
 
 
 _OF_SITES: tuple[Rule, ...] = (
-    _clipping, _too_wide, _weight_channels, _activation_channels, _bits, _codes, _softmax, _output_grid, _dead,
+    _clipping, _too_wide, _weight_channels, _activation_channels, _bits, _codes, _softmax, _output_grid, _weight_inputs,
+    _dead,
 )  # fmt: skip
 
 

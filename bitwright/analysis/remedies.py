@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from bitwright.analysis.adjusted import Adjustment
 from bitwright.analysis.judged import Judged
 from bitwright.analysis.result import Analysis, LayerRow, RemedyRow
 from bitwright.analysis.site_values import calibrated_bounds
@@ -21,8 +21,6 @@ from bitwright.errors import BitwrightError, ConfigError
 if TYPE_CHECKING:
     from bitwright.algorithms.rounding.program import SimulatedModel
     from bitwright.analysis.site_values import SiteValues
-
-logger = logging.getLogger("bitwright")
 
 _WORTH = 0.1  # dB that a remedy must bring to be kept; less is luck
 _NAMES = ("per_channel", "8_bits", "16_bits", "minmax", "mse", "seq_mse", "gptq")
@@ -48,9 +46,9 @@ class Trials:
         """See :func:`try_remedies`."""
         return try_remedies(self, analysis, n, keep=keep)
 
-    def measure(self) -> tuple[float, float | None]:
-        """SQNR of the outputs in dB, and the metric, of the simulation as it stands."""
-        judged = self.judged()
+    def measure(self, judged: Judged | None = None) -> tuple[float, float | None]:
+        """SQNR of the outputs in dB, and the metric, of the simulation as it stands; or of another that is judged."""
+        judged = judged or self.judged()
         for batch, labels in zip(self.batches, judged.labels, strict=True):
             judged.batch(batch, labels)
         metric = judged.whole.metric
@@ -75,8 +73,9 @@ def try_remedies(
         keep: leave the simulation with the remedies that were kept; otherwise it is as it was.
 
     Returns:
-        One row per remedy tried. Those of the float model (equalize, smooth) come before the simulation is made and have
-        none.
+        One row per remedy tried. Those of the float model (equalize, smooth) come last, each measured on a simulation of its
+        own: see :mod:`bitwright.analysis.adjusted`. They are never kept, because they come before the simulation is made.
+        What was suggested and could not be tried is in the notes of ``analysis``.
 
     Raises:
         ConfigError: ``n`` is not positive.
@@ -85,23 +84,26 @@ def try_remedies(
     if n < 1:
         raise ConfigError("try_remedies", f"{n} layers are none", "give at least 1")
     rows: list[RemedyRow] = []
+    adjustment = Adjustment(trials.subject, trials.batches, trials.judged, trials.measure)
     with trials.subject.exclusive():
+        adjusted, notes = adjustment.rows(analysis.worst(n))
         restore = trials.subject.remember(parameters=True)
         done = False
         try:
             now = trials.measure()
             for layer in analysis.worst(n):
-                tried, now = _layer(trials, layer, now)
+                tried, now = _layer(trials, layer, now, notes)
                 rows += tried
             done = True
         finally:
             if not (keep and done):
                 restore()
-    return tuple(rows)
+    analysis.notes = tuple(dict.fromkeys((*analysis.notes, *notes)))
+    return (*rows, *adjusted)
 
 
 def _layer(
-    trials: Trials, layer: LayerRow, before: tuple[float, float | None]
+    trials: Trials, layer: LayerRow, before: tuple[float, float | None], notes: list[str]
 ) -> tuple[list[RemedyRow], tuple[float, float | None]]:
     """Try what one layer's causes suggest, and leave the best of it."""
     rows: list[RemedyRow] = []
@@ -114,7 +116,7 @@ def _layer(
                     continue
                 after = trials.measure()
             except BitwrightError as error:
-                logger.info("%s is not tried at %s: %s", remedy, site.name, error)
+                notes.append(f"{remedy} was not tried at {site.name}: {error.problem}")
                 continue
             finally:
                 kept = trials.subject.remember(parameters=True)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bitwright.core.graph.ops import resolve_granularity
+from bitwright.core.graph.ops import resolve_granularity, weight_axes
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
@@ -41,6 +41,7 @@ class SiteValues:
             counted at the ends.
         codes: histogram of the codes over the grid.
         channel_low, channel_high: of each channel, where the graph tells which axis counts them.
+        input_reach: of a weight, the largest magnitude that meets each of its input channels.
     """
 
     site: Site
@@ -55,6 +56,7 @@ class SiteValues:
     codes: NDArray[np.int64] | None = None
     channel_low: NDArray[np.float64] | None = None
     channel_high: NDArray[np.float64] | None = None
+    input_reach: NDArray[np.float64] | None = None
 
     def add(self, x: Tensor, quantized: Tensor) -> None:
         """Count a tensor and what the site's quantizer makes of it."""
@@ -78,6 +80,7 @@ class SiteValues:
         self._add_histogram(thin.cpu().double().numpy())
         if whole:
             self._add_channels(x)
+            self._add_inputs(x)
 
     def _add_errors(
         self, x: Tensor, error: Tensor, finite: Tensor | None, encoding: Encoding, bounds: tuple[float, float]
@@ -143,6 +146,12 @@ class SiteValues:
                 return
             low, high = np.minimum(low, self.channel_low), np.maximum(high, self.channel_high)
         self.channel_low, self.channel_high = low, high
+
+    def _add_inputs(self, x: Tensor) -> None:
+        axis = summed_axis(self.site, x.ndim)
+        if axis is not None and x.ndim > 1 and 1 < x.shape[axis] <= _CHANNELS:
+            rest = [i for i in range(x.ndim) if i != axis]
+            self.input_reach = x.abs().amax(rest).cpu().double().numpy()
 
     # -- what follows
 
@@ -222,4 +231,13 @@ def channel_axis(site: Site, rank: int) -> int | None:
     op, value = site._graph.op(site.op), site._graph.values[site.value]
     granularity = resolve_granularity(op.type, op.attrs, site.port, PerChannel(), value.shape)
     axis = granularity.axis if isinstance(granularity, PerChannel) else None
+    return axis if axis is not None and axis < rank else None
+
+
+def summed_axis(site: Site, rank: int) -> int | None:
+    """The axis of a weight that a product sums over; ``None`` of anything else."""
+    if site.role != "weight":
+        return None
+    op = site._graph.op(site.op)
+    axis = weight_axes(op.type, op.attrs, site.port, rank)[1]
     return axis if axis is not None and axis < rank else None

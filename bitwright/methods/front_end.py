@@ -88,6 +88,12 @@ class FrontEnd(Protocol):
     ) -> FoldReport:
         """Fold batch norms for good."""
 
+    def float_model(self, sim: Any) -> Any:
+        """The float model of a simulation, as a copy that may be changed."""
+
+    def simulated_as(self, sim: Any, model: Any) -> Any:
+        """A simulation of ``model`` under the rules of ``sim`` and with what its sites are asked for; not calibrated."""
+
     def correctable(self, sim: Any, reference: Any = None) -> Correctable:
         """A simulation as bias correction sees it; ``reference`` is the float model that is its goal."""
 

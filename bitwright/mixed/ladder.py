@@ -48,6 +48,7 @@ _MIXED = Trial("mixed", "w8a16", mixed=("w8a8", "w8a16", "w4a8", "w4a16"), why="
 _DIRECTED: dict[str, tuple[str, ...]] = {
     "outlier_channels": ("fold", "smooth", "widen"),
     "disparate_channels": ("fold", "equalize", "bias_correction"),
+    "disparate_inputs": ("fold", "equalize", "bias_correction"),
     "outlier_weight_channel": ("fold", "equalize", "bias_correction"),
     "softmax_input": ("fold", "widen"),
     "few_bits": ("fold", "adaround"),

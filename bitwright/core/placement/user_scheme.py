@@ -68,7 +68,7 @@ def bit_widths(first: str, second: str) -> Callable[[Callable[P, None]], Callabl
 def make_rules(
     quant_scheme: str | QuantScheme | RangeMethod | None = None,
     preset: str | Preset | None = None,
-    config_file: str | Path | dict[str, Any] | None = None,
+    config_file: str | Path | dict[str, Any] | Rules | None = None,
     *,
     param_bw: int = 8,
     output_bw: int = 8,
@@ -80,7 +80,8 @@ def make_rules(
     Args:
         quant_scheme: range method of weights and activations; ``None`` leaves the preset's.
         preset: base specs; ``None`` makes them from the bit widths.
-        config_file: see :func:`bitwright.core.placement.config.load_config`; ``None`` means our default rules.
+        config_file: see :func:`bitwright.core.placement.config.load_config`; ``None`` means our default rules;
+            rules of another simulation are taken as they are, and nothing else of the arguments is.
         param_bw, output_bw, data_type: bits of weights and of activations, integer or float.
         names: what the front end calls the two widths, for messages.
 
@@ -88,6 +89,8 @@ def make_rules(
         FormatError: an impossible bit width.
         ConfigError: an unknown scheme or preset, or a configuration that cannot be read.
     """
+    if isinstance(config_file, Rules):
+        return config_file
     method = _method(quant_scheme)
     if preset is None:
         preset = _preset(param_bw, output_bw, data_type, names)

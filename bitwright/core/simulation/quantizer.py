@@ -119,6 +119,12 @@ class Quantizer:
             lo, hi = encoding.min, encoding.max
             self.encoding = affine.encode(lo, hi, self._spec, encoding.granularity, self.name)
 
+    def ask_as(self, other: Quantizer) -> None:
+        """Ask for what another quantizer is asked for; what calibration decided there is left to the next one."""
+        self.spec, self.keeps_histogram = other.spec, other.keeps_histogram
+        self.enabled = other.enabled or bool(other.why_float)
+        self.why_spec = other.why_spec
+
     def release(self, why: str) -> None:
         """Leave its values in float, calibrated anew or not; ``why`` stands in the coverage."""
         self.enabled = False

@@ -293,6 +293,13 @@ class SiteMap(Tabular, Mapping[str, Any]):
 
         return restore
 
+    def ask_as(self, other: SiteMap) -> None:
+        """Ask for what the sites of the same name and role in another simulation are asked for."""
+        for quantizer in self.unique():
+            site = other._sites.get(quantizer.name)
+            if site is not None and site.role == quantizer.role:
+                quantizer.ask_as(site.quantizer)
+
     def reconsider(self) -> None:
         """Switch on again what the last calibration left in float: more data may decide otherwise."""
         for quantizer in self.unique():

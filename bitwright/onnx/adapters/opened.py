@@ -18,6 +18,7 @@ from bitwright.core.health.repair import Repair
 from bitwright.core.simulation.protocols import Array, sqnr
 from bitwright.errors import ConfigError, ModelError
 from bitwright.export.files.value_types import restore_types
+from bitwright.export.qdq.markers import strip_sites
 from bitwright.export.verify.outputs import arrays_of
 from bitwright.onnx.adapters.bias_correct import OnnxCorrectable
 from bitwright.onnx.adapters.folding import fold_batch_norms
@@ -103,6 +104,22 @@ def fold(
     report = _folded(loaded, feeds, providers, progress)
     give_back(loaded, model)
     return report
+
+
+def float_model(sim: QuantizationSimModel) -> ir.Model:
+    """See :class:`bitwright.methods.front_end.FrontEnd`; the arrays of weights are shared until they change."""
+    return strip_sites(sim.marked).model
+
+
+def simulated_as(sim: QuantizationSimModel, model: Source) -> QuantizationSimModel:
+    """See :class:`bitwright.methods.front_end.FrontEnd`."""
+    rules: Any = sim.rules
+    found = QuantizationSimModel(
+        model, sim.example(), config_file=rules, providers=sim.providers,
+        memory_budget=sim.memory_budget, threads=sim.threads,
+    )  # fmt: skip
+    found.quantizers.ask_as(sim.quantizers)
+    return found
 
 
 def correctable(sim: QuantizationSimModel, reference: Source | None = None) -> OnnxCorrectable:

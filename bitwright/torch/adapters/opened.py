@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -93,6 +94,21 @@ def correctable(sim: QuantizationSimModel, reference: nn.Module | None = None) -
     if reference is None:
         return TorchCorrectable(sim)
     return TorchCorrectable(sim, QuantizationSimModel(reference, sim.examples[0], examples=sim.examples[1:]))
+
+
+def float_model(sim: QuantizationSimModel) -> nn.Module:
+    """See :class:`bitwright.methods.front_end.FrontEnd`."""
+    return copy.deepcopy(sim).remove()
+
+
+def simulated_as(sim: QuantizationSimModel, model: nn.Module) -> QuantizationSimModel:
+    """See :class:`bitwright.methods.front_end.FrontEnd`; ``model`` is simulated in place."""
+    rules: Any = sim.rules
+    found = QuantizationSimModel(
+        model, sim.examples[0], in_place=True, config_file=rules, examples=sim.examples[1:]
+    )
+    found.quantizers.ask_as(sim.quantizers)
+    return found
 
 
 def steppable(sim: QuantizationSimModel, forward_fn: Forward | None) -> TorchSimulation:
