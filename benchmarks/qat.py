@@ -1,16 +1,19 @@
 """What training the quantized model gains over post-training methods: one table, one thread.
 
-    python benchmarks/qat.py --results qat.jsonl                     # everything, hours on one core
-    python benchmarks/qat.py --results qat.jsonl --models lstm_char --presets w4a4 --seeds 0
-    python benchmarks/qat.py --results qat.jsonl --only-table --markdown benchmarks/results/qat.md
+    python benchmarks/qat.py --folder runs                           # everything, hours on one core
+    python benchmarks/qat.py --folder runs --models lstm_char --presets w4a4
+    python benchmarks/qat.py --folder runs --files                   # what was trained, exported, in ONNX Runtime
+    python benchmarks/qat.py --folder runs --only-table --markdown benchmarks/results/qat.md
 
-Every number is appended to the results file when it is there, and not measured again. All trained rows of a network take
-the same steps on the same batches, start from the post-training recipe's simulation, and use one learning rate for every
-network and row. The rates and the recipe were changed once after a first run on seed 0 had been scored on the test data (see
-the note below the table), so they are not blind to it; no row is picked by its score. Every quantizer has the bits of the
-preset, the first and the last layer's too: the recipe is the default one without its steps that widen. The rows "live batch
-norms" keep the batch norms in training, start from nearest rounding, and are folded into the weights' scales before the
-score is taken. Needs the developer data set (see tests/support/data.py).
+Nothing is chosen by test data. A part of every network's training data is held out: no calibration and no training step sees
+it. On it, and on one draw, a post-training recipe is chosen from ``RECIPES``, and for each way of training a learning rate from
+``RATES``; ranges have ten times the rate of the model. Then three other draws are calibrated and trained with these choices, and
+each result is scored on the test data once. All trained rows of a network take the same steps on the same batches and start from
+the chosen recipe's simulation; those with live batch norms start from ranges of least squared error.
+
+Every quantizer has the bits of the preset, the first and the last layer's too: recipes are without the step that widens. A number
+is appended to ``results.jsonl`` of the folder when it is there, and not measured again. What the first draw trained is kept as a
+checkpoint. Needs the developer data set (see tests/support/data.py).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import json
 import logging
 import statistics
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -32,29 +36,39 @@ from typing import Any
 import measure  # first: it puts the repository on the path
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
+from bitwright.export.targets import DEFAULT_TARGET, rules_for
 from bitwright.torch import (
     Distillation,
     QuantizationSimModel,
     TrainingGuard,
+    fold_all_batch_norms,
     fold_all_batch_norms_to_scale,
     quantize,
     reestimate_bn_stats,
 )
 from tests.support import data
 
-RATE, RANGE_RATE = 5e-4, 3e-3
-# the default recipe without the steps that give sites more bits than the preset or leave them in float
-RECIPE = ("fold", "smooth", "activation_ranges", "seq_mse", "gptq")
+RATES = (1e-4, 3e-4, 1e-3)
+RANGE_RATE = 10.0  # times the rate of the model
+# the default recipe without the steps that give sites more bits than the preset or leave them in float, and what may replace gptq
+_BASE: tuple[Any, ...] = ("fold", "smooth", "activation_ranges", "seq_mse")
+RECIPES: tuple[tuple[Any, ...], ...] = (
+    (*_BASE, "gptq"),
+    (*_BASE, "gptq", "bias_correction"),
+    (*_BASE, {"adaround": {"iterations": 300, "seed": 0}}),
+)
 PRESETS = {
-    "w4a8": Preset(weight_spec("int4"), activation_spec("uint8")),
     "w4a4": Preset(weight_spec("int4"), activation_spec("uint4")),
+    "w4a8": Preset(weight_spec("int4"), activation_spec("uint8")),
     "w3a8": Preset(weight_spec("int3"), activation_spec("uint8")),
     "w2a4": Preset(weight_spec("int2"), activation_spec("uint4")),
 }
-UNTRAINED = ("nearest", "recipe")
+DRAWS = (1, 2, 3)
+CHOOSING = 0  # the draw that choices are made on
 TRAINED = ("fixed", "learned", "distilled")
 LIVE = ("live", "re-estimated")
 NAMES = {
@@ -96,23 +110,46 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+Batch = tuple[Tensor, Tensor]
+
+
 @dataclass(frozen=True)
 class Subject:
-    """A network with its data: steps of training, examples per step, and which direction of the metric is better."""
+    """A network with its data.
+
+    Attributes:
+        model: makes it.
+        batches: ``(seed, steps, batch)`` -> training batches.
+        calibration: ``seed`` -> batches without labels.
+        score: of a model on ``"validation"`` or ``"test"``.
+        steps, batch: of training.
+        metric: its name.
+        higher: whether more of it is better.
+        batch_norms: whether the rows with live batch norms exist.
+    """
 
     model: Callable[[], nn.Module]
-    batches: Callable[[int, int, int], Iterator[tuple[Tensor, Tensor]]]
+    batches: Callable[[int, int, int], Iterator[Batch]]
     calibration: Callable[[int], list[Tensor]]
-    score: Callable[[nn.Module], float]
+    score: Callable[[Callable[[Tensor], Any], str], float]
     steps: int
     batch: int
     metric: str
+    higher: bool = False
     batch_norms: bool = False
 
 
-def _pictures(seed: int, steps: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+HELD_OUT = 1000  # pictures of 4000
+
+
+def _pictures_of(split: str) -> data.Images:
+    images = data.cifar("test" if split == "test" else "train")
+    return {"train": images[:-HELD_OUT], "validation": images[-HELD_OUT:], "test": images}[split]
+
+
+def _pictures(seed: int, steps: int, batch: int) -> Iterator[Batch]:
     """Training pictures in random order, mirrored and moved by up to two pixels at random."""
-    images, generator = data.cifar("train"), torch.Generator().manual_seed(seed)
+    images, generator = _pictures_of("train"), torch.Generator().manual_seed(seed)
     for _ in range(steps):
         chosen = torch.randint(len(images), (batch,), generator=generator)
         flip, dy, dx = (int(torch.randint(n, (), generator=generator)) for n in (2, 5, 5))
@@ -120,16 +157,42 @@ def _pictures(seed: int, steps: int, batch: int) -> Iterator[tuple[Tensor, Tenso
         yield (x.flip(-1) if flip else x).contiguous(), images.y[chosen]
 
 
-def _characters(seed: int, steps: int, batch: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    text, generator = data.shakespeare("train"), torch.Generator().manual_seed(seed)
+@functools.cache
+def _text(split: str) -> Tensor:
+    """The last twentieth of the training text is held out."""
+    text = data.shakespeare("test" if split == "test" else "train")
+    cut = len(text) * 19 // 20
+    return {"train": text[:cut], "validation": text[cut:], "test": text}[split]
+
+
+def _characters(seed: int, steps: int, batch: int, length: int = 64) -> Iterator[Batch]:
+    text, generator = _text("train"), torch.Generator().manual_seed(seed)
     for _ in range(steps):
         at = torch.randint(len(text) - length - 1, (batch,), generator=generator)
         rows = torch.stack([text[i : i + length + 1] for i in at.tolist()])
         yield rows[:, :-1], rows[:, 1:]
 
 
-def _stories(seed: int, steps: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    tokens, generator = data.stories("calib"), torch.Generator().manual_seed(seed)
+def _rows(split: str, length: int) -> Tensor:
+    text = _text(split)
+    return text[: len(text) // (length + 1) * (length + 1)].reshape(-1, length + 1)
+
+
+SAMPLED = 128  # stories
+
+
+@torch.no_grad()
+def _sampled() -> Tensor:
+    """Stories that the float model tells, as the data set's own were made: ``[SAMPLED, 257]``."""
+    torch.manual_seed(0)
+    model, rows = data.trained("stories260k"), torch.ones(SAMPLED, 1, dtype=torch.int64)
+    for _ in range(256):
+        rows = torch.cat([rows, torch.multinomial(model(rows)[:, -1].softmax(-1), 1)], 1)
+    return rows
+
+
+def _stories(seed: int, steps: int, batch: int) -> Iterator[Batch]:
+    tokens, generator = KEPT.tensor("stories", _sampled), torch.Generator().manual_seed(seed)
     for _ in range(steps):
         rows = tokens[torch.randint(len(tokens), (batch,), generator=generator)]
         yield rows[:, :-1], rows[:, 1:]
@@ -144,149 +207,260 @@ def _calibration(inputs: Callable[[], Tensor], count: int, batch: int) -> Callab
     return chosen
 
 
-def _rows(split: str, length: int) -> Tensor:
-    text = data.shakespeare(split)
-    return text[: len(text) // (length + 1) * (length + 1)].reshape(-1, length + 1)
+FLOAT_STEPS = 800  # of the decoder: AdamW, one cycle up to 2e-3, batches of 32 x 64 characters
 
 
-@functools.cache
-def _decoder() -> nn.Module:
+def _train_decoder() -> Tensor:
+    """The parameters of the decoder after training in float, one after the other."""
     torch.manual_seed(0)
     model = Decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, FLOAT_STEPS)
-    for x, y in _characters(0, FLOAT_STEPS, 32, 64):
+    for x, y in _characters(0, FLOAT_STEPS, 32):
         optimizer.zero_grad()
         F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
         optimizer.step()
         schedule.step()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def _decoder() -> nn.Module:
+    model = Decoder()
+    nn.utils.vector_to_parameters(KEPT.tensor("decoder", _train_decoder), model.parameters())
     return model.eval()
 
 
-FLOAT_STEPS = 800
+class _Kept:
+    """Tensors that take long to compute, in the folder of the results."""
+
+    folder = Path()
+
+    def tensor(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        path = self.folder / f"{name}.safetensors"
+        if not path.exists():
+            save_file({name: make()}, path)
+        return load_file(path)[name]
+
+
+KEPT = _Kept()
+
+
+def _perplexity(rows: Callable[[str], Tensor]) -> Callable[[Callable[[Tensor], Any], str], float]:
+    return lambda model, split: data.perplexity(model, rows(split))
+
 
 SUBJECTS = {
-    name: Subject(
-        functools.partial(data.trained, name),
+    "resnet20_aux": Subject(
+        functools.partial(data.trained, "resnet20_aux"),
         _pictures,
-        _calibration(lambda: data.cifar("train").x, 512, 32),
-        lambda model: data.accuracy(model, data.cifar()),
-        steps,
+        _calibration(lambda: _pictures_of("train").x, 512, 32),
+        lambda model, split: data.accuracy(model, _pictures_of(split)),
+        80,
         64,
         "accuracy, %",
-        True,
-    )
-    for name, steps in (("mobilenet_v2_cifar", 80), ("resnet20_aux", 80))
-} | {
+        higher=True,
+        batch_norms=True,
+    ),
     "lstm_char": Subject(
         functools.partial(data.trained, "lstm_char"),
-        functools.partial(_characters, length=64),
+        _characters,
         _calibration(lambda: _rows("train", 64)[:, :-1], 64, 16),
-        lambda model: data.perplexity(model, _rows("test", 128)[:160]),
-        60,
+        _perplexity(lambda split: _rows(split, 128)[:160]),
+        100,
         32,
         "perplexity",
+    ),
+    "decoder": Subject(
+        _decoder,
+        _characters,
+        _calibration(lambda: _rows("train", 64)[:, :-1], 64, 16),
+        _perplexity(lambda split: _rows(split, 64)[:320]),
+        120,
+        32,
+        "perplexity",
+    ),
+    "mobilenet_v2_cifar": Subject(
+        functools.partial(data.trained, "mobilenet_v2_cifar"),
+        _pictures,
+        _calibration(lambda: _pictures_of("train").x, 512, 32),
+        lambda model, split: data.accuracy(model, _pictures_of(split)),
+        100,
+        64,
+        "accuracy, %",
+        higher=True,
+        batch_norms=True,
     ),
     "stories260k": Subject(
         functools.partial(data.trained, "stories260k"),
         _stories,
-        _calibration(lambda: data.stories("calib")[:, :-1], 32, 8),
-        lambda model: data.perplexity(model, data.stories()),
-        80,
-        8,
-        "perplexity",
-    ),
-    "decoder": Subject(
-        lambda: copy.deepcopy(_decoder()),
-        functools.partial(_characters, length=64),
-        _calibration(lambda: _rows("train", 64)[:, :-1], 64, 16),
-        lambda model: data.perplexity(model, _rows("test", 64)[:320]),
-        120,
-        32,
+        _calibration(lambda: data.stories("calib")[:24, :-1], 24, 8),
+        _perplexity(
+            lambda split: data.stories("test")[:64] if split == "test" else data.stories("calib")[24:]
+        ),
+        60,
+        4,
         "perplexity",
     ),
 }
 
 
-# ------------------------------------------------------------------------------------------------ rows
+# ------------------------------------------------------------------------------------------------ one number
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of the table."""
+    """One number: a row of the table, or what a choice is made by.
+
+    Attributes:
+        network, preset, row: what is measured.
+        draw: seed of calibration and of training.
+        split: what it is scored on.
+        option: index into ``RECIPES`` or ``RATES``; of rows that have neither, 0.
+    """
 
     network: str
     preset: str
     row: str
-    seed: int
+    draw: int
+    split: str
+    option: int
 
 
-def cells(networks: Sequence[str], presets: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
-    """What is to be measured."""
-    found = []
-    for seed in seeds:
-        for network in networks:
-            found += [Cell(network, "", "float", 0)] * (seed == seeds[0])
-            for preset in presets:
-                rows = (*UNTRAINED, *TRAINED, *(LIVE if SUBJECTS[network].batch_norms else ()))
-                found += [Cell(network, preset, row, seed) for row in rows]
-    return found
+class Results:
+    """The lines of a results file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "results.jsonl"
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        self.lines: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def find(self, cell: Cell) -> dict[str, Any] | None:
+        wanted = asdict(cell).items()
+        return next((line for line in self.lines if wanted <= line.items()), None)
+
+    def add(self, cell: Cell, **found: Any) -> None:
+        line = {**asdict(cell), **found}
+        self.lines.append(line)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        print(line, file=sys.stderr, flush=True)
 
 
-def value(cell: Cell) -> dict[str, Any]:
-    """The score of a cell; of trained rows also whether the exported file agrees."""
-    subject = SUBJECTS[cell.network]
-    torch.manual_seed(cell.seed)
-    model = subject.model()
-    if cell.row == "float":
-        return {"score": subject.score(model)}
-    sim = simulation(subject, model, cell)
-    if cell.row not in UNTRAINED:
-        train(sim, subject, cell)
-    if cell.row == "re-estimated":
-        shown = [x for x, _ in subject.batches(cell.seed + 1000, 20, subject.batch)]
-        reestimate_bn_stats(sim.model, shown, num_batches=20)
-    if cell.row in LIVE:
-        fold_all_batch_norms_to_scale(sim, progress=False)
-    found: dict[str, Any] = {"score": subject.score(sim.model.eval())}
-    if cell.row not in UNTRAINED:
-        found["file"] = agreement(sim, subject.calibration(cell.seed)[0][:4])
-    return found
+class Study:
+    """One network at one preset: what is chosen, and then measured."""
 
+    def __init__(self, network: str, preset: str, results: Results) -> None:
+        self.network, self.preset, self.results = network, preset, results
+        self.subject = SUBJECTS[network]
+        self._treated: tuple[tuple[int, int], QuantizationSimModel] | None = None
 
-def agreement(sim: QuantizationSimModel, batch: Tensor) -> str:
-    """Whether the exported file gives the simulation's codes, layer by layer, and with which kernels."""
-    report = sim.verify(batch)
-    if report.ok:
-        return "yes"
-    same = all(row.as_float.equal >= 0.999 and row.as_float.lsb <= 1 for row in report.rows)
-    return "with float kernels" if same and not report.unchecked and "float" not in report.failures else "no"
+    def cell(self, row: str, draw: int, split: str, option: int = 0) -> Cell:
+        return Cell(self.network, self.preset, row, draw, split, option)
 
+    # -- choices
 
-def simulation(subject: Subject, model: nn.Module, cell: Cell) -> QuantizationSimModel:
-    """What a row starts from."""
-    calibration = subject.calibration(cell.seed)
-    preset = PRESETS[cell.preset]
-    if cell.row in LIVE:
-        sim = QuantizationSimModel(model, calibration[0], "mse", preset=preset)
+    def best(self, row: str, count: int) -> int:
+        """The option of ``row`` with the best score on what is held out."""
+        for option in range(count):
+            if self.results.find(self.cell(row, CHOOSING, "validation", option)) is None:
+                self.measure(row, CHOOSING, "validation", option)
+        scores = []
+        for option in range(count):
+            line = self.results.find(self.cell(row, CHOOSING, "validation", option))
+            assert line is not None
+            scores.append(line["score"])
+        return scores.index((max if self.subject.higher else min)(scores))
+
+    def recipe(self) -> int:
+        return self.best("recipe", len(RECIPES))
+
+    # -- numbers
+
+    def run(self, draws: Sequence[int]) -> None:
+        """All rows, those of the first draws first."""
+        ways = (*TRAINED, *(("live",) if self.subject.batch_norms else ()))
+        chosen = {"nearest": 0, "recipe": self.recipe()} | {way: self.best(way, len(RATES)) for way in ways}
+        for draw in draws:
+            for row, option in chosen.items():
+                if self.results.find(self.cell(row, draw, "test", option)) is None:
+                    self.measure(row, draw, "test", option)
+
+    def measure(self, row: str, draw: int, split: str, option: int) -> None:
+        start = time.process_time()
+        torch.manual_seed(draw)
+        if row == "live":
+            return self._measure_live(draw, split, option, start)
+        if row in ("nearest", "recipe"):
+            sim = self.treated(draw, option) if row == "recipe" else self._quantized(draw, ("fold",))
+        else:
+            sim = copy.deepcopy(self.treated(draw, self.recipe()))
+            start = time.process_time()
+            train(sim, self.subject, row, draw, RATES[option])
+        self._score(row, sim, draw, split, option, start)
+
+    def _measure_live(self, draw: int, split: str, option: int, start: float) -> None:
+        """One training, scored with the statistics that it left and with new ones."""
+        sim = self._with_batch_norms(draw)
+        train(sim, self.subject, "live", draw, RATES[option])
+        other = copy.deepcopy(sim)
+        shown = [x for x, _ in self.subject.batches(draw + 1000, 20, self.subject.batch)]
+        reestimate_bn_stats(other.model, shown, num_batches=20)
+        # the row that a later run looks for comes last
+        for row, one in (("re-estimated", other), ("live", sim)):
+            fold_all_batch_norms_to_scale(one, progress=False)
+            self._score(row, one, draw, split, option, start)
+
+    def _score(
+        self, row: str, sim: QuantizationSimModel, draw: int, split: str, option: int, start: float
+    ) -> None:
+        score = self.subject.score(sim.model.eval(), split)
+        cell = self.cell(row, draw, split, option)
+        if split == "test" and draw == DRAWS[0]:
+            sim.save_checkpoint(self.results.folder / "-".join((self.network, self.preset, row)))
+        self.results.add(cell, score=score, seconds=round(time.process_time() - start, 1))
+
+    # -- simulations
+
+    def treated(self, draw: int, recipe: int) -> QuantizationSimModel:
+        """After a recipe; the last one is kept."""
+        if self._treated is None or self._treated[0] != (draw, recipe):
+            self._treated = (draw, recipe), self._quantized(draw, RECIPES[recipe])
+        return self._treated[1]
+
+    def _quantized(self, draw: int, recipe: Sequence[Any]) -> QuantizationSimModel:
+        calibration = self.subject.calibration(draw)
+        preset = PRESETS[self.preset]
+        return quantize(self.subject.model(), calibration, preset, recipe=list(recipe), progress=False).sim
+
+    def _with_batch_norms(self, draw: int) -> QuantizationSimModel:
+        calibration = self.subject.calibration(draw)
+        sim = QuantizationSimModel(self.subject.model(), calibration[0], "mse", preset=PRESETS[self.preset])
         sim.compute_encodings(calibration, progress=False)
         return sim
-    recipe = ["fold"] if cell.row == "nearest" else list(RECIPE)
-    return quantize(model, calibration, preset, recipe=recipe, progress=False).sim
+
+    def fresh(self, row: str) -> QuantizationSimModel:
+        """A simulation that takes the checkpoint of ``row``."""
+        model, example = self.subject.model(), self.subject.calibration(DRAWS[0])[0]
+        if self.subject.batch_norms:
+            fold_all_batch_norms(model, dummy_input=example)
+        rules = rules_for(DEFAULT_TARGET, None)  # as quantize does
+        return QuantizationSimModel(model, example, preset=PRESETS[self.preset], config_file=rules)
 
 
-def train(sim: QuantizationSimModel, subject: Subject, cell: Cell) -> None:
-    """The same steps for every row."""
+def train(sim: QuantizationSimModel, subject: Subject, way: str, draw: int, rate: float) -> None:
+    """The same steps for every way: Adam on a cosine, gradients clipped to a norm of 1."""
     groups: list[dict[str, Any]] = [{"params": list(sim.model.parameters())}]
-    if cell.row != "fixed":
+    if way != "fixed":
         sim.learn_ranges()
-        groups.append({"params": sim.range_parameters(), "lr": RANGE_RATE})
-    optimizer = torch.optim.Adam(groups, lr=RATE)
+        groups.append({"params": sim.range_parameters(), "lr": RANGE_RATE * rate})
+    optimizer = torch.optim.Adam(groups, lr=rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, subject.steps)
     guard = TrainingGuard(optimizer, sim=sim)
-    distillation = Distillation(sim) if cell.row == "distilled" else None
+    distillation = Distillation(sim) if way == "distilled" else None
     sim.model.train()
-    for x, y in subject.batches(cell.seed, subject.steps, subject.batch):
+    for x, y in subject.batches(draw, subject.steps, subject.batch):
         if distillation is not None:
             loss = distillation(x)[0]
         else:
@@ -297,65 +471,121 @@ def train(sim: QuantizationSimModel, subject: Subject, cell: Cell) -> None:
             schedule.step()
 
 
+# ------------------------------------------------------------------------------------------------ files
+
+
+def as_deployed(study: Study, row: str) -> dict[str, Any] | None:
+    """What the exported file of a trained simulation does: layer by layer, and its score on what is held out."""
+    folder = study.results.folder / "-".join((study.network, study.preset, row))
+    if not folder.exists():
+        return None
+    sim = study.fresh(row)
+    sim.load_checkpoint(folder)
+    seen: list[Tensor] = []
+    simulated = study.subject.score(lambda x: (seen.append(x), sim.model.eval()(x))[1], "validation")
+    report = sim.verify(seen[0][:4])
+    with tempfile.TemporaryDirectory() as target:
+        sim.export(target, "model", seen[0], samples=False)
+        deployed = study.subject.score(_session(Path(target) / "model.onnx"), "validation")
+    return {"verify": bool(report.ok), "simulated": simulated, "deployed": deployed}
+
+
+def _session(path: Path) -> Callable[[Tensor], Tensor]:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+
+
+def compare_files(study: Study) -> None:
+    """Add a line for each kept checkpoint that has none."""
+    for row in (*TRAINED, *LIVE):
+        cell = study.cell(row, DRAWS[0], "file")
+        if study.results.find(cell) is None:
+            found = as_deployed(study, row)
+            if found is not None:
+                study.results.add(cell, **found)
+
+
 # ------------------------------------------------------------------------------------------------ the table
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a results file."""
-    return (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    )
-
-
-def table(lines: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: the mean over the seeds measured, and the extremes where they differ."""
+def table(results: Results) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: the mean over the draws measured, and the extremes where they differ."""
+    columns = ["network", "metric", "bits", "row", "score", "draws", "chosen", "seconds", "file"]
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for line in lines:
-        groups.setdefault((line["network"], line["preset"], line["row"]), []).append(line)
+    for line in results.lines:
+        if line["split"] == "test":
+            groups.setdefault((line["network"], line["preset"], line["row"]), []).append(line)
     rows = []
-    for network, subject in SUBJECTS.items():
-        for preset in ("", *PRESETS):
+    for network in SUBJECTS:
+        for preset in ("float", *PRESETS):
             for row in NAMES:
-                found = groups.get((network, preset, row))
-                if not found:
-                    continue
-                places = ".3f" if subject.metric == "perplexity" else ".2f"
-                scores = [line["score"] for line in found]
-                mean, low, high = (format(f(scores), places) for f in (statistics.fmean, min, max))
-                spread = mean if low == high else f"{mean} ({low} to {high})"
-                minutes = f"{statistics.fmean(line['seconds'] for line in found) / 60:.1f}"
-                agrees = ", ".join(sorted({line.get("file", "") for line in found}))
-                what = [network, subject.metric, preset or "float", NAMES[row]]
-                rows.append([*what, spread, str(len(found)), minutes, agrees])
-    columns = ["network", "metric", "bits", "row", "score", "seeds", "minutes", "file agrees"]
+                lines = groups.get((network, preset, row))
+                if lines:
+                    rows.append(_row(results, network, preset, row, lines))
     return columns, rows
+
+
+def _row(results: Results, network: str, preset: str, row: str, lines: list[dict[str, Any]]) -> list[str]:
+    subject = SUBJECTS[network]
+    places = ".2f" if subject.higher else ".3f"
+    scores = [line["score"] for line in lines]
+    mean, low, high = (format(f(scores), places) for f in (statistics.fmean, min, max))
+    spread = mean if low == high else f"{mean} ({low} to {high})"
+    option = lines[0]["option"]
+    chosen = {"float": "", "nearest": "", "recipe": f"{option + 1} of {len(RECIPES)}"}.get(
+        row, f"{RATES[option]:g}"
+    )
+    file = results.find(Cell(network, preset, row, DRAWS[0], "file", 0))
+    told = "" if file is None else _told(file, places)
+    seconds = f"{statistics.fmean(line['seconds'] for line in lines):.0f}"
+    return [network, subject.metric, preset, NAMES[row], spread, str(len(scores)), chosen, seconds, told]
+
+
+def _told(file: dict[str, Any], places: str) -> str:
+    simulated, deployed = (format(file[name], places) for name in ("simulated", "deployed"))
+    return f"{'verified' if file['verify'] else 'differs'}, {deployed} (simulated {simulated})"
+
+
+def measure_float(network: str, results: Results) -> None:
+    cell = Cell(network, "float", "float", DRAWS[0], "test", 0)
+    if results.find(cell) is None:
+        start = time.process_time()
+        score = SUBJECTS[network].score(SUBJECTS[network].model(), "test")
+        results.add(cell, score=score, seconds=round(time.process_time() - start, 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--results", type=Path, required=True, help="file of the numbers, one line each")
+    parser.add_argument("--folder", type=Path, required=True, help="of the numbers and checkpoints")
     parser.add_argument("--models", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--draws", type=int, default=len(DRAWS), help="so many of the three")
+    parser.add_argument("--files", action="store_true", help="export what was trained, and train nothing")
     parser.add_argument("--only-table", action="store_true", help="measure nothing")
     parser.add_argument("--markdown", type=Path, help="write the table there")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    for cell in [] if options.only_table else cells(options.models, options.presets, options.seeds):
-        known = [{k: line[k] for k in asdict(cell)} for line in read(options.results)]
-        if asdict(cell) in known:
-            continue
-        start = time.perf_counter()
-        line = {**asdict(cell), **value(cell), "seconds": round(time.perf_counter() - start, 1)}
-        with options.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        print(line, file=sys.stderr, flush=True)
-    columns, rows = table(read(options.results))
-    title = "Training the quantized model against post-training methods: mean over the seeds, and the extremes where they differ"
+    results = Results(options.folder)
+    KEPT.folder = options.folder
+    for preset in [] if options.only_table else options.presets:
+        for network in options.models:
+            study = Study(network, preset, results)
+            if options.files:
+                compare_files(study)
+            else:
+                measure_float(network, results)
+                study.run(DRAWS[: options.draws])
+    columns, rows = table(results)
+    title = (
+        "Training the quantized model against post-training methods: mean over three draws, and the extremes"
+    )
     measure.show(title, columns, rows)
     measure.save(None, options.markdown, title, columns, rows, None)
 

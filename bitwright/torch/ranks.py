@@ -6,12 +6,15 @@ loses nothing, and add the counts.
 
 A rank that fails says so where the others wait for it (:meth:`Ranks.meet`), and all of them end in an error that names it. One
 that dies closes its connections, or keeps the others waiting until the timeout of the process group.
+
+Ranges that are learned lie beside the model, where ``DistributedDataParallel`` and ``fully_shard`` do not see them:
+:class:`SharedGradients` averages their gradients, as these do with those of the model.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import nn
 
 from bitwright.core.graph.constant_channels import ChannelWatch, channels_within
 from bitwright.core.numerics.statistics import Histogram, MinMax, from_arrays, merge, start, to_arrays
@@ -96,17 +100,40 @@ class Ranks:
             CalibrationError: a rank ended, or did not come within the timeout of the process group.
         """
         tensor = torch.from_numpy(np.ascontiguousarray(values)).clone().to(self._device)
+        self._all_reduce(
+            tensor,
+            operation,
+            "merge what it saw",
+            "every rank must call compute_encodings as often as the others (distributed=False calibrates on one alone)",
+        )
+        return np.asarray(tensor.cpu().numpy()).reshape(values.shape)
+
+    def average(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks of a floating-point tensor, on its device.
+
+        Raises:
+            CalibrationError: as :meth:`reduce`.
+        """
+        # a tensor on a GPU stays there: gloo and NCCL take it
+        tensor = (values if values.is_cuda else values.to(self._device)).clone()
+        self._all_reduce(
+            tensor,
+            "sum",
+            "average the gradients of learned ranges",
+            "every rank must run as many backward passes as the others (learn_ranges(distributed=False) trains each for itself)",
+        )
+        return (tensor / self.count).to(values.device)
+
+    def _all_reduce(self, tensor: torch.Tensor, operation: str, purpose: str, rule: str) -> None:
         try:
             dist.all_reduce(tensor, op=_OPERATIONS[operation])
         except RuntimeError as error:  # what backends raise, each with a class and a text of its own
             self._over = True
             raise CalibrationError(
                 f"rank {self.number} of {self.count}",
-                f"another rank ended, or did not come to merge what it saw: {error}",
-                "see the output of the others for the cause; every rank must call compute_encodings as often as the others "
-                "(distributed=False calibrates on one alone), within the timeout of init_process_group(timeout=...)",
+                f"another rank ended, or did not come to {purpose}: {error}",
+                f"see the output of the others for the cause; {rule}, within the timeout of init_process_group(timeout=...)",
             ) from error
-        return np.asarray(tensor.cpu().numpy()).reshape(values.shape)
 
     # -- agreeing
 
@@ -259,6 +286,71 @@ def calibrating_ranks(wanted: bool) -> Ranks | None:
     if not wanted or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return None
     return Ranks()
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+class SharedGradients:
+    """Gradients of parameters beside the model, averaged over the ranks at the end of every backward pass.
+
+    One call to the process group carries all of them, so that it does not matter in which order the ranks reach them; a parameter
+    that a rank did not use counts as zero there, as in ``DistributedDataParallel``. Gradients that accumulate over several
+    passes are averaged in each, which changes nothing in the sum: what was averaged before is equal on all ranks.
+
+    Args:
+        parameters: the names and parameters, equal on all ranks; asked for in every pass.
+        contents: names and the bytes that must be equal on all ranks before the first pass.
+
+    Attributes:
+        wanted: ``False`` leaves every rank its own gradients.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
+        contents: Callable[[], Mapping[str, bytes]],
+    ) -> None:
+        self.wanted = True
+        self._parameters, self._contents = parameters, contents
+        self._due = False
+        self._agreed: list[str] = []
+
+    def note(self, _: torch.Tensor) -> None:
+        """A hook after gradients accumulated in one of the parameters."""
+        if calibrating_ranks(self.wanted) is not None:
+            self._due = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        ranks = calibrating_ranks(self.wanted)
+        if not self._due or ranks is None:  # the first of the callbacks of a pass is for all
+            return
+        self._due = False
+        found = dict(self._parameters())
+        if self._agreed != list(found):
+            self._require_equal(ranks)
+            self._agreed = list(found)
+        parameters = list(found.values())
+        used = [float(p.grad is not None) for p in parameters]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([*(g.reshape(-1) for g in grads), torch.tensor(used, device=grads[0].device)])
+        *means, reached = ranks.average(flat).split([*(g.numel() for g in grads), len(used)])
+        unused = None if all(used) else reached.tolist()
+        for i, (parameter, mean) in enumerate(zip(parameters, means, strict=True)):
+            if parameter.grad is not None:
+                parameter.grad.copy_(mean.reshape(parameter.shape))
+            elif unused is not None and unused[i]:
+                parameter.grad = mean.reshape(parameter.shape).clone()
+
+    def _require_equal(self, ranks: Ranks) -> None:
+        ranks.require_equal(
+            self._contents(),
+            "its learned range is another one on another rank",
+            "call compute_encodings and learn_ranges alike on every rank, or load one checkpoint on each, before the first "
+            "training step; learn_ranges(distributed=False) trains every rank for itself",
+        )
 
 
 def _shape(statistics: Any) -> tuple[int, ...]:

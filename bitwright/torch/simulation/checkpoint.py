@@ -38,6 +38,7 @@ from bitwright.torch.simulation.ranges import (
     learned_ranges,
     learned_to_json,
     restore_learned,
+    share_gradients,
 )
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ def _put(sim: QuantizationSimModel, loaded: _Checkpoint, settings: Mapping[str, 
         site.channels.seen = None
     for _, learned in learned_ranges(sim):
         learned.to(model_device(sim.model))
+    share_gradients(sim)
     sim._simulator.repairs = {repair.op: repair for repair in loaded.repairs}
     sim._simulator.lengths, sim._simulator.longer = dict(loaded.lengths), {}
     sim._simulator.stage = "simulate" if loaded.calibrated else "uncalibrated"

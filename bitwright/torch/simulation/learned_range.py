@@ -20,7 +20,7 @@ scale, and lose the balance with the weights' gradients that the papers' factor 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,9 +67,17 @@ class LearnedRange:
         self.offset = nn.Parameter(torch.zeros(base.scale.shape)) if offset else None
         self._memory: tuple[list[int], list[np.ndarray[Any, Any]]] = ([], [])
         self._known: tuple[bytes, Encoding] = (self._content(), base)
+        self._hooked = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_memory": ([], [])}
+        return {**self.__dict__, "_memory": ([], []), "_hooked": False}
+
+    def call_after_gradients(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Call ``hook`` when a gradient has accumulated in a parameter; a range has one, and its copies have none."""
+        if not self._hooked:
+            self._hooked = True
+            for parameter in self.parameters().values():
+                parameter.register_post_accumulate_grad_hook(hook)
 
     @property
     def with_offset(self) -> bool:

@@ -102,6 +102,7 @@ class QuantizationSimModel(Tabular):
         self.calibration_log: CalibrationLog | None = None
         self.origin: dict[str, str] = {}  # what the file is to tell of how this simulation was made
         self._merged = False  # whether the statistics are those of several ranks
+        self._shared = ranges.shared_gradients(self)
         self._simulator = Simulator({})
         self._simulator.blame, self._simulator.prepare_grids = self._name_nan, self._prepare_grids
         self.graph: Graph
@@ -128,6 +129,7 @@ class QuantizationSimModel(Tabular):
         # interceptor is not made yet
         if vars(self._interceptor).get("attached", False):
             self._interceptor.attach()
+            ranges.share_gradients(self)  # hooks stay with the parameters that were copied
 
     # -- placement
 
@@ -487,11 +489,16 @@ class QuantizationSimModel(Tabular):
     # -- training
 
     def learn_ranges(
-        self, sites: str | Iterable[str] = "*", *, offsets: bool = True, init: ranges.Init = "calibrated"
+        self,
+        sites: str | Iterable[str] = "*",
+        *,
+        offsets: bool = True,
+        init: ranges.Init = "calibrated",
+        distributed: bool = True,
     ) -> ranges.RangeReport:
         """Make ranges trainable (LSQ, LSQ+); see :func:`bitwright.torch.simulation.ranges.learn_ranges`."""
         with self._interceptor.occupancy.exclusive("learn_ranges"):
-            return ranges.learn_ranges(self, sites, offsets=offsets, init=init)
+            return ranges.learn_ranges(self, sites, offsets=offsets, init=init, distributed=distributed)
 
     def range_parameters(self) -> list[nn.Parameter]:
         """The parameters of every range that trains: give them to the optimizer, as a group of their own.

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ from bitwright.core.simulation.state import all_or_nothing
 from bitwright.errors import ConfigError, close_matches
 from bitwright.torch.calls.batches import model_device
 from bitwright.torch.calls.trees import walk_modules
+from bitwright.torch.ranks import SharedGradients
 from bitwright.torch.simulation.learned_range import LearnedRange, unlearnable
 from bitwright.torch.simulation.quantizer import Quantizer
 
@@ -53,6 +55,7 @@ def learn_ranges(
     *,
     offsets: bool = True,
     init: Init = "calibrated",
+    distributed: bool = True,
 ) -> RangeReport:
     """Make the ranges of ``sites`` trainable, from where they are; see :mod:`bitwright.torch.simulation.learned_range`.
 
@@ -65,6 +68,9 @@ def learn_ranges(
         init: where weights start: ``"calibrated"``, ``"lsq"`` (``2 * mean|w| / sqrt(qmax)``) or ``"lsq+"``
             (``max(|mean - 3 std|, |mean + 3 std|)`` is the end of the grid). Activations start where calibration found
             them: LSQ+ asks for the smallest squared error, which is ``quant_scheme="mse"``.
+        distributed: where a process group of several ranks is initialised, average the gradients of ranges over its ranks at the
+            end of every backward pass, as ``DistributedDataParallel`` and ``fully_shard`` do with those of the model. ``False``
+            leaves every rank its own.
 
     Raises:
         ConfigError: there is no such init or site, or no range of them can be learned.
@@ -90,6 +96,8 @@ def learn_ranges(
                 f"no range can be learned: {first[0]}: {first[1]}",
                 "choose sites with calibrated integer grids: print(sim.coverage()) lists them",
             )
+        sim._shared.wanted = distributed
+        share_gradients(sim)
     return RangeReport(tuple(learned.values()), fixed)
 
 
@@ -202,6 +210,31 @@ def range_parameters(sim: QuantizationSimModel) -> list[nn.Parameter]:
             "call sim.learn_ranges() when compute_encodings has returned",
         )
     return found
+
+
+def shared_gradients(sim: QuantizationSimModel) -> SharedGradients:
+    """What averages the gradients of the ranges of ``sim`` over ranks."""
+    return SharedGradients(partial(named_range_parameters, sim), partial(_contents, sim))
+
+
+def share_gradients(sim: QuantizationSimModel) -> None:
+    """Let the gradients of all ranges that train be averaged over ranks, those of new parameters too."""
+    for _, learned in learned_ranges(sim):
+        learned.call_after_gradients(sim._shared.note)
+
+
+def _contents(sim: QuantizationSimModel) -> dict[str, bytes]:
+    """All that a learned range is, by name."""
+    return {
+        name: b"".join(
+            (
+                learned.base.scale.tobytes(),
+                learned.base.zero_point.tobytes(),
+                *(v.tobytes() for v in learned.values()),
+            )
+        )
+        for name, learned in learned_ranges(sim)
+    }
 
 
 # ------------------------------------------------------------------------------------------------ files

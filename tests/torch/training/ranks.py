@@ -5,7 +5,9 @@ One process imports torch and forks the ranks of every case; what a rank returns
 
 from __future__ import annotations
 
+import copy
 import datetime
+import functools
 import hashlib
 import json
 import logging
@@ -15,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +197,60 @@ def steps(
 
 
 def parameters(sim: QuantizationSimModel) -> dict[str, list[float]]:
-    return {name: p.detach().flatten().tolist() for name, p in sim.model.named_parameters()}
+    """Of the model and of the ranges that train."""
+    named = (*sim.model.named_parameters(), *sim.named_range_parameters())
+    return {name: p.detach().flatten().tolist() for name, p in named}
+
+
+def optimizer_of(sim: QuantizationSimModel) -> torch.optim.Optimizer:
+    return torch.optim.Adam([*sim.model.parameters(), *sim.range_parameters()], lr=0.01)
+
+
+def learning(rank: int, count: int, **options: Any) -> tuple[QuantizationSimModel, torch.optim.Optimizer]:
+    """A calibrated simulation with ranges that train, and an optimizer of all its parameters."""
+    sim = simulation()
+    sim.compute_encodings(spread("turns", rank, count), progress=False)
+    sim.learn_ranges(**options)
+    return sim, optimizer_of(sim)
+
+
+def gradients(sim: QuantizationSimModel, rank: int, count: int, passes: int) -> dict[str, list[float]]:
+    """Of the ranges, after some backward passes of which DDP averages only the last."""
+    call = wrapped(sim, count)
+    call.train()
+    for step in range(passes):
+        x, y = (part.chunk(count)[rank] for part in data_of_step(step))
+        quiet = isinstance(call, DistributedDataParallel) and step < passes - 1
+        with call.no_sync() if quiet else nullcontext():
+            nn.functional.cross_entropy(call(x), y).backward()
+    return {name: p.grad.flatten().tolist() for name, p in sim.named_range_parameters() if p.grad is not None}
+
+
+def gradients_of_ranges(rank: int, count: int) -> Any:
+    """After one pass, after two, and of a copy."""
+    first, second = learning(rank, count)[0], learning(rank, count)[0]
+    third = copy.deepcopy(first)
+    return [gradients(sim, rank, count, passes) for sim, passes in ((first, 1), (second, 2), (third, 1))]
+
+
+def ranges_alone(rank: int, count: int) -> Any:
+    sim, optimizer = learning(rank, count, distributed=False)
+    steps(sim.model, optimizer, 0, 2, rank, count)
+    return parameters(sim)
+
+
+def other_ranges(rank: int) -> None:
+    """A rank that learns others than the rest."""
+    sim, optimizer = learning(rank, 2, sites="*.weight" if rank else "*")
+    steps(wrapped(sim, 2), optimizer, 0, 1, rank, 2)
+
+
+def ends_in_training(rank: int) -> None:
+    sim, optimizer = learning(rank, 2)
+    steps(sim.model, optimizer, 0, 1, rank, 2)
+    if rank == 1:
+        os._exit(0)
+    steps(sim.model, optimizer, 1, 2, rank, 2)
 
 
 def wrapped(sim: QuantizationSimModel, count: int) -> nn.Module:
@@ -203,66 +259,77 @@ def wrapped(sim: QuantizationSimModel, count: int) -> nn.Module:
 
 def trained(rank: int, count: int) -> Any:
     """Ten steps and ten more."""
-    sim = simulation()
-    sim.compute_encodings(spread("turns", rank, count), progress=False)
-    optimizer = torch.optim.Adam(sim.model.parameters(), lr=0.01)
+    sim, optimizer = learning(rank, count)
     steps(wrapped(sim, count), optimizer, 0, 20, rank, count)
     return parameters(sim)
 
 
+def trained_with_fixed_ranges(rank: int, count: int) -> Any:
+    sim = simulation()
+    sim.compute_encodings(spread("turns", rank, count), progress=False)
+    steps(wrapped(sim, count), torch.optim.Adam(sim.model.parameters(), lr=0.01), 0, 20, rank, count)
+    return parameters(sim)
+
+
 def on_one_rank(rank: int, count: int) -> Any:
-    """What a checkpoint of two ranks gives on one: its numbers, and those of the ranks."""
+    """What a checkpoint of two ranks gives on one: its parameters, and whether it runs."""
     sim = simulation()
     sim.load_checkpoint(Path(os.environ["RANKS_FOLDER"]) / "resume2")
-    return [bool(sim.calibrated), bool(torch.isfinite(sim.model(batches()[0])).all())]
+    return [parameters(sim), bool(sim.calibrated and torch.isfinite(sim.model(batches()[0])).all())]
 
 
 def resumed(rank: int, count: int) -> Any:
     """Ten steps, a checkpoint that rank 0 writes, everything anew, ten steps."""
     folder = Path(os.environ["RANKS_FOLDER"]) / f"resume{count}"
-    sim = simulation()
-    sim.compute_encodings(spread("turns", rank, count), progress=False)
-    optimizer = torch.optim.Adam(sim.model.parameters(), lr=0.01)
+    sim, optimizer = learning(rank, count)
     steps(wrapped(sim, count), optimizer, 0, 10, rank, count)
+    written = parameters(sim)
     if rank == 0:
         sim.save_checkpoint(folder)
         torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     if count > 1:
         dist.barrier()
     fresh = simulation()
-    optimizer = torch.optim.Adam(fresh.model.parameters(), lr=0.01)
     fresh.load_checkpoint(folder)
+    optimizer = optimizer_of(fresh)
     optimizer.load_state_dict(torch.load(folder / "optimizer.pt"))
     steps(wrapped(fresh, count), optimizer, 10, 20, rank, count)
-    return parameters(fresh)
+    return [written, parameters(fresh)]
 
 
-def sharded(rank: int, count: int) -> Any:
-    """FSDP2: the gradients of the whole model, gathered, after one step on the whole batch."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
+def perceptron(rank: int, count: int, spread_out: Callable[[nn.Module, int], nn.Module]) -> Any:
+    """Four steps on the whole batch of a model without feedback: its parameters and those of its ranges."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(3)), nn.Linear(6, 2))
     data = [torch.randn(8, 6, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     sim = QuantizationSimModel(model.eval(), data[0], preset="w4a8")
     sim.compute_encodings(data[rank::count], progress=False)
+    sim.learn_ranges()
     sim.model.train()
-    if count > 1:
-        mesh = init_device_mesh("cpu", (count,))
-        for block in sim.model:
-            fully_shard(block, mesh=mesh)
-        fully_shard(sim.model, mesh=mesh)
-    optimizer = torch.optim.SGD(sim.model.parameters(), lr=0.1)
+    call = spread_out(sim.model, count)
+    groups = [{"params": list(sim.model.parameters())}, {"params": sim.range_parameters(), "lr": 1e-3}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
     for x in data * 2:
         optimizer.zero_grad()
-        sim.model(x.chunk(count)[rank]).square().mean().backward()
+        call(x.chunk(count)[rank]).square().mean().backward()
         optimizer.step()
     found = {}
-    for name, p in sim.model.named_parameters():
+    for name, p in (*sim.model.named_parameters(), *sim.named_range_parameters()):
         whole = p.full_tensor() if hasattr(p, "full_tensor") else p
         found[name] = whole.detach().flatten().tolist()
     return [found, sorted(sim._simulator.unseen)]
+
+
+def fully_sharded(model: nn.Module, count: int) -> nn.Module:
+    """FSDP2, each block on its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (count,))
+    for block in model.children():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def unused_parameters(rank: int) -> None:
@@ -289,13 +356,24 @@ CASES: dict[str, tuple[int, Callable[[int, int], Any]]] = {
     "other weights": (2, message(other_weights)),
     "other model": (2, message(other_model)),
     "no data": (2, message(no_data)),
+    "ranges 1": (1, gradients_of_ranges),
+    "ranges 2": (2, gradients_of_ranges),
+    "ranges alone": (2, ranges_alone),
+    "other ranges": (2, message(other_ranges)),
+    "ends in training": (2, message(ends_in_training)),
     "trained 1": (1, trained),
     "trained 2": (2, trained),
     "resumed 1": (1, resumed),
     "resumed 2": (2, resumed),
     "two on one": (1, on_one_rank),
-    "sharded 1": (1, sharded),
-    "sharded 2": (2, sharded),
+    "fixed 1": (1, trained_with_fixed_ranges),
+    "fixed 2": (2, trained_with_fixed_ranges),
+    "one process": (1, functools.partial(perceptron, spread_out=lambda model, count: model)),
+    "replicated": (
+        2,
+        functools.partial(perceptron, spread_out=lambda model, count: DistributedDataParallel(model)),
+    ),
+    "sharded": (2, functools.partial(perceptron, spread_out=fully_sharded)),
     "unused": (2, message(unused_parameters)),
 }
 
@@ -313,7 +391,7 @@ def _rank(case: str, rank: int, count: int, folder: str) -> None:
             timeout=timeout,
         )
     (Path(folder) / f"{case}.{rank}").write_text(json.dumps(CASES[case][1](rank, count)))
-    if count > 1 and case not in ("dies", "stays away"):
+    if count > 1 and case not in ("dies", "stays away", "ends in training"):
         dist.destroy_process_group()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ def run(*cases: str) -> Found:
 
 @pytest.fixture(scope="module")
 def calibrations() -> Found:
-    return run("tf_enhanced 1", "tf_enhanced 2", "nan", "alone")
+    return run("tf_enhanced 1", "tf_enhanced 2", "nan", "alone", "ranges 1", "ranges 2", "other ranges")
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,26 @@ def test_one_rank_may_calibrate_alone(calibrations: Found) -> None:
     assert calibrations["alone"][0] == calibrations["tf_enhanced 1"][0] != calibrations["alone"][1]
 
 
+def test_ranges_have_the_gradients_of_the_whole_batch_on_every_rank(calibrations: Found) -> None:
+    """They lie beside the model, where DDP does not see them; after one pass, after two without a step, and in a copy."""
+    one, two = calibrations["ranges 1"][0], calibrations["ranges 2"]
+    assert two[0] == two[1]
+    for found, expected in zip(two[0], one, strict=True):
+        assert sum(any(values) for values in found.values()) >= 8
+        assert_close(found, expected)
+
+
+def test_ranks_that_learn_other_ranges_are_told_so(calibrations: Found) -> None:
+    message = "CalibrationError: .*: its learned range is another one on another rank"
+    assert all(re.match(message, text) for text in calibrations["other ranges"])
+
+
+@pytest.mark.slow
+def test_every_rank_may_train_for_itself(found: Found) -> None:
+    first, second = found["ranges alone"]
+    assert first != second
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["min_max", "percentile"])
 def test_every_range_method_reads_the_merged_statistics(found: Found, scheme: str) -> None:
@@ -79,6 +100,10 @@ def test_it_does_not_matter_how_many_ranks_there_are_nor_who_saw_what(found: Fou
     [
         ("dies", "another rank ended, or did not come to merge what it saw: .*"),
         ("stays away", "another rank ended, or did not come to merge what it saw: .*Timed out"),
+        (
+            "ends in training",
+            "another rank ended, or did not come to average the gradients of learned ranges: .*",
+        ),
     ],
 )
 def test_a_rank_that_is_gone_ends_in_an_error_and_not_in_a_hang(
@@ -120,26 +145,39 @@ def assert_close(found: dict[str, list[float]], expected: dict[str, list[float]]
 
 
 @pytest.mark.slow
-def test_fully_sharded_training_is_that_of_one_process(found: Found) -> None:
-    (one, _), two = found["sharded 1"][0], found["sharded 2"]
-    for weights, unseen in two:
+@pytest.mark.parametrize("how", ["replicated", "sharded"])
+def test_training_on_two_ranks_is_that_of_one_process(found: Found, how: str) -> None:
+    """Steps of the model and of learned ranges, by DDP and by FSDP2."""
+    (one, _), two = found["one process"][0], found[how]
+    assert two[0] == two[1]
+    assert any(any(values) for name, values in one.items() if name.endswith("log_scale"))
+    for values, unseen in two:
         assert not unseen
-        assert_close(weights, one)
+        assert_close(values, one)
 
 
 @pytest.mark.slow
 def test_ddp_trains_as_one_process_does(found: Found) -> None:
-    one, two = found["trained 1"], found["trained 2"]
+    one, two = found["fixed 1"], found["fixed 2"]
     assert two[0] == two[1]
     assert_close(two[0], one[0])
 
 
 @pytest.mark.slow
+def test_ranges_stay_equal_on_all_ranks(found: Found) -> None:
+    first, second = found["trained 2"]
+    assert first == second
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(found: Found, count: int) -> None:
-    assert found[f"resumed {count}"] == found[f"trained {count}"]
+    for (_, after), whole in zip(found[f"resumed {count}"], found[f"trained {count}"], strict=True):
+        assert after == whole
+        assert any("log_scale" in name for name in after)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_loads_on_one(found: Found) -> None:
-    assert found["two on one"] == [[True, True]]
+    written, _ = found["resumed 2"][0]
+    assert found["two on one"] == [[written, True]]
