@@ -31,7 +31,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "algorithms": ({"errors", "core", "tables"}, NUMPY),
     "compression": ({"errors", "core"}, NUMPY),
     # adapters of runtimes, and what is measured in them
-    "runtimes": ({"errors", "tables"}, NUMPY | ONNX | {"openvino"}),
+    "runtimes": ({"errors", "tables"}, NUMPY | ONNX | {"openvino", "ai_edge_litert"}),
     "export": ({"errors", "core", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
     # one function for both front ends; `front_end` loads that of the model it is given
     "methods": (FRONT_END | {"algorithms"}, NUMPY),
@@ -83,6 +83,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
 # and calibration data pictures. Methods that learn weights, and estimates by gradients, are written in torch, which
 # both front ends load when one of them is called.
 EXTRA: dict[str, set[str]] = {
+    "export/tflite": {"ai_edge_litert", "flatbuffers"},
     "algorithms/rounding": {"torch"},
     "algorithms/search/output_error.py": {"torch"},
     "algorithms/search/widen.py": {"torch"},

@@ -34,7 +34,8 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "files": set(),
         "encodings": {"files"},
         "qdq": {"files", "targets"},
-        "verify": {"files", "qdq", "targets"},
+        "tflite": {"files", "qdq"},
+        "verify": {"files", "qdq", "targets", "tflite"},
     },
     "torch": {
         "calls": set(),

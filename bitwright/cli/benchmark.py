@@ -19,7 +19,7 @@ def benchmark(
         Path, typer.Argument(help="A folder that sim.export wrote, or a quantized model.", show_default=False)
     ],
     prefix: Prefix = None,
-    runtime: Annotated[str, typer.Option(help="onnxruntime or openvino.")] = "onnxruntime",
+    runtime: Annotated[str, typer.Option(help="onnxruntime, openvino or litert.")] = "onnxruntime",
     threads: Annotated[
         list[int] | None, typer.Option(help="Number of threads, may be repeated; 1 and all by default.")
     ] = None,

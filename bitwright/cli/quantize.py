@@ -69,6 +69,12 @@ def quantize_model(
     target: Annotated[
         str, typer.Option(help="Runtime that the files are for: see `bitwright presets`.")
     ] = "ort_cpu",
+    file_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="onnx or tflite; tflite is short for --target litert.", show_default=False
+        ),
+    ] = None,
     memory_budget: Annotated[
         int | None,
         typer.Option(
@@ -106,10 +112,12 @@ def quantize_model(
     from bitwright.core.numerics.spec import check_policy
     from bitwright.errors import ConfigError
     from bitwright.export.files.atomic import check_stem
+    from bitwright.export.targets import target_for
     from bitwright.onnx import load_model, quantize
     from bitwright.onnx.model.data import input_specs, random_feeds
 
     policy = check_policy(non_finite, "--non-finite")
+    target = target_for(target, file_format).name  # type: ignore[arg-type]
     loaded = load_model(model)
     specs = input_specs(loaded.model)
     if data is None:

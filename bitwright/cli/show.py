@@ -24,7 +24,7 @@ def verify(
     folder: Annotated[Path, typer.Argument(help="What sim.export wrote.", show_default=False)],
     prefix: Prefix = None,
     runtime: Annotated[
-        str, typer.Option(help="Whose kernels are compared: onnxruntime or openvino.")
+        str, typer.Option(help="Whose kernels are compared: onnxruntime, openvino or litert.")
     ] = "onnxruntime",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the report here, as JSON.")

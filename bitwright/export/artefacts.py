@@ -18,7 +18,7 @@ from bitwright import __version__
 from bitwright.core.graph.recurrence import HIDDEN
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.serialize import encoding_to_json, spec_to_json
-from bitwright.errors import ConfigError, close_matches
+from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.encodings.of_simulation import Simulated, quantizer_args
 from bitwright.export.encodings.versions import VERSIONS, NamedEncoding, write_encodings
 from bitwright.export.files.atomic import atomic_files, check_destination
@@ -28,6 +28,7 @@ from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.recurrent import RecurrentForm, restore_native, write_recurrent
 from bitwright.export.qdq.write import ActivationForm, BiasForm, QdqResult, save_model, strip_sites, to_qdq
 from bitwright.export.targets import DEFAULT_TARGET, find_target
+from bitwright.export.tflite.convert import to_tflite
 from bitwright.export.verify.samples import write_samples
 
 logger = logging.getLogger("bitwright")
@@ -47,6 +48,7 @@ class Exported:
         sites: JSON: every site with its spec, encoding and tensor names; nothing is lost in it.
         manifest: JSON: versions, rules, hashes of all files.
         notes: what stayed in float or was written otherwise than asked for.
+        tflite: the LiteRT file, for targets that run it.
     """
 
     qdq: Path
@@ -55,11 +57,13 @@ class Exported:
     sites: Path
     manifest: Path
     notes: tuple[str, ...]
+    tflite: Path | None = None
 
     @property
     def files(self) -> tuple[Path, ...]:
         """Every file."""
-        return (self.qdq, self.float_model, self.encodings, self.sites, self.manifest)
+        flat = () if self.tflite is None else (self.tflite,)
+        return (*flat, self.qdq, self.float_model, self.encodings, self.sites, self.manifest)
 
 
 @dataclass(frozen=True)
@@ -193,10 +197,17 @@ def write_artefacts(
         "sites": f"{prefix}_sites.json",
         "manifest": f"{prefix}_manifest.json",
     }
+    if find_target(target).format == "tflite":
+        names["tflite"] = f"{prefix}.tflite"
     earlier = earlier_files(folder / names["manifest"])
     with atomic_files(folder, create=True, name=names["manifest"], stale=earlier) as staging:
-        write_origin(result.model, _origin(sim, encodings, target, data))
+        origin = _origin(sim, encodings, target, data)
+        write_origin(result.model, origin)
         save_model(result.model, staging / names["qdq"])
+        if "tflite" in names:
+            flat = to_tflite(result.model, _named_inputs(result.model, data), origin=origin)
+            (staging / names["tflite"]).write_bytes(flat.content)
+            notes += flat.notes
         save_model(stripped.model, staging / names["float_model"])
         notes += _write_encodings(sim, encodings, tensors, staging / names["encodings"], encoding_version)
         (staging / names["sites"]).write_text(json.dumps(_sites(sim, result, tensors), indent=1))
@@ -230,6 +241,19 @@ def write_artefacts(
     for note in notes:
         logger.info(note)
     return Exported(**{key: folder / name for key, name in names.items()}, notes=tuple(notes))
+
+
+def _named_inputs(model: ir.Model, data: Sequence[Array]) -> dict[str, Array]:
+    """The example by name of graph input.
+
+    Raises:
+        ExportError: the graph has other inputs than the example.
+    """
+    names = [str(value.name) for value in model.graph.inputs if not value.is_initializer()]
+    if len(names) != len(data):
+        problem = f"the graph has {len(names)} inputs, and the example {len(data)} arrays"
+        raise ExportError("model", problem, "leave inputs out of the example that the model does not read")
+    return dict(zip(names, data, strict=True))
 
 
 def _origin(

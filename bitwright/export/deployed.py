@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from bitwright.errors import ExportError
 from bitwright.export.artefacts import Exported
 from bitwright.export.files.temporary import temporary_room
+from bitwright.export.files.value_types import load
+from bitwright.export.tflite.convert import to_tflite
 from bitwright.export.verify.samples import find_export, read_samples
 from bitwright.runtimes.adapters import find_runtime, open_file
 from bitwright.runtimes.benchmark import BenchmarkReport, benchmark
@@ -35,7 +37,8 @@ def benchmark_export(
 
     Args:
         folder: where the files lie.
-        prefix: stem of the files; needed only when the folder holds several exports.
+        prefix: stem of the files; needed only when the folder holds several exports. In LiteRT the float model is
+            converted for the measurement.
         runtime, threads, seconds, rounds: see :func:`bitwright.runtimes.benchmark.benchmark`.
 
     Raises:
@@ -44,16 +47,20 @@ def benchmark_export(
     """
     path, stem = Path(folder), find_export(folder, prefix)
     suffix = find_runtime(runtime).suffix
-    float_file = path / f"{stem}_float{suffix}"
-    return benchmark(
-        path / f"{stem}{suffix}",
-        float_file if float_file.is_file() else None,
-        sample_inputs(path, stem),
-        runtime=runtime,
-        threads=threads,
-        seconds=seconds,
-        rounds=rounds,
-    )
+    float_file, feeds = path / f"{stem}_float{suffix}", sample_inputs(path, stem)
+    with temporary_room(), tempfile.TemporaryDirectory() as room:
+        if suffix == ".tflite":
+            float_file = Path(room, float_file.name)
+            float_file.write_bytes(to_tflite(load(path / f"{stem}_float.onnx"), feeds).content)
+        return benchmark(
+            path / f"{stem}{suffix}",
+            float_file if float_file.is_file() else None,
+            feeds,
+            runtime=runtime,
+            threads=threads,
+            seconds=seconds,
+            rounds=rounds,
+        )
 
 
 def sample_inputs(folder: Path, stem: str) -> dict[str, Array]:

@@ -5,13 +5,14 @@ Every row gives the same numbers, the simulation's; rows differ in how these are
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bitwright.errors import ConfigError, close_matches
 
 RecurrentForm = Literal["scan", "native"]
+FileFormat = Literal["onnx", "tflite"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Target:
             operator from arranging its weights beforehand.
         recurrent: form of recurrent layers whose steps hold no quantizers.
         runtime: the adapter that runs the file, see :mod:`bitwright.runtimes`.
+        format: of the file that is deployed; those of ONNX are written in any case.
+        rules: keys of a configuration file that describe what its kernels compute, where the user names no configuration.
     """
 
     name: str
@@ -36,6 +39,8 @@ class Target:
     folds: bool
     recurrent: RecurrentForm
     runtime: str
+    format: FileFormat = "onnx"
+    rules: Mapping[str, Any] = field(default_factory=dict)
 
     def stored_bits(self, bits: int, *, beside_codes: bool) -> int:
         """Bits in which codes of ``bits`` bits are stored; ``beside_codes`` where an integer kernel may read them."""
@@ -44,12 +49,27 @@ class Target:
 
 #: no runtime here has a kernel for products of 4-bit weights with quantized activations
 _ON_8_BITS = ((2, 8), (3, 8), (4, 8))
+#: a runtime that computes recurrent layers in operators of its own rounds nothing inside their steps
+_BOUNDARY: Mapping[str, Any] = {"recurrent": "boundary_only"}
+#: int8 kernels of LiteRT take weights from -127 to 127, and these functions have one output grid
+_LITERT: Mapping[str, Any] = {
+    **_BOUNDARY,
+    "rules": [
+        {"optional": True, "weight": {"symmetry": "strict_symmetric"}},
+        {"optional": True, "op": ["Sigmoid", "Softmax"], "output": {"fixed_range": [0.0, 255 / 256]}},
+        {"optional": True, "op": "Tanh", "output": {"fixed_range": [-1.0, 127 / 128]}},
+    ],
+}
 
 TARGETS: dict[str, Target] = {
     row.name: row
     for row in (
-        Target("ort_cpu", "ONNX Runtime on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "onnxruntime"),
-        Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino"),
+        Target("ort_cpu", "ONNX Runtime on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "onnxruntime",
+               rules=_BOUNDARY),
+        Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino",
+               rules=_BOUNDARY),
+        Target("litert", "LiteRT (TensorFlow Lite): a .tflite file beside the others", _ON_8_BITS, False, "native", "litert",
+               "tflite", _LITERT),
         Target("packed", "compilers, and the smallest file: 4-bit weights take 4 bits", (), False, "scan", "onnxruntime"),
     )
 }  # fmt: skip
@@ -77,15 +97,30 @@ def find_target(name: str | Target) -> Target:
     return TARGETS[name]
 
 
-def rules_for(target: str, config_file: Any) -> Any:
-    """The rules that a simulation for ``target`` follows where the user names none, ``config_file`` where they do.
+def target_for(target: str | Target, format: FileFormat | None = None) -> Target:
+    """The row that files of ``format`` are written for: ``target``, or where that is the default one that has the format.
 
-    A runtime that computes recurrent layers in operators of its own rounds nothing inside their steps, and neither does the
-    simulation then.
+    Raises:
+        ConfigError: there is no such target or format, or the target has another one.
     """
-    if config_file is None and find_target(target).recurrent == "native":
-        return {"recurrent": "boundary_only"}
-    return config_file
+    row, formats = find_target(target), {one.format: one for one in reversed(TARGETS.values())}
+    if format is None or format == row.format:
+        return row
+    if format not in formats:
+        problem = f"{format!r} is not a format{close_matches(str(format), formats)}"
+        raise ConfigError("format", problem, f"use one of {listed(sorted(formats))}")
+    if row.name != DEFAULT_TARGET:
+        problem = f"files for {row.name} are {row.format}, not {format}"
+        raise ConfigError(
+            "format", problem, f"export with target={formats[format].name!r}, or leave the format out"
+        )
+    return formats[format]
+
+
+def rules_for(target: str, config_file: Any) -> Any:
+    """The rules that a simulation for ``target`` follows where the user names none, ``config_file`` where they do."""
+    rules = find_target(target).rules
+    return dict(rules) if config_file is None and rules else config_file
 
 
 def listed(names: Iterable[str]) -> str:

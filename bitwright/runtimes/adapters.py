@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.errors import BitwrightError, ConfigError, ExportError, close_matches
+from bitwright.runtimes.litert import open_litert
 
 Array = NDArray[Any]
 
@@ -131,6 +132,10 @@ RUNTIMES: dict[str, Runtime] = {
             "openvino", "openvino", "openvino", ".onnx",
             "export with target='openvino_cpu', or leave the layer in float (sim.quantizers[...].enabled = False)",
             _open_openvino,
+        ),
+        Runtime(
+            "litert", "ai_edge_litert", "litert", ".tflite",
+            "export again with target='litert'; the operators that LiteRT has no kernel for are named there", open_litert,
         ),
     )
 }  # fmt: skip

@@ -53,7 +53,7 @@ _PORTS = {
     },
     "all": "*",
 }
-_RULE = ("match", "op", *_PORTS, "params")
+_RULE = ("match", "op", "optional", *_PORTS, "params")
 _FACETS = (
     "quantized",
     "format",
@@ -170,10 +170,15 @@ def _keys(data: Any, at: str, known: tuple[str, ...], also: tuple[str, ...] = ()
 def _rules(entry: Any, at: str) -> list[Rule]:
     """One entry of ``rules``: one rule per kind of tensor it speaks about."""
     entry = _keys(entry, at, _RULE)
-    selector = {"name": entry.get("match", "*"), "op": _types(entry.get("op", "*"), f"{at}.op")}
+    selector: dict[str, Any] = {
+        "name": entry.get("match", "*"),
+        "op": _types(entry.get("op", "*"), f"{at}.op"),
+    }
     if not isinstance(selector["name"], str):
         problem = f"{selector['name']!r} is not a name"
         raise ConfigError(f"{at}.match", problem, 'write a module, operator or site name, or "*"')
+    if _boolean(entry.get("optional", False), f"{at}.optional"):
+        selector["optional"] = True
     rules = []
     for key, value in entry.items():
         if key in _PORTS:
@@ -209,7 +214,7 @@ def _rule(value: Any, at: str, selector: Mapping[str, Any]) -> Rule:
         facets = {"format": _at(at, parse_format, value)}
     else:
         facets = _facets(_keys(value, at, _FACETS), at)
-    origin = ", ".join(f"{k}={v!r}" for k, v in selector.items() if v != "*")
+    origin = ", ".join(f"{k}={v!r}" for k, v in selector.items() if v != "*" and k != "optional")
     try:
         return Rule(**selector, **facets, origin=f"{at} ({origin or 'all tensors'})")
     except BitwrightError as error:

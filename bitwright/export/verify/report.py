@@ -23,7 +23,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.simulation.protocols import sqnr
-from bitwright.errors import ConfigError, ExportError, close_matches
+from bitwright.errors import ExportError, close_matches
 from bitwright.export.files.value_types import load
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.verify.agreement import Agreement, compare, spread, step_of
@@ -154,7 +154,8 @@ class VerifyReport(Tabular):
         table.add_column("site", no_wrap=True)
         table.add_column("operators", overflow="fold")
         table.add_column("kernel", no_wrap=True)
-        for title in ("equal (float)", "LSB", "equal (integer)", "LSB", "note"):
+        first, second = self._modes
+        for title in (f"equal ({first})", "LSB", f"equal ({second})", "LSB", "note"):
             table.add_column(title, justify="right")
         for name, row in zip(names, self.rows, strict=True):
             numbers = [
@@ -173,6 +174,11 @@ class VerifyReport(Tabular):
             console.print(line)
         return buffer.getvalue()
 
+    @property
+    def _modes(self) -> tuple[str, str]:
+        """What the two comparisons are called in this runtime."""
+        return ("reference", "default") if self.runtime == "litert" else ("float", "integer")
+
     def _notes(self) -> dict[str, int]:
         """Every reason once, numbered from 1 in the order of the rows."""
         reasons = dict.fromkeys(row.reason for row in self.rows if row.reason is not None)
@@ -181,14 +187,15 @@ class VerifyReport(Tabular):
     __str__ = to_text
 
     def _repr_html_(self) -> str:
+        first, second = self._modes
         head = (
             "site",
             "run",
             "operators",
             "kernel",
-            "equal (float)",
+            f"equal ({first})",
             "LSB",
-            "equal (integer)",
+            f"equal ({second})",
             "LSB",
             "verdict",
             "reason",
@@ -204,8 +211,9 @@ class VerifyReport(Tabular):
         return html_table(head, rows, "Simulation against the exported file, layer by layer", self._lines())
 
     def _lines(self) -> Iterator[str]:
+        first, second = self._modes
         for end in self.outputs:
-            levels = f"{end.as_float:.1f} dB (float kernels), {end.as_integer:.1f} dB (integer kernels)"
+            levels = f"{end.as_float:.1f} dB ({first} kernels), {end.as_integer:.1f} dB ({second} kernels)"
             yield f"output {end.name}: {levels}"
         for site, why in self.unchecked.items():
             yield f"not compared: {site}: {why}"
@@ -226,6 +234,7 @@ def verify_layers(
     *,
     outputs: Mapping[str, Array] | None = None,
     runtime: str = "onnxruntime",
+    flat: bytes | None = None,
 ) -> VerifyReport:
     """Compare an exported model with the simulation at every quantized place.
 
@@ -238,7 +247,8 @@ def verify_layers(
             iterations along a first axis; inside a branch that was not taken an empty array.
         graph_inputs: name -> value of every graph input.
         outputs: name -> what the simulation returned, for the comparison end to end.
-        runtime: whose kernels are compared, a row of :data:`bitwright.runtimes.adapters.RUNTIMES` that reads ONNX.
+        runtime: whose kernels are compared, a row of :data:`bitwright.runtimes.adapters.RUNTIMES`.
+        flat: for ``"litert"``, the LiteRT file that was made of ``model``; it is made here by default.
 
     Returns:
         A report with one row per place: quantized tensors, and float outputs that end in no quantizer (one
@@ -249,14 +259,14 @@ def verify_layers(
         ExportError: the file cannot be read or was not written by ``to_qdq``, a graph input is missing, or a
             value has another shape than its tensor.
     """
-    if find_runtime(runtime).suffix != ".onnx":
-        raise ConfigError(
-            "runtime",
-            f"{runtime} reads no ONNX file, whose layers could be cut apart",
-            "verify in onnxruntime or openvino",
-        )
     loaded = _load(model)
     _check_inputs(loaded, graph_inputs)
+    if find_runtime(runtime).suffix == ".tflite":
+        from bitwright.export.tflite.convert import to_tflite
+        from bitwright.export.verify.litert import verify_litert
+
+        content = to_tflite(loaded, graph_inputs).content if flat is None else flat
+        return verify_litert(content, loaded, values, graph_inputs, outputs or {})
     opened = open_bodies(loaded, values)
     laid_out = side_by_side(opened.model, opened.values, graph_inputs)
     open_outputs = {name: array for name, array in (outputs or {}).items() if name not in laid_out.settled}
@@ -505,12 +515,12 @@ def _compare_outputs(
         if name not in known and not any(name in found for found in results.values()):
             near = close_matches(name, known)
             raise ExportError(name, f"the model has no output of this name{near}", f"name one of {known}")
-        decibel = {m: _level(array, results[m].get(name)) if m in results else -math.inf for m in MODES}
+        decibel = {m: level(array, results[m].get(name)) if m in results else -math.inf for m in MODES}
         rows.append(OutputRow(name, decibel["float"], decibel["integer"]))
     return tuple(rows)
 
 
-def _level(expected: Array, found: Array | None) -> float:
+def level(expected: Array, found: Array | None) -> float:
     """Signal-to-noise ratio in dB; of strings only whether they are equal."""
     if found is None or expected.shape != found.shape:  # a sequence or a map of another length
         return -math.inf

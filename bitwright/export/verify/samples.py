@@ -16,6 +16,7 @@ from bitwright.errors import ExportError, close_matches
 from bitwright.export.files.atomic import settle
 from bitwright.export.files.manifest import read_manifest
 from bitwright.export.verify.report import VerifyReport, verify_layers
+from bitwright.runtimes.adapters import find_runtime
 
 Array = NDArray[Any]
 
@@ -131,4 +132,13 @@ def verify_folder(
             "export the model again with samples=True",
         )
     sites, inputs, outputs = read_samples(path / f"{stem}_samples.npz")
-    return verify_layers(path / f"{stem}.onnx", sites, inputs, outputs=outputs, runtime=runtime)
+    flat = _flat_file(path, stem, listed) if find_runtime(runtime).suffix == ".tflite" else None
+    return verify_layers(path / f"{stem}.onnx", sites, inputs, outputs=outputs, runtime=runtime, flat=flat)
+
+
+def _flat_file(folder: Path, stem: str, listed: set[str]) -> bytes:
+    name = f"{stem}.tflite"
+    if name not in listed:
+        problem = f"the export has no LiteRT file {name}"
+        raise ExportError(str(folder), problem, "export the model again with target='litert'")
+    return (folder / name).read_bytes()

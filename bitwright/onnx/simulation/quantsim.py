@@ -51,7 +51,7 @@ from bitwright.export.qdq.markers import STATES, is_site, site_of
 from bitwright.export.qdq.products import ProductForm, guard_outputs
 from bitwright.export.qdq.recurrent import write_recurrent
 from bitwright.export.qdq.write import ActivationForm, BiasForm, QdqResult, to_qdq
-from bitwright.export.targets import DEFAULT_TARGET, RecurrentForm, find_target
+from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, target_for
 from bitwright.export.verify.outputs import named_arrays
 from bitwright.export.verify.report import VerifyReport, verify_layers
 from bitwright.export.verify.runtime import refusals
@@ -743,6 +743,7 @@ class QuantizationSimModel(Tabular):
         recurrent: RecurrentForm | None = None,
         weight_only: ProductForm = "exact",
         target: str = DEFAULT_TARGET,
+        format: FileFormat | None = None,
         samples: bool = True,
     ) -> Exported:
         """Write the model for deployment into the folder ``path``, which is made if need be.
@@ -769,6 +770,7 @@ class QuantizationSimModel(Tabular):
                 activations to 8 bits by itself.
             target: the runtime that the files are for, a row of :data:`bitwright.export.targets.TARGETS`: it decides how
                 weights of 4 bits are stored.
+            format: ``"tflite"`` is short for ``target="litert"``, which writes ``<prefix>.tflite`` beside the ONNX files.
             samples: write the samples; fewer of them, with a note, when all would pass 64 MiB and the batch axis is free.
 
         Raises:
@@ -779,7 +781,7 @@ class QuantizationSimModel(Tabular):
         """
         check_destination(path, filename_prefix)
         check_encoding_version(encoding_version)
-        find_target(target)
+        target = target_for(target, format).name
         encodings = self._encodings()
         example = self.example()
         self._close_large()  # what is written takes memory too
@@ -838,7 +840,7 @@ class QuantizationSimModel(Tabular):
         Args:
             feeds: what to compare on; the example input by default.
             bias, activation, weight_only, target: as for :meth:`export`.
-            runtime: whose integer kernels are compared: ``"onnxruntime"`` or ``"openvino"``.
+            runtime: whose integer kernels are compared: ``"onnxruntime"``, ``"openvino"`` or ``"litert"``.
 
         Raises:
             CalibrationError, ModelError, ExportError: as :meth:`export` and :meth:`run`.

@@ -34,7 +34,7 @@ from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.recurrent import write_recurrent
 from bitwright.export.qdq.write import QdqResult, rename_values, site_names, to_qdq
-from bitwright.export.targets import DEFAULT_TARGET, RecurrentForm, find_target
+from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, target_for
 from bitwright.export.verify.report import VerifyReport, verify_layers
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.intercept import forward_signature
@@ -59,6 +59,7 @@ def export_sim(
     recurrent: RecurrentForm | None = None,
     weight_only: ProductForm = "exact",
     target: str = DEFAULT_TARGET,
+    format: FileFormat | None = None,
     dynamic_batch: bool | Literal["auto"] = False,
     dynamic_shapes: Any = None,
     samples: bool = True,
@@ -89,6 +90,7 @@ def export_sim(
             activations to 8 bits by itself.
         target: the runtime that the files are for, a row of :data:`bitwright.export.targets.TARGETS`: it decides how
             weights of 4 bits are stored.
+        format: ``"tflite"`` is short for ``target="litert"``, which writes ``<prefix>.tflite`` beside the ONNX files.
         dynamic_batch: let the first axis of every input vary; ``"auto"`` does so where the model allows it, and says in the
             notes of the result where it does not, and why.
         dynamic_shapes: instead, a dict from input names to axes as ``torch.export`` takes them: ``{"x": {0: Dim.AUTO}}``.
@@ -101,7 +103,7 @@ def export_sim(
     """
     check_destination(path, filename_prefix)
     _check(sim, encoding_version)
-    find_target(target)
+    target = target_for(target, format).name
     notes: list[str] = []
     if dynamic_batch == "auto" and dynamic_shapes is None:
         marked, notes = _free_batch(sim, dummy_input)

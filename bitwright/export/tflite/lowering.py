@@ -1,0 +1,440 @@
+"""Values on their way from ONNX into a LiteRT file: as codes or as floats, in one order of axes or another.
+
+A value is written once, by the operator that makes it. Other forms of it (floats of codes, another order of axes) are
+made where an operator first asks for them, and kept for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.errors import ExportError
+from bitwright.export.qdq.forms import read_metadata
+from bitwright.export.tflite.flat import FlatModel, Grid
+from bitwright.export.tflite.trace import Trace
+
+Array = NDArray[Any]
+Perm = tuple[int, ...]
+
+_ACTIVATION_TYPES = ("int8", "int16")
+_SMALL = 256  # numbers of a constant that is written in float where floats are asked for
+NO_ACTIVATION, RELU, RELU_N1_TO_1, RELU6 = 0, 1, 2, 3
+# operators that kernels compute on the codes of their input, whatever it is
+_CHANGES_NO_GRID = frozenset(
+    ("Relu", "Clip", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Identity", "MaxPool")
+)
+_CLIPS = {(0.0, 6.0): RELU6, (-1.0, 1.0): RELU_N1_TO_1, (0.0, np.inf): RELU}
+
+
+def channels_last(rank: int) -> Perm:
+    """The order of axes that kernels of images read: ``(0, 2, 3, 1)`` of rank 4."""
+    return (0, *range(2, rank), 1) if rank > 2 else tuple(range(rank))
+
+
+@dataclass
+class Held:
+    """One value of the ONNX model.
+
+    Attributes:
+        name: of the value.
+        shape: with 1 on free axes, in ONNX's order.
+        free: which axes follow the batch.
+        dtype: numpy's name of its type in ONNX.
+        grid: of its codes, if it lies on a grid.
+        codes, plain: order of axes -> tensor that holds it.
+        array: of a constant, in ONNX's order; codes where ``grid`` is given.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    free: tuple[bool, ...]
+    dtype: str
+    grid: Grid | None = None
+    codes: dict[Perm, int] = field(default_factory=dict)
+    plain: dict[Perm, int] = field(default_factory=dict)
+    array: Array | None = None
+
+    @property
+    def rank(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def identity(self) -> Perm:
+        """ONNX's own order of axes."""
+        return tuple(range(self.rank))
+
+    @property
+    def constant(self) -> bool:
+        """Whether it is the same in every run."""
+        return self.array is not None
+
+    def floats(self) -> Array:
+        """The numbers of a constant."""
+        assert self.array is not None
+        return self.array if self.grid is None else dequantized(self.array, self.grid)
+
+    def orders(self) -> list[Perm]:
+        """Orders of axes that it lies in already."""
+        return list(self.codes) or list(self.plain)
+
+
+def dequantized(codes: Array, grid: Grid) -> Array:
+    """Float values of ``codes``, in float32 as DequantizeLinear computes them."""
+    shape = [1] * codes.ndim
+    if grid.axis is not None:
+        shape[grid.axis] = -1
+    scale = np.asarray(grid.scale, np.float32).reshape(shape if grid.axis is not None else ())
+    zero = np.asarray(grid.zero_point, np.int64).reshape(shape if grid.axis is not None else ())
+    return ((codes.astype(np.int64) - zero).astype(np.float32) * scale).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """How one operator is computed: on which numbers, into which value.
+
+    Attributes:
+        integer: on codes.
+        result: the value that it makes, after a fused activation.
+        activation: fused activation function.
+        grid: of the result.
+        why: what keeps it from integers, where something does that is worth telling.
+    """
+
+    integer: bool
+    result: str
+    activation: int
+    grid: Grid | None = None
+    why: str | None = None
+
+
+class Lowering:
+    """The state of one conversion.
+
+    Attributes:
+        flat: the file.
+        trace: facts of the ONNX model's values.
+        notes: what runs in float though its neighbours are codes, and the like.
+    """
+
+    def __init__(self, model: ir.Model, trace: Trace) -> None:
+        self.model, self.trace = model, trace
+        self.flat = FlatModel()
+        self.notes: dict[str, None] = dict.fromkeys(trace.notes)
+        self.held: dict[str, Held] = {}
+        self.done: set[ir.Node] = set()
+        self.outputs = {str(v.name) for v in model.graph.outputs}
+        self.sites: list[dict[str, Any]] = []
+        self.ends: set[int] = set()  # tensors that are inputs or outputs of the file
+
+    # ------------------------------------------------------------------------------------------------ values
+
+    def get(self, value: ir.Value | str | None) -> Held:
+        """What is known of a value; a constant is met here first."""
+        assert value is not None
+        name = value if isinstance(value, str) else str(value.name)
+        if name not in self.held:
+            array = self.trace.constants.get(name)
+            assert array is not None or name in self.trace.shapes, name
+            self.held[name] = self.fresh(name)
+            self.held[name].array = array
+        return self.held[name]
+
+    def fresh(self, name: str) -> Held:
+        """A value without any form yet."""
+        known = self.trace
+        return Held(name, known.shapes[name], known.free[name], known.dtypes[name])
+
+    def known(self, value: ir.Value | None) -> Array | None:
+        """The array of a constant, in float where it is quantized; ``None`` of a value that is computed."""
+        if value is None:
+            return None
+        held = self.get(value)
+        return held.floats() if held.constant else None
+
+    def made(self, name: str, perm: Perm, grid: Grid | None = None) -> int:
+        """A new tensor that holds the value ``name`` in the order ``perm``: codes of ``grid``, or plain."""
+        held = self.held.setdefault(name, self.fresh(name))
+        tensor = self._tensor(held, perm, grid)
+        if grid is None:
+            held.plain[perm] = tensor
+        else:
+            held.grid = grid
+            held.codes[perm] = tensor
+        return tensor
+
+    def _tensor(self, held: Held, perm: Perm, grid: Grid | None, name: str | None = None) -> int:
+        axis = None if grid is None or grid.axis is None else perm.index(grid.axis)
+        return self.flat.tensor(
+            name or held.name,
+            [held.shape[i] for i in perm],
+            held.dtype if grid is None else grid.dtype,
+            grid,
+            axis=axis,
+            free=[held.free[i] for i in perm],
+        )
+
+    def scratch(
+        self,
+        name: str,
+        shape: Sequence[int],
+        free: Sequence[bool],
+        dtype: str = "float32",
+        grid: Grid | None = None,
+    ) -> int:
+        """A tensor that stands for no value of the ONNX model."""
+        return self.flat.tensor(name, shape, grid.dtype if grid else dtype, grid, free=free)
+
+    # ----------------------------------------------------------------------------------------- forms of a value
+
+    def plain(self, value: ir.Value | str | None, perm: Perm | None = None) -> int:
+        """The tensor of the numbers themselves, in the order ``perm`` (by default ONNX's)."""
+        held = self.get(value)
+        perm = held.identity if perm is None else perm
+        if perm in held.plain:
+            return held.plain[perm]
+        if held.constant and (held.grid is None or held.shape == () or held.floats().size <= _SMALL):
+            held.plain[perm] = self._constant(held, held.floats(), perm, None)
+        elif held.grid is not None and (perm in held.codes or not held.plain):
+            codes = self.codes(held.name, perm)
+            held.plain[perm] = self._tensor(held, perm, None, f"{held.name}_float")
+            self.flat.op("DEQUANTIZE", [codes], [held.plain[perm]], {"table": "DequantizeOptions"})
+        else:
+            held.plain[perm] = self._moved(held, held.plain, perm, None)
+        return held.plain[perm]
+
+    def codes(self, value: ir.Value | str | None, perm: Perm | None = None) -> int:
+        """The tensor of its codes, in the order ``perm`` (by default ONNX's)."""
+        held = self.get(value)
+        perm = held.identity if perm is None else perm
+        if perm not in held.codes:
+            assert held.grid is not None, held.name
+            if held.array is not None:
+                held.codes[perm] = self._constant(held, held.array, perm, held.grid)
+            else:
+                held.codes[perm] = self._moved(held, held.codes, perm, held.grid)
+        return held.codes[perm]
+
+    def _constant(self, held: Held, array: Array, perm: Perm, grid: Grid | None) -> int:
+        stored = array.transpose(perm) if perm else array
+        axis = None if grid is None or grid.axis is None else perm.index(grid.axis)
+        dtype = array.dtype.name if grid is None else grid.dtype
+        return self.flat.tensor(held.name, stored.shape, dtype, grid, axis=axis, data=stored.astype(dtype))
+
+    def _moved(self, held: Held, forms: Mapping[Perm, int], perm: Perm, grid: Grid | None) -> int:
+        """A copy with its axes in another order; of axes of length 1 alone a change of shape."""
+        start, source = next(iter(forms.items()))
+        tensor = self._tensor(held, perm, grid)
+        steps = [start.index(axis) for axis in perm]
+        if _keeps_order(held, start, perm):
+            shape = [-1 if held.free[i] else held.shape[i] for i in perm]
+            self.reshape(source, tensor, shape)
+        else:
+            argument = self.flat.constant("perm", np.asarray(steps, np.int32))
+            self.flat.op("TRANSPOSE", [source, argument], [tensor], {"table": "TransposeOptions"})
+        return tensor
+
+    def reshape(self, source: int, target: int, shape: Sequence[int]) -> None:
+        """RESHAPE with at most one -1 in ``shape``."""
+        array = np.asarray(shape, np.int32)
+        argument = self.flat.constant("shape", array)
+        self.flat.op("RESHAPE", [source, argument], [target], {"table": "ReshapeOptions", "newShape": array})
+
+    def order(self, values: Iterable[ir.Value | None], rank: int) -> Perm:
+        """The order of axes that most of ``values`` of this rank lie in; ONNX's where none does."""
+        found: dict[Perm, int] = {}
+        for value in values:
+            held = None if value is None else self.get(value)
+            if held is not None and held.rank == rank and not held.constant:
+                for perm in held.orders():
+                    found[perm] = found.get(perm, 0) + int(np.prod(held.shape))
+        return max(found, key=lambda perm: found[perm]) if found else tuple(range(rank))
+
+    # ------------------------------------------------------------------------------------------- what it is done on
+
+    def domain(
+        self,
+        node: ir.Node,
+        data: Sequence[ir.Value | None],
+        *,
+        fuses: bool = True,
+        accepts: Callable[[Grid, Sequence[Grid]], str | None] = lambda out, ins: None,
+        unless: str | None = None,
+    ) -> Domain:
+        """Whether ``node`` is computed on codes, and what it makes.
+
+        Args:
+            node: the operator, with one output that counts.
+            data: its inputs that codes are read from.
+            fuses: whether the kernel takes an activation function.
+            accepts: ``(grid of the output, grids of the inputs) -> why not``, beside what holds for all.
+            unless: a reason against integers that the caller found.
+        """
+        result, activation, last = self._fused(node) if fuses else (node.outputs[0], NO_ACTIVATION, None)
+        held = [self.get(v) for v in data if v is not None]
+        grids = [one.grid for one in held]
+        target = self._target(result)
+        wanted = target is not None and all(grid is not None for grid in grids)
+        why = unless
+        if wanted and why is None:
+            inputs = [grid for grid in grids if grid is not None]
+            assert target is not None
+            why = _unfit(target, inputs) or accepts(target, inputs)
+        if last is not None:
+            self.done.add(last)
+        name = str(result.name)
+        if wanted and why is None:
+            return Domain(True, name, activation, target)
+        if wanted:
+            self.note(node, why or "")
+        return Domain(False, name, activation, None, why)
+
+    def carried(self, node: ir.Node, value: ir.Value | None) -> Domain:
+        """For operators that only move elements of ``value``: on its codes where it has some."""
+        grid = self.get(value).grid
+        integer = grid is not None and grid.per_tensor
+        return Domain(integer, str(node.outputs[0].name), NO_ACTIVATION, grid if integer else None)
+
+    def read(self, domain: Domain, value: ir.Value | str | None, perm: Perm | None = None) -> int:
+        """An input in the numbers of ``domain``."""
+        return self.codes(value, perm) if domain.integer else self.plain(value, perm)
+
+    def write(self, domain: Domain, perm: Perm) -> int:
+        """The tensor of the result."""
+        return self.made(domain.result, perm, domain.grid)
+
+    def as_float(self, node: ir.Node, domain: Domain, why: str) -> Domain:
+        """``domain``, on floats after all."""
+        self.note(node, why)
+        return replace(domain, integer=False, grid=None, why=why)
+
+    def _fused(self, node: ir.Node) -> tuple[ir.Value, int, ir.Node | None]:
+        """The value after an activation function that alone reads the output of ``node``, and the function."""
+        made = node.outputs[0]
+        readers = {use.node for use in made.uses()}
+        if len(readers) != 1 or str(made.name) in self.outputs:
+            return made, NO_ACTIVATION, None
+        reader = next(iter(readers))
+        activation = self.activation_of(reader)
+        if activation is None:
+            return made, NO_ACTIVATION, None
+        return reader.outputs[0], activation, reader
+
+    def activation_of(self, node: ir.Node) -> int | None:
+        """The function of Relu and Clip as kernels fuse it, or ``None``."""
+        if node.domain or node.op_type not in ("Relu", "Clip"):
+            return None
+        if node.op_type == "Relu":
+            return RELU
+        low, high = clip_bounds(self, node)
+        return _CLIPS.get((low, high))
+
+    def _target(self, value: ir.Value) -> Grid | None:
+        """The grid that all readers of ``value`` put it on, perhaps after a clip or a change of shape; or ``None``."""
+        while str(value.name) not in self.outputs:
+            readers = {use.node for use in value.uses() if use.idx == 0}
+            only = next(iter(readers)) if len(readers) == 1 and len(value.uses()) == 1 else None
+            if only is not None and not only.domain and only.op_type in _CHANGES_NO_GRID:
+                value = only.outputs[0]
+                continue
+            grids = {self.grid_of(use.node) if use.idx == 0 else None for use in value.uses()}
+            return grids.pop() if len(grids) == 1 else None
+        return None
+
+    def grid_of(self, node: ir.Node) -> Grid | None:
+        """The grid of a QuantizeLinear or DequantizeLinear with constant parameters; ``None`` of anything else."""
+        if node.domain or node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
+            return None
+        if node.attributes.get_int("block_size", 0):
+            return None
+        codes = node.outputs[0] if node.op_type == "QuantizeLinear" else node.inputs[0]
+        scale = self.trace.constants.get(str(node.inputs[1].name)) if node.inputs[1] is not None else None
+        given = node.inputs[2] if len(node.inputs) > 2 else None
+        zero = None if given is None else self.trace.constants.get(str(given.name))
+        if scale is None or codes is None or codes.dtype is None:
+            return None
+        shift, dtype = _TYPES.get(codes.dtype, (None, ""))
+        if shift is None:
+            return None
+        zeros = (np.zeros(scale.shape, np.int64) if zero is None else zero.astype(np.int64)) - shift
+        axis = node.attributes.get_int("axis", 1) if scale.ndim else None
+        rank = len(self.trace.shapes[str(codes.name)])
+        axis = None if axis is None else axis % rank
+        return Grid(
+            dtype, tuple(map(float, np.atleast_1d(scale))), tuple(map(int, np.atleast_1d(zeros))), axis
+        )
+
+    # ------------------------------------------------------------------------------------------------- messages
+
+    def site(self, node: ir.Node) -> str:
+        """What the user knows ``node`` as: the site after it, else its own name."""
+        for value in node.outputs:
+            for use in value.uses():
+                if use.node.op_type == "QuantizeLinear":
+                    for reader in use.node.outputs[0].uses():
+                        facts = read_metadata(reader.node)
+                        if facts is not None and facts["places"]:
+                            return str(facts["places"][0][0])
+        return str(node.name or node.outputs[0].name)
+
+    def note(self, node: ir.Node, why: str) -> None:
+        """Remember why ``node`` runs in float between codes."""
+        self.notes[f"{self.site(node)}: {node.op_type} is computed in float in the LiteRT file: {why}"] = None
+
+    def refuse(self, node: ir.Node, problem: str, remedy: str) -> NoReturn:
+        """An error with the name of the place.
+
+        Raises:
+            ExportError: always.
+        """
+        raise ExportError(f"{self.site(node)} ({node.op_type})", problem, remedy)
+
+
+# ONNX type of codes -> what is subtracted to count them from the middle, type in the file
+_TYPES: dict[Any, tuple[int, str]] = {
+    ir.DataType.UINT8: (128, "int8"), ir.DataType.INT8: (0, "int8"), ir.DataType.INT4: (0, "int8"),
+    ir.DataType.UINT4: (8, "int8"), ir.DataType.UINT16: (32768, "int16"), ir.DataType.INT16: (0, "int16"),
+    ir.DataType.INT32: (0, "int32"),
+}  # fmt: skip
+SHIFTS = {dtype: shift for dtype, (shift, _) in _TYPES.items()}
+
+
+def _keeps_order(held: Held, start: Perm, perm: Perm) -> bool:
+    """Whether both orders have the longer axes in one sequence, so that the numbers lie in memory alike."""
+
+    def longer(order: Perm) -> list[int]:
+        return [i for i in order if held.shape[i] != 1 or held.free[i]]
+
+    return longer(start) == longer(perm)
+
+
+def _unfit(target: Grid, inputs: Sequence[Grid]) -> str | None:
+    """Why no integer kernel takes these grids of activations."""
+    if target.dtype not in _ACTIVATION_TYPES or not target.per_tensor:
+        return "the grid of its output is not one of 8 or 16 bits with one scale"
+    for grid in inputs:
+        if not grid.per_tensor:
+            return "an input has several scales"
+        if grid.dtype != target.dtype:
+            return f"its input has {grid.dtype[3:]} bits, its output {target.dtype[3:]}"
+    if target.dtype == "int16" and not all(grid.symmetric for grid in (target, *inputs)):
+        return "kernels of 16 bits take symmetric activations"
+    return None
+
+
+def clip_bounds(low: Lowering, node: ir.Node) -> tuple[float, float]:
+    """Bounds of a Clip, as floats; NaN where one is computed."""
+    bounds = [-np.inf, np.inf]
+    for i, (port, key) in enumerate(((1, "min"), (2, "max"))):
+        if len(node.inputs) > port and node.inputs[port] is not None:
+            array = low.known(node.inputs[port])
+            bounds[i] = float("nan") if array is None else float(array)
+        elif key in node.attributes:
+            bounds[i] = float(node.attributes.get_float(key))
+    return bounds[0], bounds[1]

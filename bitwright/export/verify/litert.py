@@ -1,0 +1,301 @@
+"""A LiteRT file against the simulation, tensor by tensor, each operator fed the simulation's own codes.
+
+The file itself is cut: after every tensor of a site its readers read a new input instead, and the tensor becomes an
+output. All operators, weights, scales and options are those of the file. What comes out is compared twice: with the
+runtime's reference kernels, which compute as the format's specification says, and with those that it takes by default.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.errors import ExportError
+from bitwright.export.tflite.convert import METADATA
+from bitwright.export.tflite.flat import pack, schema
+from bitwright.export.verify.agreement import Agreement, compare
+from bitwright.export.verify.cut import Cut
+from bitwright.export.verify.report import OutputRow, Row, VerifyReport, level
+from bitwright.export.verify.runtime import refusals, run_model
+from bitwright.runtimes.litert import session_of
+
+Array = NDArray[Any]
+Values = Mapping[str, Array | Sequence[Array]]
+
+_DAMAGED = "export again, or copy the folder anew"
+# Error of fixed-point kernels, in steps: rescaling, and what their own approximations add.
+_RESCALED = 0.02
+_FUNCTIONS = {
+    "LOGISTIC": 0.6,
+    "TANH": 0.6,
+    "SOFTMAX": 0.6,
+    "HARD_SWISH": 0.6,
+    "GELU": 0.05,
+    "BATCH_MATMUL": 0.02,
+}
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A tensor of the file that holds the codes of a site.
+
+    Attributes:
+        places: site and run of it.
+        format: of the simulated grid.
+        tensor: index.
+        perm: order of its axes.
+        scale, zero_point: of its codes.
+        dtype: numpy's type of the codes.
+    """
+
+    places: list[tuple[str, int]]
+    format: str
+    tensor: int
+    perm: tuple[int, ...]
+    scale: np.float32
+    zero_point: int
+    dtype: Any
+    name: str
+
+    def codes(self, values: Array) -> Array:
+        """Dequantized values as codes of the file, in its order of axes."""
+        info = np.iinfo(self.dtype)
+        codes = np.rint(values.astype(np.float64) / float(self.scale)) + self.zero_point
+        return np.ascontiguousarray(
+            np.clip(codes, info.min, info.max).astype(self.dtype).transpose(self.perm)
+        )
+
+    def values(self, codes: Array) -> Array:
+        """Codes of the file as values, in ONNX's order of axes."""
+        floats = (codes.astype(np.int64) - self.zero_point).astype(np.float32) * self.scale
+        return np.asarray(floats, np.float32).transpose(np.argsort(self.perm))
+
+
+class FlatFile:
+    """A LiteRT file that an export of ours wrote.
+
+    Args:
+        content: its bytes.
+        name: for messages.
+
+    Raises:
+        ExportError: it is another kind of file, or another tool wrote it.
+    """
+
+    def __init__(self, content: bytes, name: str = "model") -> None:
+        known = schema()
+        try:
+            self.model = known.ModelT.InitFromObj(known.Model.GetRootAsModel(content, 0))
+            noted = {entry.name.decode(): entry.buffer for entry in self.model.metadata or []}
+            facts = json.loads(bytes(self.model.buffers[noted[METADATA]].data))
+            self.facts: dict[str, Any] = facts
+            self.sites = [self._site(found) for found in facts["sites"]]
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
+            problem = "it is no LiteRT file with the notes of an export"
+            raise ExportError(name, problem, _DAMAGED) from error
+        except Exception as error:  # flatbuffers raises struct.error and classes of its own
+            raise ExportError(name, f"it cannot be read as a LiteRT file: {error}", _DAMAGED) from error
+        self.graph = self.model.subgraphs[0]
+        names = {v: k for k, v in vars(known.BuiltinOperator).items() if not k.startswith("_")}
+        self.kinds = [names[code.builtinCode] for code in self.model.operatorCodes]
+
+    def _site(self, found: Mapping[str, Any]) -> _Site:
+        tensor = self.model.subgraphs[0].tensors[found["tensor"]]
+        grid, known = tensor.quantization, schema().TensorType
+        return _Site(
+            [(str(site), int(run)) for site, run in found["places"]],
+            str(found["format"]),
+            int(found["tensor"]),
+            tuple(found["perm"]),
+            np.float32(grid.scale[0]),
+            int(grid.zeroPoint[0]),
+            {known.INT8: np.int8, known.INT16: np.int16}[tensor.type],
+            tensor.name.decode(),
+        )
+
+    def operators(self) -> dict[int, Any]:
+        """Tensor -> the operator that makes it."""
+        return {int(out): op for op in self.graph.operators for out in op.outputs}
+
+    def kernels(self, site: _Site) -> list[str]:
+        """Operators between the sites before ``site`` and itself, in execution order."""
+        ends, makers = {one.tensor for one in self.sites if one is not site}, self.operators()
+        found: dict[int, str] = {}
+        order = {id(op): i for i, op in enumerate(self.graph.operators)}
+        stack = [site.tensor]
+        while stack:
+            op = makers.get(stack.pop())
+            if op is None or order[id(op)] in found:
+                continue
+            found[order[id(op)]] = self.kinds[op.opcodeIndex]
+            stack.extend(int(i) for i in op.inputs if i >= 0 and int(i) not in ends)
+        return [found[i] for i in sorted(found)]
+
+    def cut(self, sites: Sequence[_Site]) -> bytes:
+        """The file with an input after each of ``sites``, called ``site:<i>``, and the sites as outputs ``made:<i>``."""
+        known, graph = schema(), self.graph
+        tensors = {site.tensor: i for i, site in enumerate(sites)}
+        copies: dict[int, int] = {}
+        saved = (
+            list(graph.tensors),
+            list(graph.inputs),
+            list(graph.outputs),
+            [op.inputs for op in graph.operators],
+        )
+        names = [tensor.name for tensor in graph.tensors]
+        for tensor, i in tensors.items():
+            source, made = graph.tensors[tensor], known.TensorT()
+            for key, value in vars(source).items():
+                setattr(made, key, value)
+            made.name, source.name = f"site:{i}".encode(), f"made:{i}".encode()
+            copies[tensor] = len(graph.tensors)
+            graph.tensors.append(made)
+        for op in graph.operators:
+            op.inputs = np.asarray([copies.get(int(i), int(i)) for i in op.inputs], np.int32)
+        graph.inputs = [*saved[1], *copies.values()]
+        graph.outputs = list(tensors)
+        signatures, self.model.signatureDefs = self.model.signatureDefs, None
+        content = pack(self.model)
+        self.model.signatureDefs = signatures
+        graph.tensors, graph.inputs, graph.outputs = saved[:3]
+        for op, inputs in zip(graph.operators, saved[3], strict=True):
+            op.inputs = inputs
+        for tensor, name in zip(graph.tensors, names, strict=True):
+            tensor.name = name
+        return content
+
+
+def verify_litert(
+    content: bytes,
+    model: ir.Model,
+    values: Values,
+    graph_inputs: Mapping[str, Array],
+    outputs: Mapping[str, Array],
+) -> VerifyReport:
+    """Compare a LiteRT file with the simulation.
+
+    Args:
+        content: of the file.
+        model: the QDQ model that it was made of, in which values before rounding are computed.
+        values: site -> what the simulation had there, as :func:`bitwright.export.verify.report.verify_layers` takes it.
+        graph_inputs: name -> value.
+        outputs: name -> what the simulation returned.
+
+    Returns:
+        A report whose modes are the reference kernels (``as_float``) and the default ones (``as_integer``).
+
+    Raises:
+        ExportError: the file is damaged, or the runtime refuses it.
+    """
+    file = FlatFile(content)
+    found = [(site, given) for site in file.sites if (given := _given(site, values)) is not None]
+    sites = [site for site, _ in found]
+    feeds = {f"site:{i}": site.codes(given) for i, (site, given) in enumerate(found)}
+    cut = file.cut(sites)
+    made = [_run(cut, {**graph_inputs, **feeds}, reference) for reference in (True, False)]
+    rows: list[Row] = []
+    exact = _Exact(model, values, graph_inputs)
+    for i, (site, given) in enumerate(found):
+        codes = [site.values(one[f"made:{i}"]) for one in made]
+        rows += _rows(file, site, given, codes, exact)
+    known = {place for site in sites for place in site.places}
+    unchecked = {
+        name: "the simulation gave no value for it"
+        for site in file.sites
+        for name, run in site.places
+        if (name, run) not in known
+    }
+    return VerifyReport(
+        tuple(rows), tuple(_ends(content, graph_inputs, outputs)), unchecked, {}, {}, "litert"
+    )
+
+
+def _given(site: _Site, values: Values) -> Array | None:
+    for name, run in site.places:
+        given = values.get(name)
+        several = [given] if isinstance(given, np.ndarray) else list(given or ())
+        if run < len(several):
+            return np.asarray(several[run])
+    return None
+
+
+def _run(content: bytes, feeds: Mapping[str, Array], reference: bool) -> dict[str, Array]:
+    try:
+        return session_of(content, reference=reference).run(feeds)
+    except (RuntimeError, ValueError) as error:
+        problem = f"LiteRT refuses the file: {' '.join(str(error).split())[:400]}"
+        raise ExportError("model", problem, "export again with target='litert'") from error
+
+
+def _rows(file: FlatFile, site: _Site, given: Array, codes: Sequence[Array], exact: _Exact) -> Iterator[Row]:
+    facts = {"places": site.places, "format": site.format, "axis": None}
+    agreements = [compare(given, one, facts, np.asarray(site.scale)) for one in codes]
+    ops = file.kernels(site)
+    if not all(a.ok for a in agreements):
+        allowed = max([_FUNCTIONS.get(kind, _RESCALED) for kind in ops], default=_RESCALED)
+        agreements = [
+            a if a.ok else replace(a, off=exact.off(site, given, one), allowed=allowed)
+            for a, one in zip(agreements, codes, strict=True)
+        ]
+    integer = ops and ops[-1] != "QUANTIZE"
+    kernel = f"{ops[-1]} {np.dtype(site.dtype).name}" if integer else "float"
+    why = _why(ops, agreements)
+    for name, run in site.places:
+        yield Row(name, run, site.name, site.format, tuple(ops), kernel, agreements[0], agreements[1], why)
+
+
+def _why(ops: Sequence[str], found: Sequence[Agreement]) -> str | None:
+    if all(a.equal == 1 for a in found):
+        return None
+    named = [kind for kind in ops if kind in _FUNCTIONS]
+    if any(not (a.ok or a.within) for a in found):
+        return "unexplained: the operator computes something else than the simulation"
+    if named:
+        return f"{named[-1]} of LiteRT approximates on integers"
+    return "kernels of LiteRT rescale in fixed point, where the simulation rounds float sums"
+
+
+class _Exact:
+    """Values before rounding, from the QDQ model with float kernels, computed for what is asked."""
+
+    def __init__(self, model: ir.Model, values: Values, graph_inputs: Mapping[str, Array]) -> None:
+        self._cut = Cut(model, values, {})
+        self._places = {
+            (site, run): place
+            for place in self._cut.places
+            for site, run in place.facts["places"]
+            if place.chain
+        }
+        self._inputs = graph_inputs
+
+    def off(self, site: _Site, given: Array, found: Array) -> float:
+        """How far the codes that differ lie from the value that both were rounded from, beyond half a step; in steps."""
+        place = next((self._places[p] for p in site.places if p in self._places), None)
+        if place is None or place.entry.producer() is None:
+            return math.inf
+        model, feeds = self._cut.before([place])
+        try:
+            value = run_model(model, {**self._inputs, **feeds}, "float")[str(place.entry.name)]
+        except refusals():
+            return math.inf
+        step = float(site.scale)
+        differ = given != found
+        # a value beyond the grid was limited to its end
+        value = np.where(np.abs(value - given) > 0.5001 * step, given, value)[differ].astype(np.float64)
+        return float(np.max(np.abs(value - found[differ]) / step - 0.5, initial=-math.inf))
+
+
+def _ends(
+    content: bytes, graph_inputs: Mapping[str, Array], outputs: Mapping[str, Array]
+) -> Iterator[OutputRow]:
+    made = [_run(content, graph_inputs, reference) for reference in (True, False)]
+    for name, expected in outputs.items():
+        levels = [level(expected, one.get(name)) for one in made]
+        yield OutputRow(name, levels[0], levels[1])

@@ -1,0 +1,70 @@
+"""LiteRT (TensorFlow Lite) on the CPU: its interpreter, with reference kernels or those that it takes by default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+@dataclass
+class LitertSession:
+    """A loaded file.
+
+    Attributes:
+        interpreter: of ``ai_edge_litert``.
+        kernels: always empty: the interpreter does not tell what computes an operator.
+    """
+
+    interpreter: Any
+    kernels: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, feeds: Mapping[str, Array], outputs: Collection[str] | None = None) -> dict[str, Array]:
+        """Outputs by name; inputs that the file does not have are left out.
+
+        Args:
+            feeds: by name. Where a shape differs from the file's, its free axes take that length.
+            outputs: names of the wanted ones, all by default.
+        """
+        run = self.interpreter
+        details = run.get_input_details()
+        for given in details:
+            shape = np.shape(feeds[given["name"]])
+            if tuple(given["shape"]) != shape:
+                run.resize_tensor_input(given["index"], shape, strict=True)
+        run.allocate_tensors()
+        for given in details:
+            run.set_tensor(given["index"], np.ascontiguousarray(feeds[given["name"]], given["dtype"]))
+        run.invoke()
+        return {
+            made["name"]: run.get_tensor(made["index"])
+            for made in run.get_output_details()
+            if outputs is None or made["name"] in outputs
+        }
+
+
+def open_litert(path: Path, threads: int, reference: bool) -> LitertSession:
+    """A session of the file at ``path``; 0 threads are all."""
+    return session_of(path.read_bytes(), threads=threads or os.cpu_count() or 1, reference=reference)
+
+
+def session_of(content: bytes, *, threads: int = 1, reference: bool = False) -> LitertSession:
+    """A session of a file in memory.
+
+    Args:
+        content: of the file.
+        threads: number of threads.
+        reference: kernels that compute as the format's specification says, instead of XNNPACK's and the optimised ones.
+    """
+    from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+    kind = OpResolverType.BUILTIN_REF if reference else OpResolverType.AUTO
+    interpreter = Interpreter(model_content=content, num_threads=threads, experimental_op_resolver_type=kind)
+    return LitertSession(interpreter)

@@ -1,0 +1,177 @@
+"""LiteRT files: what they hold, that they run, and that they compute what the simulation computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from bitwright.cli import app
+from bitwright.errors import ConfigError, ExportError
+from bitwright.export.verify.litert import FlatFile
+from bitwright.export.verify.report import VerifyReport, verify_layers
+from bitwright.export.verify.samples import read_samples, verify_folder
+from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.runtimes.adapters import open_file
+from bitwright.torch import quantize
+
+
+def images(count: int = 3, rows: int = 8, size: int = 12, channels: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(rows, channels, size, size, generator=generator) for _ in range(count)]
+
+
+def exported(model: nn.Module, batches: list[Any], path: Path, **options: Any) -> Any:
+    """The result of ``quantize`` for LiteRT."""
+    options = {"recipe": ["fold"], "target": "litert", **options}
+    return quantize(model.eval(), batches, path=path, filename_prefix="net", progress=False, **options)
+
+
+def kinds(path: Path) -> list[str]:
+    """Operators of the file in a folder, in execution order."""
+    file = FlatFile((path / "net.tflite").read_bytes())
+    return [file.kinds[op.opcodeIndex] for op in file.graph.operators]
+
+
+def few_differ(report: VerifyReport) -> bool:
+    """Whether at least 99 % of the codes of every layer are equal with either kind of kernels; of few, all but two."""
+    found = [a for row in report.rows for a in (row.as_float, row.as_integer)]
+    return all(
+        round((1 - a.equal) * a.elements) <= max(2.0, 0.01 * a.elements) and a.lsb <= 1.005 for a in found
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=8),
+        nn.ReLU6(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
+    path = tmp_path_factory.mktemp("exported")
+    exported(model, images(), path)
+    return path
+
+
+def test_a_convolutional_net_runs_on_integers_and_agrees(folder: Path) -> None:
+    report = verify_folder(folder, runtime="litert")
+    assert report.ok, str(report)
+    assert few_differ(report)
+    assert all(row.kernel.endswith("int8") for row in report.rows[1:])
+    _, inputs, outputs = read_samples(folder / "net_samples.npz")
+    for reference in (True, False):
+        found = open_file("litert", folder / "net.tflite", reference=reference).run(inputs)
+        assert found.keys() == outputs.keys()
+        np.testing.assert_allclose(found["output"], outputs["output"], atol=0.02)
+
+
+def test_floats_are_converted_at_the_ends_only_and_axes_once(folder: Path) -> None:
+    found = kinds(folder)
+    assert found == [
+        "QUANTIZE", "TRANSPOSE", "CONV_2D", "MAX_POOL_2D", "PAD", "DEPTHWISE_CONV_2D", "DEPTHWISE_CONV_2D", "RESHAPE",
+        "FULLY_CONNECTED", "DEQUANTIZE",
+    ]  # fmt: skip
+
+
+def test_weights_are_symmetric_and_narrow(folder: Path) -> None:
+    file = FlatFile((folder / "net.tflite").read_bytes())
+    for tensor in file.graph.tensors:
+        data = file.model.buffers[tensor.buffer].data
+        if tensor.type == 9 and data is not None:  # INT8
+            assert np.asarray(data).view(np.int8).min() >= -127
+            assert not np.any(tensor.quantization.zeroPoint)
+
+
+def test_a_changed_weight_is_seen(folder: Path) -> None:
+    content = bytearray((folder / "net.tflite").read_bytes())
+    file = FlatFile(bytes(content))
+    weight = next(t for t in file.graph.tensors if t.type == 9 and list(t.shape) == [4, 8])
+    place = content.index(bytes(file.model.buffers[weight.buffer].data))
+    content[place : place + 8] = bytes(8)
+    sites, inputs, outputs = read_samples(folder / "net_samples.npz")
+    options: dict[str, Any] = {"outputs": outputs, "runtime": "litert", "flat": bytes(content)}
+    report = verify_layers(folder / "net.onnx", sites, inputs, **options)
+    assert [row.site for row in report.rows if not row.ok] == ["8.output[0]"]
+
+
+def test_the_batch_is_free(folder: Path, tmp_path: Path) -> None:
+    sim = OnnxSim(folder / "net_float.onnx")
+    rows = {name: array[:5] for name, array in read_samples(folder / "net_samples.npz")[1].items()}
+    session = open_file("litert", folder / "net.tflite")
+    assert session.run(rows)["output"].shape == (5, 4)
+    assert session.run({k: v[:2] for k, v in rows.items()})["output"].shape == (2, 4)
+    del sim, tmp_path
+
+
+def test_onnx_models_and_the_format_option(folder: Path, tmp_path: Path) -> None:
+    _, inputs, _ = read_samples(folder / "net_samples.npz")
+    sim = OnnxSim(folder / "net_float.onnx")
+    sim.compute_encodings([inputs])
+    files = sim.export(tmp_path, "net", format="tflite")
+    assert files.tflite == tmp_path / "net.tflite" and files.tflite in files.files
+    assert verify_folder(tmp_path, runtime="litert").ok
+    assert sim.verify(runtime="litert").ok
+    with pytest.raises(ConfigError, match="files for openvino_cpu are onnx, not tflite.*target='litert'"):
+        sim.export(tmp_path, "net", target="openvino_cpu", format="tflite")
+    with pytest.raises(ConfigError, match="'tflit' is not a format.*did you mean 'tflite'"):
+        sim.export(tmp_path, "net", format="tflit")  # type: ignore[arg-type]
+
+
+def test_commands(folder: Path, tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    model = str(folder / "net_float.onnx")
+    found = run(app, ["quantize", model, "--format", "tflite", "--out", str(tmp_path), "--prefix", "net"])
+    assert found.exit_code == 0, found.output
+    assert "net.tflite" in found.output
+    found = run(app, ["verify", str(tmp_path), "--runtime", "litert"])
+    assert found.exit_code == 0 and "equal (reference)" in found.output, found.output
+    found = run(app, ["benchmark", str(folder), "--runtime", "litert", "--threads", "1", "--seconds", "0.05"])
+    assert found.exit_code in (0, 1) and "In litert" in found.output, found.output
+
+
+def test_a_folder_without_a_litert_file_says_how_to_get_one(folder: Path, tmp_path: Path) -> None:
+    _, inputs, _ = read_samples(folder / "net_samples.npz")
+    sim = OnnxSim(folder / "net_float.onnx")
+    sim.compute_encodings([inputs])
+    sim.export(tmp_path, "net")
+    with pytest.raises(ExportError, match="no LiteRT file net.tflite.*target='litert'"):
+        verify_folder(tmp_path, runtime="litert")
+
+
+def test_what_litert_cannot_say_names_the_site(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.atan(self.conv(x))
+
+    with pytest.raises(ExportError, match=r"\(Atan\): it has no form in LiteRT files.*docs/litert.md"):
+        exported(Odd(), images(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_package_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "ai_edge_litert", None)
+    sim = OnnxSim(folder / "net.onnx")
+    with pytest.raises(ConfigError, match=r"not installed.*pip install 'bitwright\[litert\]'"):
+        sim.export(tmp_path, "net", target="litert")
+    with pytest.raises(ConfigError, match=r"not installed.*pip install 'bitwright\[litert\]'"):
+        verify_folder(folder, runtime="litert")
