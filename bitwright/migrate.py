@@ -28,8 +28,6 @@ DIFFERENCES: dict[str, str] = {
     "save_checkpoint": "writes a folder of safetensors and JSON",
     "quantizer_parameters": "of learned ranges: distances from the calibrated ones, beside the model",
     "named_quantizer_parameters": "of learned ranges: distances from the calibrated ones, beside the model",
-    "inp_symmetry": "ranges are chosen by 'symqt'; others warn",
-    "loss_fn": "the loss is the mean squared error; others warn",
     "checkpoints_config": "not needed and not read",
     "prepare_model": "returns a copy of the same class: nothing needs rewriting",
     "add_check": "an error: pass checks= to validate_model",

@@ -10,18 +10,15 @@ from typing import Any
 from torch import nn
 
 from bitwright import torch as front
-from bitwright.aimet_common.absent import absent_names, differs
+from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_torch import _modules
 from bitwright.aimet_torch._core import walk_modules
 from bitwright.aimet_torch.adaround.adaround_weight import batches_for
 from bitwright.aimet_torch.utils import default_forward_fn
-from bitwright.errors import ConfigError
 
 __all__ = ["SeqMseParams", "apply_seq_mse"]
 
 __getattr__ = absent_names(__name__)
-
-_SYMMETRIES, _LOSSES = ("symqt", "symfp", "asym"), ("mse", "l1", "sqnr")
 
 
 @dataclass
@@ -31,7 +28,8 @@ class SeqMseParams:
     Attributes:
         num_batches: how many batches are used; all with ``None``.
         num_candidates: fractions of the range that are tried per channel.
-        inp_symmetry, loss_fn: ``symqt`` and ``mse``; others warn and count as these.
+        inp_symmetry: ``symqt``, ``symfp`` or ``asym``.
+        loss_fn: ``mse``, ``l1`` or ``sqnr``.
         forward_fn: ``forward_fn(model, batch)``.
 
     Raises:
@@ -45,12 +43,9 @@ class SeqMseParams:
     forward_fn: Any = default_forward_fn
 
     def __post_init__(self) -> None:
-        for name, known, used in (("inp_symmetry", _SYMMETRIES, "symqt"), ("loss_fn", _LOSSES, "mse")):
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(name, f"it is {value!r}", f"use one of {', '.join(known)}")
-            if value != used:
-                differs(f"SeqMseParams({name}={value!r})", f"ranges are chosen by {used!r}")
+        front.SeqMseParams(
+            self.num_batches, self.num_candidates, self.inp_symmetry, self.loss_fn
+        )  # refuses unknown ones
 
 
 def apply_seq_mse(*args: Any, **kwargs: Any) -> None:
@@ -97,7 +92,7 @@ def _older(
 ) -> None:
     batches = Few(data_loader, params.num_batches)
     _newer(sim, batches, params.num_candidates, params.forward_fn, modules_to_exclude, checkpoints_config,
-           cache_dir, model=model, **options)  # fmt: skip
+           cache_dir, model=model, inp_symmetry=params.inp_symmetry, loss_fn=params.loss_fn, **options)  # fmt: skip
 
 
 class Few:

@@ -68,7 +68,8 @@ def apply_reconstruction(
         inputs: ``data`` under the name that it had for ONNX simulations.
         options: of the method: ``iterations``, ``batch``, ``lr``, ``reg_param``, ``beta_range``, ``warm_start``, ``rows``,
             ``drop`` (learned methods); ``damping``, ``act_order``, ``block``, ``match_float`` (``gptq``);
-            ``num_candidates`` (``seq_mse``).
+            ``num_candidates``, ``loss_fn`` (``mse``, ``l1``, ``sqnr``), ``inp_symmetry`` (``symqt``, ``symfp``, ``asym``;
+            ``seq_mse``).
 
     Returns:
         The error of every layer before and after, and the layers that were left with the reason; a table when printed.

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from bitwright.algorithms.rounding import seq_mse
 from bitwright.algorithms.rounding.driver import RoundingReport
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.placement.user_scheme import QuantScheme
@@ -35,12 +36,13 @@ class SeqMseParams:
     Attributes:
         num_batches: how many batches are used; all with ``None``.
         num_candidates: fractions of the range that are tried per channel.
-        inp_symmetry: ``symqt``: both sides of the comparison read the quantized predecessor's values.
-        loss_fn: ``mse``.
+        inp_symmetry: what the two sides of the comparison read: ``symqt``, both the quantized predecessor's values; ``symfp``,
+            both the float model's; ``asym``, each its own.
+        loss_fn: ``mse``, ``l1`` or ``sqnr``.
         forward_fn: ``forward_fn(model, batch)``, when the model is not called as ``model(batch)``.
 
     Raises:
-        ConfigError: another ``inp_symmetry`` or ``loss_fn``.
+        ConfigError: an unknown ``inp_symmetry`` or ``loss_fn``.
     """
 
     num_batches: int | None = 4
@@ -50,9 +52,7 @@ class SeqMseParams:
     forward_fn: Forward | None = None
 
     def __post_init__(self) -> None:
-        for name, only in (("inp_symmetry", "symqt"), ("loss_fn", "mse")):
-            if getattr(self, name) != only:
-                raise ConfigError(name, f"it is {getattr(self, name)!r}", f"use {only!r}, the only one here")
+        seq_mse.Settings(loss_fn=self.loss_fn, inp_symmetry=self.inp_symmetry)  # type: ignore[arg-type]
 
 
 def apply_seq_mse(
@@ -85,7 +85,7 @@ def apply_seq_mse(
         older, used = forward_fn, itertools.islice(num_candidates, forward_fn.num_batches)  # type: ignore[arg-type]
         return apply_seq_mse(
             data_loader, used, older.num_candidates, older.forward_fn, modules_to_exclude,  # type: ignore[arg-type]
-            checkpoints_config, cache_dir, **options,
+            checkpoints_config, cache_dir, inp_symmetry=older.inp_symmetry, loss_fn=older.loss_fn, **options,
         )  # fmt: skip
     if checkpoints_config is not None:
         logger.info("apply_seq_mse: checkpoints_config is not needed, values are kept from layer to layer")

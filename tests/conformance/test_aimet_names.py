@@ -215,8 +215,13 @@ def test_the_older_call_of_seq_mse():
     params = bt.SeqMseParams(num_batches=2, num_candidates=8)
     report = bt.apply_seq_mse(model, sim, batches, params)
     assert str(report) == str(bt.apply_seq_mse(other, batches[:2], num_candidates=8)) and report.gain < 1
-    with pytest.raises(ConfigError, match="inp_symmetry: it is 'asym'. Remedy: use 'symqt'"):
-        bt.SeqMseParams(num_batches=2, inp_symmetry="asym")
+    other, _ = prepared(small(0.5))
+    params = bt.SeqMseParams(num_batches=2, num_candidates=8, inp_symmetry="asym", loss_fn="l1")
+    assert str(bt.apply_seq_mse(model, other, batches, params)) != str(report)
+    with pytest.raises(
+        ConfigError, match="inp_symmetry: it is 'both'. Remedy: use one of symqt, symfp, asym"
+    ):
+        bt.SeqMseParams(num_batches=2, inp_symmetry="both")
 
 
 def test_adascale_is_flexround_in_both_front_ends(tmp_path):

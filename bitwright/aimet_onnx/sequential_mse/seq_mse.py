@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bitwright import onnx as front
-from bitwright.aimet_common.absent import absent_names, differs
-from bitwright.errors import ConfigError
+from bitwright.aimet_common.absent import absent_names
+from bitwright.methods.rounding import require_torch
 
 __all__ = ["SeqMseParams", "SequentialMse", "apply_seq_mse"]
 
@@ -29,10 +29,16 @@ def apply_seq_mse(
 
 @dataclass
 class SeqMseParams:
-    """What :class:`SequentialMse` is to do; other than ``symqt`` and ``mse`` warn and count as these.
+    """What :class:`SequentialMse` is to do.
+
+    Attributes:
+        num_batches: how many batches are used; all with ``None``.
+        num_candidates: fractions of the range that are tried per channel.
+        inp_symmetry: ``symqt``, ``symfp`` or ``asym``; AIMET has the first.
+        loss_fn: ``mse``, ``l1`` or ``sqnr``.
 
     Raises:
-        ConfigError: (a ValueError) a value that AIMET does not know either.
+        ConfigError: (a ValueError) an unknown one.
     """
 
     num_batches: int | None = None
@@ -41,15 +47,10 @@ class SeqMseParams:
     loss_fn: str = "mse"
 
     def __post_init__(self) -> None:
-        for name, known, used in (
-            ("inp_symmetry", ("symqt", "symfp", "asym"), "symqt"),
-            ("loss_fn", ("mse", "l1", "sqnr"), "mse"),
-        ):
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(name, f"it is {value!r}", f"use one of {', '.join(known)}")
-            if value != used:
-                differs(f"SeqMseParams({name}={value!r})", f"ranges are chosen by {used!r}")
+        require_torch("seq_mse")
+        from bitwright.algorithms.rounding.seq_mse import Settings
+
+        Settings(loss_fn=self.loss_fn, inp_symmetry=self.inp_symmetry)  # type: ignore[arg-type]
 
 
 class SequentialMse:
@@ -65,8 +66,9 @@ class SequentialMse:
         """Choose the ranges."""
         sim, params, loader, excluded = self._call
         apply_seq_mse(
-            sim, list(itertools.islice(loader, params.num_batches)), params.num_candidates, excluded
-        )
+            sim, list(itertools.islice(loader, params.num_batches)), params.num_candidates, excluded,
+            inp_symmetry=params.inp_symmetry, loss_fn=params.loss_fn,
+        )  # fmt: skip
 
     @staticmethod
     def apply_seq_mse(model: Any, sim: Any, params: SeqMseParams, data_loader: Iterable[Any]) -> None:

@@ -294,9 +294,7 @@ def moments(
     own = cross = None
     count = 0
     for real, quantized, most in inputs:
-        total = layer.positions(quantized)
-        drawn = None if total <= most else _drawn(total, math.ceil(most), generator).to(quantized.device)
-        for x, x_q in _pairs(layer, real, quantized, drawn):
+        for x, x_q in paired_rows(layer, real, quantized, most, generator):
             part = (x_q.transpose(1, 2) @ x_q).double()
             own = part if own is None else own.add_(part)
             other = part if x is x_q else (x.transpose(1, 2) @ x_q).double()
@@ -304,6 +302,15 @@ def moments(
             count += int(x_q.shape[1])
     assert own is not None and cross is not None, layer.name
     return Moments(own, cross, count)
+
+
+def paired_rows(
+    layer: Layer, real: Tensor, quantized: Tensor, most: float, generator: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of both inputs in parts, at most ``most`` of them, which are drawn evenly; one tensor where the inputs are one."""
+    total = layer.positions(quantized)
+    drawn = None if total <= most else _drawn(total, math.ceil(most), generator).to(quantized.device)
+    return _pairs(layer, real, quantized, drawn)
 
 
 def _pairs(
