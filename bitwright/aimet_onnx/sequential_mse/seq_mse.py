@@ -9,7 +9,7 @@ from typing import Any
 
 from bitwright import onnx as front
 from bitwright.aimet_common.absent import absent_names
-from bitwright.methods.rounding import require_torch
+from bitwright.errors import ConfigError
 
 __all__ = ["SeqMseParams", "SequentialMse", "apply_seq_mse"]
 
@@ -47,10 +47,10 @@ class SeqMseParams:
     loss_fn: str = "mse"
 
     def __post_init__(self) -> None:
-        require_torch("seq_mse")
-        from bitwright.algorithms.rounding.seq_mse import Settings
-
-        Settings(loss_fn=self.loss_fn, inp_symmetry=self.inp_symmetry)  # type: ignore[arg-type]
+        known = {"inp_symmetry": ("symqt", "symfp", "asym"), "loss_fn": ("mse", "l1", "sqnr")}
+        for name, values in known.items():
+            if getattr(self, name) not in values:
+                raise ConfigError(name, f"it is {getattr(self, name)!r}", f"use one of {', '.join(values)}")
 
 
 class SequentialMse:
