@@ -143,11 +143,15 @@ def granularity_of(
     blocked = [axis for axis in many if sizes[axis] > 1]
     whole = [axis for axis in many if sizes[axis] == 1]
     if not blocked and block_size is not None:  # one block on the block axis: AIMET's -1
-        return PerChannel(whole[0]) if len(whole) == 1 else PerTensor() if not whole else None
+        if len(whole) < 2:
+            return PerChannel(whole[0]) if whole else PerTensor()
+        size = next((n for n, b in zip(shape, block_size, strict=True) if b in (-1, n) and n > 1), 0)
+        blocked = [axis for axis, n in enumerate(shape) if axis not in whole and n == size]
+        return PerBlock(size, blocked[0], tuple(whole)) if size and blocked else None
     if not blocked and len(whole) == 1:
         return PerChannel(whole[0])
-    if len(blocked) == 1 and len(whole) <= 1:
-        return PerBlock(sizes[blocked[0]], blocked[0], whole[0] if whole else None)
+    if len(blocked) == 1:
+        return PerBlock(sizes[blocked[0]], blocked[0], tuple(whole))
     return None
 
 

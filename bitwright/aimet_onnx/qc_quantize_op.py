@@ -392,10 +392,10 @@ class QcQuantizeOp(SiteView):
     def tensor_quantizer_params(self) -> TensorQuantizerParams:
         """Shape and axes of the tensor."""
         granularity = self._granularity
-        return TensorQuantizerParams(
-            self._value_shape, getattr(granularity, "channel_axis", getattr(granularity, "axis", None)),
-            granularity.axis if isinstance(granularity, _core.PerBlock) else None,
-        )  # fmt: skip
+        if isinstance(granularity, _core.PerBlock):
+            channel = next(iter(granularity.channel_axes[-1:]), None)
+            return TensorQuantizerParams(self._value_shape, channel, granularity.axis)
+        return TensorQuantizerParams(self._value_shape, getattr(granularity, "axis", None), None)
 
     def __repr__(self) -> str:
         state = "" if self.enabled else ", disabled"
@@ -413,8 +413,8 @@ def quantizer_of(name: str, sites: tuple[Site, ...], why_none: str = "") -> QcQu
 
 
 def _channels_first(values: Any, granularity: Any) -> Any:
-    axis = granularity.channel_axis
-    return values if axis is None else np.moveaxis(values, axis, 0)
+    axes = granularity.channel_axes
+    return values if len(axes) != 1 else np.moveaxis(values, axes[0], 0)
 
 
 _GRANULARITY: dict[type, Any] = {

@@ -491,8 +491,8 @@ def _set_blocks(found: list[QcQuantizeOp], spec: defs.QSpec, strict: bool) -> No
     for quantizer in found:
         site = quantizer._site
         op, shape = site._graph.op(site.op), quantizer._value_shape
-        channel, block = _core.weight_axes(op.type, op.attrs, site.port, len(shape))
-        granularity = _core.PerBlock(blocks.block_size).resolve(channel, block)
+        axes = _core.block_axes(op.type, op.attrs, site.port, shape)
+        granularity = _core.PerBlock(blocks.block_size).resolve(*axes)
         try:
             granularity.param_shape(shape, site.name)
         except GranularityError:

@@ -10,8 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bitwright.algorithms.rounding.driver import find_layers
+from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.simulation.protocols import sqnr
-from bitwright.torch import QuantizationSimModel, quantize
+from bitwright.onnx import QuantizationSimModel as OnnxSimulation
+from bitwright.torch import QuantizationSimModel, apply_gptq, apply_reconstruction, quantize
+from bitwright.torch.adapters.program import TorchSimulation
 
 EXPERTS, WIDTH, HIDDEN = 4, 8, 16
 
@@ -19,13 +23,13 @@ EXPERTS, WIDTH, HIDDEN = 4, 8, 16
 class Experts(nn.Module):
     """Top-2 routing, then two layers per expert; ``how`` the products are written."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, width: int = WIDTH, hidden: int = HIDDEN) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.how = how
-        self.gate = nn.Linear(WIDTH, EXPERTS)
-        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH))
-        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN))
+        self.gate = nn.Linear(width, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, hidden, width))
+        self.down = nn.Parameter(torch.randn(EXPERTS, width, hidden))
         with torch.no_grad():
             self.up *= torch.tensor([1.0, 8.0, 0.1, 2.0]).reshape(-1, 1, 1)
 
@@ -34,7 +38,7 @@ class Experts(nn.Module):
         token = torch.arange(x.size(0)).repeat_interleave(2)
         rows, expert = x[token], chosen.reshape(-1)
         made = getattr(self, self.how)(rows, expert) * share.reshape(-1, 1)
-        return made.reshape(-1, 2, WIDTH).sum(1)
+        return made.reshape(-1, 2, x.size(1)).sum(1)
 
     def grouped(self, rows: Tensor, expert: Tensor) -> Tensor:
         order = torch.sort(expert)[1]
@@ -55,8 +59,14 @@ class Experts(nn.Module):
         return out
 
 
-def batch(seed: int, rows: int = 24) -> Tensor:
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+def batch(seed: int, rows: int = 24, width: int = WIDTH) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def correlated(seed: int) -> Tensor:
+    """Rows of 32 features that depend on one another, as those of real data do."""
+    mix = torch.randn(32, 32, generator=torch.Generator().manual_seed(9))
+    return batch(seed, 96, 32) @ mix / 5
 
 
 @pytest.mark.parametrize("how", ["grouped", "picked", "looped"])
@@ -118,3 +128,117 @@ def test_a_grouped_product_is_recorded_quantized_and_trained() -> None:
     sim.model.train()
     sim.model(batch(1)).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in (sim.model.up, sim.model.down))
+
+
+def blocked(how: str, preset: str = "w4g32") -> QuantizationSimModel:
+    sim = QuantizationSimModel(Experts(how, 32, 64).eval(), correlated(0), preset=preset)
+    sim.compute_encodings([correlated(seed) for seed in range(1, 5)], progress=False)
+    return sim
+
+
+@pytest.mark.parametrize("how", ["grouped", "picked", "looped"])
+def test_every_expert_has_block_scales_of_its_own(how: str) -> None:
+    sim = blocked(how)
+    weights = {id(s.quantizer): s.encoding for s in sim.quantizers.values() if s.role == "weight"}.values()
+    found = sorted(
+        (e.granularity.axis, e.granularity.channel_axis, e.scale.shape) for e in weights if e.scale.ndim == 3
+    )
+    if how == "grouped":
+        assert found == [(1, (0, 2), (EXPERTS, 1, 64)), (1, (0, 2), (EXPERTS, 2, 32))]
+    else:  # blocks of what is summed over, whichever way the matrices are picked
+        assert found == [(2, (0, 1), (EXPERTS, 32, 2)), (2, (0, 1), (EXPERTS, 64, 1))]
+
+
+@pytest.mark.parametrize("preset", ["w4g32", "w4lpbq"])
+def test_block_scales_of_experts_go_through_files(preset: str, tmp_path: Path) -> None:
+    sim = blocked("grouped", preset)
+    exported, x = sim.export(tmp_path, "experts"), correlated(7)
+    assert sim.verify(x).ok
+    read = OnnxSimulation(str(exported.qdq))
+    wanted = {s.encoding.scale.shape for s in sim.quantizers.values() if s.encoding.scale.ndim == 3}
+    assert wanted <= {s.encoding.scale.shape for s in read.quantizers.values() if s.role == "weight"}
+    for version in ("1.0.0", "2.0.0"):
+        path = tmp_path / f"{version}.encodings"
+        sim.save_encodings(path, version=version)
+        again = QuantizationSimModel(Experts("grouped", 32, 64).eval(), x, preset=preset)
+        again.load_encodings(path)
+        assert torch.equal(again.model(x), sim.model(x)), version
+
+
+def test_experts_whose_width_the_blocks_do_not_divide_keep_scales_of_their_own() -> None:
+    sim = QuantizationSimModel(Experts("grouped", 24, 40).eval(), batch(0, width=24), preset="w4g32")
+    granularities = {s.spec.granularity for s in sim.quantizers.values() if s.op.startswith("grouped_mm")}
+    assert granularities == {PerBlock(24, 1, (0, 2)), PerBlock(40, 1, (0, 2))}
+    assert "blocks of 32 do not divide its 24 elements" in str(sim.coverage())
+
+
+@pytest.mark.parametrize("method", ["gptq", "seq_mse", "adaround", "brecq"])
+def test_methods_of_rounding_treat_every_expert_with_its_own_rows(method: str) -> None:
+    sim = blocked("grouped")
+    model, held = Experts("grouped", 32, 64).eval(), [correlated(seed) for seed in range(40, 44)]
+
+    def decibels() -> float:
+        with torch.no_grad():
+            made = [torch.cat([m(x) for x in held]).numpy() for m in (model, sim.model)]
+        return sqnr(*made)
+
+    nearest, data = decibels(), [correlated(seed) for seed in range(1, 13)]
+    if method == "gptq":
+        report = apply_gptq(sim, data, progress=False)
+    else:
+        options = {} if method == "seq_mse" else {"iterations": 100 if method == "adaround" else 300}
+        report = apply_reconstruction(sim, data, method, progress=False, **options)
+    assert {"grouped_mm", "grouped_mm_1"} <= {row.layer for row in report}, report
+    assert decibels() > nearest + (3 if method == "gptq" else 0.3)
+
+
+def test_an_expert_that_no_row_reaches_keeps_nearest_rounding() -> None:
+    model = Experts("grouped", 32, 64).eval()
+    with torch.no_grad():
+        model.gate.bias[2] = -1e3
+    before = model.up.detach().clone()
+    sim = QuantizationSimModel(model, correlated(0), preset="w4g32")
+    data = [correlated(seed) for seed in range(1, 5)]
+    sim.compute_encodings(data, progress=False)
+    site = sim.quantizers["grouped_mm.weight"]
+    nearest = site.quantizer(before.transpose(1, 2)).transpose(1, 2)
+    report = apply_gptq(sim, data, progress=False, exclude=["gate"])
+    assert {row.note for row in report} == {"1 of 4 matrices saw no input"}
+    same = (sim.model.up == nearest).flatten(1).all(1)
+    assert same.tolist() == [False, False, True, False]
+    others = (sim.model.up - nearest).abs().flatten(1).amax(1)
+    assert (others[[0, 1, 3]] > 0).all()
+
+
+def test_a_weight_of_which_two_operators_read_parts_is_left() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = nn.Parameter(torch.randn(64, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(F.linear(x, self.both[:32]).relu(), self.both[32:])
+
+    sim = QuantizationSimModel(Halves(), correlated(0), preset="w4")
+    sim.compute_encodings([correlated(1)], progress=False)
+    found, skipped = find_layers(TorchSimulation(sim))
+    assert not found and all("its parameter both is also read by" in why for why in skipped.values())
+
+
+def test_a_transposed_parameter_is_rounded_by_gptq() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(32, 48))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.table.t())
+
+    model, data = Turned(), [correlated(seed) for seed in range(1, 9)]
+    sim = QuantizationSimModel(model, correlated(0), preset="w4")
+    sim.compute_encodings(data, progress=False)
+    x, wanted = correlated(20), model(correlated(20)).detach().numpy()
+    before = sqnr(wanted, sim.model(x).detach().numpy())
+    (row,) = apply_gptq(sim, data, progress=False)
+    assert row.after < 0.6 * row.before
+    assert sqnr(wanted, sim.model(x).detach().numpy()) > before + 2

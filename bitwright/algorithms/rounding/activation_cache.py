@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bitwright.algorithms.rounding.matrices import Layer
+from bitwright.algorithms.rounding.matrices import Layer, rows_of_each
 from bitwright.algorithms.rounding.program import Program, SimulatedModel, State, Step, run, run_step
 from bitwright.errors import CalibrationError
 
@@ -221,7 +221,8 @@ class Walk:
 
         For the recurrent weights of a layer these are the hidden states of the step before, and the quantized ones in
         both places: they change with the weights, so that weights which made up for their errors would make up for
-        errors that are no longer there.
+        errors that are no longer there. For experts as well: the two models may route a sample to different ones, so that
+        their rows are not pairs.
         """
         for r in self.runs:
             span = r.program.span([layer.op])
@@ -230,7 +231,7 @@ class Walk:
                 quantized = _reads(r.program, r.quantized, (r.quantized_at, last), layer, self.model.quantize)
                 real = (
                     quantized
-                    if layer.reads_hidden
+                    if layer.reads_hidden or layer.is_routed
                     else _reads(r.program, r.real, (r.real_at, last), layer, None, self._constants(r.program))
                 )
                 yield from ((x, x_q, r.share) for x, x_q in zip(real, quantized, strict=True))
@@ -263,7 +264,10 @@ def _reads(
         for i in range(*span):
             step = program.steps[i]
             if i in wanted and not layer.reads_hidden:
-                found.append(_read(step, 0, scratch, constants, quantize))
+                x = _read(step, 0, scratch, constants, quantize)
+                if layer.is_routed:
+                    x = rows_of_each(x, _read(step, 2, scratch, constants, None))
+                found.append(x)
                 if i == wanted[-1]:
                     break
             results = run_step(step, scratch, constants, quantize)

@@ -38,7 +38,7 @@ logger = logging.getLogger("bitwright")
 #: bytes of activations held in memory, unless told otherwise
 MEMORY_BUDGET = 4 << 30
 _ROWS = 4096  # of layers with few inputs, such as depthwise ones: making them costs next to nothing
-TREATED = ("Conv", "ConvTranspose", "Gemm", "MatMul", *RECURRENT)
+TREATED = ("Conv", "ConvTranspose", "Gemm", "MatMul", "GroupedMatMul", *RECURRENT)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def find_layers(
             weights.setdefault(site.op, []).append(site)
     wanted = set(weights) if include is None else _matching(include, weights, "include")
     unwanted = _matching(exclude, weights, "exclude")
-    readers = _readers(graph)
+    readers = parameter_readers(graph)
     found: dict[str, Layer] = {}
     skipped: dict[str, str] = {}
     for op in graph.ops:
@@ -199,7 +199,7 @@ def find_layers(
             else:
                 reason = _why_not(model, op, site, readers)
             shape = () if reason is not None else tuple(int(n) for n in model.weight(site.name).shape)
-            if reason is None and op.type in ("Gemm", "MatMul") and len(shape) != 2:
+            if reason is None and (len(shape) < 2 or (op.type == "Gemm" and len(shape) > 2)):
                 reason = f"its weight has {len(shape)} axes"
             if reason is not None:
                 skipped[name] = reason
@@ -222,7 +222,7 @@ def _matching(patterns: Iterable[str], names: Iterable[str], argument: str) -> s
     return found
 
 
-def _readers(graph: Graph) -> dict[str, set[str]]:
+def parameter_readers(graph: Graph) -> dict[str, set[str]]:
     """Parameter -> operators that read it, also through constants computed from it."""
     found: dict[str, set[str]] = {}
     for op in graph.ops:
@@ -266,7 +266,7 @@ def _why_not_read(graph: Graph, op: Op, site: Site, readers: Mapping[str, set[st
     changed = next((k for k, v in plain.items() if op.type == "Gemm" and op.attrs.get(k, v) != v), None)
     if changed is not None:
         return f"{changed} is {op.attrs[changed]}"
-    if len(op.inputs) > 2 and op.inputs[2] is not None:
+    if op.type != "GroupedMatMul" and len(op.inputs) > 2 and op.inputs[2] is not None:
         bias = graph.values[op.inputs[2]]
         if not bias.is_static or np.prod(bias.shape) != max(bias.shape, default=0):
             return "what it adds is no vector of biases"

@@ -118,17 +118,32 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     seen = bool(hessian.any())
     target = _least_squares(w, found, settings) if settings.match_float and seen else w
     nearest = grid.nearest(w)
-    note = ""
-    if not seen:
-        codes, note = nearest, "its inputs are all zero: nearest rounding kept"
-    else:
-        codes = round_columns(target.clone(), hessian, grid, settings)
-    error = [float(quadratic_error(grid.values(c) - target, hessian).sum()) / rows for c in (nearest, codes)]
-    if error[1] > error[0]:
-        codes, error[1], note = nearest, error[0], "nearest rounding kept"
+    codes = round_columns(target.clone(), hessian, grid, settings) if seen else nearest
+    before, after = (
+        quadratic_error(grid.values(c) - target, hessian).sum(1) / rows for c in (nearest, codes)
+    )
+    worse = after > before
+    codes = torch.where(worse[:, None, None], nearest, codes)
+    after = torch.where(worse, before, after)
+    note = _note(hessian, worse)
     return [
-        Choice(layer.name, layer.tensor(grid.values(codes)), task.encoding(layer), error[0], error[1], note)
-    ]
+        Choice(
+            layer.name, layer.tensor(grid.values(codes)), task.encoding(layer), float(before.sum()), float(after.sum()), note
+        )
+    ]  # fmt: skip
+
+
+def _note(hessian: Tensor, worse: Tensor) -> str:
+    """Where nearest rounding was kept: in all matrices, or in how many of them."""
+    unseen = int((hessian.diagonal(dim1=1, dim2=2).sum(1) == 0).sum())
+    count, kept = len(worse), int(worse.sum())
+    if unseen == count:
+        return "its inputs are all zero: nearest rounding kept"
+    notes = [f"{unseen} of {count} matrices saw no input"] if unseen else []
+    notes += (
+        [f"nearest rounding kept{f' in {kept} of {count} matrices' if kept < count else ''}"] if kept else []
+    )
+    return "; ".join(notes)
 
 
 def _least_squares(w: Tensor, found: Moments, settings: Settings) -> Tensor:

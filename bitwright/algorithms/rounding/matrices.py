@@ -52,7 +52,7 @@ class Layer:
     Attributes:
         name: the operator's, or the site's where an operator has several weights.
         op: operator.
-        type: ``Conv``, ``ConvTranspose``, ``Gemm``, ``MatMul``, or a recurrent layer.
+        type: ``Conv``, ``ConvTranspose``, ``Gemm``, ``MatMul``, ``GroupedMatMul``, or a recurrent layer.
         attrs: of the operator.
         shape: of the weight tensor.
         site: of the weight.
@@ -73,8 +73,20 @@ class Layer:
         return self.type in RECURRENT and self.port == 2
 
     @property
+    def is_routed(self) -> bool:
+        """Whether every matrix of a stack has rows of its own, which the quantized model may choose differently."""
+        return self.type == "GroupedMatMul"
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The axes that count the matrices, where the weight is a stack of them."""
+        return self.shape[:-2] if self.type in ("MatMul", "GroupedMatMul") else ()
+
+    @property
     def groups(self) -> int:
         """Independent matrix products side by side."""
+        if self.stack:
+            return math.prod(self.stack)
         return int(self.attrs.get("group", 1)) if self.type in ("Conv", "ConvTranspose") else 1
 
     @property
@@ -84,6 +96,8 @@ class Layer:
             return math.prod(self.shape[1:])
         if self.type == "ConvTranspose":
             return self.shape[0] // self.groups
+        if self.stack:
+            return self.shape[-2]
         return self.shape[-1 if self.type in RECURRENT or self.attrs.get("transB") else 0]
 
     @property
@@ -100,7 +114,8 @@ class Layer:
         Conv           ``[G*O, I/G, *kernel]``             K = I/G * kernel
         ConvTranspose  ``[G*K, O', *kernel]``              O = O' * kernel
         Gemm           ``[O, K]`` if ``transB`` else ``[K, O]``
-        MatMul         ``[K, O]``
+        MatMul         ``[K, O]``, or a stack     G matrices ``[*stack, K, O]``
+        GroupedMatMul  ``[G, K, O]``
         LSTM, GRU, RNN ``[O, K]`` or ``[1, O, K]``         O = gates * hidden
         ============== =================================== ==============
         """
@@ -112,6 +127,8 @@ class Layer:
             return weight.reshape(self.groups, self.shape[0] // self.groups, -1).transpose(1, 2)
         if self.type == "Gemm" and self.attrs.get("transB"):
             return weight[None]
+        if self.stack:
+            return weight.reshape(self.groups, *self.shape[-2:]).transpose(1, 2)
         return weight.t()[None]
 
     def tensor(self, matrix: Tensor) -> Tensor:
@@ -122,6 +139,8 @@ class Layer:
             return matrix.transpose(1, 2).reshape(self.shape)
         if self.type == "Gemm" and self.attrs.get("transB"):
             return matrix[0]
+        if self.stack:
+            return matrix.transpose(1, 2).reshape(self.shape).contiguous()
         return matrix[0].t().contiguous()
 
     def positions(self, x: Tensor) -> int:
@@ -130,14 +149,17 @@ class Layer:
             return int(x.shape[0]) * math.prod(self._sizes(x))
         if self.type == "ConvTranspose":
             return int(x.shape[0]) * math.prod(x.shape[2:])
+        if self.stack:
+            together = torch.broadcast_shapes(x.shape[:-2], self.stack)
+            return math.prod(together) // self.groups * int(x.shape[-2])
         return x.numel() // int(x.shape[-1])
 
     def rows(self, x: Tensor) -> Iterator[Tensor]:
         """``x`` as rows ``[G, P, K]`` float32, in parts of bounded size, in the order of :meth:`positions`."""
         if self.type not in ("Conv", "ConvTranspose"):
-            flat = x.reshape(-1, x.shape[-1])
-            for part in flat.split(max(1, _CHUNK // int(flat.shape[1]))):
-                yield part.float()[None]
+            flat = self._flat(x)
+            for part in flat.split(max(1, _CHUNK // (len(flat) * int(flat.shape[2]))), 1):
+                yield part.float()
             return
         kernel = math.prod(self.shape[2:]) if self.type == "Conv" else 1
         size = max(1, x[0].numel() * kernel) if len(x) else 1
@@ -151,14 +173,25 @@ class Layer:
         """Of :meth:`rows` those at ``places``, in parts of bounded size; only these patches are made."""
         spatial = self.type in ("Conv", "ConvTranspose")
         if not spatial:
-            x = x.reshape(-1, x.shape[-1])
-        inputs = math.prod(self.shape[1:]) * self.groups if self.type == "Conv" else int(x.shape[1])
+            x = self._flat(x)
+        inputs = math.prod(self.shape[1:]) * self.groups if self.type == "Conv" else int(x.shape[-1])
         for part in places.split(max(1, _CHUNK // inputs)):
             if spatial:
                 patches = self._patches_at(x, part).float()
                 yield patches.reshape(len(part), self.groups, -1).transpose(0, 1)
             else:
-                yield x[part].float()[None]
+                yield x[:, part].float()
+
+    def _flat(self, x: Tensor) -> Tensor:
+        """The rows of a product: ``[1, P, K]``, or of a stack of matrices those of each, ``[G, P, K]``."""
+        if not self.stack:
+            return x.reshape(1, -1, x.shape[-1])
+        together = torch.broadcast_shapes(x.shape[:-2], self.stack)
+        own = (1,) * (len(together) - len(self.stack)) + self.stack
+        first = [axis for axis, count in enumerate(own) if count > 1]
+        rest = [axis for axis, count in enumerate(own) if count == 1]
+        full = x.expand(*together, *x.shape[-2:]).permute(*first, *rest, -2, -1)
+        return full.reshape(self.groups, -1, x.shape[-1])
 
     def _patches_at(self, x: Tensor, places: Tensor) -> Tensor:
         """``[P, C, kernel]``, zero where a patch reaches beyond ``x``."""
@@ -215,6 +248,29 @@ class Layer:
             )
             parts.append(x[(slice(None), slice(None), *window)])
         return torch.stack(parts, 2).reshape(int(x.shape[0]), -1, math.prod(sizes))
+
+
+def rows_of_each(x: Tensor, ends: Tensor) -> Tensor:
+    """Rows sorted by matrix as rows of each matrix, filled up with zeros, which add nothing to any sum.
+
+    Args:
+        x: ``[S, K]``.
+        ends: ``[G]``, where the rows of each matrix end.
+
+    Returns:
+        ``[G, P, K]``, ``P`` the most rows that a matrix has.
+
+    >>> rows_of_each(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([1, 1, 3])).squeeze(2)
+    tensor([[1., 0.],
+            [0., 0.],
+            [2., 3.]])
+    """
+    starts = [0, *ends.tolist()[:-1]]
+    parts = [x[start:end] for start, end in zip(starts, ends.tolist(), strict=True)]
+    spread = x.new_zeros(len(parts), max(map(len, parts)), int(x.shape[1]))
+    for own, part in zip(spread, parts, strict=True):
+        own[: len(part)] = part
+    return spread
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,8 @@ def layer_problem(task: Task, layer: Layer, w: Tensor, settings: Settings) -> La
 def layer_biases(task: Task, layer: Layer, w: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """The bias in float and as the simulation adds it, ``[G, 1, O]``."""
     step, model = task.walk.step(layer.op), task.walk.model
-    if 2 not in step.ports or not layer.has_rows_as_outputs or layer.type in RECURRENT:
+    bias_free = layer.is_routed or layer.type in RECURRENT
+    if bias_free or 2 not in step.ports or not layer.has_rows_as_outputs:
         return None, None
     slot = step.ports[2]
     bias = task.walk.constants(layer.op).constants[step.reads[slot]].detach()

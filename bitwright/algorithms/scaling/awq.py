@@ -374,8 +374,8 @@ def _why_not(group: Group, specs: Mapping[str, QuantSpec]) -> str | None:
 def _own_scales(layer: Layer, spec: QuantSpec) -> bool:
     """Whether every output channel has scales of its own, which take a factor of the channel along."""
     held = spec.granularity
-    axis = held.channel_axis if isinstance(held, PerBlock) else getattr(held, "axis", None)
-    return axis is not None and axis == weight_axes(layer.type, layer.attrs, 1, 2)[0]
+    axes = held.channel_axes if isinstance(held, PerBlock) else (getattr(held, "axis", None),)
+    return weight_axes(layer.type, layer.attrs, 1, 2)[0] in axes and None not in axes
 
 
 def _observed(

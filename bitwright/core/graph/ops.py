@@ -168,7 +168,9 @@ def op_row(op_type: str) -> OpRow:
     return OPS.get(op_type, _UNKNOWN)
 
 
-_WEIGHT_AXES = {"Conv": (0, 1), "ConvTranspose": (1, 0), "Embedding": (0, 1), "Bilinear": (0, 1)}
+_WEIGHT_AXES = {
+    "Conv": (0, 1), "ConvTranspose": (1, 0), "Embedding": (0, 1), "Gather": (0, 1), "Bilinear": (0, 1)
+}  # fmt: skip
 
 
 def weight_axes(
@@ -185,6 +187,7 @@ def weight_axes(
     MatMul         last (right), rank-2 (left)   the other
     GroupedMatMul  last, for each matrix         the one before
     Embedding      0 (rows)                      1
+    Gather         as Embedding: its table
     LSTM, GRU, RNN the one before the last       last
     channel norms  0                             none
     ============== ============================= =============
@@ -213,8 +216,26 @@ def weight_axes(
     return None, None
 
 
-#: in a stack of matrices, the axis that the scales of each follow: columns of a product, rows of what is picked
-_STACK_CHANNELS = {"GroupedMatMul": 2, "Embedding": 1}
+#: operators whose constant operand may be a stack of matrices: what is multiplied, and what is picked (a row of one each)
+_STACKED = frozenset(("MatMul", "GroupedMatMul", "Embedding", "Gather"))
+
+
+def block_axes(
+    op_type: str, attrs: Mapping[str, Any], port: int, shape: tuple[int, ...]
+) -> tuple[int | tuple[int, ...] | None, int | None]:
+    """``(channel_axis, block_axis)`` of the blocks of a constant operand: those of :func:`weight_axes`, and of a stack of
+    matrices (experts) every axis that counts the matrices as well, since they do not share scales.
+
+    >>> block_axes("MatMul", {}, 1, (4, 64, 8))
+    ((0, 2), 1)
+    """
+    channel, block = weight_axes(op_type, attrs, port, len(shape))
+    if len(shape) < 3 or op_type not in _STACKED:
+        return channel, block
+    if op_type in ("Embedding", "Gather"):
+        channel, block = len(shape) - 2, len(shape) - 1
+    stack = tuple(axis for axis, count in enumerate(shape) if axis not in (channel, block) and count > 1)
+    return (channel if not stack or channel is None else (*stack, channel)), block
 
 
 def resolve_granularity(
@@ -224,7 +245,8 @@ def resolve_granularity(
 
     A grouped transposed convolution has its output channels spread over two axes (group, channel within the group):
     per channel then means one scale per group and per index of axis 1, which is a block of ``in / group`` along axis 0.
-    Stacked matrices do not share scales: per channel means one per matrix and column (row, where matrices are picked).
+    Stacked matrices do not share scales: per channel means one per matrix and column (row, where matrices are picked),
+    which is a block of all that is summed over.
     A per-channel scale over a single element (1-D weights of PRelu with one slope) falls back to per tensor.
     """
     channel, block = weight_axes(op_type, attrs, port, len(shape))
@@ -232,8 +254,10 @@ def resolve_granularity(
         return PerBlock(shape[channel] // len(CELLS[op_type].gates), axis=channel)
     if op_type == "PRelu" and shape:  # slopes may bear axes of length 1, to broadcast against the input
         channel = max(range(len(shape)), key=shape.__getitem__)
-    if op_type in _STACK_CHANNELS and port != 2 and granularity == PerChannel() and len(shape) == 3:
-        return PerBlock(1, axis=0, channel_axis=_STACK_CHANNELS[op_type])
+    if granularity == PerChannel() and op_type in _STACKED and len(shape) > 2:
+        channels, summed = block_axes(op_type, attrs, port, shape)
+        if summed is not None and isinstance(channels, tuple):
+            return PerBlock(shape[summed], summed, channels)
     group = int(attrs.get("group", 1))
     if (
         op_type == "ConvTranspose"
@@ -244,6 +268,8 @@ def resolve_granularity(
         if shape[1] == 1:
             return PerChannel(0)
         return PerBlock(shape[0] // group, axis=0, channel_axis=1)
+    if isinstance(granularity, PerBlock):
+        return granularity.resolve(*block_axes(op_type, attrs, port, shape))
     resolved = granularity.resolve(channel, block)
     if isinstance(resolved, PerChannel) and shape and resolved.axis is not None and shape[resolved.axis] == 1:
         return PerTensor()

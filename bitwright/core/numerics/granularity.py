@@ -88,22 +88,29 @@ class PerChannel:
 
 @dataclass(frozen=True)
 class PerBlock:
-    """One scale per ``size`` neighbours along ``axis`` and per index of ``channel_axis``.
+    """One scale per ``size`` neighbours along ``axis`` and per index of ``channel_axis``, or of each of several axes.
 
-    ==================  ====================================  ================
-    tensor shape        granularity                           scale shape
-    ==================  ====================================  ================
-    ``(8, 64)``         ``PerBlock(32, axis=1, channel_axis=0)``  ``(8, 2)``
-    ``(64, 8)``         ``PerBlock(32, axis=0, channel_axis=1)``  ``(2, 8)``
-    ``(8, 64, 3, 3)``   ``PerBlock(32, axis=1, channel_axis=0)``  ``(8, 2, 1, 1)``
-    ==================  ====================================  ================
+    ==================  ===========================================  ================
+    tensor shape        granularity                                  scale shape
+    ==================  ===========================================  ================
+    ``(8, 64)``         ``PerBlock(32, axis=1, channel_axis=0)``       ``(8, 2)``
+    ``(64, 8)``         ``PerBlock(32, axis=0, channel_axis=1)``       ``(2, 8)``
+    ``(8, 64, 3, 3)``   ``PerBlock(32, axis=1, channel_axis=0)``       ``(8, 2, 1, 1)``
+    ``(4, 64, 8)``      ``PerBlock(32, axis=1, channel_axis=(0, 2))``  ``(4, 2, 8)``
+    ==================  ===========================================  ================
+
+    A tuple of several axes is for stacked matrices, which do not share scales. It is sorted; of one axis it is that axis,
+    of none ``None``, so that equal granularities compare equal.
     """
 
     size: int
     axis: int | None = None
-    channel_axis: int | None = None
+    channel_axis: int | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.channel_axis, tuple):
+            axes = tuple(sorted(set(self.channel_axis)))
+            object.__setattr__(self, "channel_axis", axes if len(axes) > 1 else axes[0] if axes else None)
         if not isinstance(self.size, int) or self.size < 1:
             raise GranularityError(
                 f"PerBlock({self.size!r})", "a block needs at least one element", "use 16, 32, 64 or 128"
@@ -111,8 +118,8 @@ class PerBlock:
 
     def param_shape(self, shape: Shape, site: str = "tensor") -> Shape:
         """Shape of ``scale`` and ``zero_point`` for a tensor of ``shape``."""
-        axis, channel = self._concrete(shape, site)
-        return tuple(n // self.size if i == axis else n if i == channel else 1 for i, n in enumerate(shape))
+        axis, channels = self._concrete(shape, site)
+        return tuple(n // self.size if i == axis else n if i in channels else 1 for i, n in enumerate(shape))
 
     def broadcast_shape(self, shape: Shape, site: str = "tensor") -> Shape:
         """Shape that makes a parameter broadcast against the tensor viewed with :meth:`view_shape`."""
@@ -125,7 +132,15 @@ class PerBlock:
         axis, _ = self._concrete(shape, site)
         return (*shape[:axis], shape[axis] // self.size, self.size, *shape[axis + 1 :])
 
-    def resolve(self, channel_axis: int | None, block_axis: int | None) -> PerBlock | PerTensor:
+    @property
+    def channel_axes(self) -> tuple[int, ...]:
+        """``channel_axis`` as a tuple, empty where blocks span all channels."""
+        axes = self.channel_axis
+        return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+
+    def resolve(
+        self, channel_axis: int | tuple[int, ...] | None, block_axis: int | None
+    ) -> PerBlock | PerTensor:
         """The granularity with its open axes filled in; per tensor where the operator has no block axis."""
         if self.axis is not None:
             return self
@@ -133,7 +148,7 @@ class PerBlock:
             PerTensor() if block_axis is None else replace(self, axis=block_axis, channel_axis=channel_axis)
         )
 
-    def _concrete(self, shape: Shape, site: str) -> tuple[int, int | None]:
+    def _concrete(self, shape: Shape, site: str) -> tuple[int, tuple[int, ...]]:
         if self.axis is None:
             raise GranularityError(
                 site,
@@ -141,7 +156,7 @@ class PerBlock:
                 "call resolve() first or write PerBlock(size, axis)",
             )
         axis = _axis(self.axis, len(shape), site)
-        channel = None if self.channel_axis is None else _axis(self.channel_axis, len(shape), site)
+        channels = tuple(_axis(channel, len(shape), site) for channel in self.channel_axes)
         if shape[axis] % self.size:
             divisors = [d for d in (128, 64, 32, 16, 8, 4, 2) if d < self.size and shape[axis] % d == 0]
             fix = f"use PerBlock({divisors[0]})" if divisors else "use PerChannel()"
@@ -150,7 +165,7 @@ class PerBlock:
                 f"axis {axis} has {shape[axis]} elements, which blocks of {self.size} do not divide",
                 f"{fix}, or exclude the layer with a rule that sets its weight to null",
             )
-        return axis, channel
+        return axis, channels
 
 
 @dataclass(frozen=True)
@@ -193,6 +208,8 @@ def fitted(granularity: Granularity, shape: Shape) -> tuple[Granularity, str]:
     (PerChannel(axis=0), 'per channel, because blocks of 32 do not divide its 172 elements')
     >>> fitted(PerBlock(32, 1, 0), (8, 64))
     (PerBlock(size=32, axis=1, channel_axis=0), '')
+    >>> fitted(PerBlock(32, 1, (0, 2)), (4, 172, 8))  # doctest: +ELLIPSIS
+    (PerBlock(size=172, axis=1, channel_axis=(0, 2)), 'per matrix and channel, because blocks of 32 do not divide its 172...')
     """
     if not isinstance(granularity, PerBlock) or granularity.axis is None:
         return granularity, ""
@@ -204,6 +221,9 @@ def fitted(granularity: Granularity, shape: Shape) -> tuple[Granularity, str]:
         size //= 2
         if size >= _SMALLEST_BLOCK and count % size == 0:
             return replace(granularity, size=size), f"blocks of {size}, {why}"
-    if granularity.channel_axis is None or shape[granularity.channel_axis] == 1:
+    if len(granularity.channel_axes) > 1:  # one block is all that a channel of a matrix sums over
+        return replace(granularity, size=count), f"per matrix and channel, {why}"
+    channel = next(iter(granularity.channel_axes), None)
+    if channel is None or shape[channel] == 1:
         return PerTensor(), f"per tensor, {why}"
-    return PerChannel(granularity.channel_axis), f"per channel, {why}"
+    return PerChannel(channel), f"per channel, {why}"

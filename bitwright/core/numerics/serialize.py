@@ -24,11 +24,12 @@ def granularity_to_json(granularity: Granularity) -> JsonDict:
     if isinstance(granularity, PerChannel):
         return {"kind": "per_channel", "axis": granularity.axis}
     if isinstance(granularity, PerBlock):
+        channels = granularity.channel_axis
         return {
             "kind": "per_block",
             "size": granularity.size,
             "axis": granularity.axis,
-            "channel_axis": granularity.channel_axis,
+            "channel_axis": list(channels) if isinstance(channels, tuple) else channels,
         }
     return {"kind": "per_tensor"}
 
@@ -42,7 +43,11 @@ def granularity_from_json(data: JsonDict) -> Granularity:
         size = data["size"]
         if type(size) is not int:
             raise TypeError(f"the size {size!r:.40} is no whole number")
-        return PerBlock(size, _axis(data["axis"]), _axis(data["channel_axis"]))
+        channels = data["channel_axis"]
+        if not isinstance(channels, list):
+            return PerBlock(size, _axis(data["axis"]), _axis(channels))
+        held = tuple(axis for axis in map(_axis, channels) if axis is not None)
+        return PerBlock(size, _axis(data["axis"]), held)
     if kind != "per_tensor":
         raise ValueError(f"{kind!r:.40} is no granularity")
     return PerTensor()

@@ -126,7 +126,8 @@ class QuantSpec:
                 "" if self.granularity.axis is None else f" (axis {self.granularity.axis})"
             )
         elif isinstance(self.granularity, PerBlock):
-            where = f"per block of {self.granularity.size}"
+            each = " of each matrix" if len(self.granularity.channel_axes) > 1 else ""
+            where = f"per block of {self.granularity.size}{each}"
         else:
             where = "per tensor"
         symmetry = f" {self.symmetry.replace('_', ' ')}" if isinstance(self.format, IntFormat) else ""

@@ -639,9 +639,10 @@ class _Placer:
             self.why.update(dict.fromkeys(values[1:], self.why[value.name]))
             return
         assert spec is not None
-        typ = "Embedding" if table else op.type
         granularity = (
-            resolve_granularity(typ, op.attrs, port, spec.granularity, value.shape) if param else PerTensor()
+            resolve_granularity(op.type, op.attrs, port, spec.granularity, value.shape)
+            if param
+            else PerTensor()
         )
         note = ""
         if (

@@ -49,8 +49,7 @@ def to_onnx_order(encoding: Encoding, order: Sequence[int], shape: tuple[int, ..
         scale, zero_point = np.repeat(scale[:, 0], size), np.repeat(zero_point[:, 0], size)
     wanted: Granularity = PerChannel(axis + 1)
     if isinstance(granularity, PerBlock):
-        channel = None if granularity.channel_axis is None else granularity.channel_axis % 2 + 1
-        wanted = PerBlock(granularity.size, axis + 1, channel)
+        wanted = PerBlock(granularity.size, axis + 1, tuple(c % 2 + 1 for c in granularity.channel_axes))
 
     def moved(values: NDArray[Any]) -> NDArray[Any]:
         if axis == 0 or isinstance(granularity, PerBlock):
@@ -74,8 +73,8 @@ def from_onnx_order(encoding: Encoding, order: Sequence[int]) -> Encoding:
     axis = granularity.axis % 3 - 1
     wanted: Granularity = PerChannel(axis)
     if isinstance(granularity, PerBlock):
-        channel = None if granularity.channel_axis is None else granularity.channel_axis % 3 - 1
-        wanted = PerBlock(granularity.size, axis, channel)
+        channels = tuple(c % 3 - 1 for c in granularity.channel_axes if c % 3)
+        wanted = PerBlock(granularity.size, axis, channels)
 
     def moved(values: NDArray[Any]) -> NDArray[Any]:
         values = values if isinstance(wanted, PerChannel) else values[0]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from bitwright.core.graph.ops import weight_axes
+from bitwright.core.graph.ops import block_axes, weight_axes
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.health.repair import Repair
 from bitwright.core.numerics.affine import recognized
@@ -253,9 +253,7 @@ def _from_exported(site: Site, record: NamedEncoding) -> NamedEncoding:
 def _take(site: Site, record: NamedEncoding) -> None:
     op, shape = site._graph.op(site.op), site._graph.values[site.value].shape
     channel, block = (
-        (None, None)
-        if site.role in ("input", "output")
-        else weight_axes(op.type, op.attrs, site.port, len(shape))
+        (None, None) if site.role in ("input", "output") else block_axes(op.type, op.attrs, site.port, shape)
     )
     encoding = record.resolve(shape, channel, block).encoding if record.is_open else record.encoding
     spec = site.spec

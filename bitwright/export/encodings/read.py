@@ -450,12 +450,7 @@ def _blocks_2_0_0(entry: _Entry, shape: Shape) -> PerBlock:
             "block_size", "blocks need a nested list of scales, one level per axis of the tensor"
         )
     axis = entry.integer("axis", -rank, rank - 1) % rank
-    channels = [i for i, n in enumerate(shape) if i != axis and n > 1]
-    if len(channels) > 1:
-        raise entry.fail(
-            "axis", f"scales of shape {shape} vary along more than one axis beside the block axis {axis}"
-        )
-    return PerBlock(size, axis, channels[0] if channels else None)
+    return PerBlock(size, axis, tuple(i for i, n in enumerate(shape) if i != axis and n > 1))
 
 
 def _read_lpbq_2_0_0(entry: _Entry, fmt: Format) -> _Read:

@@ -38,6 +38,10 @@ FLOATS_2_0_0: dict[str, FloatFormat] = {
 INTS_2_0_0 = ("int2", "uint2", "int4", "uint4", "int8", "uint8", "int16", "uint16", "int32")
 
 
+#: axis of output channels, several of stacked matrices, or none
+Channels = int | tuple[int, ...] | None
+
+
 @dataclass(frozen=True, eq=False)
 class GroupedScale:
     """Block scales in two factors (LPBQ): a small integer per block times one float per channel.
@@ -122,13 +126,14 @@ class NamedEncoding:
         return not isinstance(granularity, PerTensor) and granularity.axis is None
 
     def resolve(
-        self, shape: Shape, channel_axis: int | None = None, block_axis: int | None = None
+        self, shape: Shape, channel_axis: Channels = None, block_axis: int | None = None
     ) -> NamedEncoding:
         """The record with concrete axes, counted from 0, and parameters of shape P for a tensor of ``shape``.
 
         Args:
             shape: of the tensor that the entry describes.
-            channel_axis: output-channel axis of the operator that consumes it; ``None`` where it has none.
+            channel_axis: output-channel axis of the operator that consumes it, several where matrices are stacked;
+                ``None`` where it has none.
             block_axis: its input-channel axis; ``None`` where it has none.
 
         Raises:
@@ -146,7 +151,7 @@ class NamedEncoding:
         encoding = Encoding(self.encoding.format, scale, zero_point, granularity)
         return replace(self, encoding=encoding, grouped=grouped)
 
-    def _fit(self, shape: Shape, channel_axis: int | None, block_axis: int | None) -> Granularity:
+    def _fit(self, shape: Shape, channel_axis: Channels, block_axis: int | None) -> Granularity:
         """The granularity with concrete axes under which the scales fit a tensor of ``shape``."""
         scale = self.encoding.scale
         for granularity in _candidates(self.encoding.granularity, channel_axis, block_axis, len(shape)):
@@ -169,32 +174,34 @@ class NamedEncoding:
 
 
 def _candidates(
-    granularity: Granularity, channel_axis: int | None, block_axis: int | None, rank: int
+    granularity: Granularity, channel_axis: Channels, block_axis: int | None, rank: int
 ) -> list[Granularity]:
     """What an entry may mean for an operator with these axes, the likeliest first."""
     if isinstance(granularity, PerTensor):
         return [granularity]
+    given = PerBlock(1, block_axis, channel_axis).channel_axes
 
-    def concrete(own: int | None, given: int | None) -> int | None:
-        axis = given if own is None else own
+    def concrete(axis: int | None) -> int | None:
         return axis % rank if axis is not None and -rank <= axis < rank else None
 
     if isinstance(granularity, PerChannel):
-        axis = concrete(granularity.axis, channel_axis)
+        axis = concrete(next(iter(given[-1:]), None) if granularity.axis is None else granularity.axis)
         return [PerTensor() if axis is None else PerChannel(axis)]
-    axis, channel = concrete(granularity.axis, block_axis), concrete(granularity.channel_axis, channel_axis)
+    axis = concrete(block_axis if granularity.axis is None else granularity.axis)
     if axis is None:
         return [PerTensor()]
-    # A channel axis of the operator need not be one of the blocks: these may span all channels.
-    channels = dict.fromkeys([None if channel == axis else channel, granularity.channel_axis])
-    return [PerBlock(granularity.size, axis, one) for one in channels]
+    held = granularity.channel_axes or given
+    channels = tuple(c for c in map(concrete, held) if c is not None and c != axis)
+    # A channel axis of the operator need not be one of the blocks: these may span all channels, or all matrices.
+    likely: list[Channels] = [channels, channels[-1:], granularity.channel_axis]
+    return list(dict.fromkeys(PerBlock(granularity.size, axis, one) for one in likely))
 
 
 def channels_come_first(granularity: Granularity, rank: int) -> bool:
     """Whether 1.0.0 lists the blocks of a matrix transposed: by output channel, also where that is axis 1."""
     if not isinstance(granularity, PerBlock) or rank != 2 or granularity.channel_axis is None:
         return False
-    return granularity.channel_axis % 2 == 1
+    return granularity.channel_axes == (1,) or granularity.channel_axes == (-1,)
 
 
 def _without_blocks(params: Shape, granularity: Granularity) -> Shape:

@@ -364,8 +364,8 @@ def transpose_encoding(encoding: Encoding, perm: Sequence[int]) -> Encoding:
     axis = where[granularity.axis % len(perm)]
     if isinstance(granularity, PerChannel):
         return replace(encoding, granularity=PerChannel(axis))
-    channel = granularity.channel_axis
-    moved = PerBlock(granularity.size, axis, None if channel is None else where[channel % len(perm)])
+    channels = tuple(where[channel % len(perm)] for channel in granularity.channel_axes)
+    moved = PerBlock(granularity.size, axis, channels)
     common = encoding.common
     return replace(
         encoding,

@@ -106,10 +106,29 @@ def _session(model: ir.Model, mode: Mode, types: dict[str, str] | None) -> Any:
             for key, text in (("file_name", "weights.bin"), ("min_size_in_bytes", "1024")):
                 options.add_session_config_entry(f"session.optimized_model_external_initializers_{key}", text)
         source = _source(model, Path(folder, "model.onnx"))
-        session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        session = inference_session(model, source, options, ["CPUExecutionProvider"])
         if types is not None:
             types.update(_types(load(optimized)))
     return session
+
+
+def inference_session(model: ir.Model, source: bytes | str, options: Any, providers: list[Any]) -> Any:
+    """A session of ``source``, the serialized form of ``model``.
+
+    Where the condition of an If is constant, ONNX Runtime's constant folding puts the branch in its place, forgets for the
+    rest of the pass that the branch reads values from outside, and takes out what makes them once another reader (a Shape)
+    is folded. It then refuses its own graph; such a model is opened again without constant folding.
+    """
+    import onnxruntime as ort
+
+    try:
+        return ort.InferenceSession(source, options, providers=providers)
+    except refusals():
+        if all(node.op_type != "If" for node in model.graph.all_nodes()):
+            raise
+        return ort.InferenceSession(
+            source, options, providers=providers, disabled_optimizers=["ConstantFolding"]
+        )
 
 
 def _source(model: ir.Model, path: Path) -> bytes | str:

@@ -17,7 +17,7 @@ import psutil
 
 from bitwright.errors import BitwrightError, ConfigError, ModelError, close_matches
 from bitwright.export.files.temporary import no_room, temporary_room
-from bitwright.export.verify.runtime import refusals
+from bitwright.export.verify.runtime import inference_session, refusals
 
 Order = Literal["fast", "frugal", "written"]
 Providers = Sequence[str | tuple[str, dict[str, Any]]]
@@ -75,10 +75,8 @@ def open_session(
 
 def _open(model: ir.Model, options: Any, providers: list[Any]) -> Any:
     """A session; what is too large for a message goes through a file, which is gone when this returns."""
-    import onnxruntime as ort
-
     if fits_a_message(model):
-        return ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=providers)
+        return inference_session(model, ir.to_proto(model).SerializeToString(), options, providers)
     folder = model.meta.get(SPILLED)
     with temporary_room(folder), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
         before = _write_weights(model, own) if folder is None else {}
@@ -86,7 +84,7 @@ def _open(model: ir.Model, options: Any, providers: list[Any]) -> Any:
         os.close(handle)
         try:
             ir.save(model, name)
-            return ort.InferenceSession(name, options, providers=providers)
+            return inference_session(model, name, options, providers)
         finally:
             os.unlink(name)
             for value, tensor in before.items():

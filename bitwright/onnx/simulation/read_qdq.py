@@ -619,16 +619,10 @@ def _in_blocks(
     others = [i for i in range(scale.ndim) if i != axis]
     zero = np.broadcast_to(zero, scale.shape)
     differing = [i for i in others if not (_constant_along(scale, i) and _constant_along(zero, i))]
-    if len(differing) > 1:
-        raise ModelError(
-            str(node.name),
-            f"its blocks have a scale for every index of the axes {differing}",
-            "use one scale per block and channel",
-        )
     # of a matrix the other axis is the channel's, whatever the numbers say
-    channel = differing[0] if differing else others[0] if len(others) == 1 else None
-    keep = tuple(slice(None) if i in (axis, channel) else slice(0, 1) for i in range(scale.ndim))
-    return PerBlock(block, axis, channel), scale[keep], zero[keep]
+    channels = differing or (others if len(others) == 1 else [])
+    keep = tuple(slice(None) if i in (axis, *channels) else slice(0, 1) for i in range(scale.ndim))
+    return PerBlock(block, axis, tuple(channels)), scale[keep], zero[keep]
 
 
 def _constant_along(array: Array, axis: int) -> bool:

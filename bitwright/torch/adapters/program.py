@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitwright.algorithms.rounding.driver import parameter_readers
 from bitwright.algorithms.rounding.program import Program, State, Step, run
-from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.graph import Graph, Value
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ModelError
@@ -37,8 +38,13 @@ _EXACT_ENOUGH = 80.0  # dB between a model and its steps; they make the same cal
 class _Tracer:
     """A handler that carries out every call unchanged and writes it down as a :class:`Step`."""
 
-    def __init__(self, plans: Mapping[Key, CallPlan], quantize: Callable[[str, Tensor], Tensor]) -> None:
-        self._plans, self._quantize = plans, quantize
+    def __init__(
+        self,
+        plans: Mapping[Key, CallPlan],
+        quantize: Callable[[str, Tensor], Tensor],
+        parameters: frozenset[int],
+    ) -> None:
+        self._plans, self._quantize, self._parameters = plans, quantize, parameters
         self.steps: list[Step] = []
         self.constants: dict[int, Tensor] = {}
         self.inputs: State = {}
@@ -94,8 +100,11 @@ class _Tracer:
         if not produced or (len(slots) == 1 and all(self._known(t) in slots for t in produced) and fixed):
             return output
         if fixed:
-            for tensor in produced:
-                self.constants[self._bind(tensor)] = tensor.detach().clone()
+            for (
+                tensor
+            ) in produced:  # a transposed parameter follows its parameter, a part computed of it stays
+                kept = tensor.detach()
+                self.constants[self._bind(tensor)] = kept if self._is_view(tensor) else kept.clone()
             return output
         in_place = func is SET_ITEM or (row is not None and (row.in_place or bool(kwargs.get("inplace"))))
         self.steps.append(
@@ -126,6 +135,9 @@ class _Tracer:
             return {}
         operands = row.operands(row.bind(args, kwargs))
         return {port: slots[self._value(t)] for port, t in operands if isinstance(t, Tensor)}
+
+    def _is_view(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._parameters
 
     def _known(self, tensor: Tensor) -> int | None:
         found = self._live.get(id(tensor))
@@ -179,6 +191,7 @@ class TorchSimulation:
         self.sim, self._forward = sim, forward or _call
         self._programs: list[Program] = []
         self._checked = False
+        self._computed: dict[str, Tensor] | None = None
         for site in sim.quantizers.values():
             if site.role in ("weight", "constant") and site.enabled and not site.quantizer.derived:
                 param = sim.graph.values[site.value].param
@@ -198,18 +211,43 @@ class TorchSimulation:
         return self.sim.plan.shared
 
     def _tensor(self, site: str) -> Tensor:
-        param = self.sim.graph.values[self.sim.plan.sites[site].value].param
-        assert param is not None, site
-        return self.sim._interceptor.named_tensor(param)
+        """The parameter at a weight site, or the part of one, or its transpose, that the model reads there."""
+        found = self._stored(self.sim.graph.values[self.sim.plan.sites[site].value])
+        assert found is not None, site
+        return found
+
+    def _stored(self, value: Value) -> Tensor | None:
+        """The tensor of a weight, if writing into it writes into a parameter."""
+        if value.param is not None:
+            return self.sim._interceptor.named_tensor(value.param)
+        if len(value.sources) != 1:
+            return None
+        if self._computed is None:
+            self._computed = self.sim._recorded_constants()
+        found = self._computed.get(value.name)
+        return found if found is not None and _lies_in(found, self._source(value)) else None
+
+    def _source(self, value: Value) -> Tensor:
+        return self.sim._interceptor.named_tensor(value.sources[0])
 
     def weight(self, site: str) -> Tensor:
         """A copy of the parameter at a weight site."""
         return self._tensor(site).detach().clone()
 
     def why_fixed(self, site: str) -> str | None:
-        """Only parameters and buffers can be written."""
-        known = self.sim.graph.values[self.sim.plan.sites[site].value].param is not None
-        return None if known else "its weight is computed in the model and no parameter"
+        """Only parameters and buffers can be written, and views of them that no other operator reads."""
+        value, op = self.sim.graph.values[self.sim.plan.sites[site].value], self.sim.plan.sites[site].op
+        if self._stored(value) is None:
+            return "its weight is computed in the model and no parameter"
+        for source in value.sources:
+            other = next((name for name in self._readers.get(source, ()) if name != op), None)
+            if other is not None:
+                return f"its parameter {source} is also read by {other}, which would change with it"
+        return None
+
+    @functools.cached_property
+    def _readers(self) -> Mapping[str, set[str]]:
+        return parameter_readers(self.sim.graph)
 
     def set_weight(self, site: str, value: Tensor) -> None:
         """Write a parameter in place."""
@@ -233,7 +271,8 @@ class TorchSimulation:
         """
         sim = self.sim
         self.sim._simulator.refresh_biases()
-        tracer = _Tracer(sim._simulator.plans, self.quantize)
+        held = frozenset(p.untyped_storage().data_ptr() for p in sim.model.parameters())
+        tracer = _Tracer(sim._simulator.plans, self.quantize, held)
         with sim._interceptor.handled_by(tracer), torch.no_grad(), evaluation(sim.model):
             self._forward(sim.model, batch)
         program = Program(tuple(tracer.steps), tracer.constants, tracer.returned)
@@ -267,6 +306,12 @@ class TorchSimulation:
                     "write x = torch.cat(...) instead of assigning into a view, and seed what is random",
                 )
         self._checked = True
+
+
+def _lies_in(view: Tensor, parameter: Tensor) -> bool:
+    """Whether every element of ``view`` is an element of ``parameter`` and no two are the same."""
+    same = view.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+    return same and all(step > 0 or n == 1 for n, step in zip(view.shape, view.stride(), strict=True))
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -166,8 +166,8 @@ def _along_channels(encoding: Encoding, factors: Doubles) -> Doubles | None:
     granularity, shape = encoding.granularity, encoding.scale.shape
     if isinstance(granularity, PerChannel) and shape == factors.shape:
         return factors
-    if isinstance(granularity, PerBlock) and granularity.channel_axis is not None:
-        axis = granularity.channel_axis % len(shape)
+    if isinstance(granularity, PerBlock) and len(granularity.channel_axes) == 1:
+        axis = granularity.channel_axes[0] % len(shape)
         if shape[axis] == factors.size:
             return factors.reshape([-1 if i == axis else 1 for i in range(len(shape))])
     return None

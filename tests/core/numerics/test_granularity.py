@@ -17,6 +17,8 @@ SHAPES = {
     "block of columns": (PerBlock(32, 0, 1), (64, 8), (2, 8)),
     "block of a convolution": (PerBlock(32, 1, 0), (8, 64, 3, 3), (8, 2, 1, 1)),
     "block without channels": (PerBlock(4, 0), (8, 3), (2, 1)),
+    "block of stacked matrices": (PerBlock(32, 1, (0, 2)), (4, 64, 8), (4, 2, 8)),
+    "block of picked rows": (PerBlock(32, -1, (0, 1)), (4, 8, 64), (4, 8, 2)),
 }
 
 
@@ -30,6 +32,14 @@ def test_parameters_broadcast_against_the_view(granularity, shape, expected):
     view, params = granularity.view_shape(shape), granularity.broadcast_shape(shape)
     assert np.broadcast_shapes(view, params) == view
     assert np.prod(view) == np.prod(shape) and np.prod(params) == np.prod(expected)
+
+
+def test_channel_axes_have_one_spelling():
+    assert PerBlock(32, 1, (2, 0)) == PerBlock(32, 1, (0, 2, 2)) != PerBlock(32, 1, 0)
+    assert PerBlock(32, 1, (0,)) == PerBlock(32, 1, 0) and PerBlock(32, 1, ()) == PerBlock(32, 1)
+    assert [PerBlock(32, 1, c).channel_axes for c in (None, 0, (2, 0))] == [(), (0,), (0, 2)]
+    with pytest.raises(GranularityError, match="axis 3 does not exist"):
+        PerBlock(32, 1, (0, 3)).param_shape((4, 64, 8))
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))

@@ -24,10 +24,15 @@ CHANNELS = Encoding(IntFormat(8), np.float32([0.1, 3e-9]), np.int32([0, 0]), Per
 BLOCKS = Encoding(
     IntFormat(4), np.full((2, 3), 0.5, np.float32), np.zeros((2, 3), np.int32), PerBlock(16, 1, 0)
 )
+STACK = Encoding(
+    IntFormat(4), np.full((2, 3, 4), 0.5, np.float32), np.zeros((2, 3, 4), np.int32), PerBlock(16, 1, (0, 2))
+)
 TENSOR = Encoding(IntFormat(8, signed=False), np.float32(0.25), np.int32(128), PerTensor())
 
 
-@pytest.mark.parametrize("encoding", [CHANNELS, BLOCKS, TENSOR], ids=["channels", "blocks", "tensor"])
+@pytest.mark.parametrize(
+    "encoding", [CHANNELS, BLOCKS, STACK, TENSOR], ids=["channels", "blocks", "stack", "tensor"]
+)
 def test_an_encoding_comes_back(encoding: Encoding) -> None:
     assert encoding_from_json(json.loads(json.dumps(encoding_to_json(encoding)))) == encoding
 
@@ -55,6 +60,7 @@ def test_a_spec_comes_back() -> None:
         ({"granularity": {"kind": "per_thing"}}, "'per_thing' is no granularity"),
         ({"granularity": {"kind": "per_channel", "axis": "x"}}, "'x' is no axis"),
         ({"granularity": {"kind": "per_block", "size": 1e9, "axis": 0}}, "the size 1000000000.0 is no whole number"),
+        ({"granularity": {"kind": "per_block", "size": 1, "axis": 0, "channel_axis": [1, "x"]}}, "'x' is no axis"),
         ({"granularity": 3}, "it is no encoding"),
     ],
 )  # fmt: skip

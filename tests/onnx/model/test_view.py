@@ -6,9 +6,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
-from bitwright.core.simulation.protocols import AddBias, Bypass, SetParam
+import bitwright.onnx
+from bitwright.core.simulation.protocols import AddBias, Bypass, SetParam, sqnr
 from bitwright.errors import ModelError
 from bitwright.onnx.model.load import load_model
 from bitwright.onnx.model.view import OnnxView, measure_shapes
@@ -213,3 +214,51 @@ def test_shapes_are_measured_behind_an_if_of_a_constant_that_reads_an_outer_valu
     ).model
     shapes = measure_shapes(model, {"x": np.zeros((2, 3), np.float32)})
     assert {name: shapes.get(name) for name in ("x", "y", "out")} == dict.fromkeys(("x", "y", "out"), (2, 3))
+
+
+def _read_by_a_branch_and_for_its_shape() -> onnx.ModelProto:
+    """``y``, an output, is read by the branch of an If of a constant, and a Shape that stands before the If."""
+    values = {
+        n: helper.make_tensor_value_info(n, TensorProto.FLOAT, [4, 8])
+        for n in ("x", "y", "zRelu", "zAbs", "out")
+    }
+    weights = {n: numpy_helper.from_array(np.random.default_rng(i).standard_normal((8, 8)).astype(np.float32), n)
+               for i, n in enumerate(("w", "wRelu", "wAbs"))}  # fmt: skip
+    branches = [
+        helper.make_graph(
+            [helper.make_node("MatMul", ["y", f"w{op}"], [f"m{op}"]), helper.make_node(op, [f"m{op}"], [f"z{op}"])],
+            op, [], [values[f"z{op}"]], [weights[f"w{op}"]],
+        )
+        for op in ("Relu", "Abs")
+    ]  # fmt: skip
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Relu", ["h"], ["y"]),
+        helper.make_node("Shape", ["y"], ["s"]),
+        helper.make_node("Cast", ["s"], ["sizes"], to=TensorProto.FLOAT),
+        helper.make_node("ReduceProd", ["sizes"], ["size"], keepdims=0),
+        helper.make_node("If", ["yes"], ["o"], then_branch=branches[0], else_branch=branches[1]),
+        helper.make_node("Div", ["o", "size"], ["out"]),
+    ]
+    yes = helper.make_tensor("yes", TensorProto.BOOL, [], [True])
+    graph = helper.make_graph(nodes, "g", [values["x"]], [values["out"], values["y"]], [yes, weights["w"]])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize("name", ["out", "mRelu", "o"])
+def test_a_branch_that_the_runtime_inlines_keeps_what_it_reads(name):
+    proto, x = _read_by_a_branch_and_for_its_shape(), np.random.default_rng(9).standard_normal((4, 8))
+    feeds = {"x": x.astype(np.float32)}
+    (found,) = OnnxView(proto).capture([name], [feeds])
+    out, _ = run(proto, feeds)
+    (captured,) = found[name]
+    made = {"out": captured, "o": captured / 32, "mRelu": np.maximum(captured, 0) / 32}[name]
+    np.testing.assert_allclose(made, out, rtol=1e-6)
+
+
+def test_a_model_with_an_if_of_a_constant_is_quantized():
+    proto, rng = _read_by_a_branch_and_for_its_shape(), np.random.default_rng(9)
+    data = [{"x": rng.standard_normal((4, 8)).astype(np.float32)} for _ in range(3)]
+    result = bitwright.onnx.quantize(proto, data, progress=False)
+    wanted = run(proto, data[0])[0]
+    assert sqnr(wanted, result.sim.run(data[0])[0]) > 20
