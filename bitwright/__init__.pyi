@@ -1,5 +1,6 @@
 from bitwright.analysis.analyze import analyze as analyze
 from bitwright.analysis.layer_outputs import LayerOutputUtil as LayerOutputUtil
+from bitwright.comparison.drift import drift as drift
 from bitwright.core.numerics.formats import FloatFormat as FloatFormat
 from bitwright.core.numerics.formats import IntFormat as IntFormat
 from bitwright.core.numerics.granularity import PerBlock as PerBlock

@@ -19,7 +19,7 @@ FILES = sorted((ROOT / "bitwright").rglob("*.py"))
 NUMPY, ONNX = {"numpy"}, {"onnx", "onnx_ir", "onnxruntime", "onnxscript", "ml_dtypes", "google", "psutil"}
 FILES_OUT = {"yaml", "safetensors", "rich"}
 ANYTHING = NUMPY | ONNX | FILES_OUT | {"torch", "typer", "scipy", "ray"}
-FRONT_END = {"errors", "core", "export", "lazy", "progress", "report", "runtimes", "tables"}
+FRONT_END = {"errors", "comparison", "core", "export", "lazy", "progress", "report", "runtimes", "tables"}
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "__init__": ({"lazy"}, set()),
     "errors": (set(), set()),
@@ -33,6 +33,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     # adapters of runtimes, and what is measured in them
     "runtimes": ({"errors", "tables"}, NUMPY | ONNX | {"openvino", "ai_edge_litert"}),
     "export": ({"errors", "core", "runtimes", "tables"}, NUMPY | ONNX | FILES_OUT),
+    # two executions of an export side by side
+    "comparison": ({"errors", "core", "export", "runtimes", "tables"}, NUMPY | ONNX),
     # one function for both front ends; `front_end` loads that of the model it is given
     "methods": (FRONT_END | {"algorithms"}, NUMPY),
     "torch": (FRONT_END | {"algorithms", "methods"}, NUMPY | ONNX | FILES_OUT | {"torch"}),
@@ -67,6 +69,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
             "interrupt",
             "core",
             "algorithms",
+            "comparison",
             "compression",
             "export",
             "torch",

@@ -11,6 +11,7 @@ from bitwright.cli import (  # noqa: F401  (each registers its commands)
     auto,
     benchmark,
     doctor,
+    drift,
     migrate,
     names,
     quantize,

@@ -93,7 +93,8 @@ class _OpenvinoSession:
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         names = {port.get_any_name() for port in self.compiled.inputs}
         found = self.compiled({name: array for name, array in feeds.items() if name in names})
-        return {port.get_any_name(): np.array(found[port]) for port in self.compiled.outputs}
+        # one tensor has several names where the plugin made one operator of two
+        return {name: np.array(found[port]) for port in self.compiled.outputs for name in port.get_names()}
 
 
 def _open_openvino(path: Path, threads: int, reference: bool) -> Session:

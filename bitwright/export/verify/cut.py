@@ -107,6 +107,17 @@ class Cut:
         self._runs: dict[str, int] = {}  # site -> how often it occurs
         self._find()
         self._find_outputs(outputs)
+        self._open()
+
+    @classmethod
+    def at(cls, model: ir.Model, places: Sequence[Place]) -> Cut:
+        """A cut of ``model``, which is changed by it, at ``places`` that were found in it otherwise."""
+        made = cls.__new__(cls)
+        made._model, made.places, made.unchecked = model, list(places), {}
+        made._open()
+        return made
+
+    def _open(self) -> None:
         self._find_pieces()
         self._fed = self._apply()
         self._index = {node: i for i, node in enumerate(self._model.graph)}
@@ -120,9 +131,13 @@ class Cut:
         for i, places in enumerate(by_piece.values()):
             group += places
             if len(group) >= _PLACES_AT_ONCE or i == len(by_piece) - 1:
-                model, feeds = self._part([place.result for place in group])
+                model, feeds = self.part(group)
                 yield model, group, feeds
                 group = []
+
+    def part(self, places: Sequence[Place]) -> tuple[ir.Model, dict[str, Array]]:
+        """A model that computes ``places`` from the values fed at those in front of them; what to feed it."""
+        return self._part([place.result for place in places])
 
     def before(self, places: Sequence[Place]) -> tuple[ir.Model, dict[str, Array]]:
         """A model that ends in front of the quantizers of ``places``, which must not be at the graph's inputs; its feeds."""
@@ -181,7 +196,7 @@ class Cut:
                 raise damaged_metadata(node)
             scale = self._model.graph.initializers.get(facts["scale"] or "")
             array = None if scale is None or scale.const_value is None else scale.const_value.numpy()
-            chain = _chain(node, entry)
+            chain = quantizer_chain(node, entry)
             self.places.append(Place(facts, chain, entry, node.outputs[0], expected, array))
 
     def _expected(self, node: ir.Node, facts: dict[str, Any]) -> tuple[Array | None, str]:
@@ -227,7 +242,7 @@ class Cut:
             owners[node] = top
             parent.setdefault(top, top)
             makers = [v.producer() for v in node.inputs if v is not None and v not in cuts]
-            if node is top and _reads_constants(node, static):
+            if node is top and reads_constants(node, static):
                 static.add(node)
                 continue
             for maker in makers:
@@ -289,7 +304,7 @@ def _reads(node: ir.Node) -> Iterator[ir.Value]:
                 yield from (value for value in inner.inputs if value is not None)
 
 
-def _reads_constants(node: ir.Node, static: set[ir.Node]) -> bool:
+def reads_constants(node: ir.Node, static: set[ir.Node]) -> bool:
     """Whether ``node`` is a Constant, or reads initializers and what ``static`` nodes make of them, only."""
     for value in node.inputs:
         if value is not None and (
@@ -306,7 +321,7 @@ def _root(parent: dict[ir.Node, ir.Node], node: ir.Node) -> ir.Node:
     return node
 
 
-def _chain(last: ir.Node, entry: ir.Value) -> list[ir.Node]:
+def quantizer_chain(last: ir.Node, entry: ir.Value) -> list[ir.Node]:
     """The nodes that lead from ``entry`` to ``last``, in execution order."""
     found: dict[ir.Node, None] = {}
     stack = [(last, False)]

@@ -26,7 +26,13 @@ _ONE_MESSAGE_LIMIT = 1 << 22
 
 
 def run_model(
-    model: ir.Model, feeds: Mapping[str, Array], mode: Mode, types: dict[str, str] | None = None
+    model: ir.Model,
+    feeds: Mapping[str, Array],
+    mode: Mode,
+    types: dict[str, str] | None = None,
+    *,
+    entries: Mapping[str, str] | None = None,
+    optimized: bool = True,
 ) -> dict[str, Array]:
     """Graph outputs of ``model`` by name.
 
@@ -35,11 +41,13 @@ def run_model(
         feeds: by name of graph input; what the model does not read is left out.
         mode: ``"float"`` keeps QuantizeLinear and DequantizeLinear as they are; ``"integer"`` is the default.
         types: filled with what :func:`optimized_types` tells, at no further session.
+        entries: settings of the session beside those of ``mode``.
+        optimized: with the runtime's changes of the graph; without them every operator runs as it stands.
 
     Raises:
         One of :func:`refusals`: the runtime cannot load or run the model.
     """
-    session = _session(model, mode, types)
+    session = _session(model, mode, types, entries or {}, optimized)
     names = {given.name for given in session.get_inputs()}
     wanted = [out.name for out in session.get_outputs()]
     found = session.run(wanted, {name: array for name, array in feeds.items() if name in names})
@@ -86,17 +94,25 @@ def optimized_types(model: ir.Model) -> dict[str, str]:
     A Transpose that the runtime put behind a kernel of another layout counts as that kernel.
     """
     types: dict[str, str] = {}
-    _session(model, "integer", types)
+    _session(model, "integer", types, {}, True)
     return types
 
 
-def _session(model: ir.Model, mode: Mode, types: dict[str, str] | None) -> Any:
+def _session(
+    model: ir.Model,
+    mode: Mode,
+    types: dict[str, str] | None,
+    entries: Mapping[str, str],
+    optimized_graph: bool,
+) -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
+    if not optimized_graph:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 4  # refusals arrive as exceptions; the log would only repeat them
-    for key, value in _ENTRIES[mode].items():
+    for key, value in {**_ENTRIES[mode], **entries}.items():
         options.add_session_config_entry(key, value)
     with temporary_room(), tempfile.TemporaryDirectory() as folder:
         optimized = Path(folder, "optimized.onnx")

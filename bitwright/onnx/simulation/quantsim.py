@@ -14,6 +14,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.comparison.drift import drift_models
+from bitwright.comparison.report import DriftReport
 from bitwright.core.graph.graph import Graph
 from bitwright.core.health.repair import Repair
 from bitwright.core.health.report import HealthReport, check_parameters
@@ -49,8 +51,8 @@ from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.forms import Builder
 from bitwright.export.qdq.markers import STATES, is_site, site_of
 from bitwright.export.qdq.products import ProductForm, guard_outputs
-from bitwright.export.qdq.recurrent import write_recurrent
-from bitwright.export.qdq.write import ActivationForm, BiasForm, QdqResult, to_qdq
+from bitwright.export.qdq.recurrent import restore_native, write_recurrent
+from bitwright.export.qdq.write import ActivationForm, BiasForm, QdqResult, strip_sites, to_qdq
 from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, target_for
 from bitwright.export.verify.outputs import named_arrays
 from bitwright.export.verify.report import VerifyReport, verify_layers
@@ -846,20 +848,55 @@ class QuantizationSimModel(Tabular):
             CalibrationError, ModelError, ExportError: as :meth:`export` and :meth:`run`.
         """
         checked = self.example() if feeds is None else as_feeds(feeds, self.specs)
+        result, samples = self._in_memory(checked, bias, activation, weight_only, target)
+        return verify_layers(
+            result.model, samples.sites, samples.inputs, outputs=samples.outputs, runtime=runtime
+        )
+
+    def _in_memory(
+        self, feeds: Feeds, bias: BiasForm, activation: ActivationForm, weight_only: ProductForm, target: str
+    ) -> tuple[QdqResult, Samples]:
+        """The file that an export would write, and what the simulation computes on ``feeds``."""
         marked = write_recurrent(self.marked, recurrent_form(self, None, target))
-        form = bias_form(self, bias)
         result = to_qdq(
             marked,
             self._encodings(),
-            bias=form,
+            bias=bias_form(self, bias),
             activation=activation,
             weight_only=weight_only,
             target=target,
         )
-        samples = self._samples(result, checked)
-        return verify_layers(
-            result.model, samples.sites, samples.inputs, outputs=samples.outputs, runtime=runtime
-        )
+        return result, self._samples(result, feeds)
+
+    def drift(
+        self,
+        a: str = "simulation",
+        b: str = "onnxruntime",
+        feeds: Any = None,
+        *,
+        bias: BiasForm = "int32",
+        activation: ActivationForm = "unsigned",
+        weight_only: ProductForm = "exact",
+        target: str = DEFAULT_TARGET,
+    ) -> DriftReport:
+        """Where two of float model, simulation, exported file and runtime part, and why.
+
+        Args:
+            a, b: ``"float"``, ``"simulation"``, ``"file"``, or a runtime.
+            feeds: what to compare on; the example input by default.
+            bias, activation, weight_only, target: as for :meth:`export`.
+
+        Returns:
+            See :func:`bitwright.comparison.drift.drift`.
+
+        Raises:
+            CalibrationError, ModelError, ExportError: as :meth:`export` and :meth:`run`.
+            ConfigError: ``a`` or ``b`` is none of these, or both are the same.
+        """
+        checked = self.example() if feeds is None else as_feeds(feeds, self.specs)
+        result, samples = self._in_memory(checked, bias, activation, weight_only, target)
+        plain_model = strip_sites(restore_native(self.marked)).model
+        return drift_models(a, b, plain_model, result.model, samples)
 
     def benchmark(
         self,

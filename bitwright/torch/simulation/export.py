@@ -32,8 +32,8 @@ from bitwright.export.encodings.gate_order import GATED, to_onnx_order
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.qdq.products import ProductForm
-from bitwright.export.qdq.recurrent import write_recurrent
-from bitwright.export.qdq.write import QdqResult, rename_values, site_names, to_qdq
+from bitwright.export.qdq.recurrent import restore_native, write_recurrent
+from bitwright.export.qdq.write import QdqResult, rename_values, site_names, strip_sites, to_qdq
 from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, target_for
 from bitwright.export.verify.report import VerifyReport, verify_layers
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
@@ -44,6 +44,7 @@ from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_stat
 from bitwright.torch.simulation.translations import TRANSLATIONS
 
 if TYPE_CHECKING:
+    from bitwright.comparison.report import DriftReport
     from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
 
@@ -495,14 +496,38 @@ def verify_sim(sim: QuantizationSimModel, batch: Any, **options: Any) -> VerifyR
 
     Raises: as :func:`export_sim`.
     """
+    runtime = options.pop("runtime", "onnxruntime")
+    result, _, kept = _in_memory(sim, batch, options)
+    return verify_layers(result.model, kept.sites, kept.inputs, outputs=kept.outputs, runtime=runtime)
+
+
+def drift_sim(sim: QuantizationSimModel, a: str, b: str, batch: Any, **options: Any) -> DriftReport:
+    """Export in memory and compare two executions of it; see :func:`bitwright.comparison.drift.drift`.
+
+    Args:
+        sim: calibrated.
+        a, b: ``"float"``, ``"simulation"``, ``"file"``, or a runtime.
+        batch: input to compare on.
+        options: as for :func:`verify_sim`, without ``runtime``.
+
+    Raises: as :func:`export_sim`; ConfigError: ``a`` or ``b`` is none of these, or both are the same.
+    """
+    from bitwright.comparison.drift import drift_models
+
+    result, plain, kept = _in_memory(sim, batch, options)
+    return drift_models(a, b, plain, result.model, kept)
+
+
+def _in_memory(
+    sim: QuantizationSimModel, batch: Any, options: dict[str, Any]
+) -> tuple[QdqResult, ir.Model, Samples]:
+    """The file that an export would write, the float model, and what the simulation computes on ``batch``."""
     _check(sim, "1.0.0")
     bias = bias_form(sim, options.pop("bias", "int32"))
-    runtime = options.pop("runtime", "onnxruntime")
     options.setdefault("target", DEFAULT_TARGET)
     forms = {key: options.pop(key) for key in ("activation", "weight_only", "target") if key in options}
     form = recurrent_form(sim, None, forms["target"])
-    marked = write_recurrent(marked_onnx(sim, batch, **options), form)
-    result = to_qdq(marked, site_encodings(sim), bias=bias, **forms)
-    values = site_values(sim, batch, result)
-    inputs = _graph_inputs(sim, batch)
-    return verify_layers(result.model, values, inputs, outputs=outputs_of(sim, batch), runtime=runtime)
+    marked = marked_onnx(sim, batch, **options)
+    result = to_qdq(write_recurrent(marked, form), site_encodings(sim), bias=bias, **forms)
+    kept = _samples(sim, batch, result)
+    return result, strip_sites(restore_native(marked)).model, kept

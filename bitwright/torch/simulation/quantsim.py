@@ -602,6 +602,24 @@ class QuantizationSimModel(Tabular):
 
         return verify_sim(self, self.examples[0] if batch is None else batch, **options)
 
+    def drift(self, a: str = "simulation", b: str = "onnxruntime", batch: Any = None, **options: Any) -> Any:
+        """Where two of float model, simulation, exported file and runtime part, and why.
+
+        Args:
+            a, b: ``"float"``, ``"simulation"``, ``"file"``, or a runtime.
+            batch: input to compare on; the example by default.
+            options: of :meth:`export` that change the file.
+
+        Returns:
+            A :class:`~bitwright.comparison.report.DriftReport`; see :func:`bitwright.comparison.drift.drift`.
+
+        Raises:
+            CalibrationError, ConfigError, ExportError: as :meth:`export`; ``a`` or ``b`` is none of these, or both are the same.
+        """
+        from bitwright.torch.simulation.export import drift_sim
+
+        return drift_sim(self, a, b, self.examples[0] if batch is None else batch, **options)
+
     def benchmark(
         self,
         dummy_input: Any = None,

@@ -1,0 +1,70 @@
+"""``bitwright drift``: where two executions of a model part, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from bitwright.cli.app import NO, app, console
+from bitwright.cli.options import BatchSize, Prefix, read_batches, read_pictures, write_json
+
+
+@app.command()
+def drift(
+    a: Annotated[str, typer.Argument(help="PATH, PATH@HOW or HOW.", show_default=False)],
+    b: Annotated[str, typer.Argument(help="The same of the other one.", show_default=False)],
+    data: Annotated[
+        str | None, typer.Option(help="Input, as for quantize; the samples of the export by default.")
+    ] = None,
+    prefix: Prefix = None,
+    batch_size: BatchSize = 1,
+    diagnoses: Annotated[
+        int, typer.Option(min=1, help="Look for the cause at so many tensors, the first that differ.")
+    ] = 3,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the report here, as JSON.")
+    ] = None,
+) -> None:
+    """Find the first operator at which two executions of a model part, and why.
+
+    PATH is a folder that sim.export wrote, or an ONNX file. HOW is float,
+    simulation, file (float kernels, every quantizer as it stands), or a
+    runtime: onnxruntime, openvino. HOW alone is about the path of the other one.
+
+    Every operator is fed the same in both, and compared on its grid; then both
+    run from the input on, which shows how the difference grows. Suspected causes
+    are tested by runs without them.
+
+    Exit code 1 when an operator differs beyond its grid for another reason than
+    rounding.
+
+    \b
+    Examples:
+      bitwright drift exported/@simulation onnxruntime
+      bitwright drift exported/@float exported/@file
+      bitwright drift exported/ exported/@openvino --data samples.npz
+      bitwright drift float.onnx other_tool_int8.onnx@onnxruntime --data samples.npz
+    """
+    from bitwright.comparison.drift import drift as compare
+
+    feeds = None if data is None else _feeds(a, b, data, prefix, batch_size)
+    report = compare(a, b, feeds, prefix=prefix, diagnoses=diagnoses)
+    if json_file is not None:
+        write_json(json_file, report.to_json())
+    console().print(Text(report.to_text()), soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(NO)
+
+
+def _feeds(a: str, b: str, data: str, prefix: str | None, batch_size: int) -> Any:
+    """The first batch of ``data``, for the model that is run."""
+    from bitwright.comparison.sides import open_sides
+    from bitwright.onnx.model.data import input_specs
+
+    sides = open_sides(a, b, prefix)
+    specs = input_specs(max(sides, key=lambda side: side.rank).model)
+    batches = read_batches(data, specs, batch_size, 1, read_pictures("NCHW", "RGB", 1 / 255, "0", "1"))
+    return next(batches)

@@ -1,0 +1,249 @@
+"""What is compared: the float model, the simulation, the file as it stands, or the file in a runtime."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.errors import ConfigError, ExportError, close_matches
+from bitwright.export.artefacts import Samples
+from bitwright.export.files.value_types import load
+from bitwright.export.verify.outputs import named_arrays
+from bitwright.export.verify.runtime import refusals, run_in, run_model
+from bitwright.export.verify.samples import find_export, read_samples
+from bitwright.runtimes.adapters import RUNTIMES, explained, find_runtime, refusals_of
+
+Array = NDArray[Any]
+Feeds = Mapping[str, Array]
+
+#: executions that are no runtime, in order: what stands further left is nearer to what was trained
+_FIRST = ("float", "simulation", "file")
+#: that read ONNX files, whose parts can be run on their own
+_RUNTIMES = tuple(name for name, row in RUNTIMES.items() if row.suffix == ".onnx")
+_REMEDY = "write PATH, PATH@HOW or HOW: float, simulation, file, {}"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two executions.
+
+    Attributes:
+        label: what the user called it.
+        how: ``float``, ``simulation``, ``file``, or a row of :data:`bitwright.runtimes.adapters.RUNTIMES`.
+        path: of the ONNX file.
+        model: the graph that is run; of a simulation the file it was exported to.
+        values: of a simulation: site, graph input or graph output -> what it had there.
+    """
+
+    label: str
+    how: str
+    path: Path
+    model: ir.Model
+    values: Mapping[str, Sequence[Array]] = field(default_factory=dict)
+
+    @property
+    def in_runtime(self) -> bool:
+        """Whether kernels of a runtime's choice compute it."""
+        return self.how in _RUNTIMES
+
+    @property
+    def rank(self) -> int:
+        """Small where the execution is nearer to what was trained."""
+        return _FIRST.index(self.how) if self.how in _FIRST else len(_FIRST)
+
+    def run(self, model: ir.Model, feeds: Feeds, types: dict[str, str] | None = None) -> dict[str, Array]:
+        """Outputs of ``model``, a part of the side's own or all of it, as the side executes it.
+
+        Raises:
+            ExportError: the runtime refuses it: its message, the operator it names, and what to change.
+        """
+        row = RUNTIMES[self.how if self.in_runtime else "onnxruntime"]
+        with refusals_of(row, self.path):
+            if self.in_runtime:
+                return named_arrays(run_in(self.how, model, feeds, "integer", types))
+            return named_arrays(run_model(model, feeds, "float"))
+
+    def rerun(self, model: ir.Model, feeds: Feeds, **options: Any) -> dict[str, Array] | None:
+        """``model`` in ONNX Runtime with other options of :func:`run_model`; ``None`` where it refuses that."""
+        try:
+            return named_arrays(run_model(model, feeds, **options))
+        except refusals():
+            return None
+
+
+def open_sides(
+    one: str | os.PathLike[str], other: str | os.PathLike[str], prefix: str | None = None
+) -> tuple[Side, Side]:
+    """Both sides of a comparison.
+
+    Args:
+        one, other: a folder that an export wrote or an ONNX file, with ``@float``, ``@simulation``, ``@file`` or
+            ``@<runtime>`` after it; or only that word, about what the other one names.
+        prefix: stem of the files; needed only where a folder holds several exports.
+
+    Raises:
+        ConfigError: the word is none of these, no path is named, or the runtime is not installed.
+        ExportError: there is no such file, or it cannot be read.
+    """
+    parts = [_split(os.fspath(text)) for text in (one, other)]
+    known = [path for path, _ in parts if path]
+    if not known:
+        raise ConfigError(
+            f"{one} {other}", "neither names a folder or a file", _REMEDY.format(", ".join(_RUNTIMES))
+        )
+    first, second = (_open(path or known[0], how, prefix) for path, how in parts)
+    if (first.how, first.path) == (second.how, second.path):
+        problem = f"both are {first.label}, which does not differ from itself"
+        raise ConfigError(f"{one} {other}", problem, "compare it with another execution or another file")
+    return first, second
+
+
+def sides_in_memory(
+    words: tuple[str, str], float_model: ir.Model, file_model: ir.Model, samples: Samples
+) -> list[Side]:
+    """The two sides that ``words`` name, of an export that lies in memory.
+
+    Raises:
+        ConfigError: a word is none, both are the same, or the runtime is not installed.
+    """
+    if words[0] == words[1]:
+        problem = f"both are {words[0]!r}, which does not differ from itself"
+        raise ConfigError("drift", problem, "compare it with another execution")
+    values = {name: [array] for name, array in {**samples.outputs, **samples.inputs}.items()}
+    sides = []
+    for word in words:
+        if word not in (*_FIRST, *_RUNTIMES):
+            problem = f"{word!r} is not an execution{close_matches(word, (*_FIRST, *_RUNTIMES))}"
+            raise ConfigError("drift", problem, f"use one of {', '.join((*_FIRST, *_RUNTIMES))}")
+        if word in _RUNTIMES:
+            find_runtime(word)
+        kept = {**values, **samples.sites} if word == "simulation" else {}
+        sides.append(
+            Side(word, word, Path("model.onnx"), float_model if word == "float" else file_model, kept)
+        )
+    return sides
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Path and word; either may be empty."""
+    words = (*_FIRST, *_RUNTIMES)
+    if Path(text).exists():
+        return text, ""
+    if text in words:
+        return "", text
+    path, at, how = text.rpartition("@")
+    if not at and Path(text).suffix != ".onnx" and Path(text).name == text:
+        problem = f"it is neither a file or folder nor an execution{close_matches(text, words)}"
+        raise ConfigError(text, problem, _REMEDY.format(", ".join(_RUNTIMES)))
+    if not at:
+        return text, ""
+    if how not in words:
+        problem = f"{how!r} is not an execution{close_matches(how, words)}"
+        raise ConfigError(text, problem, _REMEDY.format(", ".join(_RUNTIMES)))
+    return path, how
+
+
+def _open(text: str, how: str, prefix: str | None) -> Side:
+    path = Path(text)
+    if how in _RUNTIMES:
+        find_runtime(how)
+    if not path.exists():
+        raise ExportError(text, "there is no such file or folder", "check the path")
+    if not path.is_dir():
+        model = read_model(path)
+        how = how or ("file" if has_quantizers(model) else "float")
+        if how == "simulation":
+            problem = "a file alone does not keep what the simulation computed"
+            raise ExportError(text, problem, "name the folder of the export, or compare with @file")
+        if how == "float" and has_quantizers(model):
+            problem = "the file holds quantizers, and a file alone does not keep the float model"
+            raise ExportError(text, problem, "name the folder of the export, or the float model's own file")
+        return Side(f"{text}@{how}", how, path, model)
+    stem, how = find_export(path, prefix), how or "file"
+    file = path / (f"{stem}_float.onnx" if how == "float" else f"{stem}.onnx")
+    values = samples_of(path, stem) if how == "simulation" else {}
+    return Side(f"{text}@{how}", how, file, read_model(file), values)
+
+
+def samples_of(folder: Path, stem: str) -> dict[str, Sequence[Array]]:
+    """Site, graph input or graph output -> the simulation's values that an export keeps.
+
+    Raises:
+        ExportError: it keeps none.
+    """
+    sites, inputs, outputs = _samples(folder, stem)
+    return {**{name: [array] for name, array in {**outputs, **inputs}.items()}, **sites}
+
+
+def sample_inputs(side: Side) -> dict[str, Array] | None:
+    """The inputs that the export of ``side`` keeps with its samples, if there are any."""
+    stem = side.path.stem.removesuffix("_float") if side.how == "float" else side.path.stem
+    file = side.path.parent / f"{stem}_samples.npz"
+    return read_samples(file)[1] if file.is_file() else None
+
+
+def _samples(folder: Path, stem: str) -> tuple[dict[str, list[Array]], dict[str, Array], dict[str, Array]]:
+    file = folder / f"{stem}_samples.npz"
+    if not file.is_file():
+        problem = "the export has no samples, which hold what the simulation computed"
+        raise ExportError(
+            str(file), problem, "export the model again with samples=True, or compare with @file"
+        )
+    return read_samples(file)
+
+
+def read_model(path: Path) -> ir.Model:
+    """The model in a file.
+
+    Raises:
+        ExportError: it is missing, or is no ONNX model.
+    """
+    if not path.is_file():
+        raise ExportError(str(path), "there is no such file", "export the model again, or check the path")
+    try:
+        return load(path)
+    except Exception as error:  # protobuf's own errors are not importable through onnx
+        problem = f"it cannot be read as an ONNX model: {explained(error)}"
+        raise ExportError(str(path), problem, "name an .onnx file, or the folder of an export") from error
+
+
+def has_quantizers(model: ir.Model) -> bool:
+    """Whether ``model`` holds a QuantizeLinear or DequantizeLinear."""
+    return any(node.op_type in ("QuantizeLinear", "DequantizeLinear") for node in model.graph.all_nodes())
+
+
+def check_feeds(side: Side, feeds: Feeds) -> dict[str, Array]:
+    """``feeds`` as ``side`` takes them.
+
+    Raises:
+        ExportError: an input has no value, or one of another type or shape: the data is of another model.
+    """
+    checked = {}
+    for value in side.model.graph.inputs:
+        name = str(value.name)
+        if value.is_initializer():
+            continue
+        if name not in feeds:
+            problem = f"the data has no input {name!r}{close_matches(name, feeds)}; it holds {', '.join(feeds) or 'none'}"
+            raise ExportError(
+                side.label, problem, "give the data of this model, with arrays named after its inputs"
+            )
+        array = np.asarray(feeds[name])
+        axes = None if value.shape is None else tuple(value.shape)
+        fits = axes is None or (
+            len(axes) == array.ndim
+            and all(not isinstance(n, int) or n == m for n, m in zip(axes, array.shape, strict=True))
+        )
+        if not fits:
+            shown = "x".join(str(n) if isinstance(n, int) else "?" for n in axes or ())
+            problem = f"its input {name!r} is {shown}, and the data has {'x'.join(map(str, array.shape))}"
+            raise ExportError(side.label, problem, "give the data of this model")
+        checked[name] = array
+    return checked

@@ -1,0 +1,325 @@
+"""Where two executions of a model part, and why: causes planted in three models are named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+from typer.testing import CliRunner
+
+import bitwright
+from bitwright.cli import app
+from bitwright.comparison.drift import drift
+from bitwright.errors import ConfigError, ExportError
+from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.torch import QuantizationSimModel
+from tests.support.without_vnni import run_without_vnni
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.point = nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(x))
+        x = x + self.point(nn.functional.hardtanh(self.depthwise(x), 0.0, 0.4))
+        return self.head(x.mean((2, 3)))
+
+
+def chain() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.Hardtanh(0.0, 0.5),
+        nn.Conv2d(8, 8, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(128, 4),
+    )
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(192, 32),
+        nn.Hardtanh(-0.3, 0.3),
+        nn.Linear(32, 16),
+        nn.ReLU(),
+        nn.Linear(16, 4),
+    )
+
+
+# model -> (site of the clip, its operator's output, a layer with weight and bias that is not the first one)
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "chain": (chain, "2"),
+    "residual": (Residual, "point"),
+    "perceptron": (perceptron, "3"),
+}
+BATCHES = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which every grid has room beyond the values, as a calibration on other data leaves it."""
+    return export(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first of these folders."""
+    return export("chain", tmp_path_factory.mktemp("chain"))
+
+
+def export(name: str, path: Path) -> Path:
+    torch.manual_seed(0)
+    sim = QuantizationSimModel(MODELS[name][0]().eval(), BATCHES[0])
+    sim.compute_encodings([2 * batch for batch in BATCHES])
+    _widen(sim)
+    sim.export(path, "net", BATCHES[0])
+    return path
+
+
+def _widen(sim: QuantizationSimModel) -> None:
+    from bitwright.core.numerics.affine import with_scale
+
+    for site in sim.quantizers.values():
+        if site.role == "output" and site.encoding is not None:
+            site.quantizer.take(with_scale(site.encoding, site.encoding.scale * np.float32(3)))
+
+
+def layer_of(folder: Path) -> str:
+    return MODELS[next(name for name in MODELS if name in folder.name)][1]
+
+
+def changed(folder: Path, to: Path, change: Callable[[onnx.GraphProto], None]) -> Path:
+    model = onnx.load(folder / "net.onnx")
+    change(model.graph)
+    onnx.save(model, to / "changed.onnx")
+    return to / "changed.onnx"
+
+
+def data_of(folder: Path) -> dict[str, np.ndarray]:
+    with np.load(folder / "net_samples.npz") as samples:
+        return {
+            "input" if "input/input" in samples else "x": samples[
+                next(k for k in samples if k[:6] == "input/")
+            ]
+        }
+
+
+def shift(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[onnx.GraphProto], None]:
+    def apply(graph: onnx.GraphProto) -> None:
+        tensor = next(t for t in graph.initializer if t.name == name)
+        array = numpy_helper.to_array(tensor)
+        tensor.CopyFrom(numpy_helper.from_array(change(array).astype(array.dtype), name))
+
+    return apply
+
+
+def drop_clip(graph: onnx.GraphProto) -> None:
+    node = next(n for n in graph.node if n.op_type == "Clip")
+    maker = next(n for n in graph.node if node.input[0] in n.output)
+    maker.output[list(maker.output).index(node.input[0])] = node.output[0]
+    graph.node.remove(node)
+
+
+@pytest.mark.parametrize("side, how", [("float", "onnxruntime"), ("file", "file")])
+@pytest.mark.parametrize("cause", ["weight", "bias", "clip"])
+def test_what_was_planted_in_the_file_is_named(
+    exported: Path, tmp_path: Path, cause: str, side: str, how: str
+) -> None:
+    layer = layer_of(exported)
+    changes = {
+        "weight": shift(f"{layer}.weight_q", lambda w: np.concatenate([-w[: len(w) // 2], w[len(w) // 2 :]])),
+        "bias": shift(f"{layer}.bias_q", lambda b: np.where(np.arange(b.size) % 2, b + 60_000, b)),
+        "clip": drop_clip,
+    }
+    file = changed(exported, tmp_path, changes[cause])
+    report = drift(f"{exported}@{side}", f"{file}@{how}", data_of(exported))
+    assert report.first is not None and report.first.cause == cause, report.to_text()
+    assert report.first.retries[-1].removed and report.first.retries[-1].before.lsb > 1
+    assert cause == "clip" or f"the {cause} {layer}.{cause} is" in report.first.text
+    assert not report.ok
+
+
+def test_another_grid_is_named(exported: Path, tmp_path: Path) -> None:
+    site = f"{layer_of(exported)}.bias_scale"
+    scale = next(
+        t.name
+        for t in onnx.load(exported / "net.onnx").graph.initializer
+        if t.name.endswith("output[0]_scale") and t.name != site
+    )
+    file = changed(exported, tmp_path, shift(scale, lambda s: s * 1.5))
+    report = drift(f"{exported}@file", f"{file}@file", data_of(exported))
+    assert report.first is not None and report.first.cause == "grid", report.to_text()
+    assert report.first.name in scale
+
+
+def test_what_was_not_changed_agrees(exported: Path) -> None:
+    for a, b in (
+        ("simulation", "file"),
+        ("simulation", "onnxruntime"),
+        ("file", "onnxruntime"),
+        ("float", "file"),
+    ):
+        report = drift(f"{exported}@{a}", f"{exported}@{b}")
+        assert report.ok, report.to_text()
+        assert all(row.own.ok for row in report.rows)
+    assert report.growth[-1] < 60  # rounding to the grids is carried on
+    assert report.first is not None and report.first.cause == "rounding" and "grids" in report.first.text
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.project(x)
+        return torch.softmax(h @ h.transpose(1, 2), -1) @ h
+
+
+@pytest.mark.parametrize("length", [26, 33, 40])
+def test_a_fused_kernel_is_named(length: int) -> None:
+    torch.manual_seed(0)
+    model, x = Attention().eval(), 0.3 * torch.randn(2, length, 16)
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x])
+    report = sim.drift("file", "onnxruntime", x)
+    assert report.first is not None and report.first.cause == "fusion", report.to_text()
+    assert "QLinearSoftmax" in report.first.text and report.first.name == "softmax.output[0]"
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_products_fused_with_activations_that_nobody_quantized_are_named(layers: int, tmp_path: Path) -> None:
+    torch.manual_seed(layers)
+    sizes = [(64, 128), (128, 96), (96, 32)][:layers]
+    model = nn.Sequential(
+        *(part for size in sizes for part in (nn.Linear(*size, bias=False), nn.Tanh()))
+    ).eval()
+    x = torch.randn(2, 5, 64)
+    sim = QuantizationSimModel(model, x, preset="w4g32")
+    sim.compute_encodings([x])
+    sim.export(tmp_path, "fused", x, weight_only="fused", target="packed")
+    for side in ("float", "simulation", "file"):
+        report = drift(f"{tmp_path}@{side}", "onnxruntime")
+        assert report.first is not None and report.first.cause == "4-bit fusion", report.to_text()
+
+
+@pytest.mark.parametrize("inner", [75_000, 100_000, 200_000])
+def test_an_overflow_of_the_accumulator_is_named(inner: int, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(inner, 3), nn.ReLU()).eval()
+    with torch.no_grad():
+        model[0].weight.fill_(0.01)
+    x = 0.98 + 0.02 * torch.rand(2, inner, generator=torch.Generator().manual_seed(0))
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x])
+    sim.export(tmp_path, "long", x)
+    for side in ("simulation", "file"):
+        report = drift(f"{tmp_path}@{side}", "onnxruntime")
+        assert report.first is not None and report.first.cause == "overflow", report.to_text()
+
+
+_SATURATED = """
+import torch
+from torch import nn
+from bitwright import drift
+from bitwright.torch import QuantizationSimModel
+torch.manual_seed(0)
+nets = [
+    nn.Sequential(nn.Conv2d(16, 16, 3), nn.ReLU6(), nn.Conv2d(16, 8, 1)),
+    nn.Sequential(nn.Flatten(), nn.Linear(1024, 32), nn.ReLU(), nn.Linear(32, 4)),
+    nn.Sequential(nn.Conv2d(16, 24, 1), nn.Flatten(), nn.Linear(1536, 8)),
+]
+x = 0.5 + 0.5 * torch.rand(2, 16, 8, 8)
+for net in nets:
+    first = next(part for part in net if hasattr(part, "weight"))
+    with torch.no_grad():
+        first.weight.abs_().add_(0.1)
+    sim = QuantizationSimModel(net.eval(), x)
+    sim.compute_encodings([x])
+    sim.export(sys.argv[2], "net", x)
+    for side in ("float", "simulation", "file"):
+        found = drift(f"{sys.argv[2]}@{side}", "onnxruntime").first
+        print(found and found.cause)
+"""
+
+
+@pytest.mark.slow
+def test_saturation_of_kernels_without_dot_products_is_named(tmp_path: Path) -> None:
+    assert run_without_vnni(_SATURATED, tmp_path, str(tmp_path / "out")).split() == ["saturation"] * 9
+
+
+def test_command_and_both_front_ends_tell_the_same(one: Path, tmp_path: Path) -> None:
+    layer = layer_of(one)
+    file = changed(one, tmp_path, shift(f"{layer}.bias_q", lambda b: b + 3000))
+    np.savez(tmp_path / "data.npz", **data_of(one))
+    out = tmp_path / "report.json"
+    command = ["drift", f"{one}@file", str(file), "--data", str(tmp_path / "data.npz"), "--batch-size", "4"]
+    result = CliRunner().invoke(app, [*command, "--json", str(out)])
+    assert result.exit_code == 1, result.output
+    assert "bias" in result.output and "growth:" in result.output
+    found = json.loads(out.read_text())
+    assert found["findings"][0]["cause"] == "bias"
+    assert CliRunner().invoke(app, ["drift", str(one), "onnxruntime"]).exit_code == 0
+    sim = OnnxSim(one / "net.onnx")
+    assert sim.drift("simulation", "onnxruntime").ok
+    assert bitwright.drift is drift
+
+
+@pytest.mark.parametrize(
+    "a, b, message",
+    [
+        ("{net}@flaot", "{net}", "is not an execution .did you mean 'float'"),
+        ("{net}", "onnxruntme", "neither a file or folder nor an execution .did you mean 'onnxruntime'"),
+        ("float", "file", "neither names a folder or a file"),
+        ("{net}@file", "{net}", "does not differ from itself"),
+        ("{net}/missing.onnx", "float", "there is no such file or folder"),
+        ("{net}/net_manifest.json", "float", "cannot be read as an ONNX model"),
+        ("{net}/net.onnx@simulation", "{net}@file", "a file alone does not keep"),
+        ("{net}/net.onnx@float", "{net}@file", "holds quantizers"),
+    ],
+)
+def test_sides_that_are_none(one: Path, a: str, b: str, message: str) -> None:
+    with pytest.raises((ConfigError, ExportError), match=message):
+        drift(a.format(net=one), b.format(net=one))
+
+
+def test_data_of_another_model(one: Path) -> None:
+    name = next(iter(data_of(one)))
+    with pytest.raises(ExportError, match=f"the data has no input '{name}'.*it holds picture"):
+        drift(f"{one}@float", "onnxruntime", {"picture": np.zeros((1, 3, 8, 8), np.float32)})
+    with pytest.raises(ExportError, match=r"its input '.*' is .*3x8x8, and the data has 1x1x28x28"):
+        drift(f"{one}@float", "onnxruntime", {name: np.zeros((1, 1, 28, 28), np.float32)})
+    with pytest.raises(ConfigError, match="its own samples.*sim.drift"):
+        drift(f"{one}@simulation", "onnxruntime", {name: np.zeros((1, 3, 8, 8), np.float32)})
+
+
+def test_models_without_a_common_tensor(one: Path, tmp_path: Path) -> None:
+    x = torch.randn(1, 7)
+    sim = QuantizationSimModel(nn.Sequential(nn.Linear(7, 2)).eval(), x)
+    sim.compute_encodings([x])
+    sim.export(tmp_path, "other", x)
+    other = onnx.load(tmp_path / "other.onnx")
+    for field in (other.graph.input, other.graph.output):
+        field[0].name = f"of_{field[0].name}"
+    for node in other.graph.node:
+        for names in (node.input, node.output):
+            for i, old in enumerate(names):
+                names[i] = (
+                    f"of_{old}" if old and old not in {t.name for t in other.graph.initializer} else old
+                )
+    onnx.save(other, tmp_path / "renamed.onnx")
+    feeds = {**data_of(one), "of_input": x.numpy()}
+    with pytest.raises(ExportError, match="no tensor of the same name"):
+        drift(f"{one}@float", tmp_path / "renamed.onnx", feeds)
