@@ -7,6 +7,7 @@ file is named by its path in a checkout, because the site has no copy of it.
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 from pathlib import Path
@@ -26,6 +27,7 @@ OUTSIDE = [
     "benchmarks/README.md",
     *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "benchmarks/results").glob("*.md")),
 ]
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 PACKAGES = {
     "bitwright": "__init__.pyi",
     "bitwright.torch": "torch/__init__.pyi",
@@ -54,6 +56,28 @@ def reference_page(package: str) -> str:
     )
 
 
+def notebook_page(path: Path) -> str:
+    """Markdown of a notebook, its stored outputs included; the file itself lies beside the page."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        parts += [_shown(output) for output in cell["outputs"]]
+    title, *rest = parts
+    return "\n\n".join([title, f"[The notebook]({path.name}) can be downloaded and run.", *rest])
+
+
+def _shown(output: dict[str, Any]) -> str:
+    """One output of a cell: a table of HTML, or text."""
+    data = output.get("data", {"text/plain": output.get("text", "")})
+    if "text/html" in data:
+        return f'<div class="output" markdown="0">\n{"".join(data["text/html"])}\n</div>'
+    return f"```text\n{''.join(data['text/plain']).rstrip()}\n```"
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the lists of decisions and measurements into the navigation."""
     decisions = [f"decisions/{p.name}" for p in sorted((ROOT / "docs/decisions").glob("*.md"))]
@@ -71,13 +95,15 @@ def _filled(entry: Any, lists: dict[str, list[str]]) -> Any:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages from outside docs/ and the reference."""
+    """Add the pages from outside docs/, the notebooks and the reference."""
     from mkdocs.structure.files import File
 
     for path in OUTSIDE:
         files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
     for package in PACKAGES:
         files.append(File.generated(config, f"reference/{package}.md", content=reference_page(package)))
+    for path in NOTEBOOKS:
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=notebook_page(path)))
     return files
 
 

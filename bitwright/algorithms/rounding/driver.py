@@ -240,7 +240,7 @@ def _why_not(model: SimulatedModel, op: Op, site: Site, readers: Mapping[str, se
     if not isinstance(site.encoding.format, IntFormat) or site.encoding.format.bits > 16:
         return f"{site.encoding.format.name} is no integer grid of at most 16 bits"
     if op.type not in TREATED:
-        return f"a {op.type} is no matrix product of its input"
+        return f"{op.type} is no matrix product of its input"
     fixed = model.why_fixed(site.name)
     if fixed is not None:
         return fixed

@@ -166,7 +166,10 @@ class VerifyReport(Tabular):
             table.add_row(*map(Text, (name, " ".join(row.ops), row.kernel, *numbers, note)))
         width = max(width, max(map(len, names), default=0) + _OTHER_COLUMNS)
         buffer = StringIO()
-        console = Console(file=buffer, width=width, color_system=None, markup=False, highlight=False)
+        console = Console(
+            file=buffer, width=width, color_system=None, markup=False, highlight=False,
+            force_jupyter=False,  # in a notebook rich would display the text and return none
+        )  # fmt: skip
         console.print(table)
         for reason, number in notes.items():
             console.print(f"{number:>2}  {reason}")

@@ -503,7 +503,7 @@ def test_layers_that_cannot_be_treated_are_listed(caplog):
     sim = QuantizationSimModel(Tied(), tokens, preset="w4")
     sim.compute_encodings([tokens])
     report = apply_reconstruction(sim, [tokens], "gptq")
-    assert report.skipped["embedding"] == "a Embedding is no matrix product of its input"
+    assert report.skipped["embedding"] == "Embedding is no matrix product of its input"
     assert report.skipped["out"] == "its weight is also read by embedding, which would change with it"
     assert "is also read by" in report.skipped["middle"]
     assert "embedding: nearest rounding, a Embedding" in str(report)

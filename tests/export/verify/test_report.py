@@ -92,6 +92,14 @@ def test_rows_name_operators_kernels_and_tensors() -> None:
     assert rows["relu.output[0]"].as_float.elements == 2 * 4 * 64
 
 
+def test_a_report_is_text_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rich displays what it is to print."""
+    report = verified(*network())
+    text = str(report)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(report) == text and "places agree" in text
+
+
 def test_path_and_model_give_the_same_report(tmp_path: Path) -> None:
     model, g = network()
     sites, outputs = simulate(model, g.encodings, FEEDS, BIASES)
