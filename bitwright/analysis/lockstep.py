@@ -115,6 +115,8 @@ class Lockstep:
         if apart:
             after = list(run_step(step, found, constants, self._steps.quantize)) if quantizes else passed
         self.runs += 1 + quantizes + apart + (apart and quantizes)
+        if step.inside is not None and step.differentiable:
+            self._see_inside(step, real, constants)
         if step.op:
             self._note(step, real, found, (wanted, alone, passed, after))
         self._see(step, real, constants, wanted)
@@ -140,6 +142,20 @@ class Lockstep:
                 self._add(name, constants[value])
         for index, name in step.results:
             self._add(name, made[index])
+
+    def _see_inside(self, step: Step, real: State, constants: Mapping[int, Tensor]) -> None:
+        """What passes the quantizers inside a recurrent layer, of all steps of time together."""
+        kept: dict[str, list[Tensor]] = {}
+
+        def keep(name: str, x: Tensor) -> Tensor:
+            kept.setdefault(name, []).append(x)
+            return x
+
+        run_step(step, real, constants, inner=keep)
+        self.runs += 1
+        for name, steps in kept.items():
+            if self._sites[name].enabled:
+                self._add(name, torch.cat(steps))
 
     def _add(self, name: str, x: Any) -> None:
         if isinstance(x, Tensor) and x.is_floating_point():

@@ -93,7 +93,9 @@ def _layers(
             continue
         makers = (graph.producer(value) for value in op.inputs if value is not None)
         inputs = tuple(dict.fromkeys(maker.name for maker in makers if maker is not None))
-        row = LayerRow(op.name, op.type, names, inputs, _total(names, sites))
+        by_cost = sorted(names, key=lambda name: sites[name].cost)
+        apart = {subject.sharing[name][0]: name for name in by_cost}  # each quantizer counts once
+        row = LayerRow(op.name, op.type, names, inputs, _total(list(apart.values()), sites))
         if errors is not None:
             _add_errors(row, errors, subject)
         yield row

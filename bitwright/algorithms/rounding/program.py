@@ -17,6 +17,9 @@ from torch import Tensor
 from bitwright.core.graph.graph import Graph
 from bitwright.core.simulation.sites import Site
 
+Quantize = Callable[[str, Tensor], Tensor]
+"""(site, tensor) -> the tensor as the quantizer of the site leaves it."""
+
 State = dict[int, Tensor]
 """Value -> tensor, of the values that are still to be read; a sequence of an ONNX model is a tuple of tensors."""
 
@@ -34,7 +37,8 @@ class Step:
         operands: ``(slot, site)`` of what is quantized before the call.
         results: ``(index, site)`` of what is quantized after it.
         differentiable: whether gradients flow through ``function``.
-        inside: what takes the place of ``function`` in the quantized model, where quantizers are inside it.
+        inside: what takes the place of ``function`` where quantizers are inside it; what it is given stands for them, if the
+            step is differentiable, and otherwise they are those of the simulation.
     """
 
     op: str
@@ -45,7 +49,9 @@ class Step:
     operands: tuple[tuple[int, str], ...] = ()
     results: tuple[tuple[int, str], ...] = ()
     differentiable: bool = True
-    inside: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = field(default=None, compare=False)
+    inside: Callable[[Sequence[Tensor], Quantize], Sequence[Tensor]] | None = field(
+        default=None, compare=False
+    )
 
 
 @dataclass(frozen=True)
@@ -114,8 +120,9 @@ def run_step(
     step: Step,
     state: Mapping[int, Tensor],
     constants: Mapping[int, Tensor],
-    quantize: Callable[[str, Tensor], Tensor] | None = None,
+    quantize: Quantize | None = None,
     given: Mapping[int, Tensor] | None = None,
+    inner: Quantize | None = None,
 ) -> Sequence[Tensor]:
     """What ``step`` writes.
 
@@ -123,6 +130,7 @@ def run_step(
         state, constants: values it may read.
         quantize: quantizer by site; ``None`` runs in float.
         given: slot -> tensor that takes the place of what the slot reads, unquantized.
+        inner: in a float run, what the tensors inside a differentiable step are given to.
     """
     tensors = [state[v] if v in state else constants[v] for v in step.reads]
     for slot, site in step.operands if quantize is not None else ():
@@ -130,8 +138,11 @@ def run_step(
             tensors[slot] = quantize(site, tensors[slot])  # type: ignore[misc]
     for slot, tensor in (given or {}).items():
         tensors[slot] = tensor
-    function = step.function if quantize is None or step.inside is None else step.inside
-    results = list(function(tensors))
+    inner = quantize if quantize is not None else inner if step.differentiable else None
+    if step.inside is None or inner is None:
+        results = list(step.function(tensors))
+    else:
+        results = list(step.inside(tensors, inner))
     for index, site in step.results if quantize is not None else ():
         results[index] = quantize(site, results[index])  # type: ignore[misc]
     return results
@@ -142,7 +153,7 @@ def run(
     state: State,
     first: int,
     last: int,
-    quantize: Callable[[str, Tensor], Tensor] | None = None,
+    quantize: Quantize | None = None,
     keep: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     constants: Mapping[int, Tensor] | None = None,
 ) -> None:

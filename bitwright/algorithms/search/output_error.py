@@ -3,12 +3,14 @@
 With ``e`` the error that a quantizer makes of its tensor and ``J`` the derivative of the outputs by this tensor, the error of
 the outputs is ``J e`` to first order. For a random ``v`` of independent signs, ``(v J) . e`` has the mean square ``|J e|^2``
 (Hutchinson 1990), and ``v J`` of every tensor comes from one run back. The error of a weight is taken where it arrives, as
-what the layer's output differs by. Everything is taken at the float model: on the grid a derivative may not exist.
+what the layer's outputs differ by. A quantizer that works several times on a sample, as those inside a recurrent layer do at
+every step, has its shares added before they are squared. Everything is taken at the float model: on the grid a derivative may
+not exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bitwright.algorithms.rounding.program import Program, SimulatedModel, State, Step, run, run_step
+from bitwright.core.graph.recurrence import CELLS
 
 _SAMPLES = (
     32  # rows of outputs that are enough: one estimate is then off by a quarter, one standard deviation
@@ -70,9 +73,10 @@ class _Watch:
     """Gathers the noise of every site over batches."""
 
     def __init__(self, model: SimulatedModel, seed: int) -> None:
-        self._sites, self._quantize = model.sites(), model.quantize
+        self._sites, self._quantize, self._graph = model.sites(), model.quantize, model.graph()
         self._generator = torch.Generator().manual_seed(seed)
         self._noise: dict[str, float] = {}
+        self._shares: dict[tuple[str, int], Tensor] = {}
         self._met: dict[str, None] = {}
         self._leaves: list[Tensor] = []
         self._measured = 0.0
@@ -96,6 +100,9 @@ class _Watch:
         if floats:
             directions = [self._direction(y, len(floats)) for y in floats]
             torch.autograd.backward(floats, directions, inputs=self._leaves)
+        for (site, _), share in self._shares.items():
+            self._noise[site] = self._noise.get(site, 0.0) + float(share.square().sum())
+        self._shares = {}
         return max((y.shape[0] for y in outputs.values() if y.dim()), default=1)
 
     def _measure(self, program: Program, state: State, wanted: Mapping[int, Tensor]) -> float:
@@ -135,35 +142,54 @@ class _Watch:
     def _run(self, step: Step, state: State, constants: Mapping[int, Tensor]) -> list[Any]:
         watched: dict[int, Tensor] = {}
         weights: list[tuple[int, str]] = []
+        axis = self._samples_axis(step)
         for slot, site in step.operands:
             value = step.reads[slot]
             if value in state:
-                watched[slot] = self._watched(site, state[value], self._error(site, state[value]))
+                watched[slot] = self._watched(site, state[value], self._error(site, state[value]), axis)
             elif self._sites[site].role in ("weight", "constant"):
                 weights.append((slot, site))
         with torch.enable_grad():
-            results = list(run_step(step, state, constants, None, watched))
+            results = list(run_step(step, state, constants, None, watched, self._inner))
         if not step.differentiable:
             results = [r.detach() if isinstance(r, Tensor) else r for r in results]
-        if len(weights) == len(results) == 1:
-            ((slot, site),) = weights
-            results[0] = self._watched(
-                site, results[0], self._of_weight(slot, site, step, state, constants, results[0])
-            )
+        elif (
+            len(results) > 1
+        ):  # one may be part of another, as the last state of all states: its derivative is its own
+            results = [r.view_as(r) if isinstance(r, Tensor) else r for r in results]
+        exact = [r.detach() if isinstance(r, Tensor) else r for r in results]
+        for slot, site in weights:
+            for i, error in enumerate(self._of_weight(slot, site, step, state, constants, exact)):
+                results[i] = self._watched(site, results[i], error, axis)
         for index, site in step.results:
-            results[index] = self._watched(site, results[index], self._error(site, results[index]))
+            results[index] = self._watched(site, results[index], self._error(site, results[index]), axis)
         return results
 
+    def _inner(self, site: str, x: Tensor) -> Tensor:
+        """A tensor inside a step, ``[B, H]``."""
+        return self._watched(site, x, self._error(site, x))
+
+    def _samples_axis(self, step: Step) -> int:
+        """The axis that counts the samples of tensors of three axes: recurrent layers have steps of time before it."""
+        return 1 if step.op and self._graph.op(step.op).type in CELLS else 0
+
     def _of_weight(
-        self, slot: int, site: str, step: Step, state: State, constants: Mapping[int, Tensor], exact: Tensor
-    ) -> Tensor | None:
-        """What a weight's quantizer changes of its layer's output."""
-        if not self._works(site, exact):
-            return None
+        self,
+        slot: int,
+        site: str,
+        step: Step,
+        state: State,
+        constants: Mapping[int, Tensor],
+        exact: Sequence[Any],
+    ) -> list[Tensor | None]:
+        """What a weight's quantizer changes of its layer's outputs; ``None`` of what is no tensor of numbers."""
+        works = [self._works(site, y) for y in exact]
+        if not any(works):
+            return [None] * len(exact)
         with torch.no_grad():
             weight = self._quantize(site, constants[step.reads[slot]])
-            found: Tensor = run_step(step, state, constants, None, {slot: weight})[0]
-            return found - exact.detach()
+            found = run_step(step, state, constants, None, {slot: weight})
+            return [new - old if ok else None for new, old, ok in zip(found, exact, works, strict=True)]
 
     def _error(self, site: str, x: Tensor) -> Tensor | None:
         """What the quantizer of ``site`` changes of ``x``."""
@@ -175,7 +201,7 @@ class _Watch:
     def _works(self, site: str, x: Any) -> bool:
         return isinstance(x, Tensor) and x.is_floating_point() and self._sites[site].enabled
 
-    def _watched(self, site: str, x: Tensor, error: Tensor | None) -> Tensor:
+    def _watched(self, site: str, x: Tensor, error: Tensor | None, axis: int = 0) -> Tensor:
         """``x``, which notes the share of ``error`` in the outputs once its derivative is known."""
         if error is None:
             return x
@@ -186,8 +212,10 @@ class _Watch:
 
         def note(gradient: Tensor) -> None:
             share = (gradient * error).double().nan_to_num(0.0, 0.0, 0.0)  # where there is no derivative
+            share = share.movedim(axis, 0) if share.dim() == 3 else share
             share = share.flatten(1).sum(1) if share.dim() > 1 else share.sum()[None]
-            self._noise[site] = self._noise.get(site, 0.0) + float(share.square().sum())
+            key = site, len(share)
+            self._shares[key] = self._shares[key] + share if key in self._shares else share
 
         x.register_hook(note)
         return x

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bitwright.algorithms.rounding.program import Program, State, Step, run
+from bitwright.algorithms.rounding.program import Program, Quantize, State, Step, run
 from bitwright.core.graph.graph import Graph
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.formats import IntFormat
@@ -310,8 +310,8 @@ class _Opaque:
         """In float."""
         return self._run("real", tensors)
 
-    def quantized(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """With the quantizers inside it."""
+    def quantized(self, tensors: Sequence[Tensor], quantize: Quantize) -> Sequence[Tensor]:
+        """With the quantizers of the simulation inside it."""
         return self._run("quantized", tensors)
 
     def _run(self, kind: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

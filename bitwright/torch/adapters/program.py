@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.algorithms.rounding.driver import parameter_readers
-from bitwright.algorithms.rounding.program import Program, State, Step, run
+from bitwright.algorithms.rounding.program import Program, Quantize, State, Step, run
 from bitwright.core.graph.graph import Graph, Value
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.core.simulation.sites import Site
@@ -38,13 +38,8 @@ _EXACT_ENOUGH = 80.0  # dB between a model and its steps; they make the same cal
 class _Tracer:
     """A handler that carries out every call unchanged and writes it down as a :class:`Step`."""
 
-    def __init__(
-        self,
-        plans: Mapping[Key, CallPlan],
-        quantize: Callable[[str, Tensor], Tensor],
-        parameters: frozenset[int],
-    ) -> None:
-        self._plans, self._quantize, self._parameters = plans, quantize, parameters
+    def __init__(self, plans: Mapping[Key, CallPlan], parameters: frozenset[int]) -> None:
+        self._plans, self._parameters = plans, parameters
         self.steps: list[Step] = []
         self.constants: dict[int, Tensor] = {}
         self.inputs: State = {}
@@ -121,12 +116,11 @@ class _Tracer:
         )
         return output
 
-    def _inside(self, plan: CallPlan, func: Callable[..., Any], template: Any) -> _Replay | None:
+    def _inside(self, plan: CallPlan, func: Callable[..., Any], template: Any) -> _Inside | None:
         """A recurrent layer with its quantizers inside."""
         if func is not recurrent.layer or not plan.inside:
             return None
-        inside = {name: functools.partial(self._quantize, p.site) for name, p in plan.inside.items()}
-        return _Replay(func, (template[0], {**template[1], "inside": inside}), False)
+        return _Inside(template, {name: place.site for name, place in plan.inside.items()})
 
     def _places(
         self, row: Function | None, args: tuple[Any, ...], kwargs: dict[str, Any], slots: Mapping[int, int]
@@ -174,6 +168,20 @@ class _Replay:
     def same(self, other: _Replay) -> bool:
         """Whether both are the same call with the same arguments beside the tensors."""
         return self.func is other.func and bool(self.template == other.template)
+
+
+class _Inside:
+    """A recorded call of a recurrent layer as a function of its tensors and of what stands for the quantizers inside."""
+
+    __slots__ = ("template", "sites")
+
+    def __init__(self, template: Any, sites: Mapping[str, str]) -> None:
+        self.template, self.sites = template, sites
+
+    def __call__(self, tensors: Sequence[Tensor], quantize: Quantize) -> Sequence[Tensor]:
+        args, kwargs = self.template
+        inside = {name: functools.partial(quantize, site) for name, site in self.sites.items()}
+        return _Replay(recurrent.layer, (args, {**kwargs, "inside": inside}), False)(tensors)
 
 
 class TorchSimulation:
@@ -272,7 +280,7 @@ class TorchSimulation:
         sim = self.sim
         self.sim._simulator.refresh_biases()
         held = frozenset(p.untyped_storage().data_ptr() for p in sim.model.parameters())
-        tracer = _Tracer(sim._simulator.plans, self.quantize, held)
+        tracer = _Tracer(sim._simulator.plans, held)
         with sim._interceptor.handled_by(tracer), torch.no_grad(), evaluation(sim.model):
             self._forward(sim.model, batch)
         program = Program(tuple(tracer.steps), tracer.constants, tracer.returned)
