@@ -27,8 +27,10 @@ Analyze the trained models of the developer data set.
 
 plants: a fault is planted in one layer (its range too wide, its range too narrow, one outlier channel in its
 weight, a weight of two bits), and the default call is asked which layer is the worst and why.
-ranks: the estimate of every layer (mode fast) against its measurement (mode exact).
-cost: seconds of each mode as multiples of one float run over the same data, and operator runs of exact.
+ranks: the estimate of every layer and of every quantizer (mode fast) against its measurement (mode exact).
+cost: seconds of each mode as multiples of one float run over the same data, passes over the data, operator runs of exact; and
+the evaluations of AIMET's QuantAnalyzer, as its user guide counts them: float, weights alone, activations alone, and every
+layer with quantizers (N) once alone and once switched off, which is 2 N + 3.
 """
 
 PARTS = ("plants", "ranks", "cost")
@@ -116,23 +118,32 @@ def plants(subject: Subject) -> Iterator[list[str]]:
 
 # ---- ranks
 
-RANK_COLUMNS = ["model", "layers", "rank correlation", "worst five by exact among worst ten by fast"]
+RANK_COLUMNS = [
+    "model", "layers", "rank correlation", "worst five by exact among worst ten by fast", "quantizers",
+    "rank correlation of quantizers",
+]  # fmt: skip
 
 
 def ranks(subject: Subject) -> list[str]:
     sim, batches = subject.make(), subject.samples()
-    fast = layer_costs(bitwright.analyze(sim, batches, mode="fast", progress=False))
-    exact = layer_costs(bitwright.analyze(sim, batches, mode="exact", progress=False))
+    estimated = bitwright.analyze(sim, batches, mode="fast", progress=False)
+    measured = bitwright.analyze(sim, batches, mode="exact", progress=False)
+    fast, exact = layer_costs(estimated), layer_costs(measured)
     names = [name for name in exact if name in fast]
     if len(names) < 3:
-        return [subject.name, str(len(names)), "no estimate: no derivatives", ""]
+        return [subject.name, str(len(names)), "no estimate: no derivatives", "", "", ""]
     correlation = spearmanr([fast[n] for n in names], [exact[n] for n in names]).statistic
+    found, wanted = ({r.name: r.cost for r in a.sites if r.cost} for a in (estimated, measured))
+    sites = [name for name in wanted if name in found]
+    of_sites = spearmanr([found[n] for n in sites], [wanted[n] for n in sites]).statistic
     five, ten = (sorted(names, key=lambda n: -costs[n])[:k] for costs, k in ((exact, 5), (fast, 10)))
     return [
         subject.name,
         str(len(names)),
         f"{correlation:.3f}",
         f"{len(set(five) & set(ten))} of {len(five)}",
+        str(len(sites)),
+        f"{of_sites:.3f}",
     ]
 
 
@@ -143,8 +154,8 @@ def layer_costs(found: Analysis) -> dict[str, float]:
 # ---- cost
 
 COST_COLUMNS = [
-    "model", "samples", "quantizers", "float s", "fast", "auto", "exact", "operator runs of exact / (2 N evaluations)",
-    "passes of fast",
+    "model", "samples", "quantizers", "float s", "fast", "auto", "exact", "passes of fast", "of auto", "of exact",
+    "operator runs of exact / (2 evaluations per quantizer)", "layers (N)", "AIMET: evaluations (2 N + 3)",
 ]  # fmt: skip
 
 
@@ -156,15 +167,16 @@ def cost(subject: Subject) -> list[str]:
 
     opened = open_subject(sim)
     base = measure.median_seconds(lambda: [opened.outputs(batch, True) for batch in batches], 3)
-    times, passes = [], ""
+    times, passes = [], []
     for mode in ("fast", "auto", "exact"):
         start = time.perf_counter()
         found = bitwright.analyze(sim, batches, mode=mode, progress=False)  # type: ignore[arg-type]
         times.append((time.perf_counter() - start) / base)
-        passes = passes or f"{found.data['passes']:.1f}"
+        passes.append(f"{found.data['passes']:.1f}")
+    layers = len({site.op for site in sim.quantizers.values() if site.enabled and not site.quantizer.derived})
     return [
         subject.name, str(found.data["samples"]), str(len(list(sim.quantizers.unique()))), f"{base:.2f}",
-        *(f"{ratio:.0f} x" for ratio in times), f"{run_share(sim, batches):.2f}", passes,
+        *(f"{ratio:.0f} x" for ratio in times), *passes, f"{run_share(sim, batches):.2f}", str(layers), str(2 * layers + 3),
     ]  # fmt: skip
 
 
