@@ -273,15 +273,19 @@ function draw() {
   pen.setTransform(1, 0, 0, 1, 0, 0);
   pen.clearRect(0, 0, canvas.width, canvas.height);
   pen.setTransform(ratio * view.k, 0, 0, ratio * view.k, ratio * view.x, ratio * view.y);
-  const ink = style('--ink'), line = style('--faint'), mark = style('--mark');
+  const ink = style('--ink'), line = style('--faint'), mark = style('--mark'), back = style('--back');
   const inside = p => p.x + W / 2 > -view.x / view.k && p.x - W / 2 < (box.width - view.x) / view.k && p.y + H > -view.y / view.k && p.y < (box.height - view.y) / view.k;
+  const top = -view.y / view.k, end = (box.height - view.y) / view.k, left = -view.x / view.k - 2 * W, right = (box.width - view.x) / view.k + 2 * W;
+  // an edge lies between its ends, or in a bow of two widths beside them
+  const crosses = (a, b) => Math.max(a.y, b.y) + H + 2 * GY > top && Math.min(a.y, b.y) - 2 * GY < end && Math.max(a.x, b.x) > left && Math.min(a.x, b.x) < right;
   pen.lineWidth = Math.max(1, 0.6 / view.k);
   for (const bold of [false, true]) {
     pen.beginPath();
     for (const [a, b] of edges) {
       const own = nodes[a] === chosen || nodes[b] === chosen;
       if (own !== bold) continue;
-      path(places.get(nodes[a]), places.get(nodes[b]));
+      const from = places.get(nodes[a]), to = places.get(nodes[b]);
+      if (crosses(from, to)) path(from, to);
     }
     pen.strokeStyle = bold ? mark : line;
     pen.globalAlpha = bold ? 1 : 0.5;
@@ -300,7 +304,7 @@ function draw() {
     if (node.leaf) pen.roundRect(p.x - W / 2, p.y, W, H, 5); else pen.rect(p.x - W / 2, p.y, W, H);
     pen.fill();
     if (!node.leaf) { pen.strokeStyle = ink; pen.lineWidth = 1.2; pen.strokeRect(p.x - W / 2 + 3, p.y + 3, W - 6, H - 6); }
-    if (hits.size && !node.members.some(i => hits.has(i))) { pen.fillStyle = style('--back'); pen.globalAlpha = 0.75; pen.fill(); pen.globalAlpha = 1; }
+    if (hits.size && !node.members.some(i => hits.has(i))) { pen.fillStyle = back; pen.globalAlpha = 0.75; pen.fill(); pen.globalAlpha = 1; }
     if (node === chosen) { pen.strokeStyle = mark; pen.lineWidth = Math.max(3.5, 2.5 / view.k); pen.stroke(); }
     if (label) {
       pen.fillStyle = inkOn(badness(node));
