@@ -7,6 +7,7 @@ rounded once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,7 @@ from bitwright.core.numerics.formats import (
     ScaleFormat,
     largest_code,
 )
-from bitwright.core.numerics.granularity import PER_TENSOR, Granularity, PerBlock
+from bitwright.core.numerics.granularity import PER_TENSOR, Granularity, PerBlock, PerChannel
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
 from bitwright.errors import RangeError
 
@@ -42,6 +43,7 @@ Float64s = NDArray[np.float64]
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FLOAT32_TINY = float(np.finfo(np.float32).tiny)
+_PIECE = 1 << 17  # elements that are quantized at once: a few arrays of them fit into a core's cache
 
 
 def grid(fmt: Format, symmetry: Symmetry, lo: ArrayLike) -> Format:
@@ -326,6 +328,8 @@ def quantize(x: Array, enc: Encoding) -> Array:
         array([   0,    2, -128], dtype=int8)
     """
     x = as_array(x)
+    if _is_large(x, enc):
+        return _in_pieces(quantize, x, enc)
     codes = _codes(x, enc).reshape(x.shape)
     if isinstance(enc.format, FloatFormat):
         return codes
@@ -370,6 +374,8 @@ def fake_quantize(x: Array, enc: Encoding) -> Array:
         array([ 0.5, 63.5], dtype=float32)
     """
     x = as_array(x)
+    if _is_large(x, enc):
+        return _in_pieces(fake_quantize, x, enc)
     values = _values(_codes(x, enc), x, enc, wide=dtype_name(x) == "float64").reshape(x.shape)
     return _narrowed(values, x.dtype if is_floating(x) else "float32")
 
@@ -403,6 +409,30 @@ def round_to_float(x: Array, fmt: FloatFormat) -> Array:
     power = x / xp.where(mantissa == 0, 1.0, mantissa)  # the smallest power of two above |x|; exact
     spacing = xp.clip(power / 2, 2.0**fmt.min_exponent, None) * 2.0**-fmt.mantissa_bits
     return rint(x / spacing) * spacing
+
+
+def _is_large(x: Array, enc: Encoding) -> bool:
+    """Whether ``x`` is a numpy array of several pieces whose encodings are parts of ``enc``."""
+    if is_torch(x) or x.size <= _PIECE or len(x) == 1 or isinstance(enc.granularity, PerBlock):
+        return False
+    return enc.scale.shape == enc.granularity.param_shape(x.shape)
+
+
+def _in_pieces(function: Callable[[Array, Encoding], Array], x: NDArray[Any], enc: Encoding) -> NDArray[Any]:
+    """``function(x, enc)`` by slices of the first axis: its temporaries stay in the caches and take no memory beside ``x``."""
+    axis = enc.granularity.axis if isinstance(enc.granularity, PerChannel) else None
+    rows = max(1, _PIECE * len(x) // x.size)
+    result: NDArray[Any] | None = None
+    for first in range(0, len(x), rows):
+        part, here = slice(first, first + rows), enc
+        if axis is not None and axis % x.ndim == 0:
+            here = replace(enc, scale=enc.scale[part], zero_point=enc.zero_point[part])
+        found = function(x[part], here)
+        if result is None:
+            result = np.empty(x.shape, found.dtype)
+        result[part] = found
+    assert result is not None
+    return result
 
 
 def _wide(fmt: Format) -> bool:

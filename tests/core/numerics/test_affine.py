@@ -1,5 +1,7 @@
 """The reference arithmetic: true of grids, equal to ONNX Runtime and between numpy and torch bit for bit."""
 
+import tracemalloc
+
 import ml_dtypes
 import numpy as np
 import onnx
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from bitwright.core.numerics import affine
 from bitwright.core.numerics.affine import (
     choose_qparams,
     dequantize,
@@ -264,6 +267,42 @@ def test_numpy_and_torch_agree_on_any_float(x, ends, fmt):
     assert np.array_equal(ours, theirs, equal_nan=True)
     assert np.array_equal(np.signbit(ours[~np.isnan(ours)]), np.signbit(theirs[~np.isnan(ours)]))
     assert (np.isnan(ours) == np.isnan(x)).all()
+
+
+@pytest.mark.parametrize("granularity", [PerTensor(), PerChannel(0), PerChannel(1), PerChannel(-2)], ids=str)
+@pytest.mark.parametrize(
+    "fmt", [parse_format("int8"), parse_format("uint4"), WIDE[0], FLOAT_FORMATS["float8_e4m3"]], ids=str
+)
+def test_pieces_of_large_arrays_give_the_bits_of_the_whole(fmt, granularity, monkeypatch):
+    x = np.random.default_rng(3).normal(size=(12, 5, 7)).astype(np.float32)
+    x[3, 1, 2], x[11, 4, 6], x[0, 0, 0] = np.nan, np.inf, -1e-9
+    shape = granularity.param_shape(x.shape)
+    scale = np.random.default_rng(4).uniform(0.01, 0.1, shape).astype(np.float32)
+    enc = Encoding(fmt, scale, np.zeros(shape, np.int64), granularity)
+    whole = quantize(x, enc), fake_quantize(x, enc)
+    monkeypatch.setattr(affine, "_PIECE", 100)  # two rows
+    pieces = quantize(x, enc), fake_quantize(x, enc)
+    for one, other in zip(whole, pieces, strict=True):
+        assert one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+def test_an_encoding_of_another_shape_is_refused_for_large_arrays_too(monkeypatch):
+    monkeypatch.setattr(affine, "_PIECE", 100)
+    enc = Encoding(parse_format("int8"), np.ones(13, np.float32), np.zeros(13, np.int64), PerChannel(0))
+    with pytest.raises(ValueError, match="reshape"):
+        fake_quantize(np.zeros((12, 40), np.float32), enc)
+
+
+def test_large_arrays_are_quantized_without_copies_of_their_size():
+    x = np.zeros((1 << 11, 1 << 10), np.float32)
+    enc = Encoding(
+        parse_format("int8"), np.ones(1 << 11, np.float32), np.zeros(1 << 11, np.int64), PerChannel(0)
+    )
+    tracemalloc.start()
+    fake_quantize(x, enc)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5 * x.nbytes, "the result, and pieces"
 
 
 def test_bfloat16_is_the_float32_result_rounded_once():
