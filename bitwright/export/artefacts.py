@@ -209,6 +209,7 @@ def write_artefacts(
             (staging / names["tflite"]).write_bytes(flat.content)
             notes += flat.notes
         save_model(stripped.model, staging / names["float_model"])
+        _forget_weights(result.model)
         notes += _write_encodings(sim, encodings, tensors, staging / names["encodings"], encoding_version)
         (staging / names["sites"]).write_text(json.dumps(_sites(sim, result, tensors), indent=1))
         if samples is not None:
@@ -376,6 +377,13 @@ def _few_enough(
     del kept  # before as much is made again
     less = take(result, few)
     return less, [f"samples: {few} of {rows} are kept, {_mib(less.nbytes)}; all would be {_mib(whole)}"]
+
+
+def _forget_weights(model: ir.Model) -> None:
+    """Nothing asks for them once they are in the file, and sessions of the simulation are about to take memory."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            value.const_value = None
 
 
 def _mib(size: int) -> str:

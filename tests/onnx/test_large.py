@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import weakref
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
-from bitwright.onnx import QuantizationSimModel
-from bitwright.onnx.model import session
+from bitwright.export.files.onnx_file import let_go
+from bitwright.onnx import QuantizationSimModel, fold_all_batch_norms, load_model
+from bitwright.onnx.adapters import opened
+from bitwright.onnx.model import load, session
+from bitwright.onnx.model.session import weight_bytes
 from bitwright.onnx.simulation import quantsim, simulate
 from tests.onnx.nets import Net, feeds_for
 
@@ -123,17 +129,88 @@ def test_simulated_weights_exist_one_at_a_time(small_memory, monkeypatch):
     sim = QuantizationSimModel(stack(), DATA[0], "percentile", threads=1, memory_budget=0)
     sim.compute_encodings(DATA, progress=False)
     sim.run(DATA[0])
-    assert len(alive) == 2 * 6, (
-        "once for calibration and once for the simulation, however many sessions share them"
-    )
+    sim.capture(list(sim.quantizers), DATA[0])
+    assert len(alive) == 6, "once, however many sessions share them"
     assert most <= 2
 
 
 def test_files_of_large_models_go_with_the_simulation(small_memory, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     sim = QuantizationSimModel(stack(), DATA[0], threads=1)
-    sim.compute_encodings(DATA, progress=False)
-    first = sim.run(DATA[0])
+    for _ in range(5):
+        sim.compute_encodings(DATA, progress=False)
+        sim.run(DATA[0])
+        sim.set_parameter("w0", sim.constants["w0"] * 0.9)
     gc.collect()
-    assert not list(tmp_path.iterdir()), "the session has what it needs"
-    assert np.array_equal(sim.run(DATA[0])[0], first[0])
+    (folder,) = tmp_path.iterdir()
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= 3 * weight_bytes(sim.marked)
+    simulation = sim.simulation()
+    del sim
+    gc.collect()
+    assert folder.exists(), "a session of it can still be opened"
+    del simulation
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_replaced_weight_is_quantized_anew(small_memory):
+    sim = QuantizationSimModel(stack(), DATA[0], threads=1)
+    sim.compute_encodings(DATA, progress=False)
+    before = sim.run(DATA[0])[0]
+    weight = sim.constants["w0"]
+    sim.set_parameter("w0", weight * 0.5)
+    assert not np.array_equal(sim.run(DATA[0])[0], before)
+    sim.set_parameter("w0", weight)
+    assert np.array_equal(sim.run(DATA[0])[0], before)
+
+
+def test_sessions_read_external_weights_where_they_lie(tmp_path, monkeypatch):
+    """No copy of the weights is written for the float model of a file with external data."""
+    (tmp_path / "model").mkdir()
+    path = tmp_path / "model" / "m.onnx"
+    onnx.save(stack(), path, save_as_external_data=True, location="m.data", size_threshold=0)
+    (expected,) = session.open_session(load_model(stack()).model, threads=1).run(None, DATA[0])
+    shrink(monkeypatch)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    (found,) = session.open_session(load_model(path).model, threads=1).run(None, DATA[0])
+    assert np.array_equal(found, expected)
+
+
+def test_a_model_without_batch_norms_is_not_run_to_fold_them(monkeypatch):
+    monkeypatch.setattr(opened, "open_session", None)
+    monkeypatch.setattr(opened, "measure_shapes", None)
+    assert not fold_all_batch_norms(stack(), DATA[0], progress=False)
+
+
+def test_what_was_read_of_a_mapped_file_is_let_go_of_and_nothing_else(tmp_path):
+    path = tmp_path / "data"
+    np.arange(4096, dtype=np.float32).tofile(path)
+    own = np.memmap(path, np.float32, "c")
+    own[:] = 7
+    let_go(ir.Tensor(own[5:]))
+    assert (own == 7).all(), "what was written into a private mapping stays"
+    read = np.memmap(path, np.float32, "r")
+    let_go(read[3:])
+    assert np.array_equal(read, np.arange(4096))
+
+
+def test_weights_inside_a_large_file_take_no_memory_while_nobody_reads_them(tmp_path, monkeypatch):
+    """They come from a private copy: whoever writes the file anew changes nothing."""
+    monkeypatch.setattr(load, "_HELD", 8 << 10)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    n = Net(0)
+    kinds = (np.float32, np.float16, np.int64, ml_dtypes.bfloat16)
+    arrays = {kind.__name__: np.arange(1025).reshape(5, 205).astype(kind) for kind in kinds}
+    x = n.input("x", ("n", 3))
+    model = n.model(n("Relu", x, name="y"), opset=21)
+    model.graph.initializer.extend(ir.to_proto(ir.Tensor(array, name=name)) for name, array in arrays.items())
+    onnx.save(model, tmp_path / "m.onnx")
+    loaded = load_model(tmp_path / "m.onnx").model
+    (tmp_path / "m.onnx").write_bytes(bytes((tmp_path / "m.onnx").stat().st_size))
+    for name, array in arrays.items():
+        tensor = loaded.graph.initializers[name].const_value
+        base = tensor.numpy()
+        assert base.dtype == array.dtype and np.array_equal(base, array)
+        while not isinstance(base, mmap.mmap):
+            base = base.obj if isinstance(base, memoryview) else base.base
+    assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]

@@ -20,7 +20,9 @@ import json
 import os
 import stat
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -59,24 +61,44 @@ def read_bytes(
     Raises:
         error: it is missing, no regular file, too large or cannot be read; names the file.
     """
+    with open_regular(path, error, unreadable) as file:
+        content = file.read(max_bytes + 1)
+        size = os.fstat(file.fileno()).st_size
+    if len(content) > max_bytes:
+        raise too_large(path, max(size, len(content)), max_bytes, error, larger)
+    return content
+
+
+@contextmanager
+def open_regular(
+    path: AnyPath, error: ErrorType, unreadable: Unreadable | None = None
+) -> Iterator[BufferedReader]:
+    """A regular file, open for reading; arguments and errors as of :func:`read_bytes`."""
     site = os.fspath(path)
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        with _named(path, error) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise error(site, "it is no regular file", "name a file")
-            content = file.read(max_bytes + 1)
-            size = os.fstat(file.fileno()).st_size
+            yield file
     except OSError as reason:
         if unreadable is not None:
             raise unreadable(path, reason) from reason
         problem = f"the file cannot be read: {reason.strerror or reason}"
         raise error(site, problem, "check the path") from reason
+
+
+def _named(path: AnyPath, error: ErrorType) -> BufferedReader:
+    try:
+        return open(path, "rb", opener=_without_waiting)
     except ValueError as reason:
-        raise error(site, f"no file has such a name: {reason}", "check the path") from reason
-    if len(content) > max_bytes:
-        problem = f"it has {max(size, len(content))} bytes, more than {max_bytes}"
-        raise error(site, problem, larger)
-    return content
+        raise error(os.fspath(path), f"no file has such a name: {reason}", "check the path") from reason
+
+
+def too_large(
+    path: AnyPath, size: int, max_bytes: int, error: ErrorType, larger: str = _LARGER
+) -> BitwrightError:
+    """What is raised about a file of too many bytes."""
+    return error(os.fspath(path), f"it has {size} bytes, more than {max_bytes}", larger)
 
 
 def _without_waiting(name: str, flags: int) -> int:

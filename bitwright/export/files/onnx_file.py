@@ -1,14 +1,21 @@
-"""ONNX files in one piece, written tensor after tensor: the message is never held whole."""
+"""ONNX files in one piece or two, written tensor after tensor: the message is never held whole.
+
+Weights of large models are read from files that are mapped into memory. What was read of them is let go of at once: it
+counts as memory of the process until the system needs it for something else.
+"""
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import numpy as np
 import onnx
 import onnx_ir as ir
+from numpy.typing import NDArray
 
-from bitwright.export.files.value_types import restore_types
+from bitwright.export.files.value_types import restore_types, restore_types_of_file
 
 _LARGE = 1 << 16  # bytes of a tensor that is kept out of the message
 # Tags of fields in onnx.proto, whose wire type is 2 (a length and so many bytes).
@@ -54,6 +61,23 @@ def save_in_one_file(model: ir.Model, path: Path) -> None:
             _write_tensor(file, *head)
 
 
+def save_in_two_files(model: ir.Model, path: Path) -> None:
+    """Write ``model``, and its large tensors one after the other to ``<path>.data`` beside it.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    written: list[ir.TensorProtocol] = []
+
+    def let_last_go(tensor: ir.TensorProtocol, _: object) -> None:
+        let_go(written.pop() if written else None)
+        written.append(tensor)
+
+    ir.save(model, path, external_data=f"{path.name}.data", callback=let_last_go)
+    let_go(written.pop() if written else None)
+    restore_types_of_file(path)
+
+
 def _is_large(tensor: ir.TensorProtocol | None) -> bool:
     return tensor is not None and tensor.dtype != ir.DataType.STRING and tensor.nbytes >= _LARGE
 
@@ -89,9 +113,31 @@ def _write_tensor(file: BinaryIO, head: bytes, tensor: ir.TensorProtocol | None)
     file.write(head)
     if tensor is not None:
         file.write(_field(_TENSOR_RAW_DATA, tensor.nbytes))
-        content = tensor.tobytes()
-        assert len(content) == tensor.nbytes, tensor.name
-        file.write(content)
+        start = file.tell()
+        write_elements(tensor, file)
+        assert file.tell() - start == tensor.nbytes, tensor.name
+
+
+def write_elements(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
+    """Write the elements as they are in files, and let go of the memory of a tensor that lies in another one."""
+    if isinstance(tensor, (ir.Tensor, ir.ExternalTensor)):
+        tensor.tofile(file)  # without a copy
+    else:
+        file.write(tensor.tobytes())
+    let_go(tensor)
+
+
+def let_go(tensor: ir.TensorProtocol | NDArray[Any] | None) -> None:
+    """Let the system take back the memory of a tensor that lies in a file; it is read again when it is needed."""
+    raw: object = tensor.raw if isinstance(tensor, (ir.ExternalTensor, ir.Tensor)) else tensor
+    while isinstance(raw, (np.ndarray, memoryview)):
+        raw = raw.base if isinstance(raw, np.ndarray) else raw.obj
+    if not isinstance(raw, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    with memoryview(raw) as view:
+        kept = view.readonly  # what was written into a private mapping would be lost
+    if kept:
+        raw.madvise(mmap.MADV_DONTNEED)
 
 
 def _field(tag: bytes, length: int) -> bytes:

@@ -124,7 +124,7 @@ class Builder:
         """A new constant of the main graph, visible in the graphs nested in it."""
         return self.initializer_of(base, ir.Tensor(array))
 
-    def initializer_of(self, base: str, tensor: ir.Tensor | ir.LazyTensor) -> ir.Value:
+    def initializer_of(self, base: str, tensor: ir.Tensor | ir.ExternalTensor) -> ir.Value:
         """The same of a tensor, which takes on the name."""
         tensor.name = name = self.names.value(base)
         value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)

@@ -17,7 +17,6 @@ table of :mod:`bitwright.export.qdq.forms`.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -44,8 +43,8 @@ from bitwright.core.numerics.int32_bias import (
 )
 from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.files.atomic import atomic_files
-from bitwright.export.files.onnx_file import save_in_one_file
-from bitwright.export.files.value_types import restore_types_of_file
+from bitwright.export.files.onnx_file import let_go, save_in_one_file, save_in_two_files
+from bitwright.export.qdq.constants import find_constants
 from bitwright.export.qdq.forms import (
     METADATA,
     Builder,
@@ -202,8 +201,7 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, external: bool 
         external = sum(tensor.nbytes for tensor in tensors if tensor is not None) > _ONE_FILE_LIMIT
     with atomic_files(target.parent, name=target.name) as folder:
         if external:
-            ir.save(model, folder / target.name, external_data=f"{target.name}.data")
-            restore_types_of_file(folder / target.name)
+            save_in_two_files(model, folder / target.name)
         else:
             save_in_one_file(model, folder / target.name)
         return [target.parent / written.name for written in sorted(folder.iterdir())]
@@ -258,11 +256,7 @@ _KERNEL_AXES: dict[tuple[str, int], tuple[int, int | None] | Literal["any"]] = {
     # no integer kernel reads a DequantizeLinear in front of these
     **{(op_type, port): "any" for op_type in CELLS for port in (1, 2)},
 }
-_NUMPY_FLOATS = (None, ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
 _WITH_BIAS = frozenset(("Conv", "ConvTranspose", "Gemm"))
-RANDOM = frozenset(
-    ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial")
-)
 # Ports of weights, whose signedness integer kernels take as it comes.
 _WEIGHT_PORTS = {
     **dict.fromkeys(("Conv", "ConvTranspose", "Gemm", "MatMul"), (1,)),
@@ -824,104 +818,3 @@ def _bias_problem(operator: ir.Node, given: Encoding, weight: _Weight, array: ND
         if here != (summed, channel, weight.shape[summed or 0] // group):
             return "its weight has several scales per output channel"
     return underivable(given, weight.encoding, array.size)
-
-
-# ---------------------------------------------------------------------------------------------------
-# constants
-
-
-def find_constants(model: ir.Model) -> dict[ir.Value, ir.TensorProtocol]:
-    """Values that are the same in every run: initializers, Constant nodes, marked values made of them.
-
-    Initializers that are graph inputs can be overridden and do not count. What is computed from constants
-    alone (a weight under weight normalisation, say) is evaluated only where a marker reads it, all in one
-    run of ONNX Runtime.
-    """
-    known: dict[ir.Value, ir.TensorProtocol] = {}
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            if value.const_value is not None and not value.is_graph_input():
-                known[value] = value.const_value
-    constant = set(known)
-    for node in model.graph.all_nodes():
-        if node.op_type == "Constant" and not node.domain:
-            tensor = ir.convenience.get_const_tensor(node.outputs[0])
-            if tensor is not None:
-                known[node.outputs[0]] = tensor
-                constant.add(node.outputs[0])
-        elif _is_pure(node) and all(v is None or v in constant for v in node.inputs):
-            constant.update(node.outputs)
-    marked = dict.fromkeys(node.inputs[0] for node in site_nodes(model))
-    wanted = [
-        v for v in marked if v is not None and v in constant and v not in known and v.dtype in _NUMPY_FLOATS
-    ]
-    return {**known, **(_evaluate(model, wanted, known) if wanted else {})}
-
-
-def let_go(tensor: ir.TensorProtocol | None) -> None:
-    """Let the system take back the memory of a tensor that lies in a file; it is read again when it is needed."""
-    raw = tensor.raw if isinstance(tensor, ir.ExternalTensor) else None
-    if isinstance(raw, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        raw.madvise(mmap.MADV_DONTNEED)
-
-
-def _is_pure(node: ir.Node) -> bool:
-    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-    nested = any(attr.type in graphs for attr in node.attributes.values())
-    return bool(node.inputs) and not node.domain and node.op_type not in RANDOM and not nested
-
-
-def _evaluate(
-    model: ir.Model, wanted: list[ir.Value], known: Mapping[ir.Value, ir.TensorProtocol]
-) -> dict[ir.Value, ir.TensorProtocol]:
-    """What pure operators on constants give, wherever in the model they stand: also in branches that never run."""
-    import onnxruntime as ort
-
-    part = ir.Model(_part(model, wanted, known), ir_version=IR_VERSION)
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    session = ort.InferenceSession(
-        ir.to_proto(part).SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return {value: ir.Tensor(array) for value, array in zip(wanted, session.run(None, {}), strict=True)}
-
-
-def _part(model: ir.Model, wanted: list[ir.Value], known: Mapping[ir.Value, ir.TensorProtocol]) -> ir.Graph:
-    """A graph without inputs that computes ``wanted`` from copies of what leads to them, out of several graphs."""
-    made: dict[ir.Value, ir.Value] = {}
-    initializers: list[ir.Value] = []
-    nodes: list[ir.Node] = []
-    pending: list[tuple[ir.Value, bool]] = [(value, False) for value in wanted]
-    while pending:
-        value, entered = pending.pop()
-        if value in made:
-            continue
-        node = value.producer()
-        if value in known:
-            tensor = known[value]
-            made[value] = ir.Value(name=f"v{len(made)}", type=ir.TensorType(tensor.dtype), const_value=tensor)
-            made[value].shape = ir.Shape(tensor.shape.numpy())
-            initializers.append(made[value])
-        elif not entered:
-            assert node is not None, value.name  # constants are initializers or come from nodes
-            pending.append((value, True))
-            pending.extend((source, False) for source in node.inputs if source is not None)
-        else:
-            assert node is not None
-            nodes.append(_copied(node, made))
-    outputs = [made[value] for value in wanted]
-    opsets = dict(model.opset_imports)
-    return ir.Graph(
-        [], outputs, nodes=nodes, initializers=initializers, opset_imports=opsets, name="constants"
-    )
-
-
-def _copied(node: ir.Node, made: dict[ir.Value, ir.Value]) -> ir.Node:
-    """``node`` on the values that stand for its own; its outputs are added to ``made``."""
-    inputs = [None if source is None else made[source] for source in node.inputs]
-    copy = ir.Node("", node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs))
-    for old, new in zip(node.outputs, copy.outputs, strict=True):
-        new.name, new.type = f"v{len(made)}", old.type
-        made[old] = new
-    return copy

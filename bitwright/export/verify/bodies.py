@@ -23,9 +23,9 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.export.files.value_types import is_tensor
+from bitwright.export.qdq.constants import RANDOM
 from bitwright.export.qdq.forms import METADATA, Builder, before, read_metadata
 from bitwright.export.qdq.markers import STATES, copy_model, move_uses
-from bitwright.export.qdq.write import RANDOM
 
 Array = NDArray[Any]
 Values = Mapping[str, Array | Sequence[Array]]

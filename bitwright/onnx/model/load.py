@@ -16,12 +16,15 @@ What is done, in this order; none of it changes the function, the inputs, the ou
 
 from __future__ import annotations
 
+import mmap
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import (
@@ -32,9 +35,11 @@ from onnx_ir.passes.common import (
 
 from bitwright.errors import ModelError
 from bitwright.export.files.atomic import settle
+from bitwright.export.files.temporary import temporary_room
 from bitwright.export.files.value_types import from_proto, has_map, is_tensor, note_type
 from bitwright.export.qdq.markers import DOMAIN as MARKER_DOMAIN
 from bitwright.onnx.model.recurrent import split_directions
+from bitwright.onnx.model.session import weights
 from bitwright.onnx.model.untrusted import (
     check_bodies,
     check_external_data,
@@ -58,6 +63,8 @@ _KNOWN_DOMAINS = frozenset(
      "com.ms.internal.nhwc", "org.pytorch.aten", MARKER_DOMAIN)
 )  # fmt: skip
 _SMALL = 1024  # bytes; larger initializers cannot hold a shape and are left out of shape inference
+_HELD = 1 << 26  # bytes of weights inside a file up to which they are held in memory
+_ALIGNED = 64  # bytes
 _WHOLE_BYTES = frozenset(
     dtype
     for dtype in ir.DataType
@@ -170,17 +177,35 @@ def _deserialize(proto: onnx.ModelProto, site: str, folder: Path | None) -> ir.M
 def _detach(model: ir.Model) -> None:
     """Let large weights hold their own elements, so that the message they were read from, which has all, can go.
 
-    A tensor of a message also copies its elements each time it is asked for them.
+    A tensor of a message also copies its elements each time it is asked for them. Very large weights are mapped from a
+    private copy, whose file has no name: the system takes their memory back while nobody reads them.
+
+    Raises:
+        ExportError: the temporary folder has no room for the copy.
     """
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            tensor = value.const_value
-            if (
-                isinstance(tensor, ir.TensorProtoTensor)
-                and tensor.nbytes > _SMALL
-                and tensor.dtype in _WHOLE_BYTES
-            ):
-                value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
+    found = [(value, tensor) for value, tensor in weights(model) if _is_of_a_message(tensor)]
+    if sum(tensor.nbytes for _, tensor in found) <= _HELD:
+        for value, tensor in found:
+            value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
+        return
+    with temporary_room(), tempfile.TemporaryFile() as file:
+        starts = []
+        for _, tensor in found:
+            file.write(b"\0" * (-file.tell() % _ALIGNED))
+            starts.append(file.tell())
+            tensor.numpy().tofile(file)
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    for (value, tensor), start in zip(found, starts, strict=True):
+        elements = np.frombuffer(mapped, np.uint8, tensor.nbytes, start).view(tensor.dtype.numpy())
+        shape = tensor.shape.numpy()
+        value.const_value = ir.Tensor(elements.reshape(shape), dtype=tensor.dtype, name=tensor.name)
+
+
+def _is_of_a_message(tensor: ir.TensorProtocol) -> bool:
+    return (
+        isinstance(tensor, ir.TensorProtoTensor) and tensor.nbytes > _SMALL and tensor.dtype in _WHOLE_BYTES
+    )
 
 
 def _why_not_read(proto: onnx.ModelProto, site: str, error: Exception) -> ModelError:
@@ -224,13 +249,15 @@ def _private(model: object) -> ir.Model:
         )
     for graph in copy.graphs():
         for value in graph.initializers.values():
-            value.const_value = _own_tensor(value.const_value)
+            if value.const_value is not None and value.const_value.dtype != ir.DataType.STRING:
+                value.const_value = own_tensor(value.const_value)
     for node in copy.graph.all_nodes():
         for attribute in node.attributes.values():
-            if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
-                own = _own_tensor(attribute.as_tensor())
-                assert own is not None
-                node.attributes[attribute.name] = ir.AttrTensor(attribute.name, own)
+            if attribute.type != ir.AttributeType.TENSOR or attribute.is_ref():
+                continue
+            tensor = attribute.as_tensor()
+            if tensor.dtype != ir.DataType.STRING:
+                node.attributes[attribute.name] = ir.AttrTensor(attribute.name, own_tensor(tensor))
         for value in node.outputs:
             value.const_value = None
     return copy
@@ -247,10 +274,8 @@ def clone_model(model: ir.Model) -> ir.Model:
         return from_proto(ir.to_proto(model))
 
 
-def _own_tensor(tensor: ir.TensorProtocol | None) -> ir.TensorProtocol | None:
+def own_tensor(tensor: ir.TensorProtocol) -> ir.Tensor | ir.ExternalTensor:
     """The same elements, not copied, under a name of their own."""
-    if tensor is None or tensor.dtype == ir.DataType.STRING:
-        return tensor
     if isinstance(tensor, ir.ExternalTensor):
         return ir.ExternalTensor(
             tensor.location, tensor.offset, tensor.length, tensor.dtype,

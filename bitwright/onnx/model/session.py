@@ -16,6 +16,7 @@ import onnx_ir as ir
 import psutil
 
 from bitwright.errors import BitwrightError, ConfigError, ModelError, close_matches
+from bitwright.export.files.onnx_file import write_elements
 from bitwright.export.files.temporary import no_room, temporary_room
 from bitwright.export.verify.runtime import inference_session, refusals
 
@@ -27,7 +28,7 @@ Providers = Sequence[str | tuple[str, dict[str, Any]]]
 #: more time than a file beyond this size
 IN_MEMORY = 1 << 22
 _CPU = ("CPUExecutionProvider",)
-SPILLED = "bitwright.spilled"  # what a model notes the folder of its weights under
+_WEIGHTS_IN = "session.model_external_initializers_file_folder_path"
 _PAGE = 4096  # bytes; what lies at a multiple of it can be mapped into memory
 _LARGE = 1024  # bytes of a tensor that is kept out of messages and optimised files
 
@@ -74,19 +75,21 @@ def open_session(
 
 
 def _open(model: ir.Model, options: Any, providers: list[Any]) -> Any:
-    """A session; what is too large for a message goes through a file, which is gone when this returns."""
-    if fits_a_message(model):
+    """A session of a message without large weights: those are read from a file, which the session maps one by one."""
+
+    def opened(folder: str | None) -> Any:
+        if folder is not None:
+            options.add_session_config_entry(_WEIGHTS_IN, os.path.abspath(folder))
         return inference_session(model, ir.to_proto(model).SerializeToString(), options, providers)
-    folder = model.meta.get(SPILLED)
-    with temporary_room(folder), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
-        before = _write_weights(model, own) if folder is None else {}
-        handle, name = tempfile.mkstemp(suffix=".onnx", dir=folder or own)
-        os.close(handle)
+
+    folder = weights_folder(model)
+    if folder is not None or fits_a_message(model):
+        return opened(folder)
+    with temporary_room(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
+        before = _write_weights(model, own)
         try:
-            ir.save(model, name)
-            return inference_session(model, name, options, providers)
+            return opened(own)
         finally:
-            os.unlink(name)
             for value, tensor in before.items():
                 value.const_value = tensor
 
@@ -115,15 +118,9 @@ def save_optimized(model: ir.Model, path: Path) -> None:
         with _explained(model.graph.name or "model"):
             _open(model, options, list(_CPU))
     except ModelError as error:
-        _check_room(path.parent, weight_size(model))
+        _check_room(path.parent, weight_bytes(model))
         raise error
     return_memory()
-
-
-def weight_size(model: ir.Model) -> int:
-    """Bytes of the tensors of the main graph."""
-    tensors = (value.const_value for value in model.graph.initializers.values())
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _check_room(folder: Path, size: int) -> None:
@@ -242,33 +239,15 @@ def _malloc_trim() -> Any:
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
-def spill(model: ir.Model, folder: str) -> None:
-    """Write the weights of ``model`` to a file in ``folder``, one after the other, and let it read them from there.
-
-    Sessions of the model then share the file; it must stay as long as one is to be opened.
-
-    Raises:
-        ExportError: the folder has no room for them.
-    """
-    with temporary_room(folder):
-        _write_weights(model, folder)
-    model.meta[SPILLED] = folder
-
-
 def _write_weights(model: ir.Model, folder: str) -> dict[ir.Value, ir.TensorProtocol]:
     """Let large initializers lie in a file in ``folder``, and none in any other; the tensors that were there before."""
     path, before = Path(folder, "weights.data"), dict[ir.Value, ir.TensorProtocol]()
     try:
         with path.open("wb") as file:
-            for value in (v for graph in model.graphs() for v in graph.initializers.values()):
-                tensor = value.const_value
-                if tensor is None or tensor.dtype == ir.DataType.STRING:
-                    continue
-                if tensor.nbytes >= _LARGE:
-                    value.const_value = _written(str(value.name), tensor, file, path)
-                elif isinstance(tensor, ir.ExternalTensor):
-                    value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=value.name)
-                before[value] = tensor
+            for value, tensor in weights(model):
+                if tensor.dtype != ir.DataType.STRING:
+                    value.const_value = kept_in_file(str(value.name), tensor, file, path)
+                    before[value] = tensor
     except BaseException:
         for value, tensor in before.items():
             value.const_value = tensor
@@ -276,27 +255,51 @@ def _write_weights(model: ir.Model, folder: str) -> dict[ir.Value, ir.TensorProt
     return before
 
 
-def _written(name: str, tensor: ir.TensorProtocol, file: BinaryIO, path: Path) -> ir.ExternalTensor:
+def kept_in_file(name: str, tensor: ir.TensorProtocol, file: BinaryIO, path: Path) -> ir.TensorProtocol:
+    """A large tensor as it lies in ``file`` from now on, at its end; a small one in memory.
+
+    Args:
+        name: of the tensor.
+        tensor: is let go of where it lies in another file.
+        file: ``path``, open for writing.
+    """
+    if tensor.nbytes < _LARGE:
+        external = isinstance(tensor, ir.ExternalTensor)
+        return ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=name) if external else tensor
     file.write(b"\0" * (-file.tell() % _PAGE))
     start = file.tell()
-    file.write(tensor.tobytes())
+    write_elements(tensor, file)
     return ir.ExternalTensor(
         path.name, start, file.tell() - start, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()),
         name=name, base_dir=str(path.parent),
     )  # fmt: skip
 
 
+def weights_folder(model: ir.Model) -> str | None:
+    """The one folder in which the large tensors of ``model`` lie; ``None`` where they lie in memory or in several."""
+    folders, held = set(), 0
+    for _, tensor in weights(model):
+        if isinstance(tensor, ir.ExternalTensor):
+            folders.add(str(tensor.base_dir))
+        else:
+            held += tensor.nbytes
+    return folders.pop() if len(folders) == 1 and held <= IN_MEMORY else None
+
+
 def fits_a_message(model: ir.Model) -> bool:
     """Whether the model can be handed over in memory: small enough, and no tensor in another file."""
-    external = any(isinstance(tensor, ir.ExternalTensor) for tensor in _constants(model))
+    external = any(isinstance(tensor, ir.ExternalTensor) for _, tensor in weights(model))
     return not external and weight_bytes(model) <= IN_MEMORY
 
 
 def weight_bytes(model: ir.Model) -> int:
     """Bytes of all initializers."""
-    return sum(tensor.nbytes for tensor in _constants(model))
+    return sum(tensor.nbytes for _, tensor in weights(model))
 
 
-def _constants(model: ir.Model) -> Iterator[ir.TensorProtocol]:
-    values = (v for graph in model.graphs() for v in graph.initializers.values())
-    return (v.const_value for v in values if v.const_value is not None)
+def weights(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
+    """Every initializer that has elements, with them."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield value, value.const_value

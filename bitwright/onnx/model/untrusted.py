@@ -12,13 +12,23 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import BinaryIO
 
 import onnx
 import onnx_ir as ir
 
-from bitwright.core.files.documents import read_bytes
+from bitwright.core.files.documents import open_regular, too_large
 from bitwright.errors import BitwrightError, ModelError
 
+_MODEL_GRAPH = 7 << 3 | 2  # tag of a field in onnx.proto
+_VARINT, _COUNTED, _FIXED = (
+    0,
+    2,
+    {1: 8, 5: 4},
+)  # kinds of fields, and the bytes of those that have always the same
+_LONGEST_HEAD = 20  # bytes of a tag and a number
+_WHOLE = 1 << 26  # bytes of a file that is read at once
+_PIECE = 1 << 22  # bytes of a graph that are read at once
 #: bytes of a file; protobuf has no larger messages
 MAX_BYTES = 2 << 30
 _AGAIN = "export or download the file again; onnx.checker.check_model(path) shows whether it is whole"
@@ -34,11 +44,80 @@ def read_proto(path: Path) -> onnx.ModelProto:
     from google.protobuf.message import DecodeError
 
     larger = "keep the weights in a second file: onnx.save(model, path, save_as_external_data=True)"
-    content = read_bytes(path, MAX_BYTES, ModelError, larger=larger)
-    try:
-        return onnx.ModelProto.FromString(content)
-    except (DecodeError, ValueError) as error:
-        raise ModelError(str(path), f"it is not an ONNX model, or it was cut off: {error}", _AGAIN) from error
+    with open_regular(path, ModelError) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_BYTES:
+            raise too_large(path, size, MAX_BYTES, ModelError, larger)
+        try:
+            return onnx.ModelProto.FromString(file.read()) if size <= _WHOLE else _in_pieces(file, size)
+        except (DecodeError, ValueError) as error:
+            problem = f"it is not an ONNX model, or it was cut off: {error}"
+            raise ModelError(str(path), problem, _AGAIN) from error
+
+
+def _in_pieces(file: BinaryIO, size: int) -> onnx.ModelProto:
+    """The message in ``file``, of which a tensor or some MiB at a time are in memory twice.
+
+    Fields of a message that come one after the other are a message each, and merging them gives the whole.
+
+    Raises:
+        DecodeError, ValueError: it is no such message.
+    """
+    proto = onnx.ModelProto()
+    for tag, start, content, end in _fields(file, 0, size):
+        if tag != _MODEL_GRAPH:
+            proto.MergeFromString(_read(file, start, end))
+            continue
+        first = content
+        proto.graph.SetInParent()
+        for _, _, _, last in _fields(file, content, end):
+            if last - first >= _PIECE or last == end:
+                proto.graph.MergeFromString(_read(file, first, last))
+                first = last
+    return proto
+
+
+def _fields(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """Tag, start, start of the content and end of every field of a message that lies at ``start`` to ``end``.
+
+    Raises:
+        ValueError: a field is of no known kind, or ends behind the message.
+    """
+    while start < end:
+        file.seek(start)
+        head = file.read(min(_LONGEST_HEAD, end - start))
+        tag, used = _varint(head, 0)
+        kind = tag & 7
+        if kind == _COUNTED:
+            length, content = _varint(head, used)
+        elif kind == _VARINT:
+            length, content = 0, _varint(head, used)[1]
+        elif kind in _FIXED:
+            length, content = _FIXED[kind], used
+        else:
+            raise ValueError(f"a field at byte {start} is of kind {kind}")
+        last = start + content + length
+        if last > end:
+            raise ValueError(
+                f"a field at byte {start} ends at byte {last}, and the message around it at {end}"
+            )
+        yield tag, start, start + content, last
+        start = last
+
+
+def _varint(data: bytes, start: int) -> tuple[int, int]:
+    """The number at ``start``, seven bits a byte, the lowest first, and where it ends."""
+    number = 0
+    for i, byte in enumerate(data[start : start + 10]):
+        number |= (byte & 0x7F) << 7 * i
+        if byte < 0x80:
+            return number, start + i + 1
+    raise ValueError("a number in it has no end")
+
+
+def _read(file: BinaryIO, start: int, end: int) -> bytes:
+    file.seek(start)
+    return file.read(end - start)
 
 
 def check_tensors(proto: onnx.ModelProto) -> None:

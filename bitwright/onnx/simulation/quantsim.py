@@ -48,6 +48,7 @@ from bitwright.export.encodings.of_simulation import (
     set_and_freeze_param_encodings,
 )
 from bitwright.export.files.atomic import check_destination
+from bitwright.export.files.onnx_file import let_go
 from bitwright.export.qdq.forms import Builder
 from bitwright.export.qdq.markers import STATES, is_site, site_of
 from bitwright.export.qdq.products import ProductForm, guard_outputs
@@ -80,6 +81,7 @@ from bitwright.onnx.simulation.read_qdq import take_quantizers
 from bitwright.onnx.simulation.repairs import put_in_force
 from bitwright.onnx.simulation.simulate import Simulation, mark_sites, marked_constants, simulation_model
 from bitwright.onnx.simulation.trials import TrialSession
+from bitwright.onnx.simulation.weights import WeightFile
 from bitwright.progress import collector_paused, progress
 from bitwright.runtimes.benchmark import BenchmarkReport
 from bitwright.tables import Tabular
@@ -195,6 +197,7 @@ class QuantizationSimModel(Tabular):
         self._calibrating = False
         self.repairs: tuple[Repair, ...] = ()  # what stabilize put in force
         self.mended: list[Any] = []  # where in the marked model they stand
+        self._weights: WeightFile | None = None
         self.output_values: dict[str, str] = {}  # an exported model's outputs are called as the graph's are
         site = str(model) if isinstance(model, (str, os.PathLike)) else "model"
         with collector_paused(), checked_on_failure(model, site):
@@ -402,7 +405,11 @@ class QuantizationSimModel(Tabular):
             raise interrupt
 
     def _begin(self, resume: bool, policy: NonFinite) -> tuple[Calibrator, BatchGate]:
-        check_parameters(self._quantized_parameters())
+        self._close_large()  # the session to come is another one
+        parameters = self._quantized_parameters()
+        check_parameters(parameters)
+        for array in parameters.values():
+            let_go(array)
         self.quantizers.reconsider()
         if not resume:
             self.quantizers.forget()
@@ -459,6 +466,7 @@ class QuantizationSimModel(Tabular):
             ):
                 if site.role != "input":
                     quantizer.observe_once(self.constants[site.name])
+                    let_go(self.constants[site.name])
                 elif (
                     quantizer.statistics is None
                 ):  # a constant that starts a state, on the grid of that state
@@ -480,7 +488,7 @@ class QuantizationSimModel(Tabular):
             and not site.quantizer.derived
             and (site.name in self.constants or site.frozen)
         }
-        return simulation_model(self.marked, encodings)
+        return simulation_model(self.marked, encodings, file=self._weight_file())
 
     def _feed(
         self, calibrator: Calibrator, session: CalibrationSession, data: Any, args: Any, show: bool
@@ -646,7 +654,16 @@ class QuantizationSimModel(Tabular):
         """The simulation as a model of its own: standard ONNX, its quantizers and what enters them."""
         biases = {bias.site for bias in self._biases}
         with self._lock:  # weights of a large model are mapped, and let go of once they are read
-            return simulation_model(self.marked, self._encodings(), biases)
+            return simulation_model(self.marked, self._encodings(), biases, self._weight_file())
+
+    def _weight_file(self) -> WeightFile | None:
+        """Where the quantized weights of a large model lie; a new one where most of the old one is of no use any more."""
+        size = weight_bytes(self.marked)
+        if size <= IN_MEMORY:
+            return None
+        if self._weights is None or self._weights.size > 2 * size:
+            self._weights = WeightFile()
+        return self._weights
 
     def run(self, feeds: Any) -> list[Array]:
         """Outputs of the simulation in the model's order, as ``InferenceSession.run(None, feeds)`` gives them.

@@ -6,9 +6,9 @@ from it, by the same writer of quantizers (:mod:`bitwright.export.qdq.forms`), s
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.int32_bias import fake_quantize_bias
 from bitwright.core.placement.plan import SitePlan
-from bitwright.export.files.temporary import temporary_room
+from bitwright.export.files.onnx_file import let_go
+from bitwright.export.qdq.constants import find_constants
 from bitwright.export.qdq.forms import Builder, unsigned, write_activation
 from bitwright.export.qdq.markers import (
     ATTRIBUTE,
@@ -38,9 +39,9 @@ from bitwright.export.qdq.markers import (
 )
 from bitwright.export.qdq.products import guard_outputs
 from bitwright.export.qdq.recurrent import INNER_SITES, expand_recurrent
-from bitwright.export.qdq.write import find_constants, let_go
 from bitwright.onnx.model.recurrent import is_layer
-from bitwright.onnx.model.session import IN_MEMORY, spill, weight_bytes
+from bitwright.onnx.model.session import IN_MEMORY, weight_bytes, weights
+from bitwright.onnx.simulation.weights import WeightFile
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ class Simulation:
         model: standard ONNX; graph inputs and outputs keep their names and order.
         taps: activation site -> the float tensors that enter it, each with the graph in which the site stands.
         results: activation site -> what its readers see.
-        folder: where the weights of a large model lie while this exists; sessions share them.
+        file: in which the weights of a large model lie while this exists; sessions share them.
     """
 
     model: ir.Model
     taps: dict[str, list[tuple[ir.Value, ir.Graph]]] = field(default_factory=dict)
     results: dict[str, list[ir.Value]] = field(default_factory=dict)
-    folder: tempfile.TemporaryDirectory[str] | None = None
+    file: WeightFile | None = None
 
 
 def mark_sites(model: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str, ir.Node]) -> ir.Model:
@@ -152,7 +153,10 @@ def marked_constants(marked: ir.Model) -> dict[str, NDArray[Any]]:
 
 
 def simulation_model(
-    marked: ir.Model, encodings: Mapping[str, Encoding], biases: Container[str] = ()
+    marked: ir.Model,
+    encodings: Mapping[str, Encoding],
+    biases: Container[str] = (),
+    file: WeightFile | None = None,
 ) -> Simulation:
     """The model that computes what the quantized model will compute.
 
@@ -163,6 +167,7 @@ def simulation_model(
         marked: from :func:`mark_sites`; left as it is.
         encodings: site -> encoding.
         biases: sites of biases, whose int32 codes are rounded to float32 as DequantizeLinear does.
+        file: with the quantized weights of earlier models made of ``marked``; one of its own by default, if it is large.
 
     Raises:
         EncodingsError, ExportError: an encoding does not fit its tensor.
@@ -170,7 +175,10 @@ def simulation_model(
     copy = copy_model(expand_recurrent(marked))
     builder, constants = Builder(copy), find_constants(copy)
     simulation = Simulation(copy)
-    large = weight_bytes(marked) > IN_MEMORY
+    if weight_bytes(marked) <= IN_MEMORY:
+        file = None
+    elif file is None:
+        file = WeightFile()
     folded: dict[tuple[ir.Value, Encoding], ir.Value] = {}
     replaced: dict[ir.Value, None] = {}
     for node in site_nodes(copy):
@@ -181,8 +189,9 @@ def simulation_model(
             if encoding is not None:
                 key = (source, encoding)
                 if key not in folded:
-                    tensor = _simulated(constants[source], encoding, bias=site in biases, later=large)
-                    folded[key] = builder.initializer_of(f"{source.name}_simulated", tensor)
+                    name = f"{source.name}_simulated"
+                    tensor = _simulated(name, constants[source], encoding, bias=site in biases, file=file)
+                    folded[key] = builder.initializer_of(name, tensor)
                 node.replace_input_with(0, folded[key])
                 replaced[source] = None
             bypass(node, builder.outputs)
@@ -199,14 +208,20 @@ def simulation_model(
         remove_unread(source)
     guard_outputs(builder, copy.graph.all_nodes())
     close(copy)
-    return _spilled(simulation) if large else simulation
+    return simulation if file is None else _kept_in_file(simulation, file)
 
 
-def _spilled(simulation: Simulation) -> Simulation:
-    with temporary_room():
-        folder = tempfile.TemporaryDirectory(prefix="bitwright-", ignore_cleanup_errors=True)
-    spill(simulation.model, folder.name)
-    return replace(simulation, folder=folder)
+def _kept_in_file(simulation: Simulation, file: WeightFile) -> Simulation:
+    """The large weights that no site quantizes go into the file of the others, for a session reads from one folder."""
+    for value, tensor in weights(simulation.model):
+        there = isinstance(tensor, ir.ExternalTensor) and tensor.base_dir == file.folder.name
+        if not there and tensor.dtype != ir.DataType.STRING:
+            value.const_value = file.tensor(str(value.name), tensor, None, False, partial(_unchanged, tensor))
+    return replace(simulation, file=file)
+
+
+def _unchanged(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    return tensor
 
 
 def _bypass_activation(node: ir.Node, builder: Builder) -> ir.Node | None:
@@ -216,16 +231,16 @@ def _bypass_activation(node: ir.Node, builder: Builder) -> ir.Node | None:
 
 
 def _simulated(
-    tensor: ir.TensorProtocol, encoding: Encoding, *, bias: bool, later: bool
-) -> ir.Tensor | ir.LazyTensor:
-    """What a constant becomes; ``later`` computes it whenever it is written, so that a large model is never held whole."""
+    name: str, tensor: ir.TensorProtocol, encoding: Encoding, *, bias: bool, file: WeightFile | None
+) -> ir.Tensor | ir.ExternalTensor:
+    """What a constant becomes; in a ``file``, so that the weights of a large model are never held all at once."""
 
     def fold() -> ir.Tensor:
         array = folded_constant(tensor.numpy(), encoding, bias=bias)
         let_go(tensor)
         return ir.Tensor(array, dtype=tensor.dtype)
 
-    return ir.LazyTensor(fold, tensor.dtype, ir.Shape(tensor.shape.numpy())) if later else fold()
+    return fold() if file is None else file.tensor(name, tensor, encoding, bias, fold)
 
 
 def folded_constant(array: NDArray[Any], encoding: Encoding, *, bias: bool) -> NDArray[Any]:

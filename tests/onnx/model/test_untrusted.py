@@ -13,6 +13,7 @@ from onnx import TensorProto, helper
 
 from bitwright.errors import ModelError
 from bitwright.onnx import load_model
+from bitwright.onnx.model import untrusted
 from bitwright.onnx.model.data import InputSpec, input_specs, random_feeds
 
 
@@ -162,3 +163,57 @@ def test_large_weights_leave_the_message_they_came_in(tmp_path: Path) -> None:
     tensor = load_model(tmp_path / "m.onnx").model.graph.initializers["spare"].const_value
     assert tensor is not None and np.array_equal(tensor.numpy(), large)
     assert np.shares_memory(tensor.numpy(), tensor.numpy()), "each look at the weight copies it"
+
+
+def large(path: Path) -> bytes:
+    """A file of several tensors, names, a function and fields out of their order; its content."""
+    proto = model()
+    proto.graph.initializer.extend(
+        onnx.numpy_helper.from_array(np.full((i, 5), i, np.float32), f"w{i}") for i in range(9)
+    )
+    proto.graph.doc_string = "text"
+    proto.metadata_props.add(key="a", value="b")
+    late = onnx.ModelProto(
+        producer_name="late"
+    )  # a message may have its fields in any order, and graphs in parts
+    late.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(3, np.float32), "last"))
+    content = proto.SerializeToString() + late.SerializeToString()
+    path.write_bytes(content)
+    return content
+
+
+def test_a_large_file_read_in_pieces_is_the_same_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = large(tmp_path / "m.onnx")
+    monkeypatch.setattr(untrusted, "_WHOLE", 0)
+    for piece in (1, 100, 1 << 20):
+        monkeypatch.setattr(untrusted, "_PIECE", piece)
+        found = untrusted.read_proto(tmp_path / "m.onnx")
+        assert found == onnx.ModelProto.FromString(content) and len(found.graph.initializer) == 11
+
+
+def test_a_damaged_file_is_refused_in_pieces_as_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, random, refused = tmp_path / "m.onnx", np.random.default_rng(0), 0
+    content = large(path)
+    monkeypatch.setattr(untrusted, "_PIECE", 64)
+    for _ in range(300):
+        damaged = bytearray(content)
+        damaged[random.integers(0, 60) if random.random() < 0.5 else random.integers(len(content))] ^= (
+            1 << random.integers(8)
+        )
+        del damaged[len(content) - int(random.integers(0, 2) * random.integers(1, 40)) :]
+        path.write_bytes(damaged)
+        outcomes = []
+        for whole in (1 << 26, 0):
+            monkeypatch.setattr(untrusted, "_WHOLE", whole)
+            try:
+                outcomes.append(untrusted.read_proto(path).SerializeToString(deterministic=True))
+            except ModelError as error:
+                assert "it is not an ONNX model, or it was cut off" in error.problem
+                outcomes.append(b"")
+        refused += outcomes[1] == b""
+        assert outcomes[0] == outcomes[1] or outcomes[1] == b""
+    assert 30 < refused < 270
