@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +26,17 @@ taken off:
   tokens     an encoder like BERT-base (12 layers, width 768) on sequences of 512 tokens
   half       its first six layers
   pictures   a small convolutional network on 20 pictures of 1080 x 1920
+  inside     16 products of 2,048 x 2,048, 256 MiB inside the .onnx file
+  outside    36 products of 4,096 x 4,096, 2.25 GiB in a second file
 
 columns of the table:
   model MiB     size of the weights
   budget MiB    memory_budget given to the simulation
   float         a float ONNX Runtime session on one batch after the other
-  ours          creation, calibration and, where the row says so, one run and the export
+  ours          creation, calibration and, where the row says so, one run and the export; quantize is all that
+                bitwright.quantize(path, batches, recipe=["fold"], path=folder) does, import included
   beyond float  the difference; no more than weights and budget together, as promised
+  CPU s         of the process
 """
 
 EXAMPLES = """\
@@ -43,8 +48,8 @@ examples:
 """
 
 MIB = 1 << 20
-COLUMNS = ["model", "phase", "model MiB", "budget MiB", "float", "ours", "beyond float", "allowed"]
-PHASES = {"min-max": "min_max", "histogram": "percentile", "export": "min_max"}
+COLUMNS = ["model", "phase", "model MiB", "budget MiB", "float", "ours", "beyond float", "allowed", "CPU s"]
+PHASES = {"min-max": "min_max", "histogram": "percentile", "export": "min_max", "quantize": "min_max"}
 
 
 # ---------------------------------------------------------------------------------------------------- models
@@ -98,11 +103,27 @@ class Writer:
 
 def write_weights(path: Path, scale: float) -> None:
     """24 products of 5,120 x 5,120, 100 MiB each."""
+    _write_products(path, max(2, round(24 * scale)), 5120)
+
+
+def write_inside(path: Path, scale: float) -> None:
+    """16 products of 2,048 x 2,048, 16 MiB each, in the file of the graph."""
+    _write_products(path, max(2, round(16 * scale)), 2048)
+    model = onnx.load(path)
+    path.with_suffix(".data").unlink()
+    onnx.save(model, path)
+
+
+def write_outside(path: Path, scale: float) -> None:
+    """36 products of 4,096 x 4,096, 64 MiB each."""
+    _write_products(path, max(2, round(36 * scale)), 4096)
+
+
+def _write_products(path: Path, count: int, size: int) -> None:
     w, x = Writer(path), "x"
-    for i in range(max(2, round(24 * scale))):
-        x = w("MatMul", x, w.weight(f"w{i}", 5120, 5120), out=f"h{i}")
-        x = w("Relu", x, out=f"r{i}")
-    w.save(("n", 5120), x)
+    for i in range(count):
+        x = w("Relu", w("MatMul", x, w.weight(f"w{i}", size, size), out=f"h{i}"), out=f"r{i}")
+    w.save(("n", size), x)
 
 
 def write_tokens(path: Path, scale: float) -> None:
@@ -176,6 +197,8 @@ MODELS = {
     "half": Case(
         lambda path, s: write_tokens(path, s / 2), lambda s: (1, 512, 768), 4, 32, ("min-max", "histogram")
     ),
+    "inside": Case(write_inside, lambda s: (4, 2048), 4, 64, ("quantize",)),
+    "outside": Case(write_outside, lambda s: (4, 4096), 4, 64, ("quantize",)),
     "pictures": Case(write_pictures, _picture, 20, 256, ("min-max", "histogram")),
 }
 
@@ -201,6 +224,19 @@ def run_float(path: Path, case: Case, scale: float) -> None:
 
 
 def run_ours(path: Path, case: Case, scale: float, phase: str, budget: int) -> None:
+    if phase == "quantize":
+        import bitwright
+
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            bitwright.quantize(
+                path,
+                list(batches(case, scale)),
+                recipe=["fold"],
+                path=folder,
+                memory_budget=budget,
+                progress=False,
+            )
+        return
     from bitwright.onnx import QuantizationSimModel
 
     first = next(batches(case, scale))
@@ -224,7 +260,7 @@ def child(path: Path, name: str, phase: str, scale: float, budget: int) -> None:
         run_float(path, case, scale)
     else:
         run_ours(path, case, scale, phase, budget)
-    print(json.dumps(measure.peak_mib() - before))
+    print(json.dumps([measure.peak_mib() - before, time.process_time()]))
 
 
 def measure_model(
@@ -236,11 +272,11 @@ def measure_model(
     size = sum(v.const_value.nbytes for v in ir.load(path).graph.initializers.values() if v.const_value) / MIB
     budget = int(max(1, case.budget * min(1, scale)) * MIB)
     arguments = ["--child", str(path), name, str(scale), str(budget)]
-    plain = measure.in_fresh_process(__file__, *arguments, "float")
+    plain, _ = measure.in_fresh_process(__file__, *arguments, "float")
     for phase in case.phases:
         if phases is None or phase in phases:
             print(f"{name}, {phase} ...", file=sys.stderr, flush=True)
-            ours = measure.in_fresh_process(__file__, *arguments, phase)
+            ours, seconds = measure.in_fresh_process(__file__, *arguments, phase)
             yield {
                 "model": name,
                 "phase": phase,
@@ -248,15 +284,16 @@ def measure_model(
                 "budget": budget / MIB,
                 "float": plain,
                 "ours": ours,
+                "seconds": seconds,
             }
     for file in (path, path.with_suffix(".data")):
-        file.unlink()
+        file.unlink(missing_ok=True)
 
 
 def row_of(found: dict[str, Any]) -> list[str]:
     """A line of the table."""
     numbers = [found[key] for key in ("size", "budget", "float", "ours")]
-    numbers += [found["ours"] - found["float"], found["size"] + found["budget"]]
+    numbers += [found["ours"] - found["float"], found["size"] + found["budget"], found["seconds"]]
     return [found["model"], found["phase"], *(f"{number:,.0f}" for number in numbers)]
 
 
@@ -274,7 +311,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME", help="which of them"
     )
     parser.add_argument(
-        "--phases", nargs="+", choices=PHASES, metavar="PHASE", help="which of min-max, histogram, export"
+        "--phases",
+        nargs="+",
+        choices=PHASES,
+        metavar="PHASE",
+        help="which of min-max, histogram, export, quantize",
     )
     parser.add_argument(
         "--scale", type=float, default=1.0, help="fraction of the full size (default: %(default)s)"

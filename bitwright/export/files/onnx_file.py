@@ -6,7 +6,9 @@ counts as memory of the process until the system needs it for something else.
 
 from __future__ import annotations
 
+import errno
 import mmap
+import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +19,11 @@ from numpy.typing import NDArray
 
 from bitwright.export.files.value_types import restore_types, restore_types_of_file
 
+#: types whose elements lie in files as they do in arrays
+_PLAIN = frozenset(
+    (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE, ir.DataType.INT8)
+    + (ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.INT32, ir.DataType.INT64)
+)
 _LARGE = 1 << 16  # bytes of a tensor that is kept out of the message
 # Tags of fields in onnx.proto, whose wire type is 2 (a length and so many bytes).
 _MODEL_GRAPH, _GRAPH_INITIALIZER, _TENSOR_RAW_DATA = b"\x3a", b"\x2a", b"\x4a"
@@ -73,7 +80,12 @@ def save_in_two_files(model: ir.Model, path: Path) -> None:
         let_go(written.pop() if written else None)
         written.append(tensor)
 
-    ir.save(model, path, external_data=f"{path.name}.data", callback=let_last_go)
+    try:
+        ir.save(model, path, external_data=f"{path.name}.data", callback=let_last_go)
+    except OSError as error:
+        if error.errno is None:  # numpy tells only how many elements found room
+            raise OSError(errno.ENOSPC, str(error), str(path)) from error
+        raise
     let_go(written.pop() if written else None)
     restore_types_of_file(path)
 
@@ -120,8 +132,9 @@ def _write_tensor(file: BinaryIO, head: bytes, tensor: ir.TensorProtocol | None)
 
 def write_elements(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
     """Write the elements as they are in files, and let go of the memory of a tensor that lies in another one."""
-    if isinstance(tensor, (ir.Tensor, ir.ExternalTensor)):
-        tensor.tofile(file)  # without a copy
+    array = tensor.numpy() if tensor.dtype in _PLAIN and sys.byteorder == "little" else None
+    if array is not None and array.flags.c_contiguous:
+        file.write(array.reshape(-1).view(np.uint8).data)  # without a copy
     else:
         file.write(tensor.tobytes())
     let_go(tensor)

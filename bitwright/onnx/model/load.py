@@ -35,6 +35,7 @@ from onnx_ir.passes.common import (
 
 from bitwright.errors import ModelError
 from bitwright.export.files.atomic import settle
+from bitwright.export.files.onnx_file import write_elements
 from bitwright.export.files.temporary import temporary_room
 from bitwright.export.files.value_types import from_proto, has_map, is_tensor, note_type
 from bitwright.export.qdq.markers import DOMAIN as MARKER_DOMAIN
@@ -193,7 +194,7 @@ def _detach(model: ir.Model) -> None:
         for _, tensor in found:
             file.write(b"\0" * (-file.tell() % _ALIGNED))
             starts.append(file.tell())
-            tensor.numpy().tofile(file)
+            write_elements(tensor, file)
         file.flush()
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     for (value, tensor), start in zip(found, starts, strict=True):
