@@ -248,20 +248,24 @@ def _private(model: object) -> ir.Model:
         raise ModelError(
             "model", f"a {what} is no model", "pass a path, an onnx.ModelProto or an onnx_ir.Model"
         )
-    for graph in copy.graphs():
-        for value in graph.initializers.values():
-            if value.const_value is not None and value.const_value.dtype != ir.DataType.STRING:
-                value.const_value = own_tensor(value.const_value)
+    for value, tensor in weights(copy):
+        if tensor.dtype != ir.DataType.STRING:
+            value.const_value = own_tensor(tensor)
     for node in copy.graph.all_nodes():
-        for attribute in node.attributes.values():
-            if attribute.type != ir.AttributeType.TENSOR or attribute.is_ref():
-                continue
-            tensor = attribute.as_tensor()
-            if tensor.dtype != ir.DataType.STRING:
-                node.attributes[attribute.name] = ir.AttrTensor(attribute.name, own_tensor(tensor))
+        _own_attributes(node)
         for value in node.outputs:
             value.const_value = None
     return copy
+
+
+def _own_attributes(node: ir.Node) -> None:
+    """Let the tensors among the attributes of ``node`` have names of their own."""
+    for attribute in node.attributes.values():
+        if attribute.type != ir.AttributeType.TENSOR or attribute.is_ref():
+            continue
+        tensor = attribute.as_tensor()
+        if tensor.dtype != ir.DataType.STRING:
+            node.attributes[attribute.name] = ir.AttrTensor(attribute.name, own_tensor(tensor))
 
 
 def clone_model(model: ir.Model) -> ir.Model:
