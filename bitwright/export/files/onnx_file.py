@@ -141,7 +141,7 @@ def write_elements(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
 
 
 def let_go(tensor: ir.TensorProtocol | NDArray[Any] | None) -> None:
-    """Let the system take back the memory of a tensor that lies in a file; it is read again when it is needed."""
+    """Free the memory of a tensor that lies in a file; it is read again when it is needed."""
     raw: object = tensor.raw if isinstance(tensor, (ir.ExternalTensor, ir.Tensor)) else tensor
     while isinstance(raw, (np.ndarray, memoryview)):
         raw = raw.base if isinstance(raw, np.ndarray) else raw.obj

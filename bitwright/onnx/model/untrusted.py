@@ -81,7 +81,7 @@ def _fields(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int, in
     """Tag, start, start of the content and end of every field of a message that lies at ``start`` to ``end``.
 
     Raises:
-        ValueError: a field is of no known kind, or ends behind the message.
+        ValueError: a field is of no known kind, or ends after the message.
     """
     while start < end:
         file.seek(start)
