@@ -11,20 +11,22 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Threads of one test would only fight with those of its neighbour.
-test check bench reach: export OMP_NUM_THREADS = 1
+test test-all check bench reach mutants: export OMP_NUM_THREADS = 1
 check docs: export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format docs bench reach clean
+.PHONY: help demo test test-all check format docs bench reach mutants clean
 
 help:
 	@echo "make demo    train a small network on real digits, quantize it, run it on integer kernels"
-	@echo "make test    the test suite, then the slow tests"
+	@echo "make test    the test suite without the slow tests"
+	@echo "make test-all  the test suite, then the slow tests: trained models, notebooks, scaling"
 	@echo "make check   format, lint, types, examples in documentation and docstrings"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make docs    the documentation site, in build/docs"
 	@echo "make bench   speed and scaling tables (minutes)"
 	@echo "make reach   what works on architectures of transformers, diffusers and timm (half an hour)"
+	@echo "make mutants plant faults for 20 minutes and list those that no test sees"
 	@echo "make clean   remove .venv, caches and generated files"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -39,6 +41,8 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-all: test
 	$(BIN)/python -m pytest -n 2 -m slow
 
 check: $(STAMP)
@@ -70,6 +74,11 @@ bench: $(STAMP)
 reach: $(STAMP)
 	$(PIP) install --quiet $(PIP_FLAGS) -c constraints.txt -c constraints-reach.txt -e '.[all,dev,reach]'
 	$(BIN)/python benchmarks/reach.py --markdown
+
+# MUTANTS="--minutes 5 --seed 1" for another sample.
+mutants: $(STAMP)
+	$(PIP) install --quiet $(PIP_FLAGS) -c constraints.txt -e '.[mutants]'
+	$(BIN)/python tools/mutants.py $(MUTANTS)
 
 clean:
 	rm -rf $(VENV) build dist quickstart-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
