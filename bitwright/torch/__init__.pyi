@@ -28,6 +28,7 @@ from bitwright.torch.calls.batches import Inputs as Inputs
 from bitwright.torch.cross_layer import CrossLayerScaling as CrossLayerScaling
 from bitwright.torch.cross_layer import HighBiasFold as HighBiasFold
 from bitwright.torch.prepare import prepare_model as prepare_model
+from bitwright.torch.ranks import gather_batches as gather_batches
 from bitwright.torch.reconstruct import (
     Adaround as Adaround,
 )

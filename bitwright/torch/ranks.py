@@ -14,8 +14,10 @@ Ranges that are learned lie beside the model, where ``DistributedDataParallel`` 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from torch import nn
 from bitwright.core.graph.constant_channels import ChannelWatch, channels_within
 from bitwright.core.numerics.statistics import Histogram, MinMax, from_arrays, merge, start, to_arrays
 from bitwright.core.simulation.quantizer import Quantizer
-from bitwright.errors import CalibrationError
+from bitwright.errors import CalibrationError, ConfigError
 
 if TYPE_CHECKING:
     from bitwright.torch.simulation.quantsim import QuantizationSimModel
@@ -37,6 +39,20 @@ _OPERATIONS = (
     {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
     if dist.is_available()
     else {}
+)
+
+# what ranks come together for, and what every one of them has to do
+_STATISTICS = (
+    "merge what it saw",
+    "every rank must call compute_encodings as often as the others (distributed=False calibrates on one alone)",
+)
+_GRADIENTS = (
+    "average the gradients of learned ranges",
+    "every rank must run as many backward passes as the others (learn_ranges(distributed=False) trains each for itself)",
+)
+_DATA = (
+    "exchange batches",
+    "every rank must call gather_batches as often as the others, if only with an empty list",
 )
 
 
@@ -100,12 +116,7 @@ class Ranks:
             CalibrationError: a rank ended, or did not come within the timeout of the process group.
         """
         tensor = torch.from_numpy(np.ascontiguousarray(values)).clone().to(self._device)
-        self._all_reduce(
-            tensor,
-            operation,
-            "merge what it saw",
-            "every rank must call compute_encodings as often as the others (distributed=False calibrates on one alone)",
-        )
+        self._carry(lambda: dist.all_reduce(tensor, op=_OPERATIONS[operation]), *_STATISTICS)
         return np.asarray(tensor.cpu().numpy()).reshape(values.shape)
 
     def average(self, values: torch.Tensor) -> torch.Tensor:
@@ -116,17 +127,13 @@ class Ranks:
         """
         # a tensor on a GPU stays there: gloo and NCCL take it
         tensor = (values if values.is_cuda else values.to(self._device)).clone()
-        self._all_reduce(
-            tensor,
-            "sum",
-            "average the gradients of learned ranges",
-            "every rank must run as many backward passes as the others (learn_ranges(distributed=False) trains each for itself)",
-        )
+        self._carry(lambda: dist.all_reduce(tensor), *_GRADIENTS)
         return (tensor / self.count).to(values.device)
 
-    def _all_reduce(self, tensor: torch.Tensor, operation: str, purpose: str, rule: str) -> None:
+    def _carry(self, operation: Callable[[], Any], purpose: str, rule: str) -> None:
+        """Carry out what all ranks take part in; ``purpose`` and ``rule`` are for the error of one that does not."""
         try:
-            dist.all_reduce(tensor, op=_OPERATIONS[operation])
+            operation()
         except RuntimeError as error:  # what backends raise, each with a class and a text of its own
             self._over = True
             raise CalibrationError(
@@ -134,6 +141,35 @@ class Ranks:
                 f"another rank ended, or did not come to {purpose}: {error}",
                 f"see the output of the others for the cause; {rule}, within the timeout of init_process_group(timeout=...)",
             ) from error
+
+    def gather(self, contents: Sequence[bytes]) -> list[bytes]:
+        """What all ranks give, those of the first before those of the second.
+
+        Raises:
+            CalibrationError: as :meth:`reduce`.
+        """
+        counts = np.zeros(self.count, np.int64)
+        counts[self.number] = len(contents)
+        counts = self.reduce(counts, "sum")
+        lengths = np.zeros((self.count, max(1, int(counts.max()))), np.int64)
+        lengths[self.number, : len(contents)] = [len(content) for content in contents]
+        lengths = self.reduce(lengths, "sum")
+        found = []
+        for rank in range(self.count):
+            sizes = lengths[rank, : counts[rank]].tolist()
+            own = (
+                np.frombuffer(b"".join(contents), np.uint8)
+                if rank == self.number
+                else np.zeros(sum(sizes), np.uint8)
+            )
+            tensor = torch.from_numpy(own.copy()).to(self._device)
+            if sizes:
+                self._carry(partial(dist.broadcast, tensor, src=rank), *_DATA)
+            whole, start = tensor.cpu().numpy().tobytes(), 0
+            for size in sizes:
+                found.append(whole[start : start + size])
+                start += size
+        return found
 
     # -- agreeing
 
@@ -286,6 +322,77 @@ def calibrating_ranks(wanted: bool) -> Ranks | None:
     if not wanted or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return None
     return Ranks()
+
+
+# ------------------------------------------------------------------------------------------------ data
+
+
+def gather_batches(batches: Iterable[Any]) -> list[Any]:
+    """The batches of all ranks, in one order that does not depend on who had which; on every rank, and on one alone too.
+
+    For methods whose sums of products in floating point depend on the order of the data (GPTQ, AdaRound, bias correction,
+    recipes): with all batches on every rank, all ranks find the same weights, bit for bit, however many there are.
+
+    Args:
+        batches: of this rank; tensors, or tuples, lists and dicts of tensors, text, numbers and ``None``.
+
+    Raises:
+        ConfigError: a batch holds something else.
+        CalibrationError: another rank ended, or did not come.
+    """
+    own = [_packed(i, batch) for i, batch in enumerate(batches)]
+    ranks = calibrating_ranks(True)
+    found = own if ranks is None else ranks.gather(own)
+    return [
+        _unpacked(content) for content in sorted(found, key=lambda content: hashlib.sha256(content).digest())
+    ]
+
+
+def _packed(index: int, batch: Any) -> bytes:
+    """A batch as the length of a JSON text, the text, and its tensors as safetensors."""
+    from safetensors.torch import save
+
+    tensors: dict[str, torch.Tensor] = {}
+
+    def described(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            tensors[str(len(tensors))] = item.detach().cpu().contiguous().clone()
+            return {"tensor": str(len(tensors) - 1)}
+        if isinstance(item, Mapping) and all(isinstance(key, str) for key in item):
+            return {"dict": {key: described(value) for key, value in item.items()}}
+        if isinstance(item, list | tuple):
+            return {
+                type(item).__name__ if type(item) is list else "tuple": [described(value) for value in item]
+            }
+        if item is None or isinstance(item, str | bool | int | float):
+            return {"value": item}
+        raise ConfigError(
+            f"batch {index}",
+            f"it holds a {type(item).__name__}, which is not sent to other ranks",
+            "give tensors, or tuples, lists and dicts of tensors, text, numbers and None",
+        )
+
+    text = json.dumps(described(batch)).encode()
+    return len(text).to_bytes(8, "little") + text + save(tensors)
+
+
+def _unpacked(content: bytes) -> Any:
+    from safetensors.torch import load
+
+    end = 8 + int.from_bytes(content[:8], "little")
+    tensors = load(content[end:])
+
+    def rebuilt(item: Any) -> Any:
+        ((kind, value),) = item.items()
+        if kind == "tensor":
+            return tensors[value]
+        if kind == "dict":
+            return {key: rebuilt(inner) for key, inner in value.items()}
+        if kind in ("list", "tuple"):
+            return (list if kind == "list" else tuple)(rebuilt(inner) for inner in value)
+        return value
+
+    return rebuilt(json.loads(content[8:end]))
 
 
 # ------------------------------------------------------------------------------------------------ training

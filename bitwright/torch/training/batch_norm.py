@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, nullcontext
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from bitwright.core.numerics.exact_sum import ExactSum
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.trees import walk_modules
+from bitwright.torch.ranks import Ranks, calibrating_ranks
 
 logger = logging.getLogger("bitwright")
 
@@ -49,32 +52,47 @@ def batch_norms(model: nn.Module) -> dict[str, Norm]:
     return found
 
 
-@dataclass
 class _Pool:
-    """Mean and variance of all values a batch norm was given, merged exactly over calls (Chan et al. 1979)."""
+    """Count, sum and sum of squares of all values a batch norm was given; exact over batches, in any order.
 
-    count: float = 0.0
-    mean: torch.Tensor | None = None
-    squares: torch.Tensor | None = field(default=None)  # sum of squared distances from the mean
+    Sums within a batch are float64.
+    """
+
+    def __init__(self, channels: int) -> None:
+        self.count = self.broken = 0
+        self.sum, self.squares = ExactSum(channels), ExactSum(channels)
 
     def add(self, x: torch.Tensor) -> None:
         """Take in the input of a batch norm, ``[N, C, ...]``."""
         with (
             torch._C.DisableTorchFunction()
         ):  # a simulation looks at the calls of its model, and this is none of them
-            self._add(x)
-
-    def _add(self, x: torch.Tensor) -> None:
-        values = x.detach().transpose(0, 1).flatten(1) if x.ndim > 2 else x.detach().t()
-        count = values.shape[1]
-        variance, mean = torch.var_mean(values.double(), 1, correction=0)
-        if self.mean is None or self.squares is None:
-            self.count, self.mean, self.squares = count, mean, variance * count
+            values = (x.detach().transpose(0, 1).flatten(1) if x.ndim > 2 else x.detach().t()).double()
+            sums = torch.stack([values.sum(1), values.square().sum(1)]).cpu().numpy()
+        if not np.isfinite(sums).all():
+            self.broken += 1
             return
-        total, apart = self.count + count, mean - self.mean
-        self.squares = self.squares + variance * count + apart.square() * (self.count * count / total)
-        self.mean = self.mean + apart * (count / total)
-        self.count = total
+        self.count += int(values.shape[1])
+        self.sum.add(sums[0])
+        self.squares.add(sums[1])
+
+    def merge(self, ranks: Ranks) -> None:
+        """Become the pool of all ranks."""
+        self.count, self.broken = ranks.total(self.count), ranks.total(self.broken)
+        for part in (self.sum, self.squares):
+            part.limbs = ranks.reduce(part.limbs, "sum")
+
+    def statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean, and variance without bias, as in running statistics of training; each rounded once."""
+        n = self.count
+        sums, squares = self.sum.values(), self.squares.values()
+        mean = [float(total / n) for total in sums]
+        # the sums of squares were rounded, so that what is left of constant values may lie below zero
+        variance = [
+            float(max(square - total * total / n, Fraction(0)) / (n - 1))
+            for total, square in zip(sums, squares, strict=True)
+        ]
+        return torch.tensor(mean, dtype=torch.float64), torch.tensor(variance, dtype=torch.float64)
 
 
 def reestimate_bn_stats(
@@ -82,19 +100,24 @@ def reestimate_bn_stats(
     dataloader: Iterable[Any],
     num_batches: int = 100,
     forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+    *,
+    distributed: bool = True,
 ) -> Handle:
     """Take the running statistics of every batch norm anew, from what it is given in the quantized model.
 
     Weights that oscillate between two codes change the statistics from step to step, so that running averages are of weights
     that are gone (Nagel et al. 2022, arXiv:2203.11086, section 2.3.1). Batch norms normalise by the statistics of each batch
-    meanwhile, as they do in training; all other modules are in evaluation mode, and nothing takes gradients. Means and variances
-    of the batches are merged exactly, whatever their sizes.
+    meanwhile, as they do in training; all other modules are in evaluation mode, and nothing takes gradients. Sums over batches
+    are exact, whatever the sizes and the order of the batches.
 
     Args:
         model: ``sim.model``, or any other.
         dataloader: batches; labels are left out by ``forward_fn``.
         num_batches: at most so many are used.
         forward_fn: ``forward_fn(model, batch)``; by default batches are given as the model's forward takes them.
+        distributed: where a process group of several ranks is initialised, every rank calls this with batches of its own, which
+            may be none, and all get the statistics of all batches, bit for bit the same however they are spread. ``False``
+            looks at this rank alone.
 
     Returns:
         A handle: ``remove()``, or the end of its ``with`` block, brings the old statistics back.
@@ -122,15 +145,14 @@ def reestimate_bn_stats(
                 for name, value in old[id(norm)].items():
                     getattr(norm, name).copy_(value)
 
-    try:
-        pools = _observed(model, norms, dataloader, num_batches, forward_fn)
-    finally:
-        undo()
-    if not any(pool.count for pool in pools.values()):
-        raise CalibrationError(
-            "reestimate_bn_stats", "no batch came, or no batch norm was run", "pass a non-empty list or DataLoader"
-        )  # fmt: skip
-    found = {path: _statistics(path, pool) for path, pool in pools.items()}
+    ranks = calibrating_ranks(distributed)
+    with nullcontext() if ranks is None else ranks.together():
+        try:
+            pools = _observed(model, norms, dataloader, num_batches, forward_fn)
+        finally:
+            undo()
+        _merge(pools, norms, ranks)
+        found = _found(pools)
     with torch.no_grad():
         for path, norm in norms.items():
             statistics = found[path]
@@ -141,19 +163,41 @@ def reestimate_bn_stats(
     return Handle(undo)
 
 
+def _merge(pools: dict[str, _Pool], norms: dict[str, Norm], ranks: Ranks | None) -> None:
+    """Put together what the ranks saw."""
+    if ranks is None:
+        return
+    ranks.meet()
+    ranks.require_equal(
+        {path: str(norm.num_features).encode() for path, norm in norms.items()},
+        "another rank has another model",
+        "call reestimate_bn_stats on every rank for the same model, or with distributed=False",
+    )
+    for pool in pools.values():
+        pool.merge(ranks)
+
+
+def _found(pools: dict[str, _Pool]) -> dict[str, tuple[torch.Tensor, torch.Tensor] | None]:
+    """The statistics of every batch norm."""
+    if not any(pool.count or pool.broken for pool in pools.values()):
+        raise CalibrationError(
+            "reestimate_bn_stats", "no batch came, or no batch norm was run", "pass a non-empty list or DataLoader"
+        )  # fmt: skip
+    return {path: _statistics(path, pool) for path, pool in pools.items()}
+
+
 def _statistics(path: str, pool: _Pool) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Mean and variance; ``None`` where nothing was seen, which is told."""
-    if pool.mean is None or pool.squares is None or pool.count < 2:
-        logger.warning("%s: no batch reached it, so it keeps its statistics", path)
-        return None
-    variance = pool.squares / (pool.count - 1)  # without bias, as in running statistics of training
-    if not bool(torch.isfinite(pool.mean).all() and torch.isfinite(variance).all()):
+    if pool.broken:
         raise CalibrationError(
             path,
             "its inputs have NaN or infinite values, so it has no statistics; every batch norm keeps those it had",
             "find the operator with check_model(model, batches), or leave the batch out",
         )
-    return pool.mean, variance
+    if pool.count < 2:
+        logger.warning("%s: no batch reached it, so it keeps its statistics", path)
+        return None
+    return pool.statistics()
 
 
 def _observed(
@@ -163,7 +207,7 @@ def _observed(
     num_batches: int,
     forward_fn: Callable[[nn.Module, Any], Any] | None,
 ) -> dict[str, _Pool]:
-    pools = {path: _Pool() for path in norms}
+    pools = {path: _Pool(norm.num_features) for path, norm in norms.items()}
     device = model_device(model)
     with torch.no_grad(), evaluation(model), _in_training(norms), ExitStack() as stack:
         for path, norm in norms.items():

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.core.numerics.spec import RangeMethod
 from bitwright.errors import BitwrightError
-from bitwright.torch import QuantizationSimModel
+from bitwright.torch import QuantizationSimModel, apply_gptq, gather_batches, quantize, reestimate_bn_stats
 
 BATCHES = 6
 
@@ -332,6 +332,75 @@ def fully_sharded(model: nn.Module, count: int) -> nn.Module:
     return model
 
 
+# ------------------------------------------------------------------------------------------------ methods
+
+
+def weights(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        found.update(name.encode() + tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
+def gptq(how: str) -> Callable[[int, int], Any]:
+    def run(rank: int, count: int) -> Any:
+        sim = simulation()
+        mine = spread(how, rank, count)
+        sim.compute_encodings(mine, progress=False)
+        apply_gptq(sim, gather_batches((x,) for x in mine), progress=False)
+        return [weights(sim.model), digest(sim)]
+
+    return run
+
+
+def recipe(rank: int, count: int) -> Any:
+    done = quantize(Net().eval(), gather_batches(spread("turns", rank, count)), "w4a8", progress=False)
+    return [weights(done.sim.model), digest(done.sim)]
+
+
+class Normed(nn.Module):
+    """A batch norm behind another, whose inputs depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.bn = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn2(self.conv2(torch.relu(self.bn(self.conv(x)))))
+
+
+def normed() -> QuantizationSimModel:
+    sim = QuantizationSimModel(Normed().eval(), batches()[0], preset="w4a8")
+    sim.compute_encodings(batches(), progress=False, distributed=False)
+    return sim
+
+
+def norms(how: str) -> Callable[[int, int], str]:
+    def run(rank: int, count: int) -> str:
+        sim = normed()
+        reestimate_bn_stats(sim.model, spread(how, rank, count))
+        return weights(sim.model)
+
+    return run
+
+
+def norms_with_nan(rank: int) -> None:
+    mine = spread("turns", rank, 2)
+    if rank == 1:
+        mine[0][0] = torch.nan
+    reestimate_bn_stats(normed().model, mine)
+
+
+def norms_that_fail(rank: int) -> None:
+    """A batch that the model of one rank cannot take."""
+    mine: list[Any] = spread("turns", rank, 2)
+    if rank == 1:
+        mine[1] = torch.zeros(1, 5, 4, 4)
+    reestimate_bn_stats(normed().model, mine)
+
+
 def unused_parameters(rank: int) -> None:
     """A parameter that no step uses, and DDP that was not told so: torch says it at the second step."""
     sim = simulation()
@@ -374,6 +443,14 @@ CASES: dict[str, tuple[int, Callable[[int, int], Any]]] = {
         functools.partial(perceptron, spread_out=lambda model, count: DistributedDataParallel(model)),
     ),
     "sharded": (2, functools.partial(perceptron, spread_out=fully_sharded)),
+    **{f"gptq {count}": (count, gptq("turns")) for count in (1, 2, 4)},
+    "gptq 2 last": (2, gptq("last")),
+    "recipe 1": (1, recipe),
+    "recipe 2": (2, recipe),
+    **{f"norms {count}": (count, norms("turns")) for count in (1, 2, 4)},
+    "norms 2 last": (2, norms("last")),
+    "norms nan": (2, message(norms_with_nan)),
+    "norms fail": (2, message(norms_that_fail)),
     "unused": (2, message(unused_parameters)),
 }
 

@@ -33,7 +33,10 @@ def run(*cases: str) -> Found:
 
 @pytest.fixture(scope="module")
 def calibrations() -> Found:
-    return run("tf_enhanced 1", "tf_enhanced 2", "nan", "alone", "ranges 1", "ranges 2", "other ranges")
+    return run(
+        *("tf_enhanced 1", "tf_enhanced 2", "nan", "alone", "ranges 1", "ranges 2", "other ranges"),
+        *("gptq 1", "gptq 2", "norms 1", "norms 2"),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,36 @@ def test_ranks_that_learn_other_ranges_are_told_so(calibrations: Found) -> None:
 def test_every_rank_may_train_for_itself(found: Found) -> None:
     first, second = found["ranges alone"]
     assert first != second
+
+
+@pytest.mark.parametrize("what", ["gptq", "norms"])
+def test_two_ranks_find_the_weights_and_statistics_of_one(calibrations: Found, what: str) -> None:
+    (one,) = calibrations[f"{what} 1"]
+    assert calibrations[f"{what} 2"] == [one, one]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one", "several"),
+    [
+        ("gptq 1", ("gptq 4", "gptq 2 last")),
+        ("recipe 1", ("recipe 2",)),
+        ("norms 1", ("norms 4", "norms 2 last")),
+    ],
+)
+def test_methods_find_the_same_on_any_number_of_ranks(
+    found: Found, one: str, several: tuple[str, ...]
+) -> None:
+    for case in several:
+        assert all(answer == found[one][0] for answer in found[case]), case
+
+
+@pytest.mark.slow
+def test_batch_norms_that_cannot_be_estimated_on_one_rank_are_an_error_on_all(found: Found) -> None:
+    for text in found["norms nan"]:
+        assert re.match("CalibrationError: bn: its inputs have NaN or infinite values", text), text
+    assert re.match("CalibrationError: rank 1 of 2: calibration failed there: ", found["norms fail"][0])
+    assert re.match("(RuntimeError|ModelError|CalibrationError): ", found["norms fail"][1])
 
 
 @pytest.mark.slow
