@@ -41,7 +41,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "calls": set(),
         "simulation": {"calls", "health", "ranks"},
         "adapters": {"calls", "simulation"},
-        "training": {"adapters", "calls", "simulation"},
+        "training": {"adapters", "calls", "ranks", "simulation"},
     },
     "onnx": {
         "model": set(),
