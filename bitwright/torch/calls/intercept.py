@@ -40,7 +40,7 @@ from bitwright.torch.calls.checkpointing import frame_of_region, region_of_call
 from bitwright.torch.calls.decompose import DECOMPOSITIONS, Decomposition
 from bitwright.torch.calls.functions import FUNCTIONS, Function, function_of, settled
 from bitwright.torch.calls.loops import CALLS, Where, line_of_code
-from bitwright.torch.calls.operators import as_function, results
+from bitwright.torch.calls.operators import ONE_HIDDEN_CALL, SHOWN, as_function, hidden_call, results
 from bitwright.torch.calls.repeats import Trace
 from bitwright.torch.calls.trees import flatten_tensors, named_state, walk_modules
 
@@ -222,6 +222,7 @@ class Forward:
 
     def __init__(self, owner: Interceptor, module: nn.Module, path: str, owns: bool) -> None:
         self.owner, self.module, self.path, self.owns = owner, module, path, owns
+        self.hidden = ONE_HIDDEN_CALL.get(type(module))
         self.link(vars(module).get("forward"))
 
     def link(self, before: Callable[..., Any] | None) -> None:
@@ -259,7 +260,10 @@ class Forward:
         depth = len(here.frames)
         owner.enter(here, self)
         if torch.compiler.is_dynamo_compiling():
-            output = self.call(*args, **kwargs)
+            if self.hidden is None:
+                output = self.call(*args, **kwargs)
+            else:
+                output = self.hidden[bool(self.module.inplace)](*args, *kwargs.values())
             del here.frames[depth:]
             return output
         try:
@@ -311,6 +315,7 @@ class Interceptor:
             (:mod:`bitwright.torch.calls.repeats`); those beyond are at the place of the last.
         lines: how often each line called the place of a parameter, while a model is recorded.
         trace: what ran, while a model is recorded.
+        hidden: path of a module -> a function that it calls and a compiler would not show, and what to call instead.
     """
 
     def __init__(self, model: nn.Module, handler: Handler | None = None) -> None:
@@ -329,6 +334,7 @@ class Interceptor:
         self.repeats: dict[Key, int] = {}
         self.lines: dict[Where, dict[Where, int]] = {}
         self.trace: Trace | None = None
+        self.hidden: dict[str, tuple[str, str]] = {}
 
     # -- attaching
 
@@ -528,6 +534,7 @@ class Interceptor:
                 "torch.compile takes the fused kernel of this attention layer in inference, which has no place for quantizers",
                 "call torch.backends.mha.set_fastpath_enabled(False) and torch._dynamo.reset(), and compile the model anew",
             )
+        self._refuse_hidden_functions()
         here.frames = [Frame("", "", self.model)]
         here.mode, here.depth = _Mode(self, here), 1
         handler.begin(args, kwargs)
@@ -552,6 +559,17 @@ class Interceptor:
         layers = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
         found = (path for path, m in walk_modules(self.model) if isinstance(m, layers) and not m.training)
         return next(found, "")
+
+    @torch.compiler.assume_constant_result
+    def _refuse_hidden_functions(self) -> bool:
+        """Refuse a model that was recorded with a function which a compiler does not show."""
+        for path, (name, instead) in self.hidden.items():
+            raise ModelError(
+                path or type(self.model).__name__,
+                f"torch.compile does not show {name} to a simulation, so its output would have no quantizer",
+                f"use {instead} there, or run the simulation without compiling",
+            )
+        return True
 
     def _refuse_shared_statistics(self) -> None:
         """Batch norms in training write what every thread reads."""
@@ -657,6 +675,7 @@ class Interceptor:
         if here.trains:
             self.note_region(here)
         frame = here.frames[-1]
+        func = SHOWN.get(func, func)
         if isinstance(func, torch._ops.OpOverload):
             known, given, named = as_function(func, args, kwargs)
             if known is not func:
@@ -668,10 +687,18 @@ class Interceptor:
             if decomposition is not None and decomposition.applies(args, kwargs):
                 return self._decompose(here, decomposition, args, kwargs)
             return handler.other(frame, func, args, kwargs)
+        self._note_hidden(frame)
         if func in _PASSIVE:
             return handler.other(frame, func, args, kwargs)
         key = self._place_of(here, frame, row.called(kwargs), (*args, *kwargs.values()))
         return handler.call(frame, key, row, func, args, kwargs)
+
+    def _note_hidden(self, frame: Frame) -> None:
+        """While a model is recorded: note a function that a compiler would not show."""
+        if self.seen is not None and type(frame.module) not in ONE_HIDDEN_CALL:
+            hidden = hidden_call()
+            if hidden is not None:
+                self.hidden.setdefault(frame.path, hidden)
 
     def _place_of(self, here: Thread, frame: Frame, label: str, values: Sequence[Any]) -> Key:
         """The key of a call with the arguments ``values``: the place of its first parameter, or the next one here."""

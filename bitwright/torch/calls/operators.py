@@ -7,16 +7,54 @@ as the function it stands for, so that it is one place with the operands and att
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from bitwright.torch.calls.decompose import DECOMPOSITIONS
 from bitwright.torch.calls.functions import FUNCTIONS
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+
+#: functions that ``torch.compile`` writes into its graph without showing them to function modes, and what it shows
+_HIDDEN: dict[Any, tuple[str, str]] = {
+    function.__code__: (f"torch.nn.functional.{function.__name__}", instead)
+    for function, instead in (
+        (F.hardswish, "torch.nn.Hardswish()"),
+        (F.hardsigmoid, "torch.nn.Hardsigmoid()"),
+        (F.sigmoid, "torch.sigmoid"),
+        (F.tanh, "torch.tanh"),
+        (F.upsample, "torch.nn.functional.interpolate"),
+    )
+}
+#: modules whose forward is one of them: the operator that a compiler shows, and the one that writes in place
+ONE_HIDDEN_CALL: dict[type, tuple[Any, Any]] = {
+    nn.Hardswish: (torch.ops.aten.hardswish.default, torch.ops.aten.hardswish_.default),
+    nn.Hardsigmoid: (torch.ops.aten.hardsigmoid.default, torch.ops.aten.hardsigmoid_.default),
+}
+#: what they do, as functions of the table
+SHOWN: dict[Any, Callable[..., Any]] = {
+    operator: getattr(torch._C._nn, operator._schema.name.removeprefix("aten::"))
+    for operators in ONE_HIDDEN_CALL.values()
+    for operator in operators
+}
+
+
+def hidden_call(depth: int = 8) -> tuple[str, str] | None:
+    """Name of the function that the call in hand is made by, if a compiler would hide it, and what to write instead."""
+    frame = sys._getframe(1)
+    for _ in range(depth):
+        if frame.f_code in _HIDDEN:
+            return _HIDDEN[frame.f_code]
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
 
 # operators whose arguments stand in another order than those of the function, or that have more of them
 _REORDERED: dict[str, tuple[Callable[..., Any], tuple[str, ...], dict[str, str]]] = {

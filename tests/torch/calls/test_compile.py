@@ -162,3 +162,41 @@ def test_code_that_a_compiler_generates_rounds_as_we_do() -> None:
     x = (torch.arange(64 * 7).reshape(64, 7) - 224.0) * step_size / 2  # every second one is a tie
     with torch.no_grad():
         assert torch.equal(torch.compile(sim.model, fullgraph=True)(x), sim.model(x))
+
+
+class Hidden(nn.Module):
+    """Calls a function that the compiler does not show to function modes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.fc, self.call = nn.Linear(4, 4), getattr(nn.functional, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.fc(x))
+
+
+@pytest.mark.parametrize("act", [nn.Hardswish, nn.Hardsigmoid])
+@pytest.mark.parametrize("inplace", [False, True], ids=["new", "in-place"])
+def test_modules_of_one_hidden_function_are_compiled_with_their_quantizers(act: type, inplace: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    sim = QuantizationSimModel(nn.Sequential(nn.Linear(4, 4), act(inplace), nn.Linear(4, 2)).eval(), x)
+    sim.compute_encodings([x], progress=False)
+    with torch.no_grad():
+        run = torch.compile(sim.model, backend="eager", fullgraph=True)
+        assert torch.equal(run(x), sim.model(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("hardswish", "torch.nn.Hardswish"), ("hardsigmoid", "torch.nn.Hardsigmoid"), ("tanh", "torch.tanh"),
+     ("sigmoid", "torch.sigmoid")],
+)  # fmt: skip
+def test_functions_that_a_compiler_hides_are_refused_by_name(name: str, instead: str) -> None:
+    x = torch.randn(8, 4)
+    sim = QuantizationSimModel(nn.Sequential(Hidden(name)).eval(), x)
+    sim.compute_encodings([x], progress=False)
+    message = f"0: torch.compile does not show torch.nn.functional.{name} to a simulation.*use {instead}"
+    with pytest.raises(Exception, match=message), torch.no_grad():
+        torch.compile(sim.model, backend="eager", fullgraph=True)(x)
+    assert torch.isfinite(sim.model(x)).all()
