@@ -6,6 +6,7 @@ from typing import Any
 
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.methods.front_end import front_end_of
+from bitwright.progress import collector_paused
 
 
 def fold_all_batch_norms(
@@ -43,9 +44,10 @@ def fold_all_batch_norms(
 
     Reference: Jacob et al. 2018, arXiv:1712.05877, section 3.2.
     """
-    return front_end_of(model).fold(
-        model, input_shapes, dummy_input, "fold_all_batch_norms", providers, progress
-    )
+    with collector_paused():
+        return front_end_of(model).fold(
+            model, input_shapes, dummy_input, "fold_all_batch_norms", providers, progress
+        )
 
 
 #: AIMET's name

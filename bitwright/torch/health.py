@@ -40,7 +40,7 @@ from bitwright.torch.calls.batches import as_call, evaluation, model_device, ref
 from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM
 from bitwright.torch.calls.intercept import OUTERMOST, Frame, Interceptor, Key, forward_signature
 from bitwright.torch.calls.record import Recorder, explained, find_places, named_inputs, output_name
-from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state, walk_modules
+from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state, tensors_in, walk_modules
 
 _EMPTY = frozenset(
     ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
@@ -342,7 +342,7 @@ class Doctor(Recorder):
         values = [self._known(t) if isinstance(t, torch.Tensor) else None for t in reads]
         run = func if self.mended is None or func is SET_ITEM else self.mended(key, func)
         output = super()._note(frame, key, label, op_type, inputs, attrs, run, args, kwargs)
-        made = [t for _, t in flatten_tensors(args[0] if func is SET_ITEM else output) if _is_readable(t)]
+        made = [t for t in tensors_in(args[0] if func is SET_ITEM else output) if _is_readable(t)]
         if label in _EMPTY:
             for tensor in made:
                 tensor.detach().fill_(torch.nan)
@@ -567,7 +567,7 @@ def _operands(
     """Tensors and numbers in port order; of a recurrent layer its states and parameters as well."""
     row = FUNCTIONS.get(func)
     if row is None or op_type in _RECURRENT or op_type == "RNN":
-        return [tensor for _, tensor in flatten_tensors((args, kwargs))]
+        return tensors_in((args, kwargs))
     return [value for _, value in row.operands(row.bind(args, kwargs))]
 
 
@@ -597,7 +597,7 @@ def _in_float32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         output = func(*wide_args, **wide_kwargs)
     except (RuntimeError, TypeError, ValueError):
         return None  # it insists on its type: the estimate from the operands stands
-    floats = [t[t != -torch.inf] for _, t in flatten_tensors(output) if t.is_floating_point()]  # masks aside
+    floats = [t[t != -torch.inf] for t in tensors_in(output) if t.is_floating_point()]  # masks aside
     return max((float(t.abs().max()) for t in floats if t.numel()), default=None)
 
 

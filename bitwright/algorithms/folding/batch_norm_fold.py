@@ -269,7 +269,8 @@ class _Folder:
             reason = self._why_not_storable(op, folded, bias)
             if reason:
                 return [], reason
-            bias = self._zero_bias(fold, name) if bias is None else bias
+            if bias is None:
+                bias = self._zero_bias(fold, name)
             edits["param", self._param(op, 1)] = SetParam(self._param(op, 1), folded)
             if bias is not None and operand(op, 2) is None:
                 edits["bias", name] = AddBias(name, bias)
@@ -283,9 +284,8 @@ class _Folder:
         A freshly built network, whose batch norms shift nothing, then takes the state of a trained one after both are folded.
         """
         op = self.graph.op(layer)
-        W = self._stored(op, 1)
-        assert W is not None
-        zeros = np.zeros(channel_axes(op.type, op.attrs, W.shape).outputs)
+        shape = self.graph.values[op.inputs[1] or ""].shape
+        zeros = np.zeros(channel_axes(op.type, op.attrs, shape).outputs)
         impossible = fold.keeps_shift or self.view.can_edit(AddBias(layer, zeros)) is not None
         return None if impossible else zeros
 

@@ -38,9 +38,12 @@ class TorchOpened:
         self.model = model
         example = example_input(model, shapes, function) if dummy_input is None else dummy_input
         self.example = to_device(example, model_device(model))
-        self.view = TorchView(model, [self.example])
+        self.view = TorchView(
+            model, [map_tensors(self.example, torch.clone)]
+        )  # a model may write into its input
         self.view.graph()  # explains an example that does not fit, before anything runs
-        self._before = float_outputs(model, self.example)
+        result = self.view.take_result()
+        self._before = float_outputs(model, self.example) if result is None else _named_floats(result)
 
     def changed(self) -> str | None:
         """What is different on the example input; ``None`` when only rounding is."""
@@ -169,11 +172,11 @@ def float_outputs(model: nn.Module, example: Any) -> list[tuple[str, torch.Tenso
     args, kwargs = as_call(map_tensors(example, torch.clone))  # a model may write into its input
     with torch.no_grad(), evaluation(model), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return [
-            (n, t.detach().clone())
-            for n, t in flatten_tensors(model(*args, **kwargs))
-            if t.is_floating_point()
-        ]
+        return _named_floats(model(*args, **kwargs))
+
+
+def _named_floats(output: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(n, t.detach().clone()) for n, t in flatten_tensors(output) if t.is_floating_point()]
 
 
 def what_changed(model: nn.Module, example: Any, before: list[tuple[str, torch.Tensor]]) -> str | None:

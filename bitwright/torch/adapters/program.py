@@ -24,7 +24,7 @@ from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_
 from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function
 from bitwright.torch.calls.intercept import Frame, Key
 from bitwright.torch.calls.record import Slot
-from bitwright.torch.calls.trees import flatten_tensors, map_tensors
+from bitwright.torch.calls.trees import map_tensors, tensors_in
 from bitwright.torch.simulation.quantizer import Quantizer
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 from bitwright.torch.simulation.simulate import CallPlan
@@ -50,7 +50,7 @@ class _Tracer:
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the model's inputs."""
-        for _, tensor in flatten_tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             if self._known(tensor) is None:
                 self.inputs[self._bind(tensor)] = tensor
 
@@ -60,7 +60,7 @@ class _Tracer:
 
     def end(self, output: Any) -> None:
         """Note what the model returned."""
-        self.outputs = [tensor for _, tensor in flatten_tensors(output)]
+        self.outputs = tensors_in(output)
         self.returned = tuple(self._value(tensor) for tensor in self.outputs)
 
     def call(
@@ -84,13 +84,13 @@ class _Tracer:
         kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
         plan = self._plans.get(key, CallPlan("")) if key is not None else CallPlan("")
-        reads = [self._value(t) for _, t in flatten_tensors((args, kwargs))]
+        reads = [self._value(t) for t in tensors_in((args, kwargs))]
         slots = {value: i for i, value in enumerate(dict.fromkeys(reads))}
         template = map_tensors((args, kwargs), lambda t: Slot(slots[self._value(t)]))
         places = self._places(row, args, kwargs, slots)
         output = func(*args, **kwargs)
         written = args[0] if func is SET_ITEM else output
-        produced = [t for _, t in flatten_tensors(written)]
+        produced = tensors_in(written)
         fixed = not plan.op and all(value in self.constants for value in slots)
         if not produced or (len(slots) == 1 and all(self._known(t) in slots for t in produced) and fixed):
             return output
@@ -163,7 +163,7 @@ class _Replay:
         if self.in_place:
             args = (args[0].clone(), *args[1:])
         output = self.func(*args, **kwargs)
-        return [t for _, t in flatten_tensors(args[0] if self.func is SET_ITEM else output)]
+        return tensors_in(args[0] if self.func is SET_ITEM else output)
 
     def same(self, other: _Replay) -> bool:
         """Whether both are the same call with the same arguments beside the tensors."""

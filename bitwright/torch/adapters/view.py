@@ -53,7 +53,9 @@ class TorchView:
     def graph(self) -> Graph:
         """The recorded graph; recorded anew after edits."""
         if self._graph is None:
+            state = torch.get_rng_state()
             self._recorder = record(self.model, self._examples)
+            self._is_random = not torch.equal(state, torch.get_rng_state())
             self._graph = self._recorder.graph()
             self._calls = {call.name: call for call in self._recorder.calls.values()}
             self._constants = self._recorder.constants()
@@ -64,6 +66,23 @@ class TorchView:
             self._added.clear()
             self._replaced.clear()
         return self._graph
+
+    def take_result(self) -> Any:
+        """What the model returned for the last example when it was recorded; ``None`` where another run may give another.
+
+        That is so where it draws random numbers, or takes fused kernels that a recording does not; the result is let go of.
+        """
+        self.graph()
+        result, self._recorder.result = self._recorder.result, None
+        fused = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+        if (
+            self._is_random
+            or self._recorder.decomposed
+            or self._device != torch.device("cpu")  # elsewhere random numbers have states of their own
+            or any(isinstance(module, fused) for _, module in walk_modules(self.model))
+        ):
+            return None
+        return result
 
     def _tensor(self, name: str) -> torch.Tensor:
         self.graph()

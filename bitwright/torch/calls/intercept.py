@@ -42,7 +42,7 @@ from bitwright.torch.calls.functions import FUNCTIONS, Function, function_of, se
 from bitwright.torch.calls.loops import CALLS, Where, line_of_code
 from bitwright.torch.calls.operators import ONE_HIDDEN_CALL, SHOWN, as_function, hidden_call, results
 from bitwright.torch.calls.repeats import Trace
-from bitwright.torch.calls.trees import flatten_tensors, named_state, walk_modules
+from bitwright.torch.calls.trees import ATOMS, flatten_tensors, named_state, walk_modules
 
 Key = Hashable
 #: reading and writing attributes of tensors: nothing that a model computes
@@ -310,6 +310,7 @@ class Interceptor:
         loops: places that are told apart by the line of code.
         seen: where counted places stand, while a model is recorded.
         fused: frame and label of a fused call -> its places.
+        decomposed: whether a call was carried out as several while the model was recorded.
         turns: places of parameters that are told apart by the line of code.
         repeats: places that a loop calls as a chain -> its turns, which are told apart
             (:mod:`bitwright.torch.calls.repeats`); those beyond are at the place of the last.
@@ -329,6 +330,7 @@ class Interceptor:
         self.loops: frozenset[Where] = frozenset()
         self.seen: dict[Key, Where] | None = None
         self.fused: dict[Key, set[Key]] = {}
+        self.decomposed = False
         self.recording = False
         self.turns: frozenset[Key] = frozenset()
         self.repeats: dict[Key, int] = {}
@@ -641,7 +643,7 @@ class Interceptor:
             attributes = {}
             for path, module in walk_modules(self.model):
                 for name, value in vars(module).items():
-                    if name.startswith("_") and name in _MODULE_TABLES:
+                    if type(value) in ATOMS or (name.startswith("_") and name in _MODULE_TABLES):
                         continue
                     for where, found in flatten_tensors(value, name):
                         attributes.setdefault(id(found), f"{path}.{where}" if path else where)
@@ -764,6 +766,7 @@ class Interceptor:
     ) -> Any:
         depth = len(here.frames)
         parent, label = here.frames[-1], decomposition.label
+        self.decomposed = self.decomposed or self.recording
         if decomposition.owner:
             lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list)]
             values = (*args, *kwargs.values(), *(v for found in lists for v in found))

@@ -25,7 +25,7 @@ from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function
 from bitwright.torch.calls.intercept import ACCESS, Frame, Interceptor, Key, forward_signature
 from bitwright.torch.calls.loops import Where, find_loops, find_turns
 from bitwright.torch.calls.repeats import Trace, find_repeats
-from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state
+from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state, tensors_in
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class Recorder:
         self.inputs: dict[str, int] = {}
         self.outputs: dict[int, None] = {}
         self.returned: dict[str, int] = {}
+        self.result: Any = None  # of the last forward, while whoever recorded it has not taken it
         self.static: set[Key] = set()
         self.loops: frozenset[Where] = frozenset()  # the interceptor's, for others that run the model
         self.turns: frozenset[Key] = frozenset()  # likewise
@@ -116,6 +117,7 @@ class Recorder:
     def end(self, output: Any) -> None:
         """Note which values the model returns."""
         self.returned = {name: self._value(tensor) for name, tensor in flatten_tensors(output)}
+        self.result = output if self._keep_arguments else None
         for value in self.returned.values():
             self.outputs[value] = None
         self._live.clear()
@@ -164,7 +166,7 @@ class Recorder:
         name = getattr(func, "__name__", "call")
         if name in ACCESS:
             return func(*args, **kwargs)
-        tensors = [t for _, t in flatten_tensors((args, kwargs))]
+        tensors = tensors_in((args, kwargs))
         key = frame.other_key(name)
         inputs = [self._value(t) for t in tensors]
         return self._note(frame, key, name.strip("_"), name.strip("_"), inputs, {}, func, args, kwargs)
@@ -180,13 +182,12 @@ class Recorder:
         if known is None and self._keep_arguments:
             template = map_tensors((args, kwargs), self._slot)
         output = func(*args, **kwargs)
-        produced = [t for _, t in flatten_tensors(args[0] if func is SET_ITEM else output)]
+        produced = tensors_in(args[0] if func is SET_ITEM else output)
         if not produced:
             return output
         read = [self.values[i] for i in inputs if i is not None]
         if self._trace is not None:
-            fixed = [self._is_fixed(t) for _, t in flatten_tensors((args, kwargs))]
-            self._trace.call(frame.path, op_type, (args, kwargs), fixed, produced)
+            self._trace.call(frame.path, op_type, (args, kwargs), self._is_fixed, produced)
         if all(v.kind in ("param", "constant") for v in read) and not _first_step(op_type, read):
             self._note_constants(key, label, inputs, read, produced)
             return output
@@ -307,6 +308,11 @@ class Recorder:
         inner, made = inner_values(call.name, call.type, call.attrs, hidden, shape, last.dtype)
         values.update((value.name, value) for value in made)
         return inner
+
+    @property
+    def decomposed(self) -> bool:
+        """Whether calls were carried out otherwise than the model makes them: equal up to rounding."""
+        return self._interceptor_of().decomposed
 
     @property
     def hidden(self) -> bool:

@@ -10,7 +10,7 @@ recurrent cell, or whose number of turns depends on the data is one over time to
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.torch.calls.loops import Where
-from bitwright.torch.calls.trees import flatten_tensors, map_tensors
+from bitwright.torch.calls.trees import map_tensors, tensors_in
 
 #: more turns than networks have layers
 _MOST_TURNS = 64
@@ -69,18 +69,18 @@ class Trace:
         by_forward[-1].append(len(self.events))
 
     def call(
-        self, path: str, op_type: str, args: Any, params: Sequence[bool], made: Sequence[torch.Tensor]
+        self,
+        path: str,
+        op_type: str,
+        args: Any,
+        is_fixed: Callable[[torch.Tensor], bool],
+        made: Sequence[torch.Tensor],
     ) -> None:
-        """A call returned; ``params`` says which of the tensors in its arguments are parameters or constants."""
-        read = [tensor for _, tensor in flatten_tensors(args)]
-        reads = tuple(
-            -1 if fixed else self._number(tensor) for tensor, fixed in zip(read, params, strict=True)
-        )
-        writes = []
-        for tensor in made:
-            writes.append(self._new_number(tensor))
+        """A call returned; ``is_fixed`` says of the tensors in its arguments which are parameters or constants."""
+        reads = tuple([-1 if is_fixed(tensor) else self._number(tensor) for tensor in tensors_in(args)])
+        writes = tuple([self._new_number(tensor) for tensor in made])
         rest = str(map_tensors(args, lambda tensor: None))
-        self.events.append(Event(path, op_type, reads, tuple(writes), rest))
+        self.events.append(Event(path, op_type, reads, writes, rest))
 
     def _number(self, tensor: torch.Tensor) -> int:
         known = self._numbers.get(id(tensor))

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+#: types of arguments that hold nothing; by far most arguments of a call are of these, or tensors
+ATOMS = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
+)
 
 
 def _children(obj: Any) -> list[tuple[str, Any]] | None:
@@ -23,6 +29,17 @@ def _children(obj: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
+def _values(obj: Any) -> Collection[Any] | None:
+    """What a container holds, without the names; ``None`` of anything else."""
+    kind = type(obj)
+    if kind is tuple or kind is list:
+        return obj  # type: ignore[no-any-return]
+    if kind is dict or kind is OrderedDict:
+        return obj.values()  # type: ignore[no-any-return]
+    children = _children(obj)
+    return None if children is None else [value for _, value in children]
+
+
 def flatten_tensors(obj: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
     """``(path, tensor)`` of every tensor in nested tuples, lists, mappings and dataclasses, in order.
 
@@ -35,35 +52,68 @@ def flatten_tensors(obj: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
         if isinstance(item, torch.Tensor):
             found.append((path or "output", item))
             continue
-        children = _children(item)
+        children = None if type(item) in ATOMS else _children(item)
         if children:
-            stack.extend((f"{path}.{key}" if path else key, child) for key, child in reversed(children))
+            stack.extend(
+                (f"{path}.{key}" if path else key, child)
+                for key, child in reversed(children)
+                if type(child) not in ATOMS
+            )
     return found
+
+
+def tensors_in(obj: Any) -> list[torch.Tensor]:
+    """The tensors of :func:`flatten_tensors` without their paths."""
+    if isinstance(obj, torch.Tensor):
+        return [obj]
+    found: list[torch.Tensor] = []
+    stack: list[Any] = [obj]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+            continue
+        values = None if type(item) in ATOMS else _values(item)
+        if values:
+            stack.extend(reversed([value for value in values if type(value) not in ATOMS]))
+    return found
+
+
+def _is_constant(obj: Any) -> bool:
+    """Whether an object is an atom or a tuple of atoms, as strides and shapes are: nothing in it can be replaced."""
+    kind = type(obj)
+    return kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, obj)))
 
 
 def map_tensors(obj: Any, function: Callable[[Any], Any], leaf: type = torch.Tensor) -> Any:
     """``obj`` with every tensor (or instance of ``leaf``) replaced; containers of the same types are rebuilt bottom-up."""
     if isinstance(obj, leaf):
         return function(obj)
-    order: list[tuple[Any, list[tuple[str, Any]]]] = []
+    order: list[tuple[Any, Collection[Any]]] = []
     stack = [obj]
     while stack:
         item = stack.pop()
         opaque = isinstance(item, (leaf, torch.Tensor, nn.utils.rnn.PackedSequence))
-        children = None if opaque else _children(item)
-        if children is not None:
-            order.append((item, children))
-            stack.extend(child for _, child in children)
+        values = None if opaque else _values(item)
+        if values is not None:
+            order.append((item, values))
+            stack.extend([v for v in values if not (isinstance(v, leaf) or _is_constant(v))])
     rebuilt: dict[int, Any] = {}
-    for item, children in reversed(order):
-        values = [
-            function(c) if isinstance(c, leaf) else rebuilt.get(id(c), c) for _, c in children
-        ]  # children come later in `order`, so they are rebuilt already
-        rebuilt[id(item)] = _rebuild(item, values)
+    for item, values in reversed(order):
+        new = [
+            v if type(v) in ATOMS else function(v) if isinstance(v, leaf) else rebuilt.get(id(v), v)
+            for v in values
+        ]  # containers among them come later in `order`, so they are rebuilt already
+        rebuilt[id(item)] = _rebuild(item, new)
     return rebuilt.get(id(obj), obj)
 
 
 def _rebuild(item: Any, values: list[Any]) -> Any:
+    kind = type(item)
+    if kind is tuple:
+        return tuple(values)
+    if kind is list:
+        return values
     if isinstance(item, Mapping):
         pairs = zip(item.keys(), values, strict=True)
         return dict(pairs) if type(item) is dict else type(item)(pairs)  # type: ignore[call-arg]
@@ -86,11 +136,12 @@ def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         seen.add(id(module))
         yield path, module
-        stack.extend(
-            (f"{path}.{name}" if path else name, child)
-            for name, child in reversed(module._modules.items())
-            if child is not None
-        )
+        if module._modules:
+            stack.extend(
+                (f"{path}.{name}" if path else name, child)
+                for name, child in reversed(module._modules.items())
+                if child is not None
+            )
 
 
 def named_state(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

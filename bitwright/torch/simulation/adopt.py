@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch import nn
 from bitwright.errors import ModelError
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.intercept import interceptions
-from bitwright.torch.calls.trees import flatten_tensors, walk_modules
+from bitwright.torch.calls.trees import ATOMS, tensors_in, walk_modules
 from bitwright.torch.simulation.simulate import Simulator
 
+_CONTAINERS = (dict, OrderedDict, list, set)
 _ORIGINAL = "_orig_mod"  # where torch.compile keeps the module that it was given
 
 
@@ -36,7 +38,7 @@ def adopt(model: nn.Module, example: Any, *, in_place: bool) -> nn.Module:
             "it is compiled (torch.compile), and compiled code cannot be seen by a simulation in place",
             "leave out in_place=True: the copy that is simulated is not compiled",
         )
-    own = model if in_place else copy.deepcopy(model, uncopied(model))
+    own = model if in_place else copied(model)
     for _, module in list(walk_modules(own)):
         if vars(module).get("_compiled_call_impl") is not None:
             module._compiled_call_impl = None
@@ -60,6 +62,45 @@ def _compiled(module: nn.Module) -> bool:
     return _unwrapped(module) is not module or vars(module).get("_compiled_call_impl") is not None
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """What ``copy.deepcopy`` makes of a model, without its recursion and without its look at every number.
+
+    Modules are copied one by one, children first, so that the copy of a parent finds them in the memo. A class that has a
+    say in how it is copied is left to ``copy.deepcopy``.
+    """
+    memo = uncopied(model)
+    plain: dict[type, bool] = {}
+    for _, module in reversed(list(walk_modules(model))):
+        kind = type(module)
+        if kind not in plain:
+            plain[kind] = _is_copied_by_state(kind)
+        if plain[kind] and id(module) not in memo:
+            new = memo[id(module)] = kind.__new__(kind)
+            state = {name: _copied_value(value, memo) for name, value in module.__getstate__().items()}
+            new.__setstate__(state)
+    return copy.deepcopy(model, memo)
+
+
+def _is_copied_by_state(kind: type) -> bool:
+    """Whether ``copy.deepcopy`` copies the attributes of an object of this class, and nothing else."""
+    same = ("__reduce_ex__", "__reduce__", "__getstate__")
+    hooks = ("__deepcopy__", "__getnewargs__", "__getnewargs_ex__")
+    return (
+        all(getattr(kind, name) is getattr(nn.Module, name) for name in same)
+        and not any(hasattr(kind, name) for name in hooks)
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)
+    )
+
+
+def _copied_value(value: Any, memo: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind in ATOMS:
+        return value
+    if kind in _CONTAINERS and not value:
+        return memo.setdefault(id(value), kind())
+    return copy.deepcopy(value, memo)
+
+
 def uncopied(model: nn.Module) -> dict[int, Any]:
     """For the memo of ``copy.deepcopy``, by id: what it refuses to copy, tensors that autograd made and TorchScript functions.
 
@@ -72,7 +113,9 @@ def uncopied(model: nn.Module) -> dict[int, Any]:
                 continue
             if isinstance(value, torch.jit.ScriptFunction):  # noqa: TID251, which has no state
                 found[id(value)] = value
-            for _, tensor in flatten_tensors(value):
+            if type(value) in ATOMS or (type(value) in _CONTAINERS and not value):
+                continue
+            for tensor in tensors_in(value):
                 if not tensor.is_leaf:
                     found[id(tensor)] = tensor.detach().clone()
     return found

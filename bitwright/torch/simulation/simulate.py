@@ -28,7 +28,7 @@ from bitwright.torch.calls.decompose import EXPORTABLE
 from bitwright.torch.calls.functions import FUNCTIONS, Function
 from bitwright.torch.calls.intercept import ACCESS, Frame, Key
 from bitwright.torch.calls.record import refuse_nested
-from bitwright.torch.calls.trees import flatten_tensors, map_tensors
+from bitwright.torch.calls.trees import flatten_tensors, map_tensors, tensors_in
 from bitwright.torch.simulation.fake_quantize import is_plain
 from bitwright.torch.simulation.quantizer import Quantizer
 from bitwright.torch.simulation.stacked_steps import Keep, OnGrid, StepFunctions
@@ -471,7 +471,7 @@ class Simulator:
     def _tap(self, plan: CallPlan | None, output: Any) -> None:
         if plan is None or self.taps is None:
             return
-        tensors = [t for _, t in flatten_tensors(output)]
+        tensors = tensors_in(output)
         for i, tensor in enumerate(tensors):
             name = f"{plan.op}.output[{i}]"
             kept = self.taps.get(name)
@@ -516,7 +516,7 @@ def _writes(row: Function, kwargs: dict[str, Any]) -> bool:
 
 
 def _holds_nan(output: Any) -> bool:
-    tensors = [t for _, t in flatten_tensors(output) if t.is_floating_point() and is_plain(t)]
+    tensors = [t for t in tensors_in(output) if t.is_floating_point() and is_plain(t)]
     return any(bool(t.detach().isnan().any()) for t in tensors)
 
 

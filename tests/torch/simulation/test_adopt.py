@@ -14,6 +14,8 @@ from torch.nn.utils import parametrizations, prune
 
 from bitwright.errors import ModelError
 from bitwright.torch import QuantizationSimModel
+from bitwright.torch.calls.trees import walk_modules
+from bitwright.torch.simulation.adopt import copied
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 IMAGE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -208,3 +210,60 @@ def test_compiling_the_simulation_warns_of_nothing_that_happened(caplog: pytest.
     with torch.no_grad(), caplog.at_level(logging.WARNING, "bitwright"):
         assert torch.equal(torch.compile(sim.model, backend="eager")(X), sim.model(X))
     assert not caplog.records and not sim._simulator.unseen
+
+
+# ------------------------------------------------------------------------------------------------------------ copying
+
+
+class Tied(nn.Module):
+    """Shares a weight, a buffer's memory, an empty list and a child, and refers to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.again = self.first
+        self.register_buffer("table", torch.arange(8.0))
+        self.view = self.table[2:4]
+        self.log: list[str] = []
+        self.same_log = self.log
+        self.me = {"owner": [self]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.again(x)) * self.table
+
+
+class Counted(nn.Linear):
+    """Has a say in how it is copied."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Counted:
+        new = Counted(self.in_features, self.out_features)
+        memo[id(self)] = new
+        return new
+
+
+def test_a_copy_shares_inside_what_the_model_shares() -> None:
+    model = Tied()
+    model.first.register_forward_hook(lambda *_: None)
+    new = copied(model)
+    assert new.first is new.again and new.first is not model.first
+    assert new.first.weight is new.second.weight is not model.first.weight
+    assert new.log is new.same_log is not model.log
+    assert new.me["owner"][0] is new
+    new.table.fill_(0)
+    assert new.view.tolist() == [0, 0] and model.view.tolist() == [2, 3]
+    assert len(new.first._forward_hooks) == 1
+    assert list(new.state_dict()) == list(model.state_dict()) == list(copy.deepcopy(model).state_dict())
+    assert list(vars(new)) == list(vars(copy.deepcopy(model)))
+
+
+def test_a_class_that_copies_itself_is_asked() -> None:
+    model = nn.Sequential(Counted(8, 4), nn.ReLU())
+    assert not torch.equal(copied(model)[0].weight, model[0].weight)
+
+
+def test_models_as_deep_as_they_are_long_are_copied() -> None:
+    model: nn.Module = nn.ReLU()
+    for _ in range(2000):
+        model = nn.Sequential(model)
+    assert len(list(walk_modules(copied(model)))) == 2001
