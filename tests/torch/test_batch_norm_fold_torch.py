@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from bitwright.algorithms.folding.batch_norm_fold import fold_all_batch_norms
+from bitwright.torch import fold_all_batch_norms as fold_model
 from bitwright.torch.adapters.view import TorchView
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors
 from tests.support.zoo import FOLDING_ZOO, ZOO
@@ -134,3 +135,32 @@ def test_a_functional_batch_norm_becomes_an_exact_identity():
     fold(case, model)
     x = torch.randn(2, 6, 5, 5)
     assert torch.equal(nn.functional.batch_norm(x, model.mean, model.var, model.gamma, model.beta), x)
+
+
+class Counted(nn.Module):
+    """Counts its forwards; ``drop`` drops in evaluation too, as a function called without its flag does."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.conv, self.bn, self.drop, self.runs = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), drop, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        x.mul_(2.0)  # into its input
+        y = self.bn(self.conv(x))
+        return nn.functional.dropout(y, self.drop) if self.drop else y
+
+
+@pytest.mark.parametrize(("drop", "runs"), [(0.0, 2), (0.5, 3)], ids=["fixed", "random"])
+def test_outputs_before_a_fold_are_those_of_the_recording_unless_another_run_may_differ(
+    drop: float, runs: int
+) -> None:
+    model, x = Counted(drop).eval(), torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        expected = model(x.clone()) if not drop else None
+    model.runs = 0
+    report = fold_model(model, dummy_input=x.clone())
+    assert report.pairs == (("conv", "bn"),)
+    assert model.runs == runs
+    if expected is not None:
+        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)

@@ -33,9 +33,9 @@ def _values(obj: Any) -> Collection[Any] | None:
     """What a container holds, without the names; ``None`` of anything else."""
     kind = type(obj)
     if kind is tuple or kind is list:
-        return obj  # type: ignore[no-any-return]
+        return obj
     if kind is dict or kind is OrderedDict:
-        return obj.values()  # type: ignore[no-any-return]
+        return obj.values()
     children = _children(obj)
     return None if children is None else [value for _, value in children]
 

@@ -435,10 +435,10 @@ def _gate_names(sim: QuantizationSimModel, model: ir.Model) -> dict[str, str]:
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
-def site_values(
+def values_of(
     sim: QuantizationSimModel, batch: Any, result: QdqResult
-) -> dict[str, list[np.ndarray[Any, Any]]]:
-    """The simulation's values at every site that the file has a quantizer for, one per run of its place.
+) -> tuple[dict[str, list[np.ndarray[Any, Any]]], Arrays]:
+    """The simulation's values at every site that the file has a quantizer for, one per run of its place, and its outputs.
 
     A constant is among them where the file computes it, as one that is repeated for every sample of a free batch.
     """
@@ -449,13 +449,18 @@ def site_values(
         for s in sim.quantizers.values()
         if (s.role in ("input", "output") or s.name in live) and s.name in result.tensors and s.enabled
     ]
-    taps = sim.capture(wanted, own_copy(sim, batch))
+    taps, output = sim._captured(wanted, own_copy(sim, batch))
     # the first step of a loop starts from a constant, which the exporter may have computed away: the last ones remain
-    return {
+    sites = {
         name: [t.float().cpu().numpy() for t in kept[-len(result.tensors[name]) :]]
         for name, kept in taps.items()
         if kept
     }
+    outputs = {
+        output_name(n): t.float().cpu().numpy() if t.is_floating_point() else t.cpu().numpy()
+        for n, t in flatten_tensors(output)
+    }
+    return sites, outputs
 
 
 def _graph_inputs(sim: QuantizationSimModel, batch: Any) -> Arrays:
@@ -470,18 +475,8 @@ def _first(batch: Any, rows: int | None) -> Any:
 
 
 def _samples(sim: QuantizationSimModel, batch: Any, result: QdqResult) -> Samples:
-    return Samples(site_values(sim, batch, result), _graph_inputs(sim, batch), outputs_of(sim, batch))
-
-
-def outputs_of(sim: QuantizationSimModel, batch: Any) -> Arrays:
-    """What the simulated model returns, by the name of the graph output."""
-    args, kwargs = as_call(own_copy(sim, batch))
-    with torch.no_grad(), evaluation(sim.model):
-        found = flatten_tensors(sim.model(*args, **kwargs))
-    return {
-        output_name(n): t.float().cpu().numpy() if t.is_floating_point() else t.cpu().numpy()
-        for n, t in found
-    }
+    sites, outputs = values_of(sim, batch, result)
+    return Samples(sites, _graph_inputs(sim, batch), outputs)
 
 
 def verify_sim(sim: QuantizationSimModel, batch: Any, **options: Any) -> VerifyReport:

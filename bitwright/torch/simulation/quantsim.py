@@ -561,11 +561,15 @@ class QuantizationSimModel(Tabular):
 
     def capture(self, names: Sequence[str], batch: Any) -> dict[str, list[torch.Tensor]]:
         """Values at sites or op outputs while ``sim.model`` runs ``batch``; one tensor per run of the place."""
+        return self._captured(names, batch)[0]
+
+    def _captured(self, names: Sequence[str], batch: Any) -> tuple[dict[str, list[torch.Tensor]], Any]:
+        """The same, and what ``sim.model`` returned."""
         taps: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         args, kwargs = as_call(to_device(batch, model_device(self.model)))
         with self._interceptor.handled_by(self._handler.variant(taps=taps)), self._evaluation("capture"):
-            self.model(*args, **kwargs)
-        return taps
+            output = self.model(*args, **kwargs)
+        return taps, output
 
     def example(self) -> Any:
         """The first of the inputs that the model was recorded on."""

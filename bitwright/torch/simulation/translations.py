@@ -11,6 +11,10 @@ from typing import Any
 import onnx_ir as ir
 import onnxscript
 import torch
+from onnx.defs import OpSchema
+
+import bitwright.torch.simulation.simulate  # noqa: F401, which defines the operator of marks
+from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE
 
 op: Any = onnxscript.opset21  # its annotations are those of a script, in which numbers are tensors
 #: types that TopK of ONNX Runtime has a kernel for
@@ -37,7 +41,26 @@ def sort_stable(self: Any, *, stable: bool | None = None, dim: int = -1, descend
     return values if kept else op.Cast(values, to=self.dtype), indices
 
 
+_FLOATS = ["tensor(float)", "tensor(double)", "tensor(float16)", "tensor(bfloat16)"]
+_SITE: Any = onnxscript.values.Op(
+    onnxscript.values.Opset(DOMAIN, 1),
+    OP_TYPE,
+    OpSchema(
+        OP_TYPE, DOMAIN, 1,
+        inputs=[OpSchema.FormalParameter("x", "T")], outputs=[OpSchema.FormalParameter("y", "T")],
+        type_constraints=[("T", _FLOATS, "of what is quantized")],
+        attributes=[OpSchema.Attribute(ATTRIBUTE, OpSchema.AttrType.STRING)],
+    ),
+)  # fmt: skip
+
+
+def site(x: Any, site: str) -> Any:
+    """``bitwright::site``: a marker, see :mod:`bitwright.export.qdq.markers`."""
+    return _SITE(x, **{ATTRIBUTE: site})
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.squeeze.dim: squeeze_dim,
     torch.ops.aten.sort.stable: sort_stable,
+    torch.ops.bitwright.site.default: site,
 }

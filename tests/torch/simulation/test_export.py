@@ -169,6 +169,15 @@ def test_exporting_leaves_the_simulation_as_it_was(
     assert sim.model(data[0])["logits"].requires_grad
 
 
+def test_one_simulated_forward_gives_samples_and_outputs(
+    sim: QuantizationSimModel, data: list[Tensor], tmp_path: Path
+) -> None:
+    runs: list[bool] = []
+    sim.model.fc.register_forward_hook(lambda *given: runs.append(type(given[-1]) is Tensor))
+    sim.export(tmp_path, "net", data[0])
+    assert sum(runs) == 1  # the exporter's own have stand-ins for values
+
+
 def test_a_block_that_runs_twice_is_compared_and_calibrated_in_both_runs(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(16, 6)
