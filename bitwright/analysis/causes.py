@@ -26,6 +26,7 @@ _DISPARATE = 8.0  # largest channel over the median from which on most channels 
 _FEW = 0.06  # share of the channels that still counts as a few outliers
 _CUT = 0.25  # of the grid's length: calibration saw values so far outside of it
 _NARROW = {"weight": 6, "constant": 6}  # bits up to which a width is a cause by itself; 7 for activations
+_ENOUGH_SAMPLES = 8  # from which on their sizes are compared
 _SOFTMAX_STEP = 0.1  # of the input: a step changes a probability by so much of itself
 _LARGE = 0.05  # share of the noise of all layers from which on one without a fault needs more bits
 _MATTERS = 0.02  # share of the layer's noise below which a site is not asked
@@ -50,6 +51,7 @@ CAUSES = {
     "disparate_channels": "channels of a weight differ widely, on one scale",
     "disparate_inputs": "input channels of a weight differ widely, under one scale",
     "outlier_channels": "a few channels of an activation are far larger than the rest",
+    "uneven_samples": "samples differ widely in size, and one grid holds them all",
     "few_bits": "the grid has few steps",
     "few_codes": "nearly all values share a few codes",
     "softmax_input": "a step of the grid changes probabilities much",
@@ -212,6 +214,18 @@ def _activation_channels(seen: _Seen) -> Cause | None:
     return _cause("outlier_channels", seen, text, tries, ratio=ratio, channel=worst)
 
 
+def _samples(seen: _Seen) -> Cause | None:
+    """Loud and soft sounds, bright and dark pictures: the soft ones have few steps, and with a logarithm they count as much."""
+    reach = np.array(seen.values.sample_reach)
+    if seen.site.role not in ("input", "output") or reach.size < _ENOUGH_SAMPLES:
+        return None
+    ratio = float(reach.max()) / _median(reach)
+    if ratio < _DISPARATE:
+        return None
+    text = f"the largest sample reaches {ratio:.0f} times the median sample, and one grid holds all"
+    return _cause("uneven_samples", seen, text, ("16_bits",), ratio=ratio)
+
+
 def _balance(seen: _Seen) -> str:
     """What moves scales between the channels of an activation: between convolutions, or in front of linear layers."""
     place = seen.site.channels.place
@@ -277,7 +291,7 @@ def _dead(seen: _Seen) -> Cause | None:
 
 _OF_SITES: tuple[Rule, ...] = (
     _clipping, _too_wide, _weight_channels, _activation_channels, _bits, _codes, _softmax, _output_grid, _weight_inputs,
-    _dead,
+    _samples, _dead,
 )  # fmt: skip
 
 

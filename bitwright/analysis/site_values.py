@@ -22,6 +22,7 @@ from bitwright.core.simulation.sites import Site
 _BINS = 64  # of the histogram of values
 _CODE_BINS = 256  # of the histogram of codes: grids of more steps are divided into so many parts
 _ELEMENTS = 1 << 18  # of a tensor whose histograms are taken; of larger ones evenly spread elements
+_SAMPLES = 4096  # whose largest magnitudes are kept
 _CHANNELS = 4096  # of a tensor whose channels are listed one by one
 _PER_CODE = 4  # values per code from which on unused codes mean something
 _MOST = 0.99  # share of the values that counts as nearly all
@@ -42,6 +43,7 @@ class SiteValues:
         codes: histogram of the codes over the grid.
         channel_low, channel_high: of each channel, where the graph tells which axis counts them.
         input_reach: of a weight, the largest magnitude that meets each of its input channels.
+        sample_reach: of an activation, the largest magnitude of each sample, batch after batch.
     """
 
     site: Site
@@ -57,6 +59,7 @@ class SiteValues:
     channel_low: NDArray[np.float64] | None = None
     channel_high: NDArray[np.float64] | None = None
     input_reach: NDArray[np.float64] | None = None
+    sample_reach: list[float] = field(default_factory=list)
 
     def add(self, x: Tensor, quantized: Tensor) -> None:
         """Count a tensor and what the site's quantizer makes of it."""
@@ -81,6 +84,7 @@ class SiteValues:
         if whole:
             self._add_channels(x)
             self._add_inputs(x)
+            self._add_samples(x)
 
     def _add_errors(
         self, x: Tensor, error: Tensor, finite: Tensor | None, encoding: Encoding, bounds: tuple[float, float]
@@ -152,6 +156,10 @@ class SiteValues:
         if axis is not None and x.ndim > 1 and 1 < x.shape[axis] <= _CHANNELS:
             rest = [i for i in range(x.ndim) if i != axis]
             self.input_reach = x.abs().amax(rest).cpu().double().numpy()
+
+    def _add_samples(self, x: Tensor) -> None:
+        if self.site.role in ("input", "output") and x.ndim > 1 and len(self.sample_reach) < _SAMPLES:
+            self.sample_reach += x.abs().flatten(1).amax(1).tolist()
 
     # -- what follows
 

@@ -51,6 +51,7 @@ _DIRECTED: dict[str, tuple[str, ...]] = {
     "disparate_inputs": ("fold", "equalize", "bias_correction"),
     "outlier_weight_channel": ("fold", "equalize", "bias_correction"),
     "softmax_input": ("fold", "widen"),
+    "uneven_samples": ("fold", "widen"),
     "few_bits": ("fold", "adaround"),
     "few_codes": ("fold", "activation_ranges", "widen"),
     "range_too_wide": ("fold", "activation_ranges", "gptq"),
