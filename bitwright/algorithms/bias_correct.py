@@ -26,6 +26,7 @@ import numpy as np
 from bitwright.algorithms.channels.layers import Array, Layer, Layers, Refused
 from bitwright.algorithms.channels.trial import Bar, no_bar
 from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.placement.user_scheme import QuantScheme
 from bitwright.core.simulation.protocols import AddBias, FloatModel
 from bitwright.errors import CalibrationError, ConfigError
@@ -147,21 +148,6 @@ def expected_inputs(layers: Layers, moments: Moments) -> dict[str, Array]:
     return found
 
 
-_KEEPS_MEAN = frozenset(
-    (
-        "Identity",
-        "Dropout",
-        "Contiguous",
-        "Clone",
-        "AveragePool",
-        "GlobalAveragePool",
-        "ReduceMean",
-        "Flatten",
-    )
-    + ("Reshape", "Squeeze", "Pad")
-)
-
-
 def moments_behind(op: Op, known: Moments) -> tuple[Array, Array] | None:
     """Mean and standard deviation behind an operator, from those of its inputs by name; ``None``: not known."""
     sources = [known.get(value) for value in op.inputs if value is not None]
@@ -181,7 +167,7 @@ def moments_behind(op: Op, known: Moments) -> tuple[Array, Array] | None:
         slope = float(op.attrs.get("alpha", 0.01))
         above, below = clipped_normal(mean, std, 0.0, np.inf), clipped_normal(mean, std, -np.inf, 0.0)
         return above[0] + slope * below[0], above[1] + slope * below[1]
-    return (mean, std) if op.type in _KEEPS_MEAN else None
+    return (mean, std) if op.type in TRAITS["keeps_mean"] else None
 
 
 # ---------------------------------------------------------------------------------------------- on a model

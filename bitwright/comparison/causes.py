@@ -19,6 +19,7 @@ from bitwright.comparison.lockstep import Feeds, Lockstep, unchanged
 from bitwright.comparison.parameters import Key, Parameter, give, narrow
 from bitwright.comparison.points import Pair, values_by_name
 from bitwright.comparison.report import CauseName, Finding, Retry
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.accumulator import INT32_MAX
 from bitwright.export.verify.agreement import MOST_LSB, SLACK, Agreement, step_of
 from bitwright.export.verify.cut import Place
@@ -26,7 +27,6 @@ from bitwright.export.verify.reasons import Evidence, measure
 
 Array = NDArray[Any]
 
-_BOUNDS = frozenset(("Relu", "Clip"))
 _ENOUGH = 0.99  # equal codes of a tensor where others are one step off: what summation order may do
 
 
@@ -226,7 +226,7 @@ class _Doubt:
         ours, theirs = self.lockstep.parameters
         made = set(self.place.piece.made)
         for key, other in self.lockstep.keys_in_a.items():
-            if key[0] in made and theirs[key].op not in _BOUNDS:
+            if key[0] in made and theirs[key].op not in TRAITS["clamp"]:
                 yield key, ours[other], theirs[key]
 
     def _grid(self) -> Iterator[Suspect]:
@@ -261,7 +261,7 @@ class _Doubt:
         theirs = dict(zip(self.place.piece.made, self.ops, strict=False))
         for name, kind in self._made_by_a().items():
             if (
-                kind in _BOUNDS
+                kind in TRAITS["clamp"]
                 and theirs.get(name) != kind
                 and kind not in self.ops
                 and self._ends_here(name)
@@ -278,7 +278,7 @@ class _Doubt:
         ours = set(self._made_by_a())
         for node in self.lockstep.b.model.graph:
             name = str(node.outputs[0].name)
-            if ours and node.op_type in _BOUNDS and name in theirs and self._unknown_to_a(name, ours):
+            if ours and node.op_type in TRAITS["clamp"] and name in theirs and self._unknown_to_a(name, ours):
                 yield Suspect(
                     "clip",
                     f"{self.lockstep.b.label} limits {name} by {node.op_type}, {self.lockstep.a.label} does not",

@@ -10,15 +10,15 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.core.graph.traits import TRAITS
 from bitwright.export.qdq.forms import Builder
 from bitwright.export.verify.agreement import spread
-from bitwright.export.verify.cut import WITH_BIAS, reads_constants
+from bitwright.export.verify.cut import reads_constants
 from bitwright.export.verify.runtime import run_model
 
 Array = NDArray[Any]
 Key = tuple[str, int]  # name of an operator's first output, and the port
 
-_PRODUCTS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
 _FLOATS = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16))
 
 
@@ -72,9 +72,9 @@ def parameters(model: ir.Model) -> dict[Key, Parameter]:
 
 def role_of(node: ir.Node, port: int) -> str:
     """What a constant at ``port`` is to ``node``."""
-    if node.op_type in WITH_BIAS and port == 2:
+    if node.op_type in TRAITS["bias_port"] and port == 2:
         return "bias"
-    if node.op_type in _PRODUCTS:
+    if node.op_type in TRAITS["layer"]:
         return "weight"
     return "bias" if node.op_type == "Add" else "constant"
 
@@ -134,7 +134,7 @@ def narrow(model: ir.Model, outputs: set[str], bits: int) -> bool:
     """
     changed = False
     for node in model.graph:
-        if not outputs.intersection(str(v.name) for v in node.outputs) or node.op_type not in _PRODUCTS:
+        if not outputs.intersection(str(v.name) for v in node.outputs) or node.op_type not in TRAITS["layer"]:
             continue
         for port in range(1, len(node.inputs)):
             value = node.inputs[port]

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.core.graph.traits import TRAITS
 from bitwright.export.qdq.forms import after, before, read_metadata
 from bitwright.export.qdq.markers import Names, copy_model, move_uses
 from bitwright.export.verify.cut import (
@@ -29,7 +30,6 @@ Array = NDArray[Any]
 
 _FLOATS = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16))
 _QDQ = frozenset(("QuantizeLinear", "DequantizeLinear"))
-_FUSED = frozenset(("Relu", "Clip"))  # part of the integer kernel before them
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _is_code(value: ir.Value | None) -> bool:
 def _ends_in_codes(node: ir.Node) -> bool:
     if node.op_type == "QuantizeLinear":
         return True
-    if node.op_type not in _FUSED:
+    if node.op_type not in TRAITS["clamp"]:
         return False
     return any(use.node.op_type == "QuantizeLinear" for value in node.outputs for use in value.uses())
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.graph.ops import op_row
 from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import BitwrightError
 from bitwright.export.deployed import benchmark_export, sample_inputs
@@ -36,7 +37,6 @@ logger = logging.getLogger("bitwright")
 
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
-_FUSED = ("Relu", "Clip")  # part of the integer kernel before them
 
 
 def benchmark_path(
@@ -186,7 +186,8 @@ def _islands(sim: QuantizationSimModel) -> list[str]:
         maker = sim.graph.producer(site.value)
         around = [op.type for op, _ in sim.graph.consumers(site.value)] + ([maker.type] if maker else [])
         if not any(
-            kind in HAS_INTEGER_KERNEL or kind in _FUSED or op_row(kind).kind == "movement" for kind in around
+            kind in HAS_INTEGER_KERNEL or kind in TRAITS["clamp"] or op_row(kind).kind == "movement"
+            for kind in around
         ):
             found.append(site.name)
     return found

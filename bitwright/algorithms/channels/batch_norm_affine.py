@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.graph.traits import TRAITS
 from bitwright.errors import ModelError
 
 Array = NDArray[Any]
 Attrs = Mapping[str, Any]
 
 #: operator types that can absorb a batch norm
-LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 
 
 def bn_affine(
@@ -203,7 +203,7 @@ def channel_axes(op_type: str, attrs: Attrs, shape: Sequence[int]) -> ChannelAxe
     raise ModelError(
         op_type,
         "a batch norm cannot be folded into this operator",
-        f"fold into one of {', '.join(sorted(LAYERS))}",
+        f"fold into one of {', '.join(sorted(TRAITS['layer']))}",
     )
 
 

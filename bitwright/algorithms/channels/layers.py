@@ -16,31 +16,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.algorithms.channels.batch_norm_affine import LAYERS, ChannelAxes, channel_axes
+from bitwright.algorithms.channels.batch_norm_affine import ChannelAxes, channel_axes
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.ops import CELLS, op_row
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.simulation.protocols import Clamp, Edit, FloatModel, SetParam
 
 Array = NDArray[Any]
 Kind = Literal["layer", "norm", "embedding"]
 
-#: operators that hand each channel on by itself, times the same positive factor if the input has one
-_HOMOGENEOUS = frozenset(
-    (
-        "Relu",
-        "LeakyRelu",
-        "PRelu",
-        "Clip",
-        "Identity",
-        "Dropout",
-        "Contiguous",
-        "Clone",
-        "MaxPool",
-        "AveragePool",
-    )
-    + ("GlobalAveragePool", "GlobalMaxPool", "ReduceMean", "ReduceMax", "Pad", "Resize", "ResizeNearest")
-    + ("Reshape", "Flatten", "Squeeze", "Mul", "Div")
-)
 _BOTH_PORTS = frozenset({"Mul"})
 _NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
 
@@ -135,7 +119,7 @@ class Layers:
     # -- reading an operator
 
     def _read(self, op: Op) -> Layer | str | None:
-        if op.type in LAYERS:
+        if op.type in TRAITS["layer"]:
             return self._read_layer(op)
         if op.type in _NORMS or op.type == "Mul":
             return self._read_norm(op)
@@ -420,7 +404,12 @@ class _Walk:
             sources = (
                 [] if op is None else [s for s in op.inputs if s and self.graph.values[s].shape == shape]
             )
-            if op is None or op.also or not sources or op.type not in self.ties | _HOMOGENEOUS - _BOTH_PORTS:
+            if (
+                op is None
+                or op.also
+                or not sources
+                or op.type not in self.ties.union(TRAITS["homogeneous"]) - _BOTH_PORTS
+            ):
                 made = (
                     "an input or a parameter of the model" if op is None else f"made by {op.name} ({op.type})"
                 )
@@ -450,7 +439,7 @@ class _Walk:
             self._enter(op.outputs[0], self.axis[value])
             others = [source for source in op.inputs if source is not None and source != value]
             return next((r for other in others if (r := self._tie(other, self.axis[value]))), None)
-        if op.type not in _HOMOGENEOUS or (port != 0 and op.type not in _BOTH_PORTS):
+        if op.type not in TRAITS["homogeneous"] or (port != 0 and op.type not in _BOTH_PORTS):
             return f"{op.name} ({op.type}) reads {value}"
         return self._pass(op, value)
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 
 from bitwright.algorithms.channels.batch_norm_affine import (
-    LAYERS,
     Array,
     bn_affine,
     channel_axes,
@@ -29,14 +28,13 @@ from bitwright.algorithms.folding.channel_map import (
     moves_elements,
 )
 from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.simulation.protocols import AddBias, Bypass, FloatModel
 from bitwright.errors import ModelError
 
 Direction = Literal["backward", "forward"]
 #: names of batch norms in execution order
 Chain = tuple[str, ...]
-
-_TRANSPARENT = frozenset({"Identity", "Contiguous", "Clone", "Dropout"})
 
 
 @dataclass(frozen=True)
@@ -280,7 +278,7 @@ class _Search:
 
     def _passes(self, op: Op) -> bool:
         """Whether the op hands its input on unchanged."""
-        if op.type not in _TRANSPARENT or len(op.outputs) != 1 or op.inputs[0] is None:
+        if op.type not in TRAITS["identity"] or len(op.outputs) != 1 or op.inputs[0] is None:
             return False
         source, result = self.graph.values[op.inputs[0]], self.graph.values[op.outputs[0]]
         if (source.shape, source.dtype) != (result.shape, result.dtype):
@@ -307,7 +305,7 @@ class _Search:
                 return layers, reason
             op = self.graph.producer(value)
             assert op is not None
-            if op.type in LAYERS:
+            if op.type in TRAITS["layer"]:
                 layers.append((op, path))
             else:
                 path = (op, path) if moves_elements(self.graph, op) else path
@@ -320,7 +318,7 @@ class _Search:
         op = self.graph.producer(value)
         if op is None:
             return f"its input {value} is no result of a layer but {_KINDS[self.graph.values[value].kind]}"
-        if op.type in LAYERS or self._hands_on(op):
+        if op.type in TRAITS["layer"] or self._hands_on(op):
             return None
         return f"its input comes from {op.name} ({op.type})"
 
@@ -345,7 +343,7 @@ class _Search:
             for op, port in self.graph.consumers(value):
                 if op.type in _MEASURES:
                     continue
-                if port == 0 and op.type in LAYERS:
+                if port == 0 and op.type in TRAITS["layer"]:
                     layers.append((op, path))
                 elif port == 0 and self._hands_on(op):
                     passed.append(op)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.simulation.protocols import FloatModel
 
 Array = NDArray[Any]
@@ -27,7 +28,6 @@ Path = tuple[Op, Any] | None
 FLAT = ("Gemm", "MatMul")
 
 #: operators whose output has the elements of the input in the same order, under another shape
-_RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 _ROWS = 2  # of an axis of unknown length in front
 #: how many numbers from 0 on a dtype holds exactly, by which the channels are told apart
 _EXACT = {"float16": 1 << 11, "bfloat16": 1 << 8}
@@ -56,7 +56,7 @@ class Between:
 
 def moves_elements(graph: Graph, op: Op) -> bool:
     """Whether the op, which runs once, hands on every element of its input once, in another order or shape."""
-    if op.type not in _RESHAPES | {"Transpose"} or len(op.outputs) != 1 or op.calls != 1 or op.also:
+    if op.type not in (*TRAITS["reshape"], "Transpose") or len(op.outputs) != 1 or op.calls != 1 or op.also:
         return False
     source, result = graph.values[op.inputs[0] or ""], graph.values[op.outputs[0]]
     return source.dtype == result.dtype and source.kind == "activation"

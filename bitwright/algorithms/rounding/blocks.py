@@ -6,12 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.traits import TRAITS
 
-#: functions of one number that a layer's loss is taken behind
-ACTIVATIONS = frozenset(
-    ("Relu", "Clip", "LeakyRelu", "HardSwish", "HardSigmoid", "Silu", "Gelu", "Elu", "Mish", "Selu", "Celu")
-    + ("Softplus", "Sigmoid", "Tanh")
-)
 _LONG = 1 / 3  # a value read over more of the graph than this (a mask, rotary angles) does not join blocks
 _LONG_GRAPH = 30  # operators from which on a graph is deep enough for that to mean something
 
@@ -44,7 +40,7 @@ def layer_units(graph: Graph, layers: Sequence[str]) -> list[Unit]:
         between = (
             () if after is None else [o.name for o in graph.ops[position[name] + 1 : position[after.name]]]
         )
-        joined = after is not None and after.type in ACTIVATIONS and wanted.isdisjoint(between)
+        joined = after is not None and after.type in TRAITS["activation"] and wanted.isdisjoint(between)
         found.append(Unit((name, after.name) if joined and after is not None else (name,), (name,)))
     return found
 

@@ -25,6 +25,7 @@ from bitwright.algorithms.rounding.blocks import Unit, layer_units
 from bitwright.algorithms.rounding.matrices import RECURRENT, Grid, Layer, Moments, moments
 from bitwright.algorithms.rounding.program import SimulatedModel
 from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.affine import with_scale
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
@@ -38,7 +39,7 @@ logger = logging.getLogger("bitwright")
 #: bytes of activations held in memory, unless told otherwise
 MEMORY_BUDGET = 4 << 30
 _ROWS = 4096  # of layers with few inputs, such as depthwise ones: making them costs next to nothing
-TREATED = ("Conv", "ConvTranspose", "Gemm", "MatMul", "GroupedMatMul", *RECURRENT)
+TREATED = (*TRAITS["layer"], "GroupedMatMul", *RECURRENT)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from bitwright.algorithms.rounding.activation_cache import Run, Walk
 from bitwright.algorithms.rounding.adaround import AdaptiveRounding, annealed_beta
-from bitwright.algorithms.rounding.blocks import ACTIVATIONS, Unit, block_units, layer_units
+from bitwright.algorithms.rounding.blocks import Unit, block_units, layer_units
 from bitwright.algorithms.rounding.driver import Choice, Task, check_finite, check_rows
 from bitwright.algorithms.rounding.flexround import LearnedDivision
 from bitwright.algorithms.rounding.matrices import RECURRENT, Grid, Layer, grid_encoding, sample_rows
 from bitwright.algorithms.rounding.program import Program, State, Step, run_step
+from bitwright.core.graph.traits import TRAITS
 from bitwright.errors import ConfigError
 
 logger = logging.getLogger("bitwright")
@@ -292,7 +293,7 @@ def _function(task: Task) -> Callable[[Tensor], Tensor] | None:
     if len(others) != 1 or not layer.has_rows_as_outputs:
         return None
     if (
-        task.walk.model.graph().op(others[0]).type not in ACTIVATIONS
+        task.walk.model.graph().op(others[0]).type not in TRAITS["activation"]
     ):  # a flatten, say: no function of one number
         return None
     step = task.walk.step(others[0])

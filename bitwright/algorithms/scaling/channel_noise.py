@@ -25,6 +25,7 @@ from bitwright.algorithms.channels.layers import Array, Group, Layer, sole_reade
 from bitwright.algorithms.channels.trial import Bar, no_bar
 from bitwright.algorithms.scaling.smooth import observe
 from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.simulation.protocols import FloatModel
 
 #: largest values are smoothed to ``log(sum(x**SHARPNESS)) / SHARPNESS``, so that descent has a gradient
@@ -42,8 +43,7 @@ _SMALL, _TINY = 1e-12, 1e-30
 _SMALL_MATRIX = 32
 #: a sum of powers below which those that fell below the smallest float64 could matter
 _FAINT = 1e-100
-_PIECEWISE_LINEAR = frozenset({"Relu", "Clip", "LeakyRelu"})
-_TRANSPARENT = frozenset({"Identity", "Dropout", "Contiguous", "Clone"})
+_LINEAR_IN_PARTS = (*TRAITS["piecewise_linear"], *TRAITS["identity"])
 
 
 # ---------------------------------------------------------------------------------------------- arithmetic
@@ -326,7 +326,7 @@ def measured_moments(
 
 def _behind_activation(graph: Graph, layer: Layer, mean: Array, std: Array) -> tuple[Array, Array]:
     value, known = layer.output, {layer.output: (mean, std)}
-    while (op := sole_reader(graph, value)) is not None and op.type in _PIECEWISE_LINEAR | _TRANSPARENT:
+    while (op := sole_reader(graph, value)) is not None and op.type in _LINEAR_IN_PARTS:
         passed = moments_behind(op, known)
         if passed is None:
             break

@@ -28,6 +28,7 @@ from bitwright.algorithms.scaling.channel_noise import (
     measured_moments,
     quietest_factors,
 )
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.simulation.protocols import AddBias, Clamp, Edit, FloatModel, SetParam, Undo
 from bitwright.tables import Tabular
 
@@ -36,7 +37,6 @@ logger = logging.getLogger("bitwright")
 MAX_ROUNDS = 1000
 #: factors of a round that are nearer to 1 than this end the iteration
 TOLERANCE = 1e-3
-_LAYERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
 def equalizing_factors(r1: Array, r2: Array) -> Array:
@@ -286,7 +286,9 @@ def equalizable(view: FloatModel, layers: Layers) -> tuple[list[Group], list[Ref
     """The groups that ``view`` lets us rescale, and why the other layers begin none."""
     found, refused = find_groups(layers, [layer for layer in layers.of.values() if layer.kind == "layer"])
     refused += [
-        Refused(op, reason) for op, reason in layers.refused.items() if layers.graph.op(op).type in _LAYERS
+        Refused(op, reason)
+        for op, reason in layers.refused.items()
+        if layers.graph.op(op).type in TRAITS["layer"]
     ]
     groups = []
     for group in found:

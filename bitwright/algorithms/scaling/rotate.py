@@ -22,6 +22,7 @@ from bitwright.algorithms.channels.layers import Array, Layer, Layers, Refused, 
 from bitwright.algorithms.channels.trial import Bar, Check, Reversible, joined, no_bar, sift
 from bitwright.algorithms.folding.norm_fold import NormReport, fold_norms
 from bitwright.core.graph.graph import Op
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.simulation.protocols import Edit, FloatModel, SetParam, Undo
 from bitwright.errors import ConfigError
 from bitwright.tables import Tabular
@@ -157,9 +158,7 @@ class Stream:
         )
 
 
-_MOVES = frozenset(
-    ("Identity", "Dropout", "Contiguous", "Clone", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Slice")
-)
+_MOVES = frozenset((*TRAITS["identity"], *TRAITS["reshape"], "Slice"))
 _MOVES_TOO = frozenset({"Gather"})
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.ops import op_row
+from bitwright.core.graph.traits import TRAITS
 
 PatternKind = Literal["chain", "bias_add", "masked_softmax"]
 
@@ -67,9 +68,17 @@ class NoMatch:
         return f"{self.op}: not fused as {self.pattern}, because {self.reason}"
 
 
-CONV_LIKE = ("Conv", "ConvTranspose", "Gemm")
-_ACTIVATIONS = ("Relu", "Clip")
-_HEADS = (*CONV_LIKE, "MatMul", "Add", "Sub", "Mul", "BatchNormalization", "AveragePool", "GlobalAveragePool")
+_ACTIVATIONS = TRAITS["clamp"]
+_HEADS = (
+    *TRAITS["bias_port"],
+    "MatMul",
+    "Add",
+    "Sub",
+    "Mul",
+    "BatchNormalization",
+    "AveragePool",
+    "GlobalAveragePool",
+)
 
 _MASKING = ("Add", "Where", "MaskedFill")
 _SCALING = ("Mul", "Div")
@@ -83,14 +92,12 @@ MATMUL_ADD: tuple[Pattern, ...] = (
     Pattern(("MatMul", "Add"), "bias_add"),
 )
 DEFAULT_SUPERGROUPS: tuple[Pattern, ...] = (
-    *(Pattern((head, "BatchNormalization", a)) for head in CONV_LIKE for a in _ACTIVATIONS),
+    *(Pattern((head, "BatchNormalization", a)) for head in TRAITS["bias_port"] for a in _ACTIVATIONS),
     *(Pattern((head, a)) for head in _HEADS for a in _ACTIVATIONS),
-    *(Pattern((head, "BatchNormalization")) for head in CONV_LIKE),
+    *(Pattern((head, "BatchNormalization")) for head in TRAITS["bias_port"]),
     *MATMUL_ADD,
     *MASKED_SOFTMAX,
 )
-
-_NO_CHANGE = frozenset(("Identity", "Dropout", "Contiguous", "Clone"))
 
 
 def folds_into(graph: Graph, op: Op) -> Op | None:
@@ -104,7 +111,7 @@ def folds_into(graph: Graph, op: Op) -> Op | None:
     if value is None or op.also or op.attrs.get("training") or len(op.inputs) < 5 or None in op.inputs[3:5]:
         return None
     head = graph.producer(value)
-    if head is None or head.type not in CONV_LIKE or graph.sole_consumer(value) is None:
+    if head is None or head.type not in TRAITS["bias_port"] or graph.sole_consumer(value) is None:
         return None
     weight = head.inputs[1] if len(head.inputs) > 1 else None
     if weight is None or not graph.values[weight].is_static:
@@ -140,7 +147,7 @@ class _Links:
 
     def skips(self, op: Op) -> bool:
         """Whether ``op`` changes nothing at inference."""
-        if op.type in _NO_CHANGE:
+        if op.type in TRAITS["identity"]:
             return True
         if op.type != "BatchNormalization":
             return False

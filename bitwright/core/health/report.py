@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.arrays import (
     Array,
     as_array,
@@ -363,7 +364,7 @@ MAKERS = frozenset(
 #: operators that answer an infinity with an innocent number: port -> what becomes of it
 _DIVIDES = {"Div": 1, "Reciprocal": 0, "Rsqrt": 0}
 #: operators that weigh data with parameters: an infinity among what they read is no mask
-_WEIGHS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN"))
+_WEIGHS = frozenset((*TRAITS["layer"], "LSTM", "GRU", "RNN"))
 #: operators that turn NaN into an index, a count or a choice
 _CHOOSES = frozenset(
     "ArgMax ArgMin argmax argmin argsort multinomial bincount long int TopK Sort Cast".split()

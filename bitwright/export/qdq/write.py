@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.graph.ops import op_row, weight_axes
 from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.affine import with_scale
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
@@ -256,10 +257,9 @@ _KERNEL_AXES: dict[tuple[str, int], tuple[int, int | None] | Literal["any"]] = {
     # no integer kernel reads a DequantizeLinear in front of these
     **{(op_type, port): "any" for op_type in CELLS for port in (1, 2)},
 }
-_WITH_BIAS = frozenset(("Conv", "ConvTranspose", "Gemm"))
 # Ports of weights, whose signedness integer kernels take as it comes.
 _WEIGHT_PORTS = {
-    **dict.fromkeys(("Conv", "ConvTranspose", "Gemm", "MatMul"), (1,)),
+    **dict.fromkeys(TRAITS["layer"], (1,)),
     **dict.fromkeys(CELLS, (1, 2)),
     **dict.fromkeys(("Gather", "Transpose"), (0,)),
 }
@@ -426,7 +426,7 @@ class _Writer:
 
     def _note_float_weight(self, node: ir.Node) -> None:
         """A float weight behind a quantized input does not stay float in ONNX Runtime's default mode."""
-        weight = node.inputs[1] if node.op_type in _WITH_BIAS and len(node.inputs) > 1 else None
+        weight = node.inputs[1] if node.op_type in TRAITS["bias_port"] and len(node.inputs) > 1 else None
         if weight in self.constants and node.inputs[0] in self.grids:
             text = (
                 "stays in float, but ONNX Runtime by default quantizes float weights behind quantized inputs"
@@ -781,7 +781,7 @@ def _bias_place(node: ir.Node) -> tuple[ir.Node, int] | None:
     """``(operator, port)``: ``node`` reads there the bias of ``operator``, itself or the MatMul before it."""
     if node.domain:
         return None
-    if node.op_type in _WITH_BIAS:
+    if node.op_type in TRAITS["bias_port"]:
         return (node, 2) if len(node.inputs) > 2 and node.inputs[2] is not None else None
     if node.op_type != "Add":
         return None

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.core.graph.traits import TRAITS
 from bitwright.export.qdq.forms import damaged_metadata, read_metadata
 from bitwright.export.qdq.markers import Names, copy_model, move_uses
 from bitwright.export.verify.accumulated import accumulated
@@ -26,7 +27,6 @@ Values = Mapping[str, Array | Sequence[Array]]
 
 OUTPUT_FORMAT = "float32"  # of graph outputs that end in no quantizer
 OUTPUT_STEP = 1e-3  # what counts as one step there, relative to the largest value
-WITH_BIAS = frozenset(("Conv", "ConvTranspose", "Gemm"))
 _PLACES_AT_ONCE = 100
 _QDQ = frozenset(("QuantizeLinear", "DequantizeLinear"))
 
@@ -53,7 +53,7 @@ class Piece:
         self.ops.append(node.op_type)
         self.made.extend(str(value.name) for value in node.outputs)
         self.accumulated = max(self.accumulated, accumulated(node))
-        for port, name in ((1, "weight"), (2, "bias")) if node.op_type in WITH_BIAS else ():
+        for port, name in ((1, "weight"), (2, "bias")) if node.op_type in TRAITS["bias_port"] else ():
             value = node.inputs[port] if len(node.inputs) > port else None
             if value is not None and value.is_initializer():
                 self.float_params.add(name)

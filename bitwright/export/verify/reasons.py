@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.accumulator import INT32_MAX
 from bitwright.core.numerics.formats import FloatFormat, parse_format
 from bitwright.export.verify.agreement import MOST_LSB, SLACK, Agreement
-from bitwright.export.verify.cut import OUTPUT_FORMAT, WITH_BIAS
+from bitwright.export.verify.cut import OUTPUT_FORMAT
 from bitwright.export.verify.runtime import Mode
 
 Array = NDArray[Any]
@@ -27,7 +28,8 @@ Array = NDArray[Any]
 # step and never more than a quarter.
 _ULPS, _LEAST, _MOST = 64 * 2.0**-24, 0.01, 0.25
 
-_SUMS = WITH_BIAS | {
+_SUMS = {
+    *TRAITS["bias_port"],
     "MatMul", "Einsum", "AveragePool", "GlobalAveragePool", "ReduceMean", "ReduceSum", "LayerNormalization",
     "GroupNormalization", "InstanceNormalization", "BatchNormalization", "RMSNormalization", "CumSum", "LRN",
     "Attention", "LSTM", "GRU", "RNN", "ReduceL2", "ReduceL1", "ReduceSumSquare", "LpNormalization", "Sum", "Mean",

@@ -9,9 +9,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from bitwright.algorithms.channels.batch_norm_affine import LAYERS
 from bitwright.algorithms.folding import batch_norm_fold as algorithm
 from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.simulation.protocols import AddBias, Array, Edit
 from bitwright.onnx.model.load import Loaded
 from bitwright.onnx.model.session import Providers
@@ -130,7 +130,7 @@ def _computed_beside_norms(graph: Graph) -> Iterator[str]:
     """Weights, biases and parameters of batch norms that the model computes from constants, where one may be folded."""
     for op in graph.ops:
         norm = op.type == "BatchNormalization"
-        if not norm and op.type in (*LAYERS, "Add"):
+        if not norm and op.type in (*TRAITS["layer"], "Add"):
             sources = [graph.producer(value) for value in op.inputs if value is not None]
             readers = [reader for value in op.outputs for reader, _ in graph.consumers(value)]
             norm = any(

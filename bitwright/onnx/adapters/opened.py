@@ -10,10 +10,10 @@ import onnx
 import onnx_ir as ir
 
 from bitwright.algorithms.bias_correct import QuantParams
-from bitwright.algorithms.channels.batch_norm_affine import LAYERS
 from bitwright.algorithms.channels.trial import Reversible
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.health.repair import Repair
 from bitwright.core.simulation.protocols import Array, sqnr
 from bitwright.errors import ConfigError, ModelError
@@ -207,7 +207,7 @@ def _loaded(model: Any, function: str) -> Loaded:
 def _computed_weights(graph: Graph) -> Iterator[str]:
     """Weights that the model computes from constants, as a transposed initializer."""
     for op in graph.ops:
-        for value in op.inputs[1:] if op.type in LAYERS else ():
+        for value in op.inputs[1:] if op.type in TRAITS["layer"] else ():
             if value is not None and graph.values[value].kind == "constant" and graph.values[value].is_float:
                 yield value
 

@@ -30,6 +30,7 @@ import onnx_ir as ir
 from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.core.graph.ops import OPS, op_row
 from bitwright.core.graph.recurrence import CELLS, RETURNS, inner_values
+from bitwright.core.graph.traits import TRAITS
 from bitwright.export.files.value_types import is_tensor
 from bitwright.export.qdq.recurrent import layer_activations, unknown_activation
 
@@ -39,8 +40,6 @@ _STANDARD = ("", "ai.onnx")
 _RANDOM = frozenset(
     ("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial")
 )
-_CARRIES_ONE = frozenset(("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"))
-_BODIES = frozenset(("If", "Loop", "Scan"))
 _DTYPES = {"float": "float32", "double": "float64"}
 
 
@@ -98,7 +97,11 @@ class _Node:
     def number(self, port: int) -> float | None:
         """The single element of a constant operand, also behind casts and changes of shape."""
         value = self.input(port)
-        while value is not None and (maker := value.producer()) is not None and maker.op_type in _CARRIES_ONE:
+        while (
+            value is not None
+            and (maker := value.producer()) is not None
+            and maker.op_type in TRAITS["one_element"]
+        ):
             value = maker.inputs[0]
         tensor = None if value is None else value.const_value
         return float(tensor.numpy().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else None
@@ -279,7 +282,7 @@ class _Reader:
         for node, leaving in self._walk():
             if not leaving:
                 self._enter(node)
-            elif node.op_type in _BODIES and node.domain in _STANDARD:
+            elif node.op_type in TRAITS["bodies"] and node.domain in _STANDARD:
                 self._leave(node)
             else:
                 self._plain(node)
@@ -474,7 +477,7 @@ def _bodies(node: ir.Node) -> list[ir.Graph]:
 
 def _captured(node: ir.Node) -> list[ir.Value]:
     """What the bodies of an operator other than If, Loop and Scan hand out to it."""
-    if node.op_type in _BODIES and node.domain in _STANDARD:
+    if node.op_type in TRAITS["bodies"] and node.domain in _STANDARD:
         return []
     return [value for body in _bodies(node) for value in body.outputs]
 

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.simulation.protocols import (
     AddBias,
     Array,
@@ -31,9 +32,6 @@ from bitwright.onnx.model.instrument import Instrument
 from bitwright.onnx.model.load import Loaded, Source, load_model
 from bitwright.onnx.model.session import Providers, first_line, open_session, refusals
 
-#: operators whose third input is a bias that may be left out
-_WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")
-_CONTROL_FLOW = ("If", "Loop", "Scan")
 _NOT_TAKEN = [-1]  # stands for the shape of what lies in a branch that is not taken
 
 
@@ -153,7 +151,7 @@ class OnnxView:
         """
         view = self._read()
         node, fixed = view.node[op], view.graph.values
-        if node.op_type in _CONTROL_FLOW and not node.domain:
+        if node.op_type in TRAITS["bodies"] and not node.domain:
             raise ModelError(
                 op, f"a {node.op_type} is no single operator", "ask for the operators of its bodies"
             )
@@ -261,7 +259,7 @@ class OnnxView:
             return None if held is not None and held.is_initializer() else "it reads no initializer there"
         if sum(bool(value.name) for value in node.outputs) != 1:
             return "it has several outputs"
-        if not node.inputs or node.inputs[0] is None or node.op_type in _CONTROL_FLOW:
+        if not node.inputs or node.inputs[0] is None or node.op_type in TRAITS["bodies"]:
             return "it has no input to pass through"
         return None
 
@@ -548,7 +546,7 @@ def _no_bias_place(node: ir.Node) -> str | None:
             and len(weight.shape) == 2
         )
         return None if stored else "it multiplies by no stored matrix"
-    if node.op_type not in _WITH_BIAS or node.domain:
+    if node.op_type not in TRAITS["bias_port"] or node.domain:
         return f"a {node.op_type} has no input for a bias"
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         return f"it has the bias {node.inputs[2].name}"

@@ -26,6 +26,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import (
     FLOAT4_E2M1,
@@ -46,7 +47,6 @@ from bitwright.export.qdq.write import moves_data
 Array = NDArray[Any]
 
 _DOMAINS = ("", "ai.onnx", "com.microsoft")
-_BODIES = ("If", "Loop", "Scan")
 _SHAPE_ONLY = ("Shape", "Size")  # read no elements
 _FLOATS: dict[ir.DataType, FloatFormat] = {
     ir.DataType.FLOAT8E4M3FN: FLOAT8_E4M3,
@@ -355,7 +355,7 @@ class _Taker:
         readers = [
             (node, port) for node, port in result.uses() if node.op_type not in _SHAPE_ONLY or node.domain
         ]
-        apart = [node for node, _ in readers if node.op_type in _BODIES or node in self.inner]
+        apart = [node for node, _ in readers if node.op_type in TRAITS["bodies"] or node in self.inner]
         if not whole and (apart or result.is_graph_output()):
             self._keep_identity(pair, value, readers)
             readers = [(n, p) for n, p in readers if n not in apart]
@@ -385,7 +385,7 @@ class _Taker:
         for source in inputs:
             remove_unread(source)
         for reader, port in readers:
-            if reader.op_type not in _BODIES and reader not in self.inner:
+            if reader.op_type not in TRAITS["bodies"] and reader not in self.inner:
                 reader.replace_input_with(port, value)
 
     def _check_rest(self) -> None:

@@ -1,0 +1,71 @@
+"""Traits of operators: every operator is answered for, and no second table says what a trait says."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from bitwright.core.graph.ops import OPS
+from bitwright.core.graph.traits import TRAITS, WITHOUT, Trait
+
+ROOT = Path(__file__).parents[3] / "bitwright"
+#: facts of a runtime, of a file format or of AIMET, which may be those of the model by chance
+ELSEWHERE = ("runtimes", "aimet_torch", "aimet_onnx", "export/tflite", "core/placement/aimet_config.py")
+FILES = [
+    p
+    for p in sorted(ROOT.rglob("*.py"))
+    if p.name != "traits.py" and not str(p.relative_to(ROOT)).startswith(ELSEWHERE)
+]
+
+
+def unanswered() -> set[str]:
+    """Operators of the op table with no trait, that nobody said is without."""
+    return OPS.keys() - {op for ops in TRAITS.values() for op in ops} - WITHOUT
+
+
+def test_every_operator_is_answered_for() -> None:
+    missing = unanswered()
+    assert not missing, (
+        f"give {sorted(missing)} their traits in core/graph/traits.py, or name them in WITHOUT"
+    )
+
+
+def test_an_operator_that_is_not_answered_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPS, "Asinh", OPS["Relu"])
+    assert unanswered() == {"Asinh"}
+
+
+def test_traits_name_operators_of_the_op_table_once() -> None:
+    assert TRAITS.keys() == set(get_args(Trait))
+    for trait, ops in TRAITS.items():
+        assert len(set(ops)) == len(ops) > 1, trait
+        assert OPS.keys() >= set(ops), trait
+        assert not WITHOUT.intersection(ops), trait
+    assert OPS.keys() >= WITHOUT
+
+
+def copies(source: str) -> list[str]:
+    """Tables of ``source`` that list exactly the operators of a trait."""
+    found = []
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            for part in ast.walk(node.value):
+                if isinstance(part, (ast.Tuple, ast.List, ast.Set)):
+                    names = {e.value if isinstance(e, ast.Constant) else None for e in part.elts}
+                    found += [
+                        f"line {part.lineno}: {trait}" for trait, ops in TRAITS.items() if names == set(ops)
+                    ]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_other_table_repeats_a_trait(path: Path) -> None:
+    assert not copies(path.read_text(encoding="utf-8"))
+
+
+def test_a_table_that_repeats_a_trait_is_seen() -> None:
+    assert copies('_FUSED = frozenset(("Clip", "Relu"))') == ["line 1: clamp"]
+    assert not copies('_FUSED = ("Clip", "Relu", "Tanh")')
