@@ -22,7 +22,7 @@ DIFFERENCES: dict[str, str] = {
     "export": "the QDQ model is written beside the float model, as <prefix>_qdq.onnx; no .pth file is written",
     "export_to_torchscript": "TorchScript is not written: an error",
     "use_embedded_encodings": "<prefix>_qdq.onnx has the encodings embedded, always",
-    "onnx_export_args": "names and opset come from the model; dynamic_axes makes the first axis of every input vary",
+    "onnx_export_args": "the opset is 21; dynamic_axes makes the first axis of every input vary",
     "propagate_encodings": "without effect",
     "load_checkpoint": "nothing is unpickled: make the simulation, then sim.load_checkpoint(folder)",
     "save_checkpoint": "writes a folder of safetensors and JSON",

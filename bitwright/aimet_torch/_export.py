@@ -13,16 +13,8 @@ from typing import Any
 from bitwright.aimet_common.absent import differs
 from bitwright.errors import ConfigError
 
-# torch.onnx.export's arguments that choose names, versions or shapes; ours are found from the model.
-_IGNORED = (
-    "input_names",
-    "output_names",
-    "opset_version",
-    "dynamo",
-    "verbose",
-    "do_constant_folding",
-    "training",
-)
+# torch.onnx.export's arguments that mean something and have no effect here
+_IGNORED = ("opset_version", "training")
 
 
 def export(
@@ -34,6 +26,7 @@ def export(
 ) -> tuple[Path, ...]:
     """Write AIMET's files: the float ``<prefix>.onnx``, ``<prefix>.encodings`` and ``<prefix>_torch.encodings``.
 
+    Every tensor that lies on a grid has an entry; ``<prefix>_sites.json`` says which are a simulation's own.
     ``<prefix>_qdq.onnx``, with QuantizeLinear and DequantizeLinear, is what other runtimes load.
 
     Returns:
@@ -58,10 +51,11 @@ def export(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        made = write(work, prefix, dummy_input, samples=False, **options)
+        made = write(work, prefix, dummy_input, samples=False, **{"every_tensor": True, **options})
         target = folder / f"{encodings}_torch.encodings"
         sim.save_encodings(target, options.get("encoding_version", "1.0.0"))
         files = [target, _moved(made.encodings, folder / f"{encodings}.encodings")]
+        files.append(_moved(made.sites, folder / f"{encodings}_sites.json"))
         if form["export_model"]:
             files.append(_moved_model(made.float_model, folder / f"{prefix}.onnx"))
             files.append(_moved_model(made.qdq, folder / f"{prefix}_qdq.onnx"))
@@ -78,9 +72,12 @@ def onnx_options(arguments: dict[str, Any]) -> dict[str, Any]:
         differs(
             "export(dynamic_axes=...)", "the first axis of every input varies; dynamic_shapes= names others"
         )
+    found.update(
+        {name: list(arguments[name]) for name in ("input_names", "output_names") if arguments.get(name)}
+    )
     ignored = [name for name in _IGNORED if arguments.get(name) is not None]
     if ignored:
-        differs(f"export({', '.join(ignored)})", "without effect: names come from forward, the opset is 21")
+        differs(f"export({', '.join(ignored)})", "without effect: the opset is 21, in evaluation mode")
     return found
 
 
@@ -117,6 +114,8 @@ class OnnxExporter:
     ) -> None:
         """Write the float model to ``f`` and its encodings beside it, with the suffix ``.encodings``.
 
+        ``<stem>_sites.json`` says which of them are a simulation's own.
+
         Raises:
             TypeError: ``f`` is no path.
         """
@@ -126,6 +125,7 @@ class OnnxExporter:
         with work:
             target = Path(f)
             _moved(made.encodings, target.with_suffix(".encodings"))
+            _moved(made.sites, target.with_name(f"{target.stem}_sites.json"))
             _moved_model(made.float_model, target)
 
 
@@ -178,7 +178,7 @@ def _exported(
     work = tempfile.TemporaryDirectory(dir=folder)
     try:
         made = sim.write_artefacts(
-            work.name, "model", args, encoding_version=version, samples=False,
+            work.name, "model", args, encoding_version=version, samples=False, every_tensor=True,
             bias="float" if bias is False else "int32",
             activation="as_is" if activation is None else activation, **onnx_options(kwargs),
         )  # fmt: skip

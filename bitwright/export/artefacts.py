@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from bitwright.core.graph.recurrence import HIDDEN
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.serialize import encoding_to_json, spec_to_json
 from bitwright.errors import ConfigError, ExportError, close_matches
+from bitwright.export.encodings.carried import carried_records
 from bitwright.export.encodings.of_simulation import Simulated, quantizer_args
 from bitwright.export.encodings.versions import VERSIONS, NamedEncoding, write_encodings
 from bitwright.export.files.atomic import atomic_files, check_destination
@@ -143,6 +144,7 @@ def write_artefacts(
     recurrent: RecurrentForm | None = None,
     weight_only: ProductForm = "exact",
     target: str = DEFAULT_TARGET,
+    every_tensor: bool = False,
     notes: Sequence[str] = (),
     data: Sequence[Array],
     samples: Callable[[QdqResult, int | None], Samples] | None,
@@ -160,6 +162,7 @@ def write_artefacts(
         recurrent: how the QDQ model writes recurrent layers, :func:`recurrent_form` by default; see
             :func:`bitwright.export.qdq.recurrent.write_recurrent`;
             the float model has the operators.
+        every_tensor: whether tensors that only carry elements of others have entries in the encodings file too.
         notes: what there is to say about ``marked`` beside what is found here.
         data: the example input, for the manifest's fingerprint.
         samples: gives what the simulation computes on the first so many samples of the example, or on all of them; fewer
@@ -210,8 +213,12 @@ def write_artefacts(
             notes += flat.notes
         save_model(stripped.model, staging / names["float_model"])
         _forget_weights(result.model)
-        notes += _write_encodings(sim, encodings, tensors, staging / names["encodings"], encoding_version)
-        (staging / names["sites"]).write_text(json.dumps(_sites(sim, result, tensors), indent=1))
+        records = _records(sim, encodings, tensors, with_bias=encoding_version == "2.0.0")
+        marked_tensors = {tensor for several in tensors.values() for tensor in several}
+        carried = carried_records(stripped.model, records, marked_tensors) if every_tensor else {}
+        records += carried.values()
+        notes += _write_encodings(sim, records, staging / names["encodings"], encoding_version)
+        (staging / names["sites"]).write_text(json.dumps(_sites(sim, result, tensors, carried), indent=1))
         if samples is not None:
             kept, sizes = _few_enough(samples, result, data)
             notes += sizes
@@ -301,17 +308,11 @@ def _float_insides(
         yield f"{op}: {count} tensors inside the native operator are in float; their encodings are in the encodings file"
 
 
-def _write_encodings(
-    sim: Simulated,
-    encodings: Mapping[str, Encoding],
-    tensors: Mapping[str, tuple[str, ...]],
-    path: Path,
-    version: str,
-) -> list[str]:
+def _write_encodings(sim: Simulated, records: Sequence[NamedEncoding], path: Path, version: str) -> list[str]:
     """Write the encodings file; notes on what its version cannot express."""
     written = write_encodings(
         path,
-        _records(sim, encodings, tensors, with_bias=version == "2.0.0"),
+        records,
         version,
         quantizer_args=quantizer_args(sim),
         excluded_layers=()
@@ -341,7 +342,9 @@ def _records(
     return list(found.values())
 
 
-def _sites(sim: Simulated, result: QdqResult, tensors: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+def _sites(
+    sim: Simulated, result: QdqResult, tensors: Mapping[str, tuple[str, ...]], carried: Iterable[str]
+) -> dict[str, Any]:
     return {
         "version": 1,
         "sites": {
@@ -357,6 +360,7 @@ def _sites(sim: Simulated, result: QdqResult, tensors: Mapping[str, tuple[str, .
             for site in sim.quantizers.values()
         },
         "float": dict(sim.plan.floats),
+        "carried": list(carried),
     }
 
 

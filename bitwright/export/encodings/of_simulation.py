@@ -157,7 +157,7 @@ def _matched(
 ) -> dict[str, NamedEncoding]:
     sites = [s for s in sim.quantizers.values() if not s.quantizer.derived]
     params = {s.name for s in sites if s.role in ("weight", "bias", "constant")}
-    exported = _exported_names(source)
+    exported, carried = _exported_names(source)
     file = read_encodings(source, params=params.union(*(exported.get(name, ()) for name in params)))
     by_value: dict[str, list[str]] = {}
     for site in sites:
@@ -173,7 +173,7 @@ def _matched(
         r for r in file.records if r.name not in derived and not (params_only and r.kind == "activation")
     ]
     by_tensor = _by_tensor(sites, exported, {record.name: record for record in records})
-    known = {tensor for site in sites for tensor in exported.get(site.name, ())}
+    known = {tensor for site in sites for tensor in exported.get(site.name, ())}.union(carried)
     found = dict(by_tensor)
     extra: list[str] = []
     for record in records:
@@ -196,23 +196,26 @@ def _matched(
     return found
 
 
-def _exported_names(source: str | Path | dict[str, Any]) -> dict[str, list[str]]:
+def _exported_names(source: str | Path | dict[str, Any]) -> tuple[dict[str, list[str]], tuple[str, ...]]:
     """Site -> names of its tensors in the exported model, from ``<prefix>_sites.json``; empty where there is none.
+
+    Also the tensors that carry elements of those, whose entries say nothing new.
 
     A tensor that several sites mark has the record of the first in the encodings file; it is no name of a site whose
     encoding was another.
     """
     if isinstance(source, dict) or Path(source).suffix != ".encodings":
-        return {}
+        return {}, ()
     settle(Path(source).parent)  # the two files are read as a pair
     path = Path(source).with_name(f"{Path(source).stem}_sites.json")
     if not path.is_file():
-        return {}
+        return {}, ()
     first: dict[str, Any] = {}
+    saved = read_sites(path)
     return {
         name: [tensor for tensor in site.tensors if first.setdefault(tensor, site.encoding) == site.encoding]
-        for name, site in read_sites(path).sites.items()
-    }
+        for name, site in saved.sites.items()
+    }, saved.carried
 
 
 def _by_tensor(

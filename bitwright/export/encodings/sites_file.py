@@ -38,10 +38,11 @@ class SavedSite:
 
 @dataclass(frozen=True)
 class SavedSites:
-    """Every site by name, and what stayed in float with the reason."""
+    """Every site by name, what stayed in float with the reason, and tensors that carry elements of a site's."""
 
     sites: dict[str, SavedSite]
     floats: dict[str, str]
+    carried: tuple[str, ...] = ()
 
 
 def read_sites(path: AnyPath) -> SavedSites:
@@ -64,7 +65,10 @@ def read_sites(path: AnyPath) -> SavedSites:
     floats = _need(document.get("float"), f"{path}, key 'float'", dict)
     for name, reason in floats.items():
         _need(reason, f"{path}, key 'float': {name!r:.200}", str)
-    return SavedSites(sites, floats)
+    carried = _need(document.get("carried", []), f"{path}, key 'carried'", list)
+    for tensor in carried:
+        _need(tensor, f"{path}, key 'carried'", str)
+    return SavedSites(sites, floats, tuple(carried))
 
 
 def _site(entry: Any, at: str) -> SavedSite:

@@ -763,6 +763,7 @@ class QuantizationSimModel(Tabular):
         weight_only: ProductForm = "exact",
         target: str = DEFAULT_TARGET,
         format: FileFormat | None = None,
+        every_tensor: bool = False,
         samples: bool = True,
     ) -> Exported:
         """Write the model for deployment into the folder ``path``, which is made if need be.
@@ -790,6 +791,8 @@ class QuantizationSimModel(Tabular):
             target: the runtime that the files are for, a row of :data:`bitwright.export.targets.TARGETS`: it decides how
                 weights of 4 bits are stored.
             format: ``"tflite"`` is short for ``target="litert"``, which writes ``<prefix>.tflite`` beside the ONNX files.
+            every_tensor: also write encodings of tensors that only carry elements of quantized ones (max pools, reshapes, ...),
+                for compilers that want an entry for every tensor.
             samples: write the samples; fewer of them, with a note, when all would pass 64 MiB and the batch axis is free.
 
         Raises:
@@ -816,6 +819,7 @@ class QuantizationSimModel(Tabular):
             recurrent=recurrent,
             weight_only=weight_only,
             target=target,
+            every_tensor=every_tensor,
             data=[plain(array) for array in example.values()],
             samples=(
                 lambda result, rows: self._samples(

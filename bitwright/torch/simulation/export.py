@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,6 +31,7 @@ from bitwright.export.artefacts import (
 from bitwright.export.encodings.gate_order import GATED, to_onnx_order
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.forms import read_metadata
+from bitwright.export.qdq.ports import rename_ports
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.recurrent import restore_native, write_recurrent
 from bitwright.export.qdq.write import QdqResult, rename_values, site_names, strip_sites, to_qdq
@@ -63,6 +64,9 @@ def export_sim(
     format: FileFormat | None = None,
     dynamic_batch: bool | Literal["auto"] = False,
     dynamic_shapes: Any = None,
+    every_tensor: bool = False,
+    input_names: Sequence[str] = (),
+    output_names: Sequence[str] = (),
     samples: bool = True,
 ) -> Exported:
     """Write the model for deployment into the folder ``path``, which is made if need be.
@@ -95,6 +99,10 @@ def export_sim(
         dynamic_batch: let the first axis of every input vary; ``"auto"`` does so where the model allows it, and says in the
             notes of the result where it does not, and why.
         dynamic_shapes: instead, a dict from input names to axes as ``torch.export`` takes them: ``{"x": {0: Dim.AUTO}}``.
+        every_tensor: also write encodings of tensors that only carry elements of quantized ones (max pools, reshapes, ...),
+            for compilers that want an entry for every tensor.
+        input_names, output_names: of the first inputs and outputs of the files; by default those of ``forward``'s parameters, and
+            ``output``, ``output.<key>``.
         samples: write the samples; fewer of them, with a note, when all would pass 64 MiB and the batch axis is free.
 
     Raises:
@@ -111,6 +119,7 @@ def export_sim(
     else:
         free = dynamic_batch is True
         marked = marked_onnx(sim, dummy_input, dynamic_batch=free, dynamic_shapes=dynamic_shapes)
+    names = rename_ports(marked, input_names, output_names)
     return write_artefacts(
         sim,
         path,
@@ -123,9 +132,12 @@ def export_sim(
         recurrent=recurrent,
         weight_only=weight_only,
         target=target,
+        every_tensor=every_tensor,
         notes=notes,
         data=[t.detach().cpu().numpy() for _, t in flatten_tensors(dummy_input)],
-        samples=(lambda result, rows: _samples(sim, _first(dummy_input, rows), result)) if samples else None,
+        samples=(lambda result, rows: _samples(sim, _first(dummy_input, rows), result, names))
+        if samples
+        else None,
     )
 
 
@@ -474,9 +486,14 @@ def _first(batch: Any, rows: int | None) -> Any:
     return batch if rows is None else map_tensors(batch, lambda tensor: tensor[:rows])
 
 
-def _samples(sim: QuantizationSimModel, batch: Any, result: QdqResult) -> Samples:
-    sites, outputs = values_of(sim, batch, result)
-    return Samples(sites, _graph_inputs(sim, batch), outputs)
+def _samples(sim: QuantizationSimModel, batch: Any, result: QdqResult, names: Mapping[str, str]) -> Samples:
+    """See :class:`Samples`; ``names`` are those of inputs and outputs that were given other ones."""
+    sites, made = values_of(sim, batch, result)
+    inputs, outputs = (
+        {names.get(name, name): array for name, array in arrays.items()}
+        for arrays in (_graph_inputs(sim, batch), made)
+    )
+    return Samples(sites, inputs, outputs)
 
 
 def verify_sim(sim: QuantizationSimModel, batch: Any, **options: Any) -> VerifyReport:

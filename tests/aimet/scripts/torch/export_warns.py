@@ -7,6 +7,6 @@ from tests.aimet.nets import Net, batch
 x = batch()
 sim = QuantizationSimModel(Net().eval(), x)
 sim.compute_encodings(lambda m: m(x))
-sim.export(".", "net", x, onnx_export_args=OnnxExportApiArgs(opset_version=13, input_names=["image"]))
+sim.export(".", "net", x, onnx_export_args=OnnxExportApiArgs(opset_version=13))
 with pytest.raises(ValueError):
     sim.export(".", "net", x, export_to_torchscript=True)
