@@ -541,5 +541,5 @@ def _in_memory(
     form = recurrent_form(sim, None, forms["target"])
     marked = marked_onnx(sim, batch, **options)
     result = to_qdq(write_recurrent(marked, form), site_encodings(sim), bias=bias, **forms)
-    kept = _samples(sim, batch, result)
+    kept = _samples(sim, batch, result, {})
     return result, strip_sites(restore_native(marked)).model, kept
