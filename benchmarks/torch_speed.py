@@ -44,6 +44,7 @@ rows of the table:
   memory            peak of creation, histogram calibration and a forward / peak of float forwards, both with
                     the imported program taken off; each in a process of its own
   memory, training  the same for training steps
+  memory, learned   the same with learned ranges
 
 examples:
   python benchmarks/torch_speed.py                        the whole table, about ten minutes
@@ -72,10 +73,23 @@ class Settings:
     batches: int
 
 
+class Recurrent(nn.Module):
+    """Two LSTM layers over a sequence, and a classifier of every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(128, 256, 2, batch_first=True), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, T, 128]`` -> ``[B, T, 64]``."""
+        return self.head(self.lstm(x)[0])
+
+
 SUBJECTS: dict[str, Subject] = {
     "resnet18": Subject(ResNet18, (4, 3, 224, 224), (4, 3, 112, 112)),
     "mobilenet_v2": Subject(MobileNetV2, (4, 3, 224, 224), (4, 3, 112, 112)),
     "encoder": Subject(Encoder, (4, 128, 256), (4, 64, 256)),
+    "lstm": Subject(Recurrent, (16, 64, 128), (16, 32, 128)),
 }
 
 # (row, model) -> (AIMET 2.42 on the same kind of machine, our target), as ratios to the float model
@@ -225,10 +239,16 @@ def _sim_phase(bench: Bench) -> None:
         sim.model(bench.x)
 
 
-def _train(model: nn.Module, x: Tensor) -> None:
-    step = training(model, x)
+def _train(model: nn.Module, x: Tensor, ranges: Sequence[nn.Parameter] = ()) -> None:
+    step = training(model, x, ranges)
     step()
     step()
+
+
+def _train_learned(bench: Bench) -> None:
+    sim = bench.calibrated()
+    sim.learn_ranges()
+    _train(sim.model, bench.x, sim.range_parameters())
 
 
 PHASES: dict[str, Callable[[Bench], None]] = {
@@ -236,6 +256,7 @@ PHASES: dict[str, Callable[[Bench], None]] = {
     "sim": _sim_phase,
     "float-training": lambda bench: _train(bench.model, bench.x),
     "sim-training": lambda bench: _train(bench.calibrated().model, bench.x),
+    "learned-training": _train_learned,
 }
 
 
@@ -274,7 +295,11 @@ ROWS: dict[str, tuple[Callable[[Bench], float], str]] = {
     "folding": (Bench.folding, "{:.2f} s"),
     "export": (Bench.export, "{:.2f} s"),
 }
-MEMORY_ROWS = {"memory": ("float", "sim"), "memory, training": ("float-training", "sim-training")}
+MEMORY_ROWS = {
+    "memory": ("float", "sim"),
+    "memory, training": ("float-training", "sim-training"),
+    "memory, learned": ("float-training", "learned-training"),
+}
 
 
 def measure_model(name: str, rows: Sequence[str], settings: Settings) -> dict[str, Any]:

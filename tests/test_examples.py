@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +98,48 @@ def test_script_prints_its_five_rows(tmp_path):
     ):  # codes of 4 bits are stored as bytes, for the kernels of the default target
         assert (tmp_path / f"out/{bits}/digits.onnx").stat().st_size < float_file / 2
     assert "bitwright verify" in run.stdout
+
+
+def _torchrun(script: Path, *arguments: str, processes: int, seconds: float) -> list[str]:
+    """What ``torchrun`` prints; everything it started is ended after ``seconds``.
+
+    Processes that outlive ``torchrun`` keep its pipes open, so that waiting for the end of its output would hang.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        str(script),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == 0, errors
+    return sorted(line for line in output.splitlines() if line.startswith("rank "))
+
+
+@pytest.mark.slow
+def test_torchrun_trains_one_network_on_two_processes(tmp_path):
+    lines = _torchrun(ROOT / "examples" / "train_ddp.py", str(tmp_path / "last"), processes=2, seconds=300)
+    found = [
+        re.fullmatch(r"rank (\d): ([\d.]+) % before, ([\d.]+) % after training, all parameters (\w{16})", x)
+        for x in lines
+    ]
+    assert [match[1] for match in found] == ["0", "1"]
+    assert found[0][4] == found[1][4], "both ranks have the same weights and ranges"
+    assert all(float(match[3]) >= float(match[2]) + 1.0 for match in found)
+    assert (tmp_path / "last" / "checkpoint.json").is_file()

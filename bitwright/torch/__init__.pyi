@@ -54,6 +54,7 @@ from bitwright.torch.simulation.quantsim import (
     QuantScheme as QuantScheme,
 )
 from bitwright.torch.training import Distillation as Distillation
+from bitwright.torch.training import LowRankCorrection as LowRankCorrection
 from bitwright.torch.training import TrainingGuard as TrainingGuard
 from bitwright.torch.training import WeightFreezing as WeightFreezing
 from bitwright.torch.training import dampening_loss as dampening_loss

@@ -37,6 +37,7 @@ from bitwright.torch.simulation.ranges import (
     learned_from_json,
     learned_ranges,
     learned_to_json,
+    refuse_corrections,
     restore_learned,
     share_gradients,
 )
@@ -84,6 +85,7 @@ def _state(sim: QuantizationSimModel) -> dict[str, Any]:
             "the simulation is being calibrated",
             "call it when compute_encodings has returned",
         )
+    refuse_corrections(sim, "save_checkpoint")
     quantizers = {
         site.name: {
             "spec": spec_to_json(site.quantizer.spec),

@@ -42,6 +42,7 @@ from bitwright.torch.calls.intercept import forward_signature
 from bitwright.torch.calls.record import Slot, named_inputs, output_name
 from bitwright.torch.calls.recurrent import WEIGHT_PORTS, onnx_rows
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state
+from bitwright.torch.simulation.ranges import refuse_corrections
 from bitwright.torch.simulation.translations import TRANSLATIONS
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ def _check(sim: QuantizationSimModel, version: str) -> None:
 
 
 def _check_exportable(sim: QuantizationSimModel) -> None:
+    refuse_corrections(sim, "export")
     for name, tensor in named_state(sim.model):
         if tensor.dtype in (torch.bfloat16, torch.float64):
             raise ExportError(

@@ -38,6 +38,7 @@ class Quantizer(core.Quantizer):
     Attributes:
         learned: the parameters its range is trained by, from which :attr:`encoding` follows; ``None`` for a fixed range.
         pivot: what is done to the gradients of its input (:mod:`bitwright.torch.training.pivot`); ``None`` for nothing.
+        correction: adds to a weight on its grid what trains beside it (:mod:`bitwright.torch.training.low_rank`).
     """
 
     def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
@@ -46,6 +47,7 @@ class Quantizer(core.Quantizer):
         self._kept: tuple[torch.Tensor, Encoding, torch.Tensor] | None = None
         self.learned: LearnedRange | None = None
         self.pivot: Callable[[torch.Tensor, Grid], torch.Tensor] | None = None
+        self.correction: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def learn(self, *, offset: bool) -> LearnedRange:
         """Make the range trainable from the present encoding on; parameters that are there already stay."""
@@ -57,7 +59,7 @@ class Quantizer(core.Quantizer):
         """Go on in the place of ``other``, learned range included; with ``encoding`` instead of its own."""
         self._spec, self._enabled, self.frozen = other._spec, other._enabled, other.frozen
         self.why_float, self.why_spec, self.statistics = other.why_float, other.why_spec, other.statistics
-        self.pivot = other.pivot
+        self.pivot, self.correction = other.pivot, other.correction
         self.learned = None
         self._set_encoding(other._encoding)
         self.learned = other.learned
@@ -130,7 +132,11 @@ class Quantizer(core.Quantizer):
         return x + (out - x).detach() if torch.is_grad_enabled() and x.requires_grad else out
 
     def constant(self, x: torch.Tensor) -> torch.Tensor:
-        """Like calling, for a tensor that seldom changes: the last result is kept while ``x`` stays what it was."""
+        """Like calling, for a parameter, with its correction: the last result is kept while ``x`` stays what it was."""
+        found = self._constant(x)
+        return found if self.correction is None else self.correction(found)
+
+    def _constant(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or x.device.type != "cpu" or not is_plain(x):
             return self(x)
         if torch.is_grad_enabled() and (x.requires_grad or self.learned is not None):

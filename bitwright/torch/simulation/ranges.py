@@ -18,7 +18,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.core.simulation.state import all_or_nothing
-from bitwright.errors import ConfigError, close_matches
+from bitwright.errors import ConfigError, ModelError, close_matches
 from bitwright.torch.calls.batches import model_device
 from bitwright.torch.calls.trees import walk_modules
 from bitwright.torch.ranks import SharedGradients
@@ -238,6 +238,21 @@ def _contents(sim: QuantizationSimModel) -> dict[str, bytes]:
 
 
 # ------------------------------------------------------------------------------------------------ files
+
+
+def refuse_corrections(sim: QuantizationSimModel, function: str) -> None:
+    """Refuse to write a simulation whose weights are corrected beside their grid: no file has a place for that.
+
+    Raises:
+        ModelError: naming the first such weight.
+    """
+    for quantizer in sim.quantizers.unique():
+        if getattr(quantizer, "correction", None) is not None:
+            raise ModelError(
+                quantizer.name,
+                f"{function}: it has a low-rank correction beside its integer weights, which no file can hold",
+                "call merge() of the LowRankCorrection, which rounds it into the weights, or remove()",
+            )
 
 
 Values = tuple[tuple[str, tuple[float, ...]], ...]

@@ -53,7 +53,7 @@ def parameter_groups(
         raise ConfigError(
             "parameter_groups", f"there is no choice {what!r}", "use 'all', 'ranges' or 'biases_and_norms'"
         )
-    paths = _paths(sim.model, [layers] if isinstance(layers, str) else list(layers))
+    paths = module_paths(sim.model, layers, "parameter_groups")
     chosen: list[nn.Parameter] = []
     left: list[nn.Parameter] = []
     for path, module in walk_modules(sim.model):
@@ -61,7 +61,7 @@ def parameter_groups(
         for name, parameter in module.named_parameters(recurse=False):
             kind = what == "all" or (what == "biases_and_norms" and _is_bias_or_norm(module, name))
             (chosen if inside and kind else left).append(parameter)
-    ranges = [p for name, p in named_range_parameters(sim) if _owner(name, paths)]
+    ranges = [p for name, p in named_range_parameters(sim) if owner_within(name, paths)]
     if not chosen and not ranges:
         raise ConfigError(
             "parameter_groups",
@@ -81,15 +81,16 @@ def parameter_groups(
     return groups
 
 
-def _paths(model: nn.Module, patterns: list[str]) -> set[str]:
-    """The modules that a pattern names, and all below them."""
+def module_paths(model: nn.Module, layers: str | Iterable[str], function: str) -> set[str]:
+    """The modules that a name or glob of ``layers`` names, and all below them; ``function`` is for the error."""
+    patterns = [layers] if isinstance(layers, str) else list(layers)
     known = [path for path, _ in walk_modules(model)]
     found: set[str] = set()
     for pattern in patterns:
         named = {path for path in known if fnmatch.fnmatchcase(path, pattern)}
         if not named:
             raise ConfigError(
-                "parameter_groups",
+                function,
                 f"no module is called {pattern!r}{close_matches(pattern, known)}",
                 "use names of sim.model.named_modules(), or globs",
             )
@@ -98,7 +99,7 @@ def _paths(model: nn.Module, patterns: list[str]) -> set[str]:
     return set(known) if "" in found else found | {path for path in known if path.startswith(below)}
 
 
-def _owner(site: str, paths: set[str]) -> bool:
+def owner_within(site: str, paths: set[str]) -> bool:
     """Whether the module that a site is named after is one of ``paths``; sites of the model's own calls belong to its root."""
     parts = site.split(".")
     prefixes = [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
