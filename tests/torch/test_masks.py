@@ -202,3 +202,46 @@ def test_a_language_model_on_padded_batches(shared_data: Any) -> None:
     }
     assert min(lows.values()) > -1000, "a mask entered a range"
     assert perplexity(sim.model) < 1.08 * perplexity(model)
+
+
+class MaybeMasked(nn.Module):
+    """Applies a mask where one is given, as transformers do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D) for _ in range(4))
+        self.how = how
+
+    def forward(self, x: Tensor, keep: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.how == "sdpa":
+            return self.o(F.scaled_dot_product_attention(q, k, v, None if keep is None else keep[:, None, :]))
+        scores = q @ k.transpose(-1, -2) / math.sqrt(D)
+        if keep is not None:
+            scores = scores + torch.where(keep[:, None, :], 0.0, LEAST)
+        if shift is not None:
+            scores = scores + shift
+        return self.o(torch.softmax(scores, -1) @ v)
+
+
+@pytest.mark.parametrize("how", ["sdpa", "added"])
+def test_a_mask_that_the_example_did_not_have_is_no_gap(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, x, keep = MaybeMasked(how).eval(), torch.randn(B, T, D), torch.ones(B, T, dtype=torch.bool)
+    keep[1, 3:] = False
+    found = []
+    for example in ((x,), (x, keep)):
+        sim = QuantizationSimModel(model, example)
+        sim.compute_encodings([(x,), (x, keep)], progress=False)
+        with torch.no_grad():
+            found.append(sim.model(x, keep))
+        unrecorded = sim.coverage().unseen
+        assert bool(unrecorded) == (len(example) == 1)
+        assert all("applies a mask, which takes no quantizer" in why for _, why in unrecorded)
+    assert torch.equal(*found)
+    assert "did not happen on the example input" not in caplog.text
+    if how == "added":  # what is added is no mask: a real gap, though the same place added one before
+        sim = QuantizationSimModel(model, x)
+        sim.compute_encodings([(x, keep)], progress=False)
+        sim.model(x, None, torch.randn(T, T))
+        assert "add: this call did not happen on the example input" in caplog.text

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from bitwright.core.graph.masks import WIDE
 from bitwright.core.graph.ops import OpRow, op_row
 from bitwright.torch.calls import recurrent
 
@@ -414,6 +415,26 @@ def function_of(func: Any) -> Function | None:
     if row is None and isinstance(func, torch._ops.OpOverloadPacket):
         row = _BY_LABEL.get(_OPERATORS.get(func._qualified_op_name, ""))
     return row
+
+
+def applies_mask(row: Function, bound: Arguments, result: torch.Tensor) -> bool:
+    """Whether a call makes or applies a mask: what it adds or writes is zero, or nothing to a softmax.
+
+    Args:
+        row, bound: of the call.
+        result: what it returned, floating point.
+    """
+    kind = row.op_type(bound)
+    if kind not in ("Add", "Where", "MaskedFill") or torch.compiler.is_compiling():
+        return False
+    values = [bound.get("value")] if kind == "MaskedFill" else [x for _, x in row.operands(bound)]
+    return any(map(_is_mask, (*values, result)))
+
+
+def _is_mask(x: Any) -> bool:
+    if not isinstance(x, torch.Tensor):
+        return isinstance(x, float | int) and (x == 0 or x < -WIDE)
+    return x.is_floating_point() and bool(((x == 0) | (x < -WIDE)).all())
 
 
 _SORTS = frozenset((torch.sort, torch.Tensor.sort, torch.argsort, torch.Tensor.argsort))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -329,7 +330,8 @@ class Recorder:
 
     def output_values(self) -> dict[str, str]:
         """Graph output (``output``, ``output.logits``) -> value, for the last recorded run; valid after :meth:`graph`."""
-        return {output_name(path): self.value_names[value] for path, value in self.returned.items()}
+        names = output_names(list(self.returned), self.inputs)
+        return {names[path]: self.value_names[value] for path, value in self.returned.items()}
 
     def constants(self) -> dict[str, torch.Tensor]:
         """The constants that calls read, by value name; valid after :meth:`graph`."""
@@ -378,6 +380,22 @@ def named_inputs(
 def output_name(path: str) -> str:
     """Graph output for a place in the model's result: ``output``, ``output.0``, ``output.logits``."""
     return path if path == "output" else f"output.{path}"
+
+
+def output_names(paths: Sequence[str], inputs: Collection[str]) -> dict[str, str]:
+    """Place in the model's result -> graph output: :func:`output_name`, with a number behind it where an input of the model
+    has that name, which stays the model's.
+
+    >>> output_names(["output"], ["output"])
+    {'output': 'output_1'}
+    """
+    names = {path: output_name(path) for path in paths}
+    taken = {*names.values(), *inputs}
+    for path, name in names.items():
+        if name in inputs:
+            names[path] = next(n for i in count(1) if (n := f"{name}_{i}") not in taken)
+            taken.add(names[path])
+    return names
 
 
 def name_calls(calls: Sequence[Call]) -> None:

@@ -39,7 +39,7 @@ from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, 
 from bitwright.export.verify.report import VerifyReport, verify_layers
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.intercept import forward_signature
-from bitwright.torch.calls.record import Slot, named_inputs, output_name
+from bitwright.torch.calls.record import Slot, named_inputs, output_names
 from bitwright.torch.calls.recurrent import WEIGHT_PORTS, onnx_rows
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state
 from bitwright.torch.simulation.ranges import refuse_corrections
@@ -470,9 +470,11 @@ def values_of(
         for name, kept in taps.items()
         if kept
     }
+    returned = flatten_tensors(output)
+    names = output_names([path for path, _ in returned], sim.graph.inputs)
     outputs = {
-        output_name(n): t.float().cpu().numpy() if t.is_floating_point() else t.cpu().numpy()
-        for n, t in flatten_tensors(output)
+        names[path]: t.float().cpu().numpy() if t.is_floating_point() else t.cpu().numpy()
+        for path, t in returned
     }
     return sites, outputs
 

@@ -24,7 +24,7 @@ from bitwright.core.simulation.quantizer import DerivedBias
 from bitwright.errors import CalibrationError, ModelError
 from bitwright.torch.calls import recurrent
 from bitwright.torch.calls.decompose import EXPORTABLE
-from bitwright.torch.calls.functions import FUNCTIONS, Function
+from bitwright.torch.calls.functions import FUNCTIONS, Function, applies_mask
 from bitwright.torch.calls.intercept import ACCESS, Frame, Key
 from bitwright.torch.calls.record import refuse_nested
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, tensors_in
@@ -38,6 +38,9 @@ logger = logging.getLogger("bitwright")
 #: Measured on four calls in a row, the output loses 3 to 6 dB at 2, 6 to 11 at 4, 10 to 19 at 8 and 19 to 32 at 32; calls
 #: over time (cells, Elman networks) differ by less than 4.
 UNLIKE = 8.0
+
+_UNSEEN = "first seen after the example input was recorded"
+_UNSEEN_MASK = f"{_UNSEEN}; it applies a mask, which takes no quantizer"
 
 Stage = Literal["uncalibrated", "observe", "simulate", "mark", "float"]
 
@@ -91,6 +94,7 @@ class Simulator:
         self.longer: dict[str, int] = {}  # recurrent layer -> steps of a longer sequence that was simulated
         # repeated place -> largest value of its quietest and its loudest call
         self.ranges: dict[str, tuple[float, float]] = {}
+        self.named_unlike: set[str] = set()  # sites of which it was said that their calls are unlike
         self.runs = 0
         self.gate: BatchGate | None = None  # while calibrating
         self.repairs: dict[str, Repair] = {}  # op -> what becomes of its output
@@ -240,7 +244,7 @@ class Simulator:
             # a batch norm that counts its batches has an integer result
             first = output[0] if isinstance(output, tuple) and output else output
             if isinstance(first, torch.Tensor) and first.is_floating_point():
-                self._note_unseen(frame, row, args, kwargs)
+                self._note_unseen(frame, row, args, kwargs, first)
             return output
         if func is recurrent.layer:
             output = self._recurrent(plan, row, args, kwargs)
@@ -454,17 +458,26 @@ class Simulator:
             self.ranges[site] = (min(low, largest), max(high, largest))
 
     def warn_of_ranges(self) -> None:
-        """Say where the calls of one place are so unlike that those with small values lose most of their grid."""
-        unlike = {site: high / low for site, (low, high) in self.ranges.items() if high > UNLIKE * low}
+        """Say, once for a site, where the calls of one place are so unlike that those with small values lose most of their
+        grid.
+        """
+        unlike = {
+            site: high / low
+            for site, (low, high) in self.ranges.items()
+            if high > UNLIKE * low and site not in self.named_unlike
+        }
+        self.named_unlike.update(unlike)
         if unlike:
             worst = max(unlike, key=unlike.__getitem__)
             logger.warning(
-                "%s%s: several calls of one layer share this grid, and the largest values of its calls differ by a factor "
-                "of %.3g; give each call a module of its own with the same parameter as its weight "
-                "(second.weight = first.weight), and each has its own grid and both one weight",
+                "%s%s: several calls share this grid, and the largest values of the calls differ by a factor of %.3g. If "
+                "they are steps over time, give the grid 16 bits: sim.quantizers[%r].spec = QuantSpec(IntFormat(16)). If "
+                "they are layers that share a weight, give each call a module of its own with the same parameter "
+                "(second.weight = first.weight): each has a grid of its own then, and all one weight",
                 worst,
-                f" and {len(unlike) - 1} others" if len(unlike) > 1 else "",
+                f" and {len(unlike) - 1} other{'s' if len(unlike) > 2 else ''}" if len(unlike) > 1 else "",
                 unlike[worst],
+                worst,
             )
 
     def _tap(self, plan: CallPlan | None, output: Any) -> None:
@@ -480,15 +493,26 @@ class Simulator:
                 take(kept, tensor)
 
     def _note_unseen(
-        self, frame: Frame, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        frame: Frame,
+        row: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: torch.Tensor,
     ) -> None:
         name = f"{frame.path}.{row.label}" if frame.path else row.label
+        if self.unseen.get(name) == _UNSEEN:
+            return
+        bound = row.bind(args, kwargs)
+        kind = row.op_type(bound)
+        if self.stage != "mark" and applies_mask(row, bound, result):
+            self.unseen.setdefault(name, _UNSEEN_MASK)
+            return
         with self._lock:
-            if name in self.unseen:
+            if self.unseen.get(name) == _UNSEEN:
                 return
-            self.unseen[name] = "first seen after the example input was recorded"
-        kind = op_row(row.op_type(row.bind(args, kwargs)))
-        if kind.integer:
+            self.unseen[name] = _UNSEEN
+        if op_row(kind).integer:
             logger.warning(
                 "%s: this call did not happen on the example input, so it has no quantizer and runs in float; "
                 "give an example that reaches it (examples=[...]) or calibrate with one",

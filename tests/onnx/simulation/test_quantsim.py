@@ -535,3 +535,33 @@ def test_an_accumulator_that_overflows_is_named_and_the_remedies_work(remedy: st
         row = next(row for row in report.rows if row.site == "fc.output[0]")
         assert row.reason is not None and "the int32 accumulator overflows" in row.reason
         assert "16 bits" not in row.reason
+
+
+def test_tensors_that_are_named_like_what_we_add_stay_the_models_own(tmp_path):
+    """The user's names win: the same model under names of ours gives the same numbers in simulation and file."""
+    n = Net(7)
+    y = n("Relu", n.conv(n.input("x", ("n", 3, 8, 8)), name="c", out="made"), name="r", out="h")
+    plain = n.model(n.conv(y, 4, 4, name="d", out="y"))
+    ours = {
+        "x": "c.weight_q", "c.weight": "x_q", "c.bias": "h_scale", "made": "x_dq", "h": "x_zero_point",
+        "d.weight": "h_q", "d.bias": "h_dq", "y": "x_scale", "c": "x_q/QuantizeLinear", "d": "x_dq/DequantizeLinear",
+    }  # fmt: skip
+    renamed = onnx.ModelProto()
+    renamed.CopyFrom(plain)
+    graph = renamed.graph
+    for node in graph.node:
+        node.input[:] = [ours.get(name, name) for name in node.input]
+        node.output[:] = [ours.get(name, name) for name in node.output]
+        node.name = ours.get(node.name, node.name)
+    for value in (*graph.input, *graph.output, *graph.initializer, *graph.value_info):
+        value.name = ours.get(value.name, value.name)
+    found = []
+    for model, name in ((plain, "x"), (renamed, "c.weight_q")):
+        data = [{name: feeds["x"]} for feeds in DATA]
+        simulation = quantize(model, data, recipe=["fold"], progress=False).sim
+        assert simulation.verify([data[0]]).ok
+        exported = simulation.export(tmp_path / str(len(found)), "m")
+        written = onnx.load(exported.qdq).graph
+        assert {v.name for v in written.input} == {name} and len(written.output) == 1
+        found.append(simulation.run(data[0])[0])
+    assert np.array_equal(*found)

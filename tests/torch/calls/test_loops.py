@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bitwright import IntFormat, QuantSpec
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.torch import QuantizationSimModel, TorchView
 from tests.support.cost import steps
@@ -218,7 +219,7 @@ def test_a_convolution_repeated_on_one_line_is_named_before_it_costs_three_bits(
         sim.compute_encodings([x], progress=False)
         with torch.no_grad():
             lost.append(sqnr(model(x).numpy(), sim.model(x).numpy()))
-        assert ("several calls of one layer share this grid" in caplog.text) == (layers is not own)
+        assert ("several calls share this grid" in caplog.text) == (layers is not own)
     assert lost[1] > lost[0] + 10
 
     class Elman(nn.Module):
@@ -268,8 +269,43 @@ def test_calls_of_a_loop_with_unlike_ranges_are_named_and_the_remedy_works(
         sim.compute_encodings([x], progress=False)
         with torch.no_grad():
             lost.append(sqnr(model(x).numpy(), sim.model(x).numpy()))
-        named = "several calls of one layer share this grid" in caplog.text
+        named = "several calls share this grid" in caplog.text
         assert named == (model.layers[1] is first)
         weights = [site.quantizer for site in sim.quantizers.values() if site.role == "weight"]
         assert len({id(quantizer) for quantizer in weights}) == 1
     assert lost[1] > lost[0] + 10
+
+
+def test_unlike_steps_over_time_are_named_once_and_sixteen_bits_help(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.u = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8) / 9)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h, states = torch.zeros(x.size(0), 8), []
+            for t in range(x.size(1)):
+                h = x[:, t] @ self.w + h @ self.u
+                states.append(h)
+            return torch.stack(states, 1)[:, -1]
+
+    torch.manual_seed(0)
+    model = Steps().eval()
+    x = torch.randn(32, 6, 8, generator=torch.Generator().manual_seed(1))
+    x[:, 1] *= 300
+    sim = QuantizationSimModel(model, x)
+    for _ in range(2):
+        sim.compute_encodings([x], progress=False)
+    (text,) = [r.getMessage() for r in caplog.records if "share this grid" in r.getMessage()]
+    assert "If they are steps over time, give the grid 16 bits" in text
+
+    def decibels() -> float:
+        with torch.no_grad():
+            return sqnr(model(x).numpy(), sim.model(x).numpy())
+
+    before = decibels()
+    for site in list(sim._simulator.named_unlike):  # all that the message counts
+        sim.quantizers[site].spec = QuantSpec(IntFormat(16))
+    assert decibels() > before + 10

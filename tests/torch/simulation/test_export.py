@@ -396,3 +396,30 @@ def test_an_output_that_is_transposed_and_quantized_verifies_and_inputs_keep_the
     assert [i.name for i in onnx.load(tmp_path / "model.onnx").graph.input] == ["i", "t"]
     report = verify_folder(tmp_path)
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("returned", ["plain", "dict"])
+def test_an_input_named_output_keeps_its_name(returned: str, tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.output, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+            self.register_buffer("output_1", torch.ones(8))
+
+        def forward(self, output: Tensor) -> Tensor | dict[str, Tensor]:
+            y = self.head(self.output(output).relu() * self.output_1)
+            return y if returned == "plain" else {"output": y}
+
+    torch.manual_seed(0)
+    data = [torch.randn(4, 8) for _ in range(3)]
+    sim = quantize(Named().eval(), data, recipe=["fold"], progress=False).sim
+    exported = sim.export(tmp_path, "m")
+    assert sim.verify(data[0]).ok and verify_folder(tmp_path).ok
+    session = ort.InferenceSession(str(exported.qdq), providers=["CPUExecutionProvider"])
+    assert [value.name for value in session.get_inputs()] == ["output"]
+    (found,) = session.run(None, {"output": data[0].numpy()})
+    wanted = sim.model(data[0])
+    wanted = wanted if isinstance(wanted, Tensor) else wanted["output"]
+    np.testing.assert_allclose(found, wanted.detach().numpy(), atol=1e-5)
+    again = QuantizationSimModel(Named().eval(), data[0])
+    again.load_encodings(exported.encodings)
