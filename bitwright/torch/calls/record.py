@@ -383,8 +383,8 @@ def output_name(path: str) -> str:
 
 
 def output_names(paths: Sequence[str], inputs: Collection[str]) -> dict[str, str]:
-    """Place in the model's result -> graph output: :func:`output_name`, with a number behind it where an input of the model
-    has that name, which stays the model's.
+    """Path in the result -> graph output: :func:`output_name`, with a number appended where an input of the model has that
+    name, which stays the model's.
 
     >>> output_names(["output"], ["output"])
     {'output': 'output_1'}
