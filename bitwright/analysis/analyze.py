@@ -25,6 +25,7 @@ from bitwright.progress import progress as bar
 if TYPE_CHECKING:
     from bitwright.algorithms.rounding.program import SimulatedModel
     from bitwright.algorithms.search.output_error import OutputErrors
+    from bitwright.analysis.exact import Measured
     from bitwright.analysis.lockstep import Lockstep
     from bitwright.analysis.sensitivity import Sensitivity
 
@@ -150,6 +151,7 @@ class _Run:
                 self.judged_rows += rows_of(batch)
                 if self.clock.over:
                     break
+            _require_signal(self.subject, self.judge.whole)
             self.judge.judge()
         except KeyboardInterrupt:
             self._end("Ctrl-C")
@@ -303,6 +305,15 @@ def _check_outputs(subject: Subject, batch: Any) -> list[str]:
     if agreement < _REPEATED_DB:
         return [f"two float runs of the same batch differ: errors beyond {agreement:.0f} dB are not its own"]
     return []
+
+
+def _require_signal(subject: Subject, whole: Measured) -> None:
+    if whole.ratio is None:
+        raise ModelError(
+            subject.name,
+            "its outputs hold no number but 0 on these data, so there is nothing that an error could be compared with",
+            "load trained weights, and give data of the kind that the model is made for",
+        )
 
 
 def _finite(one: Array, other: Array) -> tuple[Array, Array]:

@@ -6,7 +6,7 @@ that costs the outputs most is asked first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,8 @@ def causes_of(
     op = subject.sim.graph.op(layer.name)
     total = sum(rows[name].cost for name in layer.sites)
     found: dict[str, Cause] = {}
-    for name in sorted(layer.sites, key=lambda name: -rows[name].cost):
+    ranked = sorted(layer.sites, key=lambda name: (-rows[name].cost, not _varies(values.get(name))))
+    for name in ranked:
         row = rows[name]
         if not row.enabled or row.cost < _MATTERS * total:
             continue
@@ -113,14 +114,21 @@ def causes_of(
     for cause in _of_layer(layer, op, subject):
         found.setdefault(cause.cause, cause)
     if not found.keys() - _HARMLESS and layer.sites and total >= _LARGE * whole:
-        rounding = _rounding(layer, op, subject, rows)
+        rounding = _rounding(layer, op, subject, rows, ranked)
         found = {**({} if rounding is None else {rounding.cause: rounding}), **found}
     return tuple(found.values())
 
 
-def _rounding(layer: LayerRow, op: Op, subject: Subject, rows: Mapping[str, SiteRow]) -> Cause | None:
+def _varies(values: SiteValues | None) -> bool:
+    """Whether more than zeros was seen: of the sites of one quantizer, an initial state is not the one to name."""
+    return values is not None and bool(values.count) and (values.low != 0 or values.high != 0)
+
+
+def _rounding(
+    layer: LayerRow, op: Op, subject: Subject, rows: Mapping[str, SiteRow], ranked: Sequence[str]
+) -> Cause | None:
     """Of a layer that costs much and has no fault: what more bits would change."""
-    name = max((n for n in layer.sites if rows[n].enabled), key=lambda n: rows[n].cost, default=None)
+    name = next((n for n in ranked if rows[n].enabled), None)
     if name is None or rows[name].bits is None:
         return None
     seen = _Seen(layer, op, subject.sites[name], SiteValues(subject.sites[name]), rows[name], subject)

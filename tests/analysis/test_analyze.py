@@ -255,6 +255,38 @@ def test_models_that_cannot_be_compared_are_refused():
         bitwright.analyze(*simulated(Deciding()))
 
 
+def test_outputs_of_nothing_but_zeros_are_refused():
+    """As of a transformer with its initial weights, whose classifier is zero."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[2].weight.zero_()
+        model[2].bias.zero_()
+    with pytest.raises(
+        ModelError, match="its outputs hold no number but 0 on these data.*load trained weights"
+    ):
+        bitwright.analyze(*simulated(model))
+
+
+def test_of_the_sites_of_one_quantizer_that_with_values_is_named():
+    """The initial state of a recurrent layer has the grid of its outputs and holds nothing but zeros."""
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.gru, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.head(self.gru(x)[0])
+
+    generator = torch.Generator().manual_seed(0)
+    found = bitwright.analyze(
+        *simulated(Gated(), [torch.randn(8, 6, 4, generator=generator) for _ in range(2)])
+    )
+    sites = [c.evidence["site"] for row in found.layers for c in row.causes if "site" in c.evidence]
+    assert "gru.l0.forward.output[0]" in sites and "gru.l0.forward.input[5]" not in sites
+
+
 def test_simulations_without_encodings_or_quantizers_are_refused():
     data = [torch.randn(8, 4)]
     sim = QuantizationSimModel(nn.Linear(4, 4), data[0])
