@@ -24,6 +24,7 @@ from bitwright.export.encodings.of_simulation import Simulated, quantizer_args
 from bitwright.export.encodings.versions import VERSIONS, NamedEncoding, write_encodings
 from bitwright.export.files.atomic import atomic_files, check_destination
 from bitwright.export.files.manifest import earlier_files, fingerprint, write_manifest
+from bitwright.export.files.value_types import load
 from bitwright.export.qdq.origin import write_origin
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.recurrent import RecurrentForm, restore_native, write_recurrent
@@ -207,10 +208,6 @@ def write_artefacts(
         origin = _origin(sim, encodings, target, data)
         write_origin(result.model, origin)
         save_model(result.model, staging / names["qdq"])
-        if "tflite" in names:
-            flat = to_tflite(result.model, _named_inputs(result.model, data), origin=origin)
-            (staging / names["tflite"]).write_bytes(flat.content)
-            notes += flat.notes
         save_model(stripped.model, staging / names["float_model"])
         _forget_weights(result.model)
         records = _records(sim, encodings, tensors, with_bias=encoding_version == "2.0.0")
@@ -219,6 +216,7 @@ def write_artefacts(
         records += carried.values()
         notes += _write_encodings(sim, records, staging / names["encodings"], encoding_version)
         (staging / names["sites"]).write_text(json.dumps(_sites(sim, result, tensors, carried), indent=1))
+        inputs = None
         if samples is not None:
             kept, sizes = _few_enough(samples, result, data)
             notes += sizes
@@ -226,7 +224,14 @@ def write_artefacts(
                 # the operators compute in float what the simulation rounds at every step
                 sites = {name: v for name, v in kept.sites.items() if sim.quantizers[name].inner is None}
                 kept = replace(kept, sites=sites)
-            write_samples(staging / f"{prefix}_samples.npz", kept.sites, kept.inputs, kept.outputs)
+            inputs = kept.inputs
+            write_samples(staging / f"{prefix}_samples.npz", kept.sites, inputs, kept.outputs)
+        if "tflite" in names:
+            # a file whose batch has to be fixed takes that of the samples
+            feeds = _named_inputs(result.model, data) if inputs is None else inputs
+            flat = to_tflite(load(staging / names["qdq"]), feeds, origin=origin)
+            (staging / names["tflite"]).write_bytes(flat.content)
+            notes += flat.notes
         settings = {
             "rules": sim.rules.source,
             "encoding_version": encoding_version,

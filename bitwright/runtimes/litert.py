@@ -61,10 +61,21 @@ def session_of(content: bytes, *, threads: int = 1, reference: bool = False) -> 
     Args:
         content: of the file.
         threads: number of threads.
-        reference: kernels that compute as the format's specification says, instead of XNNPACK's and the optimised ones.
+        reference: kernels that compute as the format's specification says, instead of XNNPACK's and the optimised ones. A file
+            with an operator that has no such kernel (ELU, ROUND, CEIL) runs without delegates instead.
     """
     from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
-    kind = OpResolverType.BUILTIN_REF if reference else OpResolverType.AUTO
-    interpreter = Interpreter(model_content=content, num_threads=threads, experimental_op_resolver_type=kind)
-    return LitertSession(interpreter)
+    plain = (OpResolverType.BUILTIN_REF, OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES)
+    kinds = plain if reference else (OpResolverType.AUTO,)
+    for kind in kinds:
+        try:
+            found = Interpreter(
+                model_content=content, num_threads=threads, experimental_op_resolver_type=kind
+            )
+        except ValueError as error:
+            if kind is kinds[-1] or "Didn't find op" not in str(error):
+                raise
+        else:
+            return LitertSession(found)
+    raise AssertionError("the last kind of kernels returns or raises")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.tflite import arithmetic, images, movement, norms, pools, products
-from bitwright.export.tflite.lowering import SHIFTS, Lowering
+from bitwright.export.tflite.lowering import SHIFTS, FreeBatchError, Lowering
 from bitwright.export.tflite.trace import trace_model
 
 Array = NDArray[Any]
@@ -66,13 +66,27 @@ def to_tflite(
         ConfigError: ``ai-edge-litert``, whose schema is used, is not installed.
         ExportError: an operator has no form in LiteRT; its site is named.
     """
+    try:
+        return _written(model, feeds, origin or {}, fixed, ())
+    except FreeBatchError as error:
+        note = f"{error.site}: {error.problem}; the LiteRT file has the batch of the example"
+        return _written(model, feeds, origin or {}, True, (note,))
+
+
+def _written(
+    model: ir.Model,
+    feeds: Mapping[str, Array],
+    origin: Mapping[str, str],
+    fixed: bool,
+    notes: tuple[str, ...],
+) -> Converted:
     low = Lowering(model, trace_model(model, feeds, fixed=fixed))
     inputs = _write_inputs(low)
     for node in model.graph:
         _lower(low, node)
     outputs = {str(value.name): _output(low, value) for value in model.graph.outputs}
-    sites = json.dumps({"version": 1, "sites": low.sites, "origin": dict(origin or {})})
-    return Converted(low.flat.finish(inputs, outputs, {METADATA: sites}), tuple(low.notes))
+    sites = json.dumps({"version": 1, "sites": low.sites, "origin": dict(origin)})
+    return Converted(low.flat.finish(inputs, outputs, {METADATA: sites}), (*notes, *low.notes))
 
 
 def _write_inputs(low: Lowering) -> dict[str, int]:
@@ -93,7 +107,8 @@ def _lower(low: Lowering, node: ir.Node) -> None:
         return  # with the DequantizeLinear that reads it
     if not node.domain and node.op_type == "DequantizeLinear" and _dequantize(low, node):
         return
-    if all(str(value.name) in low.trace.constants for value in node.outputs if value.name):
+    known = (low.trace.constants, low.trace.linear)
+    if all(any(str(value.name) in one for one in known) for value in node.outputs if value.name):
         return
     lowering = LOWERINGS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
     if lowering is None:
@@ -149,7 +164,10 @@ def _quantize(low: Lowering, node: ir.Node, result: str) -> None:
         held.grid, held.codes = grid, source.codes
         return
     perm = (source.orders() or [source.identity])[0]
-    tensor = low.codes(source.name, perm) if source.codes else low.plain(source.name, perm)
+    if source.codes and source.grid is not None:
+        low.requantized(low.codes(source.name, perm), source.grid, grid, low.made(result, perm, grid))
+        return
+    tensor = low.plain(source.name, perm)
     low.flat.op("QUANTIZE", [tensor], [low.made(result, perm, grid)], {"table": "QuantizeOptions"})
 
 

@@ -22,7 +22,7 @@ _TYPES = {
 }  # fmt: skip
 # The version of an operator that has what is written here, where that is not the first.
 _VERSIONS: dict[str, tuple[int, int]] = {  # operator -> (of floats, of integers)
-    "ADD": (1, 2), "AVERAGE_POOL_2D": (1, 2), "BATCH_MATMUL": (1, 2), "BATCH_TO_SPACE_ND": (1, 2), "CONCATENATION": (1, 2),
+    "ADD": (1, 2), "AVERAGE_POOL_2D": (1, 2), "BATCH_MATMUL": (1, 2), "BROADCAST_TO": (2, 3), "CONCATENATION": (1, 2),
     "CONV_2D": (1, 3), "DEPTHWISE_CONV_2D": (2, 3), "DEQUANTIZE": (2, 2), "FULLY_CONNECTED": (5, 5), "GATHER": (2, 2),
     "LEAKY_RELU": (1, 2), "LOGISTIC": (1, 2), "MAXIMUM": (1, 2), "MAX_POOL_2D": (1, 2), "MEAN": (1, 2), "MINIMUM": (1, 2),
     "MUL": (1, 2), "PAD": (1, 2), "QUANTIZE": (1, 2), "RELU": (1, 2), "RELU6": (1, 2), "RESHAPE": (1, 1),

@@ -351,11 +351,7 @@ def _conv_transpose(low: Lowering, node: ir.Node) -> None:
         low, domain, weight, (1, *range(2, weight.rank), 0), (channels, *window.size, weight.shape[0]), 0
     )
     if any(image.free):
-        low.refuse(
-            node,
-            "TRANSPOSE_CONV wants its output's size in the file, the batch too",
-            "export with a fixed batch",
-        )
+        low.refuse_batch(node, "TRANSPOSE_CONV wants the size of its output in the file, the batch too")
     full = (image.shape[0], *whole, channels)
     argument = low.flat.constant("shape", np.asarray(full, np.int32))
     source = read_image(low, domain, held)

@@ -37,6 +37,10 @@ def channels_last(rank: int) -> Perm:
     return (0, *range(2, rank), 1) if rank > 2 else tuple(range(rank))
 
 
+class FreeBatchError(ExportError):
+    """Something has no form while the batch is free."""
+
+
 @dataclass
 class Held:
     """One value of the ONNX model.
@@ -131,6 +135,8 @@ class Lowering:
         self.done: set[ir.Node] = set()
         self.outputs = {str(v.name) for v in model.graph.outputs}
         self.sites: list[dict[str, Any]] = []
+        self._length: int | None = None
+        self._one: int | None = None
         self.ends: set[int] = set()  # tensors that are inputs or outputs of the file
 
     # ------------------------------------------------------------------------------------------------ values
@@ -199,6 +205,9 @@ class Lowering:
         perm = held.identity if perm is None else perm
         if perm in held.plain:
             return held.plain[perm]
+        if held.name in self.trace.linear and not held.plain:
+            held.plain[held.identity] = self._from_batch(held)
+            return self.plain(held.name, perm)
         if held.constant and (held.grid is None or held.shape == () or held.floats().size <= _SMALL):
             held.plain[perm] = self._constant(held, held.floats(), perm, None)
         elif held.grid is not None and (perm in held.codes or not held.plain):
@@ -208,6 +217,59 @@ class Lowering:
         else:
             held.plain[perm] = self._moved(held, held.plain, perm, None)
         return held.plain[perm]
+
+    def _from_batch(self, held: Held) -> int:
+        """Integers that follow from the length of the batch: ``base + n * per row``, of the length at run time."""
+        base, per_row = (np.asarray(a, np.int32) for a in self.trace.linear[held.name])
+        wide = base.reshape(-1).shape
+        parts = [self.scratch(f"{held.name}_{part}", wide, (False,), "int32") for part in ("rows", "sum")]
+        factors = [self.flat.constant("factor", a.reshape(-1)) for a in (per_row, base)]
+        options = {"table": "MulOptions"}, {"table": "AddOptions", "potScaleInt16": False}
+        self.flat.op("MUL", [self._batch(), factors[0]], [parts[0]], options[0])
+        self.flat.op("ADD", [parts[0], factors[1]], [parts[1]], options[1])
+        found = parts[1]
+        if held.dtype != "int32":
+            found = self.scratch(f"{held.name}_wide", wide, (False,), held.dtype)
+            self.flat.op("CAST", [parts[1]], [found], {"table": "CastOptions"})
+        if base.shape != wide:
+            shaped = self.scratch(held.name, base.shape, (False,) * base.ndim, held.dtype)
+            self.reshape(found, shaped, base.shape)
+            found = shaped
+        return found
+
+    def _batch(self) -> int:
+        """The length of the batch, ``[1]``, int32."""
+        if self._length is None:
+            source = self.held[self.trace.batched[0]]
+            sizes = self.scratch("batch_shape", (source.rank,), (False,), "int32")
+            self.flat.op("SHAPE", [self.plain(source.name)], [sizes], {"table": "ShapeOptions", "outType": 2})
+            self._length = self.scratch("batch", (1,), (False,), "int32")
+            ends = [self.flat.constant("ends", np.asarray([n], np.int32)) for n in (0, 1)]
+            self.flat.op("SLICE", [sizes, *ends], [self._length], {"table": "SliceOptions"})
+        return self._length
+
+    def dims(self, value: ir.Value | None) -> int:
+        """A shape as kernels read it, int32."""
+        held = self.get(value)
+        if held.array is not None:
+            return self.flat.constant("shape", held.array.astype(np.int32))
+        made = self.scratch(f"{held.name}_int32", held.shape, (False,), "int32")
+        self.flat.op("CAST", [self.plain(held.name)], [made], {"table": "CastOptions"})
+        return made
+
+    def requantized(self, tensor: int, source: Grid, target: Grid, out: int) -> None:
+        """Codes of one grid on another: QUANTIZE, or the product with 1 where that rounds once.
+
+        QUANTIZE of 8-bit codes rounds twice where the step grows. The factor 1 is code 127 of a grid of 127 steps, so that the
+        first rounding of MUL is 127 times as fine.
+        """
+        if (source.dtype, target.dtype) != ("int8", "int8"):
+            self.flat.op("QUANTIZE", [tensor], [out], {"table": "QuantizeOptions"})
+            return
+        one = Grid("int8", (1 / 127,), (0,))
+        if self._one is None:
+            self._one = self.flat.tensor("one", (), "int8", one, data=np.asarray(127, np.int8))
+        self.flat.op("MUL", [tensor, self._one], [out], {"table": "MulOptions"})
 
     def codes(self, value: ir.Value | str | None, perm: Perm | None = None) -> int:
         """The tensor of its codes, in the order ``perm`` (by default ONNX's)."""
@@ -386,6 +448,14 @@ class Lowering:
     def note(self, node: ir.Node, why: str) -> None:
         """Remember why ``node`` runs in float between codes."""
         self.notes[f"{self.site(node)}: {node.op_type} is computed in float in the LiteRT file: {why}"] = None
+
+    def refuse_batch(self, node: ir.Node, problem: str) -> NoReturn:
+        """An error that a fixed batch avoids.
+
+        Raises:
+            FreeBatchError: always.
+        """
+        raise FreeBatchError(f"{self.site(node)} ({node.op_type})", problem, "export with a fixed batch")
 
     def refuse(self, node: ir.Node, problem: str, remedy: str) -> NoReturn:
         """An error with the name of the place.

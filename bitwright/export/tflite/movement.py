@@ -111,7 +111,8 @@ def _on(low: Lowering, domain: Domain, value: ir.Value, perm: Perm) -> int:
         return tensor
     shape, free = [held.shape[i] for i in perm], [held.free[i] for i in perm]
     found = low.scratch(f"{held.name}_joined", shape, free, grid=domain.grid)
-    low.flat.op("QUANTIZE", [tensor], [found], {"table": "QuantizeOptions"})
+    assert held.grid is not None and domain.grid is not None
+    low.requantized(tensor, held.grid, domain.grid, found)
     return found
 
 
@@ -121,7 +122,7 @@ def _split(low: Lowering, node: ir.Node) -> None:
     sizes = [low.trace.shapes[str(v.name)][axis] for v in node.outputs]
     domain = low.carried(node, node.inputs[0])
     if held.free[axis]:
-        low.refuse(node, "it splits the batch", "export with a fixed batch")
+        low.refuse_batch(node, "it splits the batch")
     outputs = [low.made(str(v.name), perm, domain.grid) for v in node.outputs]
     inputs = [
         low.read(domain, held.name, perm),
@@ -158,7 +159,7 @@ def cut_slice(low: Lowering, node: ir.Node, bounds: dict[int, tuple[int, int, in
         first, last, by = bounds.get(axis, (0, 2**31, 1))
         if held.free[axis]:
             if (first, by) != (0, 1) or last < 2**31 - 1:
-                low.refuse(node, "it slices the batch", "export with a fixed batch")
+                low.refuse_batch(node, "it slices the batch")
             whole |= 1 << at
             end[at] = 0
             continue
@@ -240,7 +241,7 @@ def _pick(low: Lowering, node: ir.Node, axis: int, index: int) -> None:
     """One index of an axis, which goes away: a slice, in the order of axes as it is."""
     held, perm, name = low.get(node.inputs[0]), place_of(low, node), str(node.outputs[0].name)
     if held.free[axis]:
-        low.refuse(node, "it takes one sample of the batch", "export with a fixed batch")
+        low.refuse_batch(node, "it takes one sample of the batch")
     at, domain = perm.index(axis), low.carried(node, node.inputs[0])
     begin, end, ones = (
         np.zeros(held.rank, np.int32),
@@ -261,17 +262,36 @@ def _expand(low: Lowering, node: ir.Node) -> None:
     """BROADCAST_TO; nothing where the shape stays."""
     held, name = low.get(node.inputs[0]), str(node.outputs[0].name)
     shape, free = low.trace.shapes[name], low.trace.free[name]
-    if shape == held.shape:
+    if (shape, free) == (held.shape, held.free):
         _identity(low, node)
         return
-    if any(free):
-        low.refuse(node, "its shape follows the batch", "export with a fixed batch")
     domain = low.carried(node, node.inputs[0])
-    argument = low.flat.constant("shape", np.asarray(shape, np.int32))
+    argument = _shape_of(low, node, shape, free)
     out = low.write(domain, tuple(range(len(shape))))
     low.flat.op(
         "BROADCAST_TO", [low.read(domain, held.name), argument], [out], {"table": "BroadcastToOptions"}
     )
+
+
+def _shape_of(low: Lowering, node: ir.Node, shape: Sequence[int], free: Sequence[bool]) -> int:
+    """The shape of the output, which ``node`` reads as its last input; a shape there may leave axes as they are."""
+    if not any(free):
+        return low.flat.constant("shape", np.asarray(shape, np.int32))
+    asked = low.trace.linear.get(str(node.inputs[-1].name)) if node.inputs[-1] is not None else None
+    if asked is None or asked[0].size != len(shape):
+        low.refuse_batch(node, "its shape follows the batch in a way that is not written here")
+    return low.dims(node.inputs[-1])
+
+
+def _constant_of_shape(low: Lowering, node: ir.Node) -> None:
+    """FILL, where the shape follows the batch."""
+    value = node.attributes.get_tensor("value", None)
+    number = np.zeros(1, np.float32) if value is None else value.numpy()
+    name = str(node.outputs[0].name)
+    shape, free = low.trace.shapes[name], low.trace.free[name]
+    filler = low.flat.tensor(f"{name}_value", (), number.dtype.name, data=number.reshape(()))
+    inputs = [_shape_of(low, node, shape, free), filler]
+    low.flat.op("FILL", inputs, [low.made(name, tuple(range(len(shape))))], {"table": "FillOptions"})
 
 
 def _tile(low: Lowering, node: ir.Node) -> None:
@@ -340,6 +360,7 @@ LOWERINGS: dict[str, Callable[[Lowering, ir.Node], None]] = {
     "Pad": _pad,
     "Gather": _gather,
     "Expand": _expand,
+    "ConstantOfShape": _constant_of_shape,
     "Tile": _tile,
     "Cast": _cast,
     "Where": _where,

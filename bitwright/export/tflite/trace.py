@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,9 @@ class Trace:
         shapes: with 1 on the axis of the batch, or its multiple.
         free: which axes follow the batch.
         constants: values that do not depend on the data fed.
+        batched: inputs whose first axis is the batch, if that is free.
+        linear: integers that follow from the length ``n`` of the batch alone -> ``(base, per row)``: ``base + n * per row``.
+        dtypes: numpy's names of types.
         notes: why the batch is fixed, where it was not.
     """
 
@@ -43,6 +46,8 @@ class Trace:
     constants: Mapping[str, Array]
     dtypes: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    linear: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
+    batched: tuple[str, ...] = ()
 
 
 def trace_model(model: ir.Model, feeds: Mapping[str, Array], *, fixed: bool = False) -> Trace:
@@ -69,7 +74,13 @@ def trace_model(model: ir.Model, feeds: Mapping[str, Array], *, fixed: bool = Fa
     if why is not None:
         return _single(model, feeds, steady, (f"the batch is fixed to that of the example: {why}",))
     constants = {name: one[name] for name in steady if name in one and _same(one[name], other.get(name))}
-    return Trace(shapes, free, constants, {name: array.dtype.name for name, array in one.items()})
+    linear = {
+        name: (one[name] - 2 * (other[name] - one[name]), other[name] - one[name])
+        for name in steady - constants.keys()
+        if name in one and one[name].dtype.kind == "i" and one[name].shape == other[name].shape
+    }
+    dtypes = {name: array.dtype.name for name, array in one.items()}
+    return Trace(shapes, free, constants, dtypes, (), linear, tuple(batched))
 
 
 def _single(model: ir.Model, feeds: Mapping[str, Array], steady: set[str], notes: tuple[str, ...]) -> Trace:

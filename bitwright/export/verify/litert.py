@@ -32,6 +32,9 @@ Values = Mapping[str, Array | Sequence[Array]]
 _DAMAGED = "export again, or copy the folder anew"
 # Error of fixed-point kernels, in steps: rescaling, and what their own approximations add.
 _RESCALED = 0.02
+_PRODUCTS = frozenset(
+    ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "TRANSPOSE_CONV", "MUL", "BATCH_MATMUL", "QUANTIZE")
+)
 _FUNCTIONS = {
     "LOGISTIC": 0.6,
     "TANH": 0.6,
@@ -125,18 +128,43 @@ class FlatFile:
         return {int(out): op for op in self.graph.operators for out in op.outputs}
 
     def kernels(self, site: _Site) -> list[str]:
-        """Operators between the sites before ``site`` and itself, in execution order."""
+        """Kinds of the operators between the sites before ``site`` and itself, in execution order."""
+        return [self.kinds[op.opcodeIndex] for op in self._between(site)]
+
+    def _between(self, site: _Site) -> list[Any]:
         ends, makers = {one.tensor for one in self.sites if one is not site}, self.operators()
-        found: dict[int, str] = {}
+        found: dict[int, Any] = {}
         order = {id(op): i for i, op in enumerate(self.graph.operators)}
         stack = [site.tensor]
         while stack:
             op = makers.get(stack.pop())
             if op is None or order[id(op)] in found:
                 continue
-            found[order[id(op)]] = self.kinds[op.opcodeIndex]
+            found[order[id(op)]] = op
             stack.extend(int(i) for i in op.inputs if i >= 0 and int(i) not in ends)
         return [found[i] for i in sorted(found)]
+
+    def rescaling(self, site: _Site) -> float:
+        """The largest factor by which kernels between the sites before ``site`` and itself rescale products.
+
+        They do so with two roundings, the first to about half of this factor, in steps of the output.
+        """
+        found = 0.0
+        for op in self._between(site):
+            made = self._scale(op.outputs[0])
+            factors = [self._scale(i) for i in op.inputs[:2] if i >= 0]
+            if self.kinds[op.opcodeIndex] in _PRODUCTS and made and all(factors):
+                found = max(found, math.prod(factors) / made)
+        return found
+
+    def _scale(self, tensor: int) -> float:
+        """The largest scale of a tensor, 0 of floats."""
+        grid = self.graph.tensors[int(tensor)].quantization
+        return (
+            float(np.max(grid.scale))
+            if grid is not None and grid.scale is not None and len(grid.scale)
+            else 0.0
+        )
 
     def cut(self, sites: Sequence[_Site]) -> bytes:
         """The file with an input after each of ``sites``, called ``site:<i>``, and the sites as outputs ``made:<i>``."""
@@ -239,7 +267,9 @@ def _rows(file: FlatFile, site: _Site, given: Array, codes: Sequence[Array], exa
     agreements = [compare(given, one, facts, np.asarray(site.scale)) for one in codes]
     ops = file.kernels(site)
     if not all(a.ok for a in agreements):
-        allowed = max([_FUNCTIONS.get(kind, _RESCALED) for kind in ops], default=_RESCALED)
+        allowed = max(
+            [_RESCALED, min(0.5, file.rescaling(site)), *(_FUNCTIONS.get(kind, 0.0) for kind in ops)]
+        )
         agreements = [
             a if a.ok else replace(a, off=exact.off(site, given, one), allowed=allowed)
             for a, one in zip(agreements, codes, strict=True)
