@@ -40,6 +40,7 @@ class LitertSession:
             if tuple(given["shape"]) != shape:
                 run.resize_tensor_input(given["index"], shape, strict=True)
         run.allocate_tensors()
+        run.reset_all_variables()  # states of recurrent layers, which stay from call to call
         for given in details:
             run.set_tensor(given["index"], np.ascontiguousarray(feeds[given["name"]], given["dtype"]))
         run.invoke()

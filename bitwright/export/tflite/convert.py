@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from bitwright.export.qdq.forms import read_metadata
-from bitwright.export.tflite import arithmetic, images, movement, norms, pools, products
+from bitwright.export.qdq.markers import copy_model
+from bitwright.export.tflite import arithmetic, images, movement, norms, pools, products, recurrent
 from bitwright.export.tflite.lowering import SHIFTS, FreeBatchError, Lowering
 from bitwright.export.tflite.trace import trace_model
 
@@ -26,6 +28,7 @@ LOWERINGS: dict[str, Callable[[Lowering, ir.Node], None]] = {
     **norms.LOWERINGS,
     **pools.LOWERINGS,
     **products.LOWERINGS,
+    **recurrent.LOWERINGS,
 }
 
 
@@ -66,6 +69,8 @@ def to_tflite(
         ConfigError: ``ai-edge-litert``, whose schema is used, is not installed.
         ExportError: an operator has no form in LiteRT; its site is named.
     """
+    model = copy_model(model)
+    RemoveUnusedNodesPass()(model)
     try:
         return _written(model, feeds, origin or {}, fixed, ())
     except FreeBatchError as error:

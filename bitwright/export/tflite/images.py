@@ -190,17 +190,24 @@ def weight_problem(grid: Grid | None, axis: int) -> str | None:
 
 
 def bias_problem(bias: Held | None, data: Grid | None, weight: Grid | None) -> str | None:
-    """Why integer kernels do not take this bias."""
+    """Why integer kernels do not take this bias; one in float is rounded to the grid of the products."""
     if bias is None or data is None or weight is None:
         return None
-    if bias.grid is None or not bias.constant:
-        return "its bias is in float"
-    if bias.grid.dtype != "int32":
-        return f"its bias has {bias.grid.dtype[3:]} bits, the kernel takes 32"
-    wanted = np.float32(data.scale[0]) * np.asarray(weight.scale, np.float32)
-    if not np.allclose(np.asarray(bias.grid.scale, np.float32), wanted, rtol=1e-5):
-        return "the scale of its bias is not that of input times weight"
+    if not bias.constant:
+        return "its bias is computed"
+    scale = product_scale(data, weight)
+    if bias.grid is not None and bias.grid.dtype == "int32":
+        wanted = np.asarray(bias.grid.scale, np.float32)
+        if wanted.size in (1, scale.size) and np.allclose(wanted, scale, rtol=1e-5):
+            return None
+    if np.max(np.abs(bias.floats().reshape(-1) / scale), initial=0.0) > np.iinfo(np.int32).max:
+        return "its bias does not fit 32 bits in steps of input scale times weight scale"
     return None
+
+
+def product_scale(data: Grid, weight: Grid) -> Array:
+    """Scale of the sums that an integer kernel adds its bias to: one, or one per output channel."""
+    return np.float32(data.scale[0]) * np.asarray(weight.scale, np.float32)
 
 
 def weight_tensor(
@@ -227,36 +234,61 @@ def weight_tensor(
     return low.flat.tensor(held.name, shape, stored.dtype.name, grid, axis=axis, data=stored)
 
 
-def bias_tensor(low: Lowering, domain: Domain, node: ir.Node, port: int, count: int) -> list[int]:
-    """The bias as the last input, zeros where the operator has none: some kernels demand one."""
-    value = node.inputs[port] if len(node.inputs) > port else None
-    wide = domain.grid is not None and domain.grid.dtype == "int16"
-    if value is None:
-        if not domain.integer:
-            zeros = np.zeros(count, np.float32)
-            return [low.flat.constant("no_bias", zeros)]
-        return []
-    held = low.get(value)
+def bias_tensor(low: Lowering, domain: Domain, bias: Held | None, sums: Array, count: int) -> list[int]:
+    """The bias as the last input; of float kernels zeros where the operator has none: some demand one.
+
+    Args:
+        low, domain: of the operator.
+        bias: a constant.
+        sums: :func:`product_scale` of an operator on integers.
+        count: number of output channels.
+    """
     if not domain.integer:
-        return [low.plain(held.name)]
-    assert held.array is not None and held.grid is not None
-    codes = held.array.reshape(-1)
-    codes = np.broadcast_to(codes, (count,)) if codes.size == 1 else codes
-    grid = Grid(
-        "int64" if wide else "int32",
-        held.grid.scale,
-        held.grid.zero_point,
-        None if len(held.grid.scale) == 1 else 0,
-    )
-    return [low.flat.tensor(held.name, (count,), grid.dtype, grid, axis=0, data=codes.astype(grid.dtype))]
+        if bias is None:
+            return [low.flat.constant("no_bias", np.zeros(count, np.float32))]
+        floats = np.broadcast_to(bias.floats().reshape(-1), (count,)).astype(np.float32)
+        return [low.flat.tensor(bias.name, (count,), "float32", data=floats)]
+    if bias is None:
+        return []
+    grid = bias.grid
+    if (
+        grid is not None
+        and grid.dtype == "int32"
+        and np.allclose(np.asarray(grid.scale, np.float32), sums, rtol=1e-5)
+    ):
+        assert bias.array is not None
+        codes = bias.array.reshape(-1)
+    else:
+        codes = np.rint(bias.floats().reshape(-1).astype(np.float64) / sums)
+    wide = "int64" if domain.grid is not None and domain.grid.dtype == "int16" else "int32"
+    scale = tuple(float(s) for s in sums.reshape(-1))
+    made = Grid(wide, scale, (0,) * len(scale), None if len(scale) == 1 else 0)
+    codes = np.broadcast_to(codes, (count,)).astype(wide)
+    return [low.flat.tensor(bias.name, (count,), wide, made, axis=0, data=codes)]
+
+
+def sums_of(domain: Domain, data: Held, weight: Held) -> Array:
+    """:func:`product_scale` where the operator is computed on integers."""
+    if not domain.integer or data.grid is None or weight.grid is None:
+        return np.ones(1, np.float32)
+    return product_scale(data.grid, weight.grid)
+
+
+def bias_of(low: Lowering, node: ir.Node) -> Held | None:
+    """The bias of a convolution, which is a constant."""
+    value = node.inputs[2] if len(node.inputs) > 2 else None
+    if value is None:
+        return None
+    held = low.get(value)
+    if not held.constant:
+        low.refuse(node, "its bias is computed", "write it as an Add after it")
+    return held
 
 
 def _conv_domain(low: Lowering, node: ir.Node, axis: int, data: Held) -> Domain:
     """The domain of an operator with weight and bias."""
     weight = low.get(node.inputs[1])
-    given = node.inputs[2] if len(node.inputs) > 2 else None
-    bias = None if given is None else low.get(given)
-    why = weight_problem(weight.grid, axis) or bias_problem(bias, data.grid, weight.grid)
+    why = weight_problem(weight.grid, axis) or bias_problem(bias_of(low, node), data.grid, weight.grid)
     return low.domain(node, node.inputs[:1], unless=why)
 
 
@@ -289,7 +321,11 @@ def _conv(low: Lowering, node: ir.Node) -> None:
         if depthwise
         else {"table": "Conv2DOptions"}
     )
-    inputs = [source, filters, *bias_tensor(low, domain, node, 2, weight.shape[0])]
+    inputs = [
+        source,
+        filters,
+        *bias_tensor(low, domain, bias_of(low, node), sums_of(domain, held, weight), weight.shape[0]),
+    ]
     write_image(low, domain, lambda out: low.flat.op(kernel, inputs, [out], options))
 
 
@@ -324,7 +360,11 @@ def _conv3d(low: Lowering, node: ir.Node) -> None:
     }
     options |= {f"stride{a}": n for a, n in zip("DHW", window.stride, strict=True)}
     options |= {f"dilation{a}Factor": n for a, n in zip("DHW", window.dilation, strict=True)}
-    inputs = [source, filters, *bias_tensor(low, domain, node, 2, weight.shape[0])]
+    inputs = [
+        source,
+        filters,
+        *bias_tensor(low, domain, bias_of(low, node), sums_of(domain, held, weight), weight.shape[0]),
+    ]
     low.flat.op("CONV_3D", inputs, [low.write(domain, channels_last(5))], options)
 
 
@@ -355,7 +395,12 @@ def _conv_transpose(low: Lowering, node: ir.Node) -> None:
     full = (image.shape[0], *whole, channels)
     argument = low.flat.constant("shape", np.asarray(full, np.int32))
     source = read_image(low, domain, held)
-    inputs = [argument, filters, source, *bias_tensor(low, domain, node, 2, channels)]
+    inputs = [
+        argument,
+        filters,
+        source,
+        *bias_tensor(low, domain, bias_of(low, node), sums_of(domain, held, weight), channels),
+    ]
     options = {
         "table": "TransposeConvOptions", "padding": VALID, "strideH": window.stride[0], "strideW": window.stride[1],
         "fusedActivationFunction": domain.activation,

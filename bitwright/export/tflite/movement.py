@@ -66,10 +66,8 @@ def _through(low: Lowering, node: ir.Node, shape: Sequence[int]) -> Perm | None:
     order = [ranked[axis] for axis in perm if axis in ranked]
     if order == sorted(order):
         return tuple(range(len(shape)))
-    if len(shape) == held.rank and perm[0] == 0:
-        rest = [i for i in range(len(shape)) if i not in order]
-        return (*rest, *order) if rest == [0] else None if rest else tuple(order)
-    return None
+    rest = [i for i in range(len(shape)) if i not in order]
+    return (*rest, *order)
 
 
 def _transpose(low: Lowering, node: ir.Node) -> None:

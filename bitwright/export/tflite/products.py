@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from bitwright.export.tflite.arithmetic import binary_options
-from bitwright.export.tflite.images import bias_problem, bias_tensor, weight_problem, weight_tensor
-from bitwright.export.tflite.lowering import Domain, Held, Lowering
+from bitwright.export.tflite.images import bias_problem, bias_tensor, sums_of, weight_problem, weight_tensor
+from bitwright.export.tflite.lowering import Held, Lowering
 
 
 def _gemm(low: Lowering, node: ir.Node) -> None:
@@ -53,7 +53,8 @@ def _fully_connected(low: Lowering, node: ir.Node, data: Held, weight: Held, tra
         low.done.add(bias.node)
     order = (0, 1) if transposed else (1, 0)
     filters = weight_tensor(low, domain, weight, order, [weight.shape[i] for i in order], 0)
-    given = [] if bias is None else _bias_input(low, domain, bias, count)
+    added = None if bias is None else low.get(bias.node.inputs[bias.port])
+    given = [] if added is None else bias_tensor(low, domain, added, sums_of(domain, data, weight), count)
     options = {
         "table": "FullyConnectedOptions", "keepNumDims": data.rank > 2, "fusedActivationFunction": domain.activation,
     }  # fmt: skip
@@ -94,14 +95,6 @@ def _bias_of(low: Lowering, node: ir.Node, count: int) -> _Bias | None:
 def _is_constant(low: Lowering, node: ir.Node, port: int) -> bool:
     name = str(node.inputs[port].name)  # type: ignore[union-attr]
     return name in low.trace.constants
-
-
-def _bias_input(low: Lowering, domain: Domain, bias: _Bias, count: int) -> list[int]:
-    if domain.integer:
-        return bias_tensor(low, domain, bias.node, bias.port, count)
-    floats = low.get(bias.node.inputs[bias.port]).floats().reshape(-1)
-    floats = np.broadcast_to(floats, (count,)).astype(np.float32)
-    return [low.flat.tensor(f"{domain.result}_bias", (count,), "float32", data=floats)]
 
 
 def _computed_gemm(low: Lowering, node: ir.Node) -> None:

@@ -36,6 +36,7 @@ class Trace:
         free: which axes follow the batch.
         constants: values that do not depend on the data fed.
         batched: inputs whose first axis is the batch, if that is free.
+        zeros: values that are zero whatever is fed.
         linear: integers that follow from the length ``n`` of the batch alone -> ``(base, per row)``: ``base + n * per row``.
         dtypes: numpy's names of types.
         notes: why the batch is fixed, where it was not.
@@ -48,6 +49,7 @@ class Trace:
     notes: tuple[str, ...] = ()
     linear: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
     batched: tuple[str, ...] = ()
+    zeros: frozenset[str] = frozenset()
 
 
 def trace_model(model: ir.Model, feeds: Mapping[str, Array], *, fixed: bool = False) -> Trace:
@@ -80,7 +82,10 @@ def trace_model(model: ir.Model, feeds: Mapping[str, Array], *, fixed: bool = Fa
         if name in one and one[name].dtype.kind == "i" and one[name].shape == other[name].shape
     }
     dtypes = {name: array.dtype.name for name, array in one.items()}
-    return Trace(shapes, free, constants, dtypes, (), linear, tuple(batched))
+    zeros = frozenset(
+        name for name in steady if name in one and not np.any(one[name]) and not np.any(other[name])
+    )
+    return Trace(shapes, free, constants, dtypes, (), linear, tuple(batched), zeros)
 
 
 def _single(model: ir.Model, feeds: Mapping[str, Array], steady: set[str], notes: tuple[str, ...]) -> Trace:
