@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from bitwright.core.numerics.spec import Preset, find_preset
 from bitwright.errors import ConfigError, close_matches
 
 RecurrentForm = Literal["scan", "native"]
@@ -31,6 +32,7 @@ class Target:
         runtime: the adapter that runs the file, see :mod:`bitwright.runtimes`.
         format: of the file that is deployed; those of ONNX are written in any case.
         rules: keys of a configuration file that describe what its kernels compute, where the user names no configuration.
+        wide_rules: the same for presets whose activations have more than 8 bits; ``None`` for no difference.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Target:
     runtime: str
     format: FileFormat = "onnx"
     rules: Mapping[str, Any] = field(default_factory=dict)
+    wide_rules: Mapping[str, Any] | None = None
 
     def stored_bits(self, bits: int, *, beside_codes: bool) -> int:
         """Bits in which codes of ``bits`` bits are stored; ``beside_codes`` where an integer kernel may read them."""
@@ -60,6 +63,22 @@ _LITERT: Mapping[str, Any] = {
         {"optional": True, "op": "Tanh", "output": {"fixed_range": [-1.0, 127 / 128]}},
     ],
 }
+#: kernels of 16 bits take symmetric activations
+_LITERT_WIDE: Mapping[str, Any] = {
+    **_BOUNDARY,
+    "rules": [
+        {"optional": True, "weight": {"symmetry": "strict_symmetric"}},
+        *(
+            {"optional": True, port: {"symmetry": "symmetric"}}
+            for port in ("output", "input", "model_input", "model_output", "constant")
+        ),
+        {
+            "optional": True,
+            "op": ["Sigmoid", "Softmax", "Tanh"],
+            "output": {"fixed_range": [-1.0, 32767 / 32768]},
+        },
+    ],
+}
 
 TARGETS: dict[str, Target] = {
     row.name: row
@@ -69,7 +88,7 @@ TARGETS: dict[str, Target] = {
         Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino",
                rules=_BOUNDARY),
         Target("litert", "LiteRT (TensorFlow Lite): a .tflite file beside the others", _ON_8_BITS, False, "native", "litert",
-               "tflite", _LITERT),
+               "tflite", _LITERT, _LITERT_WIDE),
         Target("packed", "compilers, and the smallest file: 4-bit weights take 4 bits", (), False, "scan", "onnxruntime"),
     )
 }  # fmt: skip
@@ -117,9 +136,13 @@ def target_for(target: str | Target, format: FileFormat | None = None) -> Target
     return formats[format]
 
 
-def rules_for(target: str, config_file: Any) -> Any:
-    """The rules that a simulation for ``target`` follows where the user names none, ``config_file`` where they do."""
-    rules = find_target(target).rules
+def rules_for(target: str, config_file: Any, preset: str | Preset = "w8a8") -> Any:
+    """The rules that a simulation for ``target`` under ``preset`` follows where the user names none, ``config_file`` where
+    they do.
+    """
+    row, activation = find_target(target), find_preset(preset).activation
+    wide = activation is not None and activation.format.bits > 8 and row.wide_rules is not None
+    rules = row.wide_rules if wide else row.rules
     return dict(rules) if config_file is None and rules else config_file
 
 

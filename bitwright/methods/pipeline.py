@@ -181,7 +181,11 @@ def quantize(
         chosen=chosen,
         placing=next((step.options for step in steps if step.name == "layer_inputs"), None),
         ranging=any(step.name == "activation_ranges" for step in steps),
-        rules={"preset": preset, "config_file": rules_for(target, config_file), "quant_scheme": quant_scheme},
+        rules={
+            "preset": preset,
+            "config_file": rules_for(target, config_file, preset),
+            "quant_scheme": quant_scheme,
+        },
         keep_float=any(step.name == "bias_correction" for step in steps),
         providers=providers,
         non_finite=non_finite,

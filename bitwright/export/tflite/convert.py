@@ -146,6 +146,13 @@ def _dequantize(low: Lowering, node: ir.Node) -> bool:
             "its activations have several scales, for which LiteRT has no form",
             "quantize them per tensor: Rule(..., granularity=PerTensor())",
         )
+    if grid.dtype == "int16" and not grid.symmetric:
+        low.refuse(
+            maker,
+            "its codes of 16 bits have a zero point, for which LiteRT has no form",
+            "simulate with symmetric activations, Rule(port='output', symmetry='symmetric'), as quantize(..., target='litert') "
+            "does where no configuration is named; or use 8 bits",
+        )
     _quantize(low, maker, result)
     facts = read_metadata(node)
     if facts is not None and facts["places"]:

@@ -41,8 +41,13 @@ _FUNCTIONS = {
     "SOFTMAX": 0.6,
     "HARD_SWISH": 0.6,
     "GELU": 0.05,
-    "BATCH_MATMUL": 0.02,
+    "LEAKY_RELU": 0.25,
+    "PRELU": 0.25,
 }
+# Kernels of 16 bits rescale by a factor of 16 bits, and their functions interpolate in tables: a few millionths to half a
+# thousandth of the range.
+_WIDE_RESCALED = 1.0
+_WIDE_FUNCTIONS = {"LOGISTIC": 2.0, "TANH": 2.0, "SOFTMAX": 16.0}
 
 
 @dataclass(frozen=True)
@@ -267,9 +272,7 @@ def _rows(file: FlatFile, site: _Site, given: Array, codes: Sequence[Array], exa
     agreements = [compare(given, one, facts, np.asarray(site.scale)) for one in codes]
     ops = file.kernels(site)
     if not all(a.ok for a in agreements):
-        allowed = max(
-            [_RESCALED, min(0.5, file.rescaling(site)), *(_FUNCTIONS.get(kind, 0.0) for kind in ops)]
-        )
+        allowed = _allowed(file, site, ops)
         agreements = [
             a if a.ok else replace(a, off=exact.off(site, given, one), allowed=allowed)
             for a, one in zip(agreements, codes, strict=True)
@@ -279,6 +282,13 @@ def _rows(file: FlatFile, site: _Site, given: Array, codes: Sequence[Array], exa
     why = _why(ops, agreements)
     for name, run in site.places:
         yield Row(name, run, site.name, site.format, tuple(ops), kernel, agreements[0], agreements[1], why)
+
+
+def _allowed(file: FlatFile, site: _Site, ops: Sequence[str]) -> float:
+    """How far the arithmetic of the kernels before ``site`` may bring a value, in steps of its grid."""
+    if np.dtype(site.dtype).itemsize > 1:
+        return max([_WIDE_RESCALED, *(_WIDE_FUNCTIONS.get(kind, 0.0) for kind in ops)])
+    return max([_RESCALED, min(0.5, file.rescaling(site)), *(_FUNCTIONS.get(kind, 0.0) for kind in ops)])
 
 
 def _why(ops: Sequence[str], found: Sequence[Agreement]) -> str | None:

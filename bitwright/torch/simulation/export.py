@@ -315,9 +315,10 @@ def _replace_dims(model: ir.Model, new: Callable[[str | None], int | str | None]
     """Give every axis of a symbolic length the length, or name, that ``new`` has for it."""
     values = [*model.graph.inputs, *(v for node in model.graph.all_nodes() for v in node.outputs)]
     for value in values:
-        for i, dim in enumerate(value.shape or ()):
-            if value.shape is not None and isinstance(dim, ir.SymbolicDim):
-                value.shape[i] = new(dim.value)
+        if value.shape is None or not any(isinstance(dim, ir.SymbolicDim) for dim in value.shape):
+            continue
+        # the exporter's own optimisations freeze some shapes, such as that of a value after a folded Transpose
+        value.shape = ir.Shape([new(d.value) if isinstance(d, ir.SymbolicDim) else d for d in value.shape])
 
 
 def own_copy(sim: QuantizationSimModel, batch: Any) -> Any:
