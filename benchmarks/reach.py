@@ -21,6 +21,7 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -45,6 +46,7 @@ STAGES = (
     "simulate", "calibrate", "forward", "coverage", "generate", "train", "fold", "export", "verify", "recipe",
 )  # fmt: skip
 RESULTS, STATE = ROOT / "benchmarks" / "results" / "reach.md", ROOT / "build" / "reach"
+_MOST_DECLARED = 50
 LIMIT = 120.0  # seconds an architecture may take
 WORST = 8.0  # dB that a network of random weights may lose at eight bits before something must be wrong
 
@@ -227,6 +229,30 @@ def _said(error: BaseException) -> str:
     return text[:300]
 
 
+def _import_torchvision() -> Any:
+    """Import torchvision, also one whose operators were built for another torch; what keeps their declarations alive.
+
+    timm and transformers want the package; none of the models here uses its operators. It fails at the first of them that
+    its library did not register, so each is declared without a kernel.
+    """
+
+    declared = torch.library.Library("torchvision", "FRAGMENT")
+    for _ in range(_MOST_DECLARED):
+        try:
+            importlib.import_module("torchvision")
+            return declared
+        except ModuleNotFoundError:
+            return declared
+        except RuntimeError as error:
+            missing = re.search(r"operator torchvision::(\w+) does not exist", str(error))
+            if missing is None:
+                raise
+            declared.define(f"{missing[1]}(Tensor x) -> Tensor")
+            for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+                del sys.modules[name]
+    return declared
+
+
 def import_all(architectures: Sequence[Architecture]) -> dict[str, str]:
     """Import what every process needs, once, because they are copies of this one; package -> why it cannot be imported."""
     absent = {}
@@ -363,6 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds an architecture may take")
     given = parser.parse_args(arguments)
     chosen = [a for a in ARCHITECTURES if fnmatch.fnmatchcase(a.name, given.only)]
+    declared = _import_torchvision()  # held as long as this runs
     absent = import_all(chosen)
     able = [a for a in chosen if a.package not in absent]
     run_all(able, given.fresh, lambda line: print(line, flush=True), given.limit)
@@ -370,6 +397,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         facts = {**machine(), "commit": commits(able), **_versions()}
         where = ", ".join(f"{key}: {value}" for key, value in facts.items())
         RESULTS.write_text(f"{markdown(ARCHITECTURES, absent)}\n{where}\n", encoding="utf-8")
+    del declared
     return 0
 
 
