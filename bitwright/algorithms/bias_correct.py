@@ -306,7 +306,7 @@ def correct_empirically(
     counts = dict.fromkeys(sums, 0.0)
     samples = 0
     for batch, size in bar(batches, "bias correction"):
-        for op, (shift, count) in sim.errors(layers, batch).items():
+        for op, (shift, count) in sim.errors(layers, batch).items() if layers else ():
             if not np.isfinite(shift).all():
                 raise CalibrationError(
                     op,

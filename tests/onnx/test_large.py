@@ -14,9 +14,12 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from bitwright.algorithms.search.widen import widen
+from bitwright.analysis.analyze import analyze
 from bitwright.export.files.onnx_file import let_go
-from bitwright.onnx import QuantizationSimModel, fold_all_batch_norms, load_model
+from bitwright.onnx import QuantizationSimModel, apply_bias_correction, fold_all_batch_norms, load_model
 from bitwright.onnx.adapters import opened
+from bitwright.onnx.adapters.program import OnnxSimulation
 from bitwright.onnx.model import load, session
 from bitwright.onnx.model.session import weight_bytes
 from bitwright.onnx.simulation import quantsim, simulate
@@ -151,6 +154,37 @@ def test_files_of_large_models_go_with_the_simulation(small_memory, tmp_path, mo
     del simulation
     gc.collect()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda sim: widen(OnnxSimulation(sim), DATA),
+        lambda sim: sim._name_nan(DATA[0]),
+        lambda sim: analyze(sim, DATA),
+        lambda sim: QuantizationSimModel(sim.simulation().model, DATA[0]).compute_encodings(
+            DATA, progress=False
+        ),
+        lambda sim: session.open_session(sim.simulation().model).run(None, DATA[0]),
+    ],
+    ids=["widen", "NaN", "analyze", "simulation of it", "session"],
+)
+def test_a_model_of_a_large_simulation_has_its_weights_as_long_as_it_lives(small_memory, use):
+    sim = QuantizationSimModel(stack(), DATA[0], threads=1)
+    sim.compute_encodings(DATA, progress=False)
+    use(sim)
+
+
+def test_bias_correction_of_a_large_model_and_of_one_without_biases(small_memory):
+    model = convolutions()
+    data = [feeds_for(model, 0, n=3)]
+    sim = QuantizationSimModel(model, data[0], threads=1)
+    sim.compute_encodings(data, progress=False)
+    assert len(apply_bias_correction(sim, data, progress=False).corrected) == 6
+    sim = QuantizationSimModel(stack(), DATA[0], threads=1)
+    sim.compute_encodings(DATA, progress=False)
+    report = apply_bias_correction(sim, DATA, progress=False)
+    assert not report.corrected and len(report.refused) == 6
 
 
 def test_a_replaced_weight_is_quantized_anew(small_memory):

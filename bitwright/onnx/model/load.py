@@ -281,12 +281,14 @@ def clone_model(model: ir.Model) -> ir.Model:
 
 def own_tensor(tensor: ir.TensorProtocol) -> ir.Tensor | ir.ExternalTensor:
     """The same elements, not copied, under a name of their own."""
-    if isinstance(tensor, ir.ExternalTensor):
-        return ir.ExternalTensor(
-            tensor.location, tensor.offset, tensor.length, tensor.dtype,
-            shape=tensor.shape, name=tensor.name or "", base_dir=tensor.base_dir,
-        )  # fmt: skip
-    return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
+    if not isinstance(tensor, ir.ExternalTensor):
+        return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
+    own = ir.ExternalTensor(
+        tensor.location, tensor.offset, tensor.length, tensor.dtype,
+        shape=tensor.shape, name=tensor.name or "", base_dir=tensor.base_dir,
+    )  # fmt: skip
+    own.meta.update(tensor.meta)  # what keeps a temporary file
+    return own
 
 
 # ------------------------------------------------------------------------------------------------- checks

@@ -17,13 +17,14 @@ from bitwright.export.files.temporary import temporary_room
 from bitwright.onnx.model.load import own_tensor
 from bitwright.onnx.model.session import kept_in_file
 
+_FOLDER = "bitwright.folder"  # what a tensor keeps, so that models and sessions can be made of it
 _Made = tuple[
     ir.TensorProtocol, ir.TensorProtocol
 ]  # the original, so that its identity stays its own, and what became of it
 
 
 class WeightFile:
-    """A file of weights that lasts as long as anybody holds this.
+    """A file of weights that lasts as long as this, or one of the tensors that it gave.
 
     Attributes:
         folder: it lies there, and goes with it.
@@ -65,4 +66,6 @@ class WeightFile:
                 made = kept_in_file(name, make(), file, self._path)
                 self.size = file.tell()
             self._made[key] = original, made
-        return own_tensor(self._made[key][1])
+        tensor = own_tensor(self._made[key][1])
+        tensor.meta[_FOLDER] = self.folder
+        return tensor
