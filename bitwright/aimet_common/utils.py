@@ -7,6 +7,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from bitwright.aimet_common.defs import CallbackFunc as CallbackFunc  # its older path
+
 
 class AimetLogger:
     """Loggers by area; all of them lie below the logger ``bitwright``."""

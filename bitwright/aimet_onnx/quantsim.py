@@ -27,6 +27,7 @@ from bitwright.aimet_onnx._core import Preset, activation_spec, weight_spec
 from bitwright.aimet_onnx._export import export_files, option, qdq_model
 from bitwright.aimet_onnx._models import proto_of, wrapped
 from bitwright.aimet_onnx.qc_quantize_op import QcQuantizeOp, quantizer_of
+from bitwright.aimet_onnx.utils import build_session
 from bitwright.errors import ConfigError, EncodingsError
 
 __all__ = [
@@ -234,6 +235,8 @@ class QuantizationSimModel(front.QuantizationSimModel):
                 table[name].set_precision(precision)
 
     # -- running
+
+    build_session = staticmethod(build_session)
 
     def get_supported_kernels(self) -> dict[str, list[dict[str, Any]]]:
         """What the configuration says the target runs: ``defaults`` and operator types, with AIMET's entries."""

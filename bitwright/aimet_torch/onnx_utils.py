@@ -14,7 +14,7 @@ __getattr__ = absent_names(__name__)
 
 @dataclass
 class OnnxExportApiArgs:
-    """What ``sim.export(onnx_export_args=...)`` takes; names and versions have no effect here."""
+    """What ``sim.export(onnx_export_args=...)`` takes; the opset has no effect here."""
 
     opset_version: int | None = None
     input_names: list[str] | None = None

@@ -239,4 +239,11 @@ class ArchChecker:
             "pass them: ArchChecker.check_model_arch(model, dummy_input, rules=(*RULES, Rule(...)))",
         )
 
-    add_pattern_check = add_node_check
+    @staticmethod
+    def add_pattern_check(arch_check: Any) -> None:
+        """As :meth:`add_node_check`.
+
+        Raises:
+            ConfigError: always.
+        """
+        ArchChecker.add_node_check(None, arch_check)

@@ -67,6 +67,11 @@ class AffineEncoding(EncodingBase):
         return "affine"
 
     @property
+    def zero_point_shift(self) -> float:
+        """Always 0: codes between the integers are refused."""
+        return 0.0
+
+    @property
     def num_steps(self) -> int:
         """Intervals of the grid."""
         return self.qmax - self.qmin

@@ -43,6 +43,10 @@ class EncodingBase(abc.ABC):
     def dequantize(self, input: torch.Tensor) -> torch.Tensor:
         """Values of codes."""
 
+    @abc.abstractmethod
+    def to_qnn_encoding_dict(self, encoding_version: str | None = None) -> Any:
+        """The encoding as encodings files have it."""
+
     def quantize_dequantize(self, input: torch.Tensor) -> torch.Tensor:
         """``input`` on the grid."""
         return self.dequantize(self.quantize(input)).to(input.dtype)

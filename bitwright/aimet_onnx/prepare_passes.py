@@ -1,0 +1,5 @@
+"""``aimet_onnx.prepare_passes``: not here; importing it says what to do instead."""
+
+from bitwright.aimet_common.absent import refuse
+
+refuse(__name__)

@@ -1,0 +1,1 @@
+"""``aimet_torch.amp``: mixed precision under its older path."""
