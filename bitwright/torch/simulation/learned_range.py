@@ -220,7 +220,7 @@ class LearnedRange:
             zero = (
                 (zero - fmt.steps * self.offset.detach().double()).round().clamp(fmt.qmin, fmt.qmax).float()
             )
-            zero = _with_gradient(zero, -scaling.factor / fmt.steps / scale.square(), self.offset)
+            zero = _with_gradient(zero, -scaling.factor / fmt.steps / scale.double().square(), self.offset)
         scale = _with_gradient(scale, scaling.factor / scale, self.log_scale)
         scale, zero = scale.reshape(own).to(wide), zero.reshape(own).to(wide)
         codes = round_ste(x.to(wide).reshape(view) / scale)
@@ -248,9 +248,12 @@ class Scaling:
 
 
 def _with_gradient(value: torch.Tensor, slope: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``value`` itself, with ``slope`` as its derivative by ``parameter``."""
-    line = slope.detach() * parameter
-    return value.detach() + (line - line.detach())
+    """``value`` itself, with ``slope`` as its derivative by ``parameter``.
+
+    In float64: of the scale of values near nothing the square is zero in float32.
+    """
+    line = slope.detach().double() * parameter.double()
+    return value.detach() + (line - line.detach()).to(value.dtype)
 
 
 class _OnLearnedGrid(torch.autograd.Function):

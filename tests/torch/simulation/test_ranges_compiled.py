@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerTensor
 from bitwright.torch import QuantizationSimModel
+from bitwright.torch.simulation.learned_range import LearnedRange
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
@@ -33,3 +38,13 @@ def test_compiled_training_has_the_numbers_and_gradients_of_the_eager_one():
         with torch.no_grad():
             for p in sim.range_parameters():
                 p.add_(0.05)
+
+
+def test_ranges_of_values_near_nothing_keep_finite_gradients():
+    """The square of such a scale is zero in float32."""
+    encoding = Encoding(IntFormat(4, signed=False), np.float32(1e-25), np.int64(7), PerTensor())
+    learned = LearnedRange("here", encoding, offset=True)
+    x = (X * 1e-24).requires_grad_()
+    learned.traced(x, weight=False).sum().backward()
+    found = [x.grad, *(p.grad for p in learned.parameters().values())]
+    assert all(torch.isfinite(grad).all() and grad.any() for grad in found)
