@@ -100,6 +100,31 @@ class Routed(nn.Module):
         return self.last(x + self.table(self.first(x)[:, :6].argmax(-1)))
 
 
+class Squares(nn.Module):
+    """Rows over three decades, each divided by the product with itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.exp(x[:, :1]) * torch.sigmoid(x)
+        return self.last(
+            self.first(torch.sigmoid(x)) / torch.einsum("bi,bi->b", y, y)[:, None].log().exp().sqrt()
+        )
+
+
+class Remainder(nn.Module):
+    """An angle within its turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.remainder(self.first(x) * 100, 2 * math.pi))
+
+
 def labelled() -> Tensor:
     x = torch.rand(12, 3)
     x[:, 0] = torch.tensor([-1.0, 0.0, 1.0, -3.0]).repeat(3)
@@ -112,6 +137,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float]] = {
     "angle": (Fourier, lambda: torch.rand(2, 5, 2), 30.0),
     "label": (Labels, labelled, 30.0),
     "decision": (Routed, lambda: torch.randn(64, 8), 30.0),
+    "squares": (Squares, lambda: torch.linspace(-4, 4, 64)[:, None] + torch.randn(64, 8) / 4, 25.0),
     "probability": (Probabilities, lambda: torch.randn(8, 8), 25.0),
 }
 
@@ -245,3 +271,12 @@ def test_nan_of_the_model_itself_is_not_blamed_on_the_simulation(
         _, found = simulated(front, model, x)
     assert np.isnan(found).any()
     assert not [r for r in caplog.records if "NaN" in r.message]
+
+
+def test_what_is_taken_modulo_a_turn_stays_in_float() -> None:
+    torch.manual_seed(0)
+    model, x = Remainder().eval(), torch.randn(64, 8)
+    sim, found = simulated("torch", model, x)
+    assert "takes it for an angle" in str(sim.coverage())
+    with torch.no_grad():
+        assert sqnr(model(x).numpy(), found) > 15

@@ -43,7 +43,8 @@ def computed_values(graph: Graph) -> set[str]:
 def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
     """Value -> what it is needed for, and the operator that needs it; in one linear pass against the order of execution.
 
-    A need for small relative errors reaches back over products, powers and shifts by a constant, and over sums of squares;
+    A need for small relative errors reaches back over products, powers and shifts by a constant, and over sums of squares,
+    as the product of a value with itself is one;
     it stops at reductions, layers and activation functions, whose own output is the last value found. An angle is followed
     over scales and shifts, and where no layer has been before (coordinates, positions, times), over everything, the matrix
     that makes angles of them included. Scores that decide are followed over functions of one value,
@@ -96,6 +97,8 @@ class _Trace:
         data = [value for value in self._data(op, row) if value not in self.static]
         if row.kind in ("movement", "merge") or op.type in _KEEPS:
             yield from data
+        elif op.type in _PRODUCTS and len(data) > 1 and len(set(data)) == 1:  # a sum of squares
+            yield from data[:1]
         elif op.type in ("Add", "Sub"):
             alone = len(data) == 1 or len(set(data)) == 1
             yield from (value for value in data if alone or self._is_positive(value))

@@ -118,7 +118,8 @@ OPS: dict[str, OpRow] = {
     "LogSoftmax": OpRow("pointwise", activations=(0,)),
     # arithmetic: four with integer kernels, the rest float between grids
     **dict.fromkeys(("Add", "Sub", "Mul"), _INT_POINT),
-    **dict.fromkeys(("Div", "Mod", "FloorDiv"), OpRow("pointwise", exact={1: "divisor"})),
+    **dict.fromkeys(("Div", "FloorDiv"), OpRow("pointwise", exact={1: "divisor"})),
+    "Mod": OpRow("pointwise", exact={0: "phase", 1: "divisor"}),
     **dict.fromkeys(("Reciprocal", "Rsqrt"), OpRow("pointwise", exact={0: "divisor"})),
     **dict.fromkeys(("Log", "Sqrt"), OpRow("pointwise", exact={0: "magnitude"})),
     **dict.fromkeys(("log2", "log10"), OpRow("float", activations=(0,), exact={0: "magnitude"})),
