@@ -90,8 +90,6 @@ def _evaluated(model: ir.Model, values: list[ir.Value], static: set[ir.Node]) ->
     view = ir.GraphView([], made, nodes=nodes, initializers=sorted(needed, key=lambda v: str(v.name)),
                         opset_imports=dict(model.graph.opset_imports), name="constants")  # fmt: skip
     part = ir.Model(view.clone(), ir_version=model.ir_version)
-    for value in part.graph.outputs:
-        value.dtype = value.dtype or ir.DataType.FLOAT
     results = run_model(part, {}, "float")
     return {**found, **{value: results[str(value.name)] for value in made}}
 

@@ -211,7 +211,6 @@ def observed(model: ir.Model, points: Sequence[Point]) -> tuple[ir.Model, dict[P
         else:
             seen = value
         if not seen.is_graph_output():
-            seen.dtype = seen.dtype or ir.DataType.FLOAT
             copy.graph.outputs.append(seen)
         found[point] = str(seen.name)
     return copy, found

@@ -208,10 +208,14 @@ def read_model(path: Path) -> ir.Model:
     if not path.is_file():
         raise ExportError(str(path), "there is no such file", "export the model again, or check the path")
     try:
-        return load(path)
+        model = load(path)
     except Exception as error:  # protobuf's own errors are not importable through onnx
         problem = f"it cannot be read as an ONNX model: {explained(error)}"
         raise ExportError(str(path), problem, "name an .onnx file, or the folder of an export") from error
+    # files of old exporters list every initializer among the inputs as well
+    for value in [v for v in model.graph.inputs if v.is_initializer()]:
+        model.graph.inputs.remove(value)
+    return model
 
 
 def has_quantizers(model: ir.Model) -> bool:

@@ -323,3 +323,20 @@ def test_models_without_a_common_tensor(one: Path, tmp_path: Path) -> None:
     feeds = {**data_of(one), "of_input": x.numpy()}
     with pytest.raises(ExportError, match="no tensor of the same name"):
         drift(f"{one}@float", tmp_path / "renamed.onnx", feeds)
+
+
+def test_files_of_old_exporters_are_compared(one: Path, tmp_path: Path) -> None:
+    """Initializers among the inputs, and constants of other types that the file computes."""
+    model = onnx.load(one / "net_float.onnx")
+    for tensor in model.graph.initializer:
+        model.graph.input.append(
+            onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+        )
+    shape = next(node for node in model.graph.node if node.op_type == "Reshape")
+    whole = onnx.helper.make_node("Abs", [shape.input[1]], ["whole_shape"])
+    model.graph.node.insert(0, whole)
+    shape.input[1] = "whole_shape"
+    del model.graph.value_info[:]
+    onnx.save(model, tmp_path / "old.onnx")
+    report = drift(tmp_path / "old.onnx", f"{one}@file", data_of(one))
+    assert report.ok and len(report.rows) > 3
