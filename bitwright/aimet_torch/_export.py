@@ -52,6 +52,7 @@ def export(
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
         made = write(work, prefix, dummy_input, samples=False, **{"every_tensor": True, **options})
+        _tell_fixed_batch(made, options)
         target = folder / f"{encodings}_torch.encodings"
         sim.save_encodings(target, options.get("encoding_version", "1.0.0"))
         files = [target, _moved(made.encodings, folder / f"{encodings}.encodings")]
@@ -68,7 +69,7 @@ def onnx_options(arguments: dict[str, Any]) -> dict[str, Any]:
     if arguments.get("dynamic_shapes"):
         found["dynamic_shapes"] = arguments["dynamic_shapes"]
     elif arguments.get("dynamic_axes"):
-        found["dynamic_batch"] = True
+        found["dynamic_batch"] = "auto"  # an example of one sample would fix the axis
         differs(
             "export(dynamic_axes=...)", "the first axis of every input varies; dynamic_shapes= names others"
         )
@@ -79,6 +80,13 @@ def onnx_options(arguments: dict[str, Any]) -> dict[str, Any]:
     if ignored:
         differs(f"export({', '.join(ignored)})", "without effect: the opset is 21, in evaluation mode")
     return found
+
+
+def _tell_fixed_batch(made: Any, options: dict[str, Any]) -> None:
+    """Warn where the first axis was to vary and could not."""
+    for note in made.notes if options.get("dynamic_batch") else ():
+        if note.startswith("batch:"):
+            differs("export(dynamic_axes=...)", note)
 
 
 def _moved(source: Path, target: Path) -> Path:
@@ -176,13 +184,15 @@ def _exported(
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     work = tempfile.TemporaryDirectory(dir=folder)
+    asked = onnx_options(kwargs)
     try:
         made = sim.write_artefacts(
             work.name, "model", args, encoding_version=version, samples=False, every_tensor=True,
             bias="float" if bias is False else "int32",
-            activation="as_is" if activation is None else activation, **onnx_options(kwargs),
+            activation="as_is" if activation is None else activation, **asked,
         )  # fmt: skip
     except BaseException:
         shutil.rmtree(work.name, ignore_errors=True)
         raise
+    _tell_fixed_batch(made, asked)
     return made, work

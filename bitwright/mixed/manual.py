@@ -270,6 +270,10 @@ def _applied(state: _Requests) -> PrecisionReport:
             before = site.quantizer.spec.format.name if site.enabled else "float"
             site.spec = spec_at(site.quantizer.spec, _wanted(site, wish.format))
             now = site.quantizer.spec.format.name
+            if (
+                site.frozen and site.encoding is None
+            ):  # what was frozen is gone with its grid: calibration finds another
+                site.frozen = False
             if now != before:
                 site.quantizer.why_spec = wish.reason
                 changes.append(Change(site.name, before, now, wish.reason))

@@ -133,3 +133,16 @@ def float_session() -> Any:
     import onnxruntime
 
     return onnxruntime.InferenceSession(as_onnx(), providers=["CPUExecutionProvider"])
+
+
+def test_layers_with_frozen_weights_are_flipped() -> None:
+    from bitwright.aimet_onnx import apply_seq_mse
+    from bitwright.aimet_onnx.lite_mp import flip_layers_to_higher_precision
+
+    sim, feeds = onnx_sim(), [{"x": x} for x in batches("onnx")]
+    apply_seq_mse(sim, feeds, num_candidates=2)
+    layers = {site.op: 1.0 for site in sim.quantizers.values() if site.role == "weight"}
+    flip_layers_to_higher_precision(sim, layers, percent_to_flip=100)
+    sim.compute_encodings(feeds)
+    sim.session.run(None, feeds[0])
+    assert {s.spec.format.name for s in sim.quantizers.values() if s.role == "weight"} == {"float16"}
