@@ -9,7 +9,7 @@ _LONGEST = 4_000  # characters of a part of a message
 
 
 class BitwrightError(Exception):
-    """Base of every error that a user can cause and mend.
+    """Base of every error that a user can cause and correct.
 
     Args:
         site: layer, tensor, file or argument the error is about.

@@ -88,7 +88,7 @@ class SiteView:
         self._regrid(replace(self._spec, format=replace(fmt, bits=int(bitwidth))), bits=int(bitwidth))
 
     def _regrid(self, spec: QuantSpec, bits: int | None = None) -> None:
-        """Another format or symmetry on the range in force."""
+        """Another format or symmetry on the range in effect."""
         encoding = self._site.encoding
         if encoding is None:
             self._respec(spec, None)
@@ -145,7 +145,7 @@ class SiteView:
         return self._site.encoding is not None or self._site.quantizer.is_fixed
 
     def set_core(self, encoding: Encoding) -> None:
-        """Put one of our encodings in force."""
+        """Put one of our encodings into effect."""
         for site in self.sites:
             site.encoding = encoding
 

@@ -33,7 +33,7 @@ def fold_all_batch_norms_to_weight(model: Any, **options: Any) -> tuple[FoldedPa
     """:func:`bitwright.onnx.fold_all_batch_norms`, in place.
 
     Returns:
-        Two lists of ``(layer, batch norm)`` nodes: batch norms behind their layers, and before them. The nodes are copies of
+        Two lists of ``(layer, batch norm)`` nodes: batch norms after their layers, and before them. The nodes are copies of
         those the model had.
     """
     proto = proto_of(model)

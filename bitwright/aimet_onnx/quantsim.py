@@ -168,7 +168,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
     def get_op_quantizers(
         self, op: Any
     ) -> tuple[list[QcQuantizeOp], list[QcQuantizeOp], dict[str, QcQuantizeOp]]:
-        """Quantizers in force at a node (its name, or an object with one): of inputs, outputs and parameters.
+        """Quantizers in effect at a node (its name, or an object with one): of inputs, outputs and parameters.
 
         Raises:
             ConfigError: no node of this name.
@@ -220,14 +220,14 @@ class QuantizationSimModel(front.QuantizationSimModel):
         """Give tensors another number format.
 
         Raises:
-            ConfigError: ``strict``, and a name is no tensor, or one that has no quantizer in force; nothing is changed.
+            ConfigError: ``strict``, and a name is no tensor, or one that has no quantizer in effect; nothing is changed.
         """
         several = [names] if isinstance(names, str) else list(names)
         table = self.qc_quantize_op_dict
         wrong = [name for name in several if name not in table or not table[name].enabled]
         if wrong and strict:
             raise ConfigError(
-                "set_tensor_precision", f"no quantizer in force at {', '.join(map(repr, wrong))}",
+                "set_tensor_precision", f"no quantizer in effect at {', '.join(map(repr, wrong))}",
                 "name tensors that sim.coverage() shows as quantized, or pass strict=False",
             )  # fmt: skip
         for name in several:
@@ -314,7 +314,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     @classmethod
     def from_onnx_qdq(cls, model: Any, strict: bool = False, **kwargs: Any) -> QuantizationSimModel:
-        """A simulation of a model with QuantizeLinear and DequantizeLinear, whose encodings are in force and frozen."""
+        """A simulation of a model with QuantizeLinear and DequantizeLinear, whose encodings are in effect and frozen."""
         return cls(model, **kwargs)
 
     @classmethod
@@ -373,7 +373,7 @@ def _float_session(sim: QuantizationSimModel) -> Any:
 
 @contextmanager
 def compute_encodings(sim: QuantizationSimModel) -> Iterator[None]:
-    """Calibrate on every ``sim.session.run`` inside the block; the encodings are in force at its end.
+    """Calibrate on every ``sim.session.run`` inside the block; the encodings are in effect at its end.
 
     Raises:
         CalibrationError: (a RuntimeError) the session did not run in the block.

@@ -57,7 +57,7 @@ def _left_alone(sites: Iterator[Any]) -> Iterator[None]:
 
 @contextmanager
 def compute_encodings(model: nn.Module) -> Iterator[None]:
-    """Calibrate on every call of a simulated model inside the block; the encodings are in force at its end.
+    """Calibrate on every call of a simulated model inside the block; the encodings are in effect at its end.
 
     With a part of the model (``sim.model.layer1``), the encodings of all other places are kept.
 

@@ -15,7 +15,7 @@ CONV_TRANSPOSES = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def smallest_input(layers: Sequence[nn.Module]) -> torch.Tensor:
-    """An input that all of ``layers``, one behind the other, can run on: zeros of a batch of two.
+    """An input that all of ``layers``, one after the other, can run on: zeros of a batch of two.
 
     Raises:
         ModelError: there is no layer with a weight among them whose inputs are known.

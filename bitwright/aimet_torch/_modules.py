@@ -40,7 +40,7 @@ class Slot:
         self._view: SiteQuantizer | None = None
 
     def get(self) -> SiteQuantizer | None:
-        """The quantizer in force; ``None`` where there is none, or it is switched off."""
+        """The quantizer in effect; ``None`` where there is none, or it is switched off."""
         if not any(site.enabled and not site.quantizer.derived for site in self.sites):
             return None
         made = view_of(self.sites)

@@ -96,7 +96,7 @@ def disable_all_quantizers(model: nn.Module) -> Handle:
 
 
 def has_no_quantizers(module: nn.Module, ignore_params: bool = False) -> bool:
-    """Whether no quantizer of a module is in force."""
+    """Whether no quantizer of a module is in effect."""
     record = _modules.record_of(module)
     slots = () if record is None else record.slots()
     return not any(slot.get() for name, slot in slots if not (ignore_params and name.startswith("param")))

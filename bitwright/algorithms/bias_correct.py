@@ -2,7 +2,7 @@
 
 *Empirical*: the mean of each output channel is measured in float and quantized, layer after layer with everything before
 already corrected, and the difference goes into the bias. One float and one quantized run per batch do it: the
-quantized run shifts every layer's output to the float mean of the same batch as it passes, so that the layers behind
+quantized run shifts every layer's output to the float mean of the same batch as it passes, so that the layers after
 see corrected inputs, and the shifts are averaged over the batches.
 
 *Analytic*: without data. The error of a weight times the mean of its input is a constant per channel; the mean of the
@@ -149,7 +149,7 @@ def expected_inputs(layers: Layers, moments: Moments) -> dict[str, Array]:
 
 
 def moments_behind(op: Op, known: Moments) -> tuple[Array, Array] | None:
-    """Mean and standard deviation behind an operator, from those of its inputs by name; ``None``: not known."""
+    """Mean and standard deviation after an operator, from those of its inputs by name; ``None``: not known."""
     sources = [known.get(value) for value in op.inputs if value is not None]
     if not sources or sources[0] is None:
         return None

@@ -139,7 +139,7 @@ def fold_norms(
     providers: Any = None,
     progress: bool = True,
 ) -> NormReport:
-    """Fold the weights of layer and RMS norms into the linear layers behind them, in place.
+    """Fold the weights of layer and RMS norms into the linear layers after them, in place.
 
     Args:
         model: changed in place; its function stays.

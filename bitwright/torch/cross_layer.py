@@ -93,7 +93,7 @@ def _scaled(cls_set: Sequence[nn.Module]) -> tuple[Array, ...]:
 
 
 def _smallest_input(layers: Sequence[nn.Module]) -> torch.Tensor:
-    """An input that all of ``layers``, one behind the other, can run on."""
+    """An input that all of ``layers``, one after the other, can run on."""
     first: Any = layers[0]
     channels = first.in_features if isinstance(first, nn.Linear) else first.in_channels
     size = [1] * (first.weight.dim() - 2)

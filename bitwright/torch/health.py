@@ -177,7 +177,7 @@ def diagnose_batch(
 ) -> HealthReport:
     """The report of one batch on the float model of a simulation, also in the middle of its own forward.
 
-    ``mended`` gives the function that takes the place of another at a call, where repairs are in force.
+    ``mended`` gives the function that takes the place of another at a call, where repairs are in effect.
     """
     doctor = _doctor(interceptor)
     doctor.mended = mended

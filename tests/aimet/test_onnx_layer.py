@@ -23,7 +23,7 @@ def test_tensor_without_a_quantizer_says_whose_grid_it_is(sim):
 
 
 def test_precision_of_several_tensors_is_all_or_nothing(sim):
-    with pytest.raises(ConfigError, match="no quantizer in force at 'nothing'"):
+    with pytest.raises(ConfigError, match="no quantizer in effect at 'nothing'"):
         sim.set_tensor_precision(["input", "nothing"], "int16")
     assert sim.qc_quantize_op_dict["input"].bitwidth == 8
 

@@ -50,7 +50,7 @@ def set_activation_quantizers_to_float(
     mantissa_bits: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Make the input and output quantizers that are in force float.
+    """Make the input and output quantizers that are in effect float.
 
     Args:
         arg: types of modules, modules of ``sim.model``, or a condition on a module.

@@ -55,7 +55,7 @@ NOT_GIVEN = _NotGiven()
 
 
 class Quantizers(SiteMap):
-    """Our mapping of sites, which is also AIMET's method: ``sim.quantizers()`` gives the quantizers in force."""
+    """Our mapping of sites, which is also AIMET's method: ``sim.quantizers()`` gives the quantizers in effect."""
 
     def __call__(self) -> Iterator[Any]:
         seen: set[int] = set()
@@ -127,7 +127,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     @property
     def calibrated(self) -> bool:
-        """Whether every quantizer in force has a range."""
+        """Whether every quantizer in effect has a range."""
         return all(
             site.encoding is not None
             for site in self.quantizers.values()
@@ -211,7 +211,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
         return self.named_qmodules()
 
     def named_quantizers(self) -> Iterator[tuple[str, Any]]:
-        """Name and quantizer of everything in force: ``conv1.param_quantizers.weight``.
+        """Name and quantizer of everything in effect: ``conv1.param_quantizers.weight``.
 
         What is quantized inside of forwards (``x + y``) comes under the name of its site.
         """

@@ -148,7 +148,7 @@ def _behind(layers: Layers, product: Op, dim: int) -> Layer | None:
 
 
 def _chain(graph: Graph, op: Op) -> Iterator[Op]:
-    """Readers behind ``op``, one after the other, as long as there is only one and it moves data."""
+    """Readers after ``op``, one after the other, as long as there is only one and it moves data."""
     while len(op.outputs) == 1:
         reader = sole_reader(graph, op.outputs[0])
         if reader is None:

@@ -1,7 +1,7 @@
 """What a batch norm does to each channel, and layers that absorb it: arrays in, arrays out, float64 inside.
 
 A batch norm in inference is ``y = scale * x + shift`` per channel. A layer before it absorbs both into its
-weight and bias; a layer behind it does where the shift of its input is a constant shift of its output.
+weight and bias; a layer after it does where the shift of its input is a constant shift of its output.
 
 Reference: Jacob et al. 2018, arXiv:1712.05877, section 3.2.
 """

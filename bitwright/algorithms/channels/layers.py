@@ -41,7 +41,7 @@ class Layer:
         weight, bias: names of the parameters.
         axes: how the axes of the weight count channels; for norms and embeddings only ``outputs`` means something.
         rank: of the output.
-        output: the value behind the bias, which in ONNX an ``Add`` of its own may add.
+        output: the value after the bias, which in ONNX an ``Add`` of its own may add.
         adder: that Add.
     """
 
@@ -150,7 +150,7 @@ class Layers:
         )
 
     def _bias(self, op: Op, channels: int) -> tuple[str | _Odd | None, str, str | None]:
-        """Name of the bias, the value behind it, and the Add that adds it."""
+        """Name of the bias, the value after it, and the Add that adds it."""
         values, output = self.graph.values, op.outputs[0]
         name = _at(op, 2)
         if name is None:
@@ -455,7 +455,7 @@ class _Walk:
         return None
 
     def _pass(self, op: Op, value: str) -> str | None:
-        """Go on behind an operator that hands channels on."""
+        """Go on after an operator that hands channels on."""
         values, axis = self.graph.values, self.axis[value]
         if op.type == "Mul" and len({source for source in op.inputs if source in self.axis}) > 1:
             return f"{op.name} multiplies it by itself"
@@ -522,7 +522,7 @@ def _bound(value: float | None, otherwise: float) -> float:
 
 
 def batch_norm_moments(view: FloatModel, graph: Graph | None = None) -> dict[str, tuple[Array, Array]]:
-    """Mean and standard deviation per channel behind every batch norm, as its parameters say: beta and \\|gamma\\|.
+    """Mean and standard deviation per channel after every batch norm, as its parameters say: beta and \\|gamma\\|.
 
     To be asked before the batch norms are folded; :func:`moments_of_layers` then says them of the layers.
     """

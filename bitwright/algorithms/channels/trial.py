@@ -32,7 +32,7 @@ def sift(
 
     Args:
         items: changes that are independent as far as anybody knows.
-        carry_out: makes some of them together and returns how to take them back.
+        carry_out: makes some of them together and returns how to undo them.
         check: of the model as a whole; without one everything is accepted untried.
         bar: shows the checks.
 
@@ -68,7 +68,7 @@ def _popped(items: list[list[T]]) -> Iterator[list[T]]:
 
 
 class Reversible:
-    """A report of changes to a model that can be taken back, or made final."""
+    """A report of changes to a model that can be undone, or made final."""
 
     _undos: list[Undo]
 
@@ -82,7 +82,7 @@ class Reversible:
 
 
 def joined(undos: list[Undo]) -> Undo:
-    """Take back everything in ``undos``, the last first; a second call does nothing."""
+    """Undo everything in ``undos``, the last first; a second call does nothing."""
 
     def undo() -> None:
         while undos:

@@ -215,7 +215,7 @@ def _sift(
 
 
 class _Folder:
-    """Carries folds out on a model; keeps how to take them back, and the biases it added."""
+    """Carries folds out on a model; keeps how to undo them, and the biases it added."""
 
     def __init__(self, graph: Graph, view: FloatModel) -> None:
         self.graph, self.view = graph, view
@@ -243,7 +243,7 @@ class _Folder:
         return outcome
 
     def undo_to(self, mark: int) -> None:
-        """Take back every fold after the first ``mark`` that stand."""
+        """Undo every fold after the first ``mark`` that stand."""
         while len(self.undos) > mark:
             self.undos.pop()()
 

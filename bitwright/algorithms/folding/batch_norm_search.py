@@ -42,7 +42,7 @@ class Fold:
     """Layers that change together, each with the batch norms it absorbs.
 
     Attributes:
-        direction: ``backward`` into the layer before, ``forward`` into the layer behind.
+        direction: ``backward`` into the layer before, ``forward`` into the layer after.
         layers: ``(layer, batch norms in execution order)``; several when they share a batch norm or a
             parameter.
         scale, shift: what is absorbed, float64, shape [C]; not part of the comparison.
@@ -138,7 +138,7 @@ def find_folds(graph: Graph, view: FloatModel) -> tuple[list[Fold], list[Refusal
         layer = next(iter((*before[chain].layers, *behind[chain].layers)), None)
         reason = (
             f"not into a layer before it: {before[chain].reason}; "
-            f"not into a layer behind it: {behind[chain].reason}"
+            f"not into a layer after it: {behind[chain].reason}"
         )
         refusals.extend(Refusal(layer, bn, reason) for bn in chain)
     order = {op.name: i for i, op in enumerate(graph.ops)}

@@ -1,4 +1,4 @@
-"""Folding the weights of layer and RMS norms into the linear layers behind them.
+"""Folding the weights of layer and RMS norms into the linear layers after them.
 
 ``W (gamma n + beta) = (W gamma) n + W beta``: the norm is left with a weight of one and no bias, and what enters the
 layers has the same range in every channel that the norm gave it. Rotation needs it; by itself it takes one
@@ -32,7 +32,7 @@ logger = logging.getLogger("bitwright")
 
 
 def folded_weight(layer: Layer, W: Array, gamma: Array, beta: Array | None) -> tuple[Array, Array]:
-    """Weight and added bias of a linear layer behind a norm.
+    """Weight and added bias of a linear layer after a norm.
 
     Args:
         layer: the linear layer.
@@ -135,7 +135,7 @@ def _why_not(view: FloatModel, layers: Layers, group: Group) -> str | None:
     readers = {op.name for op, _ in data_readers(layers.graph, norm.output)}
     direct = readers == {layer.op for layer, _ in group.consumers}
     if more or not direct or any(repeat != 1 for _, repeat in group.consumers):
-        return "between it and the layers behind it is another operator"
+        return "between it and the layers after it is another operator"
     if norm.bias is None or not np.any(view.param(norm.bias)):
         return None
     for layer, _ in group.consumers:

@@ -75,7 +75,7 @@ class _SoftRound(torch.autograd.Function):
             centred = (h * 2).sub_(1)
             slope = centred.abs().pow_(ctx.beta - 1).copysign_(centred)
             result.add_(slope, alpha=-2 * ctx.beta * ctx.weight)
-        # of the sigmoid, stretched, and of the clamp behind it: one pass each
+        # of the sigmoid, stretched, and of the clamp after it: one pass each
         result = torch.ops.aten.sigmoid_backward(result, sigmoid).mul_(ZETA - GAMMA)
         return torch.ops.aten.hardtanh_backward(result, h, 0, 1), None, None, None, None, None
 

@@ -78,13 +78,13 @@ class Task:
     generator: torch.Generator
 
     def encoding(self, layer: Layer) -> Encoding:
-        """The encoding in force of a layer's weight."""
+        """The encoding in effect of a layer's weight."""
         encoding = self.walk.model.sites()[layer.site].encoding
         assert encoding is not None, layer.site
         return encoding
 
     def grid(self, layer: Layer, weight: Tensor) -> Grid:
-        """The grid in force, as matrices on the device of ``weight``."""
+        """The grid in effect, as matrices on the device of ``weight``."""
         return Grid.of(self.encoding(layer), layer, weight.device)
 
     def weight(self, layer: Layer) -> Tensor:
@@ -344,7 +344,7 @@ def apply(
             rows += _treat(walk, unit, mine, method, cache, key.hexdigest(), seed, undos)
     except KeyboardInterrupt:
         logger.warning(
-            "%s interrupted after %d of %d layers; these stay in force", name, len(rows), len(layers)
+            "%s interrupted after %d of %d layers; these stay in effect", name, len(rows), len(layers)
         )
         raise
     except Exception as error:
@@ -393,7 +393,7 @@ def _treat(
     seed: int,
     undos: list[Undo],
 ) -> list[Choice]:
-    """Choose the weights of one unit and put them in force; ``undos`` gains how to take them back."""
+    """Choose the weights of one unit and put them into effect; ``undos`` gains how to undo them."""
     kept = None if cache is None else _known(cache, key, layers, walk.model)
     if kept is not None:
         choices = [_unpacked(kept, i, layer, walk.model) for i, layer in enumerate(layers)]

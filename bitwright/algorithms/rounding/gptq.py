@@ -25,7 +25,7 @@ class Settings:
         damping: share of the mean diagonal that is added to the diagonal of ``H``, section 3.3, step 3.
         act_order: round columns in the order of falling diagonal of ``H``. Scales are those of the columns' own places,
             whatever the order ("static groups").
-        block: columns between two updates of everything behind them.
+        block: columns between two updates of everything after them.
         match_float: aim at the outputs of the float model on its own inputs, and not at the float weights' outputs on the
             quantized predecessor's: the weights are first moved to the least-squares solution.
         rows_per_input: as many rows of a layer's inputs as this, for each input of one output, are drawn evenly from the

@@ -216,7 +216,7 @@ class LayerProblem:
         x: inputs from the quantized predecessor, ``[G, P, K]``.
         y: outputs of the float model, ``[G, P, O]``.
         bias: as the simulation adds it, ``[G, 1, O]``, or ``None``.
-        function: the activation function behind the layer, or ``None``.
+        function: the activation function after the layer, or ``None``.
     """
 
     x: Tensor
@@ -287,7 +287,7 @@ def layer_biases(task: Task, layer: Layer, w: Tensor) -> tuple[Tensor | None, Te
 
 
 def _function(task: Task) -> Callable[[Tensor], Tensor] | None:
-    """The function behind the layer: the unit's other operator."""
+    """The function after the layer: the unit's other operator."""
     (layer,) = task.layers.values()
     others = [op for op in task.unit.ops if op != layer.op]
     if len(others) != 1 or not layer.has_rows_as_outputs:
@@ -313,7 +313,7 @@ def _function(task: Task) -> Callable[[Tensor], Tensor] | None:
 
 
 def _is_block(task: Task) -> bool:
-    """Whether the unit is more than a layer with a function behind it."""
+    """Whether the unit is more than a layer with a function after it."""
     return len(task.unit.ops) > 2
 
 

@@ -273,7 +273,7 @@ def awq(
     memory_budget: int = MEMORY_BUDGET,
     bar: Bar = no_bar,
 ) -> AwqReport:
-    """Scale the channels between norms or linear layers and the linear layers behind them, where that lowers the error.
+    """Scale the channels between norms or linear layers and the linear layers after them, where that lowers the error.
 
     The model is changed at the end, in one step: what stops the search leaves it as it was.
 

@@ -249,7 +249,7 @@ def _line_search(
 
 @dataclass(frozen=True)
 class Channels:
-    """The values of a group behind its activation, per channel, shape [C].
+    """The values of a group after its activation, per channel, shape [C].
 
     Attributes:
         mean, variance: of the values.
@@ -288,7 +288,7 @@ def channels_of(graph: Graph, group: Group, moments: Moments) -> Channels | None
     ]
     (m, s), above, below, high, low = (_behind_activation(graph, layer, *point) for point in points)
     largest = np.maximum(np.abs(high[0]), np.abs(low[0]))
-    # an error is handed on where the slope is 1: the derivative of the mean behind by the mean before
+    # an error is handed on where the slope is 1: the derivative of the mean after by the mean before
     return Channels(m, s**2, largest, np.clip((above[0] - below[0]) / (2 * small), 0.0, 1.0))
 
 
@@ -401,7 +401,7 @@ def grids_of(
 ) -> list[Grid]:
     """The weights and activations that the factors of known groups change; arguments as in :func:`quietest_factors`.
 
-    Their factors are those of all groups one behind the other, and a last one that stands for "none".
+    Their factors are those of all groups one after the other, and a last one that stands for "none".
     """
     model = _Model(groups, weights, channels, moments)
     return [*model.weight_grids(), *model.activation_grids()]
@@ -458,7 +458,7 @@ class _Model:
     def _share(self, i: int) -> None:
         """What each channel contributes: that of a layer's output divides by the variance that each input brings in.
 
-        Where nothing is known behind a layer, its outputs contribute by their variance.
+        Where nothing is known after a layer, its outputs contribute by their variance.
         """
         group, known = self.groups[i], self.channels[i]
         total = np.zeros(group.channels)

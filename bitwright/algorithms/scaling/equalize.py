@@ -1,6 +1,6 @@
 """Cross-layer equalization and high-bias absorption: balance the channel ranges of neighbouring layers.
 
-Between two layers with nothing but a piecewise-linear activation, channel ``c`` can be divided by ``s[c]`` behind the
+Between two layers with nothing but a piecewise-linear activation, channel ``c`` can be divided by ``s[c]`` after the
 first and multiplied by it in front of the second. The choice ``s = sqrt(r1 / r2)`` gives both weights the same range
 in every channel, so that one grid per tensor serves all channels. Where batch norms or data say what the values between
 the layers are, the factors are those of the least rounding noise in weights and activations together (``channel_noise``).
@@ -123,7 +123,7 @@ class _Ranges:
 
 
 def absorbed_bias(mean: Array, std: Array) -> Array:
-    """What can be taken off a channel before a ReLU and added behind it, changing one value in 740 a little.
+    """What can be taken off a channel before a ReLU and added after it, changing one value in 740 a little.
 
     Args:
         mean, std: of the channel before the ReLU, shape [C]: beta and \\|gamma\\| of its batch norm.

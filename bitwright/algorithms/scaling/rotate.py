@@ -139,7 +139,7 @@ class Stream:
 
     Attributes:
         producers: layers and embeddings that write into it.
-        consumers: linear layers that read from it, most of them behind a norm.
+        consumers: linear layers that read from it, most of them after a norm.
         tables: parameters added to it, as learned positions are.
         channels: its width.
     """
@@ -301,7 +301,7 @@ class _StreamWalk:
         if layer is None and len([source for source in op.inputs if source]) > 1:
             return f"the weight of {op.name} is no stored parameter"
         if layer is not None and (layer.bias is not None or not np.all(self.view.param(layer.weight) == 1)):
-            return f"the weight of the norm {op.name} is not folded into the layers behind it"
+            return f"the weight of the norm {op.name} is not folded into the layers after it"
         self._enter(op.outputs[0])
         return None
 

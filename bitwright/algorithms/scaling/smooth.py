@@ -136,7 +136,7 @@ def smooth(
     alpha: float = 0.5,
     bar: Bar = no_bar,
 ) -> SmoothReport:
-    """Smooth every group of a norm or linear layer and the layers behind it.
+    """Smooth every group of a norm or linear layer and the layers after it.
 
     Args:
         view: the model; changed in place, its function stays.

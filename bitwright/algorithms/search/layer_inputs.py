@@ -93,7 +93,7 @@ def _divided(sim: Simulation, only_with_attention: bool) -> tuple[list[Site], li
     sites = sim.quantizers.values()
     layers = {site.op for site in sites if holds_layer_weight(sim.graph, site.op, site.role, site.port)}
     read = {value for name in layers for value in sim.graph.op(name).inputs if value is not None}
-    # a value that was only moved (heads put together again behind an attention) lies on the grid of another's site
+    # a value that was only moved (heads put together again after an attention) lies on the grid of another's site
     grids = {sim.plan.shared[value] for value in read if value in sim.plan.shared}
     needed = {
         id(site.quantizer)

@@ -25,7 +25,7 @@ class Outcome:
         metric: after it, on the simulated model; ``None`` when no metric was given.
         change: of the metric, positive for the better.
         note: what the step says of itself, or why it was undone.
-        kept: whether it is in force.
+        kept: whether it is in effect.
         sqnr: signal-to-noise ratio of the outputs before and after it, in dB, where a judge was asked.
     """
 
@@ -69,7 +69,7 @@ class RecipeReport(Tabular, Sequence[Outcome]):
 
     @property
     def metric(self) -> float | None:
-        """The metric in force at the end; ``None`` where none was measured."""
+        """The metric in effect at the end; ``None`` where none was measured."""
         kept = [o.metric for o in self.outcomes if o.kept]
         return kept[-1] if kept else None
 
@@ -115,7 +115,7 @@ def checked_metric(step: str, metric: float) -> float:
 
 
 class Book:
-    """The outcomes so far, and the metric in force."""
+    """The outcomes so far, and the metric in effect."""
 
     def __init__(self, lower_is_better: bool) -> None:
         self.sign = -1.0 if lower_is_better else 1.0
@@ -142,5 +142,5 @@ class Book:
         self.outcomes.append(Outcome(step, None, None, f"{_LEFT_OUT}{why}", kept=False))
 
     def take_back(self, count: int = 1) -> None:
-        """The steps written last are no longer in force."""
+        """The steps written last are no longer in effect."""
         self.outcomes[-count:] = [replace(outcome, kept=False) for outcome in self.outcomes[-count:]]

@@ -66,7 +66,7 @@ class WidenReport(Tabular):
     Attributes:
         raised: the quantizers with more bits.
         too_dear: those that make as much noise and did not fit the allowance.
-        errors: the estimate behind it.
+        errors: the estimate that it follows from.
     """
 
     _rows = "raised"

@@ -1,6 +1,6 @@
 """Channels that never change: which axis of a tensor counts them, and what calibration saw of each.
 
-A channel that is zero throughout (behind a ReLU that never fires) or constant carries no information. Where a site has one
+A channel that is zero throughout (after a ReLU that never fires) or constant carries no information. Where a site has one
 scale for the whole tensor its statistics cannot tell, so each site has a :class:`ChannelWatch` beside them. Nearly every
 channel shows two different values within a few elements and is never looked at again; only those that have not yet are
 looked at whole, in every batch.
@@ -54,7 +54,7 @@ _KEEPS = frozenset(
     "Identity Dropout Contiguous Clone MaxPool GlobalMaxPool AveragePool GlobalAveragePool Pad ResizeNearest Concat Where "
     "MaskedFill Split".split()
 )
-_RENUMBERS = frozenset(("Concat", "Split"))  # a channel behind them has another number
+_RENUMBERS = frozenset(("Concat", "Split"))  # a channel after them has another number
 _SPATIAL = ("Conv", "ConvTranspose")
 _FEATURES = ("Gemm", "MatMul", "Bilinear", "Embedding", *CELLS)
 _AXIS_ONE = ("BatchNormalization", "InstanceNormalization")
@@ -182,7 +182,7 @@ def _listed(count: int, index: NDArray[np.int64], value: NDArray[Any]) -> Consta
 
 
 def constant_channels(x: Array, axis: int, known: ConstantChannels | None = None) -> ConstantChannels:
-    """The constant channels of ``x``, or of ``x`` and of the data behind ``known``.
+    """The constant channels of ``x``, or of ``x`` and of the data of ``known``.
 
     Args:
         x: numpy array or torch tensor with at least one element, any real dtype.
@@ -233,7 +233,7 @@ def channels_within(lo: NDArray[np.floating[Any]], hi: NDArray[np.floating[Any]]
 
 
 def merge_channels(a: ConstantChannels, b: ConstantChannels) -> ConstantChannels:
-    """The constant channels of the data behind ``a`` and the data behind ``b``; also the rule for an all-reduce."""
+    """The constant channels of the data of ``a`` and the data of ``b``; also the rule for an all-reduce."""
     if a.count != b.count:
         return _NONE
     _, ours, theirs = np.intersect1d(a.index, b.index, assume_unique=True, return_indices=True)

@@ -55,7 +55,7 @@ _INT_POINT = OpRow("pointwise", integer=True)
 _ACT = OpRow("pointwise", activations=(0,), integer=True)
 _NORM = OpRow("norm", _WB, activations=(0,))
 _REDUCE = OpRow("reduce", activations=(0,))
-#: parameters that normalisations measure: a grid of few steps on a variance is a factor on every value behind it
+#: parameters that normalisations measure: a grid of few steps on a variance is a factor on every value after it
 STATISTICS = frozenset(("running_mean", "running_var"))
 _CHANNEL_NORMS = ("BatchNormalization", "InstanceNormalization", "GroupNormalization")
 _GATED = (1, 2)  # W and R have rows of gates, a projection has none

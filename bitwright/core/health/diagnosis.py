@@ -101,7 +101,7 @@ REMEDIES: dict[str, Remedy] = {
         "let every row attend to something, or replace the rows without a key after the softmax; a mask of finite numbers "
         "(-1e4) avoids the NaN as well",
         "masked_fill(dead_rows, 0)",
-        "a Where node behind the Softmax",
+        "a Where node after the Softmax",
     ),
     "half-precision overflow": Remedy(
         "keep this operator in float32 or bfloat16, or scale its input down before and its result up after it",
@@ -125,7 +125,7 @@ REMEDIES: dict[str, Remedy] = {
         "skip the reduction where there is nothing to reduce, or divide by a count of at least one; the unbiased variance needs "
         "two elements",
         "count.clamp(min=1), correction=0",
-        "a Max node with 1 behind the count",
+        "a Max node with 1 after the count",
     ),
     "zero times infinity": Remedy(
         "mask by selection, not by multiplying with zero", "where, masked_fill", "a Where node"

@@ -1,7 +1,7 @@
 """From a diagnosis to the repairs that a simulation applies.
 
 A repair changes what one operator hands on, and nothing in the user's model: it can be listed, written to a manifest and
-taken back.
+undone.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Stabilized(Tabular):
 
     Attributes:
         sim: the simulation.
-        repairs: in force until :meth:`undo`.
+        repairs: in effect until :meth:`undo`.
         refused: a sentence for every fault that no repair can answer: bad data, a bad parameter.
     """
 
@@ -149,7 +149,7 @@ def propose(report: HealthReport) -> tuple[tuple[Repair, ...], tuple[str, ...]]:
     are, and NaN becomes 0 or the nearest of these. Where it overflowed, these bounds are at least the square root of the
     largest number of the type, either way, and everything is clamped to them: what is computed next (a sum, a product) does
     not overflow again, as it would from the largest number on. What overflows inside the steps of a recurrent layer cannot be
-    reached from behind it.
+    reached from after it.
 
     >>> from bitwright.core.health.report import measure_tensor
     >>> import numpy as np

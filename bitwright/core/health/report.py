@@ -1,4 +1,4 @@
-"""The records a diagnosis is made of, and the rules by which an operator is accused.
+"""The records a diagnosis is made of, and the rules by which an operator is named.
 
 A front end runs the model on data, tells a :class:`Tracker` which tensors every operator read and wrote, and
 measures the ones around each origin of a non-finite value (:func:`measure_tensor`). The tracker decides which
@@ -275,7 +275,7 @@ class HealthReport(Tabular):
 
     Attributes:
         model: its name.
-        culprits: faults in execution order; the first is the one to mend first.
+        culprits: faults in execution order; the first is the one to repair first.
         bad_inputs: model inputs that are not finite, each with the batch in its name.
         bad_params: parameters and buffers that are not finite.
         notes: what looked like a fault and is none, one sentence each.
@@ -415,7 +415,7 @@ class Tracker:
 
     Tensors go by any hashable key of the front end's. An operator is the origin of an :class:`Event` when it
     writes non-finite values and read none, or writes NaN and read only infinities that somebody meant (a
-    softmax over a row that is masked throughout), or adds up to +Inf beside a mask of -Inf. An event is accused when its values
+    softmax over a row that is masked throughout), or adds up to +Inf beside a mask of -Inf. An event is named when its values
 
     - reach an output of the model, unless they are infinities that somebody meant;
     - are infinite by overflow and a division turns them into an innocent zero (``x * rsqrt(mean(x * x))`` in half

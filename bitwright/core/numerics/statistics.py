@@ -186,7 +186,7 @@ def update(stats: S, x: Array, granularity: Granularity = PER_TENSOR) -> S:
 
 
 def merge(a: S, b: S) -> S:
-    """Statistics of the data behind ``a`` and the data behind ``b``; also the rule for an all-reduce."""
+    """Statistics of the data of ``a`` and the data of ``b``; also the rule for an all-reduce."""
     assert type(a) is type(b), (type(a), type(b))
     merged: S = _MERGES[type(a)](a, b)
     return merged
@@ -400,7 +400,7 @@ def _bin_counts(x: Array, exponent: int) -> NDArray[np.int64]:
     """How many elements of ``x`` (finite, float32 or 64) fall into each bin; conversion to int16 truncates.
 
     Even and odd places of a long piece are counted apart: an increment has to wait for the one before it when both are
-    of the same bin, which among the zeros behind a ReLU is every second one.
+    of the same bin, which among the zeros after a ReLU is every second one.
     """
     # beyond this exponent its reciprocal would be subnormal in float32
     scaled = (cast(x, "float64") if exponent > -_MIN_EXPONENT else x) * 2.0**-exponent

@@ -310,7 +310,7 @@ class _Placer:
     def _inner(self, op: Op, row: OpRow, name: str, value: str) -> None:
         """Give a tensor inside the steps of ``op`` a site, or the reason why it has none.
 
-        A hidden state that is kept in float between the steps is still an output, quantized behind the layer.
+        A hidden state that is kept in float between the steps is still an output, quantized after the layer.
         """
         site = f"{op.name}.{name}"
         setting = self._setting(op, _INNER, None, site, value)

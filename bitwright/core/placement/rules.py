@@ -56,7 +56,7 @@ class Rule:
         quantized: ``False`` leaves the tensor in float; ``True`` quantizes it even where integer runtimes
             would compute in float. For a bias, ``"derived"`` is the default: int32 with the scales of input
             and weight.
-        format: number format, or its name. It also takes back an earlier ``quantized=False``.
+        format: number format, or its name. It also undoes an earlier ``quantized=False``.
         symmetry: see :class:`~bitwright.core.numerics.spec.QuantSpec`.
         granularity: which elements share a scale.
         method: how the range is taken, or the name of the method.
@@ -225,7 +225,7 @@ class Rules:
         return refused
 
     def extended(self, rules: Iterable[Rule]) -> Rules:
-        """These rules with more behind them."""
+        """These rules with more after them."""
         return replace(self, rules=(*self.rules, *rules))
 
     def with_base(self, weight: QuantSpec | None, activation: QuantSpec | None) -> Rules:

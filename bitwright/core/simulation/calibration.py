@@ -1,7 +1,7 @@
 """What calibration does about NaN and Inf: whole batches enter the statistics, or none of a batch does.
 
 A front end tells a :class:`BatchGate` where a batch starts and ends. Statistics are values that an update replaces, so a
-batch is taken back by putting the old ones into place again; a clean batch costs a look at the counts of every site.
+batch is undone by putting the old ones into place again; a clean batch costs a look at the counts of every site.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Offence:
-    """A site that saw NaN or Inf in one batch, and how many of each; ``policy`` is the one in force there."""
+    """A site that saw NaN or Inf in one batch, and how many of each; ``policy`` is the one in effect there."""
 
     site: str
     nan: int

@@ -85,7 +85,7 @@ class FloatModel(Protocol):
         """Why ``edit`` is impossible, or ``None`` when it can be done."""
 
     def edit(self, edits: Sequence[Edit]) -> Undo:
-        """Carry out the edits together; the function returned takes them back."""
+        """Carry out the edits together; the function returned undoes them."""
 
 
 def carry_out(edits: Sequence[Edit], one: Callable[[Edit], Undo]) -> Undo:

@@ -68,7 +68,7 @@ class Quantizer:
 
     @property
     def enabled(self) -> bool:
-        """Whether it works. What is set here is a decision of the user's, which no calibration takes back."""
+        """Whether it works. What is set here is a decision of the user's, which no calibration undoes."""
         return self._enabled
 
     @enabled.setter
@@ -88,7 +88,7 @@ class Quantizer:
 
     @property
     def spec(self) -> QuantSpec:
-        """The spec in force."""
+        """The spec in effect."""
         return self._spec
 
     @spec.setter
@@ -132,7 +132,7 @@ class Quantizer:
 
     @property
     def described(self) -> str:
-        """The spec in force in one phrase, with the reason where it is not what the rules asked for."""
+        """The spec in effect in one phrase, with the reason where it is not what the rules asked for."""
         return f"{self._spec.describe()}{self.why_spec and f', because {self.why_spec}'}"
 
     @property
@@ -343,7 +343,7 @@ class DerivedBias:
         self._derived_from = (source, weight, self.quantizer.encoding)
 
     def _derive(self, source: Encoding, weight: Encoding, values: NDArray[np.float32]) -> Encoding:
-        """Set the bias's encoding or the reason why there is none; returns the weight's encoding in force."""
+        """Set the bias's encoding or the reason why there is none; returns the weight's encoding in effect."""
         self.reason = underivable(source, weight, values.size)
         if self.reason is not None:
             return weight

@@ -122,7 +122,7 @@ class Site:
 
     @property
     def encoding(self) -> Encoding | None:
-        """The encoding in force; ``None`` until calibration. Set it to use a grid of your own: the spec follows it."""
+        """The encoding in effect; ``None`` until calibration. Set it to use a grid of your own: the spec follows it."""
         return self.quantizer.encoding
 
     @encoding.setter
@@ -345,7 +345,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
                 if nan or inf:
                     found.append(f"{quantizer.name} ({nan} NaN, {inf} infinite)")
         if found:
-            more = f", and {len(found) - 1} sites behind it" if len(found) > 1 else ""
+            more = f", and {len(found) - 1} sites after it" if len(found) > 1 else ""
             logger.warning(
                 "calibration met values that are not finite, first at %s%s; ranges leave them out",
                 found[0],
@@ -417,7 +417,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
             )
 
     def describe_nan(self, report: HealthReport, graph: Graph) -> str:
-        """A sentence about NaN in a simulation: the operator that a report on it accuses, and the sites it reads from."""
+        """A sentence about NaN in a simulation: the operator that a report on it names, and the sites it reads from."""
         culprit = report.culprit
         if culprit is None:
             return (

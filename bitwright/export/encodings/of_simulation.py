@@ -62,7 +62,7 @@ class Simulated(Protocol):
 
     @property
     def output_values(self) -> Mapping[str, str]:
-        """Output of an exported model -> the graph's value behind it, where the two have different names."""
+        """Output of an exported model -> the graph's value after it, where the two have different names."""
 
 
 def quantizer_args(sim: Simulated) -> dict[str, Any]:

@@ -346,7 +346,7 @@ def _half(entry: _Entry, key: str, bits: int) -> Encoding:
 
 
 def _offset_encoding(entry: _Entry, bits: int, symmetric: bool, granularity: Granularity) -> Encoding:
-    """The encoding behind ``scale``, ``offset`` (unsigned grid) and ``is_sym``; flat, its axes open."""
+    """The encoding of ``scale``, ``offset`` (unsigned grid) and ``is_sym``; flat, its axes open."""
     scale: NDArray[np.float32] = entry.scales("scale").ravel()
     offset: NDArray[np.int64] = entry.integers("offset").ravel()
     if scale.size != offset.size:

@@ -47,7 +47,7 @@ def write_encodings(
     quantizer_args: Mapping[str, Any],
     excluded_layers: Iterable[str] = (),
 ) -> WrittenEncodings:
-    """Write an encodings file that AIMET 2.42 and the compilers behind it can read.
+    """Write an encodings file that AIMET 2.42 and the compilers that follow it can read.
 
     The file appears whole or not at all. One entry per line keeps it readable, and quick to write.
 

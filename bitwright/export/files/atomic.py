@@ -27,7 +27,7 @@ from bitwright.errors import ConfigError, ExportError
 
 try:
     import fcntl
-except ImportError:  # Windows: what a killed process left behind stays there
+except ImportError:  # Windows: what a killed process left stays there
     fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger("bitwright")

@@ -71,7 +71,7 @@ def before(anchor: ir.Node) -> Place:
 
 
 def after(anchor: ir.Node) -> Place:
-    """The place behind ``anchor``."""
+    """The place after ``anchor``."""
     assert anchor.graph is not None
     return partial(anchor.graph.insert_after, anchor)
 
@@ -542,7 +542,7 @@ def _spread(param: NDArray[Any], granularity: Granularity, value: ir.Value, site
 
 
 def _write_clip(pen: _Pen, value: ir.Value, encoding: Encoding) -> ir.Value:
-    """Saturate in float at the ends of the grid, where the pair behind it has codes beyond them."""
+    """Saturate in float at the ends of the grid, where the pair after it has codes beyond them."""
     fmt = encoding.format
     assert isinstance(fmt, IntFormat)
     zero_point = encoding.zero_point.astype(np.float32)
@@ -625,7 +625,7 @@ def _clip_to(pen: _Pen, value: ir.Value, end: float) -> ir.Value:
 
 
 def write_follower(builder: Builder, value: ir.Value, pair: Pair) -> ir.Value:
-    """A second pair of the same grid behind ``value``, which already lies on it: changes no bit, but tells
+    """A second pair of the same grid after ``value``, which already lies on it: changes no bit, but tells
     integer runtimes so.
 
     Readers move to the result, quantizers excepted; where ``value`` was a graph output, the result is,

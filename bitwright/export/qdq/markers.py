@@ -157,7 +157,7 @@ def strip_sites(model: ir.Model) -> Stripped:
 def rename_values(model: ir.Model, names: Mapping[str, str]) -> ir.Model:
     """A copy of a marked model in which the tensors marked by a site bear the name given for it.
 
-    Names stay unique: one that is taken gets ``_1``, ``_2``, ... behind it. Graph inputs, graph outputs and
+    Names stay unique: one that is taken gets ``_1``, ``_2``, ... after it. Graph inputs, graph outputs and
     initializers keep their names, and of several sites on one tensor the first names it.
 
     Raises:

@@ -496,7 +496,7 @@ class _Context:
 
 
 def _expand(node: ir.Node, builder: Builder) -> None:
-    """Put a Scan, and what is computed before and behind it, in the place of ``node``."""
+    """Put a Scan, and what is computed before and after it, in the place of ``node``."""
     layer = _Layer.of(node)
     outer = _Pen(builder, before(node), layer)
     x = node.inputs[X]

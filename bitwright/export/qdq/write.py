@@ -8,7 +8,7 @@ What integer runtimes need in order to recognise a quantized operator, and what 
   32 bits the weight's scale is raised;
 - signed activations are written on the same grid counted from zero (``activation="unsigned"``): equal values,
   and the integer kernels that want uint8 accept them;
-- operators that only move data get a pair of the input's grid behind them, so that no stretch of the graph
+- operators that only move data get a pair of the input's grid after them, so that no stretch of the graph
   falls back to float.
 
 The file computes what the simulation computes, bit for bit per quantizer; how each format is written is the
@@ -425,11 +425,11 @@ class _Writer:
                     self.grids[value] = carried
 
     def _note_float_weight(self, node: ir.Node) -> None:
-        """A float weight behind a quantized input does not stay float in ONNX Runtime's default mode."""
+        """A float weight after a quantized input does not stay float in ONNX Runtime's default mode."""
         weight = node.inputs[1] if node.op_type in TRAITS["bias_port"] and len(node.inputs) > 1 else None
         if weight in self.constants and node.inputs[0] in self.grids:
             text = (
-                "stays in float, but ONNX Runtime by default quantizes float weights behind quantized inputs"
+                "stays in float, but ONNX Runtime by default quantizes float weights after quantized inputs"
             )
             self._note(str(weight.name), "float weight", text)
 
@@ -691,7 +691,7 @@ class _Writer:
         self._record(result, written)
 
     def _write_followers(self) -> None:
-        """Pairs of the same grid behind operators that move data: integer runtimes then see through them."""
+        """Pairs of the same grid after operators that move data: integer runtimes then see through them."""
         own = self.builder.own
         for node in tuple(self.model.graph.all_nodes()):
             pair: Pair | None = None if node in own else self._carried(node, self.pairs)

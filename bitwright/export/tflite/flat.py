@@ -80,7 +80,6 @@ class FlatModel:
 
     Attributes:
         schema: the generated module.
-        notes: what there is to say about it.
     """
 
     schema: Any = field(default_factory=schema)

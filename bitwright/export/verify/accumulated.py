@@ -29,7 +29,7 @@ def accumulated(node: ir.Node) -> int:
 
 
 def _centred_codes(value: ir.Value | None) -> NDArray[Any] | None:
-    """The codes behind a DequantizeLinear of an initializer, minus their zero point; ``None`` for other values."""
+    """The codes that a DequantizeLinear reads from an initializer, minus their zero point; ``None`` for other values."""
     node = None if value is None else value.producer()
     if node is None or node.op_type != "DequantizeLinear":
         return None

@@ -1,6 +1,6 @@
 """Taking an exported model apart at its quantizers, so that each layer can be fed the simulation's own values.
 
-The cut is made once, in one model: behind each quantizer its readers read a new graph input instead,
+The cut is made once, in one model: after each quantizer its readers read a new graph input instead,
 through a copy of the quantizer, and the quantizer's own output becomes a graph output. The pieces between
 the cuts do not touch each other. They are handed out in models of about a hundred places each, because the
 runtime's time to load a model grows faster than its number of inputs and outputs.
@@ -200,7 +200,7 @@ class Cut:
             self.places.append(Place(facts, chain, entry, node.outputs[0], expected, array))
 
     def _expected(self, node: ir.Node, facts: dict[str, Any]) -> tuple[Array | None, str]:
-        """The simulation's value behind ``node``, or why there is none to compare."""
+        """The simulation's value after ``node``, or why there is none to compare."""
         if node.graph is not self._model.graph:
             return None, "it lies inside the body of If, Loop or Scan"
         if node.outputs[0].dtype == ir.DataType.BFLOAT16:

@@ -1,7 +1,7 @@
 """Does the exported file compute what the simulation computed? Layer by layer, in ONNX Runtime.
 
 Deep networks cannot be compared end to end: one value that lands on the other side of a rounding boundary
-(float sums depend on their order) spreads through all layers behind it. So every activation quantizer is
+(float sums depend on their order) spreads through all layers after it. So every activation quantizer is
 fed the simulation's own values from upstream, and what it produces is compared with the simulation's value
 there, in steps of its grid (LSB). That happens twice: with float kernels (``session.disable_quant_qdq=1``,
 all other optimisations on) and in the runtime's default mode, where QDQ groups become integer kernels. Time

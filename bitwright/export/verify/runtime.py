@@ -91,7 +91,7 @@ def _kernels_by_tensor(model: ir.Model, kernels: Mapping[str, str]) -> dict[str,
 def optimized_types(model: ir.Model) -> dict[str, str]:
     """Tensor name -> type of the operator that makes it after the runtime's default optimisation.
 
-    A Transpose that the runtime put behind a kernel of another layout counts as that kernel.
+    A Transpose that the runtime put after a kernel of another layout counts as that kernel.
     """
     types: dict[str, str] = {}
     _session(model, "integer", types, {}, True)

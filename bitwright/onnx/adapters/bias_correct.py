@@ -118,7 +118,7 @@ Append = Callable[[str, list[ir.Value], ir.Value], ir.Value]
 
 
 def _appender(node: ir.Node, names: Names) -> Append:
-    """Puts operators behind ``node``, one after the other, and returns their results."""
+    """Puts operators after ``node``, one after the other, and returns their results."""
     last = [node]
 
     def append(op_type: str, inputs: list[ir.Value], like: ir.Value, **attributes: Any) -> ir.Value:

@@ -55,8 +55,8 @@ class _FoldingView(OnnxView):
     ) -> None:
         super().__init__(model, providers, shapes)
         self.materialize(_computed_beside_norms(self._read().graph))
-        self._adds: dict[str, Op | None] = {}  # product -> the Add behind it
-        self._inserted: dict[str, ir.Node] = {}  # product -> the Add that an edit has put behind it
+        self._adds: dict[str, Op | None] = {}  # product -> the Add after it
+        self._inserted: dict[str, ir.Node] = {}  # product -> the Add that an edit has put after it
         self._nodes = self._read().node
         self._joined = self._join(self._read().graph)
 
@@ -150,7 +150,7 @@ def _is_product(graph: Graph, op: Op) -> bool:
 
 
 def _bias_add(graph: Graph, op: Op) -> Op | None:
-    """The Add behind a product whose other operand is a stored bias."""
+    """The Add after a product whose other operand is a stored bias."""
     add = graph.sole_consumer(op.outputs[0])
     if add is None or add.type != "Add" or len(add.inputs) != 2 or add.also:
         return None

@@ -389,7 +389,7 @@ def _captured(node: ir.Node) -> list[ir.Value]:
 
 
 def replace_results(step: Step, results: Sequence[tuple[int, str]]) -> Step:
-    """``step`` with quantizers behind it."""
+    """``step`` with quantizers after it."""
     if not results:
         return step
     return Step(

@@ -3,7 +3,7 @@
 Every batch runs through a :class:`~bitwright.onnx.health.probe.Probe`. Where nothing is suspected, that is all. Otherwise the
 nodes around what is not finite are told to a :class:`~bitwright.core.health.report.Tracker` in execution order, steps of
 loops included, and it decides what is a fault and what is none. Only then tensors are fetched: those around the
-operators accused.
+operators named.
 """
 
 from __future__ import annotations
@@ -411,7 +411,7 @@ def _bad_constants(model: ir.Model) -> tuple[tuple[TensorHealth, ...], dict[str,
 
 
 def _is_weight(value: ir.Value) -> bool:
-    """Whether an operator reads ``value`` as a parameter, perhaps behind changes of shape and type."""
+    """Whether an operator reads ``value`` as a parameter, perhaps after changes of shape and type."""
     waiting, seen = [value], {value}
     while waiting:
         for node, port in waiting.pop().uses():

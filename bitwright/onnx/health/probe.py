@@ -10,7 +10,7 @@ one that failed. Nothing but scalars leaves the runtime until someone asks for a
 3. Tensors are fetched by name, the few that a diagnosis is about.
 
 Half precision: ONNX Runtime computes chains of half operators on a CPU in float32 and drops the roundings between
-them, so that an overflow would not be seen. An Identity behind every half value keeps the rounding where it is.
+them, so that an overflow would not be seen. An Identity after every half value keeps the rounding where it is.
 
 Bodies of If, Loop and Scan are run step by step as models of their own (:class:`Frame`), with the tensors that they
 read from around them as inputs; what a value of a body is at iteration 7 can then be asked like any other.
@@ -272,7 +272,7 @@ class _Copy:
             user.replace_input_with(port, kept)
 
     def wide(self, value: ir.Value) -> ir.Value:
-        """``value`` in a type that everything is implemented for; behind the Identity of a half."""
+        """``value`` in a type that everything is implemented for; after the Identity of a half."""
         if value.dtype in _WIDE:
             return value
         kept = next((n.outputs[0] for n, _ in value.uses() if n.op_type == "Identity"), value)
@@ -291,7 +291,7 @@ class _Copy:
         return lifted
 
     def reduce(self, op: str, x: ir.Value) -> ir.Value:
-        """A scalar of the main graph, made right behind ``x``."""
+        """A scalar of the main graph, made right after ``x``."""
         assert x.dtype is not None
         scalar = self.builder.emit(after(_producer(x)), op, [x], f"{x.name}_{op}", x.dtype, keepdims=0)
         scalar.shape = ir.Shape([])
@@ -465,7 +465,7 @@ class Frame:
             raise CalibrationError(
                 "check_model",
                 f"the model fails on a batch: {first_line(error)}",
-                "run the model in ONNX Runtime on the same batch, and mend what it refuses first",
+                "run the model in ONNX Runtime on the same batch, and repair what it refuses first",
             ) from error
 
     @property

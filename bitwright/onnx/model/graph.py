@@ -50,7 +50,7 @@ class GraphView:
     Attributes:
         graph: for rules, placement and algorithms.
         value: value name -> the ONNX value; names are unique over all bodies.
-        node: op name -> the node. The outputs of an If, Loop or Scan behind the first, and the slices that enter a Scan,
+        node: op name -> the node. The outputs of an If, Loop or Scan after the first, and the slices that enter a Scan,
             are operators of their own that share the node.
     """
 
@@ -95,7 +95,7 @@ class _Node:
         return dtype is not None and dtype.is_floating_point()
 
     def number(self, port: int) -> float | None:
-        """The single element of a constant operand, also behind casts and changes of shape."""
+        """The single element of a constant operand, also after casts and changes of shape."""
         value = self.input(port)
         while (
             value is not None
@@ -439,7 +439,7 @@ class _Reader:
         return {str(v.name) for graph in self.model.graphs() for node in graph for v in node.outputs}
 
     def _guess(self, op_type: str, inputs: list[str | None]) -> tuple[tuple[int, ...] | None, str]:
-        """Shape and type of outputs that shape inference did not reach, behind operators it does not know."""
+        """Shape and type of outputs that shape inference did not reach, after operators it does not know."""
         known = [self.values[name] for name in inputs if name in self.values]
         dtype = next((v.dtype for v in known if v.is_float), "")
         if op_type not in OPS or not dtype:

@@ -44,7 +44,7 @@ class Tap:
         inside: whether the tensor stands in a body, where no elements may also mean that the body did not run.
         watches: what the sites show of their channels.
         axis, channels: axis of the channels, counted from the end, and their minima and maxima; samples may be left in front,
-            axes of length one behind. Empty where the tensor itself is fetched, or stands in a body.
+            axes of length one after. Empty where the tensor itself is fetched, or stands in a body.
         pooled: the maxima, where a pool takes them, which the runtime has in its own layout of images, too.
     """
 
@@ -187,7 +187,7 @@ class Instrument:
         return tap
 
     def _add_channels(self, tap: Tap, axis: int) -> None:
-        """Bounds of channels over the axes behind them, one after the other in front; of features, over all axes."""
+        """Bounds of channels over the axes after them, one after the other in front; of features, over all axes."""
         value, rank = tap.value, 1 - axis  # of what a convolution makes
         if value.shape is not None:
             rank = len(value.shape)
@@ -234,7 +234,7 @@ class Instrument:
         return joined
 
     def _behind(self, value: ir.Value, graph: ir.Graph) -> Place:
-        """The place right behind ``value``: there it is still warm, and gone before its last readers run."""
+        """The place right after ``value``: there it is still warm, and gone before its last readers run."""
         node = value.producer()
         if node is not None and node.graph is graph:
             return after(node)

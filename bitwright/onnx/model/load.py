@@ -238,7 +238,7 @@ def _not_a_tensor(site: str, name: str, what: str) -> ModelError:
 
 
 def _private(model: object) -> ir.Model:
-    """A copy whose names can be changed: the tensor behind an initializer is renamed with it."""
+    """A copy whose names can be changed: the tensor of an initializer is renamed with it."""
     if isinstance(model, onnx.ModelProto):
         copy = _deserialize(model, model.graph.name or "model", None)
     elif isinstance(model, ir.Model):
@@ -448,7 +448,7 @@ def _nodes(model: ir.Model) -> Iterable[ir.Node]:
 
 
 def _order(model: ir.Model, site: str, notes: list[str]) -> None:
-    """Put nodes behind what they read; refuse what nothing makes, and circles."""
+    """Put nodes after what they read; refuse what nothing makes, and circles."""
     place: dict[ir.Node, int] = {}
     for graph in model.graphs():
         place.update((node, i) for i, node in enumerate(graph))

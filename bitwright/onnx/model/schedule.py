@@ -3,7 +3,7 @@
 ONNX Runtime optimises a graph and then runs what reduces a tensor last of all, when the tensor has left the caches and
 everything else is still held. On a CPU with vector units it also computes convolutions in a layout of its own (channels
 in blocks of 8 or 16) and copies whatever leaves that layout. Minima, maxima and histograms need neither: the runtime is
-asked for the model it has optimised, the reductions are moved right behind what they reduce, those copies are taken
+asked for the model it has optimised, the reductions are moved right after what they reduce, those copies are taken
 out that nobody but them reads, and the result is opened to run in just this order.
 
 On MobileNetV2, where half of the cost of watching every tensor was such copies, a batch with bounds of all 65 tensors
@@ -193,7 +193,7 @@ def _blocked_channels(graph: ir.Graph) -> dict[ir.Value, int]:
 
 
 def reduce_early(graph: ir.Graph, scalars: Collection[str]) -> None:
-    """Move what makes ``scalars`` right behind what it reads; the runtime has put it where its layout ends.
+    """Move what makes ``scalars`` right after what it reads; the runtime has put it where its layout ends.
 
     Args:
         graph: in an order in which it can run; stays so.

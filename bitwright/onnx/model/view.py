@@ -264,10 +264,10 @@ class OnnxView:
         return None
 
     def edit(self, edits: Sequence[Edit]) -> Undo:
-        """Carry out the edits; the function returned takes them back in reverse order.
+        """Carry out the edits; the function returned undoes them in reverse order.
 
         Raises:
-            ModelError: an edit is impossible; those before it are taken back.
+            ModelError: an edit is impossible; those before it are undone.
         """
         return carry_out(edits, self._one)
 
@@ -354,7 +354,7 @@ class OnnxView:
             self.model.graph.initializers.pop(str(value.name))
 
     def _clamp(self, edit: Clamp) -> Undo:
-        """``Clip`` takes one bound for all: it becomes Relu or Max, and Min behind it."""
+        """``Clip`` takes one bound for all: it becomes Relu or Max, and Min after it."""
         node = self._read().node[edit.op]
         result = node.outputs[0]
         rank = (
@@ -431,7 +431,7 @@ class OnnxView:
         return restore
 
     def tidy(self) -> None:
-        """Take out ``Identity`` nodes and initializers that nothing reads; edits cannot be taken back after it."""
+        """Take out ``Identity`` nodes and initializers that nothing reads; edits cannot be undone after it."""
         graphs, outputs = list(self.model.graphs()), Outputs(self.model)
         for graph in graphs:
             for node in list(graph):

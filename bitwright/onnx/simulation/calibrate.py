@@ -12,7 +12,7 @@ frees every other tensor as soon as its readers are through (:mod:`bitwright.onn
 Channels that are constant (:mod:`bitwright.core.graph.constant_channels`) are found by two reductions per channel
 beside each tensor that is reduced. They run until one batch has counted. The session of the next batches, opened from
 the model that was optimised for the first, has them only where a channel was constant in that one, and only the
-maximum where the constant is the least value of the tensor, as behind a ReLU: a channel whose maximum is the minimum
+maximum where the constant is the least value of the tensor, as after a ReLU: a channel whose maximum is the minimum
 of the tensor is constant.
 
 Tensors inside the bodies of If, Loop and Scan leave them as additional outputs; a loop hands out one entry per
@@ -213,7 +213,7 @@ class Calibrator:
         return {tap: tap.channels if both else tap.channels[1:] for tap, both in followed}
 
     def _split(self, found: list[Array]) -> tuple[dict[Tap, list[Array]], list[Array]]:
-        """The bounds per channel that a run gave, and what comes behind them."""
+        """The bounds per channel that a run gave, and what comes after them."""
         rest = iter(found)
         return {tap: list(islice(rest, len(values))) for tap, values in self._channel_values().items()}, list(
             rest

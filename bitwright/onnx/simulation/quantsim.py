@@ -195,7 +195,7 @@ class QuantizationSimModel(Tabular):
         self.origin: dict[str, str] = {}  # what the file is to tell of how this simulation was made
         self._told_of_nan = False
         self._calibrating = False
-        self.repairs: tuple[Repair, ...] = ()  # what stabilize put in force
+        self.repairs: tuple[Repair, ...] = ()  # what stabilize put into effect
         self.mended: list[Any] = []  # where in the marked model they stand
         self._weights: WeightFile | None = None
         self.output_values: dict[str, str] = {}  # an exported model's outputs are called as the graph's are
@@ -240,7 +240,7 @@ class QuantizationSimModel(Tabular):
         more = (
             f"; {len(adopted.idle)} other sites of the rules are in float, as there" if adopted.idle else ""
         )
-        note = f"the model brought {len(adopted.encodings)} encodings with it, which are in force and frozen{more}"
+        note = f"the model brought {len(adopted.encodings)} encodings with it, which are in effect and frozen{more}"
         self.notes = (*self.notes, note)
         logger.info("%s", note)
 
@@ -337,7 +337,7 @@ class QuantizationSimModel(Tabular):
                 node that made them, ``"skip"`` leaves the whole batch out of all statistics, ``"clamp"`` uses the finite
                 values only. A spec or rule with ``non_finite`` has its own way.
 
-        Raises (and leaves the earlier encodings in force):
+        Raises (and leaves the earlier encodings in effect):
             CalibrationError: no batch came, the model fails on one, a weight or (under ``"error"``) a batch holds values
                 that are not finite.
             ModelError: a batch does not fit the model's inputs.
@@ -360,10 +360,10 @@ class QuantizationSimModel(Tabular):
     def calibrating(
         self, *, resume: bool = False, allow_unreached: bool = False, non_finite: NonFinite = "error"
     ) -> Iterator[CalibrationSession]:
-        """Observe every run of a session in a block; at its end the encodings are found and put in force.
+        """Observe every run of a session in a block; at its end the encodings are found and put into effect.
 
         What :meth:`compute_encodings` does around data of its own, for a loop of yours. An exception in the block leaves the
-        earlier encodings in force.
+        earlier encodings in effect.
 
         Args:
             resume, allow_unreached, non_finite: see :meth:`compute_encodings`.
@@ -419,7 +419,7 @@ class QuantizationSimModel(Tabular):
         return calibrator, gate
 
     def _finish(self, calibrator: Calibrator, interrupted: bool, allow_unreached: bool) -> None:
-        """Put the encodings of what was seen in force."""
+        """Put the encodings of what was seen into effect."""
         if not calibrator.runs:
             raise CalibrationError(
                 "calibrating", "the session did not run in the block", "call session.run inside the block"
@@ -428,7 +428,7 @@ class QuantizationSimModel(Tabular):
         self._freeze(allow_unreached or interrupted, quiet=interrupted)
         if interrupted:
             logger.warning(
-                "calibration interrupted after %d batches; the statistics so far are in force, "
+                "calibration interrupted after %d batches; the statistics so far are in effect, "
                 "compute_encodings(rest, resume=True) adds to them",
                 calibrator.runs,
             )

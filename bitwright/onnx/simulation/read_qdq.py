@@ -6,7 +6,7 @@ What integer tools write is read, of the standard and of the domain ``com.micros
 found                                          becomes
 =============================================  ====================================================================
 QuantizeLinear, DequantizeLinear of one grid   an encoding of the tensor, at its readers where others read it in float
-a second pair of the same grid behind it       nothing: it changes no bit
+a second pair of the same grid after it       nothing: it changes no bit
 DequantizeLinear of a constant                 a float constant under the same name, and the encoding of its readers
 quantizers that this package wrote             what they were, in every form of :mod:`bitwright.export.qdq.forms`
 =============================================  ====================================================================
@@ -146,7 +146,7 @@ def _folded_codes(node: ir.Node) -> ir.Value | None:
 
 
 def _closing(node: ir.Node) -> ir.Node:
-    """The node that ends a constant of ours: ``node``, or the cast to half precision behind it."""
+    """The node that ends a constant of ours: ``node``, or the cast to half precision after it."""
     uses = node.outputs[0].uses()
     reader = next((reader for reader, _ in uses), None)
     if len(uses) != 1 or reader is None or reader.op_type != "Cast" or _is(node, "Cast"):
@@ -400,7 +400,7 @@ class _Taker:
             raise ModelError(
                 str(node.name),
                 f"its codes are {what}: the model computes on integers here",
-                "start from the float model; every QuantizeLinear needs a DequantizeLinear right behind it",
+                "start from the float model; every QuantizeLinear needs a DequantizeLinear right after it",
             )
 
     # -- constants
@@ -466,7 +466,7 @@ class _Taker:
     def _turned_back(
         self, name: str, array: Array, dtype: ir.DataType, perm: tuple[int, ...], encoding: Encoding | None
     ) -> ir.Value:
-        """A constant that was written transposed: in the orientation it had, and the transposition behind it."""
+        """A constant that was written transposed: in the orientation it had, and the transposition after it."""
         back = tuple(int(i) for i in np.argsort(perm))
         base = name.removesuffix("_transposed")
         base = self.names.value(base) if base in self.values else base
@@ -500,7 +500,7 @@ class _Taker:
             return None
 
     def _note_readers(self, value: ir.Value, encoding: Encoding, uses: Iterable[tuple[ir.Node, int]]) -> None:
-        """Note who reads a constant, also behind operators that only move it."""
+        """Note who reads a constant, also after operators that only move it."""
         waiting = [(value, encoding, uses)]
         while waiting:
             value, encoding, uses = waiting.pop()
@@ -639,7 +639,7 @@ def _broadcast(param: Array, shape: tuple[int, ...], axis: int, block: int) -> A
 
 
 def _moved(node: ir.Node, encoding: Encoding) -> Encoding | None:
-    """The grid of a constant behind ``node``, if that only moves it and the grid can be said there."""
+    """The grid of a constant after ``node``, if that only moves it and the grid can be said there."""
     if node.domain not in ("", "ai.onnx"):
         return None
     if node.op_type in ("Identity", "Cast"):

@@ -38,7 +38,7 @@ class Repaired(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Mended:
-    """A value behind which a repair stands.
+    """A value after which a repair stands.
 
     Attributes:
         raw: what the operator wrote; its name ends in ``_unrepaired``.
@@ -61,12 +61,12 @@ def float_results(node: ir.Node | None) -> list[ir.Value]:
 
 
 def _dtype(value: ir.Value) -> ir.DataType:
-    """The type of a tensor; float32 behind an operator that type inference does not know, as for quantizers."""
+    """The type of a tensor; float32 after an operator that type inference does not know, as for quantizers."""
     return value.dtype or _D.FLOAT
 
 
 def put_in_force(sim: Repaired, repairs: tuple[Repair, ...]) -> None:
-    """Let exactly these repairs be in force."""
+    """Let exactly these repairs be in effect."""
     _take_out(sim)
     builder, nodes = Builder(sim.marked), nodes_of(sim)
     for repair in repairs:
@@ -87,7 +87,7 @@ def _take_out(sim: Repaired) -> None:
 
 
 def _put_in(builder: Builder, raw: ir.Value, repair: Repair) -> Mended:
-    """Write the nodes of one repair behind ``raw``; its readers move to their result."""
+    """Write the nodes of one repair after ``raw``; its readers move to their result."""
     name, dtype, last = str(raw.name), _dtype(raw), raw.producer()
     assert last is not None
     limit = LIMITS[REPAIRED[dtype]][0]

@@ -218,7 +218,7 @@ class TorchView:
         return None
 
     def edit(self, edits: Sequence[Edit]) -> Undo:
-        """Carry out the edits; the function returned takes them back in reverse order."""
+        """Carry out the edits; the function returned undoes them in reverse order."""
         return carry_out(edits, self._one)
 
     def _one(self, edit: Edit) -> Undo:

@@ -230,7 +230,7 @@ def grouped_mm(
 
     Args:
         x: ``[S, K]``, rows sorted by group.
-        weight: ``[E, K, N]``; offs: ``[E]``, where the rows of each group end. Rows behind the last end become zero.
+        weight: ``[E, K, N]``; offs: ``[E]``, where the rows of each group end. Rows after the last end become zero.
         bias: ``[N]`` or ``None``; out_dtype: of the result, that of ``x`` by default.
 
     Returns:

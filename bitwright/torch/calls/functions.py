@@ -2,7 +2,7 @@
 
 A row maps the arguments of a call to the ports of the canonical operator (``bitwright.core.graph.ops``). ``torch.add``,
 ``Tensor.add_``, ``Tensor.__radd__`` and ``+`` are the same operator; the tables below list names once and
-:data:`FUNCTIONS` finds every object behind them.
+:data:`FUNCTIONS` finds every object after them.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def find_turns(
     bits = {at: 1 << n for n, at in enumerate(heads)}
     reached: dict[int, int] = {}  # value -> the places it comes from
     chained: set[int] = set()
-    for _ in range(3):  # what a later run reads stands behind its place in the order
+    for _ in range(3):  # what a later run reads stands after its place in the order
         for i, call in enumerate(order):
             mask = 0
             for value in (*call.inputs, *(value for _, value in call.also)):

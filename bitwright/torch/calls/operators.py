@@ -97,7 +97,7 @@ _ALIASES = {
     "max_pool2d_with_indices": "max_pool2d",
     "max_pool3d_with_indices": "max_pool3d",
 }
-#: operators with results behind that of the function: statistics for a backward pass, indices
+#: operators with results after that of the function: statistics for a backward pass, indices
 _SEVERAL = {
     "_native_batch_norm_legit_no_training",
     "native_layer_norm",

@@ -205,7 +205,7 @@ def _scan(
         hidden.append(state[0])
     if reverse:
         hidden.reverse()
-    if ended:  # sequences that ended early stand behind those that ended later
+    if ended:  # sequences that ended early stand after those that ended later
         state = tuple(torch.cat(rows) for rows in zip(state, *reversed(ended), strict=True))
     return (torch.cat(hidden) if packed else torch.stack(hidden), *state)
 

@@ -235,7 +235,7 @@ class QuantizationSimModel(Tabular):
                 data of its own, which may be none, and all get the encodings of the data of all, bit for bit the same
                 however it is spread. ``False`` calibrates on this rank alone.
 
-        Raises (and leaves the earlier encodings in force):
+        Raises (and leaves the earlier encodings in effect):
             CalibrationError: no batch came, a batch does not fit the model, a weight or (under ``"error"``) a batch holds
                 values that are not finite.
             ConfigError: there is no such policy.
@@ -264,11 +264,11 @@ class QuantizationSimModel(Tabular):
         non_finite: NonFinite = "error",
         distributed: bool = True,
     ) -> Iterator[nn.Module]:
-        """Observe every run of ``sim.model`` in a block; at its end the encodings are found and put in force.
+        """Observe every run of ``sim.model`` in a block; at its end the encodings are found and put into effect.
 
         What :meth:`compute_encodings` does around data of its own, for a loop of yours: the model is in eval mode and without
         gradients, its weights are quantized and its activations are in float. An exception in the block leaves the earlier
-        encodings in force.
+        encodings in effect.
 
         Args:
             resume, allow_unreached, non_finite, distributed: see :meth:`compute_encodings`.
@@ -330,7 +330,7 @@ class QuantizationSimModel(Tabular):
         return gate
 
     def _finish(self, interrupted: bool, allow_unreached: bool) -> None:
-        """Put the encodings of what was seen in force."""
+        """Put the encodings of what was seen into effect."""
         if not self._simulator.runs:
             raise CalibrationError(
                 "calibrating", "the model did not run in the block", "call sim.model inside the block"
@@ -338,7 +338,7 @@ class QuantizationSimModel(Tabular):
         self._freeze(allow_unreached or interrupted, quiet=interrupted)
         if interrupted:
             logger.warning(
-                "calibration interrupted after %d runs; the statistics so far are in force, "
+                "calibration interrupted after %d runs; the statistics so far are in effect, "
                 "compute_encodings(rest, resume=True) adds to them",
                 self._simulator.runs,
             )
@@ -551,7 +551,7 @@ class QuantizationSimModel(Tabular):
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
-        """What :func:`~bitwright.torch.stabilize` put in force, in order."""
+        """What :func:`~bitwright.torch.stabilize` put into effect, in order."""
         return tuple(self._simulator.repairs.values())
 
     @property

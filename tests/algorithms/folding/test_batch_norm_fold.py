@@ -762,7 +762,7 @@ def test_the_report_reads_as_a_table_and_as_a_sequence():
     assert lines[1:3] == ["  folded  a <- p + q", "  folded  in -> a"]
     assert lines[3] == (
         "  kept    last: not into a layer before it: its input comes from relu (Relu); "
-        "not into a layer behind it: last.out is an output of the model"
+        "not into a layer after it: last.out is an output of the model"
     )
     assert repr(report).startswith("FoldReport(2 folds, 1 refused, max_error=")
 

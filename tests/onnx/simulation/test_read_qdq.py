@@ -196,7 +196,7 @@ def test_the_notes_say_what_was_read(tmp_path, caplog):
     sim.quantizers["c2.output[0]"].enabled = False
     with caplog.at_level(logging.INFO, "bitwright"):
         again = QuantizationSimModel(written(sim, tmp_path, "net"), DATA[0], threads=1)
-    note = ("the model brought 8 encodings with it, which are in force and frozen; 1 other sites of the rules are in "
+    note = ("the model brought 8 encodings with it, which are in effect and frozen; 1 other sites of the rules are in "
             "float, as there")  # fmt: skip
     assert again.notes == (note,) and note in caplog.messages
 
@@ -468,7 +468,7 @@ def test_a_model_with_quantized_weights_only_leaves_activations_to_the_rules():
     model = n.model(n("MatMul", n.input("x", (2, 4)), w, name="m", out="y"))
     sim = QuantizationSimModel(model, feeds_for(model), threads=1)
     assert not sim.calibrated and sim.quantizers["w"].frozen
-    assert sim.notes == ("the model brought 1 encodings with it, which are in force and frozen",)
+    assert sim.notes == ("the model brought 1 encodings with it, which are in effect and frozen",)
     sim.compute_encodings([feeds_for(model)], progress=False)
     assert float(sim.quantizers["w"].encoding.scale) == np.float32(0.1)
     assert sim.quantizers["m.input[0]"].encoding is not None
@@ -575,9 +575,9 @@ REFUSED: dict[Callable[..., onnx.ModelProto], str] = {
     other_grid: "dq: it reads the codes of quantize on another grid, Encoding(uint8, scale=0.2, zero_point=0) instead of "
     "Encoding(uint8, scale=0.1, zero_point=0): the model computes on integers here. Remedy: start from the float model",
     codes_returned: "quantize: its codes are returned: the model computes on integers here. Remedy: start from the float "
-    "model; every QuantizeLinear needs a DequantizeLinear right behind it",
+    "model; every QuantizeLinear needs a DequantizeLinear right after it",
     codes_computed_with: "quantize: its codes are read by flat (Reshape): the model computes on integers here. Remedy: "
-    "start from the float model; every QuantizeLinear needs a DequantizeLinear right behind it",
+    "start from the float model; every QuantizeLinear needs a DequantizeLinear right after it",
     no_scale: "dq_q: its scale is not a positive number everywhere: 0 to 0. Remedy: quantize the model again; a scale of "
     "zero or less has no meaning",
 }

@@ -695,7 +695,7 @@ def test_values_that_are_not_finite_are_left_out_and_named(
     with caplog.at_level(logging.WARNING, "bitwright"):
         sim.compute_encodings([spoilt, *batches], non_finite="clamp")
     assert any(
-        "first at conv.input[0] (1 NaN, 1 infinite), and 3 sites behind it" in r.message
+        "first at conv.input[0] (1 NaN, 1 infinite), and 3 sites after it" in r.message
         for r in caplog.records
     )
     assert all(np.isfinite(s.encoding.scale).all() for s in sim.quantizers.values())

@@ -46,7 +46,7 @@ class Concat(nn.Module):
         return self._axis
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        """The inputs, one behind the other."""
+        """The inputs, one after the other."""
         return torch.cat(args, dim=self._axis)
 
 

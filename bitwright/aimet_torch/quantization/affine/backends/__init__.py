@@ -84,7 +84,7 @@ def quantize(
     """Codes of ``tensor``: ``clamp(round(tensor / scale) - offset, qmin, qmax)``.
 
     The grid is given as ``qmin, qmax``, as ``bitwidth, signed=False`` or as ``num_steps=, signed=False``, with ``block_size``
-    behind it.
+    after it.
 
     Returns:
         Shape of ``tensor``, in the dtype of ``scale``.
