@@ -242,3 +242,20 @@ def test_a_transposed_parameter_is_rounded_by_gptq() -> None:
     (row,) = apply_gptq(sim, data, progress=False)
     assert row.after < 0.6 * row.before
     assert sqnr(wanted, sim.model(x).detach().numpy()) > before + 2
+
+
+class Biased(nn.Module):
+    """Attention scores to which a bias per head and position is added, as BLOOM does; it depends on nothing but the length."""
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]).reshape(-1, 1, 1)
+        return torch.baddbmm(slopes * torch.arange(k.size(1)), q, k.transpose(1, 2)).softmax(-1)
+
+
+def test_what_is_added_to_products_of_any_length_is_no_stack_of_matrices():
+    torch.manual_seed(0)
+    q, k = torch.randn(4, 3, 8), torch.randn(4, 12, 8)
+    sim = QuantizationSimModel(Biased(), (q, k))
+    sim.compute_encodings([(q, k)], progress=False)
+    for length in (10, 11, 12):
+        assert sqnr(Biased()(q, k[:, :length]).numpy(), sim.model(q, k[:, :length]).numpy()) > 25

@@ -220,18 +220,21 @@ def weight_axes(
 #: operators whose constant operand may be a stack of matrices: what is multiplied, and what is picked (a row of one each)
 _STACKED = frozenset(("MatMul", "GroupedMatMul", "Embedding", "Gather"))
 
+_ADDEND = 2  # port of what is added to a product
+
 
 def block_axes(
     op_type: str, attrs: Mapping[str, Any], port: int, shape: tuple[int, ...]
 ) -> tuple[int | tuple[int, ...] | None, int | None]:
     """``(channel_axis, block_axis)`` of the blocks of a constant operand: those of :func:`weight_axes`, and of a stack of
-    matrices (experts) every axis that counts the matrices as well, since they do not share scales.
+    matrices (experts) every axis that counts the matrices as well, since they do not share scales. What is added to a product
+    (port 2) is no stack of matrices: nothing is summed over any of its axes, and their lengths may change with the input.
 
     >>> block_axes("MatMul", {}, 1, (4, 64, 8))
     ((0, 2), 1)
     """
     channel, block = weight_axes(op_type, attrs, port, len(shape))
-    if len(shape) < 3 or op_type not in _STACKED:
+    if len(shape) < 3 or op_type not in _STACKED or port == _ADDEND:
         return channel, block
     if op_type in ("Embedding", "Gather"):
         channel, block = len(shape) - 2, len(shape) - 1
