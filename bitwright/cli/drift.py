@@ -1,4 +1,4 @@
-"""``bitwright drift``: where two executions of a model part, and why."""
+"""``bitwright drift`` and ``saturation``: where two executions of a model part, and which sums do not fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from bitwright.cli.app import NO, app, console
-from bitwright.cli.options import BatchSize, Prefix, read_batches, read_pictures, write_json
+from bitwright.cli.options import BatchSize, Limit, Prefix, read_batches, read_pictures, write_json
 
 
 @app.command()
@@ -68,3 +68,55 @@ def _feeds(a: str, b: str, data: str, prefix: str | None, batch_size: int) -> An
     specs = input_specs(max(sides, key=lambda side: side.rank).model)
     batches = read_batches(data, specs, batch_size, 1, read_pictures("NCHW", "RGB", 1 / 255, "0", "1"))
     return next(batches)
+
+
+@app.command()
+def saturation(
+    path: Annotated[
+        Path, typer.Argument(help="A folder that sim.export wrote, or a quantized model.", show_default=False)
+    ],
+    data: Annotated[
+        str | None, typer.Option(help="Input, as for quantize; the samples of the export by default.")
+    ] = None,
+    prefix: Prefix = None,
+    batch_size: BatchSize = 1,
+    limit: Limit = 4,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the report here, as JSON.")
+    ] = None,
+) -> None:
+    """Find the layers whose sums saturate or overflow in integer kernels.
+
+    CPUs without dot-product instructions (VNNI) add pairs of products in 16 bits,
+    and every kernel adds all of them in 32. The table has what the weights allow
+    and what was counted on data. `bitwright quantize --repair saturation` gives
+    7 bits to the weights of the layers that need it.
+
+    Exit code 1 when a layer has a fault.
+
+    \b
+    Examples:
+      bitwright saturation exported/
+      bitwright saturation model_int8.onnx --data samples.npz
+    """
+    from bitwright.comparison.saturation import saturation as take_apart
+    from bitwright.comparison.sides import open_side, sample_inputs
+    from bitwright.errors import ExportError
+    from bitwright.onnx.model.data import input_specs
+
+    side = open_side(path, prefix)
+    if data is None:
+        kept = sample_inputs(side)
+        if kept is None:
+            problem = "there is nothing to run it on: no samples lie beside it"
+            raise ExportError(str(path), problem, "give --data")
+        batches = iter([kept])
+    else:
+        pictures = read_pictures("NCHW", "RGB", 1 / 255, "0", "1")
+        batches = read_batches(data, input_specs(side.model), batch_size, limit, pictures)
+    report = take_apart(side.model, batches)
+    if json_file is not None:
+        write_json(json_file, report.to_json())
+    console().print(Text(report.to_text()), soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(NO)

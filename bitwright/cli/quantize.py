@@ -75,6 +75,13 @@ def quantize_model(
             "--format", help="onnx or tflite; tflite is short for --target litert.", show_default=False
         ),
     ] = None,
+    repair: Annotated[
+        str | None,
+        typer.Option(
+            help="saturation: 7-bit weights for the layers that saturate on CPUs without VNNI.",
+            show_default=False,
+        ),
+    ] = None,
     memory_budget: Annotated[
         int | None,
         typer.Option(
@@ -150,6 +157,7 @@ def quantize_model(
             non_finite=policy,
             allow_unreached=allow_unreached,
             memory_budget=None if memory_budget is None else memory_budget << 20,
+            repair=repair,
         )
     _print_result(result, loaded.notes)
     _print_speed(result, out, target)
@@ -179,7 +187,7 @@ def _print_speed(result: Any, folder: Path, target: str) -> None:
     """How fast the files are beside the float model on this machine, in a few runs; a warning where they are slower."""
     from bitwright.export.deployed import brief_speed
 
-    speed = brief_speed(result.exported) if target != "packed" else None
+    speed = brief_speed(result.exported, target) if target != "packed" else None
     if speed is None:
         return
     out = console()
@@ -196,6 +204,7 @@ def _print_result(result: Any, notes: Iterable[str]) -> None:
     lines = [f"note: {note}" for note in (*notes, *result.exported.notes)]
     lines += [f"{len(list(result.folds))} batch norms folded; values: {counts}"]
     lines += [*result.sim.calibration_log.lines(), str(result.report)]
+    lines += [] if result.repair is None else [str(result.repair)]
     if result.metrics:
         lines.append(", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items()))
     lines += [f"wrote {path}" for path in result.exported.files]

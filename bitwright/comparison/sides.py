@@ -105,6 +105,15 @@ def open_sides(
     return first, second
 
 
+def open_side(path: str | os.PathLike[str], prefix: str | None = None) -> Side:
+    """The file of an export, or an ONNX file.
+
+    Raises:
+        ExportError: there is no such file, or it cannot be read.
+    """
+    return _open(os.fspath(path), "", prefix)
+
+
 def sides_in_memory(
     words: tuple[str, str], float_model: ir.Model, file_model: ir.Model, samples: Samples
 ) -> list[Side]:

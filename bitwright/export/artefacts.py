@@ -32,6 +32,7 @@ from bitwright.export.qdq.write import ActivationForm, BiasForm, QdqResult, save
 from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.export.tflite.convert import to_tflite
 from bitwright.export.verify.samples import write_samples
+from bitwright.runtimes.timing import Ratio
 
 logger = logging.getLogger("bitwright")
 
@@ -51,6 +52,7 @@ class Exported:
         manifest: JSON: versions, rules, hashes of all files.
         notes: what stayed in float or was written otherwise than asked for.
         tflite: the LiteRT file, for targets that run it.
+        speed: how many times as fast as float the file is on this machine with one thread, when that was measured.
     """
 
     qdq: Path
@@ -60,6 +62,7 @@ class Exported:
     manifest: Path
     notes: tuple[str, ...]
     tflite: Path | None = None
+    speed: Ratio | None = None
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -253,7 +256,8 @@ def write_artefacts(
         )
     for note in notes:
         logger.info(note)
-    return Exported(**{key: folder / name for key, name in names.items()}, notes=tuple(notes))
+    paths: dict[str, Any] = {key: folder / name for key, name in names.items()}
+    return Exported(**paths, notes=tuple(notes))
 
 
 def _named_inputs(model: ir.Model, data: Sequence[Array]) -> dict[str, Array]:

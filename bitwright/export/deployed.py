@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ from bitwright.errors import ExportError
 from bitwright.export.artefacts import Exported
 from bitwright.export.files.temporary import temporary_room
 from bitwright.export.files.value_types import load
+from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.export.tflite.convert import to_tflite
 from bitwright.export.verify.samples import find_export, read_samples
-from bitwright.runtimes.adapters import find_runtime, open_file
+from bitwright.runtimes.adapters import RUNTIMES, find_runtime, open_file
 from bitwright.runtimes.benchmark import BenchmarkReport, benchmark
 from bitwright.runtimes.timing import Ratio, interleaved, ratio
+
+logger = logging.getLogger("bitwright")
 
 Array = NDArray[Any]
 _BRIEF = 0.3  # seconds
@@ -86,18 +91,42 @@ def benchmark_sim(export: Callable[[Path], Exported], options: Mapping[str, Any]
         return benchmark_export(folder, **options)
 
 
-def brief_speed(exported: Exported) -> Ratio | None:
+def measured(exported: Exported, target: str) -> Exported:
+    """``exported`` with its speed; a warning is logged where it is slower than float, or where the machine is too busy to tell.
+
+    Raises:
+        ExportError: the runtime of ``target`` refuses a file.
+        ConfigError: it is not installed.
+    """
+    speed = brief_speed(exported, target)
+    if speed is None:
+        logger.warning("%s: its speed cannot be measured: it has no samples to run", exported.qdq)
+        return exported
+    if speed.high < 1:
+        logger.warning(
+            "%s: slower than float on this machine: %s; `bitwright benchmark %s` tells why",
+            exported.qdq, speed, exported.qdq.parent,
+        )  # fmt: skip
+    elif not speed.steady:
+        logger.warning("%s: its speed could not be told, the machine is busy: %s", exported.qdq, speed)
+    return replace(exported, speed=speed)
+
+
+def brief_speed(exported: Exported, target: str = DEFAULT_TARGET) -> Ratio | None:
     """How many times as fast as float the files of an export are with one thread, in a third of a second or seven rounds.
 
-    ``None`` where the export has no samples to run.
+    In the runtime of ``target`` where that reads ONNX files, else in ONNX Runtime. ``None`` where the export has no samples to
+    run.
     """
     stem = exported.manifest.name.removesuffix("_manifest.json")
     try:
         feeds = sample_inputs(exported.qdq.parent, stem)
     except ExportError:
         return None
+    name = find_target(target).runtime
+    runtime = name if RUNTIMES[name].suffix == ".onnx" else "onnxruntime"
     files = {"float": exported.float_model, "quantized": exported.qdq}
-    sessions = {name: open_file("onnxruntime", path) for name, path in files.items()}
+    sessions = {name: open_file(runtime, path) for name, path in files.items()}
     steps = {name: (lambda s=session: s.run(feeds)) for name, session in sessions.items()}
     times = interleaved(steps, seconds=_BRIEF)
     return ratio(times["float"], times["quantized"])

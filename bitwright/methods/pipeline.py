@@ -29,7 +29,7 @@ from bitwright.algorithms.search.recipe import (
 )
 from bitwright.algorithms.search.recipe_report import RecipeReport, checked_metric
 from bitwright.core.numerics.spec import NonFinite, Preset
-from bitwright.core.simulation.protocols import Undo
+from bitwright.core.simulation.protocols import Undo, sqnr
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.origin import origin_of
 from bitwright.export.qdq.products import ProductForm, check_weight_only
@@ -37,6 +37,7 @@ from bitwright.export.targets import DEFAULT_TARGET, find_target, rules_for
 from bitwright.methods import bias, channels, rounding
 from bitwright.methods.folding import fold_all_batch_norms
 from bitwright.methods.front_end import front_end_of, pipeline_of
+from bitwright.methods.saturation import SaturationRepair, check_repair, repair_saturation
 from bitwright.report.result import Reported
 
 
@@ -85,6 +86,7 @@ class Result(Reported):
         metrics: ``{"float": ..., "quantized": ...}`` when a metric was given.
         report: what each step of the recipe did; with a recipe and a metric, also to the metric.
         benchmark: speed, size and memory of the files beside the float model, when asked for.
+        repair: what ``repair=`` did, when asked for.
     """
 
     sim: Any
@@ -93,6 +95,7 @@ class Result(Reported):
     metrics: dict[str, float]
     report: RecipeReport
     benchmark: Any = None
+    repair: SaturationRepair | None = None
 
     @property
     def model(self) -> Any:
@@ -122,6 +125,7 @@ def quantize(
     progress: bool = True,
     non_finite: NonFinite = "error",
     allow_unreached: bool = True,
+    repair: str | None = None,
 ) -> Result:
     """Quantize ``model`` in one line: fold batch norms, simulate under ``preset``, calibrate on ``data``, export.
 
@@ -152,6 +156,8 @@ def quantize(
             :meth:`QuantizationSimModel.compute_encodings`.
         allow_unreached: leave sites that no batch reached in float and name them in a warning; otherwise they are an error
             as soon as calibration shows them. Weights need no data: they are quantized in either case.
+        repair: ``"saturation"`` gives 7-bit weights to the layers whose products saturate on CPUs without VNNI, and to no
+            others; ``result.repair`` has accuracy before and after.
 
     Raises:
         CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``; the metric is NaN; or no
@@ -163,6 +169,7 @@ def quantize(
     """
     pipeline: Pipeline = pipeline_of(model, providers, memory_budget)
     check_weight_only(weight_only)
+    check_repair(repair)
     find_target(target)
     if path is not None:
         check_destination(path, filename_prefix)
@@ -171,6 +178,7 @@ def quantize(
     )
     first, batches = batches_of(data, again=recipe is not None or any(step.name != "fold" for step in steps))
     metrics = {} if metric is None else {"float": checked_metric("float", pipeline.rate_float(metric))}
+    reference = pipeline.float_outputs(first) if repair is not None and metric is None else None
     judge, chosen = None, batches
     if recipe is None and any(KINDS[step.name].gain is not None for step in steps):
         judge, chosen = Judge.of(batches, pipeline.float_outputs, find_effort(effort).judged)
@@ -210,13 +218,32 @@ def quantize(
         lower_is_better=lower_is_better,
     )
     runner.sim.origin = origin_of(preset, steps, first, runner.sim.calibration_log)
-    if metric is not None:
-        found = pipeline.rate(runner.sim, metric) if report.metric is None else report.metric
-        metrics["quantized"] = checked_metric("quantized", found)
     form = {"weight_only": weight_only, "target": target}
+    repaired = None
+    if repair is not None:
+        rate = partial(_accuracy, pipeline, runner.sim, first, metric, reference)
+        repaired = repair_saturation(runner.sim, batches, rate, **form)
+    if metric is not None:
+        known = None if repaired is not None and repaired.narrowed else report.metric
+        found = pipeline.rate(runner.sim, metric) if known is None else known
+        metrics["quantized"] = checked_metric("quantized", found)
     exported = None if path is None else pipeline.export(runner.sim, path, filename_prefix, first, **form)
     measured = pipeline.benchmark(runner.sim, first, **form) if benchmark else None
-    return Result(runner.sim, methods.folds, exported, metrics, report, measured)
+    return Result(runner.sim, methods.folds, exported, metrics, report, measured, repaired)
+
+
+def _accuracy(
+    pipeline: Pipeline,
+    sim: Any,
+    first: Any,
+    metric: Callable[[Any], float] | None,
+    reference: Sequence[Any] | None,
+) -> float:
+    """The metric, or without one the signal-to-noise ratio of the outputs to ``reference``, the lowest of them."""
+    if metric is not None:
+        return pipeline.rate(sim, metric)
+    found = pipeline.outputs(sim, first)
+    return min((sqnr(a, b) for a, b in zip(reference or (), found, strict=True)), default=float("nan"))
 
 
 @dataclass

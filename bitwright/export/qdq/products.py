@@ -20,7 +20,7 @@ from bitwright.errors import ConfigError, close_matches
 from bitwright.export.qdq.forms import Builder, before, read_metadata
 from bitwright.export.qdq.markers import Outputs, bypass
 
-ProductForm = Literal["exact", "fused"]
+ProductForm = Literal["exact", "fused", "nbits"]
 
 _MOVES = frozenset(("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
 _APART = "bitwright.apart"  # in the metadata of the Reshape

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from bitwright.comparison.drift import drift_models
 from bitwright.comparison.report import DriftReport
+from bitwright.comparison.saturation import SaturationReport, saturation
 from bitwright.core.graph.graph import Graph
 from bitwright.core.health.repair import Repair
 from bitwright.core.health.report import HealthReport, check_parameters
@@ -41,7 +42,7 @@ from bitwright.export.artefacts import (
     recurrent_form,
     write_artefacts,
 )
-from bitwright.export.deployed import benchmark_sim
+from bitwright.export.deployed import benchmark_sim, measured
 from bitwright.export.encodings.of_simulation import (
     load_encodings,
     save_encodings,
@@ -765,6 +766,7 @@ class QuantizationSimModel(Tabular):
         format: FileFormat | None = None,
         every_tensor: bool = False,
         samples: bool = True,
+        measure_speed: bool = False,
     ) -> Exported:
         """Write the model for deployment into the folder ``path``, which is made if need be.
 
@@ -794,6 +796,8 @@ class QuantizationSimModel(Tabular):
             every_tensor: also write encodings of tensors that only carry elements of quantized ones (max pools, reshapes, ...),
                 for compilers that want an entry for every tensor.
             samples: write the samples; fewer of them, with a note, when all would pass 64 MiB and the batch axis is free.
+            measure_speed: run the files beside the float model for about a second, and warn where they are slower on this
+                machine; ``exported.speed`` has the ratio. Off by default: it takes as long as some small exports.
 
         Raises:
             CalibrationError: the simulation has no encodings yet.
@@ -807,7 +811,7 @@ class QuantizationSimModel(Tabular):
         encodings = self._encodings()
         example = self.example()
         self._close_large()  # what is written takes memory too
-        return write_artefacts(
+        exported = write_artefacts(
             self,
             path,
             filename_prefix,
@@ -829,6 +833,7 @@ class QuantizationSimModel(Tabular):
             if samples
             else None,
         )
+        return measured(exported, target) if measure_speed else exported
 
     def _close_large(self) -> None:
         """Let go of the sessions of a large model; they are opened again when they are needed."""
@@ -878,16 +883,22 @@ class QuantizationSimModel(Tabular):
         self, feeds: Feeds, bias: BiasForm, activation: ActivationForm, weight_only: ProductForm, target: str
     ) -> tuple[QdqResult, Samples]:
         """The file that an export would write, and what the simulation computes on ``feeds``."""
+        result = self._as_qdq(bias, activation, weight_only, target)
+        return result, self._samples(result, feeds)
+
+    def _as_qdq(
+        self, bias: BiasForm, activation: ActivationForm, weight_only: ProductForm, target: str
+    ) -> QdqResult:
         marked = write_recurrent(self.marked, recurrent_form(self, None, target))
-        result = to_qdq(
+        form = bias_form(self, bias)
+        return to_qdq(
             marked,
             self._encodings(),
-            bias=bias_form(self, bias),
+            bias=form,
             activation=activation,
             weight_only=weight_only,
             target=target,
         )
-        return result, self._samples(result, feeds)
 
     def drift(
         self,
@@ -918,6 +929,28 @@ class QuantizationSimModel(Tabular):
         result, samples = self._in_memory(checked, bias, activation, weight_only, target)
         plain_model = strip_sites(restore_native(self.marked)).model
         return drift_models(a, b, plain_model, result.model, samples)
+
+    def saturation(
+        self,
+        batches: Any = None,
+        *,
+        bias: BiasForm = "int32",
+        activation: ActivationForm = "unsigned",
+        weight_only: ProductForm = "exact",
+        target: str = DEFAULT_TARGET,
+    ) -> SaturationReport:
+        """Which layers saturate or overflow in integer kernels, by their weights and on data.
+
+        Args:
+            batches: inputs to count on; the example by default.
+            bias, activation, weight_only, target: as for :meth:`export`.
+
+        Raises:
+            CalibrationError, ModelError, ExportError: as :meth:`export`; there is no batch.
+        """
+        feeds = [self.example()] if batches is None else [as_feeds(batch, self.specs) for batch in batches]
+        result = self._as_qdq(bias, activation, weight_only, target)
+        return saturation(result.model, feeds)
 
     def benchmark(
         self,

@@ -41,6 +41,7 @@ from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChanne
 from bitwright.errors import FormatError, ModelError
 from bitwright.export.qdq.forms import folded_parts, is_small_float, read_metadata, transpose_encoding
 from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
+from bitwright.export.qdq.nbits import restore_nbits
 from bitwright.export.qdq.products import join_again
 from bitwright.export.qdq.write import moves_data
 
@@ -95,6 +96,7 @@ def take_quantizers(model: ir.Model) -> list[Given]:
     Raises:
         ModelError: the model computes on integers, a scale is not known before it runs, or a grid has no counterpart here.
     """
+    restore_nbits(model)
     refuse_integer_operators(model)
     join_again(model)
     if not any(

@@ -28,6 +28,7 @@ from bitwright.export.artefacts import (
     recurrent_form,
     write_artefacts,
 )
+from bitwright.export.deployed import measured
 from bitwright.export.encodings.gate_order import GATED, to_onnx_order
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.forms import read_metadata
@@ -47,7 +48,11 @@ from bitwright.torch.simulation.translations import TRANSLATIONS
 
 if TYPE_CHECKING:
     from bitwright.comparison.report import DriftReport
+    from bitwright.comparison.saturation import SaturationReport
     from bitwright.torch.simulation.quantsim import QuantizationSimModel
+
+#: options of an export that change how the file is written, not how the graph is recorded
+_FORMS = ("bias", "activation", "weight_only", "target")
 
 
 def export_sim(
@@ -69,6 +74,7 @@ def export_sim(
     input_names: Sequence[str] = (),
     output_names: Sequence[str] = (),
     samples: bool = True,
+    measure_speed: bool = False,
 ) -> Exported:
     """Write the model for deployment into the folder ``path``, which is made if need be.
 
@@ -105,6 +111,8 @@ def export_sim(
         input_names, output_names: of the first inputs and outputs of the files; by default those of ``forward``'s parameters, and
             ``output``, ``output.<key>``.
         samples: write the samples; fewer of them, with a note, when all would pass 64 MiB and the batch axis is free.
+        measure_speed: run the files beside the float model for about a second, and warn where they are slower on this machine;
+            ``exported.speed`` has the ratio. Off by default: it takes as long as some small exports.
 
     Raises:
         CalibrationError: the simulation has no encodings yet.
@@ -121,7 +129,7 @@ def export_sim(
         free = dynamic_batch is True
         marked = marked_onnx(sim, dummy_input, dynamic_batch=free, dynamic_shapes=dynamic_shapes)
     names = rename_ports(marked, input_names, output_names)
-    return write_artefacts(
+    exported = write_artefacts(
         sim,
         path,
         filename_prefix,
@@ -140,6 +148,7 @@ def export_sim(
         if samples
         else None,
     )
+    return measured(exported, target) if measure_speed else exported
 
 
 def _check(sim: QuantizationSimModel, version: str) -> None:
@@ -535,16 +544,39 @@ def drift_sim(sim: QuantizationSimModel, a: str, b: str, batch: Any, **options: 
     return drift_models(a, b, plain, result.model, kept)
 
 
+def saturation_sim(sim: QuantizationSimModel, batches: Sequence[Any], **options: Any) -> SaturationReport:
+    """Export in memory and take the sums of integer products apart; see :func:`bitwright.comparison.saturation.saturation`.
+
+    Args:
+        sim: calibrated.
+        batches: inputs to count on.
+        options: as for :func:`verify_sim`, without ``runtime``.
+
+    Raises: as :func:`export_sim`; ExportError: there is no batch.
+    """
+    from bitwright.comparison.saturation import saturation
+
+    if not batches:
+        raise ExportError("saturation", "there is no batch to run", "give at least one input")
+    result, _ = _as_qdq(sim, _free_batch(sim, batches[0])[0], options)
+    return saturation(result.model, (_graph_inputs(sim, batch) for batch in batches))
+
+
 def _in_memory(
     sim: QuantizationSimModel, batch: Any, options: dict[str, Any]
 ) -> tuple[QdqResult, ir.Model, Samples]:
     """The file that an export would write, the float model, and what the simulation computes on ``batch``."""
+    forms = {key: options.pop(key) for key in _FORMS if key in options}
+    result, marked = _as_qdq(sim, marked_onnx(sim, batch, **options), forms)
+    return result, strip_sites(restore_native(marked)).model, _samples(sim, batch, result, {})
+
+
+def _as_qdq(
+    sim: QuantizationSimModel, marked: ir.Model, options: Mapping[str, Any]
+) -> tuple[QdqResult, ir.Model]:
+    """The file that an export would write of ``marked``, under the options that change its forms; and ``marked``."""
     _check(sim, "1.0.0")
-    bias = bias_form(sim, options.pop("bias", "int32"))
-    options.setdefault("target", DEFAULT_TARGET)
-    forms = {key: options.pop(key) for key in ("activation", "weight_only", "target") if key in options}
-    form = recurrent_form(sim, None, forms["target"])
-    marked = marked_onnx(sim, batch, **options)
-    result = to_qdq(write_recurrent(marked, form), site_encodings(sim), bias=bias, **forms)
-    kept = _samples(sim, batch, result, {})
-    return result, strip_sites(restore_native(marked)).model, kept
+    forms = {"target": DEFAULT_TARGET, **options}
+    bias = bias_form(sim, forms.pop("bias", "int32"))
+    written = write_recurrent(marked, recurrent_form(sim, None, forms["target"]))
+    return to_qdq(written, site_encodings(sim), bias=bias, **forms), marked

@@ -624,6 +624,23 @@ class QuantizationSimModel(Tabular):
 
         return drift_sim(self, a, b, self.examples[0] if batch is None else batch, **options)
 
+    def saturation(self, batches: Any = None, **options: Any) -> Any:
+        """Which layers saturate or overflow in integer kernels, by their weights and on data.
+
+        Args:
+            batches: inputs to count on, of one shape; the example by default.
+            options: of :meth:`export` that change the file.
+
+        Returns:
+            A :class:`~bitwright.comparison.saturation.SaturationReport`.
+
+        Raises:
+            CalibrationError, ExportError: as :meth:`export`; there is no batch.
+        """
+        from bitwright.torch.simulation.export import saturation_sim
+
+        return saturation_sim(self, [self.examples[0]] if batches is None else list(batches), **options)
+
     def benchmark(
         self,
         dummy_input: Any = None,

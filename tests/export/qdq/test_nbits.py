@@ -1,0 +1,67 @@
+"""4-bit weights as ONNX Runtime's own operator: equal to the simulation in a default session, and read back as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+from bitwright.errors import ConfigError
+from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.torch import QuantizationSimModel
+
+
+class Net(nn.Module):
+    """Products of several forms: with and without bias, on two and three axes, shared, and of an odd inner length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.plain, self.odd = nn.Linear(64, 48), nn.Linear(48, 33, bias=False), nn.Linear(33, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.odd(torch.tanh(self.plain(torch.tanh(self.wide(x)))))
+
+
+def simulated(shape: tuple[int, ...], preset: str) -> tuple[QuantizationSimModel, torch.Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(*shape)
+    sim = QuantizationSimModel(Net().eval(), x, preset=preset)
+    sim.compute_encodings([x])
+    return sim, x
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (2, 3, 64)], ids=["gemm", "matmul"])
+@pytest.mark.parametrize("preset", ["w4g32", "w4"])
+def test_a_default_session_computes_the_simulation(
+    tmp_path: Path, preset: str, shape: tuple[int, ...]
+) -> None:
+    import onnxruntime
+
+    sim, x = simulated(shape, preset)
+    exported = sim.export(tmp_path, "net", x, weight_only="nbits")
+    nodes = [node for node in onnx.load(exported.qdq).graph.node if node.op_type == "MatMulNBits"]
+    assert nodes, "nothing was written as the operator"
+    assert all({a.name: a.i for a in node.attribute}["accuracy_level"] == 1 for node in nodes)
+    session = onnxruntime.InferenceSession(exported.qdq, providers=["CPUExecutionProvider"])
+    found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+    wanted = sim.model(x).detach().numpy()
+    assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
+    assert sim.verify(x, weight_only="nbits").ok
+    assert any("MatMulNBits" in note for note in exported.notes)
+    again, kept = (
+        [s.encoding for s in one.quantizers.values() if s.role == "weight"]
+        for one in (OnnxSim(exported.qdq), sim)
+    )
+    for found, given in zip(again, kept, strict=True):
+        assert found is not None and given is not None and found.format == given.format
+        assert np.array_equal(np.unique(found.scale), np.unique(given.scale))
+
+
+def test_unknown_form_is_refused(tmp_path: Path) -> None:
+    sim, x = simulated((3, 64), "w4g32")
+    with pytest.raises(ConfigError, match="'nbit' is not a value of this option .did you mean 'nbits'"):
+        sim.export(tmp_path, "net", x, weight_only="nbit")
