@@ -230,5 +230,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
                sample_size=8, patch_size=2, num_layers=1, attention_head_dim=16, num_attention_heads=2,
                joint_attention_dim=16, caption_projection_dim=32, pooled_projection_dim=16, in_channels=4, out_channels=4),
     *(_timm(name) for name in ("resnet10t", "efficientnet_lite0", "mobilenetv3_small_050", "convnext_atto", "regnetx_002",
-                               "ghostnet_050", "repvgg_a0", "mixer_s32_224")),
+                               "ghostnet_050", "repvgg_a0")),
+    _timm("mixer_s32_224", img_size=64),
 )  # fmt: skip
