@@ -253,7 +253,7 @@ def test_mistakes_name_their_place(data, site, message):
 @pytest.mark.parametrize(
     "name, text, line",
     [
-        ("q.json", '{\n "preset": "w8a8",\n}', 3),
+        ("q.json", '{\n "preset": "w8a8"\n "x": 1}', 3),
         ("q.yaml", "preset: w8a8\nrules:\n  - match: *all\n", 3),
         ("q.yaml", "preset: w8a8\nrules: [\n", 3),
         ("q.toml", 'preset = "w8a8"\nrules = = 3\n', 2),
