@@ -69,6 +69,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/ptq_speed.py
 	$(BIN)/python benchmarks/health_cost.py
 	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/preparation.py
 
 # Resumes where it stopped; not part of the tests. timm needs a torchvision that fits torch, and is left out without.
 reach: $(STAMP)

@@ -79,6 +79,7 @@ def test_files_hold_the_table_and_the_machine(measure, tmp_path):
         ("recurrent_speed.py", "--length 20 --hidden 64"),
         ("ptq_speed.py", "--iterations 100 --features 256"),
         ("scaling.py", "--sizes 500 1000"),
+        ("preparation.py", "--models chain --rounds 3"),
         ("memory.py", "--scale 0.1"),
     ],
 )

@@ -10,8 +10,9 @@ not exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from bitwright.core.graph.recurrence import CELLS
 _SAMPLES = (
     32  # rows of outputs that are enough: one estimate is then off by a quarter, one standard deviation
 )
+
+
+Error = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -96,10 +100,12 @@ class _Watch:
         self._leaves = []
         outputs = self._forward(program, dict(state))
         floats = [y for y in outputs.values() if y.requires_grad]
-        self._measured += self._measure(program, dict(state), outputs)
         if floats:
             directions = [self._direction(y, len(floats)) for y in floats]
             torch.autograd.backward(floats, directions, inputs=self._leaves)
+        # the run back is over, and with it what it kept
+        self._leaves = []
+        self._measured += self._measure(program, dict(state), {v: y.detach() for v, y in outputs.items()})
         for (site, _), share in self._shares.items():
             self._noise[site] = self._noise.get(site, 0.0) + float(share.square().sum())
         self._shares = {}
@@ -181,28 +187,40 @@ class _Watch:
         state: State,
         constants: Mapping[int, Tensor],
         exact: Sequence[Any],
-    ) -> list[Tensor | None]:
+    ) -> list[Error | None]:
         """What a weight's quantizer changes of its layer's outputs; ``None`` of what is no tensor of numbers."""
         works = [self._works(site, y) for y in exact]
         if not any(works):
             return [None] * len(exact)
-        with torch.no_grad():
-            weight = self._quantize(site, constants[step.reads[slot]])
-            found = run_step(step, state, constants, None, {slot: weight})
-            return [new - old if ok else None for new, old, ok in zip(found, exact, works, strict=True)]
+        held = {v: state[v] for v in step.reads if v in state}
 
-    def _error(self, site: str, x: Tensor) -> Tensor | None:
+        def outputs() -> Sequence[Any]:
+            weight = self._quantize(site, constants[step.reads[slot]])
+            return run_step(step, held, constants, None, {slot: weight})
+
+        if len(exact) == 1:
+            return [lambda: outputs()[0] - exact[0]]
+        with torch.no_grad():  # a recurrent layer would run once more for every output
+            found = zip(outputs(), exact, works, strict=True)
+            errors = [new - old if ok else None for new, old, ok in found]
+        return [None if error is None else partial(_as_it_is, error) for error in errors]
+
+    def _error(self, site: str, x: Tensor) -> Error | None:
         """What the quantizer of ``site`` changes of ``x``."""
         if not self._works(site, x):
             return None
-        with torch.no_grad():
-            return self._quantize(site, x.detach()) - x.detach()
+        value = x.detach()
+        return lambda: self._quantize(site, value) - value
 
     def _works(self, site: str, x: Any) -> bool:
         return isinstance(x, Tensor) and x.is_floating_point() and self._sites[site].enabled
 
-    def _watched(self, site: str, x: Tensor, error: Tensor | None, axis: int = 0) -> Tensor:
-        """``x``, which notes the share of ``error`` in the outputs once its derivative is known."""
+    def _watched(self, site: str, x: Tensor, error: Error | None, axis: int = 0) -> Tensor:
+        """``x``, which notes the share of ``error`` in the outputs once its derivative is known.
+
+        The error is computed then, of a value that the run back mostly keeps anyway: errors kept from the run forward take
+        twice the memory of all values, one per activation and one per weight.
+        """
         if error is None:
             return x
         if not x.requires_grad:
@@ -211,7 +229,9 @@ class _Watch:
         self._met.setdefault(site)
 
         def note(gradient: Tensor) -> None:
-            share = (gradient * error).double().nan_to_num(0.0, 0.0, 0.0)  # where there is no derivative
+            with torch.no_grad():
+                share = (gradient * error()).double()
+            share = share.nan_to_num_(0.0, 0.0, 0.0)  # where there is no derivative
             share = share.movedim(axis, 0) if share.dim() == 3 else share
             share = share.flatten(1).sum(1) if share.dim() > 1 else share.sum()[None]
             key = site, len(share)
@@ -219,3 +239,7 @@ class _Watch:
 
         x.register_hook(note)
         return x
+
+
+def _as_it_is(error: Tensor) -> Tensor:
+    return error

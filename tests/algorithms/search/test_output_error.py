@@ -154,3 +154,20 @@ def test_constants_that_are_no_weights_are_estimated_beside_the_total():
     restore()
     measured = float((found - wanted).square().sum() / wanted.square().sum())
     assert 0.5 < errors.constants[name] / measured < 2
+
+
+class Watched(TorchSimulation):
+    """Notes which quantizers run while derivatives are computed."""
+
+    def quantize(self, site, x):
+        if torch._C._current_graph_task_id() != -1:
+            self.__dict__.setdefault("late", []).append(site)
+        return super().quantize(site, x)
+
+
+def test_errors_are_not_kept_from_the_run_forward(calibrated):
+    sim, batches = calibrated
+    watched, plain = Watched(sim), TorchSimulation(sim)
+    errors = output_errors(watched, batches[:1])
+    assert set(watched.late) == set(errors.activations) | set(errors.weights)
+    assert errors == output_errors(plain, batches[:1])
