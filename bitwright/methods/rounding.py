@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ def require_torch(method: str) -> None:
     Raises:
         ConfigError: it is not.
     """
-    if find_spec("torch") is None:
+    if importlib.util.find_spec("torch") is None:
         raise ConfigError(
             method,
             "it learns by gradients and works on torch tensors, and torch is not installed",

@@ -506,7 +506,7 @@ def test_layers_that_cannot_be_treated_are_listed(caplog):
     assert report.skipped["embedding"] == "Embedding is no matrix product of its input"
     assert report.skipped["out"] == "its weight is also read by embedding, which would change with it"
     assert "is also read by" in report.skipped["middle"]
-    assert "embedding: nearest rounding, a Embedding" in str(report)
+    assert "embedding: nearest rounding, Embedding" in str(report)
     assert "left" in caplog.text or "no layer to work on" in caplog.text
 
 
