@@ -123,6 +123,8 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
         quadratic_error(grid.values(c) - target, hessian).sum(1) / rows for c in (nearest, codes)
     )
     worse = after > before
+    if not layer.stack:  # one layer, whose groups are kept or rounded together
+        worse = (after.sum() > before.sum()).expand_as(worse)
     codes = torch.where(worse[:, None, None], nearest, codes)
     after = torch.where(worse, before, after)
     note = _note(hessian, worse)
