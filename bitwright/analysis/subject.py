@@ -16,6 +16,7 @@ from bitwright.algorithms.rounding.program import SimulatedModel
 from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.errors import BitwrightError, CalibrationError, ConfigError, ModelError
+from bitwright.methods.front_end import front_end_of
 
 Array = NDArray[Any]
 
@@ -73,13 +74,8 @@ class Subject:
             raise ConfigError(
                 "analyze", "it runs models as torch functions, and torch is not installed", "pip install 'bitwright[torch]'"
             )  # fmt: skip
-        if self.front_end == "torch":
-            from bitwright.torch.adapters.program import TorchSimulation
-
-            return TorchSimulation(self.sim)
-        from bitwright.onnx.adapters.program import OnnxSimulation
-
-        return OnnxSimulation(self.sim)
+        steps: SimulatedModel = front_end_of(self.sim).steppable(self.sim, None)
+        return steps
 
     @contextmanager
     def only(self, active: Callable[[Site], bool]) -> Iterator[Any]:

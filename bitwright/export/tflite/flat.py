@@ -94,9 +94,12 @@ class FlatModel:
 
     def unique(self, base: str) -> str:
         """``base``, or nearly, where another tensor has that name."""
-        count = self._names.get(base, 0)
-        self._names[base] = count + 1
-        return base if not count else self.unique(f"{base}_{count}")
+        name = base
+        while count := self._names.get(name, 0):
+            self._names[name] = count + 1
+            name = f"{name}_{count}"
+        self._names[name] = 1
+        return name
 
     def tensor(
         self,
