@@ -50,6 +50,9 @@ ABSENT: dict[str, str] = {
     "aimet_torch.v1": "AIMET removed it in 2.30; use bitwright.aimet_torch itself",
     "aimet_torch.quantsim.check_accumulator_overflow": f"{_LATER} (AIMET announced its removal for 2.44); int32 biases are "
     "checked for overflow when they are derived",
+    "aimet_torch.adascale.AdaScale.adascale_block": "its steps are AIMET's internals; call apply_adascale(sim, data_loader)",
+    "aimet_torch.quantization.base.QuantizerBase.register_quantization_parameter": "ranges are the parameters min and max "
+    "of the quantizers in quantization.affine: set_range(min, max) gives them values",
     "aimet_torch.seq_mse.SequentialMse": "its steps are AIMET's internals; call apply_seq_mse(sim, data_loader)",
     **dict.fromkeys(
         (

@@ -7,6 +7,7 @@ Modules keep their own classes in a simulation, so that the methods are attribut
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from bitwright.aimet_torch import _block_floats, _modules
 from bitwright.aimet_torch._calibration import compute_encodings
 from bitwright.aimet_torch._core import walk_modules
+from bitwright.aimet_torch._module_encodings import export_encodings, import_encodings
 from bitwright.aimet_torch._weights import detach, fold_parameters
 
 
@@ -75,22 +77,48 @@ class ModuleCalls:
 
     def export_param_encodings(self, encoding_version: str) -> dict[str, Any]:
         """Encodings of the parameters by name, as encodings files have them."""
-        return _exported(self._record.params.items(), encoding_version)
+        return export_encodings(self._record.params, encoding_version)
 
     def export_input_encodings(self, encoding_version: str) -> dict[str, Any]:
         """Encodings of the inputs by index, as encodings files have them."""
-        return _exported(enumerate(self._record.inputs), encoding_version)
+        return export_encodings(self._record.inputs, encoding_version)
 
     def export_output_encodings(self, encoding_version: str) -> dict[str, Any]:
         """Encodings of the outputs by index, as encodings files have them."""
-        return _exported(enumerate(self._record.outputs), encoding_version)
+        return export_encodings(self._record.outputs, encoding_version)
 
+    def import_param_encodings(
+        self,
+        encodings: Mapping[str, Any],
+        strict: bool,
+        partial: bool,
+        requires_grad: bool | None,
+        allow_overwrite: bool,
+    ) -> None:
+        """Take encodings of the parameters by name (:func:`._module_encodings.import_encodings`)."""
+        import_encodings(self._record.params, encodings, strict, partial, requires_grad, allow_overwrite)
 
-def _exported(quantizers: Any, version: str) -> dict[str, Any]:
-    found = {
-        str(name): None if quantizer is None else quantizer.get_encodings() for name, quantizer in quantizers
-    }
-    return {name: None if one is None else one.to_qnn_encoding_dict(version) for name, one in found.items()}
+    def import_input_encodings(
+        self,
+        encodings: Mapping[str, Any],
+        strict: bool,
+        partial: bool,
+        requires_grad: bool | None,
+        allow_overwrite: bool,
+    ) -> None:
+        """Take encodings of the inputs by index (:func:`._module_encodings.import_encodings`)."""
+        import_encodings(self._record.inputs, encodings, strict, partial, requires_grad, allow_overwrite)
+
+    def import_output_encodings(
+        self,
+        encodings: Mapping[str, Any],
+        strict: bool,
+        partial: bool,
+        requires_grad: bool | None,
+        allow_overwrite: bool,
+    ) -> None:
+        """Take encodings of the outputs by index (:func:`._module_encodings.import_encodings`)."""
+        import_encodings(self._record.outputs, encodings, strict, partial, requires_grad, allow_overwrite)
 
 
 def attach_calls(sim: Any) -> None:

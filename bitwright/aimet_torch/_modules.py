@@ -27,6 +27,9 @@ METHODS = (
     "export_param_encodings",
     "fold_param_quantizers",
     "get_original_module",
+    "import_input_encodings",
+    "import_output_encodings",
+    "import_param_encodings",
     "set_weight_quantizer_to_mxfp4_int8",
     "set_weight_quantizer_to_nvfp4_int8",
 )

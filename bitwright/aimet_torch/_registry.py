@@ -7,7 +7,7 @@ A ``QuantizedLinear`` is an ``nn.Linear`` whose parameters, inputs and outputs p
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from bitwright.aimet_common.absent import absence, absent_attribute
 from bitwright.aimet_torch import _block_floats, _modules
+from bitwright.aimet_torch._module_encodings import export_encodings, import_encodings
 from bitwright.errors import ModelError
 
 #: torch.nn class -> how many tensors it takes; one where it is not named
@@ -39,7 +40,23 @@ INPUTS = {
 
 
 class UnknownModuleError(ModelError):
-    """There is no quantized class for a class of modules; a RuntimeError."""
+    """There is no quantized class for a class of modules; a RuntimeError.
+
+    Attributes:
+        module_cls: the class of modules.
+        mixin_cls: the class whose ``implements`` registers a quantized class.
+    """
+
+    def __init__(self, module_cls: type[nn.Module], mixin_cls: type) -> None:
+        self.module_cls, self.mixin_cls = module_cls, mixin_cls
+        super().__init__(
+            module_cls.__name__,
+            "it has sub-modules, so that there is no quantized class of it",
+            f"write one under @{mixin_cls.__name__}.implements({module_cls.__name__}), or quantize its sub-modules",
+        )
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.module_cls, self.mixin_cls)
 
 
 class _Kind(type):
@@ -121,11 +138,7 @@ class BaseQuantizationMixin(metaclass=_Kind):
         kind = type(module)
         quantized = cls.cls_to_qcls.get(kind)
         if quantized is None and (module._modules or kind is nn.Module):
-            raise UnknownModuleError(
-                kind.__name__,
-                "it has sub-modules, so that there is no quantized class of it",
-                f"write one under @QuantizationMixin.implements({kind.__name__}), or quantize its sub-modules",
-            )
+            raise UnknownModuleError(kind, cls)
         own: Any = quantized or quantized_class(kind)
         made: Any = own.__new__(own)
         made.__dict__.update({key: copy.copy(value) if isinstance(value, dict) else value
@@ -244,24 +257,50 @@ class BaseQuantizationMixin(metaclass=_Kind):
 
     # -- encodings
 
-    def _exported(self, quantizers: Any, version: str) -> dict[str, Any]:
-        return {
-            str(name): None if quantizer is None or quantizer.get_encodings() is None
-            else quantizer.get_encodings().to_qnn_encoding_dict(version)
-            for name, quantizer in quantizers
-        }  # fmt: skip
-
     def export_input_encodings(self, encoding_version: str) -> dict[str, Any]:
         """Encodings of the inputs by index, as encodings files have them."""
-        return self._exported(enumerate(self.input_quantizers), encoding_version)
+        return export_encodings(self.input_quantizers, encoding_version)
 
     def export_output_encodings(self, encoding_version: str) -> dict[str, Any]:
         """Encodings of the outputs by index, as encodings files have them."""
-        return self._exported(enumerate(self.output_quantizers), encoding_version)
+        return export_encodings(self.output_quantizers, encoding_version)
 
     def export_param_encodings(self, encoding_version: str) -> dict[str, Any]:
         """Encodings of the parameters by name, as encodings files have them."""
-        return self._exported(self.param_quantizers.items(), encoding_version)
+        return export_encodings(self.param_quantizers, encoding_version)
+
+    def import_input_encodings(
+        self,
+        encodings: Mapping[str, Any],
+        strict: bool,
+        partial: bool,
+        requires_grad: bool | None,
+        allow_overwrite: bool,
+    ) -> None:
+        """Take encodings of the inputs by index (:func:`._module_encodings.import_encodings`)."""
+        import_encodings(self.input_quantizers, encodings, strict, partial, requires_grad, allow_overwrite)
+
+    def import_output_encodings(
+        self,
+        encodings: Mapping[str, Any],
+        strict: bool,
+        partial: bool,
+        requires_grad: bool | None,
+        allow_overwrite: bool,
+    ) -> None:
+        """Take encodings of the outputs by index (:func:`._module_encodings.import_encodings`)."""
+        import_encodings(self.output_quantizers, encodings, strict, partial, requires_grad, allow_overwrite)
+
+    def import_param_encodings(
+        self,
+        encodings: Mapping[str, Any],
+        strict: bool,
+        partial: bool,
+        requires_grad: bool | None,
+        allow_overwrite: bool,
+    ) -> None:
+        """Take encodings of the parameters by name (:func:`._module_encodings.import_encodings`)."""
+        import_encodings(self.param_quantizers, encodings, strict, partial, requires_grad, allow_overwrite)
 
 
 class QuantizationMixin(BaseQuantizationMixin):

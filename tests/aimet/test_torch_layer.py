@@ -181,3 +181,24 @@ def test_parts_of_a_function_belong_to_the_module_that_calls_it():
     assert sim.calibrated
     sim.exclude_layers_from_quantization([sim.model[0]])
     assert not any(site.enabled for name, site in sim.quantizers.items() if name.startswith("0."))
+
+
+def test_error_of_an_unknown_module_has_its_classes():
+    from torch import nn
+
+    from bitwright.aimet_torch.nn import QuantizationMixin, UnknownModuleError
+
+    with pytest.raises(
+        RuntimeError, match=r"Sequential: .*Remedy: write one under @QuantizationMixin.implements"
+    ) as caught:
+        QuantizationMixin.from_module(nn.Sequential(nn.Linear(1, 1)))
+    assert isinstance(caught.value, UnknownModuleError)
+    assert (caught.value.module_cls, caught.value.mixin_cls) == (nn.Sequential, QuantizationMixin)
+    assert str(UnknownModuleError(nn.Sequential, QuantizationMixin)) == str(caught.value)
+
+
+def test_arch_checker_keeps_no_folder_for_the_process():
+    from bitwright.aimet_torch.arch_checker import ArchChecker
+
+    with pytest.raises(ValueError, match=r"result_dir='here'"):
+        ArchChecker.set_export_dir("here")

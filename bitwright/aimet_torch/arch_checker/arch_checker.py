@@ -247,3 +247,16 @@ class ArchChecker:
             ConfigError: always.
         """
         ArchChecker.add_node_check(None, arch_check)
+
+    @staticmethod
+    def set_export_dir(dir_path: str) -> None:
+        """AIMET keeps one folder for the whole process; here it is given to :meth:`check_model_arch`.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "ArchChecker.set_export_dir",
+            "a folder is not kept for the process",
+            f"pass it: ArchChecker.check_model_arch(model, dummy_input, result_dir={dir_path!r})",
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -68,6 +69,48 @@ class QuantizedTensorBase(torch.Tensor):
         if func in _KEEPING or moved:
             return with_encoding(type(source), result, encoding)
         return result.as_subclass(torch.Tensor) if isinstance(result, QuantizedTensorBase) else result
+
+    def quantize(self) -> QuantizedTensor:
+        """The codes of the tensor's values."""
+        raise NotImplementedError(f"{type(self).__name__}.quantize")
+
+    def dequantize(self) -> DequantizedTensor:
+        """The tensor's values."""
+        raise NotImplementedError(f"{type(self).__name__}.dequantize")
+
+    def quantized_repr(self) -> torch.Tensor:
+        """The codes in an integer dtype that holds them."""
+        raise NotImplementedError(f"{type(self).__name__}.quantized_repr")
+
+    def new_empty(self, size: Any, *, dtype: torch.dtype | None = None, device: Any = None,  # type: ignore[override]
+                  requires_grad: bool = False, layout: torch.layout = torch.strided, pin_memory: bool = False,
+                  **kwargs: Any) -> Any:  # fmt: skip
+        """A tensor of the same kind, without values and, unless it is given, without an encoding."""
+        encoding = kwargs.pop("encoding", None)
+        made = super().new_empty(
+            size, dtype=dtype, device=device, requires_grad=requires_grad, layout=layout,
+            pin_memory=pin_memory, **kwargs,
+        )  # fmt: skip
+        return with_encoding(type(self), made, encoding)
+
+    def clone(self, *, memory_format: torch.memory_format | None = torch.preserve_format) -> Any:
+        """A copy with the same encoding."""
+        return super().clone(memory_format=memory_format)
+
+    def detach(self) -> Any:
+        """The tensor without its history, with the same encoding, which has none either."""
+        encoding = copy.copy(self.encoding)
+        if encoding is not None:
+            fields = {key: v.detach() for key, v in vars(encoding).items() if isinstance(v, torch.Tensor)}
+            vars(encoding).update(fields)
+        return with_encoding(type(self), super().detach(), encoding)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = with_encoding(
+            type(self), copy.deepcopy(self._plain(), memo), copy.deepcopy(self.encoding, memo)
+        )
+        memo[id(self)] = made
+        return made
 
     def _required(self) -> Any:
         if self.encoding is None:

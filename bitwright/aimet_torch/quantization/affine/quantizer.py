@@ -170,7 +170,7 @@ class AffineQuantizerBase(QuantizerBase):
         assert scale is not None and offset is not None
         return AffineEncoding(scale, offset, self.qmin, self.qmax, self.symmetric, self.block_size)
 
-    def set_encodings(self, encodings: AffineEncoding) -> None:
+    def set_encodings(self, encodings: Any) -> None:
         """Take grid and range of an encoding."""
         if self.bound is not None:
             self.bound.set_encodings(encodings)
@@ -181,7 +181,7 @@ class AffineQuantizerBase(QuantizerBase):
         self.set_range(encodings.min, encodings.max)
 
     @classmethod
-    def from_encodings(cls, encodings: AffineEncoding) -> Any:
+    def from_encodings(cls, encodings: Any) -> Any:
         """A quantizer with the grid and range of an encoding; ``None`` for encodings of another kind."""
         if not isinstance(encodings, AffineEncoding):
             return None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bitwright.aimet_torch.quantization.base.encoding import EncodingBase
 from bitwright.errors import CalibrationError
 
 
@@ -50,6 +51,23 @@ class QuantizerBase(abc.ABC, nn.Module):
     def get_encoding(self) -> Any:
         """:meth:`get_encodings` under its older name."""
         return self.get_encodings()
+
+    def set_encodings(self, encodings: EncodingBase) -> None:
+        """Take grid and range of an encoding."""
+        raise NotImplementedError(f"{type(self).__name__}.set_encodings")
+
+    @classmethod
+    @abc.abstractmethod
+    def from_encodings(cls, encodings: EncodingBase) -> Any:
+        """A quantizer with the grid and range of an encoding; ``None`` for encodings of another kind."""
+
+    @abc.abstractmethod
+    def get_legacy_encodings(self) -> list[dict[str, Any]] | None:
+        """The encoding as files of version 0.6.1 have it; ``None`` without a range."""
+
+    @abc.abstractmethod
+    def set_legacy_encodings(self, encodings: list[dict[str, Any]]) -> None:
+        """Take records of version 0.6.1."""
 
     @contextmanager
     def compute_encodings(self) -> Iterator[None]:

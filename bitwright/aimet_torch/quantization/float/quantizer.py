@@ -101,6 +101,20 @@ class FloatQuantizeDequantize(QuantizerBase):
             self.mantissa_bits, self.exponent_bits, self.finite, False, self.get_scale(), self.block_size
         )
 
+    def set_encodings(self, encodings: Any) -> None:
+        """Take format and scale of an encoding.
+
+        Raises:
+            TypeError: it is no encoding of a float format.
+        """
+        if not isinstance(encodings, FloatEncoding):
+            raise TypeError(f"{type(self).__name__} takes a FloatEncoding, not a {type(encodings).__name__}")
+        if self.bound is not None:
+            self.bound.set_encodings(encodings)
+        self.exponent_bits, self.mantissa_bits = encodings.exponent_bits, encodings.mantissa_bits
+        self.finite, self.block_size = encodings.finite, encodings.block_size
+        self.shape, self.maxval = tuple(encodings.scale.shape), encodings.maxval.detach().clone()
+
     @classmethod
     def from_encodings(cls, encodings: Any) -> Any:
         """A quantizer with the format and scale of an encoding; ``None`` for encodings of another kind."""
