@@ -83,13 +83,15 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
 }
 # Files and rooms that may import more than their part, inside their functions: configuration files may be YAML,
-# and calibration data pictures. Methods that learn weights, and estimates by gradients, are written in torch, which
+# and calibration data pictures. Compiled loops are
+# numba's where it is installed. Methods that learn weights, and estimates by gradients, are written in torch, which
 # both front ends load when one of them is called.
 EXTRA: dict[str, set[str]] = {
     "export/tflite": {"ai_edge_litert", "flatbuffers"},
     "algorithms/rounding": {"torch"},
     "algorithms/search/output_error.py": {"torch"},
     "algorithms/search/widen.py": {"torch"},
+    "core/compiled/loops.py": {"numba"},
     "core/files/documents.py": {"yaml"},
     "onnx/adapters/program.py": {"torch"},
     "onnx/adapters/to_torch.py": {"torch"},

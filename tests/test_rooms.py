@@ -17,7 +17,8 @@ from tests.test_imports import FILES, ROOT, imported
 ROOMS: dict[str, dict[str, set[str]]] = {
     "core": {
         "files": set(),
-        "numerics": set(),
+        "compiled": set(),
+        "numerics": {"compiled"},
         "graph": {"numerics"},
         "health": {"graph", "numerics"},
         "placement": {"files", "graph", "numerics"},

@@ -19,6 +19,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.compiled.counting import value_of_key
+from bitwright.core.compiled.loops import Loops, flat, loops
 from bitwright.core.numerics.arrays import (
     Array,
     as_array,
@@ -48,6 +50,8 @@ _MIN_EXPONENT = -126  # the width of a bin is a normal float32, and so is its re
 _CHUNK = 1 << 17  # elements: one chunk and its codes stay in the second-level cache
 _LONG = 1 << 14  # elements: from here on a second table of counts is worth its clearing
 _TABLE = _BINS + 1
+_PIECE = 1 << 15  # elements that compiled loops count before they add up their tables
+_NO_KEY = 2**31 - 1
 _PLACES = np.tile(np.array([0, _TABLE], np.int16) + np.int16(HALF_BINS - 1), _CHUNK // 2)
 
 
@@ -264,6 +268,11 @@ def row_minmax(rows: Array, shape: Shape) -> MinMax:
         empty = start("minmax", shape)
         assert isinstance(empty, MinMax)
         return empty
+    lo_hi = _one_row_bounds(rows)
+    if lo_hi is not None:
+        none = np.zeros(shape, np.int64)
+        lo, hi = (np.full(shape, end) for end in lo_hi)
+        return MinMax(lo, hi, np.full(shape, rows.shape[1], np.int64), none, none, none)
     # numpy has no fast reduction for halves, torch none for bool
     if not (is_torch(rows) and is_floating(rows)):
         rows = _at_least_float32(rows)
@@ -277,6 +286,14 @@ def row_minmax(rows: Array, shape: Shape) -> MinMax:
     return MinMax(
         lo.reshape(shape), hi.reshape(shape), *(part.reshape(shape) for part in (count, nans, above, below))
     )
+
+
+def _one_row_bounds(rows: Array) -> tuple[float, float] | None:
+    """The bounds of a single row by compiled loops; ``None`` where there are none, or it holds a value that is not finite."""
+    if rows.shape[0] != 1 or (compiled := loops()) is None or (values := flat(rows)) is None:
+        return None
+    lo, hi = (value_of_key(int(key)) for key in compiled.key_bounds(values.view(np.int32)))
+    return (lo, hi) if math.isfinite(lo) and math.isfinite(hi) else None
 
 
 def _all_finite(ends: NDArray[np.float64]) -> bool:
@@ -333,29 +350,79 @@ def _count_in(stats: Histogram, x: Array) -> Histogram:
     Pieces of ``x`` are counted in bins as wide as the data so far has made them. Where a piece holds a larger value the
     bins join first, which loses nothing.
     """
-    counts, exponent, zeros = stats.counts.copy(), int(stats.exponent), int(stats.zeros)
-    lo, hi, regular, bounds = np.inf, -np.inf, 0, stats.bounds
-    dtype = _float_of(x)
-    for piece in _pieces(x.reshape(-1)):
-        values = cast(piece, dtype)
+    counter = _Counter(stats)
+    values, compiled = flat(x), loops()
+    if values is None or compiled is None:
+        for piece in _pieces(x.reshape(-1)):
+            counter.add(piece)
+    else:
+        counter.add_compiled(values, compiled)
+    return counter.result()
+
+
+class _Counter:
+    """A histogram of one scale that is being counted."""
+
+    def __init__(self, stats: Histogram) -> None:
+        self.counts, self.exponent, self.zeros = stats.counts.copy(), int(stats.exponent), int(stats.zeros)
+        self.lo, self.hi, self.regular, self.bounds = math.inf, -math.inf, 0, stats.bounds
+
+    def add(self, piece: Array) -> None:
+        """Count a piece of the data, 1-D, any real dtype."""
+        values = cast(piece, _float_of(piece))
         low, high = (float(end[0]) for end in row_bounds(values[None]))
         excluded = 0
         if not (math.isfinite(low) and math.isfinite(high)):
             found = row_minmax(values[None], ())
-            bounds, low, high = _merge_minmax(bounds, found), float(found.lo), float(found.hi)
+            self.bounds, low, high = _merge_minmax(self.bounds, found), float(found.lo), float(found.hi)
             xp, excluded = namespace(values), values.shape[0] - int(found.count)
             values = xp.where(xp.isfinite(values), values, 0)
         else:
-            lo, hi, regular = min(lo, low), max(hi, high), regular + values.shape[0]
+            self._note(low, high, values.shape[0])
+        self._reach(low, high)
+        self.counts += _bin_counts(values, self.exponent)
+        self.counts[HALF_BINS - 1] -= excluded
+        self.zeros += values.shape[0] - nonzeros(values) - excluded
+
+    def add_compiled(self, x: NDArray[np.float32], compiled: Loops) -> None:
+        """The same of all of ``x``, contiguous."""
+        codes, tables = np.empty(_PIECE, np.uint16), np.zeros((4, _TABLE), np.uint16)
+        bits, start = x.view(np.int32), 0
+        while start < x.size:
+            counts, found = np.zeros(_TABLE, np.int64), np.array([_NO_KEY, ~_NO_KEY, 0])
+            largest = ((self.exponent + _HALF_BITS + 127) << 23) - 1  # bits of the float32 below N w
+            inverse, before = np.float32(2.0**-self.exponent), start
+            start = compiled.count_bins(x, bits, before, largest, inverse, codes, tables, counts, found)
+            if start > before:
+                self.counts += counts[:_BINS]
+                self.zeros += int(found[2])
+                self._note(value_of_key(int(found[0])), value_of_key(int(found[1])), start - before)
+            if start == x.size:
+                break
+            ends = [value_of_key(int(key)) for key in compiled.key_bounds(bits[start:])]
+            if all(map(math.isfinite, ends)):
+                self._reach(*ends)
+            else:
+                self.add(x[start : start + _PIECE])
+                start = min(start + _PIECE, x.size)
+
+    def _note(self, low: float, high: float, elements: int) -> None:
+        self.lo, self.hi = min(self.lo, low), max(self.hi, high)
+        self.regular += elements
+
+    def _reach(self, low: float, high: float) -> None:
+        """Join bins until values from ``low`` to ``high`` have one."""
         power = _exponent_of(max(-low, high))
-        if power > exponent:
-            counts, exponent = _widened(counts, np.asarray(power - exponent)), power
-        counts += _bin_counts(values, exponent)
-        counts[HALF_BINS - 1] -= excluded
-        zeros += values.shape[0] - nonzeros(values) - excluded
-    none = np.zeros((), np.int64)
-    clean = MinMax(np.asarray(lo), np.asarray(hi), np.asarray(regular), none, none, none)
-    return Histogram(counts, np.asarray(exponent), np.asarray(zeros), _merge_minmax(bounds, clean))
+        if power > self.exponent:
+            self.counts, self.exponent = _widened(self.counts, np.asarray(power - self.exponent)), power
+
+    def result(self) -> Histogram:
+        """What was counted."""
+        none = np.zeros((), np.int64)
+        clean = MinMax(np.asarray(self.lo), np.asarray(self.hi), np.asarray(self.regular), none, none, none)
+        return Histogram(
+            self.counts, np.asarray(self.exponent), np.asarray(self.zeros), _merge_minmax(self.bounds, clean)
+        )
 
 
 def _exponent_of(largest: float) -> int:
