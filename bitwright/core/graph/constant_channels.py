@@ -263,6 +263,11 @@ class ChannelWatch:
         if self.place is not None and self.wanted and 0 not in x.shape:
             self.seen = constant_channels(x, self.place.axis, self.seen)
 
+    def would_keep(self, seen: ConstantChannels, but: float) -> bool:
+        """Whether :meth:`add` would leave a channel constant at another value than ``but``."""
+        kept = seen if self.seen is None else merge_channels(self.seen, seen)
+        return self.wanted and bool((kept.value != but).any())
+
     def add(self, seen: ConstantChannels) -> None:
         """Add what was seen elsewhere."""
         if self.wanted:

@@ -20,13 +20,15 @@ from bitwright.core.numerics.granularity import PerTensor
 from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.export.qdq.forms import Builder, Place, after, before
 from bitwright.onnx.model.data import Feeds
+from bitwright.onnx.model.finite import Magnitude
 
 Array = NDArray[Any]
+_PIXELS = 4  # of either axis of an image that are looked at first
 _SCALARS = (
     ("ReduceMin", ir.DataType.FLOAT, np.float32(np.inf), "ReduceMin"),
     ("ReduceMax", ir.DataType.FLOAT, np.float32(-np.inf), "ReduceMax"),
-    ("ReduceSum", ir.DataType.FLOAT, np.float32(0), "ReduceSum"),
     ("Size", ir.DataType.INT64, np.int64(0), "ReduceSum"),
+    ("ReduceSum", ir.DataType.FLOAT, np.float32(0), "ReduceSum"),
 )  # operator, its type, its value where nothing ran, how the iterations of a loop are joined
 
 
@@ -39,13 +41,20 @@ class Tap:
         value: of the main graph: the tensor, or what carries it out of a body (after :meth:`settle`).
         times: how many sites of the quantizer see this tensor; each counts.
         leading: axes that loops put in front of the tensor's own.
-        scalars: minimum, maximum, sum and size, of the main graph; empty where the tensor itself is fetched.
+        scalars: minimum, maximum and size, of the main graph; empty where the tensor itself is fetched.
+        total: its sum, which tells whether it holds NaN; ``None`` where ``finite`` does.
+        finite: what else shows that it holds none.
+        floor: the least value that the operator before it can return; the minimum is one of a part of the tensor then, which
+            is that of all where it is this value.
         bring_out: makes the value that carries a reduced tensor out of its body, and counts the axes in front.
         inside: whether the tensor stands in a body, where no elements may also mean that the body did not run.
         watches: what the sites show of their channels.
         axis, channels: axis of the channels, counted from the end, and their minima and maxima; samples may be left in front,
             axes of length one after. Empty where the tensor itself is fetched, or stands in a body.
+        sampled: whether the minima are those of a few pixels: a channel whose maximum is above them is not constant, and one
+            whose maximum is the least value of the tensor is.
         pooled: the maxima, where a pool takes them, which the runtime has in its own layout of images, too.
+        pixels: the few pixels; ``None`` of a tensor without, or so small that it is looked at whole.
     """
 
     quantizer: Quantizer
@@ -53,12 +62,17 @@ class Tap:
     times: int = 1
     leading: int = 0
     scalars: tuple[ir.Value, ...] = ()
+    total: ir.Value | None = None
+    finite: Magnitude | None = None
+    floor: float | None = None
     bring_out: Callable[[], tuple[ir.Value, int]] | None = None
     inside: bool = False
     watches: list[ChannelWatch] = field(default_factory=list)
     axis: int = -1
     channels: tuple[ir.Value, ...] = ()
+    sampled: bool = False
     pooled: ir.Value | None = None
+    pixels: ir.Value | None = None
 
     def settle(self) -> None:
         """Bring a reduced tensor out of its body, where a loop would keep it for all iterations."""
@@ -72,6 +86,14 @@ class Tap:
         return (bool(self.channels) or not self.scalars) and any(watch.wanted for watch in self.watches)
 
     @property
+    def cheap(self) -> bool:
+        """Whether its channels are looked at for next to nothing."""
+        shape = self.value.shape
+        return bool(self.channels) and (
+            self.sampled or shape is not None and (len(shape) <= 2 or _is_image(self.value))
+        )
+
+    @property
     def unordered(self) -> bool:
         """Whether the order of the tensor's elements is of no interest."""
         return isinstance(self.quantizer.spec.granularity, PerTensor)
@@ -82,18 +104,24 @@ class Tap:
             watch.observe(x)
 
     def observe_channels(self, ends: Sequence[Array], least: float) -> bool:
-        """Take minima and maxima per channel, or maxima alone and the least value of the tensor; one of no elements has none.
+        """Take minima and maxima per channel, or maxima alone; those of a tensor of no elements are none.
+
+        Args:
+            ends: the bounds.
+            least: no element is below this.
 
         Returns:
             Whether that was enough to tell which channels are still constant.
         """
-        if not ends[-1].size or self.quantizer.frozen:
+        if not ends[-1].size or self.quantizer.frozen or not self.followed:
             return True
         *lo, hi = (end.reshape(-1, end.shape[self.axis]) for end in ends)
         top = hi.max(0)
         if not lo and any(least < value and top[i] == value for i, value in self._constants()):
             return False
         seen = channels_within(lo[0].min(0) if lo else np.full_like(top, least), top)
+        if self.sampled and lo and any(watch.would_keep(seen, least) for watch in self.watches):
+            return False
         for watch in self.watches:
             watch.add(seen)
         return True
@@ -155,36 +183,64 @@ class Instrument:
         """The node that ``graph`` is a body of; ``None`` for the main graph."""
         return self._owners.get(graph)
 
-    def tap(self, quantizer: Quantizer, value: ir.Value, graph: ir.Graph, axis: int | None = None) -> Tap:
+    def tap(
+        self,
+        quantizer: Quantizer,
+        value: ir.Value,
+        graph: ir.Graph,
+        axis: int | None = None,
+        finite: Magnitude | None = None,
+    ) -> Tap:
         """The tap of ``value`` as it stands in ``graph``, with everything that brings it into the main graph.
 
         Args:
             axis: of its channels, counted from the end, where they are to be looked at.
+            finite: what shows that it holds no NaN, where something does.
         """
-        reducible = (
-            quantizer.needs == "minmax"
-            and isinstance(quantizer.spec.granularity, PerTensor)
-            and value.dtype in (None, ir.DataType.FLOAT)
-        )
-        if not reducible:
+        if not is_reducible(quantizer, value):
             outer, leading = self.lift(value, graph, np.zeros(0, _numpy_type(value)), None)
             return Tap(quantizer, outer, leading=leading, inside=graph is not self.model.graph)
-        tap = Tap(quantizer, value)
-        if axis is not None and graph is self.model.graph:  # in a body it would cost much at every step
-            self._add_channels(tap, axis)
+        tap = Tap(quantizer, value, finite=finite)
+        if graph is self.model.graph:  # in a body it would cost much at every step
+            self._add_pixels(tap)
+            if axis is not None:
+                self._add_channels(tap, axis)
         place = self._behind(value, graph)
-        for op, dtype, neutral, merge in _SCALARS:
-            source, behind = value, place
-            if op == "ReduceMax" and tap.pooled is not None:
-                source, behind = tap.pooled, after(_producer(tap.pooled))
+        found = []
+        for op, dtype, neutral, merge in _SCALARS if finite is None else _SCALARS[:-1]:
+            source, behind = self._source(tap, op, place)
             attributes = {} if op == "Size" else {"keepdims": 0}
             scalar = self.builder.emit(behind, op, [source], f"{value.name}_{op}", dtype, **attributes)
             scalar.shape = ir.Shape([])
-            tap.scalars += (self.lift(scalar, graph, np.asarray(neutral), merge)[0],)
+            found.append(self.lift(scalar, graph, np.asarray(neutral), merge)[0])
+        tap.scalars, tap.total = tuple(found[:3]), found[3] if finite is None else None
         if graph is not self.model.graph:  # its scalars came out; the tensor itself only if it is asked for
             tap.inside = True
             tap.bring_out = partial(self.lift, value, graph, np.zeros(0, np.float32), None)
         return tap
+
+    def _source(self, tap: Tap, op: str, place: Place) -> tuple[ir.Value, Place]:
+        """What a scalar of a tensor is taken from, and where."""
+        part = tap.value
+        if op == "ReduceMax" and tap.pooled is not None:
+            part = tap.pooled
+        elif op == "ReduceMin" and tap.floor is not None and tap.pixels is not None:
+            part = tap.pixels
+        return (part, place) if part is tap.value else (part, after(_producer(part)))
+
+    def _add_pixels(self, tap: Tap) -> None:
+        """A few pixels of every channel, by a pool of windows of one pixel: in the runtime's own layout of images, too."""
+        if _is_image(tap.value):
+            shape = tap.value.shape
+            assert shape is not None
+            steps = [-(-int(n) // _PIXELS) for n in shape[2:]]  # type: ignore[arg-type]
+            if max(steps) > 1:
+                place, name = self._behind(tap.value, self.model.graph), f"{tap.value.name}_pixels"
+                tap.pixels = self.builder.emit(place, "MaxPool", [tap.value], name, ir.DataType.FLOAT)
+                tap.pixels.shape = None
+                for key, lengths in (("kernel_shape", [1, 1]), ("strides", steps)):
+                    _producer(tap.pixels).attributes.add(ir.AttrInt64s(key, lengths))
+                tap.floor = _floor(tap.value)
 
     def _add_channels(self, tap: Tap, axis: int) -> None:
         """Bounds of channels over the axes after them, one after the other in front; of features, over all axes."""
@@ -201,10 +257,22 @@ class Instrument:
             if op == "ReduceMax" and axis == -3 and _is_image(value):
                 end = tap.pooled = self.builder.emit(place, "GlobalMaxPool", [value], name, floats)
             else:
-                operands = [value, self._constant_axes(axes)]
+                source = value
+                if op == "ReduceMin" and axis == -3 and tap.pixels is not None and _is_image(value):
+                    source, place, tap.sampled = tap.pixels, after(_producer(tap.pixels)), True
+                operands = [source, self._constant_axes(axes)]
                 end = self.builder.emit(place, op, operands, name, floats, keepdims=int(axis != -1))
             end.shape = None
             tap.channels += (end,)
+
+    def look_whole(self, tap: Tap) -> None:
+        """Take the minimum, and those of channels, from all pixels from now on."""
+        if tap.floor is not None:
+            _producer(tap.scalars[0]).replace_input_with(0, tap.value)
+            tap.floor = None
+        if tap.sampled:
+            _producer(tap.channels[0]).replace_input_with(0, tap.value)
+            tap.sampled = False
 
     def drop(self, values: Sequence[ir.Value]) -> None:
         """Take out the nodes of the main graph that make ``values``, as far as nobody reads them: the runtime would run them."""
@@ -218,10 +286,10 @@ class Instrument:
             self._axes[axes] = self.builder.initializer("axes", np.asarray(axes, np.int64))
         return self._axes[axes]
 
-    def join(self, rows: Sequence[Sequence[ir.Value]]) -> list[ir.Value]:
-        """The columns of a table of scalars as vectors: four outputs to hand over, whatever the number of tensors."""
+    def join(self, columns: Iterable[Sequence[ir.Value]]) -> list[ir.Value]:
+        """Scalars as vectors, one for each column that has any: few outputs to hand over, whatever the number of tensors."""
         joined = []
-        for column in zip(*rows, strict=True):
+        for column in filter(None, columns):
             place, name = self.model.graph.append, str(column[0].name)
             dtype = _type_of(column[0])
             several = self.builder.emit(place, "SequenceConstruct", column, f"{name}_several", dtype)
@@ -337,6 +405,24 @@ class Instrument:
                     if isinstance(axis, ir.SymbolicDim) and axis.value is not None:
                         found.setdefault(str(axis.value), n)
         return found
+
+
+def is_reducible(quantizer: Quantizer, value: ir.Value) -> bool:
+    """Whether reductions inside the graph give all that a quantizer is to know of a tensor."""
+    per_tensor = quantizer.needs == "minmax" and isinstance(quantizer.spec.granularity, PerTensor)
+    return per_tensor and value.dtype in (None, ir.DataType.FLOAT)
+
+
+def _floor(value: ir.Value) -> float | None:
+    """The least value that the operator which makes ``value`` can return."""
+    node = value.producer()
+    if node is None or node.domain:
+        return None
+    if node.op_type == "Relu":
+        return 0.0
+    bound = node.inputs[1] if node.op_type == "Clip" and len(node.inputs) > 1 else None
+    tensor = None if bound is None else bound.const_value
+    return None if tensor is None else float(tensor.numpy())
 
 
 def _producer(value: ir.Value) -> ir.Node:

@@ -37,7 +37,8 @@ from bitwright.core.simulation.quantizer import Quantizer
 from bitwright.errors import BitwrightError, CalibrationError
 from bitwright.export.verify.runtime import refusals
 from bitwright.onnx.model.data import Feeds, InputSpec, as_feeds, input_specs
-from bitwright.onnx.model.instrument import Instrument, Tap, itemsize, static_bytes
+from bitwright.onnx.model.finite import finite_proofs
+from bitwright.onnx.model.instrument import Instrument, Tap, is_reducible, itemsize, static_bytes
 from bitwright.onnx.model.schedule import Watching, narrow, open_watching
 from bitwright.onnx.model.session import Providers, first_line, open_session, return_memory, weight_bytes
 from bitwright.onnx.simulation.simulate import Simulation
@@ -69,7 +70,9 @@ class _Session:
     """A session with some taps among its outputs."""
 
     watching: Watching
-    followed: dict[Tap, bool]  # the taps that show their channels, and whether their minima too
+    state: tuple[
+        int, dict[Tap, bool]
+    ]  # how often a tap was changed, and those that show their channels, and how
     names: list[str]  # to fetch: outputs of the model, scalars, bounds of channels, arrays
     used: int = 0  # number of the batch that it ran last
 
@@ -111,39 +114,69 @@ class Calibrator:
         self.taps = self._find_taps()
         self._reduced = [tap for tap in self.taps if tap.scalars]
         self._fetched = [tap for tap in self.taps if not tap.scalars]
-        self._joined = self._instrument.join([tap.scalars for tap in self._reduced])
+        self._summed = [i for i, tap in enumerate(self._reduced) if tap.total is not None]
+        totals = [tap.total for tap in self._reduced if tap.total is not None]
+        self._joined = self._instrument.join(
+            [*zip(*(tap.scalars for tap in self._reduced), strict=True), totals]
+        )
+        self._in_order = self._graph_order()
         self._bounds = _Bounds.of(len(self._reduced))
         self._followed = dict.fromkeys((tap for tap in self.taps if tap.followed), True)
+        self._changes = 0  # how often a tap was told to look at more
         self._settled = False  # whether a batch has shown which channels may be constant
         self._weights = weight_bytes(model)
 
     def _find_taps(self) -> list[Tap]:
+        entered = [
+            (site, self.quantizers[site], value, graph)
+            for site, places in self.simulation.taps.items()
+            if site in self.quantizers and _is_watched(self.quantizers[site])
+            for value, graph in places
+        ]
+        main = self.simulation.model.graph
+        reduced = {value for _, q, value, graph in entered if graph is main and is_reducible(q, value)}
+        proofs = finite_proofs(main, reduced)
         found: dict[tuple[int, ir.Value, ir.Graph], Tap] = {}
-        for site, places in self.simulation.taps.items():
-            quantizer = self.quantizers.get(site)
-            if quantizer is None or not quantizer.enabled or quantizer.frozen or quantizer.is_fixed:
-                continue
-            for value, graph in places:
-                key = (id(quantizer), value, graph)
-                watch = self.channels.get(site, ChannelWatch())
-                if key in found:
-                    found[key].times += 1
-                else:
-                    axis = None if watch.place is None else watch.place.axis
-                    found[key] = self._instrument.tap(quantizer, value, graph, axis)
-                found[key].watches.append(watch)
+        for site, quantizer, value, graph in entered:
+            key = (id(quantizer), value, graph)
+            watch = self.channels.get(site, ChannelWatch())
+            if key in found:
+                found[key].times += 1
+            else:
+                axis = None if watch.place is None else watch.place.axis
+                proof = proofs.get(value) if graph is main else None
+                found[key] = self._instrument.tap(quantizer, value, graph, axis, proof)
+            found[key].watches.append(watch)
         return list(found.values())
 
+    def _graph_order(self) -> list[int]:
+        """The reduced taps as the model runs: what a proof rests on comes before it."""
+        nodes = self.simulation.model.graph.all_nodes()
+        place = {value: i for i, node in enumerate(nodes) for value in node.outputs}
+        return sorted(range(len(self._reduced)), key=lambda i: place.get(self._reduced[i].value, -1))
+
     def _settle(self) -> None:
-        """From now on look at those channels only of which another batch can still tell something."""
-        if not self._settled:
-            least = dict(zip(self._reduced, self._bounds.lo.tolist(), strict=True))
-            still = (tap for tap in self._followed if tap.followed)
-            self._followed = {tap: tap not in least or not tap.is_least(least[tap]) for tap in still}
-            self._settled = True
-            for tap in self._reduced:
-                both = self._followed.get(tap)
-                self._instrument.drop(tap.channels if both is None else tap.channels[: 0 if both else 1])
+        """From now on look at those channels only of which another batch can still tell something, if looking costs much."""
+        if self._settled:
+            return
+        least = dict(zip(self._reduced, self._bounds.lo.tolist(), strict=True))
+        followed = dict[Tap, bool]()
+        for tap in self._followed:
+            if tap.cheap:
+                followed[tap] = True
+                if tap.sampled and tap.followed and not tap.is_least(least[tap]):
+                    self._look_whole(tap)
+            elif tap.followed:
+                followed[tap] = tap not in least or not tap.is_least(least[tap])
+        self._followed, self._settled = followed, True
+        for tap in self._reduced:
+            both = self._followed.get(tap)
+            self._instrument.drop(tap.channels if both is None else tap.channels[: 0 if both else 1])
+
+    def _look_whole(self, tap: Tap) -> None:
+        """A few pixels did not tell enough."""
+        self._instrument.look_whole(tap)
+        self._changes += 1
 
     # -- running
 
@@ -223,19 +256,40 @@ class Calibrator:
         """Take the bounds of the reduced taps; those that were fetched because they are not finite."""
         if not self._reduced:
             return []
-        lo, hi, total, count = (vector.astype(np.float64) for vector in found)
+        lo, hi, count, *total = (vector.astype(np.float64) for vector in found)
         there = count > 0
-        finite = np.isfinite(lo) & np.isfinite(hi) & np.isfinite(total)
-        self._bounds.add(lo, hi, count.astype(np.int64), there & finite)
+        finite = self._finite(lo, hi, np.isfinite(total[0]) if total else np.zeros(0, bool), there)
+        missed = there & finite & np.array([self._missed(i, lo[i]) for i in range(lo.size)], bool)
+        self._bounds.add(lo, hi, count.astype(np.int64), there & finite & ~missed)
         for i in np.flatnonzero(~there):
             self._reduced[i].note_empty()
-        odd = [self._reduced[i] for i in np.flatnonzero(there & ~finite)]
+        odd = [self._reduced[i] for i in np.flatnonzero(there & ~finite | missed)]
         self._look_again(odd, feeds, Tap.observe)
+        for i in np.flatnonzero(missed):
+            self._look_whole(self._reduced[i])
         return odd
+
+    def _finite(self, lo: Array, hi: Array, summed: Array, there: Array) -> Array:
+        """Which reduced tensors hold neither NaN nor Inf, by their sums or by what they are made of."""
+        finite = np.isfinite(lo) & np.isfinite(hi)
+        finite[self._summed] &= summed
+        known: dict[ir.Value, float] = {}
+        for i in self._in_order:
+            tap = self._reduced[i]
+            finite[i] &= tap.finite is None or tap.finite.holds(known)
+            if finite[i] and there[i]:
+                known[tap.value] = max(-lo[i], hi[i], 0.0 if tap.floor is None else abs(tap.floor))
+        return finite
+
+    def _missed(self, i: int, lo: float) -> bool:
+        """Whether the least of a few pixels need not be that of the tensor, and that matters."""
+        floor = self._reduced[i].floor
+        return floor is not None and lo > floor and self._bounds.lo[i] > floor
 
     def _read_channels(self, ends: Mapping[Tap, list[Array]], scalars: Sequence[Array], feeds: Feeds) -> None:
         """Take the bounds per channel; where they are not enough, look at the tensor."""
-        least = dict(zip(self._reduced, scalars[0].tolist(), strict=True)) if ends else {}
+        lows = np.minimum(scalars[0], self._bounds.lo) if ends else ()
+        least = dict(zip(self._reduced, map(float, lows), strict=bool(ends)))
         unclear = [tap for tap, found in ends.items() if not tap.observe_channels(found, least[tap])]
         self._look_again(unclear, feeds, Tap.observe_channels_of)
 
@@ -270,8 +324,9 @@ class Calibrator:
         """The session for a run; a few are kept for the batches to come."""
         key = (tuple(map(id, arrays)), first, arena)
         found = self._sessions.pop(key, None)
-        if found is None or found.followed != self._followed:
-            before = None if found is None else replace(found.watching, session=None)
+        if found is None or found.state != (self._changes, self._followed):
+            narrowed = found is not None and found.state[0] == self._changes
+            before = replace(found.watching, session=None) if found is not None and narrowed else None
             found = None  # its memory goes before another one takes its own
             self._make_room()
             found = self._open(arrays, first=first, arena=arena, before=before)
@@ -309,7 +364,7 @@ class Calibrator:
         small = [*self._joined, *channels] if first else []
         names = [*(self._outputs if first else ()), *(str(v.name) for v in small)]
         names += [str(tap.value.name) for tap in fetched]
-        reduced = {str(v.name) for tap in self._reduced for v in tap.scalars}
+        reduced = {str(v.name) for tap in self._reduced for v in (*tap.scalars, tap.total) if v is not None}
         unordered = {str(tap.value.name) for tap in fetched if tap.value not in ordered}
         unordered = unordered.difference(self._outputs)
         if before is not None and before.optimized is not None:
@@ -325,13 +380,13 @@ class Calibrator:
                     self.providers,
                     threads=self.threads,
                     scalars=reduced,
-                    channels={str(v.name) for tap in self._followed for v in tap.channels},
+                    small={str(v.name) for v in small},
                     unordered=unordered,
                     arena=arena,
-                    keep=bool(self._followed) and not self._settled,
+                    keep=not self._settled and not all(tap.cheap for tap in self._followed),
                 ),
             )
-        return _Session(watching, self._followed, [watching.name(name) for name in names])
+        return _Session(watching, (self._changes, self._followed), [watching.name(name) for name in names])
 
     def _groups(self, sizes: Mapping[Tap, int]) -> list[tuple[Tap, ...]]:
         """The taps in runs that stay within the budget together with the sessions that are kept; at least one run."""
@@ -372,3 +427,7 @@ class Calibrator:
         )
         counts = session.run(None, feeds)
         return [int(n) * itemsize(tap.value) for n, tap in zip(counts, taps, strict=True)]
+
+
+def _is_watched(quantizer: Quantizer) -> bool:
+    return quantizer.enabled and not quantizer.frozen and not quantizer.is_fixed

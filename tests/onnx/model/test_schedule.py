@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
@@ -72,7 +73,7 @@ def test_scalars_and_elements_are_those_of_an_ordinary_session(batch):
     outputs = [str(v.name) for v in model.graph.outputs]
     scalars = instrumented(model, names)
     unordered = [name for name in names[1:] if name not in outputs]
-    watching = open_watching(model, threads=1, scalars=scalars, unordered=unordered)
+    watching = open_watching(model, threads=1, scalars=scalars, small=scalars, unordered=unordered)
     x = {"x": np.random.default_rng(0).standard_normal((batch, 3, 20, 20)).astype(np.float32)}
     wanted = [*outputs, *scalars, *unordered]
     ordinary = dict(zip(wanted, open_session(model, threads=1).run(wanted, x), strict=True))
@@ -88,39 +89,63 @@ def test_scalars_and_elements_are_those_of_an_ordinary_session(batch):
             assert np.array_equal(value, expected), name
 
 
-def optimized() -> tuple[ir.Model, list[str]]:
+def optimized() -> tuple[onnx.ModelProto, list[str]]:
     model, names = convolutions()
     scalars = instrumented(model, names)
     with tempfile.TemporaryDirectory() as folder:
         save_optimized(model, Path(folder, "o.onnx"))
-        found = ir.load(Path(folder, "o.onnx"))
+        found = onnx.load(Path(folder, "o.onnx"))
     return found, scalars
 
 
 def test_reductions_come_right_behind_what_they_reduce():
     model, scalars = optimized()
     reduce_early(model.graph, frozenset(scalars))
-    order = {node: i for i, node in enumerate(model.graph)}
-    for node in model.graph:
-        for value in node.inputs:
-            producer = None if value is None else value.producer()
-            assert producer is None or order[producer] < order[node]  # still an order in which it can run
-        if node.op_type in SCALARS and str(node.outputs[0].name) in scalars and node.inputs[0].producer():
-            between = list(model.graph)[order[node.inputs[0].producer()] + 1 : order[node]]
+    nodes = list(model.graph.node)
+    made = {name: i for i, node in enumerate(nodes) for name in node.output}
+    for i, node in enumerate(nodes):
+        assert all(made.get(name, -1) < i for name in node.input)  # still an order in which it can run
+        if node.op_type in SCALARS and node.output[0] in scalars and node.input[0] in made:
+            between = nodes[made[node.input[0]] + 1 : i]
             assert all(n.op_type in (*SCALARS, "ReorderOutput") for n in between)
+
+
+def test_what_a_body_reads_stays_before_it_and_in_its_layout():
+    """A reduction of a tensor that an If reads too is moved; the copy that the body reads stays, and so does its name."""
+    net = Net(4)
+    x = net.input("x", (1, 3, 20, 20))
+    net.conv(x, 3, 32, name="c", pads=[1] * 4, out="y")
+    flag = net("Greater", net("ReduceMean", x, keepdims=0, out="mean"), net.const(np.float32(0)), out="flag")
+
+    def branch(name: str) -> onnx.GraphProto:
+        node = onnx.helper.make_node("Neg" if name == "a" else "Abs", ["y"], [f"{name}.out"])
+        return onnx.helper.make_graph(
+            [node], name, [], [onnx.helper.make_tensor_value_info(f"{name}.out", 1, [1, 32, 20, 20])]
+        )
+
+    out = net("If", flag, out="out", then_branch=branch("a"), else_branch=branch("b"))
+    model = ir.from_proto(net.model(out))
+    scalars = instrumented(model, ["y"])
+    watching = open_watching(model, threads=1, scalars=scalars, small=scalars, unordered=["y"])
+    feeds = {"x": np.random.default_rng(0).standard_normal((1, 3, 20, 20)).astype(np.float32)}
+    wanted = ["out", *scalars]
+    ordinary = open_session(model, threads=1).run(wanted, feeds)
+    found = watching.session.run([watching.name(name) for name in wanted], feeds)
+    for name, value, expected in zip(wanted, found, ordinary, strict=True):
+        assert np.allclose(value, expected, rtol=1e-5), name
 
 
 def test_copies_out_of_the_blocked_layout_go_where_channels_fill_the_blocks():
     model, scalars = optimized()
     graph = model.graph
-    copies = sum(node.op_type == "ReorderOutput" for node in graph)
+    copies = sum(node.op_type == "ReorderOutput" for node in graph.node)
     names = watch_blocked(graph, frozenset(scalars), frozenset(("r0.out", "d0.out", "r2.out")))
-    left = {str(node.outputs[0].name) for node in graph if node.op_type == "ReorderOutput"}
+    left = {node.output[0] for node in graph.node if node.op_type == "ReorderOutput"}
     assert "r2.out" not in names  # 5 channels: the block holds zeros that are not of the tensor
     if copies:  # a CPU on which the runtime blocks channels
         assert set(names) == {"r0.out", "d0.out"} and not left & {"r0.out", "d0.out"}
         assert {"a0.out", "r2.out"} <= left  # an output of the model, and one that is filled up
-    assert len(graph.outputs) == len(set(graph.outputs))
+    assert len(graph.output) == len({value.name for value in graph.output})
 
 
 @pytest.mark.parametrize("scheme", ["min_max", "percentile"])
@@ -177,9 +202,8 @@ def test_cost_is_linear():
     def cost(blocks: int) -> int:
         model = chain(blocks)
         scalars = instrumented(model, [f"r{i}.out" for i in range(blocks)])
-        return steps(
-            lambda: (watch_blocked(model.graph, scalars, ()), reduce_early(model.graph, frozenset(scalars)))
-        )
+        graph, wanted = ir.to_proto(model).graph, frozenset(scalars)
+        return steps(lambda: (watch_blocked(graph, wanted, ()), reduce_early(graph, wanted)))
 
     cost(5)
     assert cost(400) < 4.4 * cost(100)

@@ -21,6 +21,7 @@ from bitwright.core.numerics.granularity import PerChannel
 from bitwright.core.numerics.ranges import choose_range
 from bitwright.core.numerics.statistics import MinMax
 from bitwright.errors import CalibrationError, ConfigError, ModelError
+from bitwright.onnx.model.session import open_session
 from bitwright.onnx.simulation import calibrate
 from bitwright.onnx.simulation.calibrate import Calibrator, Tap
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
@@ -264,7 +265,8 @@ def test_inputs_that_are_not_finite_need_no_run_of_their_own():
     calibrator = simulate(small())._calibrator()
     calibrator._reduced = [tap for tap in calibrator._reduced if tap.value.is_graph_input()]
     feeds = {"x": np.full((2, 3, 8, 8), np.nan, np.float32)}
-    vectors = [np.float32([np.inf]), np.float32([-np.inf]), np.float32([np.nan]), np.int64([384])]
+    calibrator._in_order = calibrator._summed = [0]
+    vectors = [np.float32([np.inf]), np.float32([-np.inf]), np.int64([384]), np.float32([np.nan])]
     calibrator._bounds = calibrator._bounds.of(1)
     calibrator._read_scalars(vectors, feeds)
     assert not calibrator._sessions
@@ -532,3 +534,110 @@ def test_calibrating_again_and_again_keeps_nothing() -> None:
         tracemalloc.stop()
     assert more - objects < 20, "objects of every calibration are kept"
     assert larger - size < 20 * 5 * 1024, "numpy keeps a few small blocks for later; more is a leak"
+
+
+def rectified() -> onnx.ModelProto:
+    """A ReLU after a convolution, then another convolution; images of 16 x 16, of which 4 x 4 pixels are looked at first."""
+    net = Net(3)
+    weight = net.const(np.eye(2, dtype=np.float32)[:, :, None, None])
+    y = net("Conv", net.input("x", ("n", 2, 16, 16)), weight, name="c1")
+    y = net("Relu", y, name="r1", out="r1.out")
+    return net.model(net.conv(y, 2, 3, name="c2", out="y"))
+
+
+def relu_statistics(data: Sequence[np.ndarray]) -> tuple[Any, Any, QuantizationSimModel]:
+    """What calibration keeps of the ReLU, what core makes of the tensors themselves, and the simulation."""
+    sim = simulate(rectified())
+    sim.compute_encodings([{"x": x} for x in data])
+    graph = sim._watched().model
+    graph.graph.outputs.extend(v for n in graph.graph for v in n.outputs if v.name == "r1.out")
+    session = open_session(graph, threads=1)
+    stats: Any = statistics.start("minmax")
+    for x in data:
+        stats = statistics.update(stats, session.run(["r1.out"], {"x": x})[0])
+    site = next(s for s in sim.quantizers.values() if s.value == "r1.out")
+    return site.quantizer.statistics, stats, sim
+
+
+def sessions_opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    opened: list[str] = []
+
+    def counted(name: str) -> Any:
+        opener = getattr(calibrate, name)
+
+        def opening(*args: Any, **options: Any) -> Any:
+            opened.append(name)
+            return opener(*args, **options)
+
+        return opening
+
+    for name in ("open_watching", "narrow"):
+        monkeypatch.setattr(calibrate, name, counted(name))
+    return opened
+
+
+def images(least: float, count: int = 3) -> list[np.ndarray]:
+    random = np.random.default_rng(5)
+    return [random.uniform(least, 3, (2, 2, 16, 16)).astype(np.float32) for _ in range(count)]
+
+
+def test_one_session_serves_all_batches_where_a_few_pixels_tell_enough(monkeypatch):
+    opened = sessions_opened(monkeypatch)
+    found, expected, _ = relu_statistics(images(-3))
+    assert found == expected and opened == ["open_watching"]
+
+
+def test_a_zero_that_the_few_pixels_do_not_show_is_found():
+    data = images(0.5)
+    data[1][1, 1, 5, 7] = -1
+    found, expected, _ = relu_statistics(data)
+    assert found == expected and found.lo == 0
+
+
+def test_a_rectifier_that_never_returns_zero(monkeypatch):
+    opened = sessions_opened(monkeypatch)
+    found, expected, _ = relu_statistics(images(0.5))
+    assert found == expected and found.lo > 0.5
+    assert (
+        opened.count("open_watching") <= 3
+    )  # with a few pixels, for the tensor itself, and with all of them
+
+
+def test_a_channel_that_is_the_same_at_the_few_pixels_only_is_not_constant():
+    data = images(-3)
+    for x in data:
+        x[:, 1] = 2.5
+    data[0][1, 1, 5, 7] = 2.0  # between the pixels that are looked at
+    _, _, sim = relu_statistics(data)
+    channels = next(s.channels.seen for s in sim.quantizers.values() if s.value == "r1.out")
+    assert channels is not None and not channels.index.size
+    data[0][1, 1, 5, 7] = 2.5
+    _, _, sim = relu_statistics(data)
+    channels = next(s.channels.seen for s in sim.quantizers.values() if s.value == "r1.out")
+    assert channels is not None and channels.index.tolist() == [1] and channels.value.tolist() == [2.5]
+
+
+@pytest.mark.parametrize("bias", [0.0, -2.0])
+def test_values_that_overflow_inside_are_still_named(bias):
+    """No sum is taken of what a convolution makes of bounded inputs; where it may overflow, the tensor is looked at."""
+    net = Net(3)
+    x = net.input("x", ("n", 2, 16, 16))
+    big = net.const(np.full((2, 2, 1, 1), 1e19, np.float32), "w")
+    y = net("Conv", x, big, name="c1", out="c1.out")
+    y = net(
+        "Conv", net("Relu", y, name="r1"), net.const(np.full((1, 2, 1, 1), 1e19, np.float32), "v"), name="c2"
+    )
+    model = net.model(net("Add", y, net.const(np.float32(bias)), name="a", out="y"))
+    sim = simulate(model)
+    sim.compute_encodings([{"x": np.full((1, 2, 16, 16), 1e-3, np.float32)}])
+    with pytest.raises(CalibrationError, match="c2"):
+        simulate(model).compute_encodings([{"x": np.full((1, 2, 16, 16), 1e3, np.float32)}])
+
+
+def test_nan_after_an_operator_that_can_make_it_is_found_where_later_layers_hide_it():
+    net = Net(3)
+    x = net.input("x", ("n", 2, 16, 16))
+    y = net("Sqrt", net.conv(x, 2, 4, name="c1", pads=[1] * 4), name="root")
+    out = net("Relu", net.conv(y, 4, 4, name="c2"), name="r2", out="y")
+    with pytest.raises(CalibrationError, match="root"):
+        simulate(net.model(out)).compute_encodings([{"x": x} for x in images(-3, 1)])
