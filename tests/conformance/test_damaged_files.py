@@ -358,7 +358,7 @@ def damaged_folders(folder: Path, target: Path, count: int, rng: np.random.Gener
 
 def test_export_folder(exported: Path, tmp_path: Path) -> None:
     tally, rng, copy = Tally(), np.random.default_rng(11), tmp_path / "copy"
-    for what in damaged_folders(exported, copy, 240, rng):
+    for what in damaged_folders(exported, copy, 96, rng):
         tally.note(lambda: read_manifest(copy / "net_manifest.json", check=True), lambda m: None, what)
         tally.note(lambda: read_samples(copy / "net_samples.npz"), lambda s: None, what)
         tally.note(lambda: read_sites(copy / "net_sites.json"), check_sites, what)

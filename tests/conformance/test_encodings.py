@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -28,22 +28,25 @@ class Net(nn.Module):
         return self.fc(torch.nn.functional.max_pool2d(self.conv(x).relu(), 2).flatten(1))
 
 
-def exported(model: nn.Module, path: Path) -> onnx.ModelProto:
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, onnx.ModelProto]:
+    """The model in both forms."""
+    torch.manual_seed(0)
+    model, path = Net().eval(), tmp_path_factory.mktemp("both") / "net.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
             model, (DATA[0],), path, input_names=["x"], opset_version=21, dynamo=True, verbose=False
         )
-    return onnx.load(path)
+    return model, onnx.load(path)
 
 
 @pytest.mark.parametrize("scheme", ["min_max", "percentile", "tf_enhanced", "entropy"])
 @pytest.mark.parametrize("preset", ["w8a8", "w4a16"])
-def test_encodings_of_both_front_ends(tmp_path, scheme, preset):
-    torch.manual_seed(0)
-    model = Net().eval()
+def test_encodings_of_both_front_ends(both, scheme, preset):
+    model, proto = copy.deepcopy(both)
     ours, theirs = (
-        OnnxSim(exported(model, tmp_path / "net.onnx"), None, scheme, preset=preset, threads=1),
+        OnnxSim(proto, None, scheme, preset=preset, threads=1),
         TorchSim(model, DATA[0], scheme, preset=preset),
     )
     ours.compute_encodings([{"x": x.numpy()} for x in DATA])

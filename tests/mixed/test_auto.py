@@ -108,10 +108,20 @@ def test_every_trial_is_tested_with_the_whole_doubt(tmp_path: Path) -> None:
     assert result.best is not None and result.best.bit_ops == min(row.bit_ops for row in result.trials)
 
 
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished search."""
+    folder = tmp_path_factory.mktemp("searched")
+    search("onnx", folder, trials=(FIRST,))
+    return folder
+
+
 @pytest.mark.parametrize("name", ["auto.json", "float.json", f"trials/{FIRST.name}/trial.json"])
 @pytest.mark.parametrize("content", [b'{"a": ', b"\xff\xfe", b"[]"])
-def test_a_damaged_file_of_a_search_is_named(name: str, content: bytes, tmp_path: Path) -> None:
-    search("onnx", tmp_path, trials=(FIRST,))
+def test_a_damaged_file_of_a_search_is_named(
+    name: str, content: bytes, searched: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(searched, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BitwrightError, match=f"{name}: it .*remove .*, and the same call goes on"):
         search("onnx", tmp_path, trials=(FIRST,))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from bitwright.core.numerics.affine import encode, fake_quantize, grid, round_to_float
-from bitwright.core.numerics.formats import FLOAT_FORMATS, FloatFormat, IntFormat, parse_format
+from bitwright.core.numerics.formats import FloatFormat, IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.ranges import (
     RANGE_METHODS,
@@ -31,17 +31,11 @@ METHODS = {
     "percentile-99": RangeMethod.of("percentile", {"percentile": 99}),
     "percentile-50": RangeMethod.of("percentile", {"percentile": 50}),
 }
-FORMATS = ["int2", "int4", "uint4", "int8", "int8n", "uint8", "uint16", "int32", "uint32", *FLOAT_FORMATS]
+FORMATS = ["int2", "int8n", "uint8", "uint32", "float8_e4m3", "bfloat16"]
+# further degenerate tensors, on all three granularities, are in test_ranges_degenerate.py
 DEGENERATE = {
     "zero": np.zeros((3, 8)),
-    "constant": np.full((3, 8), 3.0),
-    "negative constant": np.full((3, 8), -3.0),
-    "one-sided": np.linspace(0, 1, 24).reshape(3, 8),
-    "one-sided negative": np.linspace(-2, -1, 24).reshape(3, 8),
     "denormal": np.linspace(-1e-42, 1e-41, 24).reshape(3, 8),
-    "huge": np.full((3, 8), 1e38),
-    "widest": np.linspace(-3e38, 1e38, 24).reshape(3, 8),
-    "one zero channel": np.outer([0.0, 1, -2], np.linspace(-1, 1, 8)),
     "one huge outlier": np.where(np.arange(24).reshape(3, 8) == 5, 3e38, 1e-3),
     "with non-finite": np.where(
         np.arange(24).reshape(3, 8) % 5 == 1, np.nan, np.linspace(-1, 1, 24).reshape(3, 8)

@@ -889,14 +889,14 @@ def test_cost_grows_linearly(name):
         graph = conv_chain(blocks)
         return steps(lambda: place(graph, rules))
 
-    assert cost(1_600) <= 8 * cost(200)
-    place(conv_chain(6_667), rules)  # 20,000 operators at the default recursion limit
+    assert cost(480) <= 8 * cost(60)
+    place(conv_chain(1_000), rules)  # 3,000 operators at the default recursion limit
 
 
 def test_a_long_chain_of_movement_needs_no_recursion():
     b = Build()
     y = b.conv(b.input(), "conv", inputs=3)
-    for i in range(20_000):
+    for i in range(5_000):
         y = b.op("Identity", y, name=f"i{i}")
     made = place(b.graph(b.op("Relu", y, name="relu")), default_rules())
-    assert made.floats["i19999.output[0]"] == "inside the supergroup Conv>Relu, quantized at relu.output[0]"
+    assert made.floats["i4999.output[0]"] == "inside the supergroup Conv>Relu, quantized at relu.output[0]"

@@ -34,8 +34,11 @@ def simulated(shape: tuple[int, ...], preset: str) -> tuple[QuantizationSimModel
     return sim, x
 
 
-@pytest.mark.parametrize("shape", [(3, 64), (2, 3, 64)], ids=["gemm", "matmul"])
-@pytest.mark.parametrize("preset", ["w4g32", "w4"])
+@pytest.mark.parametrize(
+    ("preset", "shape"),
+    [("w4g32", (2, 3, 64)), ("w4", (3, 64))],
+    ids=["matmul in blocks", "gemm per channel"],
+)
 def test_a_default_session_computes_the_simulation(
     tmp_path: Path, preset: str, shape: tuple[int, ...]
 ) -> None:
