@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -67,3 +68,37 @@ def test_batch_norms_are_estimated_anew_and_folded_into_scales():
         after = sim.model(X)
     assert sim.model[0].param_quantizers["weight"].bitwidth == 4
     assert float((after - before).abs().max()) < 0.05 * float(before.abs().max())
+
+
+@pytest.mark.slow
+def test_pivot_gradients_of_a_thread_reach_compiled_models():
+    import threading
+
+    from bitwright.aimet_torch.experimental.pgs import disable_pgs, enable_pgs, is_pgs_enabled
+
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    sim = QuantizationSimModel(nn.Linear(4, 4).eval(), x, default_param_bw=4)
+    sim.compute_encodings(lambda m: m(x))
+    compiled = torch.compile(sim.model, backend="aot_eager")
+
+    def gradient(model):
+        sim.model.zero_grad()
+        model(x).square().sum().backward()
+        return sim.model.weight.grad.clone()
+
+    plain = gradient(compiled)
+    try:
+        for multiplier in (3.0, 5.0):  # changed after compiling
+            enable_pgs(eps=0.5, multiplier=multiplier)
+            spiked = gradient(sim.model)
+            assert not torch.allclose(spiked, plain)
+            torch.testing.assert_close(gradient(compiled), spiked)
+        elsewhere = []
+        other = threading.Thread(target=lambda: elsewhere.append(is_pgs_enabled()))
+        other.start()
+        other.join()
+        assert elsewhere == [False]
+    finally:
+        disable_pgs()
+    torch.testing.assert_close(gradient(compiled), plain)

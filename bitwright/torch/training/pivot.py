@@ -23,18 +23,21 @@ if TYPE_CHECKING:
 
 
 class _Spiked(torch.autograd.Function):
-    """The identity, whose gradient is multiplied where the mask is set."""
+    """The identity, whose gradient is multiplied where the mask is set.
+
+    The multiplier is a tensor without axes: ``torch.compile`` takes a number that changed between calls for a symbol, which
+    it cannot hand to the backward of a function.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, near: Tensor, multiplier: float) -> Tensor:
-        ctx.save_for_backward(near)
-        ctx.multiplier = multiplier
+    def forward(ctx: Any, x: Tensor, near: Tensor, multiplier: Tensor) -> Tensor:
+        ctx.save_for_backward(near, multiplier)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (near,) = ctx.saved_tensors
-        return torch.where(near, grad * ctx.multiplier, grad), None, None
+        near, multiplier = ctx.saved_tensors
+        return torch.where(near, grad * multiplier, grad), None, None
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,10 @@ class PivotGradient:
         """``x`` with its gradient multiplied where it lies within ``eps / 2`` steps of a threshold of ``grid``."""
         steps = x.detach().reshape(grid.view or x.shape) / grid.scale
         near = (steps - steps.round()).abs() > (1 - self.eps) / 2
-        spiked: Tensor = _Spiked.apply(x, near.reshape(x.shape), self.multiplier)
+        multiplier = torch.full(
+            (), self.multiplier, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
+        )
+        spiked: Tensor = _Spiked.apply(x, near.reshape(x.shape), multiplier)
         return spiked
 
 
