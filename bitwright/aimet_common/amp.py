@@ -14,6 +14,9 @@ from bitwright.mixed.result import MixedPrecision
 from bitwright.mixed.search import mixed_precision
 from bitwright.report.charts import points_chart, scores_chart, write_page
 
+#: of those that a callback runs, for the estimate of sensitivities
+MOST_BATCHES = 16
+
 
 class AMPSearchAlgo(Enum):
     """Names of AIMET's searches; ours is one and the same for all of them."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from bitwright.aimet_common.defs import qtype
 from bitwright.errors import ConfigError
 from bitwright.mixed.manual import Request, set_precisions
 
@@ -21,17 +23,25 @@ def flip_layers_to_higher_precision(
     Args:
         sim: the simulation; changed in place.
         layer_sensitivity_dict: layer -> SQNR or PSNR with it alone quantized; the lower, the more sensitive.
-        percent_to_flip: share of the layers, 0 to 100.
-        override_precision: a format.
+        percent_to_flip: share of the layers, 0 to 100; a part of a layer is one.
+        override_precision: a number format, or one for weights and one for activations.
+
+    Raises:
+        ConfigError: (a ValueError) a share or precisions that have no meaning.
 
     Returns:
         The layers, the most sensitive first.
     """
     if not 0 <= percent_to_flip <= 100:
         raise ConfigError("percent_to_flip", f"{percent_to_flip!r} is no share", "use 0 to 100")
-    count = round(len(layer_sensitivity_dict) * percent_to_flip / 100)
+    several = override_precision if isinstance(override_precision, tuple | list) else [override_precision] * 2
+    if len(several) != 2:
+        raise ConfigError(
+            "override_precision", f"{override_precision!r} is no pair", "give (param_type, activation_type)"
+        )
+    weight, activation = (str(qtype.as_qtype(one)) for one in several)
+    count = math.ceil(len(layer_sensitivity_dict) * percent_to_flip / 100)
     worst = sorted(layer_sensitivity_dict, key=lambda name: layer_sensitivity_dict[name])[:count]
     if worst:
-        name = str(getattr(override_precision, "name", override_precision))
-        set_precisions(sim, [Request(tuple(worst), name, name)], strict=False)
+        set_precisions(sim, [Request(tuple(worst), activation, weight)], strict=False)
     return worst

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,6 +134,10 @@ def quantize_model(
             raise ConfigError(
                 "--effort", "there are no data to choose by", "give --data, or leave --effort out"
             )
+        logging.getLogger("bitwright").warning(
+            "calibrating on random data: ranges of activations will be wrong, and accuracy with them; "
+            "give --data (a hundred samples are enough)"
+        )
         recipe = recipe or "fold"  # rounding for random inputs would be rounding for nothing
     else:
         pictures = read_pictures(layout, colours, scale, mean, std)

@@ -169,6 +169,7 @@ def test_onnx_sensitivity_of_layers_and_quantizers(onnx_case, tmp_path):
     with pytest.raises(ValueError, match="holds no ranking"):
         analysis.load_sensitivity_results(str(tmp_path / "bad.json"))
     analysis.visualize_stats(sim, str(tmp_path / "stats.html"))
+    assert (tmp_path / "stats_weights.html").is_file() and (tmp_path / "stats_activations.html").is_file()
     with pytest.raises(ValueError, match="does not end with .html"):
         analysis.visualize_stats(sim, str(tmp_path / "stats"))
 

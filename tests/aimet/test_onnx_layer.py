@@ -58,3 +58,13 @@ def test_our_own_calls_work_on_the_layers_simulation(sim):
     sim.compute_encodings(feeds(), progress=False)
     apply_gptq(sim, feeds(), progress=False)
     assert sim.coverage() and sim.health() and sim.quantizers["conv1.weight"].frozen
+
+
+def test_example_made_up_for_a_simulation_is_not_called_calibration(caplog):
+    from bitwright.aimet_onnx.utils import make_dummy_input
+
+    sim = QuantizationSimModel(folded())
+    sim.example()
+    make_dummy_input(folded())
+    sim.compute_encodings(feeds())
+    assert "random data" not in caplog.text

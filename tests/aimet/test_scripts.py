@@ -26,7 +26,20 @@ def run(path: Path) -> None:
     exec(compile(found.source, str(path), "exec"), {"__name__": "__main__", "__file__": str(path)})
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+SLOW = {"torch/auto_quant_warns", "onnx/auto_quant_warns"}  # searches that export every trial
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path,
+            id=f"{path.parent.name}-{path.stem}",
+            marks=[pytest.mark.slow] if f"{path.parent.name}/{path.stem}" in SLOW else [],
+        )
+        for path in FILES
+    ],
+)
 def test_script_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
 
 from bitwright.aimet_common.absent import differs
-from bitwright.aimet_common.amp import AMPSearchAlgo, choose
+from bitwright.aimet_common.amp import MOST_BATCHES, AMPSearchAlgo, choose
 from bitwright.aimet_common.defs import CallbackFunc
 from bitwright.aimet_torch._core import walk_modules
 from bitwright.errors import ConfigError
@@ -62,10 +62,17 @@ class MixedPrecisionConfigurator:
         """Ask for a precision of what the model returns."""
         self._requests.append(Request(MODEL_OUTPUT, activation))
 
-    def apply(self, log_file: str = "./mmp_log.txt", strict: bool = True) -> PrecisionReport:
-        """Carry the requests out, all of them or none; the log says what changed and why."""
+    def apply(self, log_file: str | IO[str] = "./mmp_log.txt", strict: bool = True) -> PrecisionReport:
+        """Carry the requests out, all of them or none.
+
+        Args:
+            log_file: path or open file, which gets what changed and why.
+            strict: of :func:`bitwright.set_precisions`.
+        """
         report = set_precisions(self._sim, self._requests, strict=strict)
-        if log_file:
+        if hasattr(log_file, "write"):
+            log_file.write(f"{report}\n")
+        elif log_file:
             Path(log_file).write_text(f"{report}\n", encoding="utf-8")
         self._requests = []
         return report
@@ -97,10 +104,12 @@ def choose_mixed_precision(
 
     Args:
         sim: calibrated; changed in place.
-        dummy_input: a batch, on which sensitivities are estimated.
+        dummy_input: a batch.
         candidates: ``((activation bits, type), (weight bits, type))``.
         eval_callback_for_phase2: ``CallbackFunc(f, args)``: ``f(model, args)`` is the metric; higher is better.
         allowed_accuracy_drop: of the metric; ``None`` takes the cheapest.
+        forward_pass_callback: runs data through the model, on whose first batches sensitivities are estimated; on ``dummy_input``
+            without it.
         results_dir: gets ``pareto_list.json`` and ``accuracy_list.json``.
 
     Returns:
@@ -108,9 +117,29 @@ def choose_mixed_precision(
     """
     if not clean_start:
         differs("clean_start=False", "sensitivities take seconds and are always estimated anew")
-    return choose(
-        sim, [dummy_input], candidates, eval_callback_for_phase2, allowed_accuracy_drop, results_dir
-    )
+    data = ([] if forward_pass_callback is None else _batches(sim, forward_pass_callback)) or [dummy_input]
+    return choose(sim, data, candidates, eval_callback_for_phase2, allowed_accuracy_drop, results_dir)
+
+
+def _batches(sim: Any, forward_pass_callback: Callable[[Any], Any]) -> list[Any]:
+    """The first batches that a function runs the model on."""
+    found: list[Any] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(found) < MOST_BATCHES and not (args and kwargs):
+            found.append(kwargs or (args[0] if len(args) == 1 else args))
+
+    handle = sim.model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with sim.in_float(), torch.no_grad():
+            forward_pass_callback(sim.model)
+    finally:
+        handle.remove()
+    return found
+
+
+def _run(model: Any, batch: Any) -> Any:
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 class EvalCallbackFactory:
@@ -118,17 +147,21 @@ class EvalCallbackFactory:
 
     Args:
         data_loader: batches.
-        forward_fn: ``forward_fn(model, batch)``; ``model(batch)`` by default.
+        forward_fn: ``forward_fn(model, batch)``; ``model(batch)`` by default, ``model(*batch)`` of several tensors.
     """
 
     def __init__(
         self, data_loader: Iterable[Any], forward_fn: Callable[[Any, Any], Any] | None = None
     ) -> None:
         self._data = data_loader
-        self._forward = forward_fn or (lambda model, batch: model(batch))
+        self._forward = forward_fn or _run
 
     def sqnr(self, sim: Any = None, num_samples: int = 128) -> CallbackFunc:
-        """SQNR of the outputs in dB, against those of the first call's model in float, over ``num_samples`` rows."""
+        """SQNR of the outputs in dB, against those of the first call's model in float, over ``num_samples`` rows.
+
+        The first argument may be the number, as in AIMET; a simulation there is not needed.
+        """
+        num_samples = sim if isinstance(sim, int) else num_samples
         batches: list[Any] = []
         rows = 0
         for batch in self._data:

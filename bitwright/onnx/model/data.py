@@ -448,13 +448,9 @@ def _frame(spec: InputSpec, pictures: Pictures) -> tuple[int, int]:
 def random_feeds(specs: Sequence[InputSpec], count: int = 1, seed: int = 0) -> Iterator[Feeds]:
     """Random data within the declared types and shapes; open axes get length 1.
 
-    Floats are standard normal, integers and booleans 0 or 1, which index any table. Encodings from such data are good
-    for a look at the graph and for nothing else; a warning says so.
+    Floats are standard normal, integers and booleans 0 or 1, which index any table. They tell the shapes of a graph; encodings
+    from such data are good for a look at the graph and for nothing else, which the caller says who calibrates on them.
     """
-    logger.warning(
-        "calibrating on random data: ranges of activations will be wrong, and accuracy with them; "
-        "pass real data (a hundred samples are enough)"
-    )
     rng = np.random.default_rng(seed)
     for _ in range(count):
         yield {spec.name: random_array(spec, rng) for spec in specs}
