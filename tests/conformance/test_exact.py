@@ -15,7 +15,7 @@ import bitwright.onnx as bo
 import bitwright.torch as bt
 from bitwright.core.graph.exact import exact_values
 from bitwright.core.numerics.spec import PRESETS
-from bitwright.core.placement.plan import place
+from bitwright.core.placement.place import place
 from bitwright.core.placement.rules import Rule, default_rules
 from bitwright.core.simulation.protocols import sqnr
 from tests.conformance.test_ptq import exported

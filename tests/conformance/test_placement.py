@@ -15,7 +15,8 @@ import torch
 
 from bitwright.core.graph.graph import Graph
 from bitwright.core.placement.config import load_config
-from bitwright.core.placement.plan import Plan, place
+from bitwright.core.placement.place import place
+from bitwright.core.placement.plan import Plan
 from bitwright.onnx.model.graph import build_graph
 from bitwright.onnx.model.load import load_model
 from bitwright.torch import Inputs, TorchView

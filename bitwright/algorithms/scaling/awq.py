@@ -28,7 +28,7 @@ from bitwright.core.numerics.affine import encode, fake_quantize
 from bitwright.core.numerics.granularity import PerBlock
 from bitwright.core.numerics.ranges import choose_range_of
 from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod
-from bitwright.core.placement.plan import place
+from bitwright.core.placement.place import place
 from bitwright.core.placement.rules import Rules
 from bitwright.core.placement.user_scheme import QuantScheme, make_rules
 from bitwright.core.simulation.protocols import FloatModel, Undo

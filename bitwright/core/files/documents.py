@@ -207,33 +207,36 @@ def _check_events(events: Iterable[Any]) -> None:
     """Refuse tags, depth, and aliases that stand for too much, before anything is built from ``events``."""
     import yaml
 
-    sizes: dict[str, int] = {}  # anchor -> characters of what it stands for, aliases written out
-    opened: list[
-        tuple[str | None, int]
-    ] = []  # anchor and start, in ``total``, of the collections that are open
+    sizes: dict[str | None, int] = {}  # anchor -> characters of what it stands for, aliases written out
+    opened: list[tuple[str | None, int]] = []  # anchor and start, in ``total``, of what is open
     total = 0
     for event in events:
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, start = opened.pop()
-            if anchor is not None:
-                sizes[anchor] = total - start
+            sizes[anchor] = total - start
         elif isinstance(event, yaml.NodeEvent):
-            line = event.start_mark.line + 1  # type: ignore[union-attr]
-            tag = getattr(event, "tag", None)
-            if tag is not None:
-                raise _LineError(line, f"it has the tag {tag!r:.100}; a document holds plain values", "YAML")
+            line = _check_tag(event)
             if isinstance(event, yaml.CollectionStartEvent):
                 opened.append((event.anchor, total))
-                if len(opened) > MAX_DEPTH:
-                    raise _Limit(_TOO_DEEP)
             total += _size_of(event, sizes, line)
-            if isinstance(event, yaml.ScalarEvent) and event.anchor is not None:
+            if isinstance(event, yaml.ScalarEvent):
                 sizes[event.anchor] = len(event.value) + 1
+        if len(opened) > MAX_DEPTH:
+            raise _Limit(_TOO_DEEP)
         if total > MAX_BYTES:
             raise _Limit(f"with its aliases written out it is longer than {MAX_BYTES} characters")
 
 
-def _size_of(event: Any, sizes: Mapping[str, int], line: int) -> int:
+def _check_tag(event: Any) -> int:
+    """Refuse a tag; the line of the event."""
+    line: int = event.start_mark.line + 1
+    tag = getattr(event, "tag", None)
+    if tag is not None:
+        raise _LineError(line, f"it has the tag {tag!r:.100}; a document holds plain values", "YAML")
+    return line
+
+
+def _size_of(event: Any, sizes: Mapping[str | None, int], line: int) -> int:
     import yaml
 
     if isinstance(event, yaml.AliasEvent):
@@ -259,11 +262,17 @@ def _check_keys(node: Any) -> None:
         seen.add(id(node))
         if isinstance(node, yaml.SequenceNode):
             waiting += node.value
-            continue
-        waiting += [part for pair in node.value for part in pair]
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        if len(set(keys)) < len(keys):
-            raise _LineError(node.start_mark.line + 1, _twice(keys))
+        else:
+            waiting += [part for pair in node.value for part in pair]
+            _check_mapping(node)
+
+
+def _check_mapping(node: Any) -> None:
+    import yaml
+
+    keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+    if len(set(keys)) < len(keys):
+        raise _LineError(node.start_mark.line + 1, _twice(keys))
 
 
 def _parse_toml(text: str) -> Any:
@@ -297,18 +306,22 @@ def _check_values(document: Any) -> None:
     for _ in range(MAX_DEPTH + 1):
         below: dict[int, Any] = {}
         for parts in level:
-            values = parts if isinstance(parts, list) else [*parts, *parts.values()]
-            if set(map(type, values)) <= _HARMLESS:  # long lists of scales
-                continue
-            for value in values:
-                if isinstance(value, (dict, list)):
-                    below[id(value)] = value
-                else:
-                    _check_leaf(value)
+            below.update((id(value), value) for value in _collections_in(parts))
         level = list(below.values())
         if not level:
             return
     raise _Limit(_TOO_DEEP)
+
+
+def _collections_in(parts: Any) -> list[Any]:
+    """The lists and mappings in a list or mapping; what else is in it is checked."""
+    values = parts if isinstance(parts, list) else [*parts, *parts.values()]
+    if set(map(type, values)) <= _HARMLESS:  # long lists of scales
+        return []
+    for value in values:
+        if not isinstance(value, (dict, list)):
+            _check_leaf(value)
+    return [value for value in values if isinstance(value, (dict, list))]
 
 
 _HARMLESS = frozenset((float, bool, type(None)))

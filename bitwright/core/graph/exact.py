@@ -70,16 +70,19 @@ class _Trace:
     def visit(self, op: Op) -> None:
         """Note what ``op`` needs of its operands, and what is needed of them through it."""
         row = op_row(op.type)
-        for port, value in op.sources():
-            need = row.exact.get(port) if op.type != "Pow" else _power(op, port)
-            if need is not None and (need != "order" or self._steers(op)):
-                self.found.setdefault(value, (need, op.name))
+        self._note_needs(op, row)
         wanted = next((self.found[value] for value in op.outputs if value in self.found), None)
         if wanted is not None:
             for value in _FOLLOWED.get(wanted[0], _Trace._magnitudes)(self, op, row):
                 self.found.setdefault(value, wanted)
         if row.kind == "compute" or not self.steering.isdisjoint(op.outputs):
             self.steering.update(value for _, value in op.sources())
+
+    def _note_needs(self, op: Op, row: OpRow) -> None:
+        for port, value in op.sources():
+            need = row.exact.get(port) if op.type != "Pow" else _power(op, port)
+            if need is not None and (need != "order" or self._steers(op)):
+                self.found.setdefault(value, (need, op.name))
 
     def _steers(self, op: Op) -> bool:
         """Whether a layer or product depends on the indices that ``op`` finds, and not only the model's output."""

@@ -198,23 +198,27 @@ def weight_axes(
     """
     if op_type in _WEIGHT_AXES:
         return _WEIGHT_AXES[op_type]
-    if op_type == "Gemm":
-        if port == 1:
-            return (0, 1) if attrs.get("transB") else (1, 0)
-        return (1, 0) if attrs.get("transA") else (0, 1)
+    if op_type in ("Gemm", "MatMul", "GroupedMatMul"):
+        return _product_axes(op_type, attrs, port, rank)
+    if op_type == "PRelu" or (op_type in _CHANNEL_NORMS and rank == 1):
+        return 0, None
+    # rows of gates: [gates * hidden, in], and [1, gates * hidden, in] in ONNX
+    return (rank - 2, rank - 1) if op_type in CELLS and rank > 1 else (None, None)
+
+
+def _product_axes(
+    op_type: str, attrs: Mapping[str, Any], port: int, rank: int
+) -> tuple[int | None, int | None]:
+    """As :func:`weight_axes`, for matrix products."""
+    if op_type == "GroupedMatMul":
+        return rank - 1, rank - 2
     if op_type == "MatMul":
         if rank < 2:
             return None, 0
         return (rank - 1, rank - 2) if port == 1 else (rank - 2, rank - 1)
-    if op_type == "GroupedMatMul":
-        return rank - 1, rank - 2
-    if op_type == "PRelu" or (op_type in _CHANNEL_NORMS and rank == 1):
-        return 0, None
-    if (
-        op_type in CELLS and rank > 1
-    ):  # rows of gates: [gates * hidden, in], and [1, gates * hidden, in] in ONNX
-        return rank - 2, rank - 1
-    return None, None
+    if port == 1:
+        return (0, 1) if attrs.get("transB") else (1, 0)
+    return (1, 0) if attrs.get("transA") else (0, 1)
 
 
 #: operators whose constant operand may be a stack of matrices: what is multiplied, and what is picked (a row of one each)
@@ -258,23 +262,27 @@ def resolve_granularity(
         return PerBlock(shape[channel] // len(CELLS[op_type].gates), axis=channel)
     if op_type == "PRelu" and shape:  # slopes may bear axes of length 1, to broadcast against the input
         channel = max(range(len(shape)), key=shape.__getitem__)
-    if granularity == PerChannel() and op_type in _STACKED and len(shape) > 2:
-        channels, summed = block_axes(op_type, attrs, port, shape)
-        if summed is not None and isinstance(channels, tuple):
-            return PerBlock(shape[summed], summed, channels)
-    group = int(attrs.get("group", 1))
-    if (
-        op_type == "ConvTranspose"
-        and group > 1
-        and isinstance(granularity, PerChannel)
-        and granularity.axis is None
-    ):
-        if shape[1] == 1:
-            return PerChannel(0)
-        return PerBlock(shape[0] // group, axis=0, channel_axis=1)
+    if granularity == PerChannel():
+        several = _channels_on_several_axes(op_type, attrs, port, shape)
+        if several is not None:
+            return several
     if isinstance(granularity, PerBlock):
         return granularity.resolve(*block_axes(op_type, attrs, port, shape))
     resolved = granularity.resolve(channel, block)
     if isinstance(resolved, PerChannel) and shape and resolved.axis is not None and shape[resolved.axis] == 1:
         return PerTensor()
     return resolved
+
+
+def _channels_on_several_axes(
+    op_type: str, attrs: Mapping[str, Any], port: int, shape: tuple[int, ...]
+) -> Granularity | None:
+    """One scale per output channel where no single axis counts these; ``None`` where one does."""
+    if op_type in _STACKED and len(shape) > 2:
+        channels, summed = block_axes(op_type, attrs, port, shape)
+        if summed is not None and isinstance(channels, tuple):
+            return PerBlock(shape[summed], summed, channels)
+    group = int(attrs.get("group", 1))
+    if op_type == "ConvTranspose" and group > 1:
+        return PerChannel(0) if shape[1] == 1 else PerBlock(shape[0] // group, axis=0, channel_axis=1)
+    return None

@@ -8,7 +8,7 @@ a batch normalisation that can still be folded into the operator before it) may 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -226,22 +226,33 @@ def find_matches(
     links, taken = _Links(graph), set(skip)
     found: dict[str, Match] = {}
     near: dict[str, NoMatch] = {}
+    for heads in _by_head(patterns):
+        for op in graph.ops:
+            if op.type in heads and op.name not in taken:
+                _try(links, op, heads[op.type], found, near, taken)
+    _add_foldable_norms(graph, found, taken)
+    matches = [found[op.name] for op in graph.ops if op.name in found]
+    return matches, [miss for name, miss in near.items() if name not in taken]
+
+
+def _by_head(patterns: Sequence[Pattern]) -> Iterator[dict[str, list[Pattern]]]:
+    """For every length, the longest first: type of the first operator -> the patterns of that length."""
     for length in sorted({len(p.ops) for p in patterns}, reverse=True):
         heads: dict[str, list[Pattern]] = {}
         for pattern in patterns:
             if len(pattern.ops) == length:
                 heads.setdefault(pattern.ops[0], []).append(pattern)
-        for op in graph.ops:
-            if op.type in heads and op.name not in taken:
-                _try(links, op, heads[op.type], found, near, taken)
+        yield heads
+
+
+def _add_foldable_norms(graph: Graph, found: dict[str, Match], taken: set[str]) -> None:
+    """Chains of a batch normalisation and the operator into which it can be folded."""
     for op in graph.ops:
         head = folds_into(graph, op) if op.name not in taken else None
         if head is not None and head.name not in taken:
             pattern = Pattern((head.type, op.type))
             found[head.name] = Match(pattern, (head, op), head.outputs, op.outputs[0])
             taken.update((head.name, op.name))
-    matches = [found[op.name] for op in graph.ops if op.name in found]
-    return matches, [miss for name, miss in near.items() if name not in taken]
 
 
 def _try(

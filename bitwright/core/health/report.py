@@ -136,26 +136,31 @@ def measure_tensor(name: str, x: Any, kind: TensorKind = "activation") -> Tensor
     finite = xp.isfinite(values)
     nan = int(xp.isnan(values).sum())
     pos, neg = int((values == math.inf).sum()), int((values == -math.inf).sum())
-    some = values if not nan + pos + neg else values[finite]
-    first_bad = None
+    some, first_bad = values, None
     if nan + pos + neg:
-        worst = ~finite if not nan + pos else ~finite & (values != -math.inf)
-        flat = int(to_numpy(worst).argmax())
-        first_bad = tuple(int(i) for i in np.unravel_index(flat, shape)) if shape else ()
-    low = high = smallest = None
-    zeros = subnormals = saturated = 0
-    if int(math.prod(some.shape)):
-        low, high = float(some.min()), float(some.max())
-        sizes = abs(some)
-        zeros = int((sizes == 0).sum())
-        if zeros < int(math.prod(some.shape)):
-            smallest = float((sizes[sizes > 0] if zeros else sizes).min())
-        if half:
-            largest, normal = LIMITS[dtype]
-            subnormals, saturated = int((sizes < normal).sum()) - zeros, int((sizes >= largest).sum())
-    return TensorHealth(
-        name, shape, dtype, size, nan, pos, neg, low, high, zeros, smallest, subnormals, saturated, first_bad, kind
-    )  # fmt: skip
+        bad = ~finite if not nan + pos else ~finite & (values != -math.inf)
+        flat = int(to_numpy(bad).argmax())
+        first_bad = tuple(map(int, np.unravel_index(flat, shape)))
+        some = values[finite]
+    sizes = _magnitudes(some, dtype if half else None)
+    return TensorHealth(name, shape, dtype, size, nan, pos, neg, **sizes, first_bad=first_bad, kind=kind)
+
+
+def _magnitudes(finite: Any, half: str | None) -> dict[str, Any]:
+    """Fields of :class:`TensorHealth` that the finite values fill; ``half`` is their type if that is narrow."""
+    count = int(math.prod(finite.shape))
+    if not count:
+        return {}
+    sizes = abs(finite)
+    zeros = int((sizes == 0).sum())
+    found: dict[str, Any] = {"min": float(finite.min()), "max": float(finite.max()), "zeros": zeros}
+    if zeros < count:
+        found["smallest"] = float((sizes[sizes > 0] if zeros else sizes).min())
+    if half is not None:
+        largest, normal = LIMITS[half]
+        found["subnormals"] = int((sizes < normal).sum()) - zeros
+        found["saturated"] = int((sizes >= largest).sum())
+    return found
 
 
 def first_non_finite(x: Array) -> tuple[tuple[int, ...], float] | None:
@@ -477,26 +482,29 @@ class Tracker:
         read = [(port, self._taint.get(key), flags) for port, (key, flags) in enumerate(inputs) if flags.bad]
         written = list(outputs)
         if op_type in _WEIGHS:
-            for _, event, _ in read:
-                if event is not None and event.op_type == "input":
-                    event.meant, event.accused = False, True
+            _accuse_inputs(read)
         bad = any(flags.bad for _, flags in written)
         if not read and not bad:
-            for key, _ in written if self._taint else ():
-                self._taint.pop(key, None)
+            self._mark(written, None)
             return None
         origin = self._origin(op, op_type, read, written)
         blamed = origin or _blamed([event for _, event, _ in read])
-        for key, flags in written:
-            if flags.bad and blamed is not None:
-                self._taint[key] = blamed
-            else:
-                self._taint.pop(key, None)
+        self._mark(written, blamed)
         if origin is None and blamed is not None and bad:
             blamed.carriers[op] = None
         elif origin is None:
             self._absorbed(op_type, read)
         return origin
+
+    def _mark(self, written: Iterable[tuple[Hashable, Flags]], event: Event | None) -> None:
+        """What is bad of the tensors written comes from ``event``; the others are clean again."""
+        if event is None and not self._taint:
+            return
+        for key, flags in written:
+            if flags.bad and event is not None:
+                self._taint[key] = event
+            else:
+                self._taint.pop(key, None)
 
     def output(self, name: str, key: Hashable, flags: Flags) -> None:
         """The model returns this tensor."""
@@ -541,6 +549,13 @@ class Tracker:
             divided = _DIVIDES.get(op_type) == port and not flags.nan and event.op_type != "Exp"
             if divided or (flags.nan and (op_type in _CHOOSES or op_type in _SWALLOWS)):
                 event.accused = True
+
+
+def _accuse_inputs(read: Sequence[tuple[int, Event | None, Flags]]) -> None:
+    """An operator that weighs data reads what the model was given: an infinity there was not meant."""
+    for _, event, _ in read:
+        if event is not None and event.op_type == "input":
+            event.meant, event.accused = False, True
 
 
 def _blamed(events: Sequence[Event | None]) -> Event | None:

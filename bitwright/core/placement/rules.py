@@ -2,7 +2,7 @@
 
 A :class:`Rule` selects tensors and sets some of their facets; :class:`Rules` is the base specs, the rules in
 order, and the supergroups. Later rules win, facet by facet, so a list of rules reads from the general to the
-particular. Nothing here knows a graph: :mod:`bitwright.core.placement.plan` asks a :class:`Resolver` about each
+particular. Nothing here knows a graph: :mod:`bitwright.core.placement.place` asks a :class:`Resolver` about each
 tensor.
 """
 

@@ -123,7 +123,7 @@ class BatchGate:
         batch, self._batch = self._batch, None
         number = self.log.batches
         self.log.batches += 1
-        policy = min((offence.policy for offence in offences), key=NON_FINITE.index, default=None)
+        policy = min((one.policy for one in offences), key=NON_FINITE.index, default=None)
         if policy == "error":
             before, self._before = self._before, None
             report = self.diagnose(batch) if self.diagnose is not None else None
@@ -165,21 +165,25 @@ class BatchGate:
 
     def _offences(self) -> list[Offence]:
         assert self._before is not None
-        found = []
-        for quantizer, before in zip(self.quantizers, self._before, strict=True):
-            after = quantizer.statistics
-            if after is before or not isinstance(after, MinMax | Histogram):
-                continue
-            now = _bad(after)
-            if any(now):
-                then = _bad(before) if isinstance(before, MinMax | Histogram) else (0, 0, 0)
-                nan, above, below = (a - b for a, b in zip(now, then, strict=True))
-                if quantizer.masking:  # -Inf is a mask there
-                    below = 0
-                if nan or above or below:
-                    policy = quantizer.spec.non_finite or self.policy
-                    found.append(Offence(quantizer.name, nan, above, below, policy))
-        return found
+        pairs = zip(self.quantizers, self._before, strict=True)
+        found = (self._of_quantizer(quantizer, before) for quantizer, before in pairs)
+        return [one for one in found if one is not None]
+
+    def _of_quantizer(self, quantizer: Quantizer, before: Statistics | None) -> Offence | None:
+        """What a quantizer received in this batch that is not finite; ``None``: nothing."""
+        after = quantizer.statistics
+        if after is before or not isinstance(after, MinMax | Histogram):
+            return None
+        now = _bad(after)
+        if not any(now):
+            return None
+        then = _bad(before) if isinstance(before, MinMax | Histogram) else (0, 0, 0)
+        nan, above, below = (a - b for a, b in zip(now, then, strict=True))
+        if quantizer.masking:  # -Inf is a mask there
+            below = 0
+        if not (nan or above or below):
+            return None
+        return Offence(quantizer.name, nan, above, below, quantizer.spec.non_finite or self.policy)
 
     def _restore(self, before: list[Statistics | None]) -> None:
         for quantizer, statistics, empty in zip(self.quantizers, before, self._empty, strict=True):

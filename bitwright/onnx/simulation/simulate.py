@@ -68,7 +68,7 @@ def mark_sites(model: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str,
 
     Args:
         model: names of nodes and values are unique over all graphs; left as it is.
-        sites: as :func:`bitwright.core.placement.plan.place` gives them.
+        sites: as :func:`bitwright.core.placement.place.place` gives them.
         node_of: operator -> its node in ``model``.
     """
     copy = copy_model(model)

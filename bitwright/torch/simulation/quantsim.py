@@ -20,7 +20,8 @@ from bitwright.core.health.report import HealthReport, check_parameters
 from bitwright.core.health.site_health import HealthTable
 from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod, check_policy
 from bitwright.core.placement.coverage import Coverage
-from bitwright.core.placement.plan import Plan, place
+from bitwright.core.placement.place import place
+from bitwright.core.placement.plan import Plan
 from bitwright.core.placement.rules import Rules
 from bitwright.core.placement.user_scheme import QuantizationDataType, QuantScheme, bit_widths, make_rules
 from bitwright.core.simulation.calibration import BatchGate, CalibrationLog, nested_calibration

@@ -14,7 +14,8 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerGate, PerTensor
 from bitwright.core.numerics.spec import PRESETS
 from bitwright.core.placement.config import load_config
-from bitwright.core.placement.plan import Plan, place
+from bitwright.core.placement.place import place
+from bitwright.core.placement.plan import Plan
 from bitwright.core.placement.rules import BOUNDARY_ONLY, Rule, Rules, default_rules
 from bitwright.errors import ConfigError
 from tests.core.graphs import Build

@@ -21,7 +21,8 @@ from bitwright.core.placement.aimet_config import (
     read_aimet_config,
     shipped_config,
 )
-from bitwright.core.placement.plan import Plan, place
+from bitwright.core.placement.place import place
+from bitwright.core.placement.plan import Plan
 from bitwright.errors import ConfigError
 from tests.core.graphs import Build, worked_example
 

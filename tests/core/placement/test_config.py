@@ -14,7 +14,7 @@ from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.spec import PRESETS, RangeMethod
 from bitwright.core.placement.aimet_config import shipped_config
 from bitwright.core.placement.config import load_config, read_config
-from bitwright.core.placement.plan import place
+from bitwright.core.placement.place import place
 from bitwright.core.placement.rules import Rule, default_rules
 from bitwright.errors import ConfigError
 from tests.core.graphs import conv_chain, worked_example

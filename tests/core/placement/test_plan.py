@@ -12,7 +12,8 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.spec import PRESETS, activation_spec, weight_spec
 from bitwright.core.placement.config import load_config
-from bitwright.core.placement.plan import Plan, place
+from bitwright.core.placement.place import place
+from bitwright.core.placement.plan import Plan
 from bitwright.core.placement.rules import Rule, Rules, default_rules
 from bitwright.errors import ConfigError, GranularityError
 from tests.core.graphs import Build, conv_chain, worked_example

@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 from bitwright.core.placement.config import load_config
-from bitwright.core.placement.plan import place
+from bitwright.core.placement.place import place
 from bitwright.onnx.model.graph import UNKNOWN, build_graph
 from bitwright.onnx.model.load import load_model
 from tests.onnx import flow

@@ -1,0 +1,210 @@
+"""What placement reads off a graph before it decides anything: constants, chains, masks, what needs exact values."""
+
+from __future__ import annotations
+
+from bitwright.core.graph.exact import REASONS, computed_values, exact_values
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.ops import OpRow, op_row
+from bitwright.core.graph.patterns import Match, find_matches
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerTensor
+from bitwright.core.numerics.spec import QuantSpec, Symmetry
+from bitwright.core.placement.rules import Resolver, Rules
+from bitwright.errors import ConfigError
+
+_CHANNELS_FIRST = frozenset(
+    (
+        "Conv",
+        "ConvTranspose",
+        "BatchNormalization",
+        "InstanceNormalization",
+        "GroupNormalization",
+        "AveragePool",
+    )
+)
+
+
+class Facts:
+    """A graph with its rules, and what follows from these for every decision alike.
+
+    Attributes:
+        graph, rules: as given.
+        resolver: answers what the rules say about a tensor.
+        static: values that are the same in every run.
+        float_values: names of floating-point values.
+        static_ops: operators that only move what is static.
+        matches, misses: supergroups found, and chains that are none because of their surroundings.
+        inner: value inside a supergroup -> the supergroup.
+        match_of: operator -> its supergroup.
+        mask_ops, mask_values: see :func:`_masks`.
+        symmetry: value -> the symmetry that a reader asks for, and the reader.
+        exact: value -> what it is needed for exactly, and the operator that needs it.
+    """
+
+    def __init__(self, graph: Graph, rules: Rules) -> None:
+        self.graph, self.rules = graph, rules
+        self.resolver = Resolver(rules.rules)
+        self.static = _static_values(graph)
+        self.float_values = {value.name for value in graph.values.values() if value.is_float}
+        self.static_ops = {op.name for op in graph.ops if op.outputs and self.static.issuperset(op.outputs)}
+        self.matches, self.misses = find_matches(graph, rules.supergroups, self.static_ops)
+        self.inner = {value: match for match in self.matches for value in match.inner}
+        self.match_of = {op.name: match for match in self.matches for op in match.ops}
+        self.mask_ops, self.mask_values = _masks(graph, self.matches, self.static)
+        self.symmetry = self._asked_of_producers()
+        self.exact = exact_values(graph, self.static)
+
+    def is_float(self, value: str) -> bool:
+        """Whether a value is of a floating-point type."""
+        return value in self.float_values
+
+    def data(self, op: Op, row: OpRow) -> list[str]:
+        """The float values with elements that ``op`` reads as data, in all its runs."""
+        ports = row.activations
+        return [
+            v
+            for port, v in op.sources()
+            if (ports is None or port in ports) and self.is_float(v) and 0 not in self.graph.values[v].shape
+        ]
+
+    def looks_up(self, op: Op, row: OpRow) -> bool:
+        """Whether ``op`` picks rows of a constant table by a computed index, as an embedding does."""
+        return op.type == "Gather" and bool(op.inputs) and op.inputs[0] in self.static
+
+    def picks_matrices(self, op: Op, row: OpRow) -> bool:
+        """Whether ``op`` picks some of a stack of matrices by a computed index, as experts do."""
+        return (
+            self.looks_up(op, row)
+            and len(op.inputs) > 1
+            and op.inputs[1] is not None
+            and not op.attrs.get("axis")
+            and len(self.graph.values[op.inputs[0] or ""].shape) > 2
+        )
+
+    def complete(self, op: Op, row: OpRow) -> bool:
+        """Whether every element that a merge can put out comes from a recorded operand."""
+        return (
+            row.activations is None
+            or all(p < len(op.inputs) and op.inputs[p] is not None for p in row.activations)
+            and (len(row.activations) > 1)
+        )
+
+    def exact_reason(self, value: str, spec: QuantSpec | None) -> str:
+        """Why no grid of ``spec`` serves a value; empty where one does. Small float formats have steps that grow."""
+        if value not in self.exact:
+            return ""
+        need, op = self.exact[value]
+        coarse = need in ("phase", "identity", "order") or spec is None or isinstance(spec.format, IntFormat)
+        return REASONS[need].format(op) if coarse else ""
+
+    def concrete(self, granularity: Granularity, op: Op, value: str) -> Granularity:
+        """The open axis of an activation: axis 1 of images and what convolutions handle, else the last
+        one."""
+        rank = len(self.graph.values[value].shape)
+        if rank == 0 or isinstance(granularity, PerTensor):
+            return PerTensor()
+        axis = 1 if rank > 3 or (rank == 3 and op.type in _CHANNELS_FIRST) else rank - 1
+        return granularity.resolve(None if isinstance(granularity, PerBlock) else axis, axis)
+
+    def _asked_of_producers(self) -> dict[str, tuple[Symmetry, str]]:
+        """Value -> (symmetry, asking operator), for rules that reach back to where their input is quantized."""
+        asked = {  # type -> the symmetry that the last rule asks for
+            op_type: rule.symmetry
+            for rule in self.rules.rules
+            if rule.reaches_producer and rule.symmetry is not None
+            for op_type in rule.types
+        }
+        found: dict[str, tuple[Symmetry, str]] = {}
+        moved: dict[str, str] = {}
+        for op in self.graph.ops if asked else ():
+            row = op_row(op.type)
+            if row.kind == "movement" and op.inputs and op.inputs[0] is not None:
+                moved.update(dict.fromkeys(op.outputs, moved.get(op.inputs[0], op.inputs[0])))
+            if op.type in asked:
+                for value in self._moving_operands(op, row):
+                    _ask(found, moved.get(value, value), asked[op.type], op.name)
+        return found
+
+    def _moving_operands(self, op: Op, row: OpRow) -> list[str]:
+        """What ``op`` reads as data and is not the same in every run."""
+        ports = row.activations
+        return [
+            value
+            for port, value in op.sources()
+            if value not in self.static and (ports is None or port in ports)
+        ]
+
+
+def _ask(found: dict[str, tuple[Symmetry, str]], value: str, symmetry: Symmetry, op: str) -> None:
+    earlier = found.setdefault(value, (symmetry, op))
+    if earlier[0] != symmetry:
+        raise ConfigError(
+            value,
+            f"{earlier[1]} asks for {_an(earlier[0])} encoding, {op} for {_an(symmetry)} one",
+            "give both operator types the same is_symmetric, or leave it out for one of them",
+        )
+
+
+def _an(word: str) -> str:
+    return f"{'an' if word[0] in 'aeiou' else 'a'} {word.replace('_', ' ')}"
+
+
+def _static_values(graph: Graph) -> set[str]:
+    """Values that are the same in every run: parameters, constants, and what only moves those."""
+    static = {value.name for value in graph.values.values() if value.is_static}
+    for op in graph.ops:
+        sources = [value for _, value in op.sources()]
+        if sources and op_row(op.type).kind == "movement" and all(value in static for value in sources):
+            static.update(op.outputs)
+    return static
+
+
+def _masks(graph: Graph, matches: list[Match], static: set[str]) -> tuple[set[str], dict[str, str]]:
+    """Operators that only prepare the mask of a masked softmax, and mask values -> the softmax.
+
+    The mask is the operand that no product of tensors leads to; where both operands are like that, neither
+    is a mask.
+    """
+    softmaxes = [m for m in matches if m.pattern.kind == "masked_softmax"]
+    if not softmaxes:
+        return set(), {}
+    computed = computed_values(graph)
+    entries = {  # (operator, value) where a mask enters -> the softmax
+        (op.name, value): match.ops[-1].name
+        for match in softmaxes
+        for op, value in _mask_operands(graph, match, static, computed)
+    }
+    values = {value: softmax for (_, value), softmax in entries.items()}
+    serves: dict[str, str] = {}  # operator -> the softmax whose mask it prepares
+    for op in reversed(graph.ops):
+        softmax = _served(graph, op, values, entries, serves)
+        if softmax:
+            serves[op.name] = softmax
+            for value in (*op.outputs, *(v for _, v in op.sources() if v not in static)):
+                values.setdefault(value, softmax)
+    return set(serves), values
+
+
+def _served(
+    graph: Graph,
+    op: Op,
+    values: dict[str, str],
+    entries: dict[tuple[str, str], str],
+    serves: dict[str, str],
+) -> str | None:
+    """The softmax for whose mask alone ``op`` works; ``None`` where something else reads its outputs."""
+    if any(map(graph.is_output, op.outputs)):
+        return None
+    readers = [(reader.name, value) for value in op.outputs for reader, _ in graph.consumers(value)]
+    served = [values[v] if (r, v) in entries else serves.get(r) for r, v in readers]
+    return served[0] if served and all(served) else None
+
+
+def _mask_operands(graph: Graph, match: Match, static: set[str], computed: set[str]) -> list[tuple[Op, str]]:
+    """The operands of a masked softmax that no product leads to, with the operators that read them."""
+    operands = [
+        (op, v) for op in match.ops for _, v in op.sources() if v not in match.inner and v not in static
+    ]
+    if computed.isdisjoint(value for _, value in operands):
+        return []
+    return [(op, v) for op, v in operands if v not in computed and graph.values[v].is_float]
