@@ -105,10 +105,10 @@ def test_what_is_found_is_exact_whatever_the_order_of_batches(build, scheme) -> 
     assert all(len(channels) >= 2 and 0.0 in channels.values() for channels in dead.values()), dead
 
 
-def lines() -> onnx.ModelProto:
+def lines(size: int = 4) -> onnx.ModelProto:
     """One channel is zero, one is the image itself, one is its negative part."""
     net = Net()
-    x = net.input("x", (1, 1, 4, 4))
+    x = net.input("x", (1, 1, size, size))
     first = net("Conv", x, net.const(np.reshape([0.0, 1.0, 1.0], (3, 1, 1, 1)), "w"), name="c", out="c.out")
     caps = net.const(np.reshape([9.0, 1e9, 0.0], (1, 3, 1, 1)))
     y = net("Min", first, caps, name="cap", out="cap.out")
@@ -127,13 +127,15 @@ def test_a_channel_that_was_the_least_of_its_tensor_is_followed_when_it_is_not_a
         assert seen(sim)["last.input[0]"][0] == constants
 
 
-def test_values_that_are_not_finite_are_no_constants_and_skipped_batches_tell_nothing() -> None:
-    model = lines()
-    positive = np.linspace(0, 1, 16, dtype=np.float32).reshape(1, 1, 4, 4)
+@pytest.mark.parametrize("scheme", ["min_max", "percentile"])
+@pytest.mark.parametrize("size", [4, 12])
+def test_values_that_are_not_finite_are_no_constants_and_skipped_batches_tell_nothing(size, scheme) -> None:
+    model = lines(size)
+    positive = np.linspace(0, 1, size**2, dtype=np.float32).reshape(1, 1, size, size)
     bad = np.full_like(positive, np.nan)
     for policy, constants in (("skip", {0: 0.0, 2: 0.0}), ("clamp", {})):
         for data in ([positive, bad], [bad, positive]):
-            sim = QuantizationSimModel(model, positive)
+            sim = QuantizationSimModel(model, positive, scheme)
             sim.compute_encodings(data, progress=False, non_finite=policy)
             assert seen(sim)["last.input[0]"][0] == constants
 

@@ -21,6 +21,7 @@ SWITCH = "BITWRIGHT_COMPILED"
 """Environment variable: ``0`` leaves the compiled loops unused."""
 
 _F, _B = "float32[::1]", "uint8[::1]"
+_READ = "Array({}, 1, 'C', readonly=True)"  # which takes writable arrays too
 _GRID = "float32, float32, float32"
 SIGNATURES: dict[Callable[..., Any], str] = {
     elementwise.quantize_dequantize: f"void({_F}, {_F}, {_GRID})",
@@ -29,9 +30,10 @@ SIGNATURES: dict[Callable[..., Any], str] = {
     elementwise.clamp_quantize_marked: f"void({_F}, {_F}, {_B}, float32, float32, {_GRID}, float32, float32)",
     elementwise.quantize_rows: f"void({_F}, {_F}, {_F}, float32, float32)",
     elementwise.pass_gradient: f"void({_F}, {_B}, {_F})",
-    counting.key_bounds: "UniTuple(int32, 2)(int32[::1])",
+    counting.key_bounds: f"UniTuple(int32, 2)({_READ.format('int32')})",
     counting.count_bins: (
-        f"int64({_F}, int32[::1], int64, int32, float32, uint16[::1], uint16[:, ::1], int64[::1], int64[::1])"
+        f"int64({_READ.format('float32')}, {_READ.format('int32')}, int64, int32, float32, uint16[::1], uint16[:, ::1], "
+        "int64[::1], int64[::1])"
     ),
 }
 

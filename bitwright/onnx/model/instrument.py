@@ -50,7 +50,9 @@ class Tap:
         inside: whether the tensor stands in a body, where no elements may also mean that the body did not run.
         watches: what the sites show of their channels.
         axis, channels: axis of the channels, counted from the end, and their minima and maxima; samples may be left in front,
-            axes of length one after. Empty where the tensor itself is fetched, or stands in a body.
+            axes of length one after. Empty where the tensor itself is looked at, or stands in a body.
+        least: of a tensor that is fetched and has ``channels``, what no element was below in the last batch; ``None`` where
+            some were not finite.
         sampled: whether the minima are those of a few pixels: a channel whose maximum is above them is not constant, and one
             whose maximum is the least value of the tensor is.
         pooled: the maxima, where a pool takes them, which the runtime has in its own layout of images, too.
@@ -70,6 +72,7 @@ class Tap:
     watches: list[ChannelWatch] = field(default_factory=list)
     axis: int = -1
     channels: tuple[ir.Value, ...] = ()
+    least: float | None = None
     sampled: bool = False
     pooled: ir.Value | None = None
     pixels: ir.Value | None = None
@@ -87,9 +90,9 @@ class Tap:
 
     @property
     def cheap(self) -> bool:
-        """Whether its channels are looked at for next to nothing."""
+        """Whether its channels are looked at for next to nothing, with maxima that are taken anyway."""
         shape = self.value.shape
-        return bool(self.channels) and (
+        return bool(self.channels and self.scalars) and (
             self.sampled or shape is not None and (len(shape) <= 2 or _is_image(self.value))
         )
 
@@ -103,18 +106,20 @@ class Tap:
         for watch in self.watches:
             watch.observe(x)
 
-    def observe_channels(self, ends: Sequence[Array], least: float) -> bool:
+    def observe_channels(self, ends: Sequence[Array], least: float | None) -> bool:
         """Take minima and maxima per channel, or maxima alone; those of a tensor of no elements are none.
 
         Args:
             ends: the bounds.
-            least: no element is below this.
+            least: no element is below this; ``None`` where that is not known.
 
         Returns:
             Whether that was enough to tell which channels are still constant.
         """
         if not ends[-1].size or self.quantizer.frozen or not self.followed:
             return True
+        if least is None:
+            return False
         *lo, hi = (end.reshape(-1, end.shape[self.axis]) for end in ends)
         top = hi.max(0)
         if not lo and any(least < value and top[i] == value for i, value in self._constants()):
@@ -148,7 +153,29 @@ class Tap:
         if x.size == 0:
             self.note_empty()
             return
-        self.observe_channels_of(x)
+        if self.scalars or not self.channels:
+            self.observe_channels_of(x)
+        before = self._excluded()
+        self._observe(x)
+        self.least = self.lowest if before == self._excluded() else None
+
+    @property
+    def lowest(self) -> float:
+        """No finite element that the quantizer has seen is below this."""
+        seen = self.quantizer.statistics
+        if not isinstance(seen, statistics.MinMax | statistics.Histogram):
+            return -np.inf
+        return float(statistics.bounds_of(seen).lo.min())
+
+    def _excluded(self) -> int:
+        """How many elements that are not finite the quantizer has met."""
+        seen = self.quantizer.statistics
+        if not isinstance(seen, statistics.MinMax | statistics.Histogram):
+            return 0
+        bounds = statistics.bounds_of(seen)
+        return int((bounds.nan_count + bounds.inf_count).sum())
+
+    def _observe(self, x: Array) -> None:
         parts: Iterable[Array] = (x,)
         if self.leading and not self.unordered:
             parts = x.reshape(-1, *x.shape[self.leading :])
@@ -199,7 +226,12 @@ class Instrument:
         """
         if not is_reducible(quantizer, value):
             outer, leading = self.lift(value, graph, np.zeros(0, _numpy_type(value)), None)
-            return Tap(quantizer, outer, leading=leading, inside=graph is not self.model.graph)
+            tap = Tap(quantizer, outer, leading=leading, inside=graph is not self.model.graph)
+            if axis == -3 and outer is value and tap.unordered and value.dtype == ir.DataType.FLOAT:
+                self._add_pixels(tap)
+                if tap.pixels is not None:  # else to look at the tensor itself costs nothing
+                    self._add_channels(tap, axis)
+            return tap
         tap = Tap(quantizer, value, finite=finite)
         if graph is self.model.graph:  # in a body it would cost much at every step
             self._add_pixels(tap)
@@ -267,7 +299,7 @@ class Instrument:
 
     def look_whole(self, tap: Tap) -> None:
         """Take the minimum, and those of channels, from all pixels from now on."""
-        if tap.floor is not None:
+        if tap.scalars and tap.floor is not None:
             _producer(tap.scalars[0]).replace_input_with(0, tap.value)
             tap.floor = None
         if tap.sampled:

@@ -147,6 +147,7 @@ def open_file(path: Path, *, threads: int = 0, arena: bool = True) -> Any:
     options = _options(threads, arena)
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.enable_mem_pattern = False  # its plan is another block of memory beside that of the first run
     with _explained(path.name):
         return ort.InferenceSession(str(path), options, providers=list(_CPU))
 

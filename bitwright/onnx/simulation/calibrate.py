@@ -1,19 +1,21 @@
 """Watching activations while a model runs: bounds by reductions inside the graph, histograms from the tensors.
 
-What a quantizer needs decides what is fetched. Bounds (range method ``minmax``, per tensor) are three reductions and
-a size beside each tensor; only scalars leave the runtime. ReduceMin and ReduceMax pass over NaN, so a ReduceSum goes
+What a quantizer needs decides what is fetched. Bounds (range method ``minmax``, per tensor) are reductions and a size
+beside each tensor; only scalars leave the runtime. ReduceMin and ReduceMax pass over NaN, so a ReduceSum goes
 with them: where one of the three is not finite, the tensor itself is fetched in a second run of the batch and counted
 exactly. Everything else (histograms, several scales, half types) fetches the tensors and hands them to
 :mod:`bitwright.core.numerics.statistics`, so that encodings are those of any other front end, bit for bit.
 
-Memory: tensors are fetched in groups whose bytes stay within a budget, one run of the batch per group; the runtime
-frees every other tensor as soon as its readers are through (:mod:`bitwright.onnx.model.schedule`).
+Memory: tensors are fetched in groups whose bytes stay within a budget, bounds per channel aside, one run of the batch per
+group; the runtime frees every other tensor as soon as its readers are through (:mod:`bitwright.onnx.model.schedule`).
 
-Channels that are constant (:mod:`bitwright.core.graph.constant_channels`) are found by two reductions per channel
-beside each tensor that is reduced. They run until one batch has counted. The session of the next batches, opened from
-the model that was optimised for the first, has them only where a channel was constant in that one, and only the
-maximum where the constant is the least value of the tensor, as after a ReLU: a channel whose maximum is the minimum
-of the tensor is constant.
+Passes over a tensor are saved where they tell nothing new. What operators make of bounded numbers holds no NaN
+(:mod:`bitwright.onnx.model.finite`), and needs no sum. The minimum of a ReLU is zero where a few pixels hold a zero. Whether
+a channel is constant (:mod:`bitwright.core.graph.constant_channels`) is seen from its maximum and from the minima of a few
+pixels, unless both are the same and above the least value of the tensor; then the tensor is fetched once, and all of its
+pixels are looked at from the next batch on. Of tensors that are no images all elements are, by two reductions per channel,
+until one batch has counted; the session of the next batches, opened from the model that was optimised for the first, has them
+only where a channel was constant in that one, and only the maximum where the constant is the least value of the tensor.
 
 Tensors inside the bodies of If, Loop and Scan leave them as additional outputs; a loop hands out one entry per
 iteration, and a branch that was not taken contributes nothing.
@@ -162,14 +164,15 @@ class Calibrator:
         least = dict(zip(self._reduced, self._bounds.lo.tolist(), strict=True))
         followed = dict[Tap, bool]()
         for tap in self._followed:
+            lowest = least.get(tap, tap.lowest)
+            if tap.sampled and tap.followed and not tap.is_least(lowest):
+                self._look_whole(tap)
             if tap.cheap:
                 followed[tap] = True
-                if tap.sampled and tap.followed and not tap.is_least(least[tap]):
-                    self._look_whole(tap)
             elif tap.followed:
-                followed[tap] = tap not in least or not tap.is_least(least[tap])
+                followed[tap] = not tap.channels or not tap.is_least(lowest)
         self._followed, self._settled = followed, True
-        for tap in self._reduced:
+        for tap in self.taps:
             both = self._followed.get(tap)
             self._instrument.drop(tap.channels if both is None else tap.channels[: 0 if both else 1])
 
@@ -215,9 +218,8 @@ class Calibrator:
                     scalars, found = found[: len(self._joined)], found[len(self._joined) :]
                     ends, found = self._split(found)
                 self._read_arrays(group, found, feeds)
-                if i == 0:  # may take runs of its own
-                    odd = self._read_scalars(scalars, feeds)
-                    self._read_channels({t: ends[t] for t in ends.keys() - set(odd)}, scalars, feeds)
+            odd = self._read_scalars(scalars, feeds)  # may take runs of its own
+            self._read_channels({t: ends[t] for t in ends.keys() - set(odd)}, scalars, feeds)
         except BitwrightError:
             raise
         except refusals() as error:
@@ -241,8 +243,8 @@ class Calibrator:
         self._bounds = _Bounds.of(len(self._reduced))
 
     def _channel_values(self) -> dict[Tap, tuple[ir.Value, ...]]:
-        """The bounds per channel that a run gives, for every reduced tap whose channels are looked at."""
-        followed = ((tap, self._followed[tap]) for tap in self._reduced if tap in self._followed)
+        """The bounds per channel that a run gives, for every tap whose channels are looked at by them."""
+        followed = ((tap, both) for tap, both in self._followed.items() if tap.channels)
         return {tap: tap.channels if both else tap.channels[1:] for tap, both in followed}
 
     def _split(self, found: list[Array]) -> tuple[dict[Tap, list[Array]], list[Array]]:
@@ -288,9 +290,9 @@ class Calibrator:
 
     def _read_channels(self, ends: Mapping[Tap, list[Array]], scalars: Sequence[Array], feeds: Feeds) -> None:
         """Take the bounds per channel; where they are not enough, look at the tensor."""
-        lows = np.minimum(scalars[0], self._bounds.lo) if ends else ()
-        least = dict(zip(self._reduced, map(float, lows), strict=bool(ends)))
-        unclear = [tap for tap, found in ends.items() if not tap.observe_channels(found, least[tap])]
+        lows = np.minimum(scalars[0], self._bounds.lo) if self._reduced else ()
+        least = dict(zip(self._reduced, map(float, lows), strict=True))
+        unclear = [t for t, found in ends.items() if not t.observe_channels(found, least.get(t, t.least))]
         self._look_again(unclear, feeds, Tap.observe_channels_of)
 
     def _look_again(self, taps: Sequence[Tap], feeds: Feeds, see: Callable[[Tap, Array], None]) -> None:
@@ -301,7 +303,7 @@ class Calibrator:
             given = all(
                 tap.value.is_graph_input() for tap in group
             )  # no run needed: they came with the batch
-            found = [] if given else self._session(group, first=False, arena=False).run(feeds)
+            found = [] if given else self._session(group, first=False, arena=False, whole=True).run(feeds)
             self._read_arrays(group, found, feeds, see)
 
     def _read_arrays(
@@ -320,16 +322,16 @@ class Calibrator:
 
     # -- sessions and memory
 
-    def _session(self, arrays: Sequence[Tap], *, first: bool, arena: bool) -> _Session:
-        """The session for a run; a few are kept for the batches to come."""
-        key = (tuple(map(id, arrays)), first, arena)
+    def _session(self, arrays: Sequence[Tap], *, first: bool, arena: bool, whole: bool = False) -> _Session:
+        """The session for a run; a few are kept for the batches to come. ``whole``: channels are looked at in the tensors."""
+        key = (tuple(map(id, arrays)), first, arena, whole)
         found = self._sessions.pop(key, None)
         if found is None or found.state != (self._changes, self._followed):
             narrowed = found is not None and found.state[0] == self._changes
             before = replace(found.watching, session=None) if found is not None and narrowed else None
             found = None  # its memory goes before another one takes its own
             self._make_room()
-            found = self._open(arrays, first=first, arena=arena, before=before)
+            found = self._open(arrays, first=first, arena=arena, whole=whole, before=before)
         found.used = self.runs
         self._sessions[key] = found
         return found
@@ -355,11 +357,18 @@ class Calibrator:
         return part if self._weights <= part else 0
 
     def _open(
-        self, arrays: Sequence[Tap], *, first: bool, arena: bool, before: Watching | None = None
+        self,
+        arrays: Sequence[Tap],
+        *,
+        first: bool,
+        arena: bool,
+        whole: bool = False,
+        before: Watching | None = None,
     ) -> _Session:
         """A session; ``before`` is what is left of one that showed the channels of more taps."""
         fetched = [tap for tap in arrays if not tap.value.is_graph_input()]
-        ordered = {tap.value for tap in fetched if not tap.unordered or tap in self._followed}
+        by_array = {tap for tap in self._followed if whole or not tap.channels}
+        ordered = {tap.value for tap in fetched if not tap.unordered or tap in by_array}
         channels = chain.from_iterable(self._channel_values().values())
         small = [*self._joined, *channels] if first else []
         names = [*(self._outputs if first else ()), *(str(v.name) for v in small)]

@@ -90,3 +90,10 @@ def test_what_is_not_finite_shows_in_the_keys(bad: float) -> None:
 
 def test_the_table_is_centred_as_the_histogram() -> None:
     assert counting.HALF == statistics.HALF_BINS - 1
+
+
+@pytest.mark.parametrize("kind", ["minmax", "histogram"])
+def test_arrays_that_cannot_be_written_are_read(kind: Any) -> None:
+    x = np.frombuffer(data("normal", 999).tobytes(), np.float32)
+    assert not x.flags.writeable
+    assert statistics.measure(kind, x) == statistics.measure(kind, x.copy())

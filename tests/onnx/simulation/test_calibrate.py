@@ -225,9 +225,11 @@ def test_the_tensors_of_one_run_are_gone_before_the_next(monkeypatch, budget):
     held, feeds = Held(calibrator, monkeypatch), batches(1)[0]
     outputs = sum(array.nbytes for array in calibrator.run(feeds))
     assert len(held.before) > 2 and held.before[0] == 0
-    assert set(held.before[1:]) == {outputs}, "the caller is given the model's outputs, all else is counted"
+    # minima and maxima, 2 samples, 3 channels: they wait for their tensors, in whatever run these come
+    kept = outputs + 4 * sum(tap.channels != () for tap in calibrator.taps) * 2 * 2 * 3
+    assert set(held.before[1:]) <= {outputs, kept}, "the caller is given the outputs, all else is counted"
     largest = max(calibrator._tap_sizes(feeds).values())
-    assert held.most <= outputs + max(budget, largest)
+    assert held.most <= kept + max(budget, largest)
 
 
 def test_each_tensor_of_a_run_is_gone_once_it_is_counted(monkeypatch):
