@@ -6,10 +6,12 @@
     python benchmarks/qat.py --folder runs --only-table --markdown benchmarks/results/qat.md
 
 Nothing is chosen by test data. A part of every network's training data is held out: no calibration and no training step sees
-it. On it, and on one draw, a post-training recipe is chosen from ``RECIPES``, and for each way of training a learning rate from
-``RATES``; ranges have ten times the rate of the model. Then three other draws are calibrated and trained with these choices, and
-each result is scored on the test data once. All trained rows of a network take the same steps on the same batches and start from
-the chosen recipe's simulation; those with live batch norms start from ranges of least squared error.
+it. On it, on one draw and at W4A4, a post-training recipe is chosen from ``RECIPES`` and a learning rate for fixed and for
+learned ranges; ranges have ten times the rate of the model, and the other ways of training have the rate of learned ranges.
+Other bits take these choices over. Then three other draws are calibrated and trained with them, and each result is scored on
+the test data once. All trained rows of a network take the same steps on the same batches and start from the chosen recipe's
+simulation, whose rounding freezes the ranges of weights: those of activations are learned. Rows with live batch norms start from
+ranges of least squared error.
 
 Every quantizer has the bits of the preset, the first and the last layer's too: recipes are without the step that widens. A number
 is appended to ``results.jsonl`` of the folder when it is there, and not measured again. What the first draw trained is kept as a
@@ -69,6 +71,7 @@ PRESETS = {
 }
 DRAWS = (1, 2, 3)
 CHOOSING = 0  # the draw that choices are made on
+CHOSEN_AT = "w4a4"  # the bits that choices are made at
 TRAINED = ("fixed", "learned", "distilled")
 LIVE = ("live", "re-estimated")
 NAMES = {
@@ -126,6 +129,8 @@ class Subject:
         metric: its name.
         higher: whether more of it is better.
         batch_norms: whether the rows with live batch norms exist.
+        rates: to choose from; where there is one, nothing is chosen.
+        recipes: so many of ``RECIPES`` are chosen from.
     """
 
     model: Callable[[], nn.Module]
@@ -137,6 +142,8 @@ class Subject:
     metric: str
     higher: bool = False
     batch_norms: bool = False
+    rates: tuple[float, ...] = RATES
+    recipes: int = len(RECIPES)
 
 
 HELD_OUT = 1000  # pictures of 4000
@@ -178,15 +185,15 @@ def _rows(split: str, length: int) -> Tensor:
     return text[: len(text) // (length + 1) * (length + 1)].reshape(-1, length + 1)
 
 
-SAMPLED = 128  # stories
+SAMPLED, LENGTH = 48, 128  # stories and their tokens
 
 
 @torch.no_grad()
 def _sampled() -> Tensor:
-    """Stories that the float model tells, as the data set's own were made: ``[SAMPLED, 257]``."""
+    """Stories that the float model tells, as the data set's own were made: ``[SAMPLED, LENGTH + 1]``."""
     torch.manual_seed(0)
     model, rows = data.trained("stories260k"), torch.ones(SAMPLED, 1, dtype=torch.int64)
-    for _ in range(256):
+    for _ in range(LENGTH):
         rows = torch.cat([rows, torch.multinomial(model(rows)[:, -1].softmax(-1), 1)], 1)
     return rows
 
@@ -253,13 +260,15 @@ SUBJECTS = {
     "resnet20_aux": Subject(
         functools.partial(data.trained, "resnet20_aux"),
         _pictures,
-        _calibration(lambda: _pictures_of("train").x, 512, 32),
+        _calibration(lambda: _pictures_of("train").x, 256, 32),
         lambda model, split: data.accuracy(model, _pictures_of(split)),
         80,
-        64,
+        32,
         "accuracy, %",
         higher=True,
         batch_norms=True,
+        rates=(1e-4, 3e-4),
+        recipes=1,
     ),
     "lstm_char": Subject(
         functools.partial(data.trained, "lstm_char"),
@@ -282,10 +291,10 @@ SUBJECTS = {
     "mobilenet_v2_cifar": Subject(
         functools.partial(data.trained, "mobilenet_v2_cifar"),
         _pictures,
-        _calibration(lambda: _pictures_of("train").x, 512, 32),
+        _calibration(lambda: _pictures_of("train").x, 256, 32),
         lambda model, split: data.accuracy(model, _pictures_of(split)),
         100,
-        64,
+        32,
         "accuracy, %",
         higher=True,
         batch_norms=True,
@@ -298,8 +307,10 @@ SUBJECTS = {
             lambda split: data.stories("test")[:64] if split == "test" else data.stories("calib")[24:]
         ),
         60,
-        4,
+        8,
         "perplexity",
+        rates=(1e-3,),
+        recipes=1,
     ),
 }
 
@@ -315,7 +326,7 @@ class Cell:
         network, preset, row: what is measured.
         draw: seed of calibration and of training.
         split: what it is scored on.
-        option: index into ``RECIPES`` or ``RATES``; of rows that have neither, 0.
+        option: index into ``RECIPES`` or the rates of the network; of rows that have neither, 0.
     """
 
     network: str
@@ -363,25 +374,31 @@ class Study:
 
     def best(self, row: str, count: int) -> int:
         """The option of ``row`` with the best score on what is held out."""
-        for option in range(count):
-            if self.results.find(self.cell(row, CHOOSING, "validation", option)) is None:
-                self.measure(row, CHOOSING, "validation", option)
+        if count == 1:
+            return 0
+        if self.preset != CHOSEN_AT:
+            return Study(self.network, CHOSEN_AT, self.results).best(row, count)
         scores = []
         for option in range(count):
-            line = self.results.find(self.cell(row, CHOOSING, "validation", option))
+            cell = self.cell(row, CHOOSING, "validation", option)
+            if self.results.find(cell) is None:
+                self.measure(row, CHOOSING, "validation", option)
+            line = self.results.find(cell)
             assert line is not None
             scores.append(line["score"])
         return scores.index((max if self.subject.higher else min)(scores))
 
     def recipe(self) -> int:
-        return self.best("recipe", len(RECIPES))
+        return self.best("recipe", self.subject.recipes)
 
     # -- numbers
 
     def run(self, draws: Sequence[int]) -> None:
         """All rows, those of the first draws first."""
         ways = (*TRAINED, *(("live",) if self.subject.batch_norms else ()))
-        chosen = {"nearest": 0, "recipe": self.recipe()} | {way: self.best(way, len(RATES)) for way in ways}
+        rates = {way: self.best(way, len(self.subject.rates)) for way in ("fixed", "learned")}
+        chosen = {"nearest": 0, "recipe": self.recipe()}
+        chosen |= {way: rates["fixed" if way == "fixed" else "learned"] for way in ways}
         for draw in draws:
             for row, option in chosen.items():
                 if self.results.find(self.cell(row, draw, "test", option)) is None:
@@ -397,13 +414,13 @@ class Study:
         else:
             sim = copy.deepcopy(self.treated(draw, self.recipe()))
             start = time.process_time()
-            train(sim, self.subject, row, draw, RATES[option])
+            train(sim, self.subject, row, draw, self.subject.rates[option])
         self._score(row, sim, draw, split, option, start)
 
     def _measure_live(self, draw: int, split: str, option: int, start: float) -> None:
         """One training, scored with the statistics that it left and with new ones."""
         sim = self._with_batch_norms(draw)
-        train(sim, self.subject, "live", draw, RATES[option])
+        train(sim, self.subject, "live", draw, self.subject.rates[option])
         other = copy.deepcopy(sim)
         shown = [x for x, _ in self.subject.batches(draw + 1000, 20, self.subject.batch)]
         reestimate_bn_stats(other.model, shown, num_batches=20)
@@ -535,8 +552,8 @@ def _row(results: Results, network: str, preset: str, row: str, lines: list[dict
     mean, low, high = (format(f(scores), places) for f in (statistics.fmean, min, max))
     spread = mean if low == high else f"{mean} ({low} to {high})"
     option = lines[0]["option"]
-    chosen = {"float": "", "nearest": "", "recipe": f"{option + 1} of {len(RECIPES)}"}.get(
-        row, f"{RATES[option]:g}"
+    chosen = {"float": "", "nearest": "", "recipe": f"{option + 1} of {subject.recipes}"}.get(
+        row, f"{subject.rates[option]:g}"
     )
     file = results.find(Cell(network, preset, row, DRAWS[0], "file", 0))
     told = "" if file is None else _told(file, places)

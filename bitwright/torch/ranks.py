@@ -50,6 +50,10 @@ _GRADIENTS = (
     "average the gradients of learned ranges",
     "every rank must run as many backward passes as the others (learn_ranges(distributed=False) trains each for itself)",
 )
+_STEPS = (
+    "agree on whether to take a training step",
+    "every rank must take as many steps as the others (TrainingGuard(distributed=False) decides for each alone)",
+)
 _DATA = (
     "exchange batches",
     "every rank must call gather_batches as often as the others, if only with an empty list",
@@ -129,6 +133,17 @@ class Ranks:
         tensor = (values if values.is_cuda else values.to(self._device)).clone()
         self._carry(lambda: dist.all_reduce(tensor), *_GRADIENTS)
         return (tensor / self.count).to(values.device)
+
+    def with_bad_step(self, bad: bool) -> list[int]:
+        """The ranks whose training step is ``bad``.
+
+        Raises:
+            CalibrationError: as :meth:`reduce`.
+        """
+        flags = torch.zeros(self.count, dtype=torch.int64, device=self._device)
+        flags[self.number] = int(bad)
+        self._carry(lambda: dist.all_reduce(flags), *_STEPS)
+        return [rank for rank, flag in enumerate(flags.tolist()) if flag]
 
     def _carry(self, operation: Callable[[], Any], purpose: str, rule: str) -> None:
         """Carry out what all ranks take part in; ``purpose`` and ``rule`` are for the error of one that does not."""

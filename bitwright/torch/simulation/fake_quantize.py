@@ -120,6 +120,16 @@ def passed(grad: torch.Tensor, x: torch.Tensor, grid: Grid) -> torch.Tensor:
     return _between(grad.reshape(code.shape), code, lo, hi).reshape(grad.shape)
 
 
+def pass_on(grad: torch.Tensor, x: torch.Tensor, ratio: torch.Tensor, grid: Grid, out: torch.Tensor) -> None:
+    """Write :func:`passed` to ``out``; ``ratio`` is ``x / scale``, and all are of the shape that the grid is for."""
+    if isinstance(grid.lo, torch.Tensor):
+        torch.mul(grad, (ratio >= grid.lo - 0.5) & (ratio <= grid.hi + 0.5), out=out)
+        return
+    value, unit = (x, grid.scale) if isinstance(grid.scale, float) else (ratio, 1.0)
+    ends = ((grid.lo - 0.5) * unit, (grid.hi + 0.5) * unit)
+    torch.ops.aten.hardtanh_backward.grad_input(grad, value, *ends, grad_input=out)
+
+
 def _between(grad: torch.Tensor, x: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
     """``grad`` where ``x`` lies between ``lo`` and ``hi``, else zero."""
     # the strides of the kernel's result are not those that a compiler expects

@@ -31,7 +31,7 @@ from torch import nn
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, IntFormat
 from bitwright.errors import ModelError
-from bitwright.torch.simulation.fake_quantize import Grid, double, is_fast, on_grid, passed
+from bitwright.torch.simulation.fake_quantize import Grid, double, is_fast, on_grid, pass_on
 from bitwright.torch.simulation.functional import round_ste
 
 _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -274,46 +274,107 @@ class _OnLearnedGrid(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), grid, scaling = ctx.saved_tensors, ctx.grid, ctx.scaling
         dense = grad.to_dense() if grad.is_sparse else grad
-        inner = passed(dense, x, grid)
-        step, clipped = range_gradients(dense, inner, x, grid, scaling, offset=ctx.has_offset)
-        to_scale = (scaling.factor * step).reshape(scaling.shape).float().to(ctx.home)
+        inner, step, clipped = range_gradients(dense, x, grid, scaling, offset=ctx.has_offset)
+        weight = scaling.factor / grid.scale  # of gradients by the scale, each divided by the scale
+        to_scale = (weight * step).reshape(scaling.shape).float().to(ctx.home)
         to_offset = None
         if clipped is not None:
-            to_offset = (scaling.factor / scaling.steps * clipped).reshape(scaling.shape).float().to(ctx.home)
+            to_offset = (weight / scaling.steps * clipped).reshape(scaling.shape).float().to(ctx.home)
         if grad.is_sparse:
             inner = inner.sparse_mask(grad.coalesce())
         return inner if ctx.needs_input_grad[0] else None, to_scale, to_offset, None, None
 
 
+def learned_side_by_side(
+    ranges: Sequence[LearnedRange], encodings: Sequence[Encoding], like: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """One function of tensors that stand side by side, ``[B, len(encodings) * H]``, each with a learned range of its own.
+
+    Args:
+        ranges: of those that are learned, with one scale each.
+        encodings: of all, in their order.
+        like: ``[B, H]``, float32.
+
+    Returns:
+        ``None`` where some are not learned, or are learned on another grid.
+    """
+    first, count = ranges[0], len(encodings)
+    fmt = first.base.format
+    alike = all(r.with_offset == first.with_offset and r.base.format == fmt for r in ranges)
+    if len(ranges) != count or not alike:
+        return None
+    assert isinstance(fmt, IntFormat)
+
+    def column(values: Sequence[Any]) -> torch.Tensor:
+        return torch.tensor([float(v) for v in values], device=like.device).reshape(count, 1)
+
+    lo, hi = ([end - int(e.zero_point) for e in encodings] for end in (fmt.qmin, fmt.qmax))
+    low, high = (float(lo[0]), float(hi[0])) if len(set(lo)) == 1 else (column(lo), column(hi))
+    zero = torch.zeros((), device=like.device)
+    grid = Grid(column([e.scale for e in encodings]), low, high, zero, (-1, count, like.shape[-1]))
+    log_scale = torch.stack([r.log_scale for r in ranges])
+    offset = torch.stack([r.offset for r in ranges if r.offset is not None]) if first.with_offset else None
+    factor = first._scaling(like, False).factor
+    scaling = Scaling(factor, fmt.steps, tuple(log_scale.shape))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _OnLearnedGrid.apply(x, log_scale, offset, grid, scaling)
+        return out
+
+    return run
+
+
 def range_gradients(
-    grad: torch.Tensor, inner: torch.Tensor, x: torch.Tensor, grid: Grid, scaling: Scaling, *, offset: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of the scale and of the lower end of a range, each divided by the scale.
+    grad: torch.Tensor, x: torch.Tensor, grid: Grid, scaling: Scaling, *, offset: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of what was quantized, and of the scale and the lower end of its range.
 
     Inside the range the derivative of ``s * round(x / s)`` by ``s`` is ``round(x / s) - x / s``, outside it is the code
     at the end; the derivative by the lower end is 1 outside and 0 inside.
 
     Args:
         grad: of the result.
-        inner: the part of it that passes on to ``x``.
-        x: what was quantized.
+        x: what was quantized, of the dtype of ``grad``.
         grid, scaling: of the range.
-        offset: compute the second.
+        offset: compute the third.
+
+    Returns:
+        Of the shape of ``x``, and two of the shape that the scale broadcasts with.
     """
-    shape = grid.view or tuple(x.shape)
-    grad, inner, x = grad.reshape(shape), inner.reshape(shape), x.reshape(shape)
-    axes = _shared_axes(grid, shape)
-    outside = _sums(grad, axes) - _sums(inner, axes) if offset else None
-    ratio = x / grid.scale
-    if (
-        scaling.steps <= 0xFF
-    ):  # two sums whose difference is taken: with more codes it would be lost in rounding
-        passed_on = _products(inner, ratio, axes)
-        step = _products(grad, ratio.round_().clamp_(grid.lo, grid.hi), axes) - passed_on
+    shape, axes = grid.view or tuple(x.shape), _shared_axes(grid, grid.view or x.shape)
+    order: list[int] | None = None
+    if axes is None and grad.stride() == x.stride() and not grad.is_contiguous():
+        order = sorted(range(x.ndim), key=x.stride, reverse=True)  # channels last: elements in memory order
+        flat_grad, flat = grad.permute(order).reshape(-1), x.permute(order).reshape(-1)
     else:
-        codes = ratio.round().clamp_(grid.lo, grid.hi)
-        step = _products(grad, codes.sub_(ratio), axes) + _products(grad - inner, ratio, axes)
-    return step / grid.scale, None if outside is None else outside / grid.scale
+        wanted = (-1,) if axes is None else shape
+        flat_grad, flat = grad.reshape(wanted), x.reshape(wanted)
+    inner = torch.empty_like(flat_grad, memory_format=torch.contiguous_format)
+    ratio = torch.div(flat, grid.scale)
+    pass_on(flat_grad, flat, ratio, grid, inner)
+    outside = _sums(flat_grad, axes) - _sums(inner, axes) if offset else None
+    step = _for_scale(flat_grad, inner, ratio, grid, scaling, axes)
+    if order is not None:
+        back = [order.index(axis) for axis in range(x.ndim)]
+        inner = inner.reshape([x.shape[axis] for axis in order]).permute(back)
+    return inner.reshape(x.shape), step, outside
+
+
+def _for_scale(
+    grad: torch.Tensor,
+    inner: torch.Tensor,
+    ratio: torch.Tensor,
+    grid: Grid,
+    scaling: Scaling,
+    axes: list[int] | None,
+) -> torch.Tensor:
+    """The sum for the scale; ``ratio`` is overwritten."""
+    if scaling.steps <= 0xFF:
+        # two sums whose difference is taken: with more codes it would be lost in rounding
+        passed_on = _products(inner, ratio, axes)
+        return _products(grad, ratio.round_().clamp_(grid.lo, grid.hi), axes) - passed_on
+    codes = ratio.round().clamp_(grid.lo, grid.hi)
+    return _products(grad, codes.sub_(ratio), axes) + _products(grad - inner, ratio, axes)
 
 
 def _shared_axes(grid: Grid, shape: Sequence[int]) -> list[int] | None:
@@ -326,11 +387,6 @@ def _shared_axes(grid: Grid, shape: Sequence[int]) -> list[int] | None:
 
 def _products(a: torch.Tensor, b: torch.Tensor, axes: list[int] | None) -> torch.Tensor:
     if axes is None:
-        if (
-            a.stride() == b.stride() and not a.is_contiguous()
-        ):  # channels last: the same elements in memory order
-            order = sorted(range(a.ndim), key=a.stride, reverse=True)
-            a, b = a.permute(order), b.permute(order)
         return torch.dot(a.reshape(-1), b.reshape(-1))
     return (a * b).sum(axes, keepdim=True) if axes else a * b
 

@@ -27,7 +27,7 @@ from bitwright.torch.simulation.fake_quantize import (
     make_grid,
     round_within,
 )
-from bitwright.torch.simulation.learned_range import LearnedRange
+from bitwright.torch.simulation.learned_range import LearnedRange, learned_side_by_side
 
 logger = logging.getLogger("bitwright")
 
@@ -191,14 +191,18 @@ def side_by_side(
 
     Returns:
         A function of ``[B, len(quantizers) * H]``, which may write over its argument. Zeros may come out as ``-0.0``.
-        ``None`` where an encoding has more than one scale or no fast path, or ``like`` is traced.
+        ``None`` where an encoding has more than one scale or no fast path, or ``like`` is traced; in training also where some
+        of the ranges are learned and others are not.
     """
     encodings = [quantizer.required for quantizer in quantizers]
-    apart = any(quantizer.learned is not None or quantizer.pivot is not None for quantizer in quantizers)
-    if torch.is_grad_enabled() and apart:
-        return None  # the gradients at each range are taken apart from the others
     if not is_plain(like) or not all(e.scale.ndim == 0 and is_fast(e) for e in encodings):
         return None
+    if torch.is_grad_enabled():
+        if any(quantizer.pivot is not None for quantizer in quantizers):
+            return None  # the gradients at each are taken apart from the others
+        learned = [quantizer.learned for quantizer in quantizers]
+        if any(one is not None for one in learned):
+            return learned_side_by_side([one for one in learned if one is not None], encodings, like)
     grid = columns_grid(encodings, like)
     scale, lo, hi = grid.scale, grid.lo, grid.hi
     clamped = not within or not all(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("bitwright")
 
+_FROZEN = "it is frozen"
 Init = Literal["calibrated", "lsq", "lsq+"]
 
 
@@ -98,7 +99,21 @@ def learn_ranges(
             )
         sim._shared.wanted = distributed
         share_gradients(sim)
+    _tell_frozen(fixed)
     return RangeReport(tuple(learned.values()), fixed)
+
+
+def _tell_frozen(fixed: Mapping[str, str]) -> None:
+    """Say which ranges were left because they are frozen: whoever rounded weights before training may not expect it."""
+    frozen = [name for name, why in fixed.items() if why == _FROZEN]
+    if frozen:
+        logger.warning(
+            "learn_ranges: %d frozen ranges stay as they are, %s among them: rounding methods such as GPTQ and AdaRound freeze "
+            "those of the weights that they rounded. To train them, set sim.quantizers[name].frozen = False and call "
+            "learn_ranges again",
+            len(frozen),
+            frozen[0],
+        )
 
 
 def site_tensor(sim: QuantizationSimModel, site: Site) -> torch.Tensor | None:
@@ -131,7 +146,7 @@ def _why_fixed(site: Site) -> str | None:
     if quantizer.derived:
         return "its grid follows from those of the input and the weight"
     if quantizer.frozen:
-        return "it is frozen"
+        return _FROZEN
     if site.role == "constant":
         return "it is a constant"
     if quantizer.is_fixed:

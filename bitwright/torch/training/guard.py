@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from bitwright.errors import ConfigError, ModelError
+from bitwright.torch.ranks import calibrating_ranks
 from bitwright.torch.simulation.ranges import learned_ranges
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ class TrainingGuard:
         patience: so many steps in a row may be left out.
         sim: a simulation whose ranges are learned: a step that moves one far off its tensor, as with too large a learning
             rate, is an error that names the site, and the ranges are what they were before it.
+        distributed: where a process group of several ranks is initialised, a step that is bad on one rank is left out on all of
+            them: the others would wait for the gradients of that rank, or go another way than it. ``False`` lets every rank
+            decide for itself.
 
     Attributes:
         steps: how many were taken.
@@ -49,6 +53,7 @@ class TrainingGuard:
         *,
         patience: int = 20,
         sim: QuantizationSimModel | None = None,
+        distributed: bool = True,
     ) -> None:
         if max_norm is not None and not 0 < max_norm < float("inf"):
             raise ConfigError(
@@ -58,7 +63,7 @@ class TrainingGuard:
         self.steps = self.skipped = 0
         self.reasons: dict[str, int] = {}
         self.norm = 0.0
-        self._sim = sim
+        self._sim, self._distributed = sim, distributed
         self._in_a_row = 0
 
     def step(self, loss: torch.Tensor) -> bool:
@@ -66,23 +71,34 @@ class TrainingGuard:
 
         Raises:
             ModelError: more than ``patience`` steps in a row were left out, or a learned range left its tensor.
+            CalibrationError: another rank ended, or did not take this step within the timeout of the process group.
         """
         self.optimizer.zero_grad()
-        if not bool(torch.isfinite(loss.detach()).all()):
-            return self._skip("loss")
+        where = self._bad(not bool(torch.isfinite(loss.detach()).all()))
+        if where is not None:
+            return self._skip("loss", where)
         loss.backward()
         parameters = [
             p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
         bound = float("inf") if self.max_norm is None else self.max_norm
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if not bool(torch.isfinite(norm)):
-            return self._skip("gradient")
+        where = self._bad(not bool(torch.isfinite(norm)))
+        if where is not None:
+            return self._skip("gradient", where)
         nn.utils.clip_grads_with_norm_(parameters, bound, norm)
         self._take()
         self.norm, self._in_a_row = float(norm), 0
         self.steps += 1
         return True
+
+    def _bad(self, here: bool) -> str | None:
+        """Where this step is bad, in words for a message; ``None`` where it is not."""
+        ranks = calibrating_ranks(self._distributed)
+        if ranks is None:
+            return "" if here else None
+        found = ranks.with_bad_step(here)
+        return f" on rank {found[0]} of {ranks.count}" if found else None
 
     def _take(self) -> None:
         """The optimizer's step; ranges that it breaks are put back before the error."""
@@ -97,7 +113,7 @@ class TrainingGuard:
                 learned.put(state)
             raise
 
-    def _skip(self, reason: str) -> bool:
+    def _skip(self, reason: str, where: str) -> bool:
         self.optimizer.zero_grad()
         self.skipped += 1
         self._in_a_row += 1
@@ -105,7 +121,7 @@ class TrainingGuard:
         if self._in_a_row > self.patience:
             raise ModelError(
                 "training",
-                f"{self._in_a_row} steps in a row had a {reason} that is not finite",
+                f"{self._in_a_row} steps in a row had a {reason} that is not finite{where}",
                 "run check_model(model, [batch]) to find the operator; lower the learning rate if it began well",
             )
         return False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.errors import ModelError
-from bitwright.torch import QuantizationSimModel, TrainingGuard, reestimate_bn_stats
+from bitwright.torch import QuantizationSimModel, TrainingGuard, apply_gptq, reestimate_bn_stats
 from bitwright.torch.simulation.ranges import LOOK_EVERY
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -57,6 +57,45 @@ def test_right_loops_are_not_told_of(caplog):
         everything = [*sim.model.parameters(), *sim.range_parameters()]
         train(sim, everything, 2 * LOOK_EVERY + 2, accumulate=4 * LOOK_EVERY)  # no step was taken yet
     assert not caplog.records
+
+
+def test_ranges_that_rounding_froze_are_told_of(caplog):
+    sim = make()
+    apply_gptq(sim, [X], progress=False)
+    with caplog.at_level(logging.WARNING):
+        report = sim.learn_ranges()
+    assert not any(name.endswith("weight") for name in report.learned)
+    (record,) = caplog.records
+    assert "2 frozen ranges stay as they are, 0.weight among them" in record.getMessage()
+    for name in ("0.weight", "2.weight"):  # as the message says
+        sim.quantizers[name].frozen = False
+    caplog.clear()
+    assert {"0.weight", "2.weight"} <= set(sim.learn_ranges().learned) and not caplog.records
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_ranges_train_with_the_optimizers_that_people_use(make_optimizer):
+    """A range three times too wide at four bits comes to where the output is nearer to that of the float model."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 4)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)).eval()
+    sim = QuantizationSimModel(model, x, default_output_bw=4, default_param_bw=8)
+    sim.compute_encodings([3 * x], progress=False)
+    with torch.no_grad(), sim.in_float():
+        wanted = sim.model(x)
+    sim.learn_ranges("*put[0]")
+    # with SGD steps are as long as in the papers, which wants a rate of its own
+    options = {"lr": 1.0, "momentum": 0.9} if make_optimizer is torch.optim.SGD else {"lr": 0.02}
+    guard = TrainingGuard(make_optimizer(sim.range_parameters(), **options), sim=sim)
+
+    def error() -> Tensor:
+        return (sim.model(x) - wanted).square().mean()
+
+    before = float(error().detach())
+    for _ in range(100):
+        guard.step(error())
+    assert float(error().detach()) < 0.2 * before
+    assert guard.skipped == 0
 
 
 def test_evaluation_in_training_mode_is_told_once(caplog):

@@ -22,8 +22,11 @@ def build(kind: str, **more: object) -> nn.Module:
     return {"lstm": nn.LSTM, "gru": nn.GRU}[kind](6, 10, **more)
 
 
-def results(model: nn.Module, x: object, bits: int) -> list[Tensor]:
-    """Scales, outputs and gradients of a simulation that calibrates, runs and trains a step."""
+def results(model: nn.Module, x: object, bits: int, learned: bool = False) -> list[Tensor]:
+    """Scales, outputs and gradients of a simulation that calibrates, runs and trains a step.
+
+    A gradient of a range is the difference of two long sums, and is divided by their size.
+    """
     sim = QuantizationSimModel(model, x, default_output_bw=bits, default_param_bw=8)
     sim.compute_encodings([x], progress=False)
     found = [
@@ -34,16 +37,24 @@ def results(model: nn.Module, x: object, bits: int) -> list[Tensor]:
     with torch.no_grad():
         y, state = sim.model(x)
     found += [y.data if x is PACKED else y, *(state if isinstance(state, tuple) else (state,))]
+    if learned:
+        sim.learn_ranges()
     y, _ = sim.model(x)
     (y.data if x is PACKED else y).square().sum().backward()
-    return found + [p.grad for p in sim.model.parameters() if p.grad is not None]
+    ranges = [p.grad for p in sim.range_parameters() if p.grad is not None] if learned else []
+    return (
+        found
+        + [p.grad for p in sim.model.parameters() if p.grad is not None]
+        + [grad / (20 * grad.abs().amax().clamp(min=1.0)) for grad in ranges]
+    )
 
 
+@pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("bits", [8, 4, 16])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 def test_equal_to_the_gates_one_by_one(
-    kind: str, packed: bool, bits: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, packed: bool, bits: int, learned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, seen = PACKED if packed else X, []
     stacked = StepFunctions.stacked
@@ -53,11 +64,12 @@ def test_equal_to_the_gates_one_by_one(
         return seen[-1]
 
     monkeypatch.setattr(StepFunctions, "stacked", spy)
-    fast = results(build(kind, bidirectional=True), x, bits)
+    fast = results(build(kind, bidirectional=True), x, bits, learned)
     assert len(seen) == 6 and None not in seen  # two directions that calibrate, run and train
     monkeypatch.setattr(StepFunctions, "stacked", lambda *_: None)
-    slow = results(build(kind, bidirectional=True), x, bits)
-    forward = len(fast) - len(list(build(kind, bidirectional=True).parameters()))
+    slow = results(build(kind, bidirectional=True), x, bits, learned)
+    forward = next(i for i, one in enumerate(fast) if one.shape == build(kind).weight_ih_l0.shape)
+    assert len(fast) == len(slow)
     for one, other in zip(fast[:forward], slow[:forward], strict=True):
         assert torch.equal(one, other)
     for one, other in zip(fast[forward:], slow[forward:], strict=True):  # sums of gradients in another order

@@ -28,7 +28,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bitwright.core.numerics.spec import RangeMethod
 from bitwright.errors import BitwrightError
-from bitwright.torch import QuantizationSimModel, apply_gptq, gather_batches, quantize, reestimate_bn_stats
+from bitwright.torch import (
+    QuantizationSimModel,
+    TrainingGuard,
+    apply_gptq,
+    gather_batches,
+    quantize,
+    reestimate_bn_stats,
+)
 
 BATCHES = 6
 
@@ -253,6 +260,35 @@ def ends_in_training(rank: int) -> None:
     steps(sim.model, optimizer, 1, 2, rank, 2)
 
 
+def learns_nothing(rank: int) -> None:
+    """A rank that trains without learned ranges, beside one that has them."""
+    sim, optimizer = learning(rank, 2)
+    if rank == 1:
+        time.sleep(4)
+        return
+    steps(sim.model, optimizer, 0, 1, rank, 2)
+
+
+def with_bad_losses(bad: set[int]) -> Callable[[int, int], Any]:
+    """Four steps whose loss is NaN on rank 1 in those of ``bad``."""
+
+    def run(rank: int, count: int) -> Any:
+        sim, optimizer = learning(rank, count)
+        guard = TrainingGuard(optimizer, sim=sim, patience=2)
+        call = wrapped(sim, count)
+        call.train()
+        for step in range(4):
+            x, y = (part.chunk(count)[rank] for part in data_of_step(step))
+            loss = nn.functional.cross_entropy(call(x), y)
+            try:
+                guard.step(loss * torch.nan if rank == 1 and step in bad else loss)
+            except BitwrightError as error:
+                return str(error)
+        return [repr(guard), parameters(sim)]
+
+    return run
+
+
 def wrapped(sim: QuantizationSimModel, count: int) -> nn.Module:
     return DistributedDataParallel(sim.model, find_unused_parameters=True) if count > 1 else sim.model
 
@@ -430,6 +466,9 @@ CASES: dict[str, tuple[int, Callable[[int, int], Any]]] = {
     "ranges alone": (2, ranges_alone),
     "other ranges": (2, message(other_ranges)),
     "ends in training": (2, message(ends_in_training)),
+    "learns nothing": (2, message(learns_nothing)),
+    "a bad loss": (2, with_bad_losses({1})),
+    "bad losses": (2, with_bad_losses({1, 2, 3})),
     "trained 1": (1, trained),
     "trained 2": (2, trained),
     "resumed 1": (1, resumed),
@@ -455,11 +494,15 @@ CASES: dict[str, tuple[int, Callable[[int, int], Any]]] = {
 }
 
 
+#: where a rank does not come, and the others wait until the timeout
+LATE = ("stays away", "learns nothing")
+
+
 def _rank(case: str, rank: int, count: int, folder: str) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     if count > 1:
-        timeout = datetime.timedelta(seconds=2 if case == "stays away" else 60)
+        timeout = datetime.timedelta(seconds=2 if case in LATE else 60)
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/{case.replace(' ', '_')}",
@@ -468,7 +511,7 @@ def _rank(case: str, rank: int, count: int, folder: str) -> None:
             timeout=timeout,
         )
     (Path(folder) / f"{case}.{rank}").write_text(json.dumps(CASES[case][1](rank, count)))
-    if count > 1 and case not in ("dies", "stays away", "ends in training"):
+    if count > 1 and case not in (*LATE, "dies", "ends in training"):
         dist.destroy_process_group()
 
 

@@ -35,7 +35,7 @@ def run(*cases: str) -> Found:
 def calibrations() -> Found:
     return run(
         *("tf_enhanced 1", "tf_enhanced 2", "nan", "alone", "ranges 1", "ranges 2", "other ranges"),
-        *("gptq 1", "gptq 2", "norms 1", "norms 2"),
+        *("gptq 1", "gptq 2", "norms 1", "norms 2", "a bad loss", "bad losses"),
     )
 
 
@@ -73,6 +73,13 @@ def test_ranges_have_the_gradients_of_the_whole_batch_on_every_rank(calibrations
 def test_ranks_that_learn_other_ranges_are_told_so(calibrations: Found) -> None:
     message = "CalibrationError: .*: its learned range is another one on another rank"
     assert all(re.match(message, text) for text in calibrations["other ranges"])
+
+
+def test_a_loss_that_is_bad_on_one_rank_is_left_out_on_all(calibrations: Found) -> None:
+    first, second = calibrations["a bad loss"]
+    assert first == second and first[0] == "TrainingGuard(3 steps, 1 skipped: 1 loss)"
+    message = "training: 3 steps in a row had a loss that is not finite on rank 1 of 2. Remedy: "
+    assert all(text.startswith(message) for text in calibrations["bad losses"])
 
 
 @pytest.mark.slow
@@ -136,6 +143,10 @@ def test_it_does_not_matter_how_many_ranks_there_are_nor_who_saw_what(found: Fou
         (
             "ends in training",
             "another rank ended, or did not come to average the gradients of learned ranges: .*",
+        ),
+        (
+            "learns nothing",
+            "another rank ended, or did not come to average the gradients of learned ranges: .*Timed out",
         ),
     ],
 )
