@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bitwright.analysis.data import Clock
 from bitwright.analysis.judged import Judged
 from bitwright.analysis.result import LayerRow, RemedyRow
 from bitwright.analysis.subject import Subject, open_subject
@@ -30,12 +31,14 @@ class Adjustment:
         batches: data to calibrate and to measure on.
         judged: what a simulation is judged by, with nothing measured.
         measure: (what it is judged by) -> the figures.
+        clock: how much time is left; when it is over, no other change is begun.
     """
 
     subject: Subject
     batches: Sequence[Any]
     judged: Callable[[], Judged]
     measure: Callable[[Judged], Measured]
+    clock: Clock
 
     def rows(self, layers: Sequence[LayerRow]) -> tuple[list[RemedyRow], list[str]]:
         """A row per remedy of the float model that the causes of ``layers`` suggest; and why others have none."""
@@ -45,6 +48,9 @@ class Adjustment:
         before: Measured | None = None
         for name, names in asked.items():
             if not names:
+                continue
+            if self.clock.over:
+                notes.append(self.clock.left_out(f"{name} before the simulation"))
                 continue
             try:
                 after = self._with(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import numbers
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -111,14 +112,14 @@ class Clock:
     """How much of a time is left.
 
     Args:
-        seconds: of the whole analysis; ``None`` sets no limit.
+        seconds: of the whole; ``None`` sets no limit.
 
     Raises:
         ConfigError: it is not a positive number.
     """
 
     def __init__(self, seconds: float | None) -> None:
-        if seconds is not None and not seconds > 0:
+        if seconds is not None and (not isinstance(seconds, numbers.Real) or not seconds > 0):
             raise ConfigError(
                 "deadline", f"{seconds!r} is not a time", "give seconds, for example deadline=60"
             )
@@ -129,3 +130,7 @@ class Clock:
     def over(self) -> bool:
         """Whether the time is up."""
         return self.limit is not None and time.monotonic() - self._start >= self.limit
+
+    def left_out(self, what: str) -> str:
+        """A note on ``what`` was not begun in time."""
+        return f"{what} was not tried: the deadline of {self.limit:g} s was over"

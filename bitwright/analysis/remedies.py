@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from bitwright.analysis.adjusted import Adjustment
+from bitwright.analysis.data import Clock
 from bitwright.analysis.judged import Judged
 from bitwright.analysis.result import Analysis, LayerRow, RemedyRow
 from bitwright.analysis.site_values import calibrated_bounds
@@ -42,9 +43,11 @@ class Trials:
     judged: Callable[[], Judged]
     values: Mapping[str, SiteValues]
 
-    def __call__(self, analysis: Analysis, n: int, *, keep: bool = False) -> tuple[RemedyRow, ...]:
+    def __call__(
+        self, analysis: Analysis, n: int, *, keep: bool = False, deadline: float | None = None
+    ) -> tuple[RemedyRow, ...]:
         """See :func:`try_remedies`."""
-        return try_remedies(self, analysis, n, keep=keep)
+        return try_remedies(self, analysis, n, keep=keep, deadline=deadline)
 
     def measure(self, judged: Judged | None = None) -> tuple[float, float | None]:
         """SQNR of the outputs in dB, and the metric, of the simulation as it stands; or of another that is judged."""
@@ -60,7 +63,7 @@ class Trials:
 
 
 def try_remedies(
-    trials: Trials, analysis: Analysis, n: int = 3, *, keep: bool = False
+    trials: Trials, analysis: Analysis, n: int = 3, *, keep: bool = False, deadline: float | None = None
 ) -> tuple[RemedyRow, ...]:
     """Measure the remedies suggested for the worst layers, one after the other.
 
@@ -71,29 +74,27 @@ def try_remedies(
         analysis: whose causes are gone through.
         n: how many of its worst layers.
         keep: leave the simulation with the remedies that were kept; otherwise it is as it was.
+        deadline: seconds after which no other remedy is begun; the one that runs then is finished.
 
     Returns:
         One row per remedy tried. Those of the float model (equalize, smooth) come last, each measured on a simulation of its
-        own: see :mod:`bitwright.analysis.adjusted`. They are never kept, because they come before the simulation is made.
-        What was suggested and could not be tried is in the notes of ``analysis``.
+        own: see :mod:`bitwright.analysis.adjusted`. They are never kept, because they come before the simulation is made;
+        they are begun first. What was suggested and not tried is in the notes of ``analysis``, with the reason.
 
     Raises:
-        ConfigError: ``n`` is not positive.
+        ConfigError: ``n`` or ``deadline`` is not positive.
         KeyboardInterrupt: Ctrl-C; the simulation is as it was.
     """
     if n < 1:
         raise ConfigError("try_remedies", f"{n} layers are none", "give at least 1")
-    rows: list[RemedyRow] = []
-    adjustment = Adjustment(trials.subject, trials.batches, trials.judged, trials.measure)
+    clock = Clock(deadline)
+    adjustment = Adjustment(trials.subject, trials.batches, trials.judged, trials.measure, clock)
     with trials.subject.exclusive():
         adjusted, notes = adjustment.rows(analysis.worst(n))
         restore = trials.subject.remember(parameters=True)
         done = False
         try:
-            now = trials.measure()
-            for layer in analysis.worst(n):
-                tried, now = _layer(trials, layer, now, notes)
-                rows += tried
+            rows = _layers(trials, analysis.worst(n), notes, clock)
             done = True
         finally:
             if not (keep and done):
@@ -102,8 +103,25 @@ def try_remedies(
     return (*rows, *adjusted)
 
 
+def _layers(
+    trials: Trials, layers: Sequence[LayerRow], notes: list[str], clock: Clock
+) -> list[RemedyRow]:
+    """Try what the causes of layers suggest, layer after layer; the simulation keeps the best."""
+    rows: list[RemedyRow] = []
+    now = None
+    for layer in layers:
+        if clock.over:
+            names = [f"{remedy} at {site.name}" for remedy, site in _suggested(trials, layer)]
+            notes += [clock.left_out(name) for name in names]
+            continue
+        now = now or trials.measure()
+        tried, now = _layer(trials, layer, now, notes, clock)
+        rows += tried
+    return rows
+
+
 def _layer(
-    trials: Trials, layer: LayerRow, before: tuple[float, float | None], notes: list[str]
+    trials: Trials, layer: LayerRow, before: tuple[float, float | None], notes: list[str], clock: Clock
 ) -> tuple[list[RemedyRow], tuple[float, float | None]]:
     """Try what one layer's causes suggest, and leave the best of it."""
     rows: list[RemedyRow] = []
@@ -111,6 +129,9 @@ def _layer(
     restore = trials.subject.remember(parameters=True)
     try:
         for remedy, site in _suggested(trials, layer):
+            if clock.over:
+                notes.append(clock.left_out(f"{remedy} at {site.name}"))
+                continue
             try:
                 if not _apply(trials, remedy, site):
                     continue

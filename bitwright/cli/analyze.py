@@ -58,7 +58,11 @@ def analyze_model(
     ] = None,
     remedies: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Try the remedies of the N worst layers, and measure them."),
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Try the remedies of the N worst layers, and measure them; --deadline counts anew for them.",
+        ),
     ] = 0,
     resume: Annotated[
         Path | None, typer.Option(help="Folder that keeps measurements, to go on from.", show_default=False)
@@ -110,7 +114,7 @@ def analyze_model(
         resume=resume,
     )
     if remedies:
-        found.try_remedies(remedies)
+        found.try_remedies(remedies, deadline=deadline)
     _print(found)
     if out is not None:
         if out.suffix == ".json":

@@ -215,6 +215,7 @@ def simulated(model, data=None):
         pytest.param({"groups": ["conv9*"]}, ConfigError, "'conv9\\*' matches no site", id="no-site"),
         pytest.param({"mode": "slow"}, ConfigError, "there is no mode 'slow'", id="mode"),
         pytest.param({"deadline": 0}, ConfigError, "0 is not a time", id="deadline"),
+        pytest.param({"deadline": "60"}, ConfigError, "'60' is not a time", id="deadline-text"),
         pytest.param({"samples": 0}, ConfigError, "0 rows show nothing", id="samples"),
         pytest.param({"memory_budget": 0}, ConfigError, "0 bytes hold nothing", id="budget"),
         pytest.param({"better": "more"}, ConfigError, "neither 'higher' nor 'lower'", id="better"),

@@ -9,6 +9,7 @@ from torch import nn
 
 import bitwright
 from bitwright import PRESETS, PerTensor
+from bitwright.analysis import remedies
 from bitwright.analysis.causes import CAUSES, REMEDIES
 from bitwright.torch import QuantizationSimModel
 from tests.support.plant import PLANTS, layer_sites
@@ -59,6 +60,38 @@ def test_remedies_that_are_kept_stay_in_the_simulation():
     assert again.output["sqnr_db"] == pytest.approx(best.after_db, abs=1e-6)
     assert again.metric.quantized == pytest.approx(best.metric_after)
     assert best.metric_after < best.metric_before
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_after_the_deadline_no_remedy_is_begun_and_each_is_named(keep, monkeypatch):
+    """The first layer's first remedy is measured and judged; what was not begun in time stands in the notes."""
+    case = make("torch")
+    sites = layer_sites(case.sim, weight=False)
+    site = next(site for site in sites.values() if site.role == "output")
+    PLANTS["range too wide"].apply(case.sim, site, case.data)
+    found = bitwright.analyze(case.sim, case.data)
+    before = {name: (site.enabled, site.encoding, site.spec) for name, site in case.sim.quantizers.items()}
+    assert found.try_remedies(2, keep=keep, deadline=1e-9) == ()
+    assert before == {name: (s.enabled, s.encoding, s.spec) for name, s in case.sim.quantizers.items()}
+    late = {note for note in found.notes if note.endswith("was not tried: the deadline of 1e-09 s was over")}
+
+    now = [0.0]
+    monkeypatch.setattr("bitwright.analysis.data.time.monotonic", lambda: now[0])
+    apply = remedies._apply
+
+    def slow(*given):
+        now[0] += 10.0
+        return apply(*given)
+
+    monkeypatch.setattr(remedies, "_apply", slow)
+    rows = found.try_remedies(2, keep=keep, deadline=5.0)
+    assert len([row for row in rows if " at " in row.remedy]) == 1, "the one that ran is finished, and judged"
+    assert [note for note in found.notes if note.endswith("was not tried: the deadline of 5 s was over")]
+    assert len(late) >= len(rows), "what was tried now was named then"
+    after = {name: (s.enabled, s.encoding, s.spec) for name, s in case.sim.quantizers.items()}
+    assert (before == after) == (not (keep and rows[0].kept))
+    with pytest.raises(bitwright.ConfigError, match="deadline: -1 is not a time"):
+        found.try_remedies(1, deadline=-1)
 
 
 def test_an_analysis_from_a_file_has_nothing_to_try(torch_case):
