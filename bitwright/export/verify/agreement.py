@@ -16,8 +16,9 @@ from bitwright.export.verify.cut import OUTPUT_FORMAT
 Array = NDArray[Any]
 
 LEAST_EQUAL, MOST_LSB = 0.999, 1.0
-# values of a 16-bit grid are rounded to float32, each by up to 2 ** -24 * 32768 = 0.002 steps
-SLACK = 5e-3
+# A value of a 16-bit grid lies up to 65,535 steps from zero and is rounded to float32, by up to 2 ** -24 of itself or 0.004
+# steps; two such values are compared, or one and what it was rounded from, which a division by the scale rounded as well.
+SLACK = 2 * 2.0**-24 * 2**16
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from bitwright.errors import ExportError
 from bitwright.export.tflite.convert import METADATA
 from bitwright.export.tflite.flat import pack, schema
-from bitwright.export.verify.agreement import Agreement, compare
+from bitwright.export.verify.agreement import SLACK, Agreement, compare
 from bitwright.export.verify.cut import Cut
 from bitwright.export.verify.report import OutputRow, Row, VerifyReport, level
 from bitwright.export.verify.runtime import refusals, run_model
@@ -328,7 +328,8 @@ class _Exact:
         step = float(site.scale)
         differ = given != found
         # a value beyond the grid was limited to its end
-        value = np.where(np.abs(value - given) > 0.5001 * step, given, value)[differ].astype(np.float64)
+        outside = np.abs(value - given) > (0.5 + SLACK) * step
+        value = np.where(outside, given, value)[differ].astype(np.float64)
         return float(np.max(np.abs(value - found[differ]) / step - 0.5, initial=-math.inf))
 
 

@@ -26,7 +26,7 @@ from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ExportError, close_matches
 from bitwright.export.files.value_types import load
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
-from bitwright.export.verify.agreement import Agreement, compare, spread, step_of
+from bitwright.export.verify.agreement import SLACK, Agreement, compare, spread, step_of
 from bitwright.export.verify.bodies import open_bodies
 from bitwright.export.verify.cut import Cut, Place
 from bitwright.export.verify.outputs import named_arrays
@@ -424,8 +424,9 @@ class _Compared:
         for mode in self._unsettled:
             code = results[mode][name]
             step = step_of(place.expected, code, place.facts, place.scale)
-            # beyond half a step from its own code a value lies outside the grid
-            value = np.where(np.abs(before - rounded) > 0.5001 * step, rounded, before).astype(before.dtype)
+            # beyond half a step from its own code a value lies outside the grid; on the border float32 may add SLACK
+            outside = np.abs(before - rounded) > (0.5 + SLACK) * step
+            value = np.where(outside, rounded, before).astype(before.dtype)
             scale = 1.0 if place.scale is None else float(np.max(place.scale))
             off, allowed = measure(self.evidence, mode, place.expected, code, value, step, scale)
             found[mode] = replace(found[mode], off=off, allowed=allowed)

@@ -446,6 +446,31 @@ def test_exact_ties_of_a_sum_are_within_what_its_kernel_may_do() -> None:
     assert row.verdict == "fails", "float kernels add these numbers exactly, so nothing excuses them there"
 
 
+def test_ties_at_the_top_of_a_16_bit_grid_are_within_what_float_sums_may_do() -> None:
+    """Float32 holds a code of 60,000 to 0.004 steps, so a value on the border may lie further than half a step from its own."""
+    g = Graph()
+    x = g.mark(g.input("x", 400, 20, 2), "x", "uint16", (0, 0.7))
+    axes = g.param("axes", np.array([-1], np.int64))
+    model = g.model(g.mark(g.op("ReduceSum", x, axes, keepdims=0), "sum", "uint16", (0, 1.4), name="y"))
+    codes = RNG.integers(55_000, 65_536, (400, 20, 2))
+    feeds = {"x": codes.astype(np.float32) * np.float32(0.7 / 65_535)}
+    sites = simulate(model, g.encodings, feeds)[0]
+    made = to_qdq(model, g.encodings).model
+    step, code = np.float64(g.encodings["sum"].scale), sites["sum"][0].astype(np.float64)
+    exact = sites["x"][0].astype(np.float64).sum(-1)
+    tied = np.abs(np.abs(exact - code) / step - 0.5) < 0.01
+    assert 0.2 < tied.mean() < 0.8
+
+    def row(values: Array) -> Row:
+        given = {**sites, "sum": [values.astype(np.float32)]}
+        return next(row for row in verify_layers(made, given, feeds).rows if row.site == "sum")
+
+    turned = row(np.where(tied, code + np.sign(exact - code) * step, code))
+    assert turned.verdict == "within" and turned.as_float.equal < 0.9
+    assert turned.as_float.off is not None and turned.as_float.off < 0.01
+    assert row(code + step).verdict == "fails", "all codes a step off"
+
+
 @pytest.mark.parametrize(
     ("distance", "within"), [(0.0, True), (0.009, True), (0.02, False), (0.3, False)], ids=str
 )
