@@ -103,9 +103,7 @@ def try_remedies(
     return (*rows, *adjusted)
 
 
-def _layers(
-    trials: Trials, layers: Sequence[LayerRow], notes: list[str], clock: Clock
-) -> list[RemedyRow]:
+def _layers(trials: Trials, layers: Sequence[LayerRow], notes: list[str], clock: Clock) -> list[RemedyRow]:
     """Try what the causes of layers suggest, layer after layer; the simulation keeps the best."""
     rows: list[RemedyRow] = []
     now = None

@@ -252,6 +252,17 @@ class Biased(nn.Module):
         return torch.baddbmm(slopes * torch.arange(k.size(1)), q, k.transpose(1, 2)).softmax(-1)
 
 
+class BiasedByAdd(nn.Module):
+    """The same with a sum of its own, and slopes that are parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = nn.Parameter(torch.tensor([0.5, 0.25, 0.125, 0.0625]).reshape(-1, 1, 1))
+
+    def forward(self, q, k):
+        return (q @ k.transpose(1, 2) + self.slopes * torch.arange(k.size(1))).relu()
+
+
 def test_what_is_added_to_products_of_any_length_is_no_stack_of_matrices():
     torch.manual_seed(0)
     q, k = torch.randn(4, 3, 8), torch.randn(4, 12, 8)
@@ -259,3 +270,21 @@ def test_what_is_added_to_products_of_any_length_is_no_stack_of_matrices():
     sim.compute_encodings([(q, k)], progress=False)
     for length in (10, 11, 12):
         assert sqnr(Biased()(q, k[:, :length]).numpy(), sim.model(q, k[:, :length]).numpy()) > 25
+
+
+@pytest.mark.parametrize("model", [Biased(), BiasedByAdd()], ids=["baddbmm", "add"])
+def test_a_bias_per_position_is_no_weight_and_is_as_long_as_the_data_it_was_calibrated_on(model):
+    """The example is short, the data of the calibration is long: nothing saturates."""
+    torch.manual_seed(0)
+    q, k = torch.randn(4, 3, 8), torch.randn(4, 48, 8)
+    sim = QuantizationSimModel(model, (q, k[:, :12]))
+    assert not [s.name for s in sim.quantizers.values() if s.role in ("weight", "constant")]
+    sim.compute_encodings([(q, k)], progress=False)
+    for length in (6, 12, 48):
+        wanted = model(q, k[:, :length]).detach().numpy()
+        assert sqnr(wanted, sim.model(q, k[:, :length]).detach().numpy()) > 25
+
+
+def test_an_addend_of_a_product_is_in_float_with_its_reason():
+    sim = QuantizationSimModel(Biased(), (torch.randn(4, 3, 8), torch.randn(4, 12, 8)))
+    assert "added to the product of baddbmm before anything is rounded" in str(sim.coverage())

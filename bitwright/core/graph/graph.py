@@ -28,6 +28,8 @@ class Value:
         param: name of the parameter, for ``param`` values.
         sources: for ``constant`` values, names of the parameters it was computed from: who changes one of them changes
             the readers of this value too.
+        made_anew: of a ``constant``, whether every run makes it again: it is no data, but may follow the lengths of the inputs,
+            as a bias per position does.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Value:
     dtype: str = "float32"
     param: str | None = None
     sources: tuple[str, ...] = ()
+    made_anew: bool = False
 
     @property
     def is_float(self) -> bool:
@@ -44,7 +47,7 @@ class Value:
 
     @property
     def is_static(self) -> bool:
-        """Whether the value is the same in every run: a parameter or a constant."""
+        """Whether the value is the same in every run on inputs of one shape: a parameter or a constant."""
         return self.kind in ("param", "constant")
 
 

@@ -227,6 +227,11 @@ _STACKED = frozenset(("MatMul", "GroupedMatMul", "Embedding", "Gather"))
 _ADDEND = 2  # port of what is added to a product
 
 
+def is_addend(op_type: str, port: int) -> bool:
+    """Whether ``port`` reads what is added to a product of two operands (``baddbmm``): no weight, whatever stands there."""
+    return op_type == "MatMul" and port == _ADDEND
+
+
 def block_axes(
     op_type: str, attrs: Mapping[str, Any], port: int, shape: tuple[int, ...]
 ) -> tuple[int | tuple[int, ...] | None, int | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bitwright.core.graph.graph import Op, Value
-from bitwright.core.graph.ops import STATISTICS, OpRow, op_row, resolve_granularity, weight_axes
+from bitwright.core.graph.ops import STATISTICS, OpRow, is_addend, op_row, resolve_granularity, weight_axes
 from bitwright.core.graph.patterns import Match, folds_into
 from bitwright.core.graph.recurrence import CELLS, RETURNS, STATE_PORTS
 from bitwright.core.numerics.formats import IntFormat
@@ -24,6 +24,7 @@ from bitwright.core.placement.ledger import (
 from bitwright.core.placement.plan import Role, SitePlan
 from bitwright.core.placement.rules import Rule, Setting
 
+_ADDED = "added to the product of {} before anything is rounded"
 _NORM = "normalisation parameters stay in float"
 _STATISTICS = "statistics of a normalisation stay in float unless a rule names them"
 _PARAM, _CONSTANT, _BIAS = frozenset(("param",)), frozenset(("constant",)), frozenset(("bias", "param"))
@@ -170,6 +171,8 @@ class Operands:
             return f"mask of the softmax {self.facts.mask_values[value]}"
         if match is not None and masked:
             return f"inside the supergroup {match.pattern}"
+        if is_addend(op.type, port):
+            return _ADDED.format(op.name)
         if row.activations is not None and port not in row.activations:
             return f"a setting of {op.name}, not data"
         return ""
@@ -197,10 +200,9 @@ class Operands:
         granularity.param_shape(value.shape, site)
         spec = with_granularity(spec, granularity)
         role: Role = "weight" if param else "constant"
-        if several:  # runs of this place read different constants: watch them, for a range of them all
-            role, group = "input", site
-        else:
-            group = ledger.operand_groups.setdefault((value.name, spec), site)
+        if several or (not param and value.made_anew):
+            role = "input"  # runs read different constants, or may on other lengths: watch them, for a range of them all
+        group = site if several else ledger.operand_groups.setdefault((value.name, spec), site)
         ledger.add(SitePlan(site, spec, role, op.name, port, value.name, group, note=note))
         ledger.read_at.setdefault(ledger.origin.get(value.name, value.name), []).append(site)
         grids[port] = site
@@ -236,6 +238,8 @@ class Operands:
 
     def _param_name(self, op: Op, row: OpRow, port: int, value: Value) -> str | None:
         """The parameter that a constant at ``port`` is; ``None`` for an operand that is none."""
+        if is_addend(op.type, port):
+            return None
         if port in row.params or row.weight == port:
             return row.params.get(port, "weight")
         if (
@@ -285,6 +289,8 @@ class Operands:
             )
         if op.name in self.facts.mask_ops:
             return "part of a softmax mask"
+        if is_addend(op.type, port):
+            return _ADDED.format(op.name)
         if row.activations is not None and port not in row.activations:
             return f"a setting of {op.name}, not data"
         if row.kind == "movement":

@@ -66,6 +66,7 @@ class _Tensor:
     param: str | None = None
     constant: torch.Tensor | None = None
     sources: tuple[str, ...] = ()
+    made_anew: bool = False
 
 
 AnyRecorder = TypeVar("AnyRecorder", bound="Recorder")
@@ -215,7 +216,7 @@ class Recorder:
         for tensor in produced:
             if not (len(inputs) == 1 and self._known(tensor) == inputs[0]):
                 self._bind(tensor, self._new("constant", tensor, label, keep=tensor))
-                self.values[-1].sources = sources
+                self.values[-1].sources, self.values[-1].made_anew = sources, True
 
     def _is_fixed(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a parameter or was computed from parameters alone."""
@@ -285,7 +286,7 @@ class Recorder:
                     name = f"{name}#param"
                 names[i] = name
         values = {
-            names[i]: Value(names[i], t.kind, t.shape, t.dtype, t.param, t.sources)  # type: ignore[arg-type]
+            names[i]: Value(names[i], t.kind, t.shape, t.dtype, t.param, t.sources, t.made_anew)  # type: ignore[arg-type]
             for i, t in enumerate(self.values)
         }
         inner = {call.key: self._inner(call, names, values) for call in self.calls.values()}
