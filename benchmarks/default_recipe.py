@@ -14,6 +14,11 @@ tests/support/standins.py are trained at the start; the others need the develope
 tells what ``nearest``, the efforts and ``nncf`` cost: CPU time over that of the float model on the same calibration data
 (interleaved, the least of both over the rounds), and the memory beyond what the float model took, each in a fresh process.
 
+    python benchmarks/default_recipe.py --results w4a4.jsonl --preset w4a4 --ways float nearest mse default onnx_mse onnx_default
+
+is W4A4 instead: ``mse`` is nearest rounding with the ranges of weights and activations of least squared error, which is what
+ranges alone can do; ``onnx_...`` the same of the ONNX model.
+
     python benchmarks/default_recipe.py --weight-grid
 
 compares the two symmetric grids of 8- and 4-bit weights, with and without the code that has no positive counterpart.
@@ -44,8 +49,10 @@ import onnx
 import onnxruntime
 import torch
 
+import bitwright.onnx
 import bitwright.torch
 from bitwright.core.numerics.affine import fake_quantize
+from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import Preset, find_preset
 from bitwright.core.simulation.protocols import sqnr
 from tests.support import data
@@ -56,6 +63,7 @@ FROM_DATA_SET = ("mobilenet_v2_cifar", "mobilenet_v1_025", "resnet20_aux", "stor
 NETWORKS = (*STANDINS, *FROM_DATA_SET)
 EFFORTS = ("quick", "default", "thorough")
 WAYS = ("float", "nearest", *EFFORTS, "ort", "nncf")
+OTHER_WAYS = ("mse", "onnx_nearest", "onnx_mse", "onnx_default")
 LOWER_IS_BETTER = ("stories260k", "lstm_char")
 Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -153,6 +161,15 @@ def by_onnxruntime(model: onnx.ModelProto, batches: Sequence[torch.Tensor]) -> R
         return of_onnx(onnx.load(paths[2]))
 
 
+def by_onnx_simulation(found: Case, seed: int, preset: str, asked: dict[str, Any]) -> Run:
+    """The ONNX model, simulated as its front end does it."""
+    model = found.onnx()
+    source = model.graph.input[0].name
+    feeds = [{source: batch.numpy()} for batch in found.batches(seed)]
+    sim = bitwright.onnx.quantize(model, feeds, preset_of(preset), **asked, progress=False).sim
+    return lambda x: torch.from_numpy(sim.run({source: x.numpy()})[0])
+
+
 def by_nncf(model: onnx.ModelProto, batches: Sequence[torch.Tensor]) -> Run:
     """As ``nncf.quantize`` does it when nothing is said."""
     import nncf
@@ -162,23 +179,41 @@ def by_nncf(model: onnx.ModelProto, batches: Sequence[torch.Tensor]) -> Run:
     return of_onnx(nncf.quantize(model, nncf.Dataset(feeds)))
 
 
-def run_of(way: str, found: Case, seed: int) -> Run:
+def asked_of(way: str) -> dict[str, Any]:
+    """Options of ``quantize``."""
+    if way == "mse":
+        return {"recipe": ["fold"], "quant_scheme": "mse"}
+    return {"recipe": ["fold"]} if way == "nearest" else {"effort": way}
+
+
+def preset_of(name: str) -> Preset:
+    """A preset by name; ``w4a4`` is none of the package's: the weights of ``w4a8``, activations of four bits."""
+    if name != "w4a4":
+        return find_preset(name)
+    preset = find_preset("w4a8")
+    assert preset.activation is not None
+    return replace(preset, activation=replace(preset.activation, format=IntFormat(4, signed=False)))
+
+
+def run_of(way: str, found: Case, seed: int, preset: str = "w8a8") -> Run:
     """The network as ``way`` leaves it."""
     if way == "float":
         return of_torch(found.model)
-    if way in ("nearest", *EFFORTS):
-        asked: dict[str, Any] = {"recipe": ["fold"]} if way == "nearest" else {"effort": way}
-        return of_torch(
-            bitwright.torch.quantize(found.model, found.batches(seed), **asked, progress=False).model
+    if way in ("nearest", "mse", *EFFORTS):
+        result = bitwright.torch.quantize(
+            found.model, found.batches(seed), preset_of(preset), **asked_of(way), progress=False
         )
+        return of_torch(result.model)
+    if way.startswith("onnx_"):
+        return by_onnx_simulation(found, seed, preset, asked_of(way.removeprefix("onnx_")))
     return (by_onnxruntime if way == "ort" else by_nncf)(found.onnx(), found.batches(seed))
 
 
-def measured(name: str, way: str, seed: int) -> tuple[float, float]:
+def measured(name: str, way: str, seed: int, preset: str = "w8a8") -> tuple[float, float]:
     """``(dB of the outputs, metric)``."""
     found = case(name)
     wanted = [of_torch(found.model)(x).numpy().ravel() for x in found.unseen]
-    run = run_of(way, found, seed)
+    run = run_of(way, found, seed, preset)
     got = [run(x).numpy().ravel() for x in found.unseen]
     return sqnr(np.concatenate(wanted), np.concatenate(got)), found.score(run)
 
@@ -246,17 +281,19 @@ def read(path: Path) -> dict[tuple[str, str, int], tuple[float, float]]:
     return {(r["network"], r["way"], r["seed"]): (r["sqnr"], r["metric"]) for r in rows}
 
 
-def table(found: dict[tuple[str, str, int], tuple[float, float]]) -> tuple[list[str], list[list[str]]]:
+def table(
+    found: dict[tuple[str, str, int], tuple[float, float]], preset: str = "w8a8", ways: Sequence[str] = WAYS
+) -> tuple[list[str], list[list[str]]]:
     """Two rows per network: dB and metric; mean over the draws and the extremes."""
     rows = []
     for name in NETWORKS:
         for what, index in (("dB", 0), ("metric", 1)):
-            numbers = [[v[index] for (n, w, _), v in found.items() if (n, w) == (name, way)] for way in WAYS]
+            numbers = [[v[index] for (n, w, _), v in found.items() if (n, w) == (name, way)] for way in ways]
             texts = [_spread(n, 3 if name in LOWER_IS_BETTER and index else 2) for n in numbers]
             texts[0] = "" if not index else texts[0]
             if any(texts):
                 rows.append([f"{name}, {what}", *texts])
-    return ["W8A8", *WAYS], rows
+    return [preset.upper(), *ways], rows
 
 
 def _spread(numbers: Sequence[float], places: int) -> str:
@@ -320,7 +357,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--results", type=Path, help="file of the numbers, one line each")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:-1])
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, *OTHER_WAYS), default=WAYS[:-1])
+    parser.add_argument("--preset", default="w8a8", help="a preset, or w4a4")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--only-table", action="store_true", help="measure nothing")
     parser.add_argument("--weight-grid", action="store_true", help="compare the grids of weights instead")
@@ -349,7 +387,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not options.only_table:
             _measure(options)
         title = "The default recipe: outputs against float in dB, and the metric; mean over three draws, and the extremes"
-        columns, rows = table(read(options.results))
+        shown = WAYS if options.preset == "w8a8" else options.ways
+        columns, rows = table(read(options.results), options.preset, shown)
     measure.show(title, columns, rows)
     measure.save(None, options.markdown, title, columns, rows, None)
 
@@ -361,7 +400,7 @@ def _measure(options: argparse.Namespace) -> None:
             for seed in options.seeds if way != "float" else options.seeds[:1]:
                 if (name, way, seed) in known:
                     continue
-                decibels, metric = measured(name, way, seed)
+                decibels, metric = measured(name, way, seed, options.preset)
                 row = {"network": name, "way": way, "seed": seed, "sqnr": decibels, "metric": metric}
                 with open(options.results, "a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
