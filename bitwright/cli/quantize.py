@@ -210,6 +210,7 @@ def _print_result(result: Any, notes: Iterable[str]) -> None:
     lines += [f"{len(list(result.folds))} batch norms folded; values: {counts}"]
     lines += [*result.sim.calibration_log.lines(), str(result.report)]
     lines += [] if result.repair is None else [str(result.repair)]
+    lines += [str(result.stem)] if result.stem.layers else []
     if result.metrics:
         lines.append(", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items()))
     lines += [f"wrote {path}" for path in result.exported.files]

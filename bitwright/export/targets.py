@@ -17,6 +17,22 @@ FileFormat = Literal["onnx", "tflite"]
 
 
 @dataclass(frozen=True)
+class SlowStem:
+    """Which first convolutions of a network a runtime computes faster in float.
+
+    Attributes:
+        channels: most channels of the image.
+        depthwise_channels: most channels of a depthwise convolution right after.
+        elements: fewest numbers per sample of what the first convolution makes, and a depthwise one reads; below, the
+            conversion costs as much as it saves.
+    """
+
+    channels: int
+    depthwise_channels: int
+    elements: int
+
+
+@dataclass(frozen=True)
 class Target:
     """How files are written for one runtime.
 
@@ -33,6 +49,7 @@ class Target:
         format: of the file that is deployed; those of ONNX are written in any case.
         rules: keys of a configuration file that describe what its kernels compute, where the user names no configuration.
         wide_rules: the same for presets whose activations have more than 8 bits; ``None`` for no difference.
+        slow_stem: first convolutions that ``quantize`` leaves in float, where the user names no configuration.
     """
 
     name: str
@@ -44,6 +61,7 @@ class Target:
     format: FileFormat = "onnx"
     rules: Mapping[str, Any] = field(default_factory=dict)
     wide_rules: Mapping[str, Any] | None = None
+    slow_stem: SlowStem | None = None
 
     def stored_bits(self, bits: int, *, beside_codes: bool) -> int:
         """Bits in which codes of ``bits`` bits are stored; ``beside_codes`` where an integer kernel may read them."""
@@ -79,12 +97,14 @@ _LITERT_WIDE: Mapping[str, Any] = {
         },
     ],
 }
+#: measured: benchmarks/results/stem_speed.md
+_ORT_STEM = SlowStem(channels=3, depthwise_channels=32, elements=1 << 16)
 
 TARGETS: dict[str, Target] = {
     row.name: row
     for row in (
         Target("ort_cpu", "ONNX Runtime on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "onnxruntime",
-               rules=_BOUNDARY),
+               rules=_BOUNDARY, slow_stem=_ORT_STEM),
         Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino",
                rules=_BOUNDARY),
         Target("litert", "LiteRT (TensorFlow Lite): a .tflite file beside the others", _ON_8_BITS, False, "native", "litert",

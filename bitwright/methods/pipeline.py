@@ -38,6 +38,7 @@ from bitwright.methods import bias, channels, rounding
 from bitwright.methods.folding import fold_all_batch_norms
 from bitwright.methods.front_end import front_end_of, pipeline_of
 from bitwright.methods.saturation import SaturationRepair, check_repair, repair_saturation
+from bitwright.methods.stem import StemReport, leave_stem_in_float
 from bitwright.report.result import Reported
 
 
@@ -87,6 +88,7 @@ class Result(Reported):
         report: what each step of the recipe did; with a recipe and a metric, also to the metric.
         benchmark: speed, size and memory of the files beside the float model, when asked for.
         repair: what ``repair=`` did, when asked for.
+        stem: the first convolutions that are in float because the target computes them faster so.
     """
 
     sim: Any
@@ -96,6 +98,7 @@ class Result(Reported):
     report: RecipeReport
     benchmark: Any = None
     repair: SaturationRepair | None = None
+    stem: StemReport = field(default_factory=StemReport)
 
     @property
     def model(self) -> Any:
@@ -149,7 +152,8 @@ def quantize(
         on_harm: ``"undo"`` takes a step back that made the metric worse, ``"report"`` keeps it and says so.
         path: folder to export to.
         filename_prefix: stem of the files.
-        weight_only, target: as for :meth:`QuantizationSimModel.export`.
+        weight_only, target: as for :meth:`QuantizationSimModel.export`. Without a ``config_file`` the target also says what is
+            simulated: first convolutions of large images that it computes faster in float stay so, ``result.stem``.
         benchmark: measure the files beside the float model, see :meth:`QuantizationSimModel.benchmark`.
         progress: show a progress bar on a terminal.
         non_finite: what to do with a batch that gives NaN or Inf: ``"error"``, ``"skip"`` or ``"clamp"``, as for
@@ -194,6 +198,7 @@ def quantize(
             "config_file": rules_for(target, config_file, preset),
             "quant_scheme": quant_scheme,
         },
+        target=target if config_file is None else None,
         keep_float=any(step.name == "bias_correction" for step in steps),
         providers=providers,
         non_finite=non_finite,
@@ -229,7 +234,7 @@ def quantize(
         metrics["quantized"] = checked_metric("quantized", found)
     exported = None if path is None else pipeline.export(runner.sim, path, filename_prefix, first, **form)
     measured = pipeline.benchmark(runner.sim, first, **form) if benchmark else None
-    return Result(runner.sim, methods.folds, exported, metrics, report, measured, repaired)
+    return Result(runner.sim, methods.folds, exported, metrics, report, measured, repaired, methods.stem)
 
 
 def _accuracy(
@@ -257,10 +262,12 @@ class _Methods:
         placing: options of the step ``layer_inputs``, if the recipe has it.
         ranging: whether the recipe chooses ranges of activations anew.
         rules: what is asked for: ``preset``, ``config_file``, ``quant_scheme``.
+        target: whose slow first convolutions are left in float; ``None`` where the user's own rules say what is quantized.
         keep_float: whether a step asks for the float model.
         providers, non_finite, allow_unreached, progress: as for :func:`quantize`.
         folds: what the last folding did.
         float_model: the model from before the simulation; ``None`` if no step asks.
+        stem: which first convolutions the last simulation leaves in float.
     """
 
     pipeline: Pipeline
@@ -270,6 +277,7 @@ class _Methods:
     placing: Mapping[str, Any] | None
     ranging: bool
     rules: dict[str, Any]
+    target: str | None
     keep_float: bool
     providers: Any
     non_finite: NonFinite
@@ -277,6 +285,7 @@ class _Methods:
     progress: bool
     folds: FoldReport = field(default_factory=FoldReport)
     float_model: Any = None
+    stem: StemReport = field(default_factory=StemReport)
 
     def fold(self, work: Any) -> FoldReport:
         self.folds = self._folded(work)
@@ -303,10 +312,17 @@ class _Methods:
     def simulate(self, work: Any) -> Any:
         if self.keep_float:
             self.float_model = self.pipeline.reference(work)
-        sim = self.pipeline.simulation(work, self.first, self.rules)
+        sim = self._placed(work)
         if self.ranging:
             keep_histograms(sim, () if self.placing is None else between_layers(sim, **self.placing))
         self.calibrate(sim)
+        return sim
+
+    def _placed(self, work: Any) -> Any:
+        """A simulation that is not calibrated yet."""
+        sim = self.pipeline.simulation(work, self.first, self.rules)
+        if self.target is not None:
+            self.stem = leave_stem_in_float(sim, self.target)
         return sim
 
     def calibrate(self, sim: Any, batches: Iterable[Any] | None = None) -> None:
@@ -320,7 +336,7 @@ class _Methods:
 
     def trial(self, work: Any, judge: Judge) -> Any:
         """A simulation for a comparison, calibrated on the judge's batches."""
-        sim = self.pipeline.simulation(work, self.first, self.rules)
+        sim = self._placed(work)
         self.calibrate(sim, judge.batches)
         if self.placing is not None:
             layer_inputs(sim, **self.placing)

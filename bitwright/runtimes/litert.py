@@ -56,7 +56,9 @@ def open_litert(path: Path, threads: int, reference: bool) -> LitertSession:
     return session_of(path.read_bytes(), threads=threads or os.cpu_count() or 1, reference=reference)
 
 
-def session_of(content: bytes, *, threads: int = 1, reference: bool = False) -> LitertSession:
+def session_of(
+    content: bytes, *, threads: int = 1, reference: bool = False, keeps: bool = False
+) -> LitertSession:
     """A session of a file in memory.
 
     Args:
@@ -64,6 +66,7 @@ def session_of(content: bytes, *, threads: int = 1, reference: bool = False) -> 
         threads: number of threads.
         reference: kernels that compute as the format's specification says, instead of XNNPACK's and the optimised ones. A file
             with an operator that has no such kernel (ELU, ROUND, CEIL) runs without delegates instead.
+        keeps: every tensor can be read after a run.
     """
     from ai_edge_litert.interpreter import Interpreter, OpResolverType
 
@@ -72,7 +75,10 @@ def session_of(content: bytes, *, threads: int = 1, reference: bool = False) -> 
     for kind in kinds:
         try:
             found = Interpreter(
-                model_content=content, num_threads=threads, experimental_op_resolver_type=kind
+                model_content=content,
+                num_threads=threads,
+                experimental_op_resolver_type=kind,
+                experimental_preserve_all_tensors=keeps,
             )
         except ValueError as error:
             if kind is kinds[-1] or "Didn't find op" not in str(error):

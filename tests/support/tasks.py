@@ -119,14 +119,15 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 def measured(
-    name: str, task: Task, front_end: str, preset: str | Preset, recipe: Any, seed: int = 0
+    name: str, task: Task, front_end: str, preset: str | Preset, recipe: Any, seed: int = 0, **options: Any
 ) -> float:
-    """The metric of a network after ``quantize``; of the float network if the recipe is ``"float"``."""
+    """The metric of a network after ``quantize`` with ``options``; of the float network if the recipe is ``"float"``."""
+    options = {"recipe": recipe, "progress": False, **options}
     batches = task.batches(seed)
     if front_end == "torch":
         model: Any = data.trained(name)
         if recipe != "float":
-            model = bitwright.torch.quantize(model, batches, preset, recipe=recipe, progress=False).model
+            model = bitwright.torch.quantize(model, batches, preset, **options).model
         with torch.no_grad():
             return task.score(lambda x: _first(model(x)))
     proto = onnx.load(data.onnx_file(task.file)) if task.file else exported(name, task)
@@ -135,7 +136,7 @@ def measured(
         source = session.get_inputs()[0].name
         return task.score(lambda x: torch.from_numpy(session.run(None, {source: x.numpy()})[0]))
     feeds = [batch.numpy() for batch in batches]
-    sim = bitwright.onnx.quantize(proto, feeds, preset, recipe=recipe, progress=False).sim
+    sim = bitwright.onnx.quantize(proto, feeds, preset, **options).sim
     return task.score(lambda x: torch.from_numpy(sim.run(x.numpy())[0]))
 
 

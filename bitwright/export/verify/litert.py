@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,32 +23,22 @@ from bitwright.export.tflite.convert import METADATA
 from bitwright.export.tflite.flat import pack, schema
 from bitwright.export.verify.agreement import SLACK, Agreement, compare
 from bitwright.export.verify.cut import Cut
+from bitwright.export.verify.litert_kernels import (
+    FUNCTION_ERRORS,
+    MOVES_CODES,
+    Call,
+    Tensor,
+    arithmetic_error,
+    specified,
+)
 from bitwright.export.verify.report import OutputRow, Row, VerifyReport, level
 from bitwright.export.verify.runtime import refusals, run_model
-from bitwright.runtimes.litert import session_of
+from bitwright.runtimes.litert import LitertSession, session_of
 
 Array = NDArray[Any]
 Values = Mapping[str, Array | Sequence[Array]]
 
 _DAMAGED = "export again, or copy the folder anew"
-# Error of fixed-point kernels, in steps: rescaling, and what their own approximations add.
-_RESCALED = 0.02
-_PRODUCTS = frozenset(
-    ("CONV_2D", "DEPTHWISE_CONV_2D", "FULLY_CONNECTED", "TRANSPOSE_CONV", "MUL", "BATCH_MATMUL", "QUANTIZE")
-)
-_FUNCTIONS = {
-    "LOGISTIC": 0.6,
-    "TANH": 0.6,
-    "SOFTMAX": 0.6,
-    "HARD_SWISH": 0.6,
-    "GELU": 0.05,
-    "LEAKY_RELU": 0.25,
-    "PRELU": 0.25,
-}
-# Kernels of 16 bits rescale by a factor of 16 bits, and their functions interpolate in tables: a few millionths to half a
-# thousandth of the range.
-_WIDE_RESCALED = 1.0
-_WIDE_FUNCTIONS = {"LOGISTIC": 2.0, "TANH": 2.0, "SOFTMAX": 16.0}
 
 
 @dataclass(frozen=True)
@@ -113,6 +104,7 @@ class FlatFile:
         self.graph = self.model.subgraphs[0]
         names = {v: k for k, v in vars(known.BuiltinOperator).items() if not k.startswith("_")}
         self.kinds = [names[code.builtinCode] for code in self.model.operatorCodes]
+        self._makers = {int(out): i for i, op in enumerate(self.graph.operators) for out in op.outputs}
 
     def _site(self, found: Mapping[str, Any]) -> _Site:
         tensor = self.model.subgraphs[0].tensors[found["tensor"]]
@@ -128,48 +120,46 @@ class FlatFile:
             tensor.name.decode(),
         )
 
-    def operators(self) -> dict[int, Any]:
-        """Tensor -> the operator that makes it."""
-        return {int(out): op for op in self.graph.operators for out in op.outputs}
-
     def kernels(self, site: _Site) -> list[str]:
         """Kinds of the operators between the sites before ``site`` and itself, in execution order."""
-        return [self.kinds[op.opcodeIndex] for op in self._between(site)]
+        return [self.kinds[self.graph.operators[i].opcodeIndex] for i in self.indices(site)]
 
-    def _between(self, site: _Site) -> list[Any]:
-        ends, makers = {one.tensor for one in self.sites if one is not site}, self.operators()
-        found: dict[int, Any] = {}
-        order = {id(op): i for i, op in enumerate(self.graph.operators)}
+    def indices(self, site: _Site) -> list[int]:
+        """Places of these operators in the file."""
+        ends, makers = {one.tensor for one in self.sites if one is not site}, self._makers
+        found: set[int] = set()
         stack = [site.tensor]
         while stack:
-            op = makers.get(stack.pop())
-            if op is None or order[id(op)] in found:
+            index = makers.get(stack.pop())
+            if index is None or index in found:
                 continue
-            found[order[id(op)]] = op
-            stack.extend(int(i) for i in op.inputs if i >= 0 and int(i) not in ends)
-        return [found[i] for i in sorted(found)]
+            found.add(index)
+            inputs = self.graph.operators[index].inputs
+            stack.extend(int(i) for i in inputs if i >= 0 and int(i) not in ends)
+        return sorted(found)
 
-    def rescaling(self, site: _Site) -> float:
-        """The largest factor by which kernels between the sites before ``site`` and itself rescale products.
-
-        They do so with two roundings, the first to about half of this factor, in steps of the output.
-        """
-        found = 0.0
-        for op in self._between(site):
-            made = self._scale(op.outputs[0])
-            factors = [self._scale(i) for i in op.inputs[:2] if i >= 0]
-            if self.kinds[op.opcodeIndex] in _PRODUCTS and made and all(factors):
-                found = max(found, math.prod(factors) / made)
-        return found
-
-    def _scale(self, tensor: int) -> float:
-        """The largest scale of a tensor, 0 of floats."""
-        grid = self.graph.tensors[int(tensor)].quantization
-        return (
-            float(np.max(grid.scale))
-            if grid is not None and grid.scale is not None and len(grid.scale)
-            else 0.0
+    def bound(self, site: _Site) -> float:
+        """How far the arithmetic of the kernels before ``site`` may bring a value, in steps of its grid: the most over them."""
+        ops = [self.graph.operators[i] for i in self.indices(site)]
+        wide = np.dtype(site.dtype).itemsize > 1
+        return max(
+            (
+                arithmetic_error(
+                    self.kinds[op.opcodeIndex],
+                    [self._scales(i) for i in op.inputs],
+                    self._scales(op.outputs[0]),
+                    op.builtinOptions,
+                    wide,
+                )
+                for op in ops
+            ),
+            default=0.0,
         )
+
+    def _scales(self, tensor: int) -> Array:
+        """The scales of a tensor; none of floats, and of an input that is left out."""
+        grid = self.graph.tensors[int(tensor)].quantization if tensor >= 0 else None
+        return np.asarray([] if grid is None or grid.scale is None else grid.scale, np.float64)
 
     def cut(self, sites: Sequence[_Site]) -> bytes:
         """The file with an input after each of ``sites``, called ``site:<i>``, and the sites as outputs ``made:<i>``."""
@@ -230,14 +220,16 @@ def verify_litert(
     file = FlatFile(content)
     found = [(site, given) for site in file.sites if (given := _given(site, values)) is not None]
     sites = [site for site, _ in found]
-    feeds = {f"site:{i}": site.codes(given) for i, (site, given) in enumerate(found)}
+    feeds = {**graph_inputs, **{f"site:{i}": site.codes(given) for i, (site, given) in enumerate(found)}}
     cut = file.cut(sites)
-    made = [_run(cut, {**graph_inputs, **feeds}, reference) for reference in (True, False)]
+    session = _opened(cut, True, keeps=True)
+    made = [_fed(session, feeds), _fed(_opened(cut, False), feeds)]
+    specified = _Specified(FlatFile(cut), session)
     rows: list[Row] = []
     exact = _Exact(model, values, graph_inputs)
     for i, (site, given) in enumerate(found):
         codes = [site.values(one[f"made:{i}"]) for one in made]
-        rows += _rows(file, site, given, codes, exact)
+        rows += _rows(file, site, given, codes, exact, specified)
     known = {place for site in sites for place in site.places}
     unchecked = {
         name: "the simulation gave no value for it"
@@ -259,47 +251,106 @@ def _given(site: _Site, values: Values) -> Array | None:
     return None
 
 
-def _run(content: bytes, feeds: Mapping[str, Array], reference: bool) -> dict[str, Array]:
+def _opened(content: bytes, reference: bool, *, keeps: bool = False) -> LitertSession:
+    with _refused():
+        return session_of(content, reference=reference, keeps=keeps)
+
+
+def _fed(session: LitertSession, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    with _refused():
+        return session.run(feeds)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
     try:
-        return session_of(content, reference=reference).run(feeds)
+        yield
     except (RuntimeError, ValueError) as error:
         problem = f"LiteRT refuses the file: {' '.join(str(error).split())[:400]}"
         raise ExportError("model", problem, "export again with target='litert'") from error
 
 
-def _rows(file: FlatFile, site: _Site, given: Array, codes: Sequence[Array], exact: _Exact) -> Iterator[Row]:
+def _rows(
+    file: FlatFile, site: _Site, given: Array, codes: Sequence[Array], exact: _Exact, specified: _Specified
+) -> Iterator[Row]:
     facts = {"places": site.places, "format": site.format, "axis": None}
     agreements = [compare(given, one, facts, np.asarray(site.scale)) for one in codes]
-    ops = file.kernels(site)
+    ops, share = file.kernels(site), specified.share(file.indices(site))
     if not all(a.ok for a in agreements):
-        allowed = _allowed(file, site, ops)
+        allowed = file.bound(site)
         agreements = [
             a if a.ok else replace(a, off=exact.off(site, given, one), allowed=allowed)
             for a, one in zip(agreements, codes, strict=True)
         ]
     integer = ops and ops[-1] != "QUANTIZE"
     kernel = f"{ops[-1]} {np.dtype(site.dtype).name}" if integer else "float"
-    why = _why(ops, agreements)
+    why = _why(ops, agreements, share)
     for name, run in site.places:
-        yield Row(name, run, site.name, site.format, tuple(ops), kernel, agreements[0], agreements[1], why)
+        yield Row(
+            name, run, site.name, site.format, tuple(ops), kernel, agreements[0], agreements[1], why, share
+        )
 
 
-def _allowed(file: FlatFile, site: _Site, ops: Sequence[str]) -> float:
-    """How far the arithmetic of the kernels before ``site`` may bring a value, in steps of its grid."""
-    if np.dtype(site.dtype).itemsize > 1:
-        return max([_WIDE_RESCALED, *(_WIDE_FUNCTIONS.get(kind, 0.0) for kind in ops)])
-    return max([_RESCALED, min(0.5, file.rescaling(site)), *(_FUNCTIONS.get(kind, 0.0) for kind in ops)])
-
-
-def _why(ops: Sequence[str], found: Sequence[Agreement]) -> str | None:
+def _why(ops: Sequence[str], found: Sequence[Agreement], specified: float | None) -> str | None:
     if all(a.equal == 1 for a in found):
         return None
-    named = [kind for kind in ops if kind in _FUNCTIONS]
+    named = [kind for kind in ops if kind in FUNCTION_ERRORS]
     if any(not (a.ok or a.within) for a in found):
         return "unexplained: the operator computes something else than the simulation"
     if named:
         return f"{named[-1]} of LiteRT approximates on integers"
+    if specified == 1:
+        return (
+            "reference kernels of LiteRT rescale in fixed point, with two roundings (QUANTIZE: a half away from zero), where the "
+            "simulation rounds float sums once, a half to even; computed as they are specified, every code is equal"
+        )
     return "kernels of LiteRT rescale in fixed point, where the simulation rounds float sums"
+
+
+class _Specified:
+    """What every operator of a file made in a run, against what its reference kernel is specified to make of the same codes.
+
+    Args:
+        file: that ran.
+        session: that ran it and kept its tensors.
+    """
+
+    def __init__(self, file: FlatFile, session: LitertSession) -> None:
+        self._file, self._session = file, session
+        self._found: dict[int, float | None] = {}
+
+    def share(self, operators: Sequence[int]) -> float | None:
+        """The lowest share of codes equal to the specified ones over these operators; ``None`` where one cannot be told.
+
+        Operators that only move codes, or compute in float, are left out.
+        """
+        known = [self._of(i) for i in operators if self._makes_codes(i)]
+        found = [share for share in known if share is not None]
+        return min(found) if known and len(found) == len(known) else None
+
+    def _makes_codes(self, index: int) -> bool:
+        op = self._file.graph.operators[index]
+        grid = self._file.graph.tensors[int(op.outputs[0])].quantization
+        moves = self._file.kinds[op.opcodeIndex] in MOVES_CODES
+        return not moves and grid is not None and grid.scale is not None and len(grid.scale) > 0
+
+    def _of(self, index: int) -> float | None:
+        if index not in self._found:
+            op = self._file.graph.operators[index]
+            call = Call(
+                tuple(None if i < 0 else self._tensor(int(i)) for i in op.inputs),
+                self._tensor(int(op.outputs[0])),
+                op.builtinOptions,
+            )
+            codes = specified(self._file.kinds[op.opcodeIndex], call)
+            self._found[index] = None if codes is None else float((codes == call.output.values).mean())
+        return self._found[index]
+
+    def _tensor(self, index: int) -> Tensor:
+        grid = self._file.graph.tensors[index].quantization
+        scale = [] if grid is None or grid.scale is None else grid.scale
+        zero = int(grid.zeroPoint[0]) if len(scale) else 0
+        return Tensor(self._session.interpreter.get_tensor(index), np.asarray(scale, np.float32), zero)
 
 
 class _Exact:
@@ -336,7 +387,7 @@ class _Exact:
 def _ends(
     content: bytes, graph_inputs: Mapping[str, Array], outputs: Mapping[str, Array]
 ) -> Iterator[OutputRow]:
-    made = [_run(content, graph_inputs, reference) for reference in (True, False)]
+    made = [_fed(_opened(content, reference), graph_inputs) for reference in (True, False)]
     for name, expected in outputs.items():
         levels = [level(expected, one.get(name)) for one in made]
         yield OutputRow(name, levels[0], levels[1])

@@ -59,6 +59,8 @@ class Row:
         kernel: what the runtime's default mode ran last for it (``QLinearConv``), or ``float``; ``constant``.
         as_float, as_integer: agreement with float kernels and with integer kernels.
         reason: why codes differ, where they do.
+        specified: share of codes of the reference kernels that are those of the format's specification, computed in integers;
+            ``None`` where that is not told, as in other runtimes than LiteRT.
     """
 
     site: str
@@ -70,6 +72,7 @@ class Row:
     as_float: Agreement
     as_integer: Agreement
     reason: str | None = None
+    specified: float | None = None
 
     _also = ("ok", "verdict")
 
