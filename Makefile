@@ -12,6 +12,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Threads of one test would only fight with those of its neighbour.
 test test-all check bench reach mutants: export OMP_NUM_THREADS = 1
+# Without it, every process of the tests compiles the package and the tests anew: 8 s each.
+unexport PYTHONDONTWRITEBYTECODE
 check docs: export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
@@ -40,10 +42,10 @@ demo: $(STAMP)
 	$(BIN)/python examples/quickstart.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: test
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

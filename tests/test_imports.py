@@ -137,10 +137,10 @@ def breaches(path: Path, source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_import_directions(path):
-    assert part_of(path) in ALLOWED, f"{part_of(path)} is new: give it a row in ALLOWED"
-    assert not breaches(path, path.read_text())
+def test_import_directions():
+    for path in FILES:
+        assert part_of(path) in ALLOWED, f"{part_of(path)} is new: give it a row in ALLOWED"
+    assert not [breach for path in FILES for breach in breaches(path, path.read_text())]
 
 
 @pytest.mark.parametrize(

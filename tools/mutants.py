@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
+import multiprocessing
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,10 +25,24 @@ from pathlib import Path
 from typing import Any
 
 import cosmic_ray.plugins
+import pytest
 from cosmic_ray.ast import Visitor, get_ast
 from cosmic_ray.mutating import mutate_code
 
 ROOT = Path(__file__).parents[1]
+_FORK = multiprocessing.get_context("fork")
+#: imported once: every run of tests is a fork of this process, so that it begins with them in memory
+LIBRARIES = (
+    "numpy",
+    "torch",
+    "onnx",
+    "onnx_ir",
+    "onnxruntime",
+    "onnxscript",
+    "hypothesis",
+    "scipy.stats",
+    "typer.testing",
+)
 PARTS = (
     "core",
     "algorithms/scaling",
@@ -106,29 +121,32 @@ def suites(module: Path) -> list[list[str]]:
 
 def seen_by(copy: Path, module: Path, limit: float) -> str | None:
     """The first suite that fails on the copy; ``None`` when none does."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     for tests in suites(module):
         if not tests:
             continue
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-m",
-            "not slow",
-            "-p",
-            "no:cacheprovider",
-            *tests,
-        ]
-        try:
-            run = subprocess.run(command, cwd=copy, env=env, capture_output=True, timeout=limit)
-        except subprocess.TimeoutExpired:
+        suite = _FORK.Process(target=_run, args=(copy, tests))
+        suite.start()
+        suite.join(limit)
+        if suite.is_alive():
+            suite.kill()
+            suite.join()
             return f"{' '.join(tests)} (no end)"
-        if run.returncode != 0:
+        if suite.exitcode != 0:
             return " ".join(tests)
     return None
+
+
+def _run(copy: Path, tests: list[str]) -> None:
+    """Run tests in the copy, in a process that has imported what they need besides the package."""
+    os.chdir(copy)
+    sys.path.insert(0, str(copy))
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    code = pytest.main(["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests])
+    os._exit(int(code))  # no clean-up of what belongs to the parent
 
 
 def line_of(before: str, after: str) -> str:
@@ -149,6 +167,8 @@ def main() -> int:
         "--limit", type=float, default=600.0, help="seconds after which a suite counts as failing"
     )
     options = parser.parse_args()
+    for library in LIBRARIES:
+        importlib.import_module(library)
     end, survived, count = time.monotonic() + 60 * options.minutes, [], 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "checkout")

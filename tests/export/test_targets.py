@@ -46,16 +46,21 @@ def types(path: Path) -> set[str]:
     }
 
 
+@pytest.fixture(scope="module")
+def simulated() -> QuantizationSimModel:
+    """The network with 4-bit weights."""
+    return quantize(net(), BATCHES, "w4a8", recipe=["fold"]).sim
+
+
 @pytest.mark.parametrize(
     ("target", "stored"), [("ort_cpu", "int8"), ("openvino_cpu", "int8"), ("packed", "int4")]
 )
 def test_4_bit_weights_stay_4_bit_in_everything_but_their_storage(
-    tmp_path: Path, target: str, stored: str
+    simulated: QuantizationSimModel, tmp_path: Path, target: str, stored: str
 ) -> None:
-    result = quantize(net(), BATCHES, "w4a8", recipe=["fold"], path=tmp_path, target=target)
-    exported = result.exported
-    assert exported is not None and types(exported.qdq) == {stored}
-    report = result.sim.verify(BATCHES[0], target=target)
+    exported = simulated.export(tmp_path, "model", BATCHES[0], target=target)
+    assert types(exported.qdq) == {stored}
+    report = simulated.verify(BATCHES[0], target=target)
     assert report.ok
     integers = {"ort_cpu": ["QLinearConv", "QLinearConv", "QGemm"], "packed": ["float"] * 3}
     kernels = [row.kernel for row in report.rows if row.kernel != "constant"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from bitwright.algorithms.rounding import gptq
 from bitwright.algorithms.rounding.activation_cache import Store, Walk
 from bitwright.algorithms.rounding.blocks import block_units, layer_units
 from bitwright.algorithms.rounding.driver import Choice, RoundingReport
+from bitwright.algorithms.rounding.reconstruct import BlockProblem
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.torch import (
@@ -604,3 +606,17 @@ def test_what_is_held_in_memory_is_bounded_without_a_word(monkeypatch):
     apply_reconstruction(sim, batches, "gptq")
     apply_reconstruction(sim, batches, "gptq", memory_budget=100)
     assert given == [(rounding.MEMORY_BUDGET, None), (100, None)]
+
+
+@pytest.mark.parametrize("drop", [0.1, 0.5, 0.8])
+def test_qdrop_leaves_as_many_values_in_float_as_asked_for(drop):
+    """Of activations; weights are always quantized."""
+    problem = object.__new__(BlockProblem)
+    sites = {name: SimpleNamespace(role=name) for name in ("input", "output", "weight")}
+    model = SimpleNamespace(quantize=lambda site, x: x + 1, sites=lambda: sites)
+    problem.walk, problem.drop, problem.silent = SimpleNamespace(model=model), drop, frozenset()
+    problem.generator = torch.Generator().manual_seed(0)
+    x = torch.zeros(100, 1000)
+    for site in ("input", "output"):
+        assert float((problem._dropping(site, x) == 0).float().mean()) == pytest.approx(drop, abs=0.01)
+    assert bool((problem._dropping("weight", x) == 1).all())

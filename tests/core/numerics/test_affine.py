@@ -194,6 +194,8 @@ def test_a_symmetric_unsigned_grid_refuses_negative_numbers():
         ((0.0, None), -5.0, 3.0, (0, 3)),
         ((None, 6.0), -2.0, 9.0, (-2, 6)),
         ((0.0, None), -5.0, -3.0, (0, 0)),
+        ((2.0, None), 0.0, 1.0, (0, 2)),
+        ((None, -2.0), -1.0, 0.0, (-2, 0)),
     ],
 )
 def test_fixed_ends_take_the_place_of_calibrated_ones(fixed, lo, hi, ends):
@@ -311,6 +313,14 @@ def test_bfloat16_is_the_float32_result_rounded_once():
     assert same_bits(fake_quantize(x, enc), fake_quantize(x.float(), enc).bfloat16())
     as_numpy = x.float().numpy().astype(ml_dtypes.bfloat16)
     assert (fake_quantize(as_numpy, enc).astype(np.float32) == to_numpy(fake_quantize(x, enc))).all()
+
+
+def test_codes_of_wide_grids_are_exact_for_half_types():
+    """In float32, codes beyond 2**24 are 128 apart here."""
+    enc = Encoding(IntFormat(32, signed=False), np.float32(1), np.uint32(1 << 30))
+    x = torch.arange(-100, 101, dtype=torch.float32)
+    for values in (x.bfloat16(), x.half(), x):
+        assert torch.equal(fake_quantize(values, enc), values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -69,6 +69,23 @@ def test_only_the_channel_that_overflows_is_raised() -> None:
     )
 
 
+def test_the_limit_is_half_of_int32() -> None:
+    x, w = Encoding(IntFormat(8), np.float32(0.5), np.int32(0)), weight([0.25])
+    assert floor_weight_scale(w, x, [2.0**27]) is w, "2**30 steps of 1/8 fit"
+    floored = floor_weight_scale(w, x, [np.nextafter(np.float32(2.0**27), np.float32(np.inf))])
+    assert floored.scale[0] == np.nextafter(np.float32(0.25), np.float32(1))
+
+
+def test_the_widest_input_and_weight_that_allow_a_bias() -> None:
+    def why(input_bits: int, weight_bits: int) -> str | None:
+        x = Encoding(IntFormat(input_bits, signed=False), np.float32(0.02), np.int32(0))
+        return underivable(x, weight(0.1, bits=weight_bits), 1)
+
+    assert why(16, 8) is None
+    for bits in ((17, 8), (16, 9)):
+        assert "more than 16 bits or its weight more than 8" in (why(*bits) or "")
+
+
 @given(
     st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=1, max_size=5),
     st.floats(2.0**-90, 2.0**60, width=32),

@@ -425,3 +425,5 @@ def test_the_choice_between_signed_and_unsigned_changes_nothing_else():
     bounds = update(bounds, np.float32([-1, 2]))
     assert _settled(spec, bounds) == replace(spec, symmetry="symmetric")
     assert _settled(spec, update(start("minmax"), np.float32([0, 2]))) is spec
+    mixed = update(start("minmax", (2,)), np.float32([[-1, 2], [0, 2]]), PerChannel(0))
+    assert _settled(spec, mixed) == replace(spec, symmetry="symmetric"), "one negative channel is enough"

@@ -120,6 +120,27 @@ def test_a_site_may_have_its_own_policy_and_the_strictest_one_decides():
         calibrate(found, [CLEAN[0], BAD], "skip")
 
 
+@pytest.mark.parametrize("policies", itertools.permutations(["error", "skip", "clamp"], 2), ids="-".join)
+def test_the_strictest_policy_of_several_sites_decides(policies):
+    """Both sites see values that are not finite in the same batch."""
+    found = [
+        Quantizer(name, "output", activation_spec(non_finite=policy))
+        for name, policy in zip("ab", policies, strict=True)
+    ]
+    gate = BatchGate(found, "clamp")
+    for batch in (CLEAN[0], BAD):
+        gate.open(batch)
+        for quantizer in found:
+            quantizer.observe(batch)
+        if batch is BAD and "error" in policies:
+            with pytest.raises(CalibrationError, match="batch 1, a"):
+                gate.close()
+            assert all(bounds_of(q.statistics).hi == 3 for q in found)
+            return
+        gate.close()
+    assert (gate.log.skipped, gate.log.clamped) == ([1], [])
+
+
 def test_all_batches_left_out_is_an_error():
     with pytest.raises(CalibrationError, match=r"all 2 batches were left out.* first at a \(1 NaN, 1 -Inf\)"):
         calibrate(quantizers(), [BAD, BAD], "skip")

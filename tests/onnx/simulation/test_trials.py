@@ -91,3 +91,15 @@ def test_channels_of_activations_are_written_into_the_model() -> None:
     sim.compute_encodings([feeds], progress=False)
     ours, theirs = sim.trial_session().run(None, feeds)[0], sim.run(feeds)[0]
     np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
+
+
+def test_a_new_parameter_is_what_the_next_run_computes_with():
+    sim, feeds = calibrated()
+    name = next(site for site, s in sim.quantizers.items() if s.role == "weight")
+    before = sim.run(feeds)[0]
+    weight = sim.constants[name]
+    sim.set_parameter(
+        name.removesuffix(".weight") if name not in sim.marked.graph.initializers else name, 0 * weight
+    )
+    assert not np.array_equal(sim.run(feeds)[0], before)
+    assert not sim.constants[name].any()
