@@ -53,7 +53,7 @@ def quantize_model(
         typer.Option(help="module:function that rates an InferenceSession, after each step of the recipe."),
     ] = None,
     lower_is_better: Annotated[bool, typer.Option(help="For metrics such as a perplexity.")] = False,
-    undo_harm: Annotated[bool, typer.Option(help="Take steps back that make the metric worse.")] = False,
+    undo_harm: Annotated[bool, typer.Option(help="Undo steps that make the metric worse.")] = False,
     non_finite: Annotated[
         str, typer.Option(help="A batch that gives NaN or Inf: error, skip it, or clamp to what is finite.")
     ] = "error",

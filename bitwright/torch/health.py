@@ -173,14 +173,14 @@ def diagnose_batch(
     interceptor: Interceptor,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    mended: Callable[[Key, Callable[..., Any]], Callable[..., Any]] | None = None,
+    repaired: Callable[[Key, Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> HealthReport:
     """The report of one batch on the float model of a simulation, also in the middle of its own forward.
 
-    ``mended`` gives the function that takes the place of another at a call, where repairs are in effect.
+    ``repaired`` gives the function that takes the place of another at a call, where repairs are in effect.
     """
     doctor = _doctor(interceptor)
-    doctor.mended = mended
+    doctor.repaired = repaired
     with interceptor.suspended(doctor), torch.no_grad():
         interceptor.model(*args, **kwargs)
     return doctor.report()
@@ -229,7 +229,7 @@ class Doctor(Recorder):
     ) -> None:
         super().__init__(interceptor_of, signature)
         self.name, self.batches, self.count = name, 0, 0
-        self.mended: Callable[[Key, Callable[..., Any]], Callable[..., Any]] | None = None
+        self.repaired: Callable[[Key, Callable[..., Any]], Callable[..., Any]] | None = None
         self.bad_params: list[TensorHealth] = []
         self.bad_inputs: list[TensorHealth] = []
         self.notes: list[str] = []
@@ -304,9 +304,9 @@ class Doctor(Recorder):
         if isinstance(error, BitwrightError):
             return False
         for event in self.tracker.events:
-            event.accused = event.accused or not (event.meant or event.op_type in _EMPTY)
+            event.reported = event.reported or not (event.meant or event.op_type in _EMPTY)
         self._live.clear()
-        if not self.tracker.accused:
+        if not self.tracker.reported:
             return False
         self.notes.append(f"the model fails on batch {self.batches}: {type(error).__name__}: {error}")
         self._close()
@@ -315,7 +315,7 @@ class Doctor(Recorder):
     def _close(self) -> None:
         for event in self.tracker.events:
             detail = self._details.get(event.index)
-            if not event.accused:
+            if not event.reported:
                 if event.op_type not in _EMPTY and len(self._harmless) < _NOTES:
                     self._harmless.setdefault(event.op, "constant" if event.meant else event.op_type)
                 continue
@@ -340,7 +340,7 @@ class Doctor(Recorder):
         before = written.detach().clone() if written is not None and _is_readable(written) else None
         reads = _operands(func, op_type, args, kwargs)
         values = [self._known(t) if isinstance(t, torch.Tensor) else None for t in reads]
-        run = func if self.mended is None or func is SET_ITEM else self.mended(key, func)
+        run = func if self.repaired is None or func is SET_ITEM else self.repaired(key, func)
         output = super()._note(frame, key, label, op_type, inputs, attrs, run, args, kwargs)
         made = [t for t in tensors_in(args[0] if func is SET_ITEM else output) if _is_readable(t)]
         if label in _EMPTY:

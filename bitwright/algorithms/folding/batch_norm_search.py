@@ -132,13 +132,13 @@ def find_folds(graph: Graph, view: FloatModel) -> tuple[list[Fold], list[Refusal
     """
     search = _Search(graph, view)
     folds, before = search.folds(search.chains, "backward", taken=())
-    more, behind = search.folds(list(reversed(before)), "forward", taken=folds)
+    more, later = search.folds(list(reversed(before)), "forward", taken=folds)
     refusals = list(search.unfit)
-    for chain in before.keys() & behind.keys():
-        layer = next(iter((*before[chain].layers, *behind[chain].layers)), None)
+    for chain in before.keys() & later.keys():
+        layer = next(iter((*before[chain].layers, *later[chain].layers)), None)
         reason = (
             f"not into a layer before it: {before[chain].reason}; "
-            f"not into a layer after it: {behind[chain].reason}"
+            f"not into a layer after it: {later[chain].reason}"
         )
         refusals.extend(Refusal(layer, bn, reason) for bn in chain)
     order = {op.name: i for i, op in enumerate(graph.ops)}

@@ -54,19 +54,19 @@ class Grid:
     """A tensor with one scale under factors of its rows and columns, and what its rounding costs.
 
     Entry ``(g, o, i)`` becomes ``W[g, o, i] * s[columns[g, i]] / s[rows[g, o]]``. Its rounding error counts, in units of
-    the tensor before any factor, ``behind[g, o] * before[g, i]`` times its square.
+    the tensor before any factor, ``later[g, o] * before[g, i]`` times its square.
 
     Attributes:
         magnitude: log of ``|W|``, the largest over the kernel; -inf for zeros; [G, O, I] float32.
         rows, columns: which factor, [G, O] and [G, I] int64.
-        behind, before: float64, [G, O] and [G, I].
+        later, before: float64, [G, O] and [G, I].
         step: variance of the rounding error over the squared largest magnitude.
     """
 
     magnitude: Array
     rows: Array
     columns: Array
-    behind: Array
+    later: Array
     before: Array
     step: float
 
@@ -105,13 +105,13 @@ class RoundingNoise:
         for grid, smooth in zip(self._grids, self._largest, strict=True):
             out, into = log_factors[grid.rows], log_factors[grid.columns]
             largest, by_row, by_column = smooth.at(out, into)
-            behind, before = grid.behind * np.exp(2 * out), grid.before * np.exp(-2 * into)
-            behind_sum, before_sum = behind.sum(axis=1, keepdims=True), before.sum(axis=1, keepdims=True)
+            later, before = grid.later * np.exp(2 * out), grid.before * np.exp(-2 * into)
+            later_sum, before_sum = later.sum(axis=1, keepdims=True), before.sum(axis=1, keepdims=True)
             square = grid.step * np.exp(2 * largest)
-            noise = square * float((behind_sum * before_sum).sum())
+            noise = square * float((later_sum * before_sum).sum())
             total += noise
-            slopes.append(2 * (square * behind * before_sum - noise * by_row).reshape(-1))
-            slopes.append(2 * (noise * by_column - square * before * behind_sum).reshape(-1))
+            slopes.append(2 * (square * later * before_sum - noise * by_row).reshape(-1))
+            slopes.append(2 * (noise * by_column - square * before * later_sum).reshape(-1))
         return float(total), np.bincount(self._places, np.concatenate(slopes), self._size)
 
 
@@ -523,11 +523,11 @@ class _Model:
             before = np.full(count * inputs, np.square(self.moments[layer.op][1]).sum() / squares.sum())
         before = before.reshape(count, inputs)
         if out is not None:
-            behind = self._cost(out).reshape(count, outputs)
+            later = self._cost(out).reshape(count, outputs)
         else:
-            behind = np.full((count, outputs), 1 / max(float((squares * before[:, None]).sum()), _TINY))
+            later = np.full((count, outputs), 1 / max(float((squares * before[:, None]).sum()), _TINY))
         return Grid(
-            _log(sizes.largest), rows.reshape(count, outputs), columns.reshape(count, inputs), behind,
+            _log(sizes.largest), rows.reshape(count, outputs), columns.reshape(count, inputs), later,
             before * sizes.kernel, _WEIGHT,
         )  # fmt: skip
 

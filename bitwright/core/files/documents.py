@@ -134,7 +134,7 @@ def read_document(
         raise error(site, f"{kind!r} is no known kind of file", f"use {', '.join(_PARSERS)}")
     language = {".yml": "YAML"}.get(kind, kind[1:].upper())
     content = read_bytes(path, max_bytes, error, larger=larger, unreadable=unreadable)
-    mend = remedy or "correct the file"
+    advice = remedy or "correct the file"
     try:
         document = _PARSERS[kind](content.decode("utf-8-sig"))
         _check_values(document)
@@ -144,11 +144,11 @@ def read_document(
             raise error(f"{site}, line {reason.line}", reason.problem, line) from reason
         raise error(site, f"it is not {language} ({reason.__cause__ or reason.problem})", remedy) from reason
     except _Limit as reason:
-        raise error(site, str(reason), mend) from reason
+        raise error(site, str(reason), advice) from reason
     except RecursionError as reason:
-        raise error(site, _TOO_DEEP, mend) from reason
+        raise error(site, _TOO_DEEP, advice) from reason
     except (ValueError, OverflowError) as reason:  # not UTF-8, or a date or number that cannot be
-        raise error(site, f"it is not {language} ({reason})", mend) from reason
+        raise error(site, f"it is not {language} ({reason})", advice) from reason
     return document
 
 

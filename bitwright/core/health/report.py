@@ -391,7 +391,7 @@ class Event:
         index: order of appearance.
         op, op_type: who made them; for a model input or a parameter its name and ``input`` or ``param``.
         meant: it is a constant that the author wrote, a mask or a fill value.
-        accused: the values reached an output, or falsified one.
+        reported: the values reached an output, or falsified one.
         carriers: operators that carried them on, each once, in order.
         reached: model outputs that hold them.
     """
@@ -400,7 +400,7 @@ class Event:
     op: str
     op_type: str
     meant: bool
-    accused: bool = False
+    reported: bool = False
     carriers: dict[str, None] = field(default_factory=dict)
     reached: list[str] = field(default_factory=list)
 
@@ -512,12 +512,12 @@ class Tracker:
         if event is None or not flags.bad:
             return
         event.reached.append(name)
-        event.accused = event.accused or not event.meant or flags.nan
+        event.reported = event.reported or not event.meant or flags.nan
 
     @property
-    def accused(self) -> list[Event]:
+    def reported(self) -> list[Event]:
         """The faults, in execution order."""
-        return [event for event in self.events if event.accused]
+        return [event for event in self.events if event.reported]
 
     def _event(self, op: str, op_type: str, meant: bool) -> Event:
         self.events.append(Event(len(self.events), op, op_type, meant))
@@ -548,14 +548,14 @@ class Tracker:
                 continue
             divided = _DIVIDES.get(op_type) == port and not flags.nan and event.op_type != "Exp"
             if divided or (flags.nan and (op_type in _CHOOSES or op_type in _SWALLOWS)):
-                event.accused = True
+                event.reported = True
 
 
 def _accuse_inputs(read: Sequence[tuple[int, Event | None, Flags]]) -> None:
     """An operator that weighs data reads what the model was given: an infinity there was not meant."""
     for _, event, _ in read:
         if event is not None and event.op_type == "input":
-            event.meant, event.accused = False, True
+            event.meant, event.reported = False, True
 
 
 def _blamed(events: Sequence[Event | None]) -> Event | None:

@@ -25,7 +25,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Offence:
+class Violation:
     """A site that saw NaN or Inf in one batch, and how many of each; ``policy`` is the one in effect there."""
 
     site: str
@@ -119,20 +119,20 @@ class BatchGate:
         """
         if self._before is None:
             return True
-        offences = self._offences()
+        violations = self._violations()
         batch, self._batch = self._batch, None
         number = self.log.batches
         self.log.batches += 1
-        policy = min((one.policy for one in offences), key=NON_FINITE.index, default=None)
+        policy = min((one.policy for one in violations), key=NON_FINITE.index, default=None)
         if policy == "error":
             before, self._before = self._before, None
             report = self.diagnose(batch) if self.diagnose is not None else None
             if report is None or not report.ok:
                 self._restore(before)
-                raise _refusal(number, offences[0], report)
+                raise _refusal(number, violations[0], report)
             policy, self._before = "clamp", before
         if policy is not None:
-            self.log.first[number] = str(offences[0])
+            self.log.first[number] = str(violations[0])
             (self.log.skipped if policy == "skip" else self.log.clamped).append(number)
         if policy == "skip":
             self._restore(self._before)
@@ -163,13 +163,13 @@ class BatchGate:
             )
         return self.log
 
-    def _offences(self) -> list[Offence]:
+    def _violations(self) -> list[Violation]:
         assert self._before is not None
         pairs = zip(self.quantizers, self._before, strict=True)
         found = (self._of_quantizer(quantizer, before) for quantizer, before in pairs)
         return [one for one in found if one is not None]
 
-    def _of_quantizer(self, quantizer: Quantizer, before: Statistics | None) -> Offence | None:
+    def _of_quantizer(self, quantizer: Quantizer, before: Statistics | None) -> Violation | None:
         """What a quantizer received in this batch that is not finite; ``None``: nothing."""
         after = quantizer.statistics
         if after is before or not isinstance(after, MinMax | Histogram):
@@ -183,7 +183,7 @@ class BatchGate:
             below = 0
         if not (nan or above or below):
             return None
-        return Offence(quantizer.name, nan, above, below, quantizer.spec.non_finite or self.policy)
+        return Violation(quantizer.name, nan, above, below, quantizer.spec.non_finite or self.policy)
 
     def _restore(self, before: list[Statistics | None]) -> None:
         for quantizer, statistics, empty in zip(self.quantizers, before, self._empty, strict=True):
@@ -209,14 +209,14 @@ def _bad(stats: MinMax | Histogram) -> tuple[int, int, int]:
     return nan, above, below
 
 
-def _refusal(number: int, offence: Offence, report: HealthReport | None) -> CalibrationError:
+def _refusal(number: int, violation: Violation, report: HealthReport | None) -> CalibrationError:
     policies = (
         "or calibrate with non_finite='skip' (leaves such batches out) or 'clamp' (uses the finite values)"
     )
     if report is None or report.culprit is None:
         return CalibrationError(
-            f"batch {number}, {offence.site}",
-            f"the values are not finite: {offence}",
+            f"batch {number}, {violation.site}",
+            f"the values are not finite: {violation}",
             f"run check_model(model, data) to find the operator that makes them, {policies}",
         )
     culprit = report.culprit
@@ -227,6 +227,6 @@ def _refusal(number: int, offence: Offence, report: HealthReport | None) -> Cali
         made = f"the {culprit.op_type} is not finite{sample}: {culprit.problem}"
     return CalibrationError(
         f"batch {number}, {culprit.op}",
-        f"{made}; the first quantizer to see it is {offence}",
+        f"{made}; the first quantizer to see it is {violation}",
         f"{culprit.remedy}; {policies}",
     )

@@ -537,8 +537,8 @@ def _spread(param: NDArray[Any], granularity: Granularity, value: ir.Value, site
         problem = f"its channels lie on axis {granularity.axis}, and the rank of its tensor is unknown"
         raise ExportError(site, problem, "run shape inference on the model, or quantize this site per tensor")
     rank = 0 if value.shape is None else len(value.shape)
-    behind = rank - 1 - granularity.axis % rank if rank else -1 - granularity.axis
-    return param.reshape(-1, *[1] * behind)
+    trailing = rank - 1 - granularity.axis % rank if rank else -1 - granularity.axis
+    return param.reshape(-1, *[1] * trailing)
 
 
 def _write_clip(pen: _Pen, value: ir.Value, encoding: Encoding) -> ir.Value:

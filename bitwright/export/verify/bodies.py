@@ -214,13 +214,11 @@ class _Opener:
     def _results(self, node: ir.Node, shape: _Shape, copies: Sequence[_Copy]) -> list[ir.Value]:
         """What the loop hands out: its states after the last iteration, and what the iterations made, stacked."""
         first = 1 if node.op_type == "Loop" else 0
-        behind = first + len(shape.states)
-        results = copies[-1].outputs[first:behind]
+        end = first + len(shape.states)
+        results = copies[-1].outputs[first:end]
         for i, (axis, backwards) in enumerate(shape.stacked):
             axes = self.builder.initializer("stack_axis", np.array([axis]))
-            parts = [
-                self._emit(node, "Unsqueeze", [part.outputs[behind + i], axes], "part") for part in copies
-            ]
+            parts = [self._emit(node, "Unsqueeze", [part.outputs[end + i], axes], "part") for part in copies]
             parts = parts[::-1] if backwards else parts
             results.append(self._emit(node, "Concat", parts, "stacked", axis=axis))
         return results

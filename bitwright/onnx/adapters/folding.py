@@ -117,7 +117,7 @@ class _FoldingView(OnnxView):
         weight = node.inputs[1]
         assert weight is not None
         bias = self._new_initializer(f"{edit.op}.bias", edit.value, weight.dtype)
-        add = self._inserted[edit.op] = self._insert_behind(node, "Add", bias, f"{edit.op}.add")
+        add = self._inserted[edit.op] = self._insert_after(node, "Add", bias, f"{edit.op}.add")
 
         def restore() -> None:
             self._take_out(add, node, bias)

@@ -160,8 +160,8 @@ class Doctor:
 
     def report(self) -> HealthReport:
         """What was found."""
-        accused = {culprit.op for culprit in self._culprits.values()}
-        notes = [note for op, note in self._harmless.items() if op not in accused]
+        reported = {culprit.op for culprit in self._culprits.values()}
+        notes = [note for op, note in self._harmless.items() if op not in reported]
         calls = sum(1 for _ in self.model.graph.all_nodes()) * self.batches
         return HealthReport(
             self.name,
@@ -186,7 +186,7 @@ class Doctor:
         for name, flags in outputs.items():
             tracker.output(name, name, flags)
         for event in tracker.events:
-            if event.accused:
+            if event.reported:
                 self._accuse(event, origins[event.index], root)
             elif len(self._harmless) < _NOTES:
                 self._harmless.setdefault(event.op, _harmless(event, origins[event.index]))

@@ -240,9 +240,9 @@ class Instrument:
         place = self._behind(value, graph)
         found = []
         for op, dtype, neutral, merge in _SCALARS if finite is None else _SCALARS[:-1]:
-            source, behind = self._source(tap, op, place)
+            source, at = self._source(tap, op, place)
             attributes = {} if op == "Size" else {"keepdims": 0}
-            scalar = self.builder.emit(behind, op, [source], f"{value.name}_{op}", dtype, **attributes)
+            scalar = self.builder.emit(at, op, [source], f"{value.name}_{op}", dtype, **attributes)
             scalar.shape = ir.Shape([])
             found.append(self.lift(scalar, graph, np.asarray(neutral), merge)[0])
         tap.scalars, tap.total = tuple(found[:3]), found[3] if finite is None else None

@@ -308,7 +308,7 @@ class OnnxView:
         assert weight is not None
         bias = self._new_initializer(f"{edit.op}.bias", edit.value, weight.dtype)
         if node.op_type == "MatMul":
-            added = self._insert_behind(node, "Add", bias, f"{edit.op}.add")
+            added = self._insert_after(node, "Add", bias, f"{edit.op}.add")
             return lambda: self._take_out(added, node, bias)
         size = len(node.inputs)
         node.resize_inputs(3)
@@ -321,35 +321,35 @@ class OnnxView:
 
         return restore
 
-    def _insert_behind(self, node: ir.Node, op_type: str, operand: ir.Value, name: str) -> ir.Node:
+    def _insert_after(self, node: ir.Node, op_type: str, operand: ir.Value, name: str) -> ir.Node:
         """Put an operator of ``node``'s result and ``operand`` between it and its readers."""
         assert node.graph is not None and self._names is not None
         result = node.outputs[0]
-        behind = ir.Node("", op_type, [result, operand], name=self._names.node(name))
-        out = behind.outputs[0]
+        second = ir.Node("", op_type, [result, operand], name=self._names.node(name))
+        out = second.outputs[0]
         out.name, out.type, out.shape = (
             self._names.value(f"{result.name}.{op_type.lower()}"),
             result.type,
             result.shape,
         )
-        node.graph.insert_after(node, behind)
-        move_uses(result, out, keep={behind})
+        node.graph.insert_after(node, second)
+        move_uses(result, out, keep={second})
         if result.is_graph_output():
             name, self_name = str(result.name), str(out.name)
             Outputs(self.model).replace(result, out)
             result.name, out.name = self_name, name
-        return behind
+        return second
 
-    def _take_out(self, behind: ir.Node, node: ir.Node, *initializers: ir.Value) -> None:
-        """Undo :meth:`_insert_behind`; the operands named are dropped."""
-        result, out = node.outputs[0], behind.outputs[0]
+    def _take_out(self, second: ir.Node, node: ir.Node, *initializers: ir.Value) -> None:
+        """Undo :meth:`_insert_after`; the operands named are dropped."""
+        result, out = node.outputs[0], second.outputs[0]
         move_uses(out, result)
         if out.is_graph_output():
             name = str(out.name)
             Outputs(self.model).replace(out, result)
             result.name = name
-        assert behind.graph is not None
-        behind.graph.remove(behind, safe=True)
+        assert second.graph is not None
+        second.graph.remove(second, safe=True)
         for value in initializers:
             self.model.graph.initializers.pop(str(value.name))
 
@@ -376,14 +376,14 @@ class OnnxView:
         else:
             node.op_type = "Relu"
             node.resize_inputs(1)
-        behind: ir.Node | None = None
+        second: ir.Node | None = None
         if np.isfinite(high).all():
             made.append(self._new_initializer(f"{edit.op}.high", high, kind))
-            behind = self._insert_behind(node, "Min", made[-1], f"{edit.op}.min")
+            second = self._insert_after(node, "Min", made[-1], f"{edit.op}.min")
 
         def restore() -> None:
-            if behind is not None:
-                self._take_out(behind, node)
+            if second is not None:
+                self._take_out(second, node)
             node.op_type = "Clip"
             node.attributes.update(attributes)
             node.resize_inputs(len(inputs))

@@ -24,18 +24,18 @@ class Adopted:
     Attributes:
         plan: as the rules made it, with these sites among the others.
         encodings: site -> the encoding that came with the model.
-        idle: sites of the rules that the model has in float.
+        unused: sites of the rules that the model has in float.
     """
 
     plan: Plan
     encodings: dict[str, Encoding]
-    idle: tuple[str, ...]
+    unused: tuple[str, ...]
 
 
 def adopt(plan: Plan, graph: Graph, given: Iterable[Given]) -> Adopted:
     """Find or make the site of every encoding in ``given``.
 
-    Where the model quantizes activations, it computes what it computed: every other site that the rules ask for is idle.
+    Where the model quantizes activations, it computes what it computed: every other site that the rules ask for is unused.
     Where it only holds quantized constants, the rules decide about all the rest.
 
     Raises:
@@ -67,14 +67,14 @@ class _Adopter:
                     if site is not None:
                         self._take(site, one)
         self._regroup()
-        idle: set[str] = set()
+        unused: set[str] = set()
         if any(not one.constant for one in given):
-            idle = {
+            unused = {
                 s.name
                 for s in self.sites.values()
                 if s.name not in self.encodings and not self._fits(s, biases)
             }
-        return Adopted(replace(self.plan, sites=self._ordered()), self.encodings, tuple(sorted(idle)))
+        return Adopted(replace(self.plan, sites=self._ordered()), self.encodings, tuple(sorted(unused)))
 
     def _is_asked_for_at_readers(self, one: Given) -> bool:
         """Whether the rules put the quantizers of a tensor where it is read, and not where it is made."""

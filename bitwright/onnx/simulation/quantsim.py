@@ -198,7 +198,7 @@ class QuantizationSimModel(Tabular):
         self._told_of_nan = False
         self._calibrating = False
         self.repairs: tuple[Repair, ...] = ()  # what stabilize put into effect
-        self.mended: list[Any] = []  # where in the marked model they stand
+        self.repaired: list[Any] = []  # where in the marked model they stand
         self._weights: WeightFile | None = None
         self.output_values: dict[str, str] = {}  # an exported model's outputs are called as the graph's are
         site = str(model) if isinstance(model, (str, os.PathLike)) else "model"
@@ -235,12 +235,14 @@ class QuantizationSimModel(Tabular):
         for name, encoding in adopted.encodings.items():
             quantizer = self.quantizers[name].quantizer
             quantizer.encoding, quantizer.frozen = encoding, True
-        for name in adopted.idle:
+        for name in adopted.unused:
             self.quantizers[name].enabled = False
         missing = [s for s in self.quantizers.values() if s.enabled and s.encoding is None]
         self.calibrated = all(site.quantizer.derived for site in missing)
         more = (
-            f"; {len(adopted.idle)} other sites of the rules are in float, as there" if adopted.idle else ""
+            f"; {len(adopted.unused)} other sites of the rules are in float, as there"
+            if adopted.unused
+            else ""
         )
         note = f"the model brought {len(adopted.encodings)} encodings with it, which are in effect and frozen{more}"
         self.notes = (*self.notes, note)

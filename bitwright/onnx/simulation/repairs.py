@@ -29,7 +29,7 @@ class Repaired(Protocol):
     """What of a simulation repairs change."""
 
     marked: ir.Model
-    mended: list[Mended]
+    repaired: list[RepairedValue]
     repairs: tuple[Repair, ...]
 
     def forget_simulations(self) -> None:
@@ -37,7 +37,7 @@ class Repaired(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Mended:
+class RepairedValue:
     """A value after which a repair stands.
 
     Attributes:
@@ -70,23 +70,23 @@ def put_in_force(sim: Repaired, repairs: tuple[Repair, ...]) -> None:
     _take_out(sim)
     builder, nodes = Builder(sim.marked), nodes_of(sim)
     for repair in repairs:
-        sim.mended += [_put_in(builder, value, repair) for value in float_results(nodes[repair.op])]
+        sim.repaired += [_put_in(builder, value, repair) for value in float_results(nodes[repair.op])]
     sim.repairs = repairs
     sim.forget_simulations()
 
 
 def _take_out(sim: Repaired) -> None:
     outputs = Outputs(sim.marked)
-    for mended in reversed(sim.mended):
-        raw, result, name = mended.raw, mended.result, mended.result.name
+    for repaired in reversed(sim.repaired):
+        raw, result, name = repaired.raw, repaired.result, repaired.result.name
         move_uses(result, raw)
         outputs.replace(result, raw)
         remove_unread(result)
         raw.name = name
-    sim.mended, sim.repairs = [], ()
+    sim.repaired, sim.repairs = [], ()
 
 
-def _put_in(builder: Builder, raw: ir.Value, repair: Repair) -> Mended:
+def _put_in(builder: Builder, raw: ir.Value, repair: Repair) -> RepairedValue:
     """Write the nodes of one repair after ``raw``; its readers move to their result."""
     name, dtype, last = str(raw.name), _dtype(raw), raw.producer()
     assert last is not None
@@ -117,4 +117,4 @@ def _put_in(builder: Builder, raw: ir.Value, repair: Repair) -> Mended:
     move_uses(raw, value, keep=own)
     builder.outputs.replace(raw, value)
     value.name, raw.name = name, builder.names.value(f"{name}_unrepaired")
-    return Mended(raw, value)
+    return RepairedValue(raw, value)

@@ -268,7 +268,7 @@ class Simulator:
 
     def _mended(self, plan: CallPlan | None, func: Callable[..., Any]) -> Callable[..., Any]:
         repair = None if plan is None else self.repairs.get(plan.op)
-        return func if repair is None else mended(func, repair)
+        return func if repair is None else repaired(func, repair)
 
     def _planned(
         self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -573,10 +573,10 @@ def _keep_copy(
     return out
 
 
-def mended(func: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
+def repaired(func: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
     """``func`` with its results repaired; a result that is an argument is repaired in its place."""
 
-    def mend(x: torch.Tensor, given: tuple[Any, ...]) -> torch.Tensor:
+    def applied(x: torch.Tensor, given: tuple[Any, ...]) -> torch.Tensor:
         if not x.is_floating_point():
             return x
         new = x.nan_to_num(repair.nan, repair.hi, repair.lo)
@@ -586,7 +586,7 @@ def mended(func: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
-        return map_tensors(func(*args, **kwargs), lambda x: mend(x, given))
+        return map_tensors(func(*args, **kwargs), lambda x: applied(x, given))
 
     return run
 

@@ -123,12 +123,12 @@ def _lstm(inside: Mapping[str, Function], pre: Function, post: Function, like: T
 
 def _gru(inside: Mapping[str, Function], pre: Function, post: Function, like: Tensor) -> StackedStep:
     hidden = like.shape[-1]
-    before, behind, last = (inside.get(name, _same) for name in ("candidate.pre", "candidate.gate", HIDDEN))
+    before, gated, last = (inside.get(name, _same) for name in ("candidate.pre", "candidate.gate", HIDDEN))
 
     def run(x: Tensor, recurrent: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         both = 2 * hidden
         reset, update = post(pre(x[:, :both] + recurrent[:, :both]).sigmoid()).chunk(2, -1)
-        candidate = behind(before(x[:, both:] + reset * recurrent[:, both:]).tanh())
+        candidate = gated(before(x[:, both:] + reset * recurrent[:, both:]).tanh())
         return (last((1 - update) * candidate + update * state[0]),)
 
     return run

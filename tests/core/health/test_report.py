@@ -1,4 +1,4 @@
-"""Health: what tensors hold, who is accused, and why."""
+"""Health: what tensors hold, which operator is reported, and why."""
 
 import json
 import re
@@ -168,7 +168,7 @@ def test_remedies_speak_the_language_of_the_model(cause):
     assert not re.search(r"\b(Max|Min|Clip|Where|Cast|Add) node", in_torch), in_torch
 
 
-# ---- who is accused
+# ---- which operator is reported
 
 
 def follow(*calls, outputs=()):
@@ -188,27 +188,27 @@ def test_the_first_that_made_it_is_accused_and_the_rest_is_spread():
         ("relu", "Relu", [("b", BAD_NAN)], [("c", BAD_NAN)]),
         outputs=[("c", BAD_NAN)],
     )
-    (event,) = tracker.accused
+    (event,) = tracker.reported
     assert (event.op, event.spread, event.names, event.reached) == ("div", 2, ["sub", "relu"], ["out"])
 
 
 def test_a_mask_before_a_softmax_is_none_and_a_dead_row_is_one():
     mask = ("fill", "MaskedFill", [("x", CLEAN)], [("m", MASK)])
     fine = follow(mask, ("softmax", "Softmax", [("m", MASK)], [("y", CLEAN)]), outputs=[("y", CLEAN)])
-    assert not fine.accused and fine.events[0].meant
+    assert not fine.reported and fine.events[0].meant
     dead = follow(mask, ("softmax", "Softmax", [("m", MASK)], [("y", BAD_NAN)]), outputs=[("y", BAD_NAN)])
-    assert [event.op for event in dead.accused] == ["softmax"]
+    assert [event.op for event in dead.reported] == ["softmax"]
     shown = follow(mask, outputs=[("m", MASK)])
-    assert not shown.accused, "the author returns the mask"
+    assert not shown.reported, "the author returns the mask"
 
 
 def test_what_is_masked_out_before_use_is_harmless():
     log = ("log", "Log", [("x", CLEAN)], [("a", BAD_NAN)])
     assert not follow(
         log, ("where", "Where", [("a", BAD_NAN)], [("y", CLEAN)]), outputs=[("y", CLEAN)]
-    ).accused
+    ).reported
     chosen = follow(log, ("argmax", "argmax", [("a", BAD_NAN)], [("y", CLEAN)]), outputs=[("y", CLEAN)])
-    assert [event.op for event in chosen.accused] == ["log"], "an index chosen among NaN is wrong"
+    assert [event.op for event in chosen.reported] == ["log"], "an index chosen among NaN is wrong"
 
 
 def test_an_overflow_that_a_division_hides_is_a_fault_and_a_sigmoid_by_hand_is_none():
@@ -216,13 +216,13 @@ def test_an_overflow_that_a_division_hides_is_a_fault_and_a_sigmoid_by_hand_is_n
         ("square", "Mul", [("x", CLEAN)], [("a", BAD_INF)]),
         ("rsqrt", "Rsqrt", [("a", BAD_INF)], [("y", CLEAN)]),
     )
-    assert [event.op for event in hidden.accused] == ["square"]
+    assert [event.op for event in hidden.reported] == ["square"]
     sigmoid = follow(
         ("exp", "Exp", [("x", CLEAN)], [("a", BAD_INF)]),
         ("add", "Add", [("a", BAD_INF)], [("b", BAD_INF)]),
         ("div", "Div", [("one", CLEAN), ("b", BAD_INF)], [("y", CLEAN)]),
     )
-    assert not sigmoid.accused
+    assert not sigmoid.reported
 
 
 def test_bad_data_is_a_source_and_a_mask_among_the_inputs_is_none():
@@ -231,7 +231,7 @@ def test_bad_data_is_a_source_and_a_mask_among_the_inputs_is_none():
     assert tracker.source("m", "mask", "input", MASK).meant is True
     tracker.call("add", "Add", [("x", BAD_NAN), ("m", MASK)], [("y", BAD_NAN)])
     tracker.output("out", "y", BAD_NAN)
-    assert [(event.op, event.op_type) for event in tracker.accused] == [("x", "input")]
+    assert [(event.op, event.op_type) for event in tracker.reported] == [("x", "input")]
 
 
 def test_memory_that_is_overwritten_is_forgotten():
