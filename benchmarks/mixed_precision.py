@@ -2,10 +2,16 @@
 
     python benchmarks/mixed_precision.py --results mixed.jsonl --markdown benchmarks/results/mixed_precision.md
 
-All of them choose from W8A8, W8A16, W4A8 and W4A16, share groups, costs and rounded weights, and are judged by the same
-numbers. ``greedy`` is AIMET's second phase: every group at every lower candidate alone (SQNR of the outputs), groups lowered in
-that order, the deepest point within the drop by bisection. An evaluation is one measurement of a point: by the metric, or by
-the outputs. Networks and data are those of the developer data set.
+All of them choose from W8A8, W8A16, W4A8 and W4A16, share costs and calibration, and round the weights of every point for that
+point. ``greedy`` is AIMET's second phase on AIMET's groups (all kernels that read one grid): every group at every lower
+candidate alone (SQNR of the outputs), groups lowered in that order, the deepest point within the drop by bisection. An
+evaluation is one measurement of a point: by the metric, or by the outputs.
+
+The goal ``drop`` is one point (1 %) of the metric; ``SQNR`` is that of the outputs halfway (in dB) between W4A16 and W8A16,
+which tells fronts apart where W4 for all keeps within a point.
+
+Points are chosen by the first part of the test data; ``unseen`` is the drop on the second part, which nothing looks at before.
+Networks and data are those of the developer data set.
 """
 
 from __future__ import annotations
@@ -15,17 +21,23 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import measure  # first: it puts the repository on the path
 import torch
 
+from bitwright.algorithms.search.judge import Judge
 from bitwright.analysis.subject import open_subject
-from bitwright.core.numerics.spec import find_preset
 from bitwright.mixed.candidates import as_candidates
 from bitwright.mixed.choice import Choice
-from bitwright.mixed.search import CANDIDATES, _Search, mixed_precision
+from bitwright.mixed.explorer import Explorer
+from bitwright.mixed.goal import Goal
+from bitwright.mixed.groups import ties
+from bitwright.mixed.measure import Metric
+from bitwright.mixed.result import decibel
+from bitwright.mixed.search import CANDIDATES
 from bitwright.mixed.start import simulation_of
 from tests.support import data
 from tests.support.tasks import TASKS, exported
@@ -33,173 +45,246 @@ from tests.support.tasks import TASKS, exported
 CASES = (
     "mobilenet_v2_cifar", "resnet20_aux", "mobilenet_v1_025", "stories260k", "lstm_char",
 )  # fmt: skip
-COSTS = ("weight_bytes", "bit_ops")
-IMAGES = 600
+GOALS = (("weight_bytes", "drop"), ("weight_bytes", "SQNR"), ("bit_ops", "drop"))
+BEST = CANDIDATES.index("w8a16")
+SAMPLES = 16  # that estimates and rounding look at
 Run = Callable[[torch.Tensor], torch.Tensor]
 
 
-def score(name: str) -> tuple[Callable[[Run], float], bool]:
-    """The metric of a network (of a part of its test data), and whether lower is better."""
+def score(name: str) -> tuple[list[Callable[[Run], float]], bool]:
+    """The metric of a network on both parts of its test data, and whether lower is better."""
     if name == "stories260k":
-        return lambda run: data.perplexity(run, data.stories()[:64]), True
+        found = data.stories()
+        parts = [found[:48], found[48:96]]
+    elif name == "lstm_char":
+        parts = list(data.shakespeare("test")[: 192 * 129].reshape(2, 96, 129))
+    else:
+        images = data.imagenet() if name == "mobilenet_v1_025" else data.cifar()
+        n = 200 if name == "mobilenet_v1_025" else 600
+        return [lambda run, i=i: data.accuracy(run, images[i * n : (i + 1) * n]) for i in (0, 1)], False
+    return [lambda run, rows=rows: data.perplexity(run, rows) for rows in parts], True
+
+
+def unseen_inputs(name: str) -> torch.Tensor:
+    """Inputs of the second part of the test data, some."""
+    if name == "stories260k":
+        return data.stories()[48:72, :-1]
     if name == "lstm_char":
-        rows = data.shakespeare("test")[: 96 * 129].reshape(96, 129)
-        return lambda run: data.perplexity(run, rows), True
-    images = data.imagenet() if name == "mobilenet_v1_025" else data.cifar()
-    return lambda run: data.accuracy(run, images[:IMAGES]), False
+        return data.shakespeare("test")[: 192 * 129].reshape(-1, 129)[96:128, :-1]
+    return data.imagenet().x[200:232] if name == "mobilenet_v1_025" else data.cifar().x[600:664]
 
 
-def case(name: str, front: str, draw: int) -> tuple[Any, list[Any], Callable[[Any], float], bool]:
-    """Model, calibration data, metric and its direction."""
+Parts = list[Callable[[Any], float]]
+
+
+def case(name: str, front: str, draw: int) -> tuple[Any, list[Any], Parts, bool]:
+    """Model, calibration data, the metric on both parts of the test data, and its direction."""
     task = TASKS[name]()
-    of, lower = score(name)
+    parts, lower = score(name)
     batches = task.batches(draw)
     if front == "torch":
 
-        def metric(model: Any) -> float:
+        def of_module(model: Any, part: Callable[[Run], float]) -> float:
             with torch.no_grad():
-                return of(lambda x: y if isinstance(y := model(x), torch.Tensor) else y[0])
+                return part(lambda x: y if isinstance(y := model(x), torch.Tensor) else y[0])
 
-        return data.trained(name), batches, metric, lower
+        return data.trained(name), batches, [partial(of_module, part=part) for part in parts], lower
     import onnx
 
     proto = onnx.load(data.onnx_file(task.file)) if task.file else exported(name, task)
 
-    def of_session(session: Any) -> float:
+    def of_session(session: Any, part: Callable[[Run], float]) -> float:
         source = session.get_inputs()[0].name
-        return of(lambda x: torch.from_numpy(session.run(None, {source: x.numpy()})[0]))
+        return part(lambda x: torch.from_numpy(session.run(None, {source: x.numpy()})[0]))
 
-    return proto, [b.numpy() for b in batches], of_session, lower
+    return proto, [b.numpy() for b in batches], [partial(of_session, part=part) for part in parts], lower
 
 
 class Trials:
-    """Points of one search, measured once."""
+    """The points of one network: each weights, costs and metric on both parts of the data."""
 
     def __init__(self, name: str, front: str, draw: int) -> None:
-        model, batches, self.metric, self.lower = case(name, front, draw)
+        model, batches, self.parts, self.lower = case(name, front, draw)
         candidates = as_candidates(CANDIDATES)
-        sim = simulation_of(model, batches, candidates[1])
+        sim = simulation_of(model, batches, candidates[BEST])
         self.subject = open_subject(sim)
+        self.explorer = Explorer(
+            self.subject, candidates, batches, time.monotonic(), None, True, SAMPLES, 0, None
+        )
+        self.judge = Judge(
+            [x if front == "torch" else x.numpy() for x in unseen_inputs(name).split(8)],
+            lambda batch: self.subject.outputs(batch, True),
+        )
+        assert self.judge.wanted  # before any weight is rounded
         with self.subject.in_float():
-            self.float = self.metric(self.subject.runnable())
-        self.search = _Search(self.subject, candidates, batches, time.monotonic(), None, True, 32, 0, None)
-        self.allowed = 0.01 * self.float if self.lower else 1.0
-        self._metric: dict[Choice, float] = {}
-        self.evaluations = 0
+            self.float = [part(self.subject.runnable()) for part in self.parts]
+        self.allowed = 0.01 * self.float[0] if self.lower else 1.0
+        self._lost: dict[tuple[Choice, str], float] = {}
+        self.asked: set[Choice] = set()
+        self.setup = self.explorer.measurements
+        ends = [
+            decibel(self.explorer.noise((CANDIDATES.index(c),) * len(self.explorer.groups)))
+            for c in ("w4a16", "w8a16")
+        ]
+        self.level = sum(ends) / 2
 
-    def drop(self, choice: Choice) -> float:
-        """Of the metric against float."""
-        if choice not in self._metric:
-            self.evaluations += 1
-            self.search.library.apply(choice)
-            found = self.metric(self.subject.runnable())
-            self._metric[choice] = found - self.float if self.lower else self.float - found
-        return self._metric[choice]
+    def lost(self, choice: Choice, goal: str) -> float:
+        """Loss of a point over what is allowed, by what chooses: the metric on the first part, or the outputs."""
+        self.asked.add(choice)
+        if (choice, goal) not in self._lost:
+            self.explorer.set(choice)
+            self._lost[choice, goal] = (
+                self.drop(0) / self.allowed
+                if goal == "drop"
+                else self.explorer.measure() / 10 ** (-self.level / 10)
+            )
+        return self._lost[choice, goal]
 
-    def noise(self, choice: Choice) -> float:
-        """Of the outputs."""
-        self.evaluations += 1
-        self.search.library.apply(choice)
-        return self.search._noise.measure()
+    def unseen(self, choice: Choice | None, goal: str) -> float | None:
+        """Drop of the metric, or SQNR in dB, on the part that nothing was chosen on."""
+        if choice is None:
+            return None
+        self.explorer.set(choice)
+        if goal == "drop":
+            return self.drop(1)
+        return self.judge.sqnr(lambda batch: self.subject.outputs(batch, False))
 
-    def cost(self, choice: Choice, name: str) -> float:
-        """Of a choice."""
-        return self.search._costs[name].of(choice)
+    def drop(self, part: int) -> float:
+        """Of the metric of the point that is set."""
+        found = self.parts[part](self.subject.runnable())
+        return found - self.float[part] if self.lower else self.float[part] - found
+
+    def share(self, choice: Choice | None, cost: str) -> float | None:
+        """Of the cost of W8A16."""
+        if choice is None:
+            return None
+        known = self.explorer.costs[cost]
+        return known.of(choice) / known.of((BEST,) * len(choice))
+
+    def groups(self) -> list[list[int]]:
+        """Places of the groups that are one of AIMET's."""
+        groups = self.explorer.groups
+        return [*ties(groups), *([i] for i, g in enumerate(groups) if not g.tie)]
 
 
-def uniform(trials: Trials, cost: str) -> Choice | None:
-    """The cheapest candidate for all that keeps within the drop."""
-    groups = trials.search.groups
-    choices = [(c,) * len(groups) for c in range(len(CANDIDATES))]
-    good = [c for c in choices if trials.drop(c) <= trials.allowed]
-    return min(good, key=lambda c: trials.cost(c, cost), default=None)
+def uniform(trials: Trials, cost: str, goal: str) -> Choice | None:
+    """The cheapest candidate for all that is good."""
+    choices = [(c,) * len(trials.explorer.groups) for c in range(len(CANDIDATES))]
+    good = [c for c in choices if trials.lost(c, goal) <= 1]
+    return min(good, key=trials.explorer.costs[cost].of, default=None)
+
+
+def lowered(choice: Choice, group: list[int], candidate: int) -> Choice:
+    """``choice`` with one of AIMET's groups at another candidate."""
+    return tuple(candidate if i in group else c for i, c in enumerate(choice))
 
 
 def sensitivities(trials: Trials) -> dict[tuple[int, int], float]:
     """Noise with one group alone at a candidate, the others at the one with the most bits."""
-    n, best = len(trials.search.groups), CANDIDATES.index("w8a16")
-    found = {}
-    for g in range(n):
-        for c in range(len(CANDIDATES)):
-            if c != best:
-                found[g, c] = trials.noise(tuple(c if i == g else best for i in range(n)))
-    return found
+    base = (BEST,) * len(trials.explorer.groups)
+    return {
+        (g, c): trials.explorer.noise(lowered(base, group, c), fitted=False)
+        for g, group in enumerate(trials.groups())
+        for c in range(len(CANDIDATES))
+        if c != BEST
+    }
 
 
-def greedy(trials: Trials, cost: str, alone: dict[tuple[int, int], float]) -> Choice | None:
+def greedy(trials: Trials, cost: str, goal: str, alone: dict[tuple[int, int], float]) -> Choice | None:
     """Groups lowered from the least sensitive on; the deepest point within the drop, by bisection."""
-    n, best = len(trials.search.groups), CANDIDATES.index("w8a16")
-    now = [best] * n
-    points = [tuple(now)]
+    groups, of = trials.groups(), trials.explorer.costs[cost].of
+    now: Choice = (BEST,) * len(trials.explorer.groups)
+    points = [now]
     for (g, c), _ in sorted(alone.items(), key=lambda item: item[1]):
-        lowered = [*now[:g], c, *now[g + 1 :]]
-        if trials.cost(tuple(lowered), cost) < trials.cost(tuple(now), cost):
-            now = lowered
-            points.append(tuple(now))
+        if of(lowered(now, groups[g], c)) < of(now):
+            now = lowered(now, groups[g], c)
+            points.append(now)
     low, high = 0, len(points)
-    if trials.drop(points[-1]) <= trials.allowed:  # AIMET looks at both ends first
+    if trials.lost(points[-1], goal) <= 1:  # AIMET looks at both ends first
         return points[-1]
-    if trials.drop(points[0]) > trials.allowed:
+    if trials.lost(points[0], goal) > 1:
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if trials.drop(points[middle]) <= trials.allowed else (low, middle)
+        low, high = (middle, high) if trials.lost(points[middle], goal) <= 1 else (low, middle)
     return points[low]
 
 
-def run(name: str, front: str, draw: int) -> dict[str, Any]:
-    """One row."""
-    row: dict[str, Any] = {"name": name, "front": front, "draw": draw}
+def ours(trials: Trials, cost: str, goal: str) -> tuple[Choice | None, int]:
+    """The result of a search, and its evaluations."""
+    metric = None
+    if goal == "drop":
+        metric = Metric(trials.subject, trials.parts[0], lower_is_better=trials.lower, allowed=trials.allowed)
+    before = trials.explorer.measurements
+    wanted = Goal(cost, {}, metric, None if metric else trials.level, 12, 0.9)
+    found = trials.explorer.run(wanted, lambda: None)
+    count = trials.setup + trials.explorer.measurements - before + round(metric.evaluations if metric else 0)
+    if found.chosen is None:
+        return None, count
+    names = list(CANDIDATES)
+    return tuple(names.index(found.chosen.choice[g.name]) for g in found.groups), count
+
+
+def run(name: str, front: str, draw: int, save: Callable[[dict[str, Any]], None]) -> None:
+    """One row per cost and goal."""
+    start = time.process_time()
     trials = Trials(name, front, draw)
-    row["groups"] = len(trials.search.groups)
-    for cost in COSTS:
-        found = uniform(trials, cost)
-        dear = trials.cost((CANDIDATES.index("w8a16"),) * row["groups"], cost)
-        row[f"uniform {cost}"] = None if found is None else trials.cost(found, cost) / dear
-    trials.evaluations = 0
-    alone = sensitivities(trials)
-    phase_1 = trials.evaluations
-    for cost in COSTS:
-        trials.evaluations, trials._metric = 0, {}
-        found = greedy(trials, cost, alone)
-        row[f"greedy {cost}"] = None if found is None else trials.cost(found, cost) / dear_of(trials, cost)
-        row[f"greedy {cost} evaluations"] = phase_1 + trials.evaluations
-    for cost in COSTS:
-        model, batches, metric, lower = case(name, front, draw)
-        begin = time.monotonic()
-        result = mixed_precision(
-            model, batches, CANDIDATES, cost=cost, metric=metric, lower_is_better=lower,
-            allowed_drop="1%" if lower else 1.0, evaluations=12,
-        )  # fmt: skip
-        measured = [p for p in result.points if p.sqnr_db is not None]
-        row[f"ours {cost}"] = result.chosen.costs[cost] / dear_of(trials, cost) if result.chosen else None
-        row[f"ours {cost} drop"] = result.chosen.drop if result.chosen else None
-        row[f"ours {cost} evaluations"] = result.evaluations + len(measured)
-        row[f"ours {cost} seconds"] = round(time.monotonic() - begin, 1)
-    return row
-
-
-def dear_of(trials: Trials, cost: str) -> float:
-    """What W8A16 costs."""
-    return trials.cost((CANDIDATES.index("w8a16"),) * len(trials.search.groups), cost)
+    alone: dict[tuple[int, int], float] = {}
+    for cost, goal in GOALS:
+        row: dict[str, Any] = {"name": name, "front": front, "draw": draw, "cost": cost, "goal": goal}
+        row["groups"], row["aimet_groups"] = len(trials.explorer.groups), len(trials.groups())
+        choice, row["ours evaluations"] = ours(trials, cost, goal)
+        row["ours"], row["ours unseen"] = trials.share(choice, cost), trials.unseen(choice, goal)
+        alone = alone or sensitivities(trials)
+        trials.asked.clear()
+        choice = greedy(trials, cost, goal, alone)
+        row["greedy evaluations"] = len(alone) + len(trials.asked)
+        row["greedy"], row["greedy unseen"] = trials.share(choice, cost), trials.unseen(choice, goal)
+        choice = uniform(trials, cost, goal)
+        row["uniform"], row["uniform unseen"] = trials.share(choice, cost), trials.unseen(choice, goal)
+        row["seconds"], row["lower"], row["level"] = (
+            round(time.process_time() - start, 1),
+            trials.lower,
+            trials.level,
+        )
+        save(row)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """All rows as Markdown; shares of the cost of W8A16."""
-    head = ["network", "groups"]
-    for cost in COSTS:
-        head += [f"{cost}: uniform", "greedy (evaluations)", "ours (evaluations)", "drop"]
+    head = [
+        "network",
+        "goal",
+        "uniform",
+        "unseen",
+        "greedy",
+        "unseen",
+        "evaluations",
+        "ours",
+        "unseen",
+        "evaluations",
+    ]
     lines = []
-    for row in rows:
-        cells = [f"{row['name']}, {row['front']}, draw {row['draw']}", str(row["groups"])]
-        for cost in COSTS:
-            for way in ("uniform", "greedy", "ours"):
-                value = row[f"{way} {cost}"]
-                text = "none" if value is None else f"{value:.1%}"
-                count = row.get(f"{way} {cost} evaluations")
-                cells.append(text if count is None else f"{text} ({count:.0f})")
-            drop = row[f"ours {cost} drop"]
-            cells.append("" if drop is None else f"{drop:.3f}")
+    order = [(r["cost"], r["goal"]) for r in rows]
+    assert set(order) <= set(GOALS)
+    for row in sorted(
+        rows,
+        key=lambda r: (GOALS.index((r["cost"], r["goal"])), CASES.index(r["name"]), r["front"], r["draw"]),
+    ):
+        goal = row["goal"] if row["goal"] == "drop" else f"{row['level']:.1f} dB"
+        cells = [f"{row['name']}, {row['front']}, draw {row['draw']}", f"{row['cost']}, {goal}"]
+        for way in ("uniform", "greedy", "ours"):
+            value, lost = row[way], row[f"{way} unseen"]
+            cells.append("none" if value is None else f"{value:.1%}")
+            cells.append(
+                ""
+                if lost is None
+                else f"{lost:.3f}"
+                if row["lower"] and row["goal"] == "drop"
+                else f"{lost:.1f}"
+            )
+            if way != "uniform":
+                cells.append(str(row[f"{way} evaluations"]))
         lines.append(cells)
     title = "Cheapest precisions within a drop of one point (1 % of a perplexity), as shares of W8A16"
     return measure.markdown(title, head, lines)
@@ -220,21 +305,24 @@ def main() -> None:
     parser.add_argument("--only-table", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    assert find_preset("w8a16")
     rows = (
         [json.loads(line) for line in options.results.read_text().splitlines()]
         if options.results.exists()
         else []
     )
-    known = {(r["name"], r["front"], r["draw"]) for r in rows}
+    known = {(r["name"], r["front"], r["draw"]) for r in rows if (r["cost"], r["goal"]) == GOALS[-1]}
+
+    def save(row: dict[str, Any]) -> None:
+        rows.append(row)
+        with options.results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(row, flush=True)
+
     for draw in options.draws if not options.only_table else ():
-        for name in options.networks:
-            for front in options.fronts:
+        for front in options.fronts:
+            for name in options.networks:
                 if (name, front, draw) not in known:
-                    rows.append(run(name, front, draw))
-                    with options.results.open("a") as file:
-                        file.write(json.dumps(rows[-1]) + "\n")
-                    print(rows[-1], flush=True)
+                    run(name, front, draw, save)
     if options.markdown:
         measure.write(options.markdown, table(rows))
     print(table(rows))

@@ -15,6 +15,7 @@ from tests.support.signatures import PINNED, Signature, found, signature
 
 PUBLIC = {
     "__version__", "quantize", "analyze", "mixed_precision", "auto_quantize", "drift", "LayerOutputUtil",
+    "set_precisions", "PrecisionRequest",
     "QuantSpec", "RangeMethod", "Preset", "PRESETS", "Rule",
     "IntFormat", "FloatFormat", "PerTensor", "PerChannel", "PerBlock", "PerGate",
     "BitwrightError", "BusyError", "CalibrationError", "ConfigError", "EncodingsError", "ExportError", "FormatError",

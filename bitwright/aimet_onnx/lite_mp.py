@@ -7,7 +7,7 @@ from typing import Any
 
 from bitwright.aimet_common.defs import qtype
 from bitwright.errors import ConfigError
-from bitwright.mixed.manual import Request, set_precisions
+from bitwright.mixed.manual import PrecisionRequest, set_precisions
 
 __all__ = ["flip_layers_to_higher_precision"]
 
@@ -43,5 +43,5 @@ def flip_layers_to_higher_precision(
     count = math.ceil(len(layer_sensitivity_dict) * percent_to_flip / 100)
     worst = sorted(layer_sensitivity_dict, key=lambda name: layer_sensitivity_dict[name])[:count]
     if worst:
-        set_precisions(sim, [Request(tuple(worst), activation, weight)], strict=False)
+        set_precisions(sim, [PrecisionRequest(tuple(worst), activation, weight)], strict=False)
     return worst

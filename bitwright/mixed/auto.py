@@ -22,6 +22,7 @@ from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.mixed.costs import COSTS
 from bitwright.mixed.executors import find_executor
 from bitwright.mixed.ladder import FIRST, Trial, waves
+from bitwright.mixed.measure import one_sided
 from bitwright.mixed.search import _batches
 from bitwright.mixed.trials import Job, claim, identity, read_kept, read_trial, remove_partial, simulate
 from bitwright.tables import Tabular, text_table
@@ -339,8 +340,8 @@ class _Auto:
             return True
         before = [self._float["values"][i] for i in part]
         after = [report["values"][i] for i in part]
-        doubt = 2 * (1 - self._job.options["confidence"])  # on one side only
-        found = compare(before, after, confidence=max(0.5, 1 - doubt), better=self._float["better"])
+        sure = one_sided(self._job.options["confidence"])
+        found = compare(before, after, confidence=sure, better=self._float["better"])
         ends = [e for e in (found.low, found.high) if e is not None] or [found.estimate]
         drops = [e if self._float["better"] == "lower" else -e for e in ends]
         return max(drops) <= self._float["allowed"]

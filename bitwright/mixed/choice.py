@@ -5,7 +5,7 @@ Noise and costs of the groups add up. A front is found by solving for the least 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,18 @@ class Knapsack:
     Args:
         allowed: candidates of each group.
         costs: by name.
+        ties: groups whose candidates must be of one kind.
+        kinds: of each candidate: equal where tied groups may have them together.
     """
 
-    def __init__(self, allowed: Sequence[Sequence[int]], costs: Mapping[str, Cost]) -> None:
-        self.allowed, self.costs = [list(a) for a in allowed], costs
+    def __init__(
+        self,
+        allowed: Sequence[Sequence[int]],
+        costs: Mapping[str, Cost],
+        ties: Sequence[Sequence[int]] = (),
+        kinds: Sequence[Hashable] = (),
+    ) -> None:
+        self.allowed, self.costs, self._ties, self._kinds = [list(a) for a in allowed], costs, ties, kinds
         self._at = [(g, c) for g, candidates in enumerate(self.allowed) for c in candidates]
 
     def cheapest(self, noise: Floats, most: float, cost: str, bounds: Mapping[str, float]) -> Choice | None:
@@ -74,6 +82,8 @@ class Knapsack:
         program = _Program(n, [g for g, _ in self._at])
         for table, fixed, most in rows:
             program.add(self._pick(table), most - fixed)
+        for row in self._together():
+            program.add_equal(row)
         if peak:
             assert cost is not None
             program.add_peak(self._pick(cost.table), cost.fixed)
@@ -86,6 +96,18 @@ class Knapsack:
             options={"mip_rel_gap": 0.0, "time_limit": _SECONDS},
         )
         return None if found.x is None else self._read(found.x)
+
+    def _together(self) -> list[Floats]:
+        """Rows that are zero where tied groups have candidates of one kind."""
+        rows = []
+        for first, *others in self._ties:
+            for other in others:
+                for kind in dict.fromkeys(self._kinds[c] for c in self.allowed[first]):
+                    sign = {first: 1.0, other: -1.0}
+                    rows.append(
+                        np.array([sign.get(g, 0.0) if self._kinds[c] == kind else 0.0 for g, c in self._at])
+                    )
+        return rows
 
     def _read(self, x: Floats) -> Choice:
         choice, best = [a[0] for a in self.allowed], [-1.0] * len(self.allowed)
@@ -133,6 +155,12 @@ class _Program:
         self._rows.append(np.where(scaled < _NOTHING, 0.0, scaled))
         self._low.append(np.full(len(room), -np.inf))
         self._high.append(np.where(room >= 0, 1.0, -1.0))
+
+    def add_equal(self, row: Floats) -> None:
+        """A row that adds up to zero."""
+        self._rows.append(row[None])
+        self._low.append(np.zeros(1))
+        self._high.append(np.zeros(1))
 
     def add_peak(self, picked: Floats, fixed: Floats) -> None:
         """One more variable, at least as large as every row."""

@@ -99,7 +99,7 @@ def bit_ops(bits: Bits, kernels: Mapping[str, Mapping[int, Any]]) -> Cost:
     table, fixed = np.zeros((1, len(bits.groups), len(bits.candidates))), 0.0
     for op in graph.ops:
         work = 0.0 if op.type == "Embedding" else multiplications(graph, op)
-        sites = list(kernels.get(op.name, {}).values())
+        sites = sorted(kernels.get(op.name, {}).values(), key=lambda s: s.role not in ("weight", "constant"))
         group = next(
             (bits.group_of[id(s.quantizer)] for s in sites if id(s.quantizer) in bits.group_of), None
         )

@@ -1,15 +1,19 @@
-"""Sites that must share a precision: the operands of one kernel, and what these share with the next."""
+"""Sites that must share a precision: the operands of one kernel, and what these share with the next.
+
+Kernels that read one grid have activations of one precision, and weights that may differ: such groups are *tied*.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bitwright.algorithms.search.grids import values_on_grids
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.ops import op_row
 from bitwright.core.simulation.sites import Site
+from bitwright.errors import ConfigError
 from bitwright.mixed.candidates import Candidate, bits_of
 
 _WEIGHTS = ("weight", "constant")
@@ -25,6 +29,7 @@ class Group:
         weights, activations: the first site of each quantizer.
         candidates: places of the candidates that it may have.
         refused: candidate -> why it may not have it.
+        tie: groups of one tie have candidates with the same activations; empty for a group that is free.
     """
 
     name: str
@@ -33,6 +38,7 @@ class Group:
     activations: tuple[str, ...]
     candidates: tuple[int, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
+    tie: str = ""
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -108,13 +114,17 @@ def can_change(site: Site) -> bool:
     )  # fmt: skip
 
 
-def find_groups(sim: Any, candidates: Sequence[Candidate], allowed: Any = None) -> tuple[Group, ...]:
+def find_groups(
+    sim: Any, candidates: Sequence[Candidate], allowed: Any = None, *, tied: bool = False
+) -> tuple[Group, ...]:
     """The groups of a calibrated simulation, in execution order.
 
     Args:
         sim: of either front end.
         candidates: what each may become.
         allowed: ``(operator type, candidate) -> None``, or the reason why its kernel cannot; every candidate by default.
+        tied: give the weights of every kernel a group of their own where several kernels read one grid; these groups and
+            the one of the activations are tied. Otherwise they are one group.
     """
     kernels, sets = operands(sim), _Sets()
     for sites in kernels.values():
@@ -130,19 +140,91 @@ def find_groups(sim: Any, candidates: Sequence[Candidate], allowed: Any = None) 
             members[sets.find(id(site.quantizer))] = {id(site.quantizer): site}
     found = []
     for key, sites in members.items():
-        refused = _refused(sim.graph, layers.get(key, []), candidates, allowed)
-        first = next(iter(sites.values()))
-        found.append(
-            Group(
-                _name(sim.graph, layers.get(key, [])) or first.name,
-                tuple(layers.get(key, [])),
-                tuple(s.name for s in sites.values() if s.role in _WEIGHTS),
-                tuple(s.name for s in sites.values() if s.role not in _WEIGHTS),
-                tuple(i for i, c in enumerate(candidates) if c.name not in refused),
-                refused,
-            )
-        )
+        parts = _parts(layers.get(key, []), kernels) if tied else {}
+        tie = next(iter(sites.values())).name if parts else ""
+        for names, own in parts.values():
+            found.append(_group(sim.graph, names, own, candidates, allowed, tie))
+        taken = {name for names, _ in parts.values() for name in names}
+        left = [name for name in layers.get(key, []) if name not in taken]
+        rest = {k: s for k, s in sites.items() if not any(k in own for _, own in parts.values())}
+        if rest:
+            found.append(_group(sim.graph, left, rest, candidates, allowed, tie))
     return tuple(found)
+
+
+def _parts(
+    layers: Sequence[str], kernels: Mapping[str, Mapping[int, Site]]
+) -> dict[int, tuple[list[str], dict[int, Site]]]:
+    """The kernels of one set with the weights that they alone read; empty where fewer than two have any."""
+    own = {n: {k: s for k, s in kernels[n].items() if s.role in _WEIGHTS} for n in layers}
+    sets = _Sets()
+    for weights in own.values():
+        sets.join(list(weights))
+    found: dict[int, tuple[list[str], dict[int, Site]]] = {}
+    for name, weights in own.items():
+        if weights:
+            names, sites = found.setdefault(sets.find(next(iter(weights))), ([], {}))
+            names.append(name)
+            sites.update(weights)
+    return found if len(found) > 1 else {}
+
+
+def _group(
+    graph: Graph, layers: Sequence[str], sites: Mapping[int, Site], candidates: Sequence[Candidate], allowed: Any, tie: str
+) -> Group:  # fmt: skip
+    refused = _refused(graph, layers, candidates, allowed)
+    first = next(iter(sites.values()))
+    weights = tuple(s.name for s in sites.values() if s.role in _WEIGHTS)
+    return Group(
+        (_name(graph, layers) if weights or not tie else "") or first.name,
+        tuple(layers),
+        weights,
+        tuple(s.name for s in sites.values() if s.role not in _WEIGHTS),
+        tuple(i for i, c in enumerate(candidates) if c.name not in refused),
+        refused,
+        tie,
+    )
+
+
+def without(
+    groups: Sequence[Group], refused: Mapping[int, Mapping[int, str]], candidates: Sequence[Candidate]
+) -> tuple[Group, ...]:
+    """Groups without the candidates that a site of theirs cannot have, or whose activations a tied group cannot have.
+
+    Raises:
+        ConfigError: a group is left with none.
+    """
+    found = []
+    for i, group in enumerate(groups):
+        why = {candidates[c].name: text for c, text in refused.get(i, {}).items()}
+        left = tuple(c for c in group.candidates if candidates[c].name not in why)
+        found.append(replace(group, candidates=left, refused={**group.refused, **why}))
+    for members in ties(found):
+        able = [{candidates[c].activation for c in found[i].candidates} for i in members]
+        for i in members:
+            lost = [c for c in found[i].candidates if not all(candidates[c].activation in a for a in able)]
+            why = {
+                candidates[c].name: f"its activations are not possible at all of {found[i].tie}" for c in lost
+            }
+            left = tuple(c for c in found[i].candidates if c not in lost)
+            found[i] = replace(found[i], candidates=left, refused={**found[i].refused, **why})
+    for group in found:
+        if not group.candidates:
+            raise ConfigError(
+                group.name,
+                f"none of the candidates is possible: {'; '.join(f'{n}: {t}' for n, t in group.refused.items())}",
+                "add a candidate that its kernel has, or freeze its sites: sim.quantizers[...].frozen = True",
+            )
+    return tuple(found)
+
+
+def ties(groups: Sequence[Group]) -> list[list[int]]:
+    """Places of the groups of each tie."""
+    found: dict[str, list[int]] = {}
+    for i, group in enumerate(groups):
+        if group.tie:
+            found.setdefault(group.tie, []).append(i)
+    return list(found.values())
 
 
 def _name(graph: Graph, layers: Sequence[str]) -> str:

@@ -1,7 +1,9 @@
 """Every precision of every quantizer made ready once, so that a trial only sets one of them.
 
-Weights of fewer bits are rounded as the default recipe does it (ranges by ``seq_mse`` below 8 bits, then ``gptq``), all of
-them at each width, and kept; activations keep the encodings that follow from their statistics.
+Weights of fewer bits are rounded with error feedback (ranges by ``seq_mse`` below 8 bits, then ``gptq``), all of them at each
+width, and kept; activations keep the encodings that follow from their statistics. These weights make up for errors of their
+own layer only, so that the noise of layers adds up whatever the others have. :meth:`Library.fit` rounds the weights of one
+choice once more, each layer seeing the errors of those before it, as the default recipe does.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Key = tuple[str, QuantSpec | None]
 _COARSER = 1000.0
+_GPTQ: Mapping[str, Any] = {"damping": 0.1, "rows_per_input": 64}  # as the default recipe has it
 _WORST = 1e6  # noise over signal of what is not finite
 
 
@@ -139,29 +142,55 @@ class Library:
         self._states[key] = site.quantizer.remember()
 
     def _round(self, candidate: Candidate, keys: Mapping[str, Key]) -> None:
-        from bitwright.algorithms.rounding.table import choose_weights
-
         assert candidate.weight is not None
         bits = candidate.weight.format.bits
-        graph = self.steps.graph()
-        known = {
-            name: key
-            for name, key in keys.items()
-            if self.steps.why_fixed(name) is None
-            and graph.values[self._subject.sites[name].value].param is not None
-        }
+        known = self._free(keys)
         for name in known:
             self._original.setdefault(name, self.steps.weight(name))
-        layers = [self._subject.sites[name].op for name in known]
-        methods: list[tuple[str, dict[str, Any]]] = [("seq_mse", {})] if bits < 8 else []
+        if bits < 8:
+            self._choose("seq_mse", known)
         if bits <= 8:
-            methods.append(("gptq", {"damping": 0.1}))
-        for method, options in methods if layers else ():
-            choose_weights(self.steps, self._data, method, options, num_samples=self._samples)
-        for name, key in known.items():
-            if key in self._states:
+            self._choose("gptq", known, **_GPTQ, match_float=False)
+        for name in known:
+            if (key := keys[name]) in self._states:
                 self._states[key] = self._subject.sites[name].quantizer.remember()
                 self._weights[key] = self.steps.weight(name)
+
+    def _free(self, names: Iterable[str]) -> list[str]:
+        """Weights that may be replaced."""
+        graph = self.steps.graph()
+        return [
+            name
+            for name in names
+            if self.steps.why_fixed(name) is None
+            and graph.values[self._subject.sites[name].value].param is not None
+        ]
+
+    def _choose(self, method: str, names: Sequence[str], **options: Any) -> None:
+        from bitwright.algorithms.rounding.table import choose_weights
+
+        layers = list(dict.fromkeys(self._subject.sites[name].op for name in names))
+        if layers:
+            choose_weights(self.steps, self._data, method, options, num_samples=self._samples)
+
+    def fit(self, choice: Sequence[int]) -> None:
+        """Set a candidate at every group, and round weights once more, each layer seeing the errors of those before it."""
+        self.apply(choice)
+        if not self._rounding:
+            return
+        names = [
+            name
+            for i, c in enumerate(choice)
+            for name in self.groups[i].weights
+            if name in self._original and (name, self._spec(name, self.candidates[c])) in self._weights
+        ]
+        for name in names:
+            self.steps.set_weight(name, self._original[name])
+        self.apply_states(choice)
+        self._choose("gptq", names, **_GPTQ)
+        for i, group in enumerate(self.groups):  # what was fitted holds for this choice alone
+            if group.weights:
+                self._now[i] = None
 
     def _spec(self, name: str, candidate: Candidate) -> QuantSpec | None:
         planned = self._planned[name]
@@ -185,6 +214,17 @@ class Library:
                 if name in self._original:
                     self.steps.set_weight(name, self._weights.get(key, self._original[name]))
             self._now[i] = c
+
+    def apply_states(self, choice: Sequence[int]) -> None:
+        """Bring the quantizers of weights back to their states: a new weight may have changed them."""
+        for i, c in enumerate(choice):
+            for name in self.groups[i].weights:
+                self._states[name, self._spec(name, self.candidates[c])]()
+
+    def same(self, group: int, one: int, other: int) -> bool:
+        """Whether two candidates make the same of a group."""
+        a, b = self.candidates[one], self.candidates[other]
+        return all(self._spec(name, a) == self._spec(name, b) for name in self.groups[group].sites)
 
     def ruin(self) -> None:
         """Make grids so coarse that the outputs are noise: what a metric has to notice."""
@@ -266,15 +306,13 @@ class _Rounded:
 
 def noise_table(
     library: Library, batches: Sequence[Any], *, samples: int, seed: int
-) -> tuple[Floats, list[tuple[int, float]], tuple[str, ...]]:
+) -> tuple[Floats, tuple[str, ...]]:
     """Noise that each group makes in the outputs at each candidate.
 
     Returns:
-        ``[groups, candidates]``; (candidate, noise that all groups at it made together); sites whose noise is not known,
-        which count as the worst known ones.
+        ``[groups, candidates]``; sites whose noise is not known, which count as the worst known ones.
     """
     table = np.zeros((len(library.groups), len(library.candidates)))
-    seen: list[tuple[int, float]] = []
     unknown: dict[str, None] = {}
     for c in range(len(library.candidates)):
         errors = library.errors(c, batches, samples=samples, seed=seed)
@@ -292,6 +330,4 @@ def noise_table(
                     unknown[name] = None
                     found = worst
                 table[i, c] += found or 0.0
-        if np.isfinite(errors.measured) and not library.refused:
-            seen.append((c, errors.measured))
-    return table, seen, tuple(unknown)
+    return table, tuple(unknown)

@@ -28,7 +28,7 @@ _ALIASES = {"fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
-class Request:
+class PrecisionRequest:
     """What some layers shall have.
 
     Attributes:
@@ -143,7 +143,7 @@ class _Requests:
         self.wishes[key] = _Wish(format, reason)
 
 
-def set_precisions(sim: Any, requests: Iterable[Request], *, strict: bool = True) -> PrecisionReport:
+def set_precisions(sim: Any, requests: Iterable[PrecisionRequest], *, strict: bool = True) -> PrecisionReport:
     """Give layers the precisions asked for, all of them or none; before or after calibration.
 
     What was calibrated stays so, where its statistics can serve the new precision.
@@ -158,7 +158,7 @@ def set_precisions(sim: Any, requests: Iterable[Request], *, strict: bool = True
             other at a shared quantizer, or a precision that the target has no kernel for.
     """
     state = _Requests(sim, strict)
-    of_op: dict[str, tuple[Op, Request]] = {}
+    of_op: dict[str, tuple[Op, PrecisionRequest]] = {}
     for request in requests:
         for place in request.names:
             for op in _matching(sim, state, place, request):
@@ -172,7 +172,7 @@ def set_precisions(sim: Any, requests: Iterable[Request], *, strict: bool = True
     return _applied(state)
 
 
-def _matching(sim: Any, state: _Requests, place: str, request: Request) -> Sequence[Op]:
+def _matching(sim: Any, state: _Requests, place: str, request: PrecisionRequest) -> Sequence[Op]:
     """Operators that a place names; requests for the model's ends are noted at once."""
     if place in (MODEL_INPUT, MODEL_OUTPUT):
         values = sim.graph.inputs if place == MODEL_INPUT else sim.graph.outputs

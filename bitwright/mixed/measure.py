@@ -186,12 +186,16 @@ class Metric:
         """Samples held back."""
         return 0 if self._chosen is None else int((~self._chosen).sum())
 
-    def interval(self, score: Score, confidence: float) -> Difference:
+    def bound(self, score: Score, confidence: float) -> float:
+        """The largest drop that the samples that choose leave possible with ``confidence``."""
+        return self.worst(self.interval(score, one_sided(confidence), held_back=False))
+
+    def interval(self, score: Score, confidence: float, *, held_back: bool = True) -> Difference:
         """The change on the samples held back, with its interval; without samples there is none."""
         n = score.values.size
         if score.values.ndim == 0 or n < 2:
             return without_samples(self.reference.mean, score.mean, self.better)
-        part = self._part(n, True)
+        part = self._part(n, held_back)
         before, after = self.reference.values[:n][part], score.values[part]
         if before.size < 2:
             return without_samples(float(before.mean()), float(after.mean()), self.better)
@@ -231,6 +235,11 @@ class Metric:
                 f"{seen} and {self.reference.mean:.6g} in float, and {self.better} is better",
                 f"pass {other}, if the metric is an error or a perplexity",
             )
+
+
+def one_sided(confidence: float) -> float:
+    """Confidence of an interval one end of which holds with ``confidence``."""
+    return min(max(0.5, 1 - 2 * (1 - confidence)), 0.9999)
 
 
 def _allowed(given: float | str | None, reference: float) -> float | None:

@@ -231,6 +231,39 @@ def test_ray_finds_what_one_process_finds(tmp_path: Path, monkeypatch: pytest.Mo
     assert numbers(one) == numbers(two)
 
 
+class Dies:
+    """A metric whose process is lost the first time it is called in a worker."""
+
+    def __init__(self, front: str, marker: Path, parent: int, times: int) -> None:
+        self._right, self._marker, self._parent, self._times = Right(front), marker, parent, times
+
+    def __call__(self, target: Any) -> Any:
+        lost = len(list(self._marker.glob("*")))
+        if os.getpid() != self._parent and lost < self._times:
+            (self._marker / str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._right(target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["local", "ray"])
+def test_trials_of_a_lost_worker_run_again(
+    executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if executor == "ray":
+        pytest.importorskip("ray")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
+    (marker := tmp_path / "lost").mkdir()
+    dies = Dies("onnx", marker, os.getpid(), 1)
+    found = auto_quantize(
+        model("onnx"), batches("onnx"), dies, folder=tmp_path / "two", trials=SHORT, allowed_drop=0.1, workers=2,
+        executor=executor, progress=False,
+    )  # fmt: skip
+    assert len(list(marker.glob("*"))) >= 1
+    assert numbers(found) == numbers(search("onnx", tmp_path / "one"))
+
+
 KILLED = """
 import sys
 from pathlib import Path

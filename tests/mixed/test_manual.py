@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bitwright.errors import BitwrightError
-from bitwright.mixed.manual import MODEL_INPUT, MODEL_OUTPUT, Request, set_precisions
+from bitwright.mixed.manual import MODEL_INPUT, MODEL_OUTPUT, PrecisionRequest, set_precisions
 from tests.mixed.nets import FRONTS, simulation
 
 INT = {"activation": {"bitwidth": 8, "dtype": "int"}, "param": {"bitwidth": 8, "dtype": "int"}}
@@ -45,7 +45,7 @@ def name_of(sim: Any, part: str) -> str:
 @pytest.mark.parametrize("front", FRONTS)
 def test_a_request_reaches_what_a_layer_reads_and_its_weight(front: str) -> None:
     sim = simulation(front)
-    report = set_precisions(sim, [Request(name_of(sim, "stem"), "int16", "int4")])
+    report = set_precisions(sim, [PrecisionRequest(name_of(sim, "stem"), "int16", "int4")])
     assert bits(sim, "stem") == ({16}, {4}) and bits(sim, "body")[1] == {8}
     assert all(
         s.encoding is not None for s in sim.quantizers.values() if s.enabled and not s.quantizer.derived
@@ -58,7 +58,12 @@ def test_a_request_reaches_what_a_layer_reads_and_its_weight(front: str) -> None
 def test_types_patterns_and_the_ends_of_the_model(front: str) -> None:
     sim = simulation(front)
     set_precisions(
-        sim, [Request("Conv", weight="int4"), Request(MODEL_INPUT, "int16"), Request(MODEL_OUTPUT, "fp16")]
+        sim,
+        [
+            PrecisionRequest("Conv", weight="int4"),
+            PrecisionRequest(MODEL_INPUT, "int16"),
+            PrecisionRequest(MODEL_OUTPUT, "fp16"),
+        ],
     )
     assert bits(sim, "stem") == ({16}, {4}) and bits(sim, "body")[1] == {4} and bits(sim, "head")[1] == {8}
     ends = {
@@ -71,7 +76,7 @@ def test_types_patterns_and_the_ends_of_the_model(front: str) -> None:
 
 def test_later_requests_win_for_the_same_layer() -> None:
     sim = simulation("torch")
-    set_precisions(sim, [Request("Conv", weight="int4"), Request("body", weight="int8")])
+    set_precisions(sim, [PrecisionRequest("Conv", weight="int4"), PrecisionRequest("body", weight="int8")])
     assert bits(sim, "stem")[1] == {4} and bits(sim, "body")[1] == {8}
 
 
@@ -79,7 +84,7 @@ def test_later_requests_win_for_the_same_layer() -> None:
 def test_a_quantizer_that_two_requests_share(front: str) -> None:
     sim = simulation(front)
     add = next(o.name for o in sim.graph.ops if o.type == "Add")
-    requests = [Request(name_of(sim, "body"), "int16"), Request(add, "int8")]
+    requests = [PrecisionRequest(name_of(sim, "body"), "int16"), PrecisionRequest(add, "int8")]
     before = {n: s.encoding for n, s in sim.quantizers.items()}
     with pytest.raises(BitwrightError, match="asks for uint?16|asks for int16"):
         set_precisions(sim, requests)
@@ -96,8 +101,8 @@ def test_what_the_target_has_no_kernel_for() -> None:
         BitwrightError,
         match="no kernel of Conv for 8-bit activations and 4-bit weights.*activations int8, weights int8",
     ):
-        set_precisions(sim, [Request("stem", "int8", "int4")])
-    report = set_precisions(sim, [Request("stem", "int8", "int4")], strict=False)
+        set_precisions(sim, [PrecisionRequest("stem", "int8", "int4")])
+    report = set_precisions(sim, [PrecisionRequest("stem", "int8", "int4")], strict=False)
     assert (
         bits(sim, "stem") == ({8}, {8}) and "it has activations int8, weights int8" in report.compromises[0]
     )
@@ -118,7 +123,7 @@ def test_before_calibration() -> None:
     from tests.mixed.nets import batches, trained
 
     sim = bt.QuantizationSimModel(trained(), batches("torch")[0])
-    set_precisions(sim, [Request("stem", "int16", "int4")])
+    set_precisions(sim, [PrecisionRequest("stem", "int16", "int4")])
     sim.compute_encodings(batches("torch"), progress=False)
     assert bits(sim, "stem") == ({16}, {4})
 
@@ -126,10 +131,10 @@ def test_before_calibration() -> None:
 @pytest.mark.parametrize(
     "request_, message",
     [
-        (Request("stemm", "int8"), "no operator has this name"),
-        (Request("stem", "int99"), "99 is not a bit width"),
+        (PrecisionRequest("stemm", "int8"), "no operator has this name"),
+        (PrecisionRequest("stem", "int99"), "99 is not a bit width"),
     ],
 )
-def test_bad_requests(request_: Request, message: str) -> None:
+def test_bad_requests(request_: PrecisionRequest, message: str) -> None:
     with pytest.raises(BitwrightError, match=message):
         set_precisions(simulation("torch"), [request_])

@@ -14,7 +14,13 @@ from bitwright.aimet_common.amp import MOST_BATCHES, AMPSearchAlgo, choose
 from bitwright.aimet_common.defs import CallbackFunc
 from bitwright.aimet_torch._core import walk_modules
 from bitwright.errors import ConfigError
-from bitwright.mixed.manual import MODEL_INPUT, MODEL_OUTPUT, PrecisionReport, Request, set_precisions
+from bitwright.mixed.manual import (
+    MODEL_INPUT,
+    MODEL_OUTPUT,
+    PrecisionReport,
+    PrecisionRequest,
+    set_precisions,
+)
 
 __all__ = ["AMPSearchAlgo", "EvalCallbackFactory", "MixedPrecisionConfigurator", "choose_mixed_precision"]
 
@@ -28,7 +34,7 @@ class MixedPrecisionConfigurator:
 
     def __init__(self, sim: Any) -> None:
         self._sim = sim
-        self._requests: list[Request] = []
+        self._requests: list[PrecisionRequest] = []
 
     def set_precision(self, arg: Any, activation: str, param: dict[str, str] | None = None) -> None:
         """Ask for a precision of modules.
@@ -52,15 +58,15 @@ class MixedPrecisionConfigurator:
                 f"{arg!r} is no module of the simulation",
                 "pass modules of sim.model, or their type",
             )
-        self._requests.append(Request(paths, activation, (param or {}).get("weight")))
+        self._requests.append(PrecisionRequest(paths, activation, (param or {}).get("weight")))
 
     def set_model_input_precision(self, activation: str) -> None:
         """Ask for a precision of what the model takes."""
-        self._requests.append(Request(MODEL_INPUT, activation))
+        self._requests.append(PrecisionRequest(MODEL_INPUT, activation))
 
     def set_model_output_precision(self, activation: str) -> None:
         """Ask for a precision of what the model returns."""
-        self._requests.append(Request(MODEL_OUTPUT, activation))
+        self._requests.append(PrecisionRequest(MODEL_OUTPUT, activation))
 
     def apply(self, log_file: str | IO[str] = "./mmp_log.txt", strict: bool = True) -> PrecisionReport:
         """Carry the requests out, all of them or none.
