@@ -19,7 +19,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "files": set(),
         "compiled": set(),
         "numerics": {"compiled"},
-        "graph": {"numerics"},
+        "graph": {"compiled", "numerics"},
         "health": {"graph", "numerics"},
         "placement": {"files", "graph", "numerics"},
         "simulation": {"graph", "health", "numerics", "placement"},

@@ -1,4 +1,4 @@
-"""Bounds and histograms of an array in one pass over memory.
+"""Bounds, histograms and constant channels of an array in one pass over memory.
 
 Floats are compared by the integers their bits make: ``b ^ ((b >> 31) & 0x7fffffff)`` orders them as their values, minus zero
 below zero, and puts NaN beyond both infinities. Integers have minima and maxima in vector units whatever a NaN may do.
@@ -94,3 +94,31 @@ def count_bins(
         tables[:] = np.uint16(0)
         found[0], found[1], found[2] = min(found[0], lo), max(found[1], hi), found[2] + zeros
     return x.size
+
+
+def channels_hold(
+    x: Floats,
+    channels: int,
+    inner: int,
+    index: NDArray[np.int64],
+    value: Floats,
+    same: NDArray[np.uint8],
+) -> None:
+    """Which channels hold nothing but one value.
+
+    Args:
+        x: an array of shape ``(outer, channels, inner)``.
+        channels, inner: of that shape.
+        index: the channels that are looked at.
+        value: what each of them should hold.
+        same: 1 where it does, else 0; of the length of ``index``.
+    """
+    for k in range(index.size):
+        expected, same[k] = value[k], np.uint8(1)
+        for first in range(index[k] * inner, x.size, channels * inner):
+            row, others = x[first : first + inner], np.int32(0)
+            for i in range(row.size):
+                others |= np.int32(row[i] != expected)
+            if others:
+                same[k] = np.uint8(0)
+                break

@@ -7,6 +7,8 @@ it is false.
 
 All arrays are 1-D and as long as ``x``; ``out`` may be ``x``. ``low`` and ``high`` are the ends of the activation (ReLU: zero and
 infinity), ``lo`` and ``hi`` those of the grid: ``qmin - zero_point``, ``qmax - zero_point``.
+
+Results are made in a block of their own and copied: a loop that writes over its input is not turned into vector instructions.
 """
 
 from __future__ import annotations
@@ -17,14 +19,23 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
+BLOCK = 2048
+"""Elements of a block, which stays in the first-level cache."""
+
 
 def quantize_dequantize(x: Floats, out: Floats, scale: np.float32, lo: np.float32, hi: np.float32) -> None:
     """``out = clamp(round(x / scale), lo, hi) * scale``; minus zero becomes zero."""
-    for i in range(x.size):
-        v = np.rint(x[i] / scale)
-        v = lo if v < lo else v
-        v = hi if v > hi else v
-        out[i] = v * scale + np.float32(0)
+    block = np.empty(BLOCK, np.float32)
+    for first in range(0, x.size, BLOCK):
+        values = x[first : first + BLOCK]
+        result = out[first : first + BLOCK]
+        for i in range(values.size):
+            v = np.rint(values[i] / scale)
+            v = lo if v < lo else v
+            v = hi if v > hi else v
+            block[i] = v * scale + np.float32(0)
+        for i in range(values.size):
+            result[i] = block[i]
 
 
 def clamp_quantize(
@@ -37,25 +48,38 @@ def clamp_quantize(
     hi: np.float32,
 ) -> None:
     """The same of ``clamp(x, low, high)``."""
-    for i in range(x.size):
-        y = x[i]
-        y = low if y < low else y
-        y = high if y > high else y
-        v = np.rint(y / scale)
-        v = lo if v < lo else v
-        v = hi if v > hi else v
-        out[i] = v * scale + np.float32(0)
+    block = np.empty(BLOCK, np.float32)
+    for first in range(0, x.size, BLOCK):
+        values = x[first : first + BLOCK]
+        result = out[first : first + BLOCK]
+        for i in range(values.size):
+            y = values[i]
+            y = low if y < low else y
+            y = high if y > high else y
+            v = np.rint(y / scale)
+            v = lo if v < lo else v
+            v = hi if v > hi else v
+            block[i] = v * scale + np.float32(0)
+        for i in range(values.size):
+            result[i] = block[i]
 
 
 def add_quantize(
     x: Floats, other: Floats, out: Floats, scale: np.float32, lo: np.float32, hi: np.float32
 ) -> None:
     """The same of ``x + other``."""
-    for i in range(x.size):
-        v = np.rint((x[i] + other[i]) / scale)
-        v = lo if v < lo else v
-        v = hi if v > hi else v
-        out[i] = v * scale + np.float32(0)
+    block = np.empty(BLOCK, np.float32)
+    for first in range(0, x.size, BLOCK):
+        values = x[first : first + BLOCK]
+        added = other[first : first + BLOCK]
+        result = out[first : first + BLOCK]
+        for i in range(values.size):
+            v = np.rint((values[i] + added[i]) / scale)
+            v = lo if v < lo else v
+            v = hi if v > hi else v
+            block[i] = v * scale + np.float32(0)
+        for i in range(values.size):
+            result[i] = block[i]
 
 
 def clamp_quantize_marked(
@@ -67,26 +91,62 @@ def clamp_quantize_marked(
     scale: np.float32,
     lo: np.float32,
     hi: np.float32,
-    first: np.float32,
-    last: np.float32,
+    first_value: np.float32,
+    last_value: np.float32,
 ) -> None:
     """:func:`clamp_quantize`, and where its gradient passes.
 
     Args:
         passed: 1 where neither the activation nor the grid clips: ``x`` is beyond neither ``low`` nor ``high`` and the
-            activation's result beyond neither ``first`` nor ``last``; else 0. Equality clips, as in torch.
-        first, last: where the values begin and end that round to a code of the grid.
+            activation's result beyond neither ``first_value`` nor ``last_value``; else 0. Equality clips, as in torch.
+        first_value, last_value: where the values begin and end that round to a code of the grid.
     """
-    for i in range(x.size):
-        given = x[i]
-        y = low if given < low else given
-        y = high if y > high else y
-        clipped = (given <= low) | (given >= high) | (y <= first) | (y >= last)
-        passed[i] = np.uint8(0) if clipped else np.uint8(1)
-        v = np.rint(y / scale)
-        v = lo if v < lo else v
-        v = hi if v > hi else v
-        out[i] = v * scale + np.float32(0)
+    block = np.empty(BLOCK, np.float32)
+    for first in range(0, x.size, BLOCK):
+        values = x[first : first + BLOCK]
+        marks = passed[first : first + BLOCK]
+        result = out[first : first + BLOCK]
+        for i in range(values.size):
+            given = values[i]
+            y = low if given < low else given
+            y = high if y > high else y
+            clipped = (given <= low) | (given >= high) | (y <= first_value) | (y >= last_value)
+            marks[i] = np.uint8(0) if clipped else np.uint8(1)
+            v = np.rint(y / scale)
+            v = lo if v < lo else v
+            v = hi if v > hi else v
+            block[i] = v * scale + np.float32(0)
+        for i in range(values.size):
+            result[i] = block[i]
+
+
+def add_quantize_marked(
+    x: Floats,
+    other: Floats,
+    out: Floats,
+    passed: Bytes,
+    scale: np.float32,
+    lo: np.float32,
+    hi: np.float32,
+    first_value: np.float32,
+    last_value: np.float32,
+) -> None:
+    """:func:`add_quantize`, and where its gradient passes: see :func:`clamp_quantize_marked`."""
+    block = np.empty(BLOCK, np.float32)
+    for first in range(0, x.size, BLOCK):
+        values = x[first : first + BLOCK]
+        added = other[first : first + BLOCK]
+        marks = passed[first : first + BLOCK]
+        result = out[first : first + BLOCK]
+        for i in range(values.size):
+            y = values[i] + added[i]
+            marks[i] = np.uint8(0) if (y <= first_value) | (y >= last_value) else np.uint8(1)
+            v = np.rint(y / scale)
+            v = lo if v < lo else v
+            v = hi if v > hi else v
+            block[i] = v * scale + np.float32(0)
+        for i in range(values.size):
+            result[i] = block[i]
 
 
 def quantize_rows(x: Floats, out: Floats, scale: Floats, lo: np.float32, hi: np.float32) -> None:

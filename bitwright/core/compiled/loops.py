@@ -6,21 +6,22 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.core.compiled import counting, elementwise
+from bitwright.core.compiled import counting, elementwise, recurrent
 
 logger = logging.getLogger("bitwright")
 
 SWITCH = "BITWRIGHT_COMPILED"
 """Environment variable: ``0`` leaves the compiled loops unused."""
 
-_F, _B = "float32[::1]", "uint8[::1]"
+_F, _M, _B = "float32[::1]", "float32[:, ::1]", "uint8[::1]"
 _READ = "Array({}, 1, 'C', readonly=True)"  # which takes writable arrays too
 _GRID = "float32, float32, float32"
 SIGNATURES: dict[Callable[..., Any], str] = {
@@ -28,9 +29,14 @@ SIGNATURES: dict[Callable[..., Any], str] = {
     elementwise.clamp_quantize: f"void({_F}, {_F}, float32, float32, {_GRID})",
     elementwise.add_quantize: f"void({_F}, {_F}, {_F}, {_GRID})",
     elementwise.clamp_quantize_marked: f"void({_F}, {_F}, {_B}, float32, float32, {_GRID}, float32, float32)",
+    elementwise.add_quantize_marked: f"void({_F}, {_F}, {_F}, {_B}, {_GRID}, float32, float32)",
     elementwise.quantize_rows: f"void({_F}, {_F}, {_F}, float32, float32)",
     elementwise.pass_gradient: f"void({_F}, {_B}, {_F})",
+    recurrent.lstm_gates: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F})",
+    recurrent.lstm_cell: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F}, {_GRID})",
+    recurrent.lstm_hidden: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F}, {_GRID}, {_GRID})",
     counting.key_bounds: f"UniTuple(int32, 2)({_READ.format('int32')})",
+    counting.channels_hold: f"void({_READ.format('float32')}, int64, int64, int64[::1], {_F}, {_B})",
     counting.count_bins: (
         f"int64({_READ.format('float32')}, {_READ.format('int32')}, int64, int32, float32, uint16[::1], uint16[:, ::1], "
         "int64[::1], int64[::1])"
@@ -46,9 +52,14 @@ class Loops:
         self.clamp_quantize = _compiled(numba, elementwise.clamp_quantize)
         self.add_quantize = _compiled(numba, elementwise.add_quantize)
         self.clamp_quantize_marked = _compiled(numba, elementwise.clamp_quantize_marked)
+        self.add_quantize_marked = _compiled(numba, elementwise.add_quantize_marked)
         self.quantize_rows = _compiled(numba, elementwise.quantize_rows)
         self.pass_gradient = _compiled(numba, elementwise.pass_gradient)
+        self.lstm_gates = _compiled(numba, recurrent.lstm_gates)
+        self.lstm_cell = _compiled(numba, recurrent.lstm_cell)
+        self.lstm_hidden = _compiled(numba, recurrent.lstm_hidden)
         self.key_bounds = _compiled(numba, counting.key_bounds)
+        self.channels_hold = _compiled(numba, counting.channels_hold)
         self.count_bins = _compiled(numba, counting.count_bins)
 
 
@@ -82,6 +93,35 @@ def _compiled(numba: ModuleType, function: Callable[..., Any]) -> Callable[..., 
         logger.info("compiled loops are not kept: %s", error)
         made = numba.njit(SIGNATURES[function], **options)(function)
     return made
+
+
+PART = 1 << 16
+"""Elements that are worth a thread."""
+
+
+def in_parts(
+    loop: Callable[..., Any], arrays: Sequence[NDArray[Any]], numbers: Sequence[Any], threads: int
+) -> None:
+    """Call an elementwise ``loop`` on equally long 1-D ``arrays``, which large ones share among up to ``threads`` threads."""
+    size = arrays[0].size
+    parts = min(threads, size // PART)
+    if parts < 2:
+        loop(*arrays, *numbers)
+        return
+    step = -(-size // parts)
+    others = [
+        _workers(os.getpid()).submit(loop, *(a[first : first + step] for a in arrays), *numbers)
+        for first in range(step, size, step)
+    ]
+    loop(*(a[:step] for a in arrays), *numbers)
+    for other in others:
+        other.result()
+
+
+@functools.cache
+def _workers(process: int) -> ThreadPoolExecutor:
+    """Threads of this process; a forked one has none of its parent's, and gets its own."""
+    return ThreadPoolExecutor(os.cpu_count(), f"bitwright-{process}")
 
 
 def flat(x: Any) -> NDArray[np.float32] | None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.compiled.loops import flat, loops
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.ops import op_row
 from bitwright.core.graph.recurrence import CELLS
@@ -173,6 +174,7 @@ class ConstantChannels:
 
 
 _VALUES = 3  # a ReLU leaves channels at one value, a ReLU6 at two
+_ROW = 16  # elements of a channel that lie side by side, from which a compiled loop over them pays
 _NONE = ConstantChannels(0, np.zeros(0, np.int64), np.zeros(0))
 
 
@@ -207,6 +209,9 @@ def constant_channels(x: Array, axis: int, known: ConstantChannels | None = None
 
 def _still(x: Array, axis: int, known: ConstantChannels, group: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Which channels of a group hold nothing but their value in ``x``."""
+    found = _still_compiled(x, axis, known.index[group], known.value[group])
+    if found is not None:
+        return found
     part, value = _taken(x, axis, known.index[group]), known.value[group]
     if value[0] == value[-1]:  # to look at all of them as one is much less work than to tell them apart
         lo, hi = bounds(part)
@@ -214,6 +219,19 @@ def _still(x: Array, axis: int, known: ConstantChannels, group: NDArray[np.int64
             return np.ones(group.size, np.bool_)
     lows, highs = _channel_bounds(part, axis)
     return np.asarray((lows == value) & (highs == value))
+
+
+def _still_compiled(
+    x: Array, axis: int, index: NDArray[np.int64], value: NDArray[np.float64]
+) -> NDArray[np.bool_] | None:
+    """The same without a copy of the channels; ``None`` where no compiled loop serves."""
+    inner, narrow = math.prod(x.shape[axis + 1 :]) if axis != -1 else 1, value.astype(np.float32)
+    ordered = x.is_contiguous() if is_torch(x) else x.flags.c_contiguous
+    if inner < _ROW or not ordered or (compiled := loops()) is None or (values := flat(x)) is None:
+        return None
+    same = np.empty(index.size, np.uint8)
+    compiled.channels_hold(values, x.shape[axis], inner, index, narrow, same)
+    return same.astype(np.bool_)
 
 
 def _uniform_sample(x: Array, axis: int) -> ConstantChannels:

@@ -4,19 +4,25 @@ Four passes over one buffer: divide, round, clamp, multiply. ``round(x / s)`` cl
 reference's ``clamp(round(x / s) + z) - z`` without the two additions. The last pass is written as ``0 + s * q`` because
 that turns the ``-0.0`` of a rounded small negative number into the ``+0.0`` an integer code dequantizes to.
 
+Where the extra ``fast`` is installed, compiled loops make them one pass, with the ReLU or the sum in front; in training a byte
+per element says where the gradient passes, so that neither the activation's input nor its result is kept.
+
 Measured on one core, 401k floats: 90 us, against 1,250 us for ``torch.fake_quantize_per_tensor_affine`` and 34 us for
 ``relu``. Splitting large tensors into cache-sized chunks gained nothing here (1,021 against 1,031 us on 3.2 M floats).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from bitwright.core.compiled.loops import Loops, flat, in_parts, loops
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FloatFormat, IntFormat
@@ -88,6 +94,8 @@ def columns_grid(encodings: Sequence[Encoding], like: torch.Tensor) -> Grid:
 
 
 def _passes(buffer: torch.Tensor, grid: Grid) -> torch.Tensor:
+    if one_pass(buffer, grid, buffer) is not None:
+        return buffer
     buffer.div_(grid.scale).round_().clamp_(grid.lo, grid.hi)
     if isinstance(grid.scale, float):
         return torch.add(grid.zero, buffer, alpha=grid.scale, out=buffer)
@@ -98,6 +106,9 @@ def on_grid(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """``x``, float32 or float64 as the grid is, moved to its nearest values; no gradient."""
     if torch.compiler.is_dynamo_compiling():
         return _functional(x, grid)
+    done = one_pass(x, grid)
+    if done is not None:
+        return done
     buffer = (x if grid.view is None else x.reshape(grid.view)).div(grid.scale)
     buffer.round_().clamp_(grid.lo, grid.hi)
     if isinstance(grid.scale, float):
@@ -105,6 +116,176 @@ def on_grid(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     else:
         buffer.mul_(grid.scale).add_(grid.zero)
     return buffer if grid.view is None else buffer.reshape(x.shape)
+
+
+# ---- in one pass, where compiled loops are at hand
+
+#: elements from which a compiled loop is worth the microseconds of its call
+LEAST = 4096
+EVERYWHERE = (-math.inf, math.inf)
+
+
+def _lies_ready(x: torch.Tensor, grid: Grid) -> Loops | None:
+    """The compiled loops, if they serve ``x``; whether it lies in one piece of memory is left to :func:`flat`."""
+    if torch.compiler.is_dynamo_compiling() or x.numel() < LEAST or x.dtype != torch.float32:
+        return None
+    return loops() if is_plain(x) and x.device.type == "cpu" and isinstance(grid.lo, float) else None
+
+
+def one_pass(x: torch.Tensor, grid: Grid, out: torch.Tensor | None = None) -> torch.Tensor | None:
+    """``x`` on its grid in one pass over memory, in ``out`` or a tensor of its own; ``None`` where no compiled loop serves."""
+    compiled = _lies_ready(x, grid)
+    source = None if compiled is None else flat(x)
+    if compiled is None or source is None:
+        return None
+    if isinstance(grid.scale, float):
+        loop, numbers = compiled.quantize_dequantize, _numbers(grid)
+    elif grid.view is None and x.is_contiguous() and grid.scale.numel() == grid.scale.shape[0] == x.shape[0]:
+        row_scales = grid.scale.reshape(-1).numpy()
+        result, target = _room(x, source, out)
+        compiled.quantize_rows(source, target, row_scales, np.float32(grid.lo), np.float32(grid.hi))
+        return result
+    else:
+        return None
+    result, target = _room(x, source, out)
+    in_parts(loop, (source, target), numbers, torch.get_num_threads())
+    return result
+
+
+def clamp_on_grid(
+    x: torch.Tensor, grid: Grid, ends: tuple[float, float], *, in_place: bool
+) -> torch.Tensor | None:
+    """``clamp(x, *ends)`` on its grid, with the gradient of ``hardtanh``; ``None`` where no compiled loop serves."""
+    compiled = _lies_ready(x, grid)
+    source = None if compiled is None or not isinstance(grid.scale, float) else flat(x)
+    if compiled is None or source is None:
+        return None
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _marked(x, grid, ends, in_place)
+    result, target = _room(x, source, x if in_place else None)
+    numbers = (np.float32(ends[0]), np.float32(ends[1]), *_numbers(grid))
+    in_parts(compiled.clamp_quantize, (source, target), numbers, torch.get_num_threads())
+    return result
+
+
+def sum_on_grid(x: torch.Tensor, other: torch.Tensor, grid: Grid, *, in_place: bool) -> torch.Tensor | None:
+    """``x + other`` of the same shape and strides on its grid; ``None`` where no compiled loop serves."""
+    compiled = _lies_ready(x, grid)
+    if compiled is None or not isinstance(grid.scale, float) or not is_plain(other):
+        return None
+    if x.shape != other.shape or x.stride() != other.stride():
+        return None
+    source, second = flat(x), flat(other)
+    if source is None or second is None:
+        return None
+    if torch.is_grad_enabled() and (x.requires_grad or other.requires_grad):
+        if in_place and (x.is_leaf or x._is_view()):
+            return None
+        added: torch.Tensor = _MarkedSum.apply(x, other, grid, in_place)
+        return added
+    result, target = _room(x, source, x if in_place else None)
+    in_parts(compiled.add_quantize, (source, second, target), _numbers(grid), torch.get_num_threads())
+    return result
+
+
+def _marked(x: torch.Tensor, grid: Grid, ends: tuple[float, float], in_place: bool) -> torch.Tensor | None:
+    """The same with a gradient; autograd has rules of its own for leaves and views that are written to."""
+    if in_place and (x.is_leaf or x._is_view()):
+        return None
+    out: torch.Tensor = _Marked.apply(x, grid, ends, in_place)
+    return out
+
+
+def _numbers(grid: Grid) -> tuple[np.float32, np.float32, np.float32]:
+    return np.float32(grid.scale), np.float32(grid.lo), np.float32(grid.hi)
+
+
+def _codes_from_to(grid: Grid) -> tuple[np.float32, np.float32]:
+    """Where the values begin and end that round to a code of the grid."""
+    return np.float32((grid.lo - 0.5) * grid.scale), np.float32((grid.hi + 0.5) * grid.scale)
+
+
+def _room(
+    x: torch.Tensor, source: NDArray[np.float32], out: torch.Tensor | None
+) -> tuple[torch.Tensor, NDArray[np.float32]]:
+    """The tensor that takes the result, laid out as ``x``, and its memory; ``out`` is ``x`` or ``None``."""
+    if out is not None:
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)  # as every operation of torch in place does
+        return out, source
+    result = torch.empty_like(x)
+    target = flat(result)
+    assert target is not None
+    return result, target
+
+
+class _Marked(torch.autograd.Function):
+    """An activation and its grid; a byte per element says where the gradient passes, in the place of their inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, grid: Grid, ends: tuple[float, float], in_place: bool
+    ) -> torch.Tensor:
+        marks = torch.empty_like(x, dtype=torch.uint8)
+        result = x if in_place else torch.empty_like(x)
+        source, target, compiled = flat(x), flat(result), loops()
+        assert source is not None and target is not None and compiled is not None
+        numbers = (np.float32(ends[0]), np.float32(ends[1]), *_numbers(grid), *_codes_from_to(grid))
+        arrays = (source, target, _in_memory(marks))
+        in_parts(compiled.clamp_quantize_marked, arrays, numbers, torch.get_num_threads())
+        if in_place:
+            ctx.mark_dirty(x)
+        ctx.save_for_backward(marks)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _where_marked(grad, ctx.saved_tensors[0]), None, None, None
+
+
+class _MarkedSum(torch.autograd.Function):
+    """The same for a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, other: torch.Tensor, grid: Grid, in_place: bool) -> torch.Tensor:
+        marks = torch.empty_like(x, dtype=torch.uint8)
+        result = x if in_place else torch.empty_like(x)
+        source, second, target, compiled = flat(x), flat(other), flat(result), loops()
+        assert source is not None and second is not None and target is not None and compiled is not None
+        arrays = (source, second, target, _in_memory(marks))
+        numbers = (*_numbers(grid), *_codes_from_to(grid))
+        in_parts(compiled.add_quantize_marked, arrays, numbers, torch.get_num_threads())
+        if in_place:
+            ctx.mark_dirty(x)
+        ctx.save_for_backward(marks)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        found = _where_marked(grad, ctx.saved_tensors[0])
+        return found, found, None, None
+
+
+def _in_memory(marks: torch.Tensor) -> NDArray[np.uint8]:
+    """The bytes of a tensor that lies in one piece, in the order of memory."""
+    dense = marks if marks.is_contiguous() else marks.permute(0, 2, 3, 1)
+    found: NDArray[np.uint8] = dense.reshape(-1).numpy()
+    return found
+
+
+def _where_marked(grad: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+    if grad.is_sparse:
+        return _sparse(grad, marks.bool())
+    compiled, source = loops(), flat(grad)
+    twice = torch.is_grad_enabled() and grad.requires_grad  # a gradient of the gradient is asked for
+    if compiled is None or source is None or twice or grad.stride() != marks.stride():
+        return grad.masked_fill(marks == 0, 0.0)
+    result = torch.empty_like(grad)
+    target = flat(result)
+    assert target is not None
+    arrays = (source, _in_memory(marks), target)
+    in_parts(compiled.pass_gradient, arrays, (), torch.get_num_threads())
+    return result
 
 
 def passed(grad: torch.Tensor, x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -245,7 +426,9 @@ def fake_quantize(
         return _traced(x, grid)
     if x.dtype == torch.float32:
         if needs_grad:
-            return _StraightThrough.apply(x, grid)
+            kept = x.is_leaf or torch.compiler.is_dynamo_compiling()  # a parameter need not be marked
+            marked = None if kept else clamp_on_grid(x, grid, EVERYWHERE, in_place=False)
+            return _StraightThrough.apply(x, grid) if marked is None else marked
         if overwrite and grid.view is None and not torch.compiler.is_dynamo_compiling():
             return _passes(x, grid)
         return on_grid(x, grid)

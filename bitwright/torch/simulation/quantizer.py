@@ -114,6 +114,15 @@ class Quantizer(core.Quantizer):
             return self.learned(x, self._grid(x, encoding), weight=self.role == "weight")
         return fake_quantize(x, encoding, self._grid(x, encoding), overwrite=overwrite)
 
+    def plain_grid(self, x: torch.Tensor) -> Grid | None:
+        """The grid, where calling does nothing but move ``x`` to one with a single scale; ``None`` else."""
+        if self._encoding is None or self.role == "bias" or not is_plain(x):
+            return None
+        if (self.learned is not None or self.pivot is not None) and torch.is_grad_enabled():
+            return None
+        grid = self._grid(x, self.required)
+        return grid if grid is not None and isinstance(grid.scale, float) else None
+
     def _pivoted(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, with the gradient that :attr:`pivot` makes of its own."""
         if self.pivot is None or not x.requires_grad or not torch.is_grad_enabled():

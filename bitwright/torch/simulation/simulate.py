@@ -28,7 +28,7 @@ from bitwright.torch.calls.functions import FUNCTIONS, Function, applies_mask
 from bitwright.torch.calls.intercept import ACCESS, Frame, Key
 from bitwright.torch.calls.record import refuse_nested
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, tensors_in
-from bitwright.torch.simulation.fake_quantize import is_plain
+from bitwright.torch.simulation.fake_quantize import clamp_on_grid, is_plain, sum_on_grid
 from bitwright.torch.simulation.quantizer import Quantizer
 from bitwright.torch.simulation.stacked_steps import Keep, OnGrid, StepFunctions
 
@@ -308,6 +308,9 @@ class Simulator:
         self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
         written: torch.Tensor | None,
     ) -> Any:  # fmt: skip
+        at_once = self._at_once(plan.outputs[0], row, args, kwargs)
+        if at_once is not None:
+            return at_once
         if _writes(row, kwargs) and torch.is_grad_enabled() and written is not None and args:
             # autograd keeps the result of some in-place calls, so the grid must not be written over it
             result = self._output(
@@ -326,6 +329,29 @@ class Simulator:
             if isinstance(items[place.at], torch.Tensor):
                 items[place.at] = self._output(place, items[place.at], overwrite=False)
         return type(output)(items) if not hasattr(output, "_fields") else type(output)(*items)
+
+    def _at_once(
+        self, place: Place, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """The call and the quantizer of its result in one pass over memory; ``None`` where they are two."""
+        joins = row.type in ("Relu", "Clip", "Add") and self.stage == "simulate" and self.taps is None
+        if not joins or self.repairs or not place.quantizer.enabled or torch.compiler.is_dynamo_compiling():
+            return None
+        x = args[0] if args else None
+        grid = place.quantizer.plain_grid(x) if isinstance(x, torch.Tensor) else None
+        if grid is None:
+            return None
+        bound, in_place = row.bind(args, kwargs), _writes(row, kwargs)
+        if row.type == "Add":
+            if bound.keys() != {"input", "other"} or not isinstance(bound["other"], torch.Tensor):
+                return None
+            return sum_on_grid(x, bound["other"], grid, in_place=in_place)
+        ends = _ends(row, bound)
+        return (
+            None
+            if ends is None
+            else clamp_on_grid(x, grid, ends, in_place=in_place or bool(bound.get("inplace")))
+        )
 
     # -- recurrent layers
 
@@ -536,6 +562,19 @@ def take(taken: list[torch.Tensor], x: torch.Tensor) -> None:
 def _writes(row: Function, kwargs: dict[str, Any]) -> bool:
     """Whether the call overwrites its first argument."""
     return row.in_place or bool(kwargs.get("inplace"))
+
+
+#: activations whose gradient is that of ``hardtanh``; that of ``clamp`` passes at the ends
+_CLAMPS = ("relu", "relu_", "relu6", "hardtanh", "hardtanh_")
+
+
+def _ends(row: Function, bound: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The ends of an activation that clamps its input."""
+    if row.label not in _CLAMPS or not bound.keys() <= {"input", "inplace", "min_val", "max_val"}:
+        return None
+    attrs = {"min": 0.0, "max": math.inf} if row.attrs is None else row.attrs(bound)
+    low, high = attrs["min"], attrs["max"]
+    return (low, high) if low is not None and high is not None and low <= high else None
 
 
 def _holds_nan(output: Any) -> bool:

@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from bitwright.core.compiled.loops import loops
 from bitwright.core.graph.recurrence import ACTIVATION_RANGES, CELL, HIDDEN
 from bitwright.torch.calls.recurrent import ORDER, StackedStep
 from bitwright.torch.simulation.quantizer import Quantizer, side_by_side
 
 Function = Callable[[Tensor], Tensor]
+_LEAST = 256  # elements of a state from which compiled loops pay
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,9 @@ def _activate(x: Tensor, split: int) -> Tensor:
 
 
 def _lstm(inside: Mapping[str, Function], pre: Function, post: Function, like: Tensor) -> StackedStep:
+    compiled = _lstm_compiled(inside, like)
+    if compiled is not None:
+        return compiled
     hidden = like.shape[-1]
     cell_gate = _together([inside.get("cell.gate")], like, [ACTIVATION_RANGES["Tanh"]]) or inside["cell.gate"]
     cell, last = inside.get(CELL, _same), inside.get(HIDDEN, _same)
@@ -119,6 +126,46 @@ def _lstm(inside: Mapping[str, Function], pre: Function, post: Function, like: T
         return last(o * cell_gate(c.tanh())), c
 
     return run
+
+
+def _lstm_compiled(inside: Mapping[str, Function], like: Tensor) -> StackedStep | None:
+    """The same step where every inner tensor has a grid with one scale and no gradient is wanted: three compiled loops."""
+    names = (*(f"{gate}.pre" for gate in ORDER["LSTM"]), *(f"{gate}.gate" for gate in ORDER["LSTM"]))
+    functions = [inside.get(name) for name in (*names, CELL, "cell.gate", HIDDEN)]
+    quantizers = [f.quantizer for f in functions if isinstance(f, OnGrid)]
+    if torch.is_grad_enabled() or len(quantizers) < len(functions) or like.device.type != "cpu":
+        return None
+    if torch.compiler.is_dynamo_compiling() or like.numel() < _LEAST or (compiled := loops()) is None:
+        return None
+    grids = [quantizer.plain_grid(like) for quantizer in quantizers]
+    if any(grid is None for grid in grids):
+        return None
+    numbers = [(np.float32(g.scale), np.float32(g.lo), np.float32(g.hi)) for g in grids if g is not None]
+    split, width = 3 * like.shape[-1], like.shape[-1]
+    pre, post = (
+        [np.repeat(np.array(ends, np.float32), width) for ends in zip(*part, strict=True)]
+        for part in (numbers[:4], numbers[4:8])
+    )
+    cell, bent, last = numbers[8:]
+
+    def run(x: Tensor, recurrent: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        before = _array(state[1])
+        gates, c, h = torch.empty_like(recurrent), *(torch.empty(before.shape) for _ in range(2))
+        compiled.lstm_gates(_array(x), _array(recurrent), gates.numpy(), *pre)
+        torch.sigmoid(gates[:, :split], out=gates[:, :split])
+        torch.tanh(gates[:, split:], out=gates[:, split:])
+        given = gates.numpy()
+        compiled.lstm_cell(given, before, c.numpy(), *post, *cell)
+        compiled.lstm_hidden(given, c.tanh().numpy(), h.numpy(), *post, *bent, *last)
+        return h, c
+
+    return run
+
+
+def _array(x: Tensor) -> NDArray[np.float32]:
+    """A matrix as an array whose rows lie one after the other."""
+    found: NDArray[np.float32] = x.detach().contiguous().numpy()
+    return found
 
 
 def _gru(inside: Mapping[str, Function], pre: Function, post: Function, like: Tensor) -> StackedStep:

@@ -10,6 +10,7 @@ import torch
 
 from bitwright.core.compiled import counting
 from bitwright.core.compiled.loops import Loops, loops
+from bitwright.core.graph import constant_channels
 from bitwright.core.numerics import statistics
 
 f32 = np.float32
@@ -19,6 +20,7 @@ class Plain:
     """The loops as plain Python, in the place of the compiled ones."""
 
     key_bounds = staticmethod(counting.key_bounds)
+    channels_hold = staticmethod(counting.channels_hold)
     count_bins = staticmethod(counting.count_bins)
 
 
@@ -97,3 +99,31 @@ def test_arrays_that_cannot_be_written_are_read(kind: Any) -> None:
     x = np.frombuffer(data("normal", 999).tobytes(), np.float32)
     assert not x.flags.writeable
     assert statistics.measure(kind, x) == statistics.measure(kind, x.copy())
+
+
+@pytest.mark.parametrize("axis", [-1, -2, -3], ids=["features", "rows", "images"])
+@pytest.mark.parametrize("make", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_constant_channels_are_those_of_the_array_functions(
+    axis: int, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [
+        np.random.default_rng(seed).standard_normal((2, 9, 18, 20)).astype(np.float32) for seed in range(3)
+    ]
+    for number, x in enumerate(batches):
+        channels = np.moveaxis(x, axis, 0)
+        channels[0], channels[1], channels[2], channels[3] = 0.0, 6.0, -0.0, number
+        channels[4], channels[5] = 1.5, np.nan
+        channels[6] = 0.25
+    np.moveaxis(batches[2], axis, 0)[6, 1, 3, 4] = 0.5  # constant up to the last batch
+    np.moveaxis(batches[1], axis, 0)[4, -1, -1, -1] = np.nan
+    found = []
+    for engine in [None, *engines()]:
+        monkeypatch.setattr(constant_channels, "loops", lambda engine=engine: engine)
+        known = None
+        for x in batches:
+            known = constant_channels.constant_channels(make(x), axis, known)
+        found.append(known)
+    assert found[0].zero == (0, 2) and found[0].constant == (1,)
+    for other in found[1:]:
+        assert (other.count, other.zero, other.constant) == (found[0].count, found[0].zero, found[0].constant)
+        assert np.array_equal(other.value, found[0].value)

@@ -11,6 +11,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.calls import recurrent as calls
+from bitwright.torch.simulation import stacked_steps
 from bitwright.torch.simulation.stacked_steps import StepFunctions
 
 X = torch.randn(9, 5, 6, generator=torch.Generator().manual_seed(0))
@@ -56,6 +57,9 @@ def results(model: nn.Module, x: object, bits: int, learned: bool = False) -> li
 def test_equal_to_the_gates_one_by_one(
     kind: str, packed: bool, bits: int, learned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(
+        stacked_steps, "_LEAST", 0
+    )  # compiled steps, where they are at hand, of small states too
     x, seen = PACKED if packed else X, []
     stacked = StepFunctions.stacked
 
@@ -114,3 +118,17 @@ def test_a_cell_prepares_nothing_for_many_steps(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(StepFunctions, "stacked", lambda *_: asked.append(1))
     sim.model(X[0])
     assert not asked
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_compiled_steps_of_an_lstm_are_those_of_array_functions(
+    packed: bool, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacked_steps, "_LEAST", 0)
+    x = PACKED if packed else X
+    fast = results(build("lstm", num_layers=2), x, bits)
+    monkeypatch.setattr(stacked_steps, "loops", lambda: None)
+    slow = results(build("lstm", num_layers=2), x, bits)
+    assert len(fast) == len(slow)
+    assert all(torch.equal(a, b) for a, b in zip(fast, slow, strict=True))
