@@ -1,8 +1,9 @@
 """What a step of an LSTM does between its activation functions, in one pass over memory each.
 
 Sigmoid and hyperbolic tangent stay with the caller. The gates stand side by side in the order input, forget, output,
-candidate, ``[B, 4 H]``, each column with the grid of its gate: ``scale``, ``lo`` and ``hi`` have ``4 H`` numbers. Single numbers
-are the grid of the cell state, of its hyperbolic tangent and of the hidden state. Every operation is that of the array functions, in their order.
+candidate, ``[B, 4 H]``, each column with the grid of its gate: ``scale``, ``lo`` and ``hi`` have ``4 H`` numbers. Single
+numbers are the grid of the cell state, of its hyperbolic tangent and of the hidden state. Every operation is that of the
+array functions, in their order.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def lstm_cell(
     cell_lo: np.float32,
     cell_hi: np.float32,
 ) -> None:
-    """The next cell state, ``[B, H]``, on its grid, of the gates behind their activation functions and the state ``before``."""
+    """The next cell state, ``[B, H]``, on its grid, of the gates behind their activation functions and the last state."""
     h = before.shape[1]
     for row in range(before.shape[0]):
         into, forget, new = gates[row, :h], gates[row, h : 2 * h], gates[row, 3 * h :]
