@@ -28,7 +28,7 @@ from bitwright.torch.calls.functions import FUNCTIONS, Function, applies_mask
 from bitwright.torch.calls.intercept import ACCESS, Frame, Key
 from bitwright.torch.calls.record import refuse_nested
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, tensors_in
-from bitwright.torch.simulation.fake_quantize import clamp_on_grid, is_plain, sum_on_grid
+from bitwright.torch.simulation.fake_quantize import Grid, clamp_on_grid, is_plain, sum_on_grid
 from bitwright.torch.simulation.quantizer import Quantizer
 from bitwright.torch.simulation.stacked_steps import Keep, OnGrid, StepFunctions
 
@@ -337,21 +337,10 @@ class Simulator:
         joins = row.type in ("Relu", "Clip", "Add") and self.stage == "simulate" and self.taps is None
         if not joins or self.repairs or not place.quantizer.enabled or torch.compiler.is_dynamo_compiling():
             return None
-        x = args[0] if args else None
-        grid = place.quantizer.plain_grid(x) if isinstance(x, torch.Tensor) else None
-        if grid is None:
+        if not args or not isinstance(args[0], torch.Tensor):
             return None
-        bound, in_place = row.bind(args, kwargs), _writes(row, kwargs)
-        if row.type == "Add":
-            if bound.keys() != {"input", "other"} or not isinstance(bound["other"], torch.Tensor):
-                return None
-            return sum_on_grid(x, bound["other"], grid, in_place=in_place)
-        ends = _ends(row, bound)
-        return (
-            None
-            if ends is None
-            else clamp_on_grid(x, grid, ends, in_place=in_place or bool(bound.get("inplace")))
-        )
+        grid = place.quantizer.plain_grid(args[0])
+        return None if grid is None else _joined(row, row.bind(args, kwargs), grid, _writes(row, kwargs))
 
     # -- recurrent layers
 
@@ -562,6 +551,18 @@ def take(taken: list[torch.Tensor], x: torch.Tensor) -> None:
 def _writes(row: Function, kwargs: dict[str, Any]) -> bool:
     """Whether the call overwrites its first argument."""
     return row.in_place or bool(kwargs.get("inplace"))
+
+
+def _joined(row: Function, bound: Mapping[str, Any], grid: Grid, in_place: bool) -> torch.Tensor | None:
+    """An activation or a sum with the grid of its result; ``None`` where they are two calls."""
+    x = bound["input"]
+    if row.type == "Add":
+        plain = bound.keys() == {"input", "other"} and isinstance(bound["other"], torch.Tensor)
+        return sum_on_grid(x, bound["other"], grid, in_place=in_place) if plain else None
+    ends = _ends(row, bound)
+    if ends is None:
+        return None
+    return clamp_on_grid(x, grid, ends, in_place=in_place or bool(bound.get("inplace")))
 
 
 #: activations whose gradient is that of ``hardtanh``; that of ``clamp`` passes at the ends
