@@ -36,7 +36,7 @@ def lstm_cell(
     cell_lo: np.float32,
     cell_hi: np.float32,
 ) -> None:
-    """The next cell state, ``[B, H]``, on its grid, of the gates behind their activation functions and the last state."""
+    """The next cell state, ``[B, H]``, on its grid, of the gates after their activation functions and the last state."""
     h = before.shape[1]
     for row in range(before.shape[0]):
         into, forget, new = gates[row, :h], gates[row, h : 2 * h], gates[row, 3 * h :]
