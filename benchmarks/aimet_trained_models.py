@@ -5,7 +5,8 @@ Run it in an environment that has ``aimet-torch`` and ``aimet-onnx`` beside Bitw
     python benchmarks/aimet_trained_models.py DATA
 
 It prints one row per model: places with a quantizer, the relative difference of the scales (weights; activations), and the
-share of right answers in float, under AIMET and here. Ranges are min-max over the same images.
+share of right answers in float, under AIMET and here. Ranges are min-max over the same images. Below a row stands why the scales
+of weights differ that do, by what AIMET and the layer made of the scale that the weights alone ask for.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from benchmarks.aimet_side_by_side import scales_of  # noqa: E402
 
 Scales = dict[str, np.ndarray[Any, Any]]
 Outcome = tuple[Scales, float]
+EPS = 2.0**-23  # of float32
 
 
 def share_right(predict: Callable[[Any], Any], x: Any, y: Any, size: int) -> float:
@@ -50,10 +52,36 @@ def torch_outcome(
     folding.fold_all_batch_norms(model, tuple(seen[:1].shape))
     sim = quantsim.QuantizationSimModel(model, seen[:1], quant_scheme=defs.QuantScheme.min_max)
     with torch.no_grad():
-        sim.compute_encodings(lambda m, _: [m(part) for part in seen.split(100)], None)
+        sim.compute_encodings(lambda m, _: [m(part) for part in seen.split(50)], None)
         return {name: scale.numpy() for name, scale in scales_of(sim).items()}, share_right(
-            lambda part: _plain(sim.model(part)), x, y, 200
+            lambda part: _plain(sim.model(part)), x, y, 100
         )
+
+
+def asked_scales(make: Callable[[], torch.nn.Module], shape: tuple[int, ...], scales: Scales) -> Scales:
+    """What the weights alone ask for, with 8 symmetric bits and their granularity."""
+    model = make()
+    importlib.import_module("bitwright.aimet_torch.batch_norm_fold").fold_all_batch_norms(model, shape)
+    found = {}
+    for name, weight in model.named_parameters():
+        if name in scales:
+            axes = [axis for axis in range(weight.ndim) if scales[name].shape[axis : axis + 1] in ((), (1,))]
+            lo, hi = weight.detach().amin(axes, True), weight.detach().amax(axes, True)
+            found[name] = torch.maximum(-lo / 128, hi / 127).numpy()
+    return found
+
+
+def reasons(asked: Scales, theirs: Scales, ours: Scales) -> dict[str, int]:
+    """Why scales of weights differ beyond 1e-6, counted."""
+    counts: dict[str, int] = {}
+    for place, wanted in asked.items():
+        for raw, a, b in zip(wanted.ravel(), theirs[place].ravel(), ours[place].ravel(), strict=True):
+            if abs(b / a - 1) > 1e-6:
+                least = "adds epsilon" if abs((raw + EPS) / a - 1) < 1e-6 else "widens"
+                own = "as asked" if abs(raw / b - 1) < 1e-6 else "widened for the int32 bias"
+                key = f"AIMET {least}{' below epsilon' if raw < EPS else ''}, here {own}"
+                counts[key] = counts.get(key, 0) + 1
+    return counts
 
 
 def _plain(outputs: Any) -> Any:
@@ -109,11 +137,17 @@ def rows(data: Path) -> Any:
     load: Any = importlib.import_module("load_data")
     from safetensors.torch import load_file
 
-    train, _, test, labels = load.cifar10()
-    seen, x = (torch.from_numpy(load.cifar_input(images)) for images in (train[:500], test))
-    for name, module, build in (
-        ("mobilenet_v2_cifar", "mobilenet_v2_cifar", lambda m: m.MobileNetV2Cifar()),
-        ("resnet20_aux", "resnet_cifar", lambda m: m.ResNetCifar(3, aux=True)),
+    train, _, test, cifar = load.cifar10()
+    photographs, classes = load.imagenet_sample()
+    of_cifar = (*(torch.from_numpy(load.cifar_input(images)) for images in (train[:500], test)), cifar)
+    of_imagenet = (
+        *(torch.from_numpy(load.mobilenet_v1_input(part)) for part in (photographs[:100], photographs[100:])),
+        classes[100:],
+    )
+    for name, module, build, (seen, x, labels) in (
+        ("mobilenet_v1_025", "mobilenet_v1", lambda m: m.MobileNetV1(), of_imagenet),
+        ("mobilenet_v2_cifar", "mobilenet_v2_cifar", lambda m: m.MobileNetV2Cifar(), of_cifar),
+        ("resnet20_aux", "resnet_cifar", lambda m: m.ResNetCifar(3, aux=True), of_cifar),
     ):
 
         def make(name: str = name, module: str = module, build: Any = build) -> torch.nn.Module:
@@ -123,9 +157,12 @@ def rows(data: Path) -> Any:
 
         with torch.no_grad():
             plain = make()
-            in_float = share_right(lambda part, plain=plain: _plain(plain(part)), x, labels, 200)
+            in_float = share_right(lambda part, plain=plain: _plain(plain(part)), x, labels, 100)
         found = [torch_outcome(p, make, seen, x, labels) for p in ("aimet_torch", "bitwright.aimet_torch")]
         yield compared(name, in_float, *found, lambda place: "[" not in place)
+        asked = asked_scales(make, tuple(seen[:1].shape), found[1][0])
+        for why, count in reasons(asked, found[0][0], found[1][0]).items():
+            yield f"{count} scales: {why}"
     images, digits = load.mnist()
     raw = images[:, None].astype(np.float32)
     for name, feed, pixels in (

@@ -17,27 +17,42 @@ from bitwright.errors import ConfigError
 
 PACKAGES = ("aimet_torch", "aimet_onnx", "aimet_common")
 
-#: attribute or keyword of a script -> what is different about it here
+_LEARNED = "of learned ranges: distances from the calibrated ones, beside the model"
+_TRAIN = "ranges train: give sim.range_parameters() to the optimizer too, with a learning rate of their own"
+_NO_KERNELS = "not here: there are no kernels to plug in"
+
+#: name that a script reads or calls -> what is different about it here
 DIFFERENCES: dict[str, str] = {
     "export": "the QDQ model is written beside the float model, as <prefix>_qdq.onnx; no .pth file is written",
+    "load_checkpoint": "nothing is unpickled: make the simulation, then sim.load_checkpoint(folder)",
+    "save_checkpoint": "writes a folder of safetensors and JSON",
+    "quantizer_parameters": _LEARNED,
+    "named_quantizer_parameters": _LEARNED,
+    "prepare_model": "returns a copy of the same class: nothing needs rewriting",
+    "add_check": "an error: pass checks= to validate_model",
+    "add_node_check": "an error: pass rules= to check_model_arch",
+    "add_pattern_check": "an error: pass rules= to check_model_arch",
+    "set_export_dir": "an error: pass result_dir= to check_model_arch",
+    "register_quantization_parameter": "not here: ranges are min and max",
+    "training_range_learning_with_tf_init": _TRAIN,
+    "training_range_learning_with_tf_enhanced_init": _TRAIN,
+    "set_kernel": _NO_KERNELS,
+    "set_default_kernel": _NO_KERNELS,
+}
+#: where a front end or a longer name has a note of its own
+CLOSER: dict[str, str] = {
+    "onnx.export": "the opset is 21 whatever is asked for, and weights are stored as integers",
+    "aimet_onnx export": "the QDQ model is written too, as <prefix>_qdq.onnx",
+}
+#: keyword of a call -> what is different about it here
+KEYWORDS: dict[str, str] = {
     "export_to_torchscript": "TorchScript is not written: an error",
     "use_embedded_encodings": "<prefix>_qdq.onnx has the encodings embedded, always",
     "onnx_export_args": "the opset is 21; dynamic_axes makes the first axis of every input vary",
     "propagate_encodings": "without effect",
-    "load_checkpoint": "nothing is unpickled: make the simulation, then sim.load_checkpoint(folder)",
-    "save_checkpoint": "writes a folder of safetensors and JSON",
-    "quantizer_parameters": "of learned ranges: distances from the calibrated ones, beside the model",
-    "named_quantizer_parameters": "of learned ranges: distances from the calibrated ones, beside the model",
     "checkpoints_config": "not needed and not read",
-    "prepare_model": "returns a copy of the same class: nothing needs rewriting",
-    "add_check": "an error: pass checks= to validate_model",
-    "register_quantization_parameter": "not here: ranges are min and max",
     "enable_r3": "not here: an error",
     "prequantize_constants": "weights are always stored as integers",
-    "training_range_learning_with_tf_init": "ranges train: give sim.range_parameters() to the optimizer too",
-    "training_range_learning_with_tf_enhanced_init": "ranges train: give sim.range_parameters() to the optimizer too",
-    "set_kernel": "not here: there are no kernels to plug in",
-    "set_default_kernel": "not here: there are no kernels to plug in",
 }
 
 
@@ -104,9 +119,9 @@ def migrate(source: str, name: str = "script") -> Migrated:
         node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and _is_ours(node)
     ]
     findings = {
-        *_imported(statements),
+        *_imported(statements, _guarded(tree)),
         *_attributes(tree, statements),
-        *_differences(tree),
+        *_differences(tree, statements),
         *_texts(tree),
     }
     return Migrated(
@@ -273,7 +288,25 @@ def _look_up(name: str) -> str | None:
     return None
 
 
-def _imported(statements: list[ast.Import | ast.ImportFrom]) -> Iterator[Finding]:
+def _guarded(tree: ast.Module) -> set[int]:
+    """Lines of imports whose failure the script expects: ``try: import ... except ImportError: ...``."""
+    expected = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+    return {
+        inner.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try)
+        and any(
+            handler.type is None
+            or {_path(name) for name in getattr(handler.type, "elts", [handler.type])} & expected
+            for handler in node.handlers
+        )
+        for statement in node.body
+        for inner in ast.walk(statement)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+    }
+
+
+def _imported(statements: list[ast.Import | ast.ImportFrom], guarded: set[int]) -> Iterator[Finding]:
     for node in statements:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names if _top(alias.name) in PACKAGES]
@@ -284,7 +317,11 @@ def _imported(statements: list[ast.Import | ast.ImportFrom]) -> Iterator[Finding
             ]
         for name in names:
             reason = _look_up(name)
-            if reason is not None:
+            if reason is not None and node.lineno in guarded:
+                yield Finding(
+                    node.lineno, name, False, f"{reason}; the script goes on with its except clause"
+                )
+            elif reason is not None:
                 yield Finding(node.lineno, name, True, reason)
 
 
@@ -333,13 +370,100 @@ def _texts(tree: ast.Module) -> Iterator[Finding]:
                 yield Finding(node.lineno, node.value, False, note)
 
 
-def _differences(tree: ast.Module) -> Iterator[Finding]:
+def _differences(tree: ast.Module, statements: list[ast.Import | ast.ImportFrom]) -> Iterator[Finding]:
+    origins = _origins(tree, statements)
+    packages = {_top(origin) for origin in origins.values()} & set(PACKAGES)
+    only_onnx = "aimet_onnx" in packages and "aimet_torch" not in packages
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in DIFFERENCES:
-            yield Finding(node.lineno, node.attr, False, DIFFERENCES[node.attr])
-        elif isinstance(node, ast.keyword) and node.arg in DIFFERENCES:
-            yield Finding(node.value.lineno, node.arg, False, DIFFERENCES[node.arg])
-        elif isinstance(node, ast.ImportFrom) and _is_ours(node):
-            for alias in node.names:
-                if alias.name in DIFFERENCES:
-                    yield Finding(node.lineno, alias.name, False, DIFFERENCES[alias.name])
+        if isinstance(node, ast.Attribute) and node.attr in DIFFERENCES and isinstance(node.ctx, ast.Load):
+            origin = _origin(node, origins)
+            if origin != OTHER:
+                of_onnx = only_onnx if origin is None else _top(origin) == "aimet_onnx"
+                yield Finding(node.lineno, node.attr, False, _note(_path(node), of_onnx))
+        elif isinstance(node, ast.keyword) and node.arg in KEYWORDS:
+            yield Finding(node.value.lineno, node.arg, False, KEYWORDS[node.arg])
+    for statement in statements:
+        if not isinstance(statement, ast.ImportFrom):
+            continue
+        for alias in statement.names:
+            if alias.name in DIFFERENCES:
+                note = _note(f"{statement.module}.{alias.name}", _top(statement.module) == "aimet_onnx")
+                yield Finding(statement.lineno, alias.name, False, note)
+
+
+def _note(path: str, of_onnx: bool) -> str:
+    last = path.rpartition(".")[2]
+    if path.endswith("onnx.export"):
+        return CLOSER["onnx.export"]
+    closer = CLOSER.get(f"aimet_onnx {last}") if of_onnx else None
+    return DIFFERENCES[last] if closer is None else closer
+
+
+OTHER = "other"  # what has nothing to do with AIMET
+_SIMULATIONS = ("QuantizationSimModel", "load_checkpoint", "from_onnx_qdq")
+
+
+def _origins(tree: ast.Module, statements: list[ast.Import | ast.ImportFrom]) -> dict[str, str]:
+    """Name, or dotted path of an attribute, -> AIMET's name that it stands for or was made by, or :data:`OTHER`.
+
+    Names that may be something else too, such as parameters of functions, are left out.
+    """
+    parameters = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    found: dict[str, str] = {}
+    unknown = set(parameters)
+    for name, origin in _defined(tree, statements):
+        if found.setdefault(name, origin) != origin:
+            unknown.add(name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            made = _made_by(node.value, found)
+            for name in map(_path, node.targets):
+                if made is None or found.setdefault(name, made) != made:
+                    unknown.add(name)
+    return {name: origin for name, origin in found.items() if name and name not in unknown}
+
+
+def _defined(tree: ast.Module, statements: list[ast.Import | ast.ImportFrom]) -> Iterator[tuple[str, str]]:
+    """Names that imports and classes of the script define, with their origins."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from _bound(node, node in statements)
+        elif isinstance(node, ast.ClassDef):
+            yield node.name, OTHER
+
+
+def _bound(node: ast.Import | ast.ImportFrom, ours: bool) -> Iterator[tuple[str, str]]:
+    for alias in node.names:
+        if isinstance(node, ast.ImportFrom):
+            yield alias.asname or alias.name, f"{node.module}.{alias.name}" if ours else OTHER
+        else:
+            name = alias.name if alias.asname else _top(alias.name)
+            yield alias.asname or name, name if _top(name) in PACKAGES else OTHER
+
+
+def _made_by(call: ast.Call, origins: dict[str, str]) -> str | None:
+    """What a call of a known name returns: a simulation, something else, or ``None`` where the name is not known."""
+    path = _path(call.func)
+    base = origins.get(path.partition(".")[0])
+    if base in (None, OTHER):
+        return base
+    return base if (path if "." in path else base).endswith(_SIMULATIONS) else OTHER
+
+
+def _origin(node: ast.Attribute, origins: dict[str, str]) -> str | None:
+    """Origin of what an attribute is read from, by the longest known part of its path."""
+    path = _path(node.value)
+    while path:
+        if path in origins:
+            return origins[path]
+        path = path.rpartition(".")[0]
+    return None
+
+
+def _path(node: ast.expr) -> str:
+    """``a.b.c`` of names and attributes; empty for anything else."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.insert(0, node.attr)
+        node = node.value
+    return ".".join([node.id, *parts]) if isinstance(node, ast.Name) else ""

@@ -132,3 +132,40 @@ def test_names_of_modules_in_texts_are_listed():
         'm = importlib.import_module("aimet_torch.quantsim"); print("aimet_torch is")'
     ).findings
     assert "write 'bitwright.aimet_torch.quantsim'" in finding.note and not finding.missing
+
+
+def test_what_has_another_owner_is_no_difference():
+    found = migrate(
+        "import torch\nimport torch.onnx as to\n"
+        "from aimet_torch.quantsim import QuantizationSimModel as Q\n"
+        "class Writer:\n    def export(self): ...\n"
+        "w = Writer()\nself.writer = Writer()\n"
+        "torch.onnx.export(model, x, 'f.onnx')\nto.export(model, x)\ntorch.export.export(model, (x,))\n"
+        "w.export()\nself.writer.export()\nw.export = print\nrun(export=True)\n"
+        "sim = Q(model, x)\nself.sim = Q(model, x)\n"
+        "sim.onnx.export(x, 'f.onnx')\n"
+        "sim.export('.', 'x', x)\nself.sim.export('.', 'x', x)\n"
+        "def save(sim2, w2):\n    sim2.export('.', 'x', x)\n"
+    )
+    assert [(f.line, f.name) for f in found.findings] == [(n, "export") for n in (17, 18, 19, 21)]
+    assert "opset is 21" in found.findings[0].note and "no .pth" in found.findings[1].note
+
+
+def test_notes_are_those_of_the_front_end():
+    (finding,) = migrate("import aimet_onnx\nsim.export('.', 'x')").findings
+    assert finding.note == "the QDQ model is written too, as <prefix>_qdq.onnx"
+    (finding,) = migrate(
+        "import aimet_torch\nfrom aimet_onnx.quantsim import QuantizationSimModel\n"
+        "sim = QuantizationSimModel(m)\nsim.export('.', 'x')"
+    ).findings
+    assert finding.note == "the QDQ model is written too, as <prefix>_qdq.onnx"
+
+
+def test_import_that_may_fail_is_not_missing():
+    found = migrate(
+        "try:\n    from aimet_torch.v1.quantsim import QuantizationSimModel\n"
+        "except (ImportError, KeyError):\n    from aimet_torch.quantsim import QuantizationSimModel\n"
+        "try:\n    import aimet_torch.peft\nexcept KeyError:\n    pass\n"
+    )
+    assert [(f.line, f.missing) for f in found.findings] == [(2, False), (6, True)]
+    assert "except clause" in found.findings[0].note

@@ -73,6 +73,10 @@ class QuantizationSimModel(front.QuantizationSimModel):
         quant_scheme: a :class:`QuantScheme`, one of AIMET's names, or one of ours.
         config_file: path, name or dict of a configuration; ``None`` is AIMET's default, one scale per channel.
         default_data_type: ``int`` or ``float``.
+        options: of ours; and ``rounding_mode`` of older scripts, which is ``"nearest"``.
+
+    Raises:
+        ConfigError: another rounding mode; and see there.
 
     Attributes:
         original_names: module of the model it was made from -> its path, as long as that module lives.
@@ -91,6 +95,9 @@ class QuantizationSimModel(front.QuantizationSimModel):
         **options: Any,
     ) -> None:
         check_plain(model)
+        rounding = options.pop("rounding_mode", None)
+        if rounding not in (None, "nearest"):
+            raise ConfigError("rounding_mode", f"there is no {rounding!r}", "leave it out, or use 'nearest'")
         if isinstance(dummy_input, list):
             dummy_input = tuple(dummy_input)
         super().__init__(
