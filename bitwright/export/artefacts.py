@@ -22,6 +22,7 @@ from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.encodings.carried import carried_records
 from bitwright.export.encodings.of_simulation import Simulated, quantizer_args
 from bitwright.export.encodings.versions import VERSIONS, NamedEncoding, write_encodings
+from bitwright.export.encodings.write import json_lines
 from bitwright.export.files.atomic import atomic_files, check_destination
 from bitwright.export.files.manifest import earlier_files, fingerprint, write_manifest
 from bitwright.export.files.value_types import load
@@ -218,7 +219,8 @@ def write_artefacts(
         carried = carried_records(stripped.model, records, marked_tensors) if every_tensor else {}
         records += carried.values()
         notes += _write_encodings(sim, records, staging / names["encodings"], encoding_version)
-        (staging / names["sites"]).write_text(json.dumps(_sites(sim, result, tensors, carried), indent=1))
+        lines = json_lines(_sites(sim, result, tensors, carried), ("sites", "float"), allow_nan=True)
+        (staging / names["sites"]).write_text("".join(lines))
         inputs = None
         if samples is not None:
             kept, sizes = _few_enough(samples, result, data)

@@ -113,10 +113,12 @@ class _Ranges:
         return result
 
     def divide(self, group: Group, s: Array) -> None:
-        for layer in group.producers:
-            self._magnitude[layer.op] = self._of(layer) / layer.axes.over_outputs(s)
+        for layer in group.producers:  # in place: new arrays of this size would take most of the time
+            found = self._of(layer)
+            np.divide(found, layer.axes.over_outputs(s), out=found)
         for layer, repeat in group.consumers:
-            self._magnitude[layer.op] = self._of(layer) * layer.axes.over_inputs(np.repeat(s, repeat))
+            found = self._of(layer)
+            np.multiply(found, layer.axes.over_inputs(np.repeat(s, repeat)), out=found)
 
 
 # ------------------------------------------------------------------------------------- high-bias absorption

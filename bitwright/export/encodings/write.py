@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def write_encodings(
         if entry is not None:
             entries["unknown" if version == "2.0.0" else record.kind][record.name] = entry
     document, lost = _document(version, entries, dict(quantizer_args), list(excluded_layers))
-    text = _lines(document)
+    text = json_lines(document, [key for key in document if key.endswith("encodings")])
     with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8", newline="\n") as file:
         file.writelines(text)
     return WrittenEncodings(Path(path), (*notes, *lost))
@@ -294,19 +294,21 @@ def _document(
     return {"version": version, **sections, **settings, "producer": producer}, []
 
 
-def _lines(document: dict[str, Any]) -> Iterator[str]:
-    """The text of ``document``, one line per entry: readable, and `json` can use its fast encoder."""
+def json_lines(
+    document: dict[str, Any], by_entry: Collection[str], *, allow_nan: bool = False
+) -> Iterator[str]:
+    """The text of ``document``, one line per entry of ``by_entry``: readable, and `json` can use its fast encoder."""
     opening = "{\n "
     for key, value in document.items():
         yield f"{opening}{json.dumps(key)}: "
         opening = ",\n "
-        if not key.endswith("encodings") or not value:
-            yield json.dumps(value, allow_nan=False)
+        if key not in by_entry or not value:
+            yield json.dumps(value, allow_nan=allow_nan)
             continue
         ends = "[]" if isinstance(value, list) else "{}"
         names = [""] * len(value) if isinstance(value, list) else [f"{json.dumps(name)}: " for name in value]
         items = value if isinstance(value, list) else value.values()
         for i, (name, item) in enumerate(zip(names, items, strict=True)):
-            yield f"{',' if i else ends[0]}\n  {name}{json.dumps(item, allow_nan=False)}"
+            yield f"{',' if i else ends[0]}\n  {name}{json.dumps(item, allow_nan=allow_nan)}"
         yield f"\n {ends[1]}"
     yield "\n}\n"

@@ -25,7 +25,7 @@ from bitwright.onnx.adapters.folding import fold_batch_norms
 from bitwright.onnx.model.data import as_feeds, input_specs, random_feeds
 from bitwright.onnx.model.load import Loaded, Source, load_model
 from bitwright.onnx.model.session import Providers, open_session
-from bitwright.onnx.model.view import OnnxView, measure_shapes
+from bitwright.onnx.model.view import OnnxView, measure_shapes, run_measured, tensor_names
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.onnx.simulation.repairs import REPAIRED, float_results, nodes_of, put_in_force
 
@@ -47,12 +47,18 @@ class OnnxOpened:
             next(random_feeds(specs)) if dummy_input is None else as_feeds(dummy_input, specs, "dummy_input")
         )
         self._folds_without_check = dummy_input is None
+        self._shapes, outputs = run_measured(self.loaded.model, self.example, self._providers)
+        self._untold = (
+            frozenset(tensor_names(self.loaded.model)) - self._shapes.keys()
+        )  # of branches not taken
+        self._before = [arrays_of(output) for output in outputs]
         self.view = self._view()
-        self._before = float_outputs(self.view, self.example)
 
     def _view(self) -> OnnxView:
-        shapes = measure_shapes(self.loaded.model, self.example, self._providers)
-        view = OnnxView(self.loaded, self._providers, shapes)
+        """The model as it stands; what a change leaves has the shapes that it had."""
+        if any(n not in self._shapes and n not in self._untold for n in tensor_names(self.loaded.model)):
+            self._shapes = measure_shapes(self.loaded.model, self.example, self._providers)
+        view = OnnxView(self.loaded, self._providers, self._shapes)
         view.materialize(_computed_weights(view.graph()))
         return view
 
@@ -62,8 +68,8 @@ class OnnxOpened:
 
     def fold(self, progress: bool) -> FoldReport:
         """Fold batch norms; the view shows the folded model then."""
-        feeds = None if self._folds_without_check else self.example
-        report = _folded(self.loaded, feeds, self._providers, progress)
+        known = None if self._folds_without_check else (self._shapes, self._before)
+        report = _folded(self.loaded, known and self.example, self._providers, progress, known)
         self.view = self._view()
         return report
 
@@ -176,19 +182,25 @@ def _is_float(output: Any) -> bool:
 
 
 def _folded(
-    loaded: Loaded, feeds: dict[str, Array] | None, providers: Providers | None, progress: bool
+    loaded: Loaded,
+    feeds: dict[str, Array] | None,
+    providers: Providers | None,
+    progress: bool,
+    known: tuple[dict[str, tuple[int, ...]], list[list[Array]]] | None = None,
 ) -> FoldReport:
+    """Folds; ``known`` are the shapes and the outputs on ``feeds``, where they were measured already."""
     if not any(node.op_type == "BatchNormalization" for node in loaded.model.graph.all_nodes()):
         feeds = None  # nothing will be folded, so nothing needs to be compared
-    shapes = None if feeds is None else measure_shapes(loaded.model, feeds, providers)
-    before: list[list[Array]] = []
+    shapes, before = (None, []) if known is None or feeds is None else known
+    if feeds is not None and shapes is None:
+        shapes = measure_shapes(loaded.model, feeds, providers)
 
     def changed(view: OnnxView) -> str | None:
         assert feeds is not None
         return what_changed(view, feeds, before)
 
     def opened(view: OnnxView) -> None:
-        if feeds is not None:
+        if feeds is not None and not before:
             before.extend(float_outputs(view, feeds))
 
     return fold_batch_norms(loaded, providers, shapes, opened, None if feeds is None else changed, progress)

@@ -507,6 +507,13 @@ def measure_shapes(
         model: as :func:`load_model` gives it; left as it is.
         feeds: one batch.
     """
+    return run_measured(model, feeds, providers)[0]
+
+
+def run_measured(
+    model: ir.Model, feeds: Any, providers: Providers | None = None
+) -> tuple[dict[str, tuple[int, ...]], list[Any]]:
+    """The shapes that :func:`measure_shapes` gives, and the outputs of the same run."""
     copy = model.clone()
     instrument = Instrument(copy)
     asked: list[tuple[str, ir.Value, int | None]] = []
@@ -521,19 +528,25 @@ def measure_shapes(
         if graph is not copy.graph:
             shape, axes = instrument.lift(shape, graph, np.asarray(_NOT_TAKEN, np.int64), None)
         asked.append((str(value.name), shape, axes))
-    copy.graph.outputs.clear()
+    own = len(copy.graph.outputs)
     copy.graph.outputs.extend(shape for _, shape, _ in asked)
-    arrays = _run(
-        open_session(copy, providers, order="written"), as_feeds(feeds, input_specs(model)), "feeds"
-    )
+    given = as_feeds(feeds, input_specs(model))
+    arrays = _run(open_session(copy, providers), given, "feeds")
     found = {}
-    for (name, _, axes), array in zip(asked, arrays, strict=True):
+    for (name, _, axes), array in zip(asked, arrays[own:], strict=True):
         if array.tolist() == _NOT_TAKEN:
             continue
         seen = _iterations(array, axes) if axes else [array]
         if seen and seen[-1].tolist() != _NOT_TAKEN:
             found[name] = tuple(int(n) for n in seen[-1])
-    return found
+    return found, arrays[:own]
+
+
+def tensor_names(model: ir.Model) -> Iterator[str]:
+    """Names of everything that :func:`measure_shapes` can tell a shape of."""
+    for name, value in _values_by_name(model).items():
+        if value.graph is not None and not value.is_initializer() and is_tensor(value):
+            yield name
 
 
 def _no_bias_place(node: ir.Node) -> str | None:

@@ -28,6 +28,7 @@ from bitwright.export.encodings.versions import (
     read_encodings,
     write_encodings,
 )
+from bitwright.export.encodings.write import json_lines
 
 TENSOR = PerTensor()
 ARGS = {
@@ -831,3 +832,20 @@ def test_comparing_many_names_takes_no_time():
     model = [f"model.layers.{i}.weight" for i in range(100_000)]
     other = [f"transformer.layers.{i}.weight" for i in range(100_000)]
     assert "99997 more" in str(names_error("m.encodings", model, other))
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"version": 1, "sites": {"a.b": {"x": [1, 2]}, 'q"': None}, "float": {}, "carried": ["n"]},
+        {"sites": {}, "list": [{"a": 1}, 2], "last": float("inf")},
+    ],
+)
+def test_lines_are_the_document(document):
+    text = "".join(json_lines(document, ("sites", "list", "float"), allow_nan=True))
+    assert json.loads(text) == document
+    assert (
+        len(text.splitlines())
+        == sum(1 + len(v) + 1 if k in ("sites", "list", "float") and v else 1 for k, v in document.items())
+        + 2
+    )

@@ -11,6 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 import bitwright.onnx
 from bitwright.core.simulation.protocols import AddBias, Bypass, SetParam, sqnr
 from bitwright.errors import ModelError
+from bitwright.onnx import equalize_model
+from bitwright.onnx.adapters import opened
 from bitwright.onnx.model.load import load_model
 from bitwright.onnx.model.view import OnnxView, measure_shapes
 from tests.onnx import flow
@@ -262,3 +264,16 @@ def test_a_model_with_an_if_of_a_constant_is_quantized():
     result = bitwright.onnx.quantize(proto, data, progress=False)
     wanted = run(proto, data[0])[0]
     assert sqnr(wanted, result.sim.run(data[0])[0]) > 20
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_shapes_are_measured_once_where_folding_leaves_them(monkeypatch, given):
+    net = Net()
+    x = net.input("x", (1, 3, 8, 8))
+    y = net("Relu", net.bn(net.conv(x, 3, 4, name="c1", bias=False)), name="r")
+    model = net.model(net.conv(y, 4, 4, name="c2", out="y"))
+    feeds = feeds_for(model)
+    before = run(model, feeds)[0]
+    monkeypatch.setattr(opened, "measure_shapes", None)
+    report = equalize_model(model, feeds if given else None, progress=False)
+    assert report.groups and np.allclose(run(model, feeds)[0], before, atol=1e-4)
