@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
-from collections.abc import Iterable
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 _LONGEST = 4_000  # characters of a part of a message
 
@@ -80,3 +85,87 @@ def close_matches(name: str, known: Iterable[str]) -> str:
     short = [word for word in known if len(word) <= _LONGEST_NAME]
     found = difflib.get_close_matches(name[:_LONGEST_NAME], short, n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(repr(f) for f in found)}?)" if found else ""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _is_listed(value: object) -> bool:
+    """Whether a ``for`` goes over it; a data set needs ``__getitem__`` only."""
+    return isinstance(value, Iterable) or hasattr(type(value), "__getitem__")
+
+
+# name in an annotation -> what is accepted for it, and what it is called; a parameter with any other name is not checked
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "None": (lambda x: x is None, "None"),
+    "str": (lambda x: isinstance(x, str), "a string"),
+    "int": (lambda x: hasattr(type(x), "__index__"), "an integer"),
+    "float": (lambda x: hasattr(type(x), "__float__") or hasattr(type(x), "__index__"), "a number"),
+    "Path": (lambda x: isinstance(x, (str, os.PathLike)), "a path"),
+    "Callable": (callable, "a function"),
+    "Iterable": (_is_listed, "a list"),
+    "Sequence": (_is_listed, "a list"),
+    "Collection": (_is_listed, "a list"),
+    "Mapping": (lambda x: isinstance(x, Mapping), "a dictionary"),
+    "dict": (lambda x: isinstance(x, Mapping), "a dictionary"),
+}
+_LONGEST_VALUE = 60  # characters of a value in a message
+
+
+def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Refuse arguments of a public function that are of another kind than its annotations say.
+
+    What is checked are kinds that a user may mistake: text, numbers, paths, functions, lists, dictionaries. Whether the values
+    make sense is the function's to say. The module of ``function`` has annotations that are not evaluated.
+
+    Raises:
+        ConfigError: by the decorated function, before it has done anything; the message names the argument.
+
+    Example:
+        >>> @checks_arguments
+        ... def analyze(data: Iterable[float], samples: int | None = None) -> None: ...
+        >>> analyze([1.0], samples="many")
+        Traceback (most recent call last):
+            ...
+        bitwright.errors.ConfigError: samples: 'many' is a str. Remedy: give an integer or None; see help(analyze)
+    """
+    signature = inspect.signature(function)
+    wanted = {n: kinds for n, p in signature.parameters.items() if (kinds := _kinds(p))}
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return function(*args, **kwargs)  # Python says which argument is missing, or one too many
+        for name, kinds in wanted.items():
+            if name in given and not any(_KINDS[kind][0](given[name]) for kind in kinds):
+                raise _wrong_kind(function.__name__, name, given[name], kinds)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _kinds(parameter: inspect.Parameter) -> tuple[str, ...]:
+    """Rows of the table that an annotation allows; none where it allows something else as well."""
+    if not isinstance(parameter.annotation, str) or parameter.kind in (
+        parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD
+    ):  # fmt: skip
+        return ()
+    node, parts = ast.parse(parameter.annotation, mode="eval").body, []
+    while isinstance(node, ast.BinOp):
+        parts.append(node.right)
+        node = node.left
+    names = [ast.unparse(part).partition("[")[0] for part in (node, *reversed(parts))]
+    return tuple(names) if all(name in _KINDS for name in names) else ()
+
+
+def _wrong_kind(function: str, name: str, value: object, kinds: tuple[str, ...]) -> ConfigError:
+    text = repr(value)
+    text = text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+    accepted = " or ".join(dict.fromkeys(_KINDS[kind][1] for kind in kinds))
+    article = "an" if type(value).__name__[0] in "aeiouAEIOU" else "a"
+    return ConfigError(
+        name, f"{text} is {article} {type(value).__name__}", f"give {accepted}; see help({function})"
+    )

@@ -19,7 +19,7 @@ from bitwright.analysis.result import Analysis
 from bitwright.analysis.rows import group_rows, group_target, layer_rows, site_rows
 from bitwright.analysis.subject import Array, Subject, open_subject
 from bitwright.core.simulation.protocols import sqnr
-from bitwright.errors import ConfigError, ModelError
+from bitwright.errors import ConfigError, ModelError, checks_arguments
 from bitwright.progress import progress as bar
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ _REPEATED_DB = 60.0  # SQNR of two float runs from which on they count as equal
 _ENOUGH_REPEATED_DB = 30.0  # below, quantization error cannot be told from the model's own
 
 
+@checks_arguments
 def analyze(
     sim: Any,
     data: Iterable[Any],

@@ -9,10 +9,12 @@ from typing import Any
 from bitwright.algorithms import bias_correct
 from bitwright.algorithms.bias_correct import BiasReport, QuantParams
 from bitwright.algorithms.channels.layers import Array, Layers
+from bitwright.errors import checks_arguments
 from bitwright.methods.front_end import front_end_of
 from bitwright.progress import progress as bar
 
 
+@checks_arguments
 def correct_bias(
     model: Any,
     quant_params: QuantParams,
@@ -84,6 +86,7 @@ def correct_bias(
     return report
 
 
+@checks_arguments
 def apply_bias_correction(
     sim: Any,
     data: Iterable[Any],
@@ -123,6 +126,7 @@ def apply_bias_correction(
     )
 
 
+@checks_arguments
 def add_biases(model: Any, dummy_input: Any = None, *, providers: Any = None) -> tuple[str, ...]:
     """Give every layer without a bias one of zeros, in place, so that bias correction can treat it.
 

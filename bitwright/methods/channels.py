@@ -21,10 +21,12 @@ from bitwright.algorithms.scaling.rotate import RotateReport
 from bitwright.algorithms.scaling.smooth import SmoothReport
 from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod
 from bitwright.core.placement.user_scheme import QuantScheme
+from bitwright.errors import checks_arguments
 from bitwright.methods.front_end import Opened, front_end_of
 from bitwright.progress import progress as bar
 
 
+@checks_arguments
 def equalize_model(
     model: Any,
     input_shapes: Any = None,
@@ -73,6 +75,7 @@ def equalize_model(
     return _equalize(opened, moments, data, absorb_bias, progress)
 
 
+@checks_arguments
 def equalize_bn_folded_model(
     model: Any,
     input_shapes: Any = None,
@@ -130,6 +133,7 @@ def _equalize(
     return report
 
 
+@checks_arguments
 def fold_norms(
     model: Any,
     input_shapes: Any = None,
@@ -158,6 +162,7 @@ def fold_norms(
     return report
 
 
+@checks_arguments
 def smooth_model(
     model: Any,
     data: Iterable[Any],
@@ -201,6 +206,7 @@ def smooth_model(
     return report
 
 
+@checks_arguments
 def awq_model(
     model: Any,
     data: Iterable[Any],
@@ -254,6 +260,7 @@ def awq_model(
     return report
 
 
+@checks_arguments
 def rotate_model(
     model: Any,
     input_shapes: Any = None,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.errors import checks_arguments
 from bitwright.methods.front_end import front_end_of
 from bitwright.progress import collector_paused
 
 
+@checks_arguments
 def fold_all_batch_norms(
     model: Any,
     input_shapes: Any = None,

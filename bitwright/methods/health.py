@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from bitwright.core.health.report import HealthReport
+from bitwright.errors import checks_arguments
 from bitwright.methods.front_end import health_check_of
 
 
+@checks_arguments
 def check_model(
     model: Any,
     data: Iterable[Any] | Callable[..., Any] | None = None,

@@ -30,6 +30,7 @@ from bitwright.algorithms.search.recipe import (
 from bitwright.algorithms.search.recipe_report import RecipeReport, checked_metric
 from bitwright.core.numerics.spec import NonFinite, Preset
 from bitwright.core.simulation.protocols import Undo, sqnr
+from bitwright.errors import checks_arguments
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.origin import origin_of
 from bitwright.export.qdq.products import ProductForm, check_weight_only
@@ -106,6 +107,7 @@ class Result(Reported):
         return self.sim.model
 
 
+@checks_arguments
 def quantize(
     model: Any,
     data: Iterable[Any],

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bitwright.errors import CalibrationError, ConfigError
+from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 from bitwright.export.files.finished import FinishedLayers
 from bitwright.methods.front_end import front_end_of
 from bitwright.progress import progress as bar
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from bitwright.algorithms.rounding.driver import RoundingReport
 
 
+@checks_arguments
 def apply_reconstruction(
     sim: Any,
     data: Iterable[Any] | None = None,

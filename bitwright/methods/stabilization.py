@@ -12,11 +12,12 @@ from bitwright.algorithms.search.progressive import Progression, quantize_progre
 from bitwright.core.health.repair import Repair, Stabilized, choose
 from bitwright.core.health.report import HealthReport
 from bitwright.core.simulation.state import all_or_nothing
-from bitwright.errors import CalibrationError, ConfigError
+from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 from bitwright.methods.front_end import front_end_of
 from bitwright.progress import progress as shown
 
 
+@checks_arguments
 def stabilize(
     sim: Any, report: HealthReport | None = None, repairs: Iterable[Repair] | None = None
 ) -> Stabilized:
@@ -56,6 +57,7 @@ def stabilize(
     return Stabilized(sim, chosen, refused, lambda: put(True, before))
 
 
+@checks_arguments
 def progressive(
     sim: Any,
     data: Iterable[Any],

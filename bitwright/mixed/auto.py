@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.analysis.intervals import compare
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, checks_arguments
 from bitwright.export.files.atomic import atomic_write, check_stem
 from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.mixed.costs import COSTS
@@ -135,6 +135,7 @@ def _on_front(row: TrialRow, rows: Sequence[TrialRow]) -> bool:
     return not any(o != mine and o[0] <= mine[0] and o[1] <= mine[1] for o in others)
 
 
+@checks_arguments
 def auto_quantize(
     model: Any,
     data: Iterable[Any],

@@ -38,7 +38,7 @@ def bits_of(spec: QuantSpec | None) -> int:
     return _FLOAT_BITS if spec is None else spec.format.bits
 
 
-def as_candidates(given: Iterable[Any]) -> tuple[Candidate, ...]:
+def as_candidates(given: str | Preset | Iterable[Any]) -> tuple[Candidate, ...]:
     """Candidates from names of presets, presets, or AIMET's pairs ``((activation bits, type), (weight bits, type))``.
 
     Raises:
@@ -46,6 +46,12 @@ def as_candidates(given: Iterable[Any]) -> tuple[Candidate, ...]:
     """
     if isinstance(given, (str, Preset)):
         given = (given,)
+    if not isinstance(given, Iterable):
+        raise ConfigError(
+            "candidates",
+            f"{given!r} is no list of precisions",
+            'pass presets, for example ["w8a8", "w8a16", "w4a8"]',
+        )
     found = [_candidate(item) for item in given]
     names = [c.name for c in found]
     if not found:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.analysis.subject import open_subject
-from bitwright.errors import CalibrationError, ConfigError
+from bitwright.core.numerics.spec import Preset
+from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 from bitwright.mixed.candidates import as_candidates, highest
 from bitwright.mixed.explorer import Explorer
 from bitwright.mixed.goal import Goal
@@ -20,10 +21,11 @@ from bitwright.mixed.start import simulation_of
 CANDIDATES = ("w8a8", "w8a16", "w4a8", "w4a16")
 
 
+@checks_arguments
 def mixed_precision(
     model: Any,
     data: Iterable[Any],
-    candidates: Iterable[Any] = CANDIDATES,
+    candidates: str | Preset | Iterable[Any] = CANDIDATES,
     *,
     cost: str = "weight_bytes",
     budget: float | Mapping[str, float] | None = None,

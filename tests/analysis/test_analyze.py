@@ -206,7 +206,7 @@ def simulated(model, data=None):
         pytest.param({"metric": lambda m: "good"}, ConfigError, "it returns a str", id="text"),
         pytest.param({"metric": lambda m: m.none}, ConfigError, "it fails on the float model: AttributeError", id="fails"),
         pytest.param({"metric": "acuracy"}, ConfigError, "did you mean 'accuracy'", id="unknown-metric"),
-        pytest.param({"metric": 3}, ConfigError, "metric: it is a int", id="no-metric"),
+        pytest.param({"metric": 3}, ConfigError, "metric: 3 is an int", id="no-metric"),
         pytest.param({"metric": "accuracy"}, ConfigError, "no labels are given", id="no-labels"),
         pytest.param({"metric": "accuracy", "labels": [1, 2]}, ConfigError, "there are 2 for 64 samples", id="few-labels"),
         pytest.param(
@@ -215,7 +215,7 @@ def simulated(model, data=None):
         pytest.param({"groups": ["conv9*"]}, ConfigError, "'conv9\\*' matches no site", id="no-site"),
         pytest.param({"mode": "slow"}, ConfigError, "there is no mode 'slow'", id="mode"),
         pytest.param({"deadline": 0}, ConfigError, "0 is not a time", id="deadline"),
-        pytest.param({"deadline": "60"}, ConfigError, "'60' is not a time", id="deadline-text"),
+        pytest.param({"deadline": "60"}, ConfigError, "deadline: '60' is a str", id="deadline-text"),
         pytest.param({"samples": 0}, ConfigError, "0 rows show nothing", id="samples"),
         pytest.param({"memory_budget": 0}, ConfigError, "0 bytes hold nothing", id="budget"),
         pytest.param({"better": "more"}, ConfigError, "neither 'higher' nor 'lower'", id="better"),

@@ -34,7 +34,7 @@ from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.quantizer import DerivedBias, Quantizer
 from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.core.simulation.state import all_or_nothing
-from bitwright.errors import CalibrationError, ConfigError, ModelError
+from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments
 from bitwright.export.artefacts import (
     Exported,
     Samples,
@@ -164,6 +164,7 @@ class QuantizationSimModel(Tabular):
     _also = ("calibrated", "quantizers")
 
     @bit_widths("default_param_bw", "default_activation_bw")
+    @checks_arguments
     def __init__(
         self,
         model: Source,
@@ -755,6 +756,7 @@ class QuantizationSimModel(Tabular):
 
     # -- files
 
+    @checks_arguments
     def export(
         self,
         path: str | Path,

@@ -29,7 +29,7 @@ from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.quantizer import DerivedBias
 from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.core.simulation.state import all_or_nothing
-from bitwright.errors import BitwrightError, CalibrationError
+from bitwright.errors import BitwrightError, CalibrationError, checks_arguments
 from bitwright.progress import collector_paused, progress
 from bitwright.tables import Tabular
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
@@ -75,6 +75,7 @@ class QuantizationSimModel(Tabular):
     _also = ("calibrated", "quantizers")
 
     @bit_widths("default_output_bw", "default_param_bw")
+    @checks_arguments
     def __init__(
         self,
         model: nn.Module,
@@ -593,6 +594,7 @@ class QuantizationSimModel(Tabular):
 
     # -- files
 
+    @checks_arguments
     def export(self, path: str | Path, filename_prefix: str, dummy_input: Any = None, **options: Any) -> Any:
         """Write the artefacts; see :func:`bitwright.torch.simulation.export.export_sim`."""
         from bitwright.torch.simulation.export import export_sim
