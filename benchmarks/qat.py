@@ -475,7 +475,7 @@ def train(sim: QuantizationSimModel, subject: Subject, way: str, draw: int, rate
     optimizer = torch.optim.Adam(groups, lr=rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, subject.steps)
     guard = TrainingGuard(optimizer, sim=sim)
-    distillation = Distillation(sim) if way == "distilled" else None
+    distillation = Distillation(sim, teacher=subject.model().eval()) if way == "distilled" else None
     sim.model.train()
     for x, y in subject.batches(draw, subject.steps, subject.batch):
         if distillation is not None:

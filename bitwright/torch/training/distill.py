@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ from bitwright.torch.calls.batches import as_call, model_device, to_device
 from bitwright.torch.calls.trees import flatten_tensors
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 from bitwright.torch.simulation.simulate import WithGradient
+
+logger = logging.getLogger("bitwright")
 
 if TYPE_CHECKING:
     Output = Callable[[Any], Tensor]
@@ -57,11 +60,24 @@ def distillation_loss(
     return (each * weights).sum() / weights.sum().clamp(min=1.0)
 
 
+def _tell_rounded(sim: QuantizationSimModel) -> None:
+    """Say that the weights a teacher would be made of are rounded ones."""
+    rounded = [site.name for site in sim.quantizers.values() if site.role == "weight" and site.frozen]
+    if rounded:
+        logger.warning(
+            "Distillation: %d weights, %s among them, have frozen ranges, as methods that round weights leave them: the "
+            "teacher made of this simulation would have the rounded weights; give the original float model as teacher",
+            len(rounded),
+            rounded[0],
+        )
+
+
 class Distillation:
     """Runs a batch through the simulation and through the float model, and says how far apart they are.
 
-    The float model is a copy of what ``sim`` computes in float when this object is made: make it before training. It is in
-    evaluation mode and takes no gradients; it is not trained.
+    The float model is a copy of what ``sim`` computes in float when this object is made: make it before training, and after
+    methods that round weights (GPTQ, AdaRound) give the original model as ``teacher``. It is in evaluation mode and takes no
+    gradients; it is not trained.
 
     Args:
         sim: the simulation to train, calibrated.
@@ -93,6 +109,7 @@ class Distillation:
         self.sim, self.temperature, self.layers = sim, temperature, tuple(layers)
         self.layer_weight, self._output = layer_weight, output or logits_of
         if teacher is None:
+            _tell_rounded(sim)
             self._teacher = copy.deepcopy(sim)
         else:
             self._teacher = QuantizationSimModel(teacher, sim.examples[0], examples=sim.examples[1:])

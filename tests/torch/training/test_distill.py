@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright.errors import ConfigError, ModelError
-from bitwright.torch import Distillation, QuantizationSimModel, TrainingGuard, distillation_loss
+from bitwright.torch import (
+    Distillation,
+    QuantizationSimModel,
+    TrainingGuard,
+    apply_gptq,
+    distillation_loss,
+)
 
 X = torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -86,6 +93,19 @@ def test_the_values_compared_are_those_before_later_calls_write_over_them():
     assert bool((seen < 0).any()), "ReLU in place comes after"
     loss.backward()
     assert sim.model.conv2.weight.grad is not None
+
+
+def test_a_teacher_of_rounded_weights_is_told_of(caplog):
+    sim = make()
+    with caplog.at_level(logging.WARNING):
+        Distillation(sim)
+        apply_gptq(sim, [X], progress=False)
+        before = len(caplog.records)
+        assert not [r for r in caplog.records if "Distillation" in r.getMessage()]
+        Distillation(sim)
+        Distillation(sim, Net().eval())
+    (record,) = caplog.records[before:]
+    assert "3 weights, conv1.weight among them, have frozen ranges" in record.getMessage()
 
 
 def test_another_model_can_be_the_teacher():
