@@ -17,7 +17,7 @@ import pytest
 from bitwright.core.graph.ops import resolve_granularity
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.formats import IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.errors import BitwrightError, ConfigError, EncodingsError, ExportError
 from bitwright.export.qdq.write import QdqResult, rename_values, save_model, site_names, strip_sites, to_qdq
@@ -493,6 +493,21 @@ def test_an_activation_before_the_quantizer_is_not_lost(maker: str, fmt: str) ->
     v = g.mark(v, "out", fmt, (-3, 3), None, "symmetric" if fmt.startswith("f") else "asymmetric")
     model = g.model(g.op("Neg", v, name="y"))
     assert_same(model, g, {"x": normal(64)}, to_qdq(model, g.encodings))
+
+
+@pytest.mark.parametrize("fmt", ["float8_e4m3", "float8_e5m2"])
+def test_float8_is_limited_before_it_is_cast(fmt: str) -> None:
+    """ONNX Runtime's Cast saturates by itself; a runtime whose Cast does not makes NaN or infinity."""
+    g = Graph()
+    v = g.mark(g.op("Relu", g.input("x", 64)), "out", fmt, (-3, 3), None, "symmetric")
+    result = to_qdq(g.model(g.op("Neg", v, name="y")), g.encodings).model
+    (cast,) = (
+        node for node in result.graph if node.op_type == "Cast" and "FLOAT8" in str(node.outputs[0].dtype)
+    )
+    clip = cast.inputs[0].producer()
+    assert clip is not None and clip.op_type == "Clip"
+    low, high = (end.const_value.numpy() for end in clip.inputs[1:])
+    assert -low == high == parse_format(fmt).max
 
 
 # ---------------------------------------------------------------- several scales beside integer kernels

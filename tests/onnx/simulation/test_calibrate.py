@@ -643,3 +643,20 @@ def test_nan_after_an_operator_that_can_make_it_is_found_where_later_layers_hide
     out = net("Relu", net.conv(y, 4, 4, name="c2"), name="r2", out="y")
     with pytest.raises(CalibrationError, match="root"):
         simulate(net.model(out)).compute_encodings([{"x": x} for x in images(-3, 1)])
+
+
+def test_a_tensor_that_several_sites_of_one_quantizer_watch_counts_once_for_each() -> None:
+    net = Net(0)
+    x, z = net.input("x", (2, 40)), net.input("z", (2, 40))
+    model = net.model(net("Concat", x, x, z, axis=1, name="c", out="y"))
+    feeds = feeds_for(model)
+    sim = simulate(model, "percentile")
+    sim.compute_encodings([feeds], progress=False)
+    counted = [sim.quantizers[f"c.input[{i}]"].quantizer.statistics for i in range(3)]
+    assert counted[0] is counted[1]
+    for seen, name, times in ((counted[0], "x", 2), (counted[2], "z", 1)):
+        expected: Any = statistics.start("histogram")
+        for _ in range(times):
+            expected = statistics.update(expected, feeds[name])
+        assert isinstance(seen, statistics.Histogram)
+        assert np.array_equal(seen.counts, expected.counts) and seen.exponent == expected.exponent
