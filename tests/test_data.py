@@ -22,6 +22,7 @@ def test_models_load_without_missing_weights(name):
     assert all(a.equal(b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "output", "percent"),
     [("mobilenet_v2_cifar", 0, 75.45), ("resnet20_aux", 0, 86.4), ("resnet20_aux", 1, 56.15)],

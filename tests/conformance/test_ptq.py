@@ -299,6 +299,7 @@ def equalized_and_corrected(
     return reference, *rows, accuracy(sim.model, images)  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_the_mobilenet_with_disparate_channels_comes_back(cifar, cifar_train):  # type: ignore[no-untyped-def]
     reference, plain, equalized, corrected = equalized_and_corrected(
         "mobilenet_v2_cifar", cifar_train.x[:256], cifar[:1000]

@@ -170,7 +170,7 @@ def carry_out(sim: Any, front: FrontEnd, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("front", FRONT_ENDS)
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.sampled_from(list(CHANGES)), max_size=4), st.lists(st.sampled_from(list(CHANGES)), max_size=5)
 )

@@ -83,6 +83,7 @@ def test_mnist(shared_data: Path, tmp_path: Path, name: str, prepare: Any, plain
     assert three.sim.verify().ok
 
 
+@pytest.mark.slow
 def test_resnet20_with_two_outputs(shared_data: Path, tmp_path: Path):
     batches = [x.numpy() for x in data.cifar("train")[:200].batches(50)]
     three = quantized(data.onnx_file("resnet20_aux"), batches, tmp_path)
@@ -115,6 +116,7 @@ def f1(expected: Array, found: Array) -> float:
     return 200 * float((one & other).sum()) / float(one.sum() + other.sum())
 
 
+@pytest.mark.slow
 def test_face_detector(shared_data: Path, tmp_path: Path):
     """Weights alone at eight bits leave 17.9 dB of the boxes and an F1 of 76 %, over 24 anchors above the threshold."""
     pictures = photographs(120, 320, 240)

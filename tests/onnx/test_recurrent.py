@@ -513,7 +513,14 @@ def characters(shared_data) -> Characters:
     return Characters()
 
 
-@pytest.mark.parametrize("preset, worse", [("w8a8", 0.01), ("w8a16", 0.002), ("w4a8", 0.06)])
+@pytest.mark.parametrize(
+    "preset, worse",
+    [
+        ("w8a8", 0.01),
+        pytest.param("w8a16", 0.002, marks=pytest.mark.slow),
+        pytest.param("w4a8", 0.06, marks=pytest.mark.slow),
+    ],
+)
 def test_perplexity_of_a_trained_model(characters, preset, worse, tmp_path):
     """Measured: +0.06 %, +0.04 % and +4.6 %; what is exported scores alike."""
     sim = characters.simulated(preset)

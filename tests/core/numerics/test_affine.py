@@ -118,7 +118,7 @@ def test_zero_is_always_on_an_asymmetric_grid_that_covers_the_range(fmt, ends):
 
 @pytest.mark.parametrize("symmetry", SYMMETRIES)
 @pytest.mark.parametrize("fmt", FORMATS, ids=name)
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.lists(bounds, min_size=1, max_size=4))
 def test_scales_are_normal_and_the_grid_stays_finite(fmt, symmetry, ranges):
     lo, hi = np.array(ranges).T
