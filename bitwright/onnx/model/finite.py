@@ -16,6 +16,7 @@ from typing import Any
 import onnx_ir as ir
 
 from bitwright.core.graph.ops import op_row
+from bitwright.core.graph.traits import TRAITS
 from bitwright.export.files.onnx_file import let_go
 
 _LIMIT = 1e28  # leaves sums over 10 billion elements, as means take them, and rounding, within float32
@@ -167,7 +168,7 @@ def _layer(node: ir.Node, given: list[Magnitude]) -> Magnitude | None:
 
 _RULES: dict[str, Callable[[ir.Node, list[Magnitude]], Magnitude | None]] = {
     **dict.fromkeys(_SAME, _same), **dict.fromkeys(_BETWEEN, _between), **dict.fromkeys(("Add", "Sub", "Sum"), _sum),
-    **dict.fromkeys(("Conv", "ConvTranspose", "Gemm", "MatMul"), _layer), "Mul": _product,
+    **dict.fromkeys(TRAITS["layer"], _layer), "Mul": _product,
 }  # fmt: skip
 
 
