@@ -637,12 +637,12 @@ def mark(x: torch.Tensor, site: str) -> torch.Tensor:
     return out
 
 
-def _like(x: torch.Tensor, site: str) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _copied(x: torch.Tensor, site: str) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 # an operator with two arguments: each of those of ``torch.onnx.ops.symbolic``, which has eight, costs the exporter half as
 # much again
 _OPERATORS = torch.library.Library("bitwright", "FRAGMENT")
 _OPERATORS.define("site(Tensor x, str site) -> Tensor")
-_OPERATORS.impl("site", _like, "CompositeExplicitAutograd")
+_OPERATORS.impl("site", _copied, "CompositeExplicitAutograd")
