@@ -168,8 +168,11 @@ def _axis_attrs(bound: Arguments) -> dict[str, Any]:
 
 
 def _clip_attrs(bound: Arguments) -> dict[str, Any]:
-    lo, hi = bound.get("min", bound.get("min_val", -1.0)), bound.get("max", bound.get("max_val", 1.0))
-    return {"min": _number(lo), "max": _number(hi)}
+    return {"min": _number(bound.get("min")), "max": _number(bound.get("max"))}
+
+
+def _hardtanh_attrs(bound: Arguments) -> dict[str, Any]:
+    return {"min": _number(bound.get("min_val", -1.0)), "max": _number(bound.get("max_val", 1.0))}
 
 
 def _relu6_attrs(bound: Arguments) -> dict[str, Any]:
@@ -280,7 +283,7 @@ _ROWS: list[tuple[str, Any, tuple[str, ...], tuple[str, ...], Any, bool]] = [
     ("minimum fmin", "Min", _XY, _XY, None, False),
     ("relu relu_", "Relu", _X, _X, None, False),
     ("relu6", "Clip", _X, _X, _relu6_attrs, False),
-    ("hardtanh hardtanh_", "Clip", ("input", "min_val", "max_val", "inplace"), _X, _clip_attrs, False),
+    ("hardtanh hardtanh_", "Clip", ("input", "min_val", "max_val", "inplace"), _X, _hardtanh_attrs, False),
     ("clamp clamp_ clip clip_", "Clip", ("input", "min", "max"), _X, _clip_attrs, False),
     ("leaky_relu leaky_relu_", "LeakyRelu", ("input", "negative_slope", "inplace"), _X, _leaky_attrs, False),
     ("hardswish hardswish_", "HardSwish", _X, _X, None, False),

@@ -168,10 +168,9 @@ def test_training_keeps_a_byte_per_element() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         sim.model(x)
-    # marks of both sites and what the second convolution reads; without compiled loops two inputs in the place of the marks
-    assert sorted(map(str, kept)) == (
-        ["torch.float32"] * (3 if loops() is None else 1) + ["torch.uint8"] * (0 if loops() is None else 2)
-    )
+    # marks of both sites and what the second convolution reads; without compiled loops the inputs of both and the ReLU's result
+    names = ["torch.float32"] * 4 if loops() is None else ["torch.float32", "torch.uint8", "torch.uint8"]
+    assert sorted(map(str, kept)) == names
 
 
 def test_inference_mode() -> None:
