@@ -31,6 +31,8 @@ ABSENT: dict[str, str] = {
     "what the modules of transformers compute",
     "aimet_torch.experimental.export": f"{_LATER}; sim.export and sim.onnx.export write ONNX",
     "aimet_torch.experimental.transforms": "bitwright.torch.rotate_model merges rotations into weights",
+    "aimet_onnx.adaround.adaround_weight.AdaroundParameters": "AIMET took it away with the call on models; "
+    "call apply_adaround(sim, inputs, num_iterations)",
     "aimet_onnx.prepare_passes": "models are prepared when they are loaded: give them to QuantizationSimModel as they are",
     "aimet_onnx.graph_passes": "supergroups are found by rules: sim.coverage() shows them",
     **dict.fromkeys(
