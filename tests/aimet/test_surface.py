@@ -1,0 +1,75 @@
+"""Every name that the layer promises is there, by the object it belongs to."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from bitwright.aimet_onnx import QuantizationSimModel as OnnxSim
+from bitwright.aimet_torch import QuantizationSimModel as TorchSim
+from tests.aimet.nets import Net, batch
+from tests.aimet.onnx_nets import feeds, folded
+
+MODULES = {
+    "aimet_torch.batch_norm_fold": "fold_all_batch_norms fold_given_batch_norms fold_all_batch_norms_to_scale "
+    "find_standalone_batchnorm_ops find_all_batch_norms_to_fold",
+    "aimet_torch.cross_layer_equalization": "equalize_model HighBiasFold CrossLayerScaling ClsSetInfo equalize_bn_folded_model",
+    "aimet_torch.quantsim": "save_checkpoint load_checkpoint load_encodings_to_sim compute_encodings_for_sims QuantParams",
+    "aimet_torch.quantsim.config_utils": "set_blockwise_quantization_for_weights "
+    "set_grouped_blockwise_quantization_for_weights set_activation_quantizers_to_float",
+    "aimet_torch.utils": "remove_all_quantizers remove_param_quantizers remove_activation_quantizers remove_input_quantizers "
+    "remove_output_quantizers in_eval_mode",
+    "aimet_torch.quantization": "QuantizedTensor DequantizedTensor",
+    "aimet_torch.quantization.affine": "Quantize QuantizeDequantize Dequantize GroupedBlockQuantizeDequantize AffineEncoding "
+    "quantize dequantize quantize_dequantize",
+    "aimet_torch.quantization.float": "FloatQuantizeDequantize",
+    "aimet_torch.quantization.encoding_analyzer": "MinMaxEncodingAnalyzer PercentileEncodingAnalyzer SqnrEncodingAnalyzer",
+    "aimet_torch.nn": "QuantizedLinear QuantizedConv2d QuantizationMixin compute_encodings compute_param_encodings",
+    "aimet_torch.amp.mixed_precision_algo": "EvalCallbackFactory",
+    "aimet_onnx": "int4 int8 int16 float16 QuantizationSimModel apply_seq_mse apply_adaround analyze_per_layer_sensitivity",
+    "aimet_onnx.quantsim": "encodings_to_onnx_qdq load_encodings_to_sim clamp_activation_encodings set_param_type "
+    "set_lpbq_for_params set_blockwise_quantization_for_weights set_grouped_blockwise_quantization_for_weights",
+}
+TORCH_SIM = (
+    "qmodules named_qmodules quant_wrappers quantizers named_quantizers compute_encodings load_encodings "
+    "load_and_freeze_encodings save_encodings_to_json set_percentile_value exclude_layers_from_quantization "
+    "exclude_param_from_quantization get_original_model fold_param_quantizers set_and_freeze_param_encodings "
+    "get_supported_kernels export onnx"
+)
+TORCH_QUANTIZER = (
+    "bitwidth symmetric min max get_scale get_offset get_min get_max allow_overwrite is_overwrite_allowed enabled "
+    "set_range get_encodings"
+)
+ONNX_SIM = (
+    "qc_quantize_op_dict get_qc_quantize_op get_op_quantizers set_quantizers to_onnx_qdq from_onnx_qdq "
+    "set_tensor_precision export session model get_supported_kernels set_and_freeze_param_encodings fold_param_quantizers"
+)
+ONNX_QUANTIZER = (
+    "bitwidth set_bitwidth enabled use_symmetric_encodings use_strict_symmetric use_unsigned_symmetric "
+    "set_fixed_encoding_range freeze_encodings is_encoding_frozen get_encodings load_encodings"
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_names_of_modules(module):
+    found = importlib.import_module(f"bitwright.{module}")
+    assert [name for name in MODULES[module].split() if not hasattr(found, name)] == []
+
+
+def test_names_of_simulations_and_quantizers():
+    sim = TorchSim(Net().eval(), batch())
+    sim.compute_encodings(lambda model, _: model(batch()), None)
+    other = OnnxSim(folded(), param_type="int8", use_cuda=False, path="./")
+    other.compute_encodings(feeds())
+    weight = sim.model.conv1.param_quantizers["weight"]
+    table = (
+        (sim, TORCH_SIM),
+        (weight, TORCH_QUANTIZER),
+        (other, ONNX_SIM),
+        (other.qc_quantize_op_dict["conv1.weight"], ONNX_QUANTIZER),
+    )
+    missing = [
+        (type(o).__name__, name) for o, names in table for name in names.split() if not hasattr(o, name)
+    ]
+    assert missing == []
