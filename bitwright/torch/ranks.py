@@ -63,11 +63,15 @@ _DATA = (
 class Ranks:
     """The processes of the default group, which calibrate one model together.
 
+    Args:
+        purpose: what :meth:`reduce` is called for and what every rank has to do, for the error of one that does not.
+
     Attributes:
         number, count: of this process, and of all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, purpose: tuple[str, str] = _STATISTICS) -> None:
+        self._purpose = purpose
         self.number, self.count = dist.get_rank(), dist.get_world_size()
         # a group for GPUs alone cannot carry what lies in host memory
         host = "cpu:" in dist.get_backend_config()
@@ -120,7 +124,7 @@ class Ranks:
             CalibrationError: a rank ended, or did not come within the timeout of the process group.
         """
         tensor = torch.from_numpy(np.ascontiguousarray(values)).clone().to(self._device)
-        self._carry(lambda: dist.all_reduce(tensor, op=_OPERATIONS[operation]), *_STATISTICS)
+        self._carry(lambda: dist.all_reduce(tensor, op=_OPERATIONS[operation]), *self._purpose)
         return np.asarray(tensor.cpu().numpy()).reshape(values.shape)
 
     def average(self, values: torch.Tensor) -> torch.Tensor:
@@ -332,11 +336,11 @@ def _content(quantizer: Quantizer) -> bytes:
     return b"".join((repr((quantizer.spec, quantizer.enabled)).encode(), *values))
 
 
-def calibrating_ranks(wanted: bool) -> Ranks | None:
+def calibrating_ranks(wanted: bool, purpose: tuple[str, str] = _STATISTICS) -> Ranks | None:
     """The processes to calibrate with: those of the default process group, where one is initialised and holds several."""
     if not wanted or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return None
-    return Ranks()
+    return Ranks(purpose)
 
 
 # ------------------------------------------------------------------------------------------------ data
@@ -446,7 +450,7 @@ class SharedGradients:
 
     @torch.no_grad()
     def _average(self) -> None:
-        ranks = calibrating_ranks(self.wanted)
+        ranks = calibrating_ranks(self.wanted, _GRADIENTS)
         if not self._due or ranks is None:  # the first of the callbacks of a pass is for all
             return
         self._due = False
