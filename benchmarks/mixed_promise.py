@@ -45,24 +45,14 @@ def losses(model: Any) -> np.ndarray[Any, Any]:
     return each.reshape(ROWS, -1).mean(1).double().numpy()
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--markdown", type=Path)
-    options = parser.parse_args()
-    logging.disable(logging.WARNING)
+def run(rows: list[dict[str, Any]], results: Path) -> None:
+    """Add the rows that are missing."""
     candidates = as_candidates(CANDIDATES)
     batches = TASKS["lstm_char"]().batches(0)
     subject = open_subject(simulation_of(data.trained("lstm_char"), batches, candidates[1]))
     explorer = Explorer(subject, candidates, batches, time.monotonic(), None, False, 32, 0, None)
     with subject.in_float():
         reference = losses(subject.runnable())
-    rows = (
-        [json.loads(x) for x in options.results.read_text().splitlines()] if options.results.exists() else []
-    )
     known = {(r["split"], r["allowed"]) for r in rows}
     for split in range(SPLITS):
         order = np.random.default_rng(split).permutation(ROWS)
@@ -84,8 +74,25 @@ def main() -> None:
                 row["bytes"] = found.chosen.costs["weight_bytes"]
             explorer.library.restore()
             rows.append(row)
-            with options.results.open("a") as file:
+            with results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--only-table", action="store_true")
+    options = parser.parse_args()
+    logging.disable(logging.WARNING)
+    rows = (
+        [json.loads(x) for x in options.results.read_text().splitlines()] if options.results.exists() else []
+    )
+    if not options.only_table:
+        run(rows, options.results)
     lines = []
     for allowed in ALLOWED:
         of = [r for r in rows if r["allowed"] == allowed]
