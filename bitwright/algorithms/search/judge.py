@@ -21,6 +21,7 @@ Outputs = Callable[[Any], Sequence[Array]]
 """A batch -> the model's outputs, always in the same order."""
 
 _EVERY, _BATCHES = 5, 16
+_LEAST_NOISE = 1e-8  # of the signal: 80 dB
 
 
 class Judge:
@@ -83,8 +84,10 @@ class Judge:
         )
 
     def sqnr(self, outputs: Outputs) -> float:
-        """Signal-to-noise ratio of ``outputs`` in dB; of several, the mean of the ratios of noise to signal counts.
+        """Signal-to-noise ratio of ``outputs`` in dB; of several, the mean of the numbers of dB.
 
+        So an output counts for what it gains or loses itself, whether others are noisier or not: the scores of a detector are
+        not traded for its boxes. Noise more than 80 dB below its signal is beyond what matters and counts as 80 dB.
         What is not finite in float is left out, and so are outputs whose shape depends on their values and differs.
         """
         noise: dict[int, float] = {}
@@ -97,11 +100,12 @@ class Judge:
                 reference = w[finite].astype(np.float64)
                 noise[i] = noise.get(i, 0.0) + float(np.square(reference - found[finite]).sum())
                 signal[i] = signal.get(i, 0.0) + float(np.square(reference).sum())
-        ratios = [noise[i] / signal[i] for i in noise if signal[i]]
-        mean = sum(ratios) / len(ratios) if ratios else 0.0
-        if math.isnan(mean):
+        if any(math.isnan(n) for n in noise.values()):
             return -math.inf
-        return -10 * math.log10(mean) if mean else math.inf
+        ratios = [noise[i] / signal[i] for i in noise if signal[i]]
+        if not any(ratios):
+            return math.inf
+        return -10 * sum(math.log10(max(ratio, _LEAST_NOISE)) for ratio in ratios) / len(ratios)
 
 
 @contextmanager

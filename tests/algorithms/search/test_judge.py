@@ -39,8 +39,21 @@ def test_the_float_model_runs_once_and_only_when_asked():
 
 def test_outputs_count_alike_whatever_their_size():
     judge = Judge([0], lambda batch: [np.float32([1000.0] * 50), np.float32([1.0])])
-    noisy = judge.sqnr(lambda batch: [np.float32([1000.0] * 50), np.float32([0.9])])
-    assert noisy == pytest.approx(-10 * math.log10(0.01 / 2), abs=1e-4)
+    noisy = judge.sqnr(lambda batch: [np.float32([990.0] * 50), np.float32([0.9])])
+    assert noisy == pytest.approx((40 + 20) / 2, abs=1e-4)
+
+
+def test_an_output_is_not_traded_for_a_noisier_one():
+    judge = Judge([0], lambda batch: [np.ones(9), np.ones(9)])
+    before = judge.sqnr(lambda batch: [np.full(9, 1.001), np.full(9, 1.1)])  # 60 and 20 dB
+    after = judge.sqnr(lambda batch: [np.full(9, 1.002), np.full(9, 1.09)])  # 54 and 21 dB
+    assert after < before
+
+
+def test_an_output_without_noise_counts_as_80_db():
+    judge = Judge([0], lambda batch: [np.ones(9), np.ones(9)])
+    assert judge.sqnr(lambda batch: [np.ones(9), np.full(9, 1.1)]) == pytest.approx((80 + 20) / 2)
+    assert judge.sqnr(lambda batch: [np.ones(9), np.ones(9)]) == math.inf
 
 
 def test_what_is_not_finite_in_float_is_left_out_and_new_nan_is_the_worst():
