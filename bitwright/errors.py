@@ -109,6 +109,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "Collection": (_is_listed, "a list"),
     "Mapping": (lambda x: isinstance(x, Mapping), "a dictionary"),
     "dict": (lambda x: isinstance(x, Mapping), "a dictionary"),
+    "Rules": (lambda x: hasattr(x, "supergroups"), "rules that were read"),
 }
 _LONGEST_VALUE = 60  # characters of a value in a message
 

@@ -29,6 +29,7 @@ from bitwright.algorithms.search.recipe import (
 )
 from bitwright.algorithms.search.recipe_report import RecipeReport, checked_metric
 from bitwright.core.numerics.spec import NonFinite, Preset
+from bitwright.core.placement.rules import Rules
 from bitwright.core.simulation.protocols import Undo, sqnr
 from bitwright.errors import checks_arguments
 from bitwright.export.files.atomic import check_destination
@@ -115,7 +116,7 @@ def quantize(
     *,
     recipe: RecipeLike | None = None,
     effort: str = "default",
-    config_file: str | Path | dict[str, Any] | None = None,
+    config_file: str | Path | dict[str, Any] | Rules | None = None,
     quant_scheme: str | None = None,
     providers: Any = None,
     memory_budget: int | None = None,

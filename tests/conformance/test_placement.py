@@ -77,6 +77,12 @@ def first_names(model: torch.nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
 
 
+def moving_sites(plan, graph):
+    """Sites of activations, without constants that are watched as inputs are: PyTorch may make anew what the exporter stores."""
+    sites = (s for s in plan.sites.values() if s.role in ("input", "output"))
+    return sum(graph.values[s.value].kind != "constant" for s in sites)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_both_front_ends_plan_alike(name):
     case = ZOO[name]
@@ -92,7 +98,7 @@ def test_both_front_ends_plan_alike(name):
         found[key] = {(*kind[:2], -1) for kind in found[key]}
         expected[key] = {(*kind[:2], -1) for kind in expected[key]}
     assert found == expected
-    sites = [sum(s.role in ("input", "output") for s in plan.sites.values()) for plan in (one, other)]
+    sites = [moving_sites(one, one_graph), moving_sites(other, other_graph)]
     assert (sites[0] != sites[1]) == (name in REWRITTEN), f"{sites[0]} sites in torch, {sites[1]} in ONNX"
 
 

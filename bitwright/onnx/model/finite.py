@@ -155,8 +155,8 @@ def _product(node: ir.Node, given: list[Magnitude]) -> Magnitude | None:
 
 def _layer(node: ir.Node, given: list[Magnitude]) -> Magnitude | None:
     """Of a convolution or a matrix product with a constant."""
-    weight = node.inputs[1]
-    if weight is None or weight.const_value is None or given[1].sources:
+    weight = node.inputs[1] if len(node.inputs) > 1 else None
+    if weight is None or weight.const_value is None or len(given) < 2 or given[1].sources:
         return None
     factors = (node.attributes.get_float("alpha", 1.0), node.attributes.get_float("beta", 1.0))
     if max(map(abs, factors)) > 1:

@@ -172,7 +172,7 @@ class QuantizationSimModel(Tabular):
         quant_scheme: str | QuantScheme | RangeMethod | None = None,
         default_param_bw: int = 8,
         default_activation_bw: int = 8,
-        config_file: str | Path | dict[str, Any] | None = None,
+        config_file: str | Path | dict[str, Any] | Rules | None = None,
         providers: Providers | None = None,
         *,
         default_data_type: str | QuantizationDataType = QuantizationDataType.int,

@@ -84,7 +84,7 @@ class QuantizationSimModel(Tabular):
         default_output_bw: int = 8,
         default_param_bw: int = 8,
         in_place: bool = False,
-        config_file: str | Path | dict[str, Any] | None = None,
+        config_file: str | Path | dict[str, Any] | Rules | None = None,
         default_data_type: str | QuantizationDataType = QuantizationDataType.int,
         *,
         preset: str | Preset | None = None,
