@@ -138,7 +138,7 @@ def widen(
     too_dear: list[Widened] = []
     keys: list[int] = []
     for key, noise in candidates.ranked(errors):
-        if noise < least * left or not noise:
+        if noise < least * left or not noise or left <= 0:  # the rest is lost in the rounding of the sum
             break
         mine = candidates.widened(key, noise / left)
         drowned = errors.measured * left / errors.total > _DROWNED
