@@ -64,8 +64,9 @@ def test_mobilenet_v1_at_four_bits(shared_data):
         "ranges": ["fold", "seq_mse"],
         "learned": ["fold", {"adaround": {"iterations": 500}}],
     }
-    found = {
-        name: measured("mobilenet_v1_025", task, "torch", "w4a8", steps) for name, steps in recipes.items()
+    found = {  # on a target that has all layers at four bits, the first one too
+        name: measured("mobilenet_v1_025", task, "torch", "w4a8", steps, target="packed")
+        for name, steps in recipes.items()
     }
     reference = measured("mobilenet_v1_025", task, "torch", "w4a8", "float")
     assert found["nearest"] < 10 and found["learned"] > found["ranges"]

@@ -28,8 +28,8 @@ class Value:
         param: name of the parameter, for ``param`` values.
         sources: for ``constant`` values, names of the parameters it was computed from: who changes one of them changes
             the readers of this value too.
-        made_anew: of a ``constant``, whether every run makes it again: it is no data, but may follow the lengths of the inputs,
-            as a bias per position does.
+        made_anew: of a ``constant``, whether every run makes it again, and not from what is stored alone: it is no data, but
+            may follow the lengths of the inputs, as a bias per position does.
     """
 
     name: str

@@ -213,10 +213,13 @@ class Recorder:
         """A call that reads parameters and constants only: what it returns is the same in every run."""
         self.static.add(key)
         sources = tuple(dict.fromkeys(name for v in read for name in ((v.param,) if v.param else v.sources)))
+        anew = not sources or any(
+            v.made_anew for v in read
+        )  # parts of what is stored are as long as that allows
         for tensor in produced:
             if not (len(inputs) == 1 and self._known(tensor) == inputs[0]):
                 self._bind(tensor, self._new("constant", tensor, label, keep=tensor))
-                self.values[-1].sources, self.values[-1].made_anew = sources, True
+                self.values[-1].sources, self.values[-1].made_anew = sources, anew
 
     def _is_fixed(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a parameter or was computed from parameters alone."""
