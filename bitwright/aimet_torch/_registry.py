@@ -7,7 +7,7 @@ A ``QuantizedLinear`` is an ``nn.Linear`` whose parameters, inputs and outputs p
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from bitwright.aimet_common.absent import absence, absent_attribute
-from bitwright.aimet_torch import _block_floats, _modules
-from bitwright.aimet_torch._module_encodings import export_encodings, import_encodings
+from bitwright.aimet_torch import _modules
+from bitwright.aimet_torch._quantized_module import QuantizedModule
 from bitwright.errors import ModelError
 
 #: torch.nn class -> how many tensors it takes; one where it is not named
@@ -71,7 +71,7 @@ class _Kind(type):
         )
 
 
-class BaseQuantizationMixin(metaclass=_Kind):
+class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
     """What quantized modules add to the class they are made from.
 
     Attributes:
@@ -82,9 +82,6 @@ class BaseQuantizationMixin(metaclass=_Kind):
     _plain: Any = None
     cls_to_qcls: dict[type, type] = {}
     qcls_to_cls: dict[type, type] = {}
-    param_quantizers: Any
-    input_quantizers: Any
-    output_quantizers: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -234,73 +231,6 @@ class BaseQuantizationMixin(metaclass=_Kind):
             if quantizer is not None:
                 own._parameters[name].copy_(quantizer(own._parameters[name]))
                 self.param_quantizers[name] = None
-
-    def set_weight_quantizer_to_mxfp4_int8(self, block_size: int = 32) -> None:
-        """Round the weight to MXFP4 and quantize it to int8 per channel.
-
-        Raises:
-            FormatError, GranularityError: (ValueErrors) another kind of layer, or blocks that do not divide it.
-        """
-        own: Any = self
-        _block_floats.set_weight_quantizer_to_mxfp4_int8(own, self.param_quantizers, block_size)
-
-    def set_weight_quantizer_to_nvfp4_int8(
-        self, scale_q: torch.Tensor, meta_scale: torch.Tensor | float
-    ) -> None:
-        """Round the weight to NVFP4 with given scales and quantize it to int8 per channel.
-
-        Raises:
-            FormatError, GranularityError: (ValueErrors) another kind of layer, or scales that do not fit it.
-        """
-        own: Any = self
-        _block_floats.set_weight_quantizer_to_nvfp4_int8(own, self.param_quantizers, scale_q, meta_scale)
-
-    # -- encodings
-
-    def export_input_encodings(self, encoding_version: str) -> dict[str, Any]:
-        """Encodings of the inputs by index, as encodings files have them."""
-        return export_encodings(self.input_quantizers, encoding_version)
-
-    def export_output_encodings(self, encoding_version: str) -> dict[str, Any]:
-        """Encodings of the outputs by index, as encodings files have them."""
-        return export_encodings(self.output_quantizers, encoding_version)
-
-    def export_param_encodings(self, encoding_version: str) -> dict[str, Any]:
-        """Encodings of the parameters by name, as encodings files have them."""
-        return export_encodings(self.param_quantizers, encoding_version)
-
-    def import_input_encodings(
-        self,
-        encodings: Mapping[str, Any],
-        strict: bool,
-        partial: bool,
-        requires_grad: bool | None,
-        allow_overwrite: bool,
-    ) -> None:
-        """Take encodings of the inputs by index (:func:`._module_encodings.import_encodings`)."""
-        import_encodings(self.input_quantizers, encodings, strict, partial, requires_grad, allow_overwrite)
-
-    def import_output_encodings(
-        self,
-        encodings: Mapping[str, Any],
-        strict: bool,
-        partial: bool,
-        requires_grad: bool | None,
-        allow_overwrite: bool,
-    ) -> None:
-        """Take encodings of the outputs by index (:func:`._module_encodings.import_encodings`)."""
-        import_encodings(self.output_quantizers, encodings, strict, partial, requires_grad, allow_overwrite)
-
-    def import_param_encodings(
-        self,
-        encodings: Mapping[str, Any],
-        strict: bool,
-        partial: bool,
-        requires_grad: bool | None,
-        allow_overwrite: bool,
-    ) -> None:
-        """Take encodings of the parameters by name (:func:`._module_encodings.import_encodings`)."""
-        import_encodings(self.param_quantizers, encodings, strict, partial, requires_grad, allow_overwrite)
 
 
 class QuantizationMixin(BaseQuantizationMixin):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,12 +63,17 @@ def drift(
 def _feeds(a: str, b: str, data: str, prefix: str | None, batch_size: int) -> Any:
     """The first batch of ``data``, for the model that is run."""
     from bitwright.comparison.sides import open_sides
-    from bitwright.onnx.model.data import input_specs
 
     sides = open_sides(a, b, prefix)
-    specs = input_specs(max(sides, key=lambda side: side.rank).model)
-    batches = read_batches(data, specs, batch_size, 1, read_pictures("NCHW", "RGB", 1 / 255, "0", "1"))
-    return next(batches)
+    return next(_batches(data, max(sides, key=lambda side: side.rank).model, batch_size, 1))
+
+
+def _batches(data: str, model: Any, batch_size: int, limit: int) -> Iterator[Any]:
+    """Batches of ``data`` for a model; pictures with values from 0 to 1."""
+    from bitwright.onnx.model.data import input_specs
+
+    pictures = read_pictures("NCHW", "RGB", 1 / 255, "0", "1")
+    return read_batches(data, input_specs(model), batch_size, limit, pictures)
 
 
 @app.command()
@@ -102,7 +108,6 @@ def saturation(
     from bitwright.comparison.saturation import saturation as take_apart
     from bitwright.comparison.sides import open_side, sample_inputs
     from bitwright.errors import ExportError
-    from bitwright.onnx.model.data import input_specs
 
     side = open_side(path, prefix)
     if data is None:
@@ -112,8 +117,7 @@ def saturation(
             raise ExportError(str(path), problem, "give --data")
         batches = iter([kept])
     else:
-        pictures = read_pictures("NCHW", "RGB", 1 / 255, "0", "1")
-        batches = read_batches(data, input_specs(side.model), batch_size, limit, pictures)
+        batches = _batches(data, side.model, batch_size, limit)
     report = take_apart(side.model, batches)
     if json_file is not None:
         write_json(json_file, report.to_json())

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,23 +44,8 @@ SIGNATURES: dict[Callable[..., Any], str] = {
 }
 
 
-class Loops:
+class Loops(SimpleNamespace):
     """The compiled functions under their own names; each lets other Python threads run."""
-
-    def __init__(self, numba: ModuleType) -> None:
-        self.quantize_dequantize = _compiled(numba, elementwise.quantize_dequantize)
-        self.clamp_quantize = _compiled(numba, elementwise.clamp_quantize)
-        self.add_quantize = _compiled(numba, elementwise.add_quantize)
-        self.clamp_quantize_marked = _compiled(numba, elementwise.clamp_quantize_marked)
-        self.add_quantize_marked = _compiled(numba, elementwise.add_quantize_marked)
-        self.quantize_rows = _compiled(numba, elementwise.quantize_rows)
-        self.pass_gradient = _compiled(numba, elementwise.pass_gradient)
-        self.lstm_gates = _compiled(numba, recurrent.lstm_gates)
-        self.lstm_cell = _compiled(numba, recurrent.lstm_cell)
-        self.lstm_hidden = _compiled(numba, recurrent.lstm_hidden)
-        self.key_bounds = _compiled(numba, counting.key_bounds)
-        self.channels_hold = _compiled(numba, counting.channels_hold)
-        self.count_bins = _compiled(numba, counting.count_bins)
 
 
 @functools.cache
@@ -81,7 +66,7 @@ def loops() -> Loops | None:
     except ImportError as error:  # of another numpy than it was made for
         logger.warning("numba is installed and cannot be used, so loops run in array functions: %s", error)
         return None
-    return Loops(numba)
+    return Loops(**{function.__name__: _compiled(numba, function) for function in SIGNATURES})
 
 
 def _compiled(numba: ModuleType, function: Callable[..., Any]) -> Callable[..., Any]:

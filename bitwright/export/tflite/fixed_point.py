@@ -84,9 +84,14 @@ def rescaled_once(sums: Any, mantissa: Any, shift: Any) -> Integers:
 
 def rescaled_wide(sums: Any, mantissa: Any, shift: Any) -> Integers:
     """The same for sums of 64 bits, beside activations of 16: a mantissa of 15 bits, and one rounding, a half upwards."""
-    kept = np.minimum((np.asarray(mantissa, np.int64) + (1 << (_NARROW - 1))) >> _NARROW, 0x7FFF)
+    kept = _narrowed(np.asarray(mantissa, np.int64))
     bits = _MANTISSA - _NARROW - np.asarray(shift, np.int64)
     return np.asarray((np.asarray(sums, np.int64) * kept + (np.int64(1) << (bits - 1))) >> bits, np.int64)
+
+
+def _narrowed(mantissa: Integers) -> Integers:
+    """A mantissa of 31 bits as one of 15."""
+    return np.asarray(np.minimum((mantissa + (1 << (_NARROW - 1))) >> _NARROW, 0x7FFF), np.int64)
 
 
 def rescaling_error(factor: ArrayLike) -> float:
@@ -105,7 +110,7 @@ def rescaling_error(factor: ArrayLike) -> float:
 def wide_rescaling_error(factor: ArrayLike, largest: float) -> float:
     """The most by which the shorter mantissa of :func:`rescaled_wide` moves results of size ``largest``."""
     mantissa, shift = quantize_multiplier(factor)
-    kept = np.minimum((mantissa + (1 << (_NARROW - 1))) >> _NARROW, 0x7FFF)
+    kept = _narrowed(mantissa)
     exact = np.asarray(factor, np.float64)
     stands = kept * np.exp2(shift - float(_MANTISSA - _NARROW))
     return float(np.max(np.abs(stands - exact) / exact, initial=0.0)) * largest

@@ -82,9 +82,11 @@ def specified(kind: str, call: Call) -> Array | None:
         call: what it reads, and the grid that it writes to.
     """
     kernel = KERNELS.get(kind)
-    sums = None if kernel is None or call.output.values.dtype not in _ADD_SHIFT else kernel(call)
-    if sums is None:
+    if kernel is None or call.output.values.dtype not in _ADD_SHIFT:
         return None
+    if kind != "QUANTIZE" and any(operand is None or not operand.scale.size for operand in call.inputs[:2]):
+        return None  # data or a weight in float
+    sums = kernel(call)
     info = np.iinfo(call.output.values.dtype)
     low, high = float(info.min), float(info.max)
     activation = getattr(call.options, "fusedActivationFunction", 0)
@@ -126,10 +128,8 @@ def _with_bias(call: Call, sums: Array) -> Array:
     return sums if bias is None else sums + bias.values.astype(np.int64)
 
 
-def _fully_connected(call: Call) -> Array | None:
+def _fully_connected(call: Call) -> Array:
     data, weight = call.read(0), call.read(1)
-    if not weight.scale.size or not data.scale.size:
-        return None
     rows = data.centred.reshape(-1, weight.values.shape[1])
     sums = _with_bias(call, _exact_product(rows, weight.centred.T))
     if weight.scale.size == 1:  # the kernel multiplies the scales in single precision
@@ -143,21 +143,17 @@ def _exact_product(a: Array, b: Array) -> Array:
     return np.rint(a.astype(np.float64) @ b.astype(np.float64)).astype(np.int64)
 
 
-def _batch_matmul(call: Call) -> Array | None:
+def _batch_matmul(call: Call) -> Array:
     a, b = call.read(0), call.read(1)
-    if not a.scale.size or not b.scale.size:
-        return None
     one = a.centred.swapaxes(-1, -2) if call.options.adjX else a.centred
     other = b.centred.swapaxes(-1, -2) if call.options.adjY else b.centred
     factor = np.float64(a.step * b.step) / np.float64(call.output.step)
     return _scaled(call, _exact_product(one, other), factor)
 
 
-def _windows(call: Call) -> Array | None:
+def _windows(call: Call) -> Array:
     """What every position of the filter reads: ``[batch, rows, columns, filter rows, filter columns, channels]``."""
     data, weight, options = call.read(0), call.read(1), call.options
-    if not data.scale.size:
-        return None
     size = weight.values.shape[1:3]
     stride, dilation = (options.strideH, options.strideW), (options.dilationHFactor, options.dilationWFactor)
     out = call.output.values.shape[1:3]
@@ -172,10 +168,8 @@ def _windows(call: Call) -> Array | None:
     return views[:, : out[0], : out[1]].transpose(0, 1, 2, 4, 5, 3)
 
 
-def _conv(call: Call) -> Array | None:
+def _conv(call: Call) -> Array:
     windows, weight = _windows(call), call.read(1)
-    if windows is None:
-        return None
     groups = windows.shape[-1] // weight.values.shape[-1]
     parts = zip(np.split(windows, groups, -1), np.split(weight.centred, groups), strict=True)
     sums = [
@@ -185,27 +179,21 @@ def _conv(call: Call) -> Array | None:
     return _scaled(call, _with_bias(call, np.concatenate(sums, -1)), _product_factor(call))
 
 
-def _depthwise(call: Call) -> Array | None:
+def _depthwise(call: Call) -> Array:
     windows, weight = _windows(call), call.read(1)
-    if windows is None:
-        return None
     windows = np.repeat(windows, call.options.depthMultiplier, -1)
     sums = np.einsum("nhwijc,ijc->nhwc", windows, weight.centred[0])
     return _scaled(call, _with_bias(call, sums), _product_factor(call))
 
 
-def _mul(call: Call) -> Array | None:
+def _mul(call: Call) -> Array:
     a, b = call.read(0), call.read(1)
-    if not a.scale.size or not b.scale.size:
-        return None
     factor = np.float64(a.step * b.step / call.output.step)  # in single precision, as the kernel
     return rescaled(a.centred * b.centred, *quantize_multiplier(factor))
 
 
-def _sum(sign: int, call: Call) -> Array | None:
+def _sum(sign: int, call: Call) -> Array:
     a, b = call.read(0), call.read(1)
-    if not a.scale.size or not b.scale.size:
-        return None
     bits = _ADD_SHIFT[call.output.values.dtype]
     twice = 2 * np.float64(max(a.step, b.step))
     one, other = (
@@ -225,7 +213,7 @@ def _leaky_relu(call: Call) -> Array:
     return np.where(source.centred >= 0, kept, bent)
 
 
-KERNELS: Mapping[str, Callable[[Call], Array | None]] = {
+KERNELS: Mapping[str, Callable[[Call], Array]] = {
     "QUANTIZE": _quantize,
     "CONV_2D": _conv,
     "DEPTHWISE_CONV_2D": _depthwise,

@@ -139,7 +139,7 @@ def one_pass(x: torch.Tensor, grid: Grid, out: torch.Tensor | None = None) -> to
     if compiled is None or source is None:
         return None
     if isinstance(grid.scale, float):
-        loop, numbers = compiled.quantize_dequantize, _numbers(grid)
+        loop, numbers = compiled.quantize_dequantize, grid_numbers(grid)
     elif grid.view is None and x.is_contiguous() and grid.scale.numel() == grid.scale.shape[0] == x.shape[0]:
         row_scales = grid.scale.reshape(-1).numpy()
         result, target = _room(x, source, out)
@@ -163,7 +163,7 @@ def clamp_on_grid(
     if torch.is_grad_enabled() and x.requires_grad:
         return _marked(x, grid, ends, in_place)
     result, target = _room(x, source, x if in_place else None)
-    numbers = (np.float32(ends[0]), np.float32(ends[1]), *_numbers(grid))
+    numbers = (np.float32(ends[0]), np.float32(ends[1]), *grid_numbers(grid))
     in_parts(compiled.clamp_quantize, (source, target), numbers, torch.get_num_threads())
     return result
 
@@ -184,7 +184,7 @@ def sum_on_grid(x: torch.Tensor, other: torch.Tensor, grid: Grid, *, in_place: b
         added: torch.Tensor = _MarkedSum.apply(x, other, grid, in_place)
         return added
     result, target = _room(x, source, x if in_place else None)
-    in_parts(compiled.add_quantize, (source, second, target), _numbers(grid), torch.get_num_threads())
+    in_parts(compiled.add_quantize, (source, second, target), grid_numbers(grid), torch.get_num_threads())
     return result
 
 
@@ -196,7 +196,8 @@ def _marked(x: torch.Tensor, grid: Grid, ends: tuple[float, float], in_place: bo
     return out
 
 
-def _numbers(grid: Grid) -> tuple[np.float32, np.float32, np.float32]:
+def grid_numbers(grid: Grid) -> tuple[np.float32, np.float32, np.float32]:
+    """Scale and ends of a grid with one scale, as compiled loops take them."""
     return np.float32(grid.scale), np.float32(grid.lo), np.float32(grid.hi)
 
 
@@ -230,7 +231,7 @@ class _Marked(torch.autograd.Function):
         result = x if in_place else torch.empty_like(x)
         source, target, compiled = flat(x), flat(result), loops()
         assert source is not None and target is not None and compiled is not None
-        numbers = (np.float32(ends[0]), np.float32(ends[1]), *_numbers(grid), *_codes_from_to(grid))
+        numbers = (np.float32(ends[0]), np.float32(ends[1]), *grid_numbers(grid), *_codes_from_to(grid))
         arrays = (source, target, _in_memory(marks))
         in_parts(compiled.clamp_quantize_marked, arrays, numbers, torch.get_num_threads())
         if in_place:
@@ -253,7 +254,7 @@ class _MarkedSum(torch.autograd.Function):
         source, second, target, compiled = flat(x), flat(other), flat(result), loops()
         assert source is not None and second is not None and target is not None and compiled is not None
         arrays = (source, second, target, _in_memory(marks))
-        numbers = (*_numbers(grid), *_codes_from_to(grid))
+        numbers = (*grid_numbers(grid), *_codes_from_to(grid))
         in_parts(compiled.add_quantize_marked, arrays, numbers, torch.get_num_threads())
         if in_place:
             ctx.mark_dirty(x)

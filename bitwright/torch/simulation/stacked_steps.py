@@ -18,6 +18,7 @@ from torch import Tensor
 from bitwright.core.compiled.loops import loops
 from bitwright.core.graph.recurrence import ACTIVATION_RANGES, CELL, HIDDEN
 from bitwright.torch.calls.recurrent import ORDER, StackedStep
+from bitwright.torch.simulation.fake_quantize import grid_numbers
 from bitwright.torch.simulation.quantizer import Quantizer, side_by_side
 
 Function = Callable[[Tensor], Tensor]
@@ -140,7 +141,7 @@ def _lstm_compiled(inside: Mapping[str, Function], like: Tensor) -> StackedStep 
     grids = [quantizer.plain_grid(like) for quantizer in quantizers]
     if any(grid is None for grid in grids):
         return None
-    numbers = [(np.float32(g.scale), np.float32(g.lo), np.float32(g.hi)) for g in grids if g is not None]
+    numbers = [grid_numbers(grid) for grid in grids if grid is not None]
     split, width = 3 * like.shape[-1], like.shape[-1]
     pre, post = (
         [np.repeat(np.array(ends, np.float32), width) for ends in zip(*part, strict=True)]
