@@ -50,6 +50,7 @@ test-all: test
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/complexipy --failed --plain
 	$(BIN)/mypy --strict bitwright/core bitwright/errors.py bitwright/__init__.py
 	$(BIN)/mypy bitwright
 	$(BIN)/python -m pytest tests/test_docs.py bitwright
@@ -84,5 +85,5 @@ mutants: $(STAMP)
 	$(BIN)/python tools/mutants.py $(MUTANTS)
 
 clean:
-	rm -rf $(VENV) build dist quickstart-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) build dist quickstart-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .complexipy_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
