@@ -7,7 +7,7 @@ import difflib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 _LONGEST = 4_000  # characters of a part of a message
@@ -85,6 +85,11 @@ def close_matches(name: str, known: Iterable[str]) -> str:
     short = [word for word in known if len(word) <= _LONGEST_NAME]
     found = difflib.get_close_matches(name[:_LONGEST_NAME], short, n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(repr(f) for f in found)}?)" if found else ""
+
+
+def first_few(names: Sequence[str], shown: int = 3) -> str:
+    """``a, b, c, ...``."""
+    return ", ".join(names[:shown]) + (", ..." if len(names) > shown else "")
 
 
 P = ParamSpec("P")

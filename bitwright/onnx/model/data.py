@@ -57,19 +57,16 @@ class InputSpec:
 
 def input_specs(model: ir.Model) -> tuple[InputSpec, ...]:
     """What ``model`` takes, in its order; initializers that may be overridden are left out."""
-    specs = []
-    for value in model.graph.inputs:
-        if value.is_initializer():
-            continue
-        known = value.dtype is not None and value.dtype not in _NO_NUMPY
-        dtype = np.dtype(value.dtype.numpy()).name if known and value.dtype is not None else None
-        axes = (
-            None
-            if value.shape is None
-            else tuple(n if isinstance(n, int) and n >= 0 else None for n in value.shape)
-        )
-        specs.append(InputSpec(str(value.name), dtype, axes))
-    return tuple(specs)
+    return tuple(_spec(value) for value in model.graph.inputs if not value.is_initializer())
+
+
+def _spec(value: ir.Value) -> InputSpec:
+    known = value.dtype is not None and value.dtype not in _NO_NUMPY
+    dtype = np.dtype(value.dtype.numpy()).name if known and value.dtype is not None else None
+    if value.shape is None:
+        return InputSpec(str(value.name), dtype, None)
+    axes = (n if isinstance(n, int) and n >= 0 else None for n in value.shape)
+    return InputSpec(str(value.name), dtype, tuple(axes))
 
 
 def as_feeds(given: Any, specs: Sequence[InputSpec], where: str = "feeds") -> Feeds:
@@ -295,20 +292,22 @@ def _cut(
     arrays: Mapping[str, Array], specs: Sequence[InputSpec], batch_size: int, where: str
 ) -> Iterator[Feeds]:
     """Slices along axis 0, as long as the model's batch axis or ``batch_size``; what does not fill one is left out."""
-    fixed = [s.shape[0] for s in specs if s.shape and s.shape[0] is not None]
-    size = fixed[0] if fixed else batch_size
-    total = min((len(a) for a in arrays.values() if a.ndim), default=0)
+    fixed = next((s.shape[0] for s in specs if s.shape and s.shape[0] is not None), None)
+    size = batch_size if fixed is None else fixed
+    sliced = {name: array for name, array in arrays.items() if array.ndim}
+    total = min(map(len, sliced.values()), default=0)
     if not total or size < 1:
         what = "it holds no sample" if size else "the model takes batches of no sample"
         raise CalibrationError(
             where, what, "give a file with at least one sample, and a model that takes one"
         )
-    for first in range(0, total, size):
-        if fixed and first + size > total:
-            logger.info("%s: the last %d samples do not fill a batch of %d", where, total - first, size)
-            break
-        part = {name: array[first : first + size] if array.ndim else array for name, array in arrays.items()}
-        yield as_feeds(part, specs, f"{where}, samples {first} to {min(first + size, total) - 1}")
+    left = total % size if fixed else 0
+    for first in range(0, total - left, size):
+        last = min(first + size, total)
+        part = {**arrays, **{name: array[first:last] for name, array in sliced.items()}}
+        yield as_feeds(part, specs, f"{where}, samples {first} to {last - 1}")
+    if left:
+        logger.info("%s: the last %d samples do not fill a batch of %d", where, left, size)
 
 
 def _from_folder(

@@ -63,23 +63,22 @@ def finite_proofs(graph: ir.Graph, watched: Collection[ir.Value]) -> dict[ir.Val
         graph: in an order in which it can run.
         watched: tensors whose minima and maxima are taken in every run.
     """
-    found: dict[ir.Value, Magnitude | None] = {}
-    proofs: dict[ir.Value, Magnitude] = {}
     watched = frozenset(watched)
-    for value in graph.inputs:
-        if value in watched:
-            found[value] = Magnitude(frozenset((value,)), 1.0)
+    found: dict[ir.Value, Magnitude | None] = {
+        value: Magnitude(frozenset((value,)), 1.0) for value in graph.inputs if value in watched
+    }
+    proofs: dict[ir.Value, Magnitude] = {}
     for node in graph:
         made = _of_node(node, found)
-        if made is not None and len(made.sources) > _SOURCES:
-            made = None
         for value in node.outputs:
-            mine = made if value.dtype == ir.DataType.FLOAT else None
+            proof = made if value.dtype == ir.DataType.FLOAT else None
+            found[value] = proof
             if value in watched:
-                if mine is not None:
-                    proofs[value] = mine
-                mine = Magnitude(frozenset((value,)), 1.0, cap=math.inf if mine is None else mine.cap)
-            found[value] = mine
+                found[value] = Magnitude(
+                    frozenset((value,)), 1.0, cap=math.inf if proof is None else proof.cap
+                )
+                if proof is not None:
+                    proofs[value] = proof
     return proofs
 
 
@@ -92,7 +91,8 @@ def _of_node(node: ir.Node, found: dict[ir.Value, Magnitude | None]) -> Magnitud
     ]
     given = [_of_value(value, found) for value in inputs]
     known = [magnitude for magnitude in given if magnitude is not None]
-    return rule(node, known) if known and len(known) == len(given) else None
+    made = rule(node, known) if known and len(known) == len(given) else None
+    return made if made is not None and len(made.sources) <= _SOURCES else None
 
 
 def _of_value(value: ir.Value, found: dict[ir.Value, Magnitude | None]) -> Magnitude | None:

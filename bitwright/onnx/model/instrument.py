@@ -225,19 +225,16 @@ class Instrument:
             finite: what shows that it holds no NaN, where something does.
         """
         if not is_reducible(quantizer, value):
-            outer, leading = self.lift(value, graph, np.zeros(0, _numpy_type(value)), None)
-            tap = Tap(quantizer, outer, leading=leading, inside=graph is not self.model.graph)
-            if axis == -3 and outer is value and tap.unordered and value.dtype == ir.DataType.FLOAT:
-                self._add_pixels(tap)
-                if tap.pixels is not None:  # else to look at the tensor itself costs nothing
-                    self._add_channels(tap, axis)
-            return tap
+            return self._tap_whole(quantizer, value, graph, axis)
         tap = Tap(quantizer, value, finite=finite)
         if graph is self.model.graph:  # in a body it would cost much at every step
             self._add_pixels(tap)
             if axis is not None:
                 self._add_channels(tap, axis)
-        place = self._behind(value, graph)
+        else:  # its scalars come out; the tensor itself only if it is asked for
+            tap.inside = True
+            tap.bring_out = partial(self.lift, value, graph, np.zeros(0, np.float32), None)
+        place = self.behind(value, graph)
         found = []
         for op, dtype, neutral, merge in _SCALARS if finite is None else _SCALARS[:-1]:
             source, at = self._source(tap, op, place)
@@ -246,9 +243,16 @@ class Instrument:
             scalar.shape = ir.Shape([])
             found.append(self.lift(scalar, graph, np.asarray(neutral), merge)[0])
         tap.scalars, tap.total = tuple(found[:3]), found[3] if finite is None else None
-        if graph is not self.model.graph:  # its scalars came out; the tensor itself only if it is asked for
-            tap.inside = True
-            tap.bring_out = partial(self.lift, value, graph, np.zeros(0, np.float32), None)
+        return tap
+
+    def _tap_whole(self, quantizer: Quantizer, value: ir.Value, graph: ir.Graph, axis: int | None) -> Tap:
+        """The tap of a tensor that is fetched itself."""
+        outer, leading = self.lift(value, graph, np.zeros(0, _numpy_type(value)), None)
+        tap = Tap(quantizer, outer, leading=leading, inside=graph is not self.model.graph)
+        if axis == -3 and outer is value and tap.unordered and value.dtype == ir.DataType.FLOAT:
+            self._add_pixels(tap)
+            if tap.pixels is not None:  # else to look at the tensor itself costs nothing
+                self._add_channels(tap, axis)
         return tap
 
     def _source(self, tap: Tap, op: str, place: Place) -> tuple[ir.Value, Place]:
@@ -267,7 +271,7 @@ class Instrument:
             assert shape is not None
             steps = [-(-int(n) // _PIXELS) for n in shape[2:]]  # type: ignore[arg-type]
             if max(steps) > 1:
-                place, name = self._behind(tap.value, self.model.graph), f"{tap.value.name}_pixels"
+                place, name = self.behind(tap.value, self.model.graph), f"{tap.value.name}_pixels"
                 tap.pixels = self.builder.emit(place, "MaxPool", [tap.value], name, ir.DataType.FLOAT)
                 tap.pixels.shape = None
                 for key, lengths in (("kernel_shape", [1, 1]), ("strides", steps)):
@@ -282,7 +286,7 @@ class Instrument:
         axes = tuple(range(axis + 1, 0)) or tuple(range(rank - 1))
         if not axes or (value.shape is None and axis == -1):
             return
-        place, floats = self._behind(value, self.model.graph), ir.DataType.FLOAT
+        place, floats = self.behind(value, self.model.graph), ir.DataType.FLOAT
         tap.axis = axis
         for op in ("ReduceMin", "ReduceMax"):
             name = f"{value.name}_{op}_channels"
@@ -333,13 +337,13 @@ class Instrument:
             joined.append(vector)
         return joined
 
-    def _behind(self, value: ir.Value, graph: ir.Graph) -> Place:
+    def behind(self, value: ir.Value, graph: ir.Graph) -> Place:
         """The place right after ``value``: there it is still warm, and gone before its last readers run."""
         node = value.producer()
         if node is not None and node.graph is graph:
             return after(node)
-        first = next(iter(graph))
-        return before(first)
+        first = next(iter(graph), None)
+        return graph.append if first is None else before(first)
 
     def lift(
         self, value: ir.Value, graph: ir.Graph, neutral: Array, merge: str | None
@@ -354,7 +358,7 @@ class Instrument:
             # ONNX Runtime leaves one of two outputs of a body unwritten when they are the same value
             if value.producer() is None or value.graph is not graph or value.is_graph_output():
                 value = self.builder.emit(
-                    self._behind(value, graph), "Identity", [value], f"{value.name}_seen", _type_of(value)
+                    self.behind(value, graph), "Identity", [value], f"{value.name}_seen", _type_of(value)
                 )
             graph.outputs.append(value)
             dtype = _type_of(value)
@@ -409,7 +413,7 @@ class Instrument:
         """A session that returns the number of elements of each value, and nothing else."""
         graph = self.model.graph
         sizes = [
-            self.builder.emit(self._behind(v, graph), "Size", [v], f"{v.name}_elements", ir.DataType.INT64)
+            self.builder.emit(self.behind(v, graph), "Size", [v], f"{v.name}_elements", ir.DataType.INT64)
             for v in values
         ]
         for size in sizes:

@@ -22,6 +22,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from onnx_ir.passes.common import (
     LiftSubgraphInitializersToMainGraphPass,
 )
 
-from bitwright.errors import ModelError
+from bitwright.errors import ModelError, first_few
 from bitwright.export.files.atomic import settle
 from bitwright.export.files.onnx_file import write_elements
 from bitwright.export.files.temporary import temporary_room
@@ -49,6 +50,7 @@ from bitwright.onnx.model.untrusted import (
     checked_on_failure,
     graph_protos,
     read_proto,
+    tensor_attributes,
 )
 
 Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
@@ -260,12 +262,9 @@ def _private(model: object) -> ir.Model:
 
 def _own_attributes(node: ir.Node) -> None:
     """Let the tensors among the attributes of ``node`` have names of their own."""
-    for attribute in node.attributes.values():
-        if attribute.type != ir.AttributeType.TENSOR or attribute.is_ref():
-            continue
-        tensor = attribute.as_tensor()
+    for name, tensor in tensor_attributes(node):
         if tensor.dtype != ir.DataType.STRING:
-            node.attributes[attribute.name] = ir.AttrTensor(attribute.name, own_tensor(tensor))
+            node.attributes[name] = ir.AttrTensor(name, own_tensor(tensor))
 
 
 def clone_model(model: ir.Model) -> ir.Model:
@@ -349,22 +348,19 @@ def _foreign_domains(model: ir.Model) -> Iterator[str]:
 
 
 def _drop_initializers_from_inputs(model: ir.Model, notes: list[str]) -> None:
-    dropped: list[str] = []
+    dropped = [str(value.name) for value in model.graph.inputs if value.is_initializer()]
     for graph in model.graphs():
-        kept = [value for value in graph.inputs if not value.is_initializer()]
-        if len(kept) == len(graph.inputs):
-            continue
-        if graph is model.graph:
-            dropped = [str(value.name) for value in graph.inputs if value.is_initializer()]
-        for value in graph.inputs:
-            # one that nothing reads is no tensor of the model any more; ONNX Runtime refuses such an initializer
-            if value.is_initializer() and not value.uses() and not value.is_graph_output():
-                graph.initializers.pop(str(value.name))
+        inputs = list(graph.inputs)
         graph.inputs.clear()
-        graph.inputs.extend(kept)
+        graph.inputs.extend(value for value in inputs if not value.is_initializer())
+        for value in filter(ir.Value.is_initializer, inputs):
+            # one that nothing reads is no tensor of the model any more; ONNX Runtime refuses such an initializer
+            if not value.uses() and not value.is_graph_output():
+                graph.initializers.pop(str(value.name))
     if dropped:
-        some = ", ".join(dropped[:3]) + (", ..." if len(dropped) > 3 else "")
-        notes.append(f"initializers that are listed as inputs too are constants from now on: {some}")
+        notes.append(
+            f"initializers that are listed as inputs too are constants from now on: {first_few(dropped)}"
+        )
 
 
 def _inline(model: ir.Model, notes: list[str]) -> ir.Model:
@@ -396,24 +392,21 @@ def _name_uniquely(model: ir.Model, notes: list[str]) -> None:
             node.name = _free(node.name, nodes)
         seen.add(str(node.name))
     if twice:
-        some = ", ".join(list(twice)[:3]) + (", ..." if len(twice) > 3 else "")
-        notes.append(f"nodes that shared a name were told apart by a number: {some}")
+        notes.append(f"nodes that shared a name were told apart by a number: {first_few(list(twice))}")
 
 
 def _name_values(model: ir.Model) -> None:
     taken = _main_names(model, model.graph.name or "model")
-    for graph in model.graphs():
-        if graph is not model.graph:
-            for value in _values_of(graph):
-                value.name = _free(value.name or "value", taken)
+    bodies = [graph for graph in model.graphs() if graph is not model.graph]
+    for value in chain.from_iterable(map(_values_of, bodies)):
+        value.name = _free(value.name or "value", taken)
     for value in _values_of(model.graph):
         if not value.name:
             value.name = _free("value", taken)
-    for graph in model.graphs():
-        for node in graph:
-            for value in node.outputs:
-                if not value.name and value.uses():
-                    value.name = _free(f"{node.name or node.op_type}_output", taken)
+    for node in chain.from_iterable(model.graphs()):
+        for value in node.outputs:
+            if not value.name and value.uses():
+                value.name = _free(f"{node.name or node.op_type}_output", taken)
 
 
 def _main_names(model: ir.Model, site: str) -> dict[str, int]:
@@ -449,21 +442,10 @@ def _nodes(model: ir.Model) -> Iterable[ir.Node]:
 
 def _order(model: ir.Model, site: str, notes: list[str]) -> None:
     """Put nodes after what they read; refuse what nothing makes, and circles."""
-    place: dict[ir.Node, int] = {}
-    for graph in model.graphs():
-        place.update((node, i) for i, node in enumerate(graph))
+    place = {node: i for graph in model.graphs() for i, node in enumerate(graph)}
     unsorted: dict[ir.Graph, None] = {}
     for node in _nodes(model):
-        for value in node.inputs:
-            maker = None if value is None else value.producer()
-            if value is None or value.is_graph_input() or value.is_initializer():
-                continue
-            if maker is None:
-                raise ModelError(
-                    site,
-                    f"node {node.name!r} ({node.op_type}) reads {value.name!r}, which nothing makes",
-                    "export the model again; a node or an initializer is missing",
-                )
+        for maker in _makers(node, site):
             if maker.graph is node.graph and place[maker] >= place[node]:
                 assert node.graph is not None
                 unsorted[node.graph] = None
@@ -480,11 +462,25 @@ def _order(model: ir.Model, site: str, notes: list[str]) -> None:
         notes.append("nodes were put into execution order")
 
 
+def _makers(node: ir.Node, site: str) -> Iterator[ir.Node]:
+    """The nodes that make what ``node`` reads."""
+    for value in node.inputs:
+        if value is None or value.is_graph_input() or value.is_initializer():
+            continue
+        maker = value.producer()
+        if maker is None:
+            raise ModelError(
+                site,
+                f"node {node.name!r} ({node.op_type}) reads {value.name!r}, which nothing makes",
+                "export the model again; a node or an initializer is missing",
+            )
+        yield maker
+
+
 def _split_directions(model: ir.Model, notes: list[str]) -> None:
     names = split_directions(model)
     if names:
-        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        notes.append(f"bidirectional layers are a forward and a reverse one from now on: {some}")
+        notes.append(f"bidirectional layers are a forward and a reverse one from now on: {first_few(names)}")
 
 
 def _name_types(model: ir.Model) -> None:
@@ -498,17 +494,12 @@ def _name_types(model: ir.Model) -> None:
 
 def _in_a_circle(graph: ir.Graph) -> str:
     """Name of a node that cannot be ordered: what is left when nodes are taken away that wait for nothing."""
-    waits = {
-        node: len(
-            {m for v in node.inputs if v is not None and (m := v.producer()) is not None and m.graph is graph}
-        )
-        for node in graph
-    }
+    waits = {node: sum(maker.graph is graph for maker in set(node.predecessors())) for node in graph}
     ready = [node for node, count in waits.items() if not count]
     while ready:
         node = ready.pop()
         del waits[node]
-        for reader in {n for value in node.outputs for n, _ in value.uses() if n in waits}:
+        for reader in waits.keys() & set(node.successors()):
             waits[reader] -= 1
             if not waits[reader]:
                 ready.append(reader)
@@ -540,17 +531,19 @@ def infer_shapes(model: ir.Model) -> None:
         if isinstance(graph, onnx.GraphProto)
         for info in (*graph.value_info, *graph.output)
     }
-    for graph in model.graphs():
-        inputs = () if graph is model.graph else graph.inputs
-        for value in (*inputs, *(v for node in graph for v in node.outputs)):
-            info = known.get(value.name or "")
-            if info is None or info.type.WhichOneof("value") is None:
-                continue
-            note_type(value, info.type)
-            if not is_tensor(value):
-                continue
-            shape = ir.serde.deserialize_type_proto_for_shape(info.type)
-            value.shape = value.shape if shape is None else shape
+    inputs = (value for graph in model.graphs() if graph is not model.graph for value in graph.inputs)
+    made = (value for node in chain.from_iterable(model.graphs()) for value in node.outputs)
+    for value in chain(inputs, made):
+        info = known.get(value.name or "")
+        if info is not None and info.type.WhichOneof("value") is not None:
+            _note_inferred(value, info.type)
+
+
+def _note_inferred(value: ir.Value, kind: onnx.TypeProto) -> None:
+    note_type(value, kind)
+    shape = ir.serde.deserialize_type_proto_for_shape(kind) if is_tensor(value) else None
+    if shape is not None:
+        value.shape = shape
 
 
 def _skeleton(model: ir.Model) -> onnx.ModelProto:

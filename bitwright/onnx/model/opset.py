@@ -19,7 +19,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.simulation.protocols import sqnr
-from bitwright.errors import ModelError, close_matches
+from bitwright.errors import ModelError, close_matches, first_few
 from bitwright.export.files.value_types import from_proto
 from bitwright.export.qdq.markers import Names
 from bitwright.export.verify.outputs import arrays_of
@@ -147,8 +147,8 @@ def _convert(loaded: Loaded) -> tuple[Loaded, list[str]]:
         notes.append(f"operators that the standard no longer has were rewritten: {', '.join(rewritten)}")
     if trained:
         notes.append(
-            f"batch norms in training mode, which normalise with the statistics of the batch: {', '.join(trained[:3])}"
-            f"{', ...' if len(trained) > 3 else ''}; export the model in evaluation mode if that is not meant"
+            f"batch norms in training mode, which normalise with the statistics of the batch: {first_few(trained)}; "
+            "export the model in evaluation mode if that is not meant"
         )
     return load_model(model), notes
 
@@ -328,20 +328,20 @@ def _converted_kinds(old: Loaded) -> list[str]:
 def _culprit(old: Loaded, new: Loaded, feeds: Feeds) -> str:
     """The first operator whose result differs; where that cannot be told, those that were converted."""
     there = {str(value.name) for node in new.model.graph for value in node.outputs if value.name}
-    names = [str(v.name) for node in old.model.graph for v in node.outputs if v.name in there and v.uses()]
-    values = []
+    made = {
+        str(value.name): node
+        for node in old.model.graph
+        for value in node.outputs
+        if value.name in there and value.uses()
+    }
     failures: tuple[type[Exception], ...] = (ModelError, *refusals())
-    for loaded in (old, new):
-        try:
-            (found,) = OnnxView(loaded).capture(names, [feeds])
-        except failures:
-            return f"one of {', '.join(_converted_kinds(old))}"
-        values.append(found)
-    for node in old.model.graph:
-        for value in node.outputs:
-            name = str(value.name)
-            if name in values[0] and not _equal(values[0][name][0], values[1][name][0]):
-                return f"{node.op_type} ({node.name})"
+    try:
+        ((before,), (after,)) = (OnnxView(loaded).capture(list(made), [feeds]) for loaded in (old, new))
+    except failures:
+        before = after = {}
+    for name, node in made.items():
+        if name in before and not _equal(before[name][0], after[name][0]):
+            return f"{node.op_type} ({node.name})"
     return f"one of {', '.join(_converted_kinds(old))}"
 
 

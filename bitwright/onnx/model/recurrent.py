@@ -71,21 +71,20 @@ class _Splitter:
     def split(self, node: ir.Node) -> None:
         batch_first = bool(node.attributes.get_int("layout", 0))
         parts = [self._layer(node, i, batch_first) for i in range(2)]
+        axes = (2, 1, 1) if batch_first else (1, 0, 0)  # of the directions
         for i, old in enumerate(node.outputs):
             if not old.name or not (old.uses() or old.is_graph_output()):
                 continue
             halves = [part.outputs[i] for part in parts]
-            axis = (2 if i == 0 else 1) if batch_first else (1 if i == 0 else 0)
-            joined = self._before(node, "Concat", halves, f"{node.name}.{OUTPUTS[i]}", axis=axis)
+            joined = self._before(node, "Concat", halves, f"{node.name}.{OUTPUTS[i]}", axis=axes[i])
             move_uses(old, joined)
             self.outputs.replace(old, joined)
             joined.type, joined.shape, joined.name, old.name = old.type, old.shape, old.name, None
         assert node.graph is not None
         inputs = [value for value in node.inputs if value is not None]
         node.graph.remove(node, safe=True)
-        for value in inputs:
-            if value.is_initializer():
-                remove_unread(value)
+        for value in filter(ir.Value.is_initializer, inputs):
+            remove_unread(value)
 
     def _layer(self, node: ir.Node, direction: int, batch_first: bool) -> ir.Node:
         """One direction of ``node``, in front of it."""

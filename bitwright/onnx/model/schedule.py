@@ -15,8 +15,9 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -190,17 +191,20 @@ def _blocked_channels(graph: onnx.GraphProto) -> dict[str, int]:
         if node.domain == _BLOCKED and node.op_type == "Conv":
             count = weights.get(node.input[1])
         else:
-            given = [found.get(name) for name in node.input if name]
-            known = [n for n in given if n is not None]
-            if not given or len(known) < len(given):
-                continue
-            if node.op_type == "Concat":
-                count = sum(known)
-            else:
-                count = known[0] if node.op_type in _CHANNELWISE and len(set(known)) == 1 else None
+            count = _channels_made(node, [found.get(name) for name in node.input if name])
         if count is not None:
             found[node.output[0]] = count
     return found
+
+
+def _channels_made(node: onnx.NodeProto, given: Collection[int | None]) -> int | None:
+    """Channels of what ``node`` makes of tensors with so many; ``None`` where that is not known."""
+    known = [n for n in given if n is not None]
+    if not known or len(known) < len(given):
+        return None
+    if node.op_type == "Concat":
+        return sum(known)
+    return known[0] if node.op_type in _CHANNELWISE and len(set(known)) == 1 else None
 
 
 def reduce_early(graph: onnx.GraphProto, small: Collection[str]) -> None:
@@ -213,28 +217,32 @@ def reduce_early(graph: onnx.GraphProto, small: Collection[str]) -> None:
     nodes = list(graph.node)
     needed = _needed(graph, [value.name for value in graph.output if value.name not in small])
     made = {name for node in nodes for name in node.output if name}
-    waiting: dict[str, list[int]] = defaultdict(list)  # by what they wait for
-    missing: dict[int, int] = {}
-    for i, node in enumerate(nodes):
-        if i not in needed:
-            sources = [name for name in _read(node) if name in made]
-            missing[i] = len(sources)
-            for name in sources:
-                waiting[name].append(i)
-    order: list[int] = []
-    first = [i for i, count in missing.items() if not count]  # they reduce inputs of the model
-    for i in (*first, *sorted(needed)):
-        stack = [i]
-        while stack:
-            at = stack.pop()
-            order.append(at)
-            freed = []
-            for reader in (reader for name in nodes[at].output for reader in waiting.pop(name, ())):
-                missing[reader] -= 1
-                if not missing[reader]:
-                    freed.append(reader)
-            stack.extend(reversed(freed))
+    free = set(range(len(nodes))) - needed
+    sources = {i: [name for name in _read(nodes[i]) if name in made] for i in sorted(free)}
+    first = [i for i, names in sources.items() if not names]  # they reduce inputs of the model
+    order = _with_readers([*first, *sorted(needed)], sources, nodes)
     _replace(graph.node, [nodes[i] for i in order])
+
+
+def _with_readers(
+    places: Sequence[int], sources: Mapping[int, Sequence[str]], nodes: Sequence[onnx.NodeProto]
+) -> Iterator[int]:
+    """``places``, and each place of ``sources`` right after the last of the nodes that make its sources."""
+    waiting: dict[str, list[int]] = defaultdict(list)  # by what they wait for
+    missing = {i: len(names) for i, names in sources.items()}
+    for i, names in sources.items():
+        for name in names:
+            waiting[name].append(i)
+    stack = list(reversed(places))
+    while stack:
+        at = stack.pop()
+        yield at
+        freed = []
+        for reader in chain.from_iterable(waiting.pop(name, ()) for name in nodes[at].output):
+            missing[reader] -= 1
+            if not missing[reader]:
+                freed.append(reader)
+        stack.extend(reversed(freed))
 
 
 def _needed(graph: onnx.GraphProto, outputs: Collection[str]) -> set[int]:

@@ -136,16 +136,20 @@ def check_names(proto: onnx.ModelProto, site: str) -> None:
     Raises:
         ModelError: one is not.
     """
+    for word in _words(proto):
+        if not isinstance(word, str):
+            raise ModelError(site, f"the name {word!r:.100} is not UTF-8", _AGAIN)
+
+
+def _words(proto: onnx.ModelProto) -> Iterator[object]:
     for graph in graph_protos((proto.graph, *proto.functions)):
-        words = [graph.name]
+        yield graph.name
         if isinstance(graph, onnx.GraphProto):
-            words += [v.name for v in (*graph.input, *graph.output, *graph.value_info, *graph.initializer)]
+            for values in (graph.input, graph.output, graph.value_info, graph.initializer):
+                yield from (value.name for value in values)
         for node in graph.node:
-            words += (node.name, node.op_type, node.domain, *node.input, *node.output)
-            words += [attribute.name for attribute in node.attribute]
-        wrong = next((word for word in words if not isinstance(word, str)), None)
-        if wrong is not None:
-            raise ModelError(site, f"the name {wrong!r:.100} is not UTF-8", _AGAIN)
+            yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
+            yield from (attribute.name for attribute in node.attribute)
 
 
 def graph_protos(
@@ -163,19 +167,21 @@ def graph_protos(
 
 
 def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    for graph in graph_protos((proto.graph, *proto.functions)):
-        sparse: list[onnx.SparseTensorProto] = []
+    graphs = list(graph_protos((proto.graph, *proto.functions)))
+    sparse: list[onnx.SparseTensorProto] = []
+    for graph in graphs:
         if isinstance(graph, onnx.GraphProto):
             yield from graph.initializer
             sparse += graph.sparse_initializer
-        for attribute in (a for node in graph.node for a in node.attribute):
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            sparse += [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []
-            sparse += attribute.sparse_tensors
-        for tensor in sparse:
-            yield from (tensor.values, tensor.indices)
+    for attribute in (a for graph in graphs for node in graph.node for a in node.attribute):
+        if attribute.HasField("t"):
+            yield attribute.t
+        if attribute.HasField("sparse_tensor"):
+            sparse.append(attribute.sparse_tensor)
+        yield from attribute.tensors
+        sparse += attribute.sparse_tensors
+    for tensor in sparse:
+        yield from (tensor.values, tensor.indices)
 
 
 def _check_tensor(tensor: onnx.TensorProto, site: str) -> None:
@@ -227,24 +233,29 @@ def check_bodies(model: ir.Model) -> None:
         ModelError: one has not; names the node.
     """
     for node in model.graph.all_nodes():
-        names = _BODIES.get(node.op_type, ()) if node.domain in ("", "ai.onnx") else ()
-        if node.op_type == "Constant" and node.domain in ("", "ai.onnx") and len(node.attributes) != 1:
+        if node.domain not in ("", "ai.onnx"):
+            continue
+        site = f"node {node.name!r}"
+        if node.op_type == "Constant" and len(node.attributes) != 1:
             problem = f"it is a Constant of {len(node.attributes)} attributes instead of one, its value"
-            raise ModelError(f"node {node.name!r}", problem, _AGAIN)
-        for name in names:
-            attribute = node.attributes.get(name)
-            if attribute is None or attribute.type != ir.AttributeType.GRAPH or attribute.is_ref():
-                raise ModelError(f"node {node.name!r}", f"it is a {node.op_type} without {name}", _AGAIN)
-            body, extra = attribute.as_graph(), 1 if node.op_type == "Loop" else 0
-            found, needed = len(body.outputs) - extra, len(node.outputs)
-            if found < needed or (node.op_type == "If" and found != needed):
-                problem = (
-                    f"its {name} gives {max(0, found)} values, and the {node.op_type} has {needed} outputs"
-                )
-                raise ModelError(f"node {node.name!r}", problem, _AGAIN)
-            if not _is_fed(node, body):
-                problem = f"its {len(node.inputs)} inputs are too few or too many for its {name}"
-                raise ModelError(f"node {node.name!r}", problem, _AGAIN)
+            raise ModelError(site, problem, _AGAIN)
+        for name in _BODIES.get(node.op_type, ()):
+            wrong = _wrong_with_body(node, name)
+            if wrong is not None:
+                raise ModelError(site, wrong, _AGAIN)
+
+
+def _wrong_with_body(node: ir.Node, name: str) -> str | None:
+    attribute = node.attributes.get(name)
+    if attribute is None or attribute.type != ir.AttributeType.GRAPH or attribute.is_ref():
+        return f"it is a {node.op_type} without {name}"
+    body, extra = attribute.as_graph(), 1 if node.op_type == "Loop" else 0
+    found, needed = len(body.outputs) - extra, len(node.outputs)
+    if found < needed or (node.op_type == "If" and found != needed):
+        return f"its {name} gives {max(0, found)} values, and the {node.op_type} has {needed} outputs"
+    if not _is_fed(node, body):
+        return f"its {len(node.inputs)} inputs are too few or too many for its {name}"
+    return None
 
 
 _BODIES = {"If": ("then_branch", "else_branch"), "Loop": ("body",), "Scan": ("body",)}
@@ -306,14 +317,16 @@ def check_external_data(model: ir.Model, path: Path | None) -> None:
             if isinstance(value.const_value, ir.ExternalTensor):
                 value.const_value = files.checked(value.const_value, str(value.name))
     for node in model.graph.all_nodes():
-        for attribute in list(node.attributes.values()):
-            if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
-                tensor = attribute.as_tensor()
-                if isinstance(tensor, ir.ExternalTensor):
-                    site = f"{node.name or node.op_type}, attribute {attribute.name}"
-                    node.attributes[attribute.name] = ir.AttrTensor(
-                        attribute.name, files.checked(tensor, site)
-                    )
+        for name, tensor in tensor_attributes(node):
+            if isinstance(tensor, ir.ExternalTensor):
+                found = files.checked(tensor, f"{node.name or node.op_type}, attribute {name}")
+                node.attributes[name] = ir.AttrTensor(name, found)
+
+
+def tensor_attributes(node: ir.Node) -> list[tuple[str, ir.TensorProtocol]]:
+    """Name and value of every attribute of ``node`` that is a tensor."""
+    found = [a for a in node.attributes.values() if a.type == ir.AttributeType.TENSOR and not a.is_ref()]
+    return [(attribute.name, attribute.as_tensor()) for attribute in found]
 
 
 class _DataFiles:

@@ -24,7 +24,6 @@ from bitwright.core.simulation.protocols import (
 )
 from bitwright.errors import ModelError, close_matches
 from bitwright.export.files.value_types import is_tensor
-from bitwright.export.qdq.forms import Place, after, before
 from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.onnx.model.data import as_feeds, input_specs
 from bitwright.onnx.model.graph import GraphView, build_graph
@@ -185,11 +184,15 @@ class OnnxView:
             return array
         name = str(value.name)
         if name not in self._constants:
-            part = ir.convenience.extract(self.model.graph, [], [value])
-            part.opset_imports.update(self.model.opset_imports)
-            session = open_session(ir.Model(part, ir_version=self.model.ir_version), self.providers)
-            self._constants[name] = _run(session, {}, name)[0]
+            (self._constants[name],) = self._computed([value], name)
         return self._constants[name]
+
+    def _computed(self, values: Sequence[ir.Value], site: str) -> list[Array]:
+        """What values of the main graph hold that constants alone make."""
+        part = ir.convenience.extract(self.model.graph, [], values)
+        part.opset_imports.update(self.model.opset_imports)
+        session = open_session(ir.Model(part, ir_version=self.model.ir_version), self.providers)
+        return _run(session, {}, site)
 
     def materialize(self, values: Iterable[str]) -> None:
         """Turn constants that the model computes into initializers; what only served to compute them goes.
@@ -202,10 +205,7 @@ class OnnxView:
         wanted = [value for value in found if value.const_value is None and value.graph is graph]
         if not wanted:
             return
-        part = ir.convenience.extract(graph, [], wanted)
-        part.opset_imports.update(self.model.opset_imports)
-        session = open_session(ir.Model(part, ir_version=self.model.ir_version), self.providers)
-        for value, array in zip(wanted, _run(session, {}, "constants"), strict=True):
+        for value, array in zip(wanted, self._computed(wanted, "constants"), strict=True):
             move_uses(value, self._new_initializer(f"{value.name}_value", array, value.dtype))
             remove_unread(value)
         self.refresh()
@@ -214,20 +214,9 @@ class OnnxView:
         """A session for an operator like ``node``; operators that compute the same share it."""
         key = _signature(node)
         if key not in self._sessions:
-            inputs: list[ir.Value | None] = []
-            for port, value in enumerate(node.inputs):
-                kind = None if value is None else value.type or ir.TensorType(ir.DataType.FLOAT)
-                inputs.append(None if kind is None else ir.Value(name=f"i{port}", type=kind))
-            single = ir.Node(
-                node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs),
-                name=node.name,
-            )  # fmt: skip
-            for i, value in enumerate(single.outputs):
-                value.name = f"o{i}" if node.outputs[i].name or i == 0 else ""
-            single.outputs[0].type = node.outputs[0].type
-            kept = [value for value in inputs if value is not None]
+            single = _alone(node)
             graph = ir.Graph(
-                kept,
+                [value for value in single.inputs if value is not None],
                 single.outputs[:1],
                 nodes=[single],
                 opset_imports=dict(self.model.opset_imports),
@@ -251,17 +240,12 @@ class OnnxView:
         if isinstance(edit, AddBias):
             return _no_bias_place(node)
         if isinstance(edit, Clamp):
-            return (
-                None if node.op_type == "Clip" and not node.domain else f"it is a {node.op_type}, not a Clip"
-            )
+            clips = node.op_type == "Clip" and not node.domain
+            return None if clips else f"it is a {node.op_type}, not a Clip"
         if isinstance(edit, Untie):
             held = node.inputs[edit.port] if edit.port < len(node.inputs) else None
             return None if held is not None and held.is_initializer() else "it reads no initializer there"
-        if sum(bool(value.name) for value in node.outputs) != 1:
-            return "it has several outputs"
-        if not node.inputs or node.inputs[0] is None or node.op_type in TRAITS["bodies"]:
-            return "it has no input to pass through"
-        return None
+        return _no_way_past(node)
 
     def edit(self, edits: Sequence[Edit]) -> Undo:
         """Carry out the edits; the function returned undoes them in reverse order.
@@ -357,14 +341,10 @@ class OnnxView:
         """``Clip`` takes one bound for all: it becomes Relu or Max, and Min after it."""
         node = self._read().node[edit.op]
         result = node.outputs[0]
-        rank = (
-            len(result.shape)
-            if result.shape is not None
-            else len(self.graph().values[str(result.name)].shape)
-        )
-        shape = [-1, *(1,) * (rank - edit.axis - 1)]
+        sizes = self.graph().values[str(result.name)].shape if result.shape is None else result.shape
+        shape = [-1, *(1,) * (len(sizes) - edit.axis - 1)]
         low, high = (np.asarray(end, np.float64).reshape(shape) for end in (edit.low, edit.high))
-        attributes, inputs = dict(node.attributes), node.inputs
+        as_before = _remember(node)
         kind = ir.DataType.FLOAT if result.dtype is None else result.dtype
         made: list[ir.Value] = []
         node.attributes.clear()
@@ -384,11 +364,7 @@ class OnnxView:
         def restore() -> None:
             if second is not None:
                 self._take_out(second, node)
-            node.op_type = "Clip"
-            node.attributes.update(attributes)
-            node.resize_inputs(len(inputs))
-            for port, value in enumerate(inputs[1:], 1):
-                node.replace_input_with(port, value)
+            as_before()
             for value in made:
                 self.model.graph.initializers.pop(str(value.name))
 
@@ -411,23 +387,12 @@ class OnnxView:
 
     def _bypass(self, edit: Bypass) -> Undo:
         node = self._read().node[edit.op]
-        kind, inputs, attributes = (node.domain, node.op_type), node.inputs, dict(node.attributes)
-        outputs = len(node.outputs)
+        restore = _remember(node)
         node.resize_inputs(1)
-        if outputs > 1:
+        if len(node.outputs) > 1:
             node.resize_outputs(1)
         node.domain, node.op_type = "", "Identity"
         node.attributes.clear()
-
-        def restore() -> None:
-            node.domain, node.op_type = kind
-            node.attributes.update(attributes)
-            node.resize_inputs(len(inputs))
-            for port, value in enumerate(inputs[1:], 1):
-                node.replace_input_with(port, value)
-            if outputs > 1:
-                node.resize_outputs(outputs)
-
         return restore
 
     def tidy(self) -> None:
@@ -442,6 +407,24 @@ class OnnxView:
             if not value.uses() and not value.is_graph_output():
                 graph.initializers.pop(str(value.name))
         self.refresh()
+
+
+def _remember(node: ir.Node) -> Undo:
+    """Makes ``node`` the operator that it is now, which reads what it reads now behind its first input."""
+    kind, inputs, attributes = (node.domain, node.op_type), node.inputs, dict(node.attributes)
+    outputs = len(node.outputs)
+
+    def restore() -> None:
+        node.domain, node.op_type = kind
+        node.attributes.clear()
+        node.attributes.update(attributes)
+        node.resize_inputs(len(inputs))
+        for port, value in enumerate(inputs[1:], 1):
+            node.replace_input_with(port, value)
+        if outputs > 1:
+            node.resize_outputs(outputs)
+
+    return restore
 
 
 def _capture_session(
@@ -486,15 +469,6 @@ def _iterations(array: Array, axes: int | None) -> list[Array]:
     return list(array.reshape(math.prod(array.shape[:axes]), *array.shape[axes:]))
 
 
-def _behind(value: ir.Value, graph: ir.Graph) -> Place:
-    """The place where ``value`` has just been made, in the graph that makes it or is given it."""
-    node = value.producer()
-    if node is not None:
-        return after(node)
-    first = next(iter(graph), None)
-    return graph.append if first is None else before(first)
-
-
 def measure_shapes(
     model: ir.Model, feeds: Any, providers: Providers | None = None
 ) -> dict[str, tuple[int, ...]]:
@@ -517,26 +491,24 @@ def run_measured(
     copy = model.clone()
     instrument = Instrument(copy)
     asked: list[tuple[str, ir.Value, int | None]] = []
-    for value in [v for v in _values_by_name(copy).values() if not v.is_initializer()]:
-        graph = value.graph
-        if graph is None or not is_tensor(value):
-            continue
+    held = _values_by_name(copy)
+    for name in list(tensor_names(copy)):
+        value, graph = held[name], held[name].graph
+        assert graph is not None
         shape = instrument.builder.emit(
-            _behind(value, graph), "Shape", [value], f"{value.name}_shape", ir.DataType.INT64
+            instrument.behind(value, graph), "Shape", [value], f"{name}_shape", ir.DataType.INT64
         )
         shape.shape, axes = None, None
         if graph is not copy.graph:
             shape, axes = instrument.lift(shape, graph, np.asarray(_NOT_TAKEN, np.int64), None)
-        asked.append((str(value.name), shape, axes))
+        asked.append((name, shape, axes))
     own = len(copy.graph.outputs)
     copy.graph.outputs.extend(shape for _, shape, _ in asked)
     given = as_feeds(feeds, input_specs(model))
     arrays = _run(open_session(copy, providers), given, "feeds")
     found = {}
     for (name, _, axes), array in zip(asked, arrays[own:], strict=True):
-        if array.tolist() == _NOT_TAKEN:
-            continue
-        seen = _iterations(array, axes) if axes else [array]
+        seen = _iterations(array, axes) if axes and array.tolist() != _NOT_TAKEN else [array]
         if seen and seen[-1].tolist() != _NOT_TAKEN:
             found[name] = tuple(int(n) for n in seen[-1])
     return found, arrays[:own]
@@ -564,6 +536,32 @@ def _no_bias_place(node: ir.Node) -> str | None:
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         return f"it has the bias {node.inputs[2].name}"
     return None
+
+
+def _no_way_past(node: ir.Node) -> str | None:
+    if sum(bool(value.name) for value in node.outputs) != 1:
+        return "it has several outputs"
+    if not node.inputs or node.inputs[0] is None or node.op_type in TRAITS["bodies"]:
+        return "it has no input to pass through"
+    return None
+
+
+def _alone(node: ir.Node) -> ir.Node:
+    """An operator like ``node`` that reads inputs ``i0``, ``i1``, ... of the same types."""
+    inputs = [
+        None
+        if value is None
+        else ir.Value(name=f"i{port}", type=value.type or ir.TensorType(ir.DataType.FLOAT))
+        for port, value in enumerate(node.inputs)
+    ]
+    single = ir.Node(
+        node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs),
+        name=node.name,
+    )  # fmt: skip
+    for i, value in enumerate(single.outputs):
+        value.name = f"o{i}" if node.outputs[i].name or i == 0 else ""
+    single.outputs[0].type = node.outputs[0].type
+    return single
 
 
 def _signature(node: ir.Node) -> tuple[Any, ...]:
