@@ -234,7 +234,7 @@ class Instrument:
         else:  # its scalars come out; the tensor itself only if it is asked for
             tap.inside = True
             tap.bring_out = partial(self.lift, value, graph, np.zeros(0, np.float32), None)
-        place = self.behind(value, graph)
+        place = self.right_after(value, graph)
         found = []
         for op, dtype, neutral, merge in _SCALARS if finite is None else _SCALARS[:-1]:
             source, at = self._source(tap, op, place)
@@ -271,7 +271,7 @@ class Instrument:
             assert shape is not None
             steps = [-(-int(n) // _PIXELS) for n in shape[2:]]  # type: ignore[arg-type]
             if max(steps) > 1:
-                place, name = self.behind(tap.value, self.model.graph), f"{tap.value.name}_pixels"
+                place, name = self.right_after(tap.value, self.model.graph), f"{tap.value.name}_pixels"
                 tap.pixels = self.builder.emit(place, "MaxPool", [tap.value], name, ir.DataType.FLOAT)
                 tap.pixels.shape = None
                 for key, lengths in (("kernel_shape", [1, 1]), ("strides", steps)):
@@ -286,7 +286,7 @@ class Instrument:
         axes = tuple(range(axis + 1, 0)) or tuple(range(rank - 1))
         if not axes or (value.shape is None and axis == -1):
             return
-        place, floats = self.behind(value, self.model.graph), ir.DataType.FLOAT
+        place, floats = self.right_after(value, self.model.graph), ir.DataType.FLOAT
         tap.axis = axis
         for op in ("ReduceMin", "ReduceMax"):
             name = f"{value.name}_{op}_channels"
@@ -337,7 +337,7 @@ class Instrument:
             joined.append(vector)
         return joined
 
-    def behind(self, value: ir.Value, graph: ir.Graph) -> Place:
+    def right_after(self, value: ir.Value, graph: ir.Graph) -> Place:
         """The place right after ``value``: there it is still warm, and gone before its last readers run."""
         node = value.producer()
         if node is not None and node.graph is graph:
@@ -358,7 +358,7 @@ class Instrument:
             # ONNX Runtime leaves one of two outputs of a body unwritten when they are the same value
             if value.producer() is None or value.graph is not graph or value.is_graph_output():
                 value = self.builder.emit(
-                    self.behind(value, graph), "Identity", [value], f"{value.name}_seen", _type_of(value)
+                    self.right_after(value, graph), "Identity", [value], f"{value.name}_seen", _type_of(value)
                 )
             graph.outputs.append(value)
             dtype = _type_of(value)
@@ -413,7 +413,9 @@ class Instrument:
         """A session that returns the number of elements of each value, and nothing else."""
         graph = self.model.graph
         sizes = [
-            self.builder.emit(self.behind(v, graph), "Size", [v], f"{v.name}_elements", ir.DataType.INT64)
+            self.builder.emit(
+                self.right_after(v, graph), "Size", [v], f"{v.name}_elements", ir.DataType.INT64
+            )
             for v in values
         ]
         for size in sizes:

@@ -410,7 +410,7 @@ class OnnxView:
 
 
 def _remember(node: ir.Node) -> Undo:
-    """Makes ``node`` the operator that it is now, which reads what it reads now behind its first input."""
+    """Makes ``node`` the operator that it is now, and its inputs after the first those of now."""
     kind, inputs, attributes = (node.domain, node.op_type), node.inputs, dict(node.attributes)
     outputs = len(node.outputs)
 
@@ -496,7 +496,7 @@ def run_measured(
         value, graph = held[name], held[name].graph
         assert graph is not None
         shape = instrument.builder.emit(
-            instrument.behind(value, graph), "Shape", [value], f"{name}_shape", ir.DataType.INT64
+            instrument.right_after(value, graph), "Shape", [value], f"{name}_shape", ir.DataType.INT64
         )
         shape.shape, axes = None, None
         if graph is not copy.graph:
