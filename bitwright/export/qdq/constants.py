@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
@@ -15,12 +15,14 @@ RANDOM = frozenset(
 )
 
 
-def find_constants(model: ir.Model) -> dict[ir.Value, ir.TensorProtocol]:
+def find_constants(
+    model: ir.Model, also: Iterable[ir.Value | None] = ()
+) -> dict[ir.Value, ir.TensorProtocol]:
     """Values that are the same in every run: initializers, Constant nodes, marked values made of them.
 
     Initializers that are graph inputs can be overridden and do not count. What is computed from constants
-    alone (a weight under weight normalisation, say) is evaluated only where a marker reads it, all in one
-    run of ONNX Runtime.
+    alone (a weight under weight normalisation, say) is evaluated only where a marker reads it or where it is one of
+    ``also``, all in one run of ONNX Runtime.
     """
     known: dict[ir.Value, ir.TensorProtocol] = {}
     for graph in model.graphs():
@@ -37,9 +39,8 @@ def find_constants(model: ir.Model) -> dict[ir.Value, ir.TensorProtocol]:
         elif _is_pure(node) and all(v is None or v in constant for v in node.inputs):
             constant.update(node.outputs)
     marked = dict.fromkeys(node.inputs[0] for node in site_nodes(model))
-    wanted = [
-        v for v in marked if v is not None and v in constant and v not in known and v.dtype in _NUMPY_FLOATS
-    ]
+    asked = [v for v in marked if v is not None and v.dtype in _NUMPY_FLOATS]
+    wanted = [v for v in dict.fromkeys((*asked, *also)) if v is not None and v in constant and v not in known]
     return {**known, **(_evaluate(model, wanted, known) if wanted else {})}
 
 

@@ -8,6 +8,7 @@ What integer runtimes need in order to recognise a quantized operator, and what 
   32 bits the weight's scale is raised;
 - signed activations are written on the same grid counted from zero (``activation="unsigned"``): equal values,
   and the integer kernels that want uint8 accept them;
+- a convolution pads for itself where a Pad with zeros stands in front of it;
 - operators that only move data get a pair of the input's grid after them, so that no stretch of the graph
   falls back to float.
 
@@ -74,6 +75,7 @@ from bitwright.export.qdq.markers import (
     strip_sites,
 )
 from bitwright.export.qdq.nbits import can_say, write_nbits
+from bitwright.export.qdq.padding import absorb_padding, pads_of_convolutions
 from bitwright.export.qdq.products import (
     ProductForm,
     check_weight_only,
@@ -341,7 +343,7 @@ class _Writer:
         self.builder = Builder(self.model)
         self._count_runs()
         self._drop_float_sites()
-        self.constants = find_constants(self.model)
+        self._settle_constants()
         self._trace()
         if self.bias != "float":
             self._write_biases()
@@ -403,6 +405,12 @@ class _Writer:
             if site not in known:
                 near = close_matches(site, known)
                 self._note(site, "no place", f"has an encoding, but the model has no marker for it{near}")
+
+    def _settle_constants(self) -> None:
+        """Find the constants, and let convolutions pad for themselves where a constant says how much."""
+        pads = pads_of_convolutions(self.model)
+        self.constants = find_constants(self.model, (value for node in pads for value in node.inputs[1:]))
+        absorb_padding(pads, self._array)
 
     def _trace(self) -> None:
         """Follow grids through operators that move data, and weights through transpositions, in one pass."""
