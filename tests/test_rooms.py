@@ -60,7 +60,6 @@ LONG = {
     "export/qdq/recurrent.py",
     "export/qdq/write.py",
     "onnx/simulation/quantsim.py",
-    "onnx/simulation/read_qdq.py",
     "torch/calls/intercept.py",
     "torch/health.py",
     "torch/simulation/quantsim.py",

@@ -23,8 +23,9 @@ iteration, and a branch that was not taken contributes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -129,15 +130,11 @@ class Calibrator:
         self._weights = weight_bytes(model)
 
     def _find_taps(self) -> list[Tap]:
-        entered = [
-            (site, self.quantizers[site], value, graph)
-            for site, places in self.simulation.taps.items()
-            if site in self.quantizers and _is_watched(self.quantizers[site])
-            for value, graph in places
-        ]
         main = self.simulation.model.graph
-        reduced = {value for _, q, value, graph in entered if graph is main and is_reducible(q, value)}
-        proofs = finite_proofs(main, reduced)
+        entered = list(self._entered())
+        bounded = finite_proofs(
+            main, {v for _, q, v, graph in entered if graph is main and is_reducible(q, v)}
+        )
         found: dict[tuple[int, ir.Value, ir.Graph], Tap] = {}
         for site, quantizer, value, graph in entered:
             key = (id(quantizer), value, graph)
@@ -146,10 +143,17 @@ class Calibrator:
                 found[key].times += 1
             else:
                 axis = None if watch.place is None else watch.place.axis
-                proof = proofs.get(value) if graph is main else None
+                proof = bounded.get(value) if graph is main else None
                 found[key] = self._instrument.tap(quantizer, value, graph, axis, proof)
             found[key].watches.append(watch)
         return list(found.values())
+
+    def _entered(self) -> Iterator[tuple[str, Quantizer, ir.Value, ir.Graph]]:
+        """Every watched site, its quantizer, and a tensor that enters it with the graph in which it stands."""
+        for site, places in self.simulation.taps.items():
+            quantizer = self.quantizers.get(site)
+            if quantizer is not None and _is_watched(quantizer):
+                yield from ((site, quantizer, value, graph) for value, graph in places)
 
     def _graph_order(self) -> list[int]:
         """The reduced taps as the model runs: what a proof rests on comes before it."""
@@ -367,35 +371,36 @@ class Calibrator:
     ) -> _Session:
         """A session; ``before`` is what is left of one that showed the channels of more taps."""
         fetched = [tap for tap in arrays if not tap.value.is_graph_input()]
-        by_array = {tap for tap in self._followed if whole or not tap.channels}
-        ordered = {tap.value for tap in fetched if not tap.unordered or tap in by_array}
-        channels = chain.from_iterable(self._channel_values().values())
-        small = [*self._joined, *channels] if first else []
+        small = [*self._joined, *chain.from_iterable(self._channel_values().values())] if first else []
         names = [*(self._outputs if first else ()), *(str(v.name) for v in small)]
         names += [str(tap.value.name) for tap in fetched]
         reduced = {str(v.name) for tap in self._reduced for v in (*tap.scalars, tap.total) if v is not None}
-        unordered = {str(tap.value.name) for tap in fetched if tap.value not in ordered}
-        unordered = unordered.difference(self._outputs)
+        unordered = self._unordered(fetched, whole)
         if before is not None and before.optimized is not None:
             kept = {*names, *self._outputs}
             watching = narrow(
                 before, kept, scalars=reduced, unordered=unordered, threads=self.threads, arena=arena
             )
         else:
-            watching = self._instrument.open(
-                [*small, *(tap.value for tap in fetched)],
-                lambda model: open_watching(
-                    model,
-                    self.providers,
-                    threads=self.threads,
-                    scalars=reduced,
-                    small={str(v.name) for v in small},
-                    unordered=unordered,
-                    arena=arena,
-                    keep=not self._settled and not all(tap.cheap for tap in self._followed),
-                ),
+            opener = partial(
+                open_watching,
+                providers=self.providers,
+                threads=self.threads,
+                scalars=reduced,
+                small={str(v.name) for v in small},
+                unordered=unordered,
+                arena=arena,
+                keep=not self._settled and not all(tap.cheap for tap in self._followed),
             )
+            watching = self._instrument.open([*small, *(tap.value for tap in fetched)], opener)
         return _Session(watching, (self._changes, self._followed), [watching.name(name) for name in names])
+
+    def _unordered(self, fetched: Sequence[Tap], whole: bool) -> set[str]:
+        """Names of the fetched tensors whose elements may come in any order."""
+        by_array = {tap for tap in self._followed if whole or not tap.channels}
+        ordered = {tap.value for tap in fetched if not tap.unordered or tap in by_array}
+        free = {str(tap.value.name) for tap in fetched if tap.value not in ordered}
+        return free.difference(self._outputs)
 
     def _groups(self, sizes: Mapping[Tap, int]) -> list[tuple[Tap, ...]]:
         """The taps in runs that stay within the budget together with the sessions that are kept; at least one run."""

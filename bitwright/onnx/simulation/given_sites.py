@@ -57,24 +57,25 @@ class _Adopter:
         for one in given:
             if one.everywhere and not self._is_asked_for_at_readers(one):
                 self._take(self.made.get(one.value) or self._output(one), one)
-                continue
-            for op, port in one.readers:
-                site = self.at.get((op, port))
-                if site is not None and site.follows is not None:
-                    biases[site.name] = one.encoding
-                elif not _is_bias(one.encoding):
-                    site = site or self._input(one, op, port)
-                    if site is not None:
-                        self._take(site, one)
+            else:
+                self._take_at_readers(one, biases)
         self._regroup()
-        unused: set[str] = set()
+        unused: list[str] = []
         if any(not one.constant for one in given):
-            unused = {
-                s.name
-                for s in self.sites.values()
-                if s.name not in self.encodings and not self._fits(s, biases)
-            }
-        return Adopted(replace(self.plan, sites=self._ordered()), self.encodings, tuple(sorted(unused)))
+            free = (s for s in self.sites.values() if s.name not in self.encodings)
+            unused = sorted(site.name for site in free if not self._fits(site, biases))
+        return Adopted(replace(self.plan, sites=self._ordered()), self.encodings, tuple(unused))
+
+    def _take_at_readers(self, one: Given, biases: dict[str, Encoding]) -> None:
+        """Take an encoding where its tensor is read; those of ``biases`` follow from others."""
+        for op, port in one.readers:
+            site = self.at.get((op, port))
+            if site is not None and site.follows is not None:
+                biases[site.name] = one.encoding
+            elif not _is_bias(one.encoding):
+                site = site or self._input(one, op, port)
+                if site is not None:
+                    self._take(site, one)
 
     def _is_asked_for_at_readers(self, one: Given) -> bool:
         """Whether the rules put the quantizers of a tensor where it is read, and not where it is made."""

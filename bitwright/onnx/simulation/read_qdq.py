@@ -28,32 +28,30 @@ from numpy.typing import NDArray
 
 from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import (
-    FLOAT4_E2M1,
-    FLOAT8_E4M3,
-    FLOAT8_E5M2,
-    FloatFormat,
-    Format,
-    IntFormat,
-    parse_format,
-)
-from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
-from bitwright.errors import FormatError, ModelError
+from bitwright.core.numerics.formats import Format, IntFormat, parse_format
+from bitwright.core.numerics.granularity import PerTensor
+from bitwright.errors import ModelError
 from bitwright.export.qdq.forms import folded_parts, is_small_float, read_metadata, transpose_encoding
 from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.export.qdq.nbits import restore_nbits
 from bitwright.export.qdq.products import join_again
 from bitwright.export.qdq.write import moves_data
+from bitwright.onnx.simulation.written_grids import (
+    encoding_of,
+    fixed_number,
+    folded_parameters,
+    linear_parameters,
+    rank_of,
+    spread,
+    unshifted,
+    written_format,
+    written_grid,
+)
 
 Array = NDArray[Any]
 
 _DOMAINS = ("", "ai.onnx", "com.microsoft")
-_SHAPE_ONLY = ("Shape", "Size")  # read no elements
-_FLOATS: dict[ir.DataType, FloatFormat] = {
-    ir.DataType.FLOAT8E4M3FN: FLOAT8_E4M3,
-    ir.DataType.FLOAT8E5M2: FLOAT8_E5M2,
-    ir.DataType.FLOAT4E2M1: FLOAT4_E2M1,
-}
+
 #: operators that compute on integers or choose their scales at run time -> the form a user has instead
 _INTEGER_OPERATORS = {
     **dict.fromkeys(("ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeLinear",
@@ -134,6 +132,11 @@ def _known(value: ir.Value) -> Array | None:
 
 def _is(node: ir.Node, *types: str) -> bool:
     return node.op_type in types and node.domain in _DOMAINS
+
+
+def _asks_shape(node: ir.Node) -> bool:
+    """Whether ``node`` reads no elements."""
+    return node.op_type in ("Shape", "Size") and not node.domain
 
 
 def _widens(node: ir.Node) -> bool:
@@ -227,23 +230,20 @@ class _Taker:
             pair = own.get(node) or (None if node in inside else self._pair(node))
             if pair is None or not self._can_be_taken(pair):
                 self._carry(node)
-                continue
-            twin = first.setdefault((pair.entry, pair.encoding, node.graph), pair)
-            written = (
-                pair.encoding
-                if node not in own
-                else self._grid(node)
-                if _is(node, "DequantizeLinear")
-                else None
-            )
-            if written is not None and self.grids.get(pair.entry) == written:
-                self.same.append((pair, pair.entry))
-            elif twin is not pair:
-                self.same.append((pair, twin.result))
             else:
-                self.pairs.append(pair)
-            if written is not None:
-                self.grids[pair.result] = written
+                self._note_pair(pair, first.setdefault((pair.entry, pair.encoding, node.graph), pair))
+
+    def _note_pair(self, pair: _Pair, twin: _Pair) -> None:
+        """Note a pair, and whether it changes no bit of what enters it or of what its ``twin`` has made of that."""
+        written = written_grid(pair.last) if _is(pair.last, "DequantizeLinear") else None
+        if written is not None and self.grids.get(pair.entry) == written:
+            self.same.append((pair, pair.entry))
+        elif twin is not pair:
+            self.same.append((pair, twin.result))
+        else:
+            self.pairs.append(pair)
+        if written is not None:
+            self.grids[pair.result] = written
 
     def _find_static(self) -> None:
         """Values that are the same in every run."""
@@ -278,21 +278,21 @@ class _Taker:
         if nodes is None or (facts["scale"] and scale is None):
             return None  # somebody changed the file since
         fmt = parse_format(facts["format"])
-        array = np.ones((), np.float32) if scale is None else self._number(node, scale)
+        array = np.ones((), np.float32) if scale is None else fixed_number(node, scale)
         zero = self._own_zero_point(nodes, fmt)
         ends = [n for n in nodes if _is(n, "QuantizeLinear")]
         block = ends[0].attributes.get_int("block_size", 0) if ends else 0
-        return _Pair(entry, node, nodes, self._encoding(node, fmt, array, zero, facts["axis"], block, entry))
+        return _Pair(entry, node, nodes, encoding_of(fmt, array, zero, facts["axis"], block, rank_of(entry)))
 
     def _own_zero_point(self, nodes: set[ir.Node], fmt: Format) -> Array | None:
         for node in nodes:
             if _is(node, "QuantizeLinear") and isinstance(fmt, IntFormat):
                 assert node.inputs[2] is not None
-                stored = self._number(node, node.inputs[2])
-                return _unshifted(stored, fmt)
+                stored = fixed_number(node, node.inputs[2])
+                return unshifted(stored, fmt)
             if node.op_type == "Add" and isinstance(fmt, IntFormat):  # the wide form
                 assert node.inputs[1] is not None
-                return self._number(node, node.inputs[1]).astype(np.int64)
+                return fixed_number(node, node.inputs[1]).astype(np.int64)
         return None
 
     def _pair(self, node: ir.Node) -> _Pair | None:
@@ -303,7 +303,7 @@ class _Taker:
         first = None if codes is None else codes.producer()
         if first is None or not _is(first, "QuantizeLinear"):
             return None
-        entry, one, other = first.inputs[0], self._grid(first), self._grid(node)
+        entry, one, other = first.inputs[0], written_grid(first), written_grid(node)
         assert entry is not None
         if one != other:
             raise ModelError(
@@ -354,13 +354,11 @@ class _Taker:
         value, result = self._kept(pair.entry), pair.result
         alone = {node for node, _ in value.uses()} <= pair.nodes and not value.is_graph_output()
         whole = alone and value.producer() is not None and value not in settled
-        readers = [
-            (node, port) for node, port in result.uses() if node.op_type not in _SHAPE_ONLY or node.domain
-        ]
-        apart = [node for node, _ in readers if node.op_type in TRAITS["bodies"] or node in self.inner]
-        if not whole and (apart or result.is_graph_output()):
+        readers = [(node, port) for node, port in result.uses() if not _asks_shape(node)]
+        near = [(node, port) for node, port in readers if not self._is_apart(node)]
+        if not whole and (len(near) < len(readers) or result.is_graph_output()):
             self._keep_identity(pair, value, readers)
-            readers = [(n, p) for n, p in readers if n not in apart]
+            readers = near
         else:
             self._bypass(pair, value)
         if pair.last.graph is not None:
@@ -375,6 +373,10 @@ class _Taker:
         else:
             self.found.append((value, pair.encoding, readers, whole, False))
 
+    def _is_apart(self, node: ir.Node) -> bool:
+        """Whether no site at ``node`` can hold a quantizer of what it reads."""
+        return node.op_type in TRAITS["bodies"] or node in self.inner
+
     def _keep_identity(self, pair: _Pair, value: ir.Value, readers: Iterable[tuple[ir.Node, int]]) -> None:
         """A place of its own for a quantizer that no reader can hold."""
         node = pair.last
@@ -387,7 +389,7 @@ class _Taker:
         for source in inputs:
             remove_unread(source)
         for reader, port in readers:
-            if reader.op_type not in TRAITS["bodies"] and reader not in self.inner:
+            if not self._is_apart(reader):
                 reader.replace_input_with(port, value)
 
     def _check_rest(self) -> None:
@@ -435,15 +437,15 @@ class _Taker:
         result, facts = last.outputs[0], read_metadata(last) or {}
         scale, zero, axis, block = np.ones((), np.float32), None, 0, 0
         if node.op_type == "Mul":
-            scale, zero, axis = self._folded_parameters(node, facts)
+            scale, zero, axis = folded_parameters(node, facts)
         elif node.op_type != "Cast":
-            scale, zero, axis, block = self._parameters(node, codes.dtype)
+            scale, zero, axis, block = linear_parameters(node, codes.dtype)
         dtype = result.dtype or ir.DataType.FLOAT
         where = codes.ndim and axis % codes.ndim
         wide = codes.astype(np.float32)
         if zero is not None:
-            wide -= _broadcast(zero.astype(np.float32), codes.shape, where, block)
-        wide *= _broadcast(scale, codes.shape, where, block)
+            wide -= spread(zero.astype(np.float32), codes.shape, where, block)
+        wide *= spread(scale, codes.shape, where, block)
         encoding = self._constant_encoding(node, facts, codes, scale, zero, axis, block)
         perm = tuple(facts.get("perm", ()))
         name = str(result.name)
@@ -489,15 +491,15 @@ class _Taker:
     ) -> Encoding | None:  # fmt: skip
         """The grid of stored codes; ``None`` where blocks cannot say it."""
         dtype = ir.DataType.from_numpy(codes.dtype)
-        fmt: Format = parse_format(facts["format"]) if facts else _format(node, dtype)
+        fmt: Format = parse_format(facts["format"]) if facts else written_format(node, dtype)
         if (
             is_small_float(fmt) and codes.dtype.kind == "i"
         ):  # stored as whole multiples of the smallest number
             scale = scale / np.float32(fmt.step)
         if isinstance(fmt, IntFormat) and zero is not None:
-            zero = _unshifted(zero, fmt)
+            zero = unshifted(zero, fmt)
         try:
-            return self._encoding(node, fmt, scale, zero, axis, block, None, codes.shape)
+            return encoding_of(fmt, scale, zero, axis, block, codes.ndim)
         except ModelError:
             return None
 
@@ -515,129 +517,6 @@ class _Taker:
                     waiting.append((node.outputs[0], moved, list(node.outputs[0].uses())))
             if readers:
                 self.found.append((value, encoding, readers, False, True))
-
-    # -- grids
-
-    def _number(self, node: ir.Node, value: ir.Value) -> Array:
-        """A scale or zero point, which must be known before the model runs."""
-        seen: ir.Value | None = value
-        while seen is not None and seen.const_value is None:
-            maker = seen.producer()
-            seen = maker.inputs[0] if maker is not None and maker.op_type == "Identity" else None
-        if seen is None or seen.const_value is None:
-            raise ModelError(
-                str(node.name),
-                f"its parameter {value.name!r} is computed while the model runs",
-                "start from the float model: such a quantizer has no fixed encoding",
-            )
-        array: Array = seen.const_value.numpy()
-        return array
-
-    def _folded_parameters(self, node: ir.Node, facts: dict[str, Any]) -> tuple[Array, Array | None, int]:
-        """Scale, zero point and axis of a constant that Cast, Sub and Mul make."""
-        parts = folded_parts(node)
-        assert parts is not None
-        _, zeros, factor = parts
-        scale = self._number(node, factor).astype(np.float32)
-        zero = None if zeros is None else self._number(node, zeros).reshape(-1)
-        return scale.reshape(-1) if scale.size > 1 else scale.reshape(()), zero, facts.get("axis") or 0
-
-    def _parameters(self, node: ir.Node, kind: np.dtype[Any]) -> tuple[Array, Array | None, int, int]:
-        assert node.inputs[1] is not None
-        scale = self._number(node, node.inputs[1]).astype(np.float32)
-        third = node.inputs[2] if len(node.inputs) > 2 else None
-        zero = None if third is None else self._number(node, third)
-        if zero is not None and zero.dtype.kind not in "iu" and kind.kind not in "iu":
-            zero = None if not zero.astype(np.float32).any() else zero
-        if not np.isfinite(scale).all() or not (scale > 0).all():
-            raise ModelError(
-                str(node.name),
-                f"its scale is not a positive number everywhere: {float(scale.min()):.3g} to {float(scale.max()):.3g}",
-                "quantize the model again; a scale of zero or less has no meaning",
-            )
-        return scale, zero, node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
-
-    def _grid(self, node: ir.Node) -> Encoding:
-        """The grid of a QuantizeLinear or DequantizeLinear."""
-        entry = node.inputs[0]
-        third = node.inputs[2] if len(node.inputs) > 2 else None
-        codes = node.outputs[0] if node.op_type == "QuantizeLinear" else entry
-        dtype = codes.dtype if third is None and codes is not None else None if third is None else third.dtype
-        dtype = dtype or ir.DataType(node.attributes.get_int("output_dtype", 0) or int(ir.DataType.UINT8))
-        scale, zero, axis, block = self._parameters(node, np.dtype(dtype.numpy()))
-        return self._encoding(node, _format(node, dtype), scale, zero, axis, block, entry)
-
-    def _encoding(
-        self, node: ir.Node, fmt: Format, scale: Array, zero: Array | None, axis: int | None, block: int,
-        value: ir.Value | None, shape: tuple[int, ...] | None = None,
-    ) -> Encoding:  # fmt: skip
-        rank = len(shape) if shape is not None else None
-        if rank is None and value is not None and value.shape is not None:
-            rank = len(value.shape)
-        granularity: Granularity = PerTensor()
-        scale = np.asarray(scale, np.float32)
-        zero = np.zeros(scale.shape, np.int64) if zero is None else np.asarray(zero).astype(np.int64)
-        if block:
-            granularity, scale, zero = _in_blocks(node, scale, zero, axis or 0, block)
-        elif axis is None or scale.size == 1:
-            scale = scale.reshape(())
-        else:
-            granularity, scale = PerChannel(axis if rank is None else axis % rank), scale.reshape(-1)
-        zero = zero.reshape(scale.shape) if zero.size == scale.size else np.broadcast_to(zero, scale.shape)
-        if isinstance(fmt, FloatFormat):
-            zero = np.zeros(scale.shape, np.int64)
-        return Encoding(fmt, scale, zero, granularity)
-
-
-def _format(node: ir.Node, dtype: ir.DataType) -> Format:
-    if dtype in _FLOATS:
-        return _FLOATS[dtype]
-    if dtype.is_integer():
-        try:
-            return IntFormat(dtype.bitwidth, signed=dtype.is_signed())
-        except FormatError:  # one bit
-            pass
-    raise ModelError(
-        str(node.name),
-        f"it quantizes to {dtype.name.lower()}, which has no counterpart here",
-        "use integers of 2 to 16 bits, float8e4m3fn or float8e5m2",
-    )
-
-
-def _unshifted(zero: Array, fmt: IntFormat) -> Array:
-    """The zero point of a signed grid that may have been written counted from zero."""
-    shift = 1 << (fmt.bits - 1) if fmt.signed and np.dtype(zero.dtype).kind == "u" else 0
-    unsigned_kinds = ("uint2", "uint4")
-    if fmt.signed and zero.dtype.name in unsigned_kinds:
-        shift = 1 << (fmt.bits - 1)
-    return np.asarray(zero.astype(np.int64) - shift)
-
-
-def _in_blocks(
-    node: ir.Node, scale: Array, zero: Array, axis: int, block: int
-) -> tuple[PerBlock, Array, Array]:
-    """Blocks as ONNX writes them, one scale per index of every other axis, as one scale per channel where they agree."""
-    axis %= scale.ndim
-    others = [i for i in range(scale.ndim) if i != axis]
-    zero = np.broadcast_to(zero, scale.shape)
-    differing = [i for i in others if not (_constant_along(scale, i) and _constant_along(zero, i))]
-    # of a matrix the other axis is the channel's, whatever the numbers say
-    channels = differing or (others if len(others) == 1 else [])
-    keep = tuple(slice(None) if i in (axis, *channels) else slice(0, 1) for i in range(scale.ndim))
-    return PerBlock(block, axis, tuple(channels)), scale[keep], zero[keep]
-
-
-def _constant_along(array: Array, axis: int) -> bool:
-    return bool((array == array.take([0], axis)).all())
-
-
-def _broadcast(param: Array, shape: tuple[int, ...], axis: int, block: int) -> Array:
-    """A scale or zero point as long as a tensor of ``shape``, or with axes of length one."""
-    if block:
-        return np.repeat(param, block, axis)[tuple(slice(0, n) for n in shape)]
-    if param.size == 1:
-        return param.reshape(())
-    return param.reshape([-1 if i == axis else 1 for i in range(len(shape))])
 
 
 def _moved(node: ir.Node, encoding: Encoding) -> Encoding | None:

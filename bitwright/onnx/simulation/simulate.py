@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -73,8 +74,9 @@ def mark_sites(model: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str,
     """
     copy = copy_model(model)
     nodes = {node.name: node for node in copy.graph.all_nodes()}
-    values = {value.name: value for node in copy.graph.all_nodes() for value in node.outputs}
-    values.update((v.name, v) for graph in copy.graphs() for v in graph.inputs)
+    made = chain.from_iterable(node.outputs for node in nodes.values())
+    given = chain.from_iterable(graph.inputs for graph in copy.graphs())
+    values = {value.name: value for value in chain(made, given)}
     names, outputs = Names(copy), Outputs(copy)
     inner: dict[ir.Node, list[str]] = {}
     for site in sites:
@@ -83,17 +85,26 @@ def mark_sites(model: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str,
             inner.setdefault(node, []).append(f"{site.inner}={site.name}")
         elif site.role == "output":
             _mark_output(values[site.value], site.name, names, outputs)
-        elif node.op_type == "If" and not node.domain:
-            _mark_returned(values[site.value], site.name, names, outputs)
-        else:
+        elif not _is_branching(node):
             _mark_input(node, site.port, site.name, names)
-    for node in nodes.values():  # ONNX Runtime has no kernels for layout 1, and none with quantizers inside
-        if node in inner or (is_layer(node) and node.attributes.get_int("layout", 0) == 1):
+        else:
+            _mark_returned(values[site.value], site.name, names, outputs)
+    for node in nodes.values():
+        if node in inner or _is_batch_first(node):
             node.domain = DOMAIN
             node.attributes.add(ir.AttrStrings(INNER_SITES, inner.get(node, [])))
     for graph in copy.graphs():
         graph.opset_imports[DOMAIN] = 1
     return copy
+
+
+def _is_branching(node: ir.Node) -> bool:
+    return node.op_type == "If" and not node.domain
+
+
+def _is_batch_first(node: ir.Node) -> bool:
+    """Whether ``node`` is a recurrent layer of layout 1, for which ONNX Runtime has no kernels."""
+    return is_layer(node) and node.attributes.get_int("layout", 0) == 1
 
 
 def _mark_input(node: ir.Node, port: int, site: str, names: Names) -> None:
@@ -180,35 +191,39 @@ def simulation_model(
     elif file is None:
         file = WeightFile()
     folded: dict[tuple[ir.Value, Encoding], ir.Value] = {}
-    replaced: dict[ir.Value, None] = {}
     for node in site_nodes(copy):
         site, source = site_of(node), node.inputs[0]
         assert source is not None and node.graph is not None
         encoding = encodings.get(site)
-        if source in constants:
-            if encoding is not None:
-                key = (source, encoding)
-                if key not in folded:
-                    name = f"{source.name}_simulated"
-                    tensor = _simulated(name, constants[source], encoding, bias=site in biases, file=file)
-                    folded[key] = builder.initializer_of(name, tensor)
-                node.replace_input_with(0, folded[key])
-                replaced[source] = None
-            bypass(node, builder.outputs)
+        if source not in constants:
+            simulation.taps.setdefault(site, []).append((source, node.graph))
+            result = _write_site(node, source, encoding, site, builder)
+            simulation.results.setdefault(site, []).append(result)
             continue
-        simulation.taps.setdefault(site, []).append((source, node.graph))
-        if encoding is None:
-            result = node.outputs[0]
-            kept = _bypass_activation(node, builder)
-            simulation.results.setdefault(site, []).append(source if kept is None else result)
-            continue
-        found = write_activation(builder, node, encoding, unsigned(encoding), site)
-        simulation.results.setdefault(site, []).append(found.value)
-    for source in replaced:
+        if encoding is not None:
+            key = (source, encoding)
+            if key not in folded:
+                name = f"{source.name}_simulated"
+                tensor = _simulated(name, constants[source], encoding, bias=site in biases, file=file)
+                folded[key] = builder.initializer_of(name, tensor)
+            node.replace_input_with(0, folded[key])
+        bypass(node, builder.outputs)
+    for source in dict.fromkeys(source for source, _ in folded):
         remove_unread(source)
     guard_outputs(builder, copy.graph.all_nodes())
     close(copy)
     return simulation if file is None else _kept_in_file(simulation, file)
+
+
+def _write_site(
+    node: ir.Node, source: ir.Value, encoding: Encoding | None, site: str, builder: Builder
+) -> ir.Value:
+    """Put a quantizer in the place of a marker; what its readers see."""
+    if encoding is not None:
+        return write_activation(builder, node, encoding, unsigned(encoding), site).value
+    result = node.outputs[0]
+    bypass(node, builder.outputs)
+    return source if node.graph is None else result  # it stays where the name of an output needs a node
 
 
 def _kept_in_file(simulation: Simulation, file: WeightFile) -> Simulation:
@@ -222,12 +237,6 @@ def _kept_in_file(simulation: Simulation, file: WeightFile) -> Simulation:
 
 def _unchanged(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     return tensor
-
-
-def _bypass_activation(node: ir.Node, builder: Builder) -> ir.Node | None:
-    """Take a marker out; the node that stays where an output's name needs one, or ``None``."""
-    bypass(node, builder.outputs)
-    return node if node.graph is not None else None
 
 
 def _simulated(
