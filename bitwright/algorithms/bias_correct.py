@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -129,23 +129,27 @@ def expected_inputs(layers: Layers, moments: Moments) -> dict[str, Array]:
     Returns:
         Layer -> float64, shape [inputs]. The two sides of an addition are taken for independent.
     """
-    graph = layers.graph
     known: dict[str, tuple[Array, Array]] = {}
     found: dict[str, Array] = {}
-    for op in graph.ops:
+    for op in layers.graph.ops:
         layer = layers.of.get(op.name)
-        if layer is not None and layer.kind == "layer":
-            entering = known.get(op.inputs[0] or "")
-            if entering is not None and entering[0].size == layer.axes.inputs:
-                found[op.name] = entering[0]
-            if op.name in moments and moments[op.name][0].size == layer.axes.outputs:
-                mean, std = moments[op.name]
-                known[layer.output] = np.asarray(mean, np.float64), np.abs(np.asarray(std, np.float64))
-        elif len(op.outputs) == 1 and op.outputs[0] not in known and not op.also:
-            passed = moments_behind(op, known)
-            if passed is not None:
-                known[op.outputs[0]] = passed
+        if layer is None or layer.kind != "layer":
+            known.update(_computed_moments(op, known))
+            continue
+        entering, own = known.get(op.inputs[0] or ""), moments.get(op.name)
+        if entering is not None and entering[0].size == layer.axes.inputs:
+            found[op.name] = entering[0]
+        if own is not None and own[0].size == layer.axes.outputs:
+            known[layer.output] = np.asarray(own[0], np.float64), np.abs(np.asarray(own[1], np.float64))
     return found
+
+
+def _computed_moments(op: Op, known: Moments) -> Moments:
+    """Those of the output of an operator that runs once, where they follow and are not known yet."""
+    if len(op.outputs) != 1 or op.outputs[0] in known or op.also:
+        return {}
+    passed = moments_behind(op, known)
+    return {} if passed is None else {op.outputs[0]: passed}
 
 
 def moments_behind(op: Op, known: Moments) -> tuple[Array, Array] | None:
@@ -156,18 +160,33 @@ def moments_behind(op: Op, known: Moments) -> tuple[Array, Array] | None:
     mean, std = sources[0]
     if op.type == "Add" and len(sources) == 2 and sources[1] is not None and sources[1][0].size == mean.size:
         return mean + sources[1][0], np.hypot(std, sources[1][1])
-    if op.type == "Relu":
-        return clipped_normal(mean, std, 0.0, np.inf)
-    if op.type == "Clip":
-        low, high = op.attrs.get("min"), op.attrs.get("max")
-        if low is None and high is None:
-            return None
-        return clipped_normal(mean, std, -np.inf if low is None else low, np.inf if high is None else high)
-    if op.type == "LeakyRelu":
-        slope = float(op.attrs.get("alpha", 0.01))
-        above, below = clipped_normal(mean, std, 0.0, np.inf), clipped_normal(mean, std, -np.inf, 0.0)
-        return above[0] + slope * below[0], above[1] + slope * below[1]
+    if op.type in _ACTIVATIONS:
+        return _ACTIVATIONS[op.type](op, mean, std)
     return (mean, std) if op.type in TRAITS["keeps_mean"] else None
+
+
+def _after_relu(op: Op, mean: Array, std: Array) -> tuple[Array, Array]:
+    return clipped_normal(mean, std, 0.0, np.inf)
+
+
+def _after_clip(op: Op, mean: Array, std: Array) -> tuple[Array, Array] | None:
+    low, high = op.attrs.get("min"), op.attrs.get("max")
+    if low is None and high is None:
+        return None
+    return clipped_normal(mean, std, -np.inf if low is None else low, np.inf if high is None else high)
+
+
+def _after_leaky_relu(op: Op, mean: Array, std: Array) -> tuple[Array, Array]:
+    slope = float(op.attrs.get("alpha", 0.01))
+    above, below = clipped_normal(mean, std, 0.0, np.inf), clipped_normal(mean, std, -np.inf, 0.0)
+    return above[0] + slope * below[0], above[1] + slope * below[1]
+
+
+_ACTIVATIONS: dict[str, Callable[[Op, Array, Array], tuple[Array, Array] | None]] = {
+    "Relu": _after_relu,
+    "Clip": _after_clip,
+    "LeakyRelu": _after_leaky_relu,
+}
 
 
 # ---------------------------------------------------------------------------------------------- on a model

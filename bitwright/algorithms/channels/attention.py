@@ -7,7 +7,7 @@ function as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from bitwright.algorithms.channels.layers import Layer, Layers, data_readers, sole_reader
@@ -111,7 +111,7 @@ def _heads(layer: Layer | None, dim: int) -> Layer | None:
 def _origin(layers: Layers, reader: Op, port: int, through: frozenset[str]) -> Layer | None:
     """The one linear layer that an operand comes from, if nothing else reads what lies between."""
     graph = layers.graph
-    passed: dict[str, Op] = {}
+    inside: set[str] = {reader.name}
     values: dict[str, None] = {}
     origins: dict[str, Layer] = {}
     open_values = [reader.inputs[port]]
@@ -119,22 +119,26 @@ def _origin(layers: Layers, reader: Op, port: int, through: frozenset[str]) -> L
         value = open_values.pop()
         if value is None or value in values or graph.values[value].is_static:
             continue
-        values[value] = None
         layer, op = layers.by_output.get(value), graph.producer(value)
         if layer is not None and layer.kind == "layer":
+            values[value] = None
             origins[layer.op] = layer
-        elif op is None or op.type not in through or op.also:
-            del values[value]  # angles of rotary positions and the like: not of this layer
-        else:
-            passed[op.name] = op
+        elif (
+            op is not None and op.type in through and not op.also
+        ):  # others: rotary angles, not of this layer
+            values[value] = None
+            inside.add(op.name)
             open_values.extend(op.inputs if op.type in _JOINS else op.inputs[:1])
-    inside = passed.keys() | {reader.name}
-    private = all(op.name in inside for value in values for op, _ in data_readers(graph, value))
-    returned = any(graph.is_output(value) for value in values)
-    if len(origins) != 1 or not private or returned:
+    if len(origins) != 1 or not _read_only_by(inside, graph, values):
         return None
     (layer,) = origins.values()
     return layer if layer.type in ("Gemm", "MatMul") else None
+
+
+def _read_only_by(ops: set[str], graph: Graph, values: Iterable[str]) -> bool:
+    """Whether nothing but these operators reads any of the values."""
+    readers = {op.name for value in values for op, _ in data_readers(graph, value)}
+    return readers <= ops and not any(graph.is_output(value) for value in values)
 
 
 def _behind(layers: Layers, product: Op, dim: int) -> Layer | None:

@@ -9,7 +9,7 @@ all that consumes it by ``a[c]``, and the model computes what it did before. Equ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.algorithms.channels.batch_norm_affine import ChannelAxes, channel_axes
-from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.core.graph.ops import CELLS, op_row
 from bitwright.core.graph.traits import TRAITS
 from bitwright.core.simulation.protocols import Clamp, Edit, FloatModel, SetParam
@@ -154,9 +154,7 @@ class Layers:
         values, output = self.graph.values, op.outputs[0]
         name = _at(op, 2)
         if name is None:
-            add = sole_reader(self.graph, output) if op.type in ("MatMul", "Gemm") else None
-            found = None if add is None else _added_bias(self.graph, add, output, channels)
-            return (None, output, None) if found is None or add is None else (found, add.outputs[0], add.name)
+            return self._added(output, channels) if op.type in ("MatMul", "Gemm") else (None, output, None)
         value = values[name]
         if value.kind != "param" or value.shape not in ((channels,), (1, channels)) or op.type == "MatMul":
             return _Odd(f"its bias {name} is no stored parameter with one entry per channel"), output, None
@@ -172,14 +170,23 @@ class Layers:
         shape, channels = values[op.outputs[0]].shape, weight.shape[0]
         if len(shape) < 2 or channels < 2 or shape[-1] not in (channels, -1):
             return None
-        output, adder = op.outputs[0], None
-        bias = values[str(op.inputs[2])].param if 2 in ports and op.type != "Mul" else None
-        if bias is None and op.type == "Mul" and (add := sole_reader(self.graph, output)) is not None:
-            bias = _added_bias(self.graph, add, output, channels)
-            output, adder = (add.outputs[0], add.name) if bias else (output, None)
+        bias, output, adder = self._norm_bias(op, ports, channels)
         axes = ChannelAxes(1, channels, channels, False)
         name = weight.param or weight.name
         return Layer(op.name, op.type, op.attrs, "norm", name, bias, axes, len(shape), output, adder)
+
+    def _norm_bias(self, op: Op, ports: list[int], channels: int) -> tuple[str | None, str, str | None]:
+        """The bias of a norm, its output with the bias added, and the operator that adds it."""
+        output = op.outputs[0]
+        if op.type != "Mul":
+            return self.graph.values[str(op.inputs[2])].param if 2 in ports else None, output, None
+        return self._added(output, channels)
+
+    def _added(self, value: str, channels: int) -> tuple[str | None, str, str | None]:
+        """The stored bias that the only reader of a value adds to it, the value after that, and the Add."""
+        add = sole_reader(self.graph, value)
+        bias = None if add is None else _added_bias(self.graph, add, value, channels)
+        return (None, value, None) if bias is None or add is None else (bias, add.outputs[0], add.name)
 
     def _read_embedding(self, op: Op) -> Layer | str | None:
         weight = self.graph.values.get(_at(op, 0) or "")
@@ -243,20 +250,26 @@ def _shared_parameters(graph: Graph) -> dict[str, str]:
     """Parameters read in several places, returned by the model, or used to compute something that is read; and the reason."""
     found: dict[str, str] = {}
     for value in graph.values.values():
-        readers = graph.consumers(value.name)
-        if value.kind == "param":
-            name = value.param or value.name
-            if len(readers) > 1:
-                found[name] = _read_elsewhere([op for op, _ in readers], name)
-            elif graph.is_output(value.name):
-                found[name] = f"the model's output also reads {name}"
-        elif value.sources and (readers or graph.is_output(value.name)):
-            reader = readers[0][0].name if readers else "the model's output"
-            for source in value.sources:
-                held = graph.values.get(source)
-                if held is not None and (graph.consumers(held.name) or len(value.sources) > 1):
-                    found[source] = f"{reader} also reads {source}"
+        readers, name = graph.consumers(value.name), value.param or value.name
+        if value.kind != "param":
+            found.update(_shared_sources(graph, value))
+        elif len(readers) > 1:
+            found[name] = _read_elsewhere([op for op, _ in readers], name)
+        elif graph.is_output(value.name):
+            found[name] = f"the model's output also reads {name}"
     return found
+
+
+def _shared_sources(graph: Graph, value: Value) -> Iterator[tuple[str, str]]:
+    """What ``value`` is computed from and others read as well; and the reason."""
+    readers = graph.consumers(value.name)
+    if not readers and not graph.is_output(value.name):
+        return
+    reader = readers[0][0].name if readers else "the model's output"
+    for source in value.sources:
+        held = graph.values.get(source)
+        if held is not None and (graph.consumers(held.name) or len(value.sources) > 1):
+            yield source, f"{reader} also reads {source}"
 
 
 def _read_elsewhere(readers: list[Op], parameter: str) -> str:
@@ -290,6 +303,11 @@ class Group:
     clips: tuple[tuple[Op, int], ...]
     channels: int
     block: int = 1
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Producers, then consumers."""
+        return (*self.producers, *(layer for layer, _ in self.consumers))
 
     def spread(self, values: Array, repeat: int) -> Array:
         """One number per channel, shape [channels], as one per input of a consumer, shape [channels * repeat]."""
@@ -395,27 +413,29 @@ class _Walk:
                 continue
             self._enter(value, axis)
             layer, op = self.layers.by_output.get(value), self.graph.producer(value)
-            if layer is not None:
-                self.producers.append(layer)
-                if layer.axes.outputs != self.channels or layer.channel_axis != axis:
-                    return f"{layer.op} has its {layer.axes.outputs} channels on another axis"
+            if layer is None:
+                sources = self._handed_on(value, op)
+                if not sources:
+                    made = (
+                        f"made by {op.name} ({op.type})"
+                        if op is not None
+                        else "an input or a parameter of the model"
+                    )
+                    return f"{value} is {made}"
+                back.extend(sources)
                 continue
-            shape = self.graph.values[value].shape
-            sources = (
-                [] if op is None else [s for s in op.inputs if s and self.graph.values[s].shape == shape]
-            )
-            if (
-                op is None
-                or op.also
-                or not sources
-                or op.type not in self.ties.union(TRAITS["homogeneous"]) - _BOTH_PORTS
-            ):
-                made = (
-                    "an input or a parameter of the model" if op is None else f"made by {op.name} ({op.type})"
-                )
-                return f"{value} is {made}"
-            back.extend(sources if op.type in self.ties else sources[:1])
+            self.producers.append(layer)
+            if layer.axes.outputs != self.channels or layer.channel_axis != axis:
+                return f"{layer.op} has its {layer.axes.outputs} channels on another axis"
         return None
+
+    def _handed_on(self, value: str, op: Op | None) -> list[str]:
+        """The inputs whose channels are those of ``value``; none where ``op`` does not hand channels on."""
+        if op is None or op.also or op.type not in self.ties.union(TRAITS["homogeneous"]) - _BOTH_PORTS:
+            return []
+        values = self.graph.values
+        sources = [s for s in op.inputs if s and values[s].shape == values[value].shape]
+        return sources if op.type in self.ties else sources[:1]
 
     def _behind(self, value: str) -> str | None:
         """Look at what reads ``value``."""
@@ -428,6 +448,7 @@ class _Walk:
         return None
 
     def _reader(self, op: Op, port: int, value: str) -> str | None:
+        """Go on with an operator that reads ``value``; or what stands against it."""
         layer = self.layers.of.get(op.name)
         if layer is not None and layer.kind == "layer" and port == 0:
             return self._consume(layer, value)
@@ -436,12 +457,17 @@ class _Walk:
         if op.also or len(op.outputs) != 1:
             return f"{op.name} ({op.type}) reads it, and runs several times or has several outputs"
         if op.type in self.ties:
-            self._enter(op.outputs[0], self.axis[value])
-            others = [source for source in op.inputs if source is not None and source != value]
-            return next((r for other in others if (r := self._tie(other, self.axis[value]))), None)
+            return self._tie_others(op, value)
         if op.type not in TRAITS["homogeneous"] or (port != 0 and op.type not in _BOTH_PORTS):
             return f"{op.name} ({op.type}) reads {value}"
         return self._pass(op, value)
+
+    def _tie_others(self, op: Op, value: str) -> str | None:
+        """Follow what shares channels with ``value`` at ``op``; or what stands against it."""
+        axis = self.axis[value]
+        self._enter(op.outputs[0], axis)
+        others = [source for source in op.inputs if source is not None and source != value]
+        return next((reason for other in others if (reason := self._tie(other, axis))), None)
 
     def _consume(self, layer: Layer, value: str) -> str | None:
         spatial = layer.type in ("Conv", "ConvTranspose")
@@ -495,24 +521,22 @@ def rescaling(
     Returns:
         The edits, each parameter set once; and by what the output channels of each producer were multiplied.
     """
-    weights: dict[str, Array] = {}
+    names = dict.fromkeys(layer.weight for group in groups for layer in group.layers)
+    weights = {name: view.param(name) for name in names}
     edits: list[Edit] = []
     multiplied: dict[str, Array] = {}
     for group, s in zip(groups, factors, strict=True):
         for layer in group.producers:
-            W = weights.get(layer.weight)
-            weights[layer.weight] = layer.times_outputs(view.param(layer.weight) if W is None else W, 1 / s)
+            weights[layer.weight] = layer.times_outputs(weights[layer.weight], 1 / s)
             multiplied[layer.op] = 1 / s
             if layer.bias is not None:
                 b = np.asarray(view.param(layer.bias), np.float64)
                 edits.append(SetParam(layer.bias, (b.reshape(-1) / s).reshape(b.shape)))
         for layer, repeat in group.consumers:
-            W = weights.get(layer.weight)
-            spread = group.spread(s, repeat)
-            weights[layer.weight] = layer.times_inputs(view.param(layer.weight) if W is None else W, spread)
+            weights[layer.weight] = layer.times_inputs(weights[layer.weight], group.spread(s, repeat))
         for op, axis in group.clips:
-            low, high = (op.attrs.get(end) for end in ("min", "max"))
-            edits.append(Clamp(op.name, _bound(low, -np.inf) / s, _bound(high, np.inf) / s, axis))
+            low, high = _bound(op.attrs.get("min"), -np.inf), _bound(op.attrs.get("max"), np.inf)
+            edits.append(Clamp(op.name, low / s, high / s, axis))
     edits.extend(SetParam(name, W) for name, W in weights.items())
     return edits, multiplied
 
@@ -526,20 +550,22 @@ def batch_norm_moments(view: FloatModel, graph: Graph | None = None) -> dict[str
 
     To be asked before the batch norms are folded; :func:`moments_of_layers` then says them of the layers.
     """
-    graph, found = graph or view.graph(), {}
-    for op in graph.ops:
-        if op.type != "BatchNormalization" or op.attrs.get("training") or len(op.inputs) < 5:
-            continue
-        held = [None if name is None else graph.values[name] for name in op.inputs[1:4]]
-        if any(value is not None and value.kind != "param" for value in held) or held[2] is None:
-            continue
-        gamma, beta = (None if v is None else view.param(v.param or v.name) for v in held[:2])
-        channels = held[2].shape
-        found[op.name] = (
-            np.zeros(channels) if beta is None else np.asarray(beta, np.float64),
-            np.ones(channels) if gamma is None else np.abs(np.asarray(gamma, np.float64)),
-        )
-    return found
+    graph = graph or view.graph()
+    norms = (op for op in graph.ops if op.type == "BatchNormalization" and not op.attrs.get("training"))
+    found = ((op.name, _norm_moments(view, graph, op)) for op in norms if len(op.inputs) >= 5)
+    return {name: moments for name, moments in found if moments is not None}
+
+
+def _norm_moments(view: FloatModel, graph: Graph, norm: Op) -> tuple[Array, Array] | None:
+    held = [None if name is None else graph.values[name] for name in norm.inputs[1:4]]
+    if any(value is not None and value.kind != "param" for value in held) or held[2] is None:
+        return None
+    gamma, beta = (None if v is None else view.param(v.param or v.name) for v in held[:2])
+    channels = held[2].shape
+    return (
+        np.zeros(channels) if beta is None else np.asarray(beta, np.float64),
+        np.ones(channels) if gamma is None else np.abs(np.asarray(gamma, np.float64)),
+    )
 
 
 def moments_of_layers(

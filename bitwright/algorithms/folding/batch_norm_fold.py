@@ -29,8 +29,9 @@ from bitwright.algorithms.channels.batch_norm_affine import (
 )
 from bitwright.algorithms.channels.layers import batch_norm_moments, moments_of_layers
 from bitwright.algorithms.channels.trial import Bar, Reversible, no_bar
-from bitwright.algorithms.folding.batch_norm_search import Chain, Fold, Refusal, find_folds, operand
+from bitwright.algorithms.folding.batch_norm_search import find_folds, operand
 from bitwright.algorithms.folding.channel_map import filled, moved
+from bitwright.algorithms.folding.folds import Chain, Fold, Refusal, in_execution_order
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.simulation.protocols import AddBias, Bypass, Edit, FloatModel, SetParam, Undo
 from bitwright.tables import Tabular
@@ -173,17 +174,21 @@ def fold_all_batch_norms(
                 done.append((fold, outcome))
                 logger.info("batch norm folded: %s", fold)
             else:
-                layers = {bn: layer for layer, bn in reversed(fold.pairs)}
-                refusals.extend(Refusal(layers[bn], bn, outcome) for bn in fold.batch_norms)
+                refusals.extend(_refusals(fold, outcome))
     except BaseException:
         folder.undo_to(0)
         raise
-    order = {op.name: i for i, op in enumerate(graph.ops)}
-    refusals.sort(key=lambda refusal: order[refusal.bn])
+    refusals = in_execution_order(refusals, graph)
     for refusal in refusals:
         logger.info("batch norm kept: %s", refusal)
     max_error = max((error for _, error in done), default=0.0)
     return FoldReport((fold for fold, _ in done), refusals, max_error, folder.undos, norms)
+
+
+def _refusals(fold: Fold, reason: str) -> Iterator[Refusal]:
+    """A fold that failed: each of its batch norms, beside the first layer that could have absorbed it."""
+    layers = {bn: layer for layer, bn in reversed(fold.pairs)}
+    return (Refusal(layers[bn], bn, reason) for bn in fold.batch_norms)
 
 
 def _sift(
@@ -193,20 +198,15 @@ def _sift(
     groups, checks = [list(folds)], 0
     while groups:
         group, mark = groups.pop(), len(folder.undos)
-        done: list[tuple[Fold, float]] = []
-        for fold in bar(group, "folding batch norms"):
-            outcome = folder.carry_out(fold)
-            if isinstance(outcome, float):
-                done.append((fold, outcome))
-            else:
-                yield fold, outcome
-        problem = check() if check is not None and done else None
+        outcomes = [(fold, folder.carry_out(fold)) for fold in bar(group, "folding batch norms")]
+        left = [fold for fold, outcome in outcomes if isinstance(outcome, float)]
+        problem = check() if check is not None and left else None
         checks += 1
         if problem is None:
-            yield from done
+            yield from outcomes
             continue
+        yield from (pair for pair in outcomes if isinstance(pair[1], str))
         folder.undo_to(mark)
-        left = [fold for fold, _ in done]
         if len(left) == 1 or checks >= MAX_CHECKS:
             yield from ((fold, f"with it folded, {problem}") for fold in left)
         else:

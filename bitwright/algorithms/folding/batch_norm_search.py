@@ -7,9 +7,9 @@ not at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -27,73 +27,11 @@ from bitwright.algorithms.folding.channel_map import (
     between_before,
     moves_elements,
 )
+from bitwright.algorithms.folding.folds import Chain, Direction, Fold, Refusal, in_execution_order
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.traits import TRAITS
 from bitwright.core.simulation.protocols import AddBias, Bypass, FloatModel
 from bitwright.errors import ModelError
-
-Direction = Literal["backward", "forward"]
-#: names of batch norms in execution order
-Chain = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Fold:
-    """Layers that change together, each with the batch norms it absorbs.
-
-    Attributes:
-        direction: ``backward`` into the layer before, ``forward`` into the layer after.
-        layers: ``(layer, batch norms in execution order)``; several when they share a batch norm or a
-            parameter.
-        scale, shift: what is absorbed, float64, shape [C]; not part of the comparison.
-        keeps_shift: the layer has no place for a bias, so the last batch norm stays and only adds the shift.
-        between: layer -> what moves its elements on the way; not for layers with the batch norm's own channels.
-    """
-
-    direction: Direction
-    layers: tuple[tuple[str, tuple[str, ...]], ...]
-    scale: Array = field(compare=False, repr=False)
-    shift: Array = field(compare=False, repr=False)
-    keeps_shift: bool = False
-    between: Mapping[str, Between] = field(default_factory=dict, compare=False, repr=False)
-
-    def of_layer(self, layer: str, values: Array) -> Array:
-        """``values``, one per channel of the batch norm, for each channel of ``layer``."""
-        return values[self.between[layer].channels] if layer in self.between else values
-
-    @property
-    def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Every ``(layer, batch norm)``."""
-        return tuple((layer, bn) for layer, chain in self.layers for bn in chain)
-
-    @property
-    def batch_norms(self) -> tuple[str, ...]:
-        """Every batch norm once."""
-        return tuple(dict.fromkeys(bn for _, bn in self.pairs))
-
-    def __str__(self) -> str:
-        form = "{layer} <- {norms}" if self.direction == "backward" else "{norms} -> {layer}"
-        rows = [form.format(layer=layer, norms=" + ".join(chain)) for layer, chain in self.layers]
-        kept = " (the shift stays in the batch norm, the layer has no bias)" if self.keeps_shift else ""
-        return ", ".join(rows) + kept
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A batch norm that stays, and why.
-
-    Attributes:
-        op: the layer that could have absorbed it, if there is one beside it.
-        bn: the batch norm.
-        reason: what stands against it, with the names involved.
-    """
-
-    op: str | None
-    bn: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.bn}: {self.reason}"
 
 
 @dataclass
@@ -141,8 +79,7 @@ def find_folds(graph: Graph, view: FloatModel) -> tuple[list[Fold], list[Refusal
             f"not into a layer after it: {later[chain].reason}"
         )
         refusals.extend(Refusal(layer, bn, reason) for bn in chain)
-    order = {op.name: i for i, op in enumerate(graph.ops)}
-    return folds + more, sorted(refusals, key=lambda refusal: order[refusal.bn])
+    return folds + more, in_execution_order(refusals, graph)
 
 
 class _Search:
@@ -307,12 +244,14 @@ class _Search:
             assert op is not None
             if op.type in TRAITS["layer"]:
                 layers.append((op, path))
-            else:
-                path = (op, path) if moves_elements(self.graph, op) else path
-                fresh = [source for source in _sources(op) if source not in seen]
-                seen.update(fresh)
-                open_values.extend((source, op, path) for source in fresh)
+                continue
+            path = self._extended(path, op)
+            open_values.extend((source, op, path) for source in _sources(op) if source not in seen)
+            seen.update(_sources(op))
         return layers, None
+
+    def _extended(self, path: Path, op: Op) -> Path:
+        return (op, path) if moves_elements(self.graph, op) else path
 
     def _why_no_source(self, value: str) -> str | None:
         op = self.graph.producer(value)
@@ -334,30 +273,32 @@ class _Search:
         """The layers that read what leaves the chain; and what stands against them."""
         layers: list[tuple[Op, Path]] = []
         passed: list[Op] = []
-        open_values: list[tuple[str, Path]] = [(self.graph.op(chain[-1]).outputs[0], None)]
-        seen = {value for value, _ in open_values}
+        end = self.graph.op(chain[-1]).outputs[0]
+        paths: dict[str, Path] = {end: None}
+        open_values = [end]
         while open_values:
-            value, path = open_values.pop()
+            value = open_values.pop()
             if self.graph.is_output(value):
                 return layers, f"{value} is an output of the model"
-            for op, port in self.graph.consumers(value):
-                if op.type in _MEASURES:
-                    continue
-                if port == 0 and op.type in TRAITS["layer"]:
-                    layers.append((op, path))
-                elif port == 0 and self._hands_on(op):
-                    passed.append(op)
-                    if op.outputs[0] not in seen:
-                        seen.add(op.outputs[0])
-                        further = (op, path) if moves_elements(self.graph, op) else path
-                        open_values.append((op.outputs[0], further))
-                else:
+            for op, port in self._number_readers(value):
+                if not self._may_follow(op, port):
                     return layers, f"{op.name} ({op.type}) reads {value}"
-        for op in (*(layer for layer, _ in layers), *passed):
-            foreign = next((source for source in _sources(op) if source not in seen), None)
-            if foreign:
-                return layers, f"{op.name} also runs on {foreign}"
-        return layers, None if layers else "nothing reads its output"
+                if op.type in TRAITS["layer"]:
+                    layers.append((op, paths[value]))
+                    continue
+                passed.append(op)
+                if op.outputs[0] not in paths:
+                    paths[op.outputs[0]] = self._extended(paths[value], op)
+                    open_values.append(op.outputs[0])
+        foreign = _first_foreign([*(layer for layer, _ in layers), *passed], paths)
+        return layers, foreign or (None if layers else "nothing reads its output")
+
+    def _may_follow(self, op: Op, port: int) -> bool:
+        return port == 0 and (op.type in TRAITS["layer"] or self._hands_on(op))
+
+    def _number_readers(self, value: str) -> list[tuple[Op, int]]:
+        """Who reads the numbers of a value, not its lengths alone."""
+        return [reader for reader in self.graph.consumers(value) if reader[0].type not in _MEASURES]
 
     def _chain_at(self, layer: Op, direction: Direction) -> Chain | None:
         """The chain that is beside a layer."""
@@ -472,45 +413,55 @@ class _Search:
                 continue
             params.add(value)
             component.object(self._other_use(value) if self.graph.values[value].kind == "param" else None)
-            for reader, at in self.graph.consumers(value):
-                if reader is layer:
-                    if at != port:
-                        component.object(f"{layer.name} reads {value} twice")
-                elif at != port or _folding_attrs(reader) != _folding_attrs(layer):
-                    component.object(f"{reader.name} ({reader.type}) also reads {value}")
-                else:
+            others = [
+                reader
+                for reader in self.graph.consumers(value)
+                if reader[0] is not layer or reader[1] != port
+            ]
+            for reader, at in others:
+                reason = _why_not_tied(layer, value, reader, at == port)
+                component.object(reason)
+                if reason is None:
                     yield reader
 
     def _why_no_layer(
         self, op: Op, direction: Direction, scale: Array, shift: Array, between: Between | str | None
     ) -> str | None:
         """What in a layer itself stands against folding into it."""
-        graph, weight, bias = self.graph, operand(op, 1), operand(op, 2)
+        weight, bias = operand(op, 1), operand(op, 2)
         if _varies(op):
             return f"the runs of {op.name} differ in their parameters or attributes"
-        if weight is None or graph.values[weight].kind != "param":
+        if weight is None or self.graph.values[weight].kind != "param":
             return f"the weight of {op.name} is computed in the model, not a stored parameter"
-        shape = graph.values[weight].shape
-        flat = op.type in FLAT
-        beside = op.outputs[0] if direction == "backward" else op.inputs[0]
-        assert beside is not None
-        rank = len(graph.values[beside].shape)
-        if len(shape) != 2 if flat else len(shape) < 3:
+        shape = self.graph.values[weight].shape
+        if len(shape) != 2 if op.type in FLAT else len(shape) < 3:
             return f"the weight of {op.name} has shape {shape}"
-        if (rank != len(shape) and between is None) or (direction == "forward" and op.attrs.get("transA")):
-            axis = "last axis" if flat and not op.attrs.get("transA") else "first axis"
-            return f"the channels of {op.name} are the {axis} of {beside}, those of the batch norm are axis 1"
+        reason = self._why_other_axis(op, direction, len(shape), between)
+        if reason:
+            return reason
         axes = channel_axes(op.type, op.attrs, shape)
         channels = axes.outputs if direction == "backward" else axes.inputs
         mapped = between.channels.size if isinstance(between, Between) else scale.size
         if channels != mapped:
             return f"{op.name} has {channels} channels there, the batch norm {mapped}"
-        if bias is not None:
-            reason = self._why_no_bias(op, bias, axes.outputs)
-            if reason:
-                return reason
-        obstacle = forward_obstacle(op.type, op.attrs, shape[2:], shift) if direction == "forward" else None
+        reason = None if bias is None else self._why_no_bias(op, bias, axes.outputs)
+        if reason or direction == "backward":
+            return reason
+        obstacle = forward_obstacle(op.type, op.attrs, shape[2:], shift)
         return obstacle and f"{op.name}: {obstacle}"
+
+    def _why_other_axis(
+        self, op: Op, direction: Direction, rank: int, between: Between | str | None
+    ) -> str | None:
+        """Whether the channels of a layer lie elsewhere than those of its batch norm."""
+        beside = op.outputs[0] if direction == "backward" else op.inputs[0]
+        assert beside is not None
+        transposed = op.attrs.get("transA")
+        other_rank = len(self.graph.values[beside].shape) != rank and between is None
+        if not other_rank and (direction == "backward" or not transposed):
+            return None
+        axis = "last axis" if op.type in FLAT and not transposed else "first axis"
+        return f"the channels of {op.name} are the {axis} of {beside}, those of the batch norm are axis 1"
 
     def _why_no_bias(self, op: Op, bias: str, channels: int) -> str | None:
         value = self.graph.values[bias]
@@ -580,6 +531,21 @@ def _is_one(scale: Array) -> bool:
 def _sources(op: Op) -> tuple[str, ...]:
     """What any run of the op reads at port 0."""
     return tuple(dict.fromkeys(value for port, value in op.sources() if port == 0))
+
+
+def _first_foreign(ops: Sequence[Op], known: Collection[str]) -> str | None:
+    """An operator that in some of its runs reads another value than the ``known``; as a sentence."""
+    reads = ((op, source) for op in ops for source in _sources(op) if source not in known)
+    return next((f"{op.name} also runs on {source}" for op, source in reads), None)
+
+
+def _why_not_tied(layer: Op, value: str, reader: Op, same_port: bool) -> str | None:
+    """Why an operator that also reads a parameter of ``layer`` cannot absorb what ``layer`` absorbs."""
+    if reader is layer:
+        return f"{layer.name} reads {value} twice"
+    if same_port and _folding_attrs(reader) == _folding_attrs(layer):
+        return None
+    return f"{reader.name} ({reader.type}) also reads {value}"
 
 
 def _varies(op: Op) -> bool:

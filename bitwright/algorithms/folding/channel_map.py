@@ -27,7 +27,6 @@ Path = tuple[Op, Any] | None
 #: layers whose channels are on the last axis
 FLAT = ("Gemm", "MatMul")
 
-#: operators whose output has the elements of the input in the same order, under another shape
 _ROWS = 2  # of an axis of unknown length in front
 #: how many numbers from 0 on a dtype holds exactly, by which the channels are told apart
 _EXACT = {"float16": 1 << 11, "bfloat16": 1 << 8}
@@ -135,17 +134,20 @@ def _sent(
     if count > exact:
         return f"{count} channels in front of {first} are more than could be told apart"
     x = np.array(np.broadcast_to(_along(count, axis, len(full)), full), np.float32)
-    path: list[Move] = []
-    for op in ops:
-        target = None if op.type == "Transpose" else list(graph.values[op.outputs[0]].shape)
-        if target is not None:
-            if op is ops[-1] and width is not None and target[-1:] == [-1]:
-                target[-1] = width
-            if not _fits(target, x.size):
-                return f"the shape that {op.name} ({op.type}) makes is not known"
-        path.append(Move(op.name, None if target is None else tuple(target)))
-        x = moved(view, path[-1:], x)
+    path = [_move(graph, op, width if op is ops[-1] else None) for op in ops]
+    for op, move in zip(ops, path, strict=True):
+        if move.shape is not None and not _fits(move.shape, x.size):
+            return f"the shape that {op.name} ({op.type}) makes is not known"
+        x = moved(view, [move], x)
     return tuple(path), x.astype(np.int64)
+
+
+def _move(graph: Graph, op: Op, width: int | None) -> Move:
+    """What an operator does; ``width`` stands for the length of a last axis that the graph leaves open."""
+    if op.type == "Transpose":
+        return Move(op.name)
+    shape = graph.values[op.outputs[0]].shape
+    return Move(op.name, (*shape[:-1], width) if width is not None and shape[-1:] == (-1,) else tuple(shape))
 
 
 def _fits(target: Sequence[int], size: int) -> bool:

@@ -140,14 +140,14 @@ def _disjoint(graph: Graph, units: Sequence[Unit], position: Mapping[str, int]) 
     for unit in units:
         start = position[unit.ops[0]]
         if group and start > end:
-            result += _apart(graph, group)
+            result += apart(graph, group)
             group = []
         group.append(unit)
         end = max(end, max(position[name] for name in unit.ops))
-    return result + _apart(graph, group)
+    return result + apart(graph, group)
 
 
-def _apart(graph: Graph, group: Sequence[Unit]) -> list[Unit]:
+def apart(graph: Graph, group: Sequence[Unit]) -> list[Unit]:
     if len(group) <= 1:
         return list(group)
     return layer_units(graph, [name for unit in group for name in unit.layers])

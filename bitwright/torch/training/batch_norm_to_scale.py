@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from bitwright.algorithms.folding import batch_norm_fold as algorithm
-from bitwright.algorithms.folding.batch_norm_search import Fold, Refusal, find_folds
+from bitwright.algorithms.folding.batch_norm_search import find_folds
+from bitwright.algorithms.folding.folds import Fold, Refusal
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel
