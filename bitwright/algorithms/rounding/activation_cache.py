@@ -264,19 +264,26 @@ def _reads(
         for i in range(*span):
             step = program.steps[i]
             if i in wanted and not layer.reads_hidden:
-                x = _read(step, 0, scratch, constants, quantize)
-                if layer.is_routed:
-                    x = rows_of_each(x, _read(step, 2, scratch, constants, None))
-                found.append(x)
+                found.append(_multiplied(step, layer, scratch, constants, quantize))
                 if i == wanted[-1]:
                     break
             results = run_step(step, scratch, constants, quantize)
             if i in wanted and layer.reads_hidden:
-                hidden = results[0].detach()
                 start = _read(step, 5, scratch, constants, quantize) if 5 in step.ports else None
-                found.append(_before(hidden, start, layer.attrs.get("direction") == "reverse"))
+                found.append(_before(results[0].detach(), start, layer.attrs.get("direction") == "reverse"))
             scratch.update(zip(step.writes, results, strict=True))
     return found
+
+
+def _multiplied(
+    step: Step,
+    layer: Layer,
+    state: State,
+    constants: Mapping[int, Tensor],
+    quantize: Callable[[str, Tensor], Tensor] | None,
+) -> Tensor:
+    x = _read(step, 0, state, constants, quantize)
+    return rows_of_each(x, _read(step, 2, state, constants, None)) if layer.is_routed else x
 
 
 def _read(

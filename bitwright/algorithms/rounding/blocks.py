@@ -64,16 +64,19 @@ def block_units(graph: Graph, layers: Sequence[str], merge: int = 3, most: int =
     for output in graph.outputs:
         ops = _leading_to(graph, output, taken)
         taken.update(op.name for op in ops)
-        pieces = _merged(_cut(graph, ops, output), wanted, merge)
-        for piece in pieces:
-            inside = tuple(op.name for op in piece if op.name in wanted)
-            if len(inside) > most:
-                units += layer_units(graph, inside)
-            elif inside:
-                units.append(Unit(tuple(op.name for op in piece), inside))
+        for piece in _merged(_cut(graph, ops, output), wanted, merge):
+            units += _units_of(piece, graph, wanted, most)
     missed = [name for name in layers if name not in taken]
     units += layer_units(graph, missed)  # layers whose result no output shows
     return _disjoint(graph, sorted(units, key=lambda u: position[u.ops[0]]), position)
+
+
+def _units_of(piece: Sequence[Op], graph: Graph, wanted: Collection[str], most: int) -> list[Unit]:
+    """A piece as one unit, or its layers alone where there are more than ``most``; nothing where there is none."""
+    inside = tuple(op.name for op in piece if op.name in wanted)
+    if len(inside) > most:
+        return layer_units(graph, inside)
+    return [Unit(tuple(op.name for op in piece), inside)] if inside else []
 
 
 def _leading_to(graph: Graph, output: str, taken: Collection[str]) -> list[Op]:
@@ -89,32 +92,27 @@ def _leading_to(graph: Graph, output: str, taken: Collection[str]) -> list[Op]:
 
 def _cut(graph: Graph, ops: Sequence[Op], output: str) -> list[list[Op]]:
     """Pieces of ``ops`` that end where one value is alive."""
-    last: dict[str, int] = {}
-    first: dict[str, int] = {}
-    for i, op in enumerate(ops):
-        for _, value in op.sources():
-            if not graph.values[value].is_static:
-                first.setdefault(value, i)
-                last[value] = i
-    last[output] = len(ops)
-    long = {
-        value
-        for value, end in last.items()
-        if len(ops) > _LONG_GRAPH and end - first.get(value, end) > _LONG * len(ops)
-    }
-    ends: list[list[str]] = [[] for _ in range(len(ops) + 1)]
-    for value, end in last.items():
-        ends[end].append(value)
+    lives = _lives(graph, ops, output)
     made = {value for op in ops for value in op.outputs}
-    live = {value for value in last if value not in made and value not in long}
+    live = {value for value in lives if value not in made}
     pieces: list[list[Op]] = [[]]
     for i, op in enumerate(ops):
         pieces[-1].append(op)
-        live.update(v for v in op.outputs if last.get(v, -1) > i and v not in long)
-        live.difference_update(ends[i])
+        live.update(value for value in op.outputs if value in lives)
+        live -= {value for value in (*op.outputs, *(v for _, v in op.sources())) if lives.get(value, -1) <= i}
         if len(live) <= 1:
             pieces.append([])
     return [piece for piece in pieces if piece]
+
+
+def _lives(graph: Graph, ops: Sequence[Op], output: str) -> dict[str, int]:
+    """Value -> where it is read last; without values that are alive for most of a long graph."""
+    reads = [(v, i) for i, op in enumerate(ops) for _, v in op.sources() if not graph.values[v].is_static]
+    last = {**dict(reads), output: len(ops)}
+    if len(ops) <= _LONG_GRAPH:
+        return last
+    first = dict(reversed(reads))
+    return {value: end for value, end in last.items() if end - first.get(value, end) <= _LONG * len(ops)}
 
 
 def _merged(pieces: Sequence[list[Op]], wanted: Collection[str], merge: int) -> list[list[Op]]:
@@ -148,6 +146,7 @@ def _disjoint(graph: Graph, units: Sequence[Unit], position: Mapping[str, int]) 
 
 
 def apart(graph: Graph, group: Sequence[Unit]) -> list[Unit]:
+    """A unit as it is; the layers of several, each alone."""
     if len(group) <= 1:
         return list(group)
     return layer_units(graph, [name for unit in group for name in unit.layers])

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitwright.algorithms.channels.layers import holds_layer_weight
+from bitwright.algorithms.channels.trial import joined
 from bitwright.algorithms.rounding.activation_cache import Store, Walk
-from bitwright.algorithms.rounding.blocks import Unit, layer_units
+from bitwright.algorithms.rounding.blocks import Unit, apart
 from bitwright.algorithms.rounding.matrices import RECURRENT, Grid, Layer, Moments, moments
 from bitwright.algorithms.rounding.program import SimulatedModel
 from bitwright.core.graph.graph import Graph, Op
@@ -188,25 +189,31 @@ def find_layers(
         if holds_layer_weight(graph, site.op, site.role, site.port):
             weights.setdefault(site.op, []).append(site)
     wanted = set(weights) if include is None else _matching(include, weights, "include")
-    unwanted = _matching(exclude, weights, "exclude")
+    wanted -= _matching(exclude, weights, "exclude")
     readers = parameter_readers(graph)
     found: dict[str, Layer] = {}
     skipped: dict[str, str] = {}
-    for op in graph.ops:
-        for site in weights.get(op.name, ()):
-            name = site.name if op.type in RECURRENT else op.name
-            if op.name not in wanted or op.name in unwanted:
-                reason: str | None = "excluded"
-            else:
-                reason = _why_not(model, op, site, readers)
-            shape = () if reason is not None else tuple(int(n) for n in model.weight(site.name).shape)
-            if reason is None and (len(shape) < 2 or (op.type == "Gemm" and len(shape) > 2)):
-                reason = f"its weight has {len(shape)} axes"
-            if reason is not None:
-                skipped[name] = reason
-            else:
-                found[name] = Layer(name, op.name, op.type, dict(op.attrs), shape, site.name, site.port)
+    for op, site in ((held, site) for held in graph.ops for site in weights.get(held.name, ())):
+        name = site.name if op.type in RECURRENT else op.name
+        layer = _layer(name, model, op, site, readers) if op.name in wanted else "excluded"
+        if isinstance(layer, str):
+            skipped[name] = layer
+        else:
+            found[name] = layer
     return found, skipped
+
+
+def _layer(
+    name: str, model: SimulatedModel, op: Op, site: Site, readers: Mapping[str, set[str]]
+) -> Layer | str:
+    """The layer, or why a method cannot choose its weight."""
+    reason = _why_not(model, op, site, readers)
+    if reason is not None:
+        return reason
+    shape = tuple(int(n) for n in model.weight(site.name).shape)
+    if len(shape) < 2 or (op.type == "Gemm" and len(shape) > 2):
+        return f"its weight has {len(shape)} axes"
+    return Layer(name, op.name, op.type, dict(op.attrs), shape, site.name, site.port)
 
 
 def _matching(patterns: Iterable[str], names: Iterable[str], argument: str) -> set[str]:
@@ -339,8 +346,7 @@ def apply(
         reached = _reached(walk, units(walk, list(by_op)), by_op, skipped)
         for unit in _walked(walk, stretch(walk, reached), progress):
             mine = [layer for op in unit.layers for layer in by_op[op]]
-            for layer in mine:
-                key.update(_weight_key(model, layer))
+            key.update(b"".join(_weight_key(model, layer) for layer in mine))
             rows += _treat(walk, unit, mine, method, cache, key.hexdigest(), seed, undos)
     except KeyboardInterrupt:
         logger.warning(
@@ -348,8 +354,7 @@ def apply(
         )
         raise
     except Exception as error:
-        while undos:
-            undos.pop()()
+        joined(undos)()
         if not _is_out_of_memory(error):
             raise
         raise CalibrationError(
@@ -394,15 +399,11 @@ def _treat(
     undos: list[Undo],
 ) -> list[Choice]:
     """Choose the weights of one unit and put them into effect; ``undos`` gains how to undo them."""
-    kept = None if cache is None else _known(cache, key, layers, walk.model)
-    if kept is not None:
-        choices = [_unpacked(kept, i, layer, walk.model) for i, layer in enumerate(layers)]
-    elif layers[0].type in RECURRENT:  # one weight after the other, each from the same states
-        choices = [c for layer in layers for c in _chosen(walk, unit, [layer], method, seed)]
-    else:
+    choices = None if cache is None else _known(cache, key, layers, walk.model)
+    if choices is None:
         choices = _chosen(walk, unit, layers, method, seed)
-    if kept is None and cache is not None:
-        cache.put(key, {k: v for i, c in enumerate(choices) for k, v in _packed(c, i).items()})
+        if cache is not None:
+            cache.put(key, {k: v for i, c in enumerate(choices) for k, v in _packed(c, i).items()})
     for choice, layer in zip(choices, layers, strict=True):
         undos.append(_undo_of(walk, layer, weight=choice.weight is not None))
         site = walk.model.sites()[layer.site]
@@ -427,6 +428,10 @@ def _undo_of(walk: Walk, layer: Layer, *, weight: bool) -> Undo:
 
 
 def _chosen(walk: Walk, unit: Unit, layers: Sequence[Layer], method: Method, seed: int) -> list[Choice]:
+    if (
+        len(layers) > 1 and layers[0].type in RECURRENT
+    ):  # one weight after the other, each from the same states
+        return [choice for layer in layers for choice in _chosen(walk, unit, [layer], method, seed)]
     named = {layer.name: layer for layer in layers}
     digest = int.from_bytes(hashlib.sha256(f"{seed} {' '.join(named)}".encode()).digest()[:7], "big")
     return list(method(Task(unit, named, walk, torch.Generator().manual_seed(digest))))
@@ -442,17 +447,17 @@ def _packed(choice: Choice, index: int) -> dict[str, NDArray[Any]]:
     }
 
 
-def _known(
-    cache: Cache, key: str, layers: Sequence[Layer], model: SimulatedModel
-) -> dict[str, NDArray[Any]] | None:
+def _known(cache: Cache, key: str, layers: Sequence[Layer], model: SimulatedModel) -> list[Choice] | None:
     """What ``cache`` has under ``key``, if it can be what was found for ``layers``."""
     kept = cache.get(key)
-    for index, layer in enumerate(layers if kept is not None else ()):
-        wrong = _misfit(kept or {}, index, layer, model)
+    if kept is None:
+        return None
+    for index, layer in enumerate(layers):
+        wrong = _misfit(kept, index, layer, model)
         if wrong is not None:
             logger.warning("%s: what the cache has of it is computed anew: %s", layer.name, wrong)
             return None
-    return kept
+    return [_unpacked(kept, i, layer, model) for i, layer in enumerate(layers)]
 
 
 def _misfit(kept: Mapping[str, NDArray[Any]], index: int, layer: Layer, model: SimulatedModel) -> str | None:
@@ -507,20 +512,15 @@ def stretch(walk: Walk, units: Sequence[Unit]) -> list[list[Unit]]:
     alone, and the walk stays before all of them until their weights are chosen.
     """
     groups: list[list[Unit]] = []
-    ends: dict[int, int] = {}
+    ends = dict.fromkeys(map(id, walk.programs), 0)
     for unit in units:
         spans = {id(p): span for p in walk.programs if (span := p.span(unit.ops)) is not None}
-        if groups and any(span[0] < ends.get(program, 0) for program, span in spans.items()):
-            groups[-1].append(unit)
-        else:
-            groups.append([unit])
-        for program, span in spans.items():
-            ends[program] = max(ends.get(program, 0), span[1])
+        if not groups or all(first >= ends[program] for program, (first, _) in spans.items()):
+            groups.append([])
+        groups[-1].append(unit)
+        ends |= {program: max(ends[program], last) for program, (_, last) in spans.items()}
     graph = walk.model.graph()
-    return [
-        group if len(group) == 1 else layer_units(graph, [op for unit in group for op in unit.layers])
-        for group in groups
-    ]
+    return [apart(graph, group) for group in groups]
 
 
 def _fingerprint(walk: Walk) -> bytes:

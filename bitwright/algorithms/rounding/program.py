@@ -6,7 +6,7 @@ Algorithms run steps over kept values instead of the model from its input, so th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -74,6 +74,16 @@ class Program:
         found = {v: i for i, step in enumerate(self.steps) for v in step.reads}
         return {v: i for v, i in found.items() if v not in self.constants}
 
+    def settle(self, state: State, i: int, results: Sequence[Tensor], outputs: Collection[int] = ()) -> None:
+        """Put what step ``i`` wrote into ``state``; what nobody reads afterwards leaves it, unless it is one of ``outputs``."""
+        end, step = self.last_read, self.steps[i]
+        for value in step.reads:
+            if end.get(value) == i and value not in outputs:
+                state.pop(value, None)
+        for value, tensor in zip(step.writes, results, strict=True):
+            if end.get(value, -1) > i or value in outputs:
+                state[value] = tensor
+
     @cached_property
     def places(self) -> dict[str, tuple[int, ...]]:
         """Operator -> indices of its steps."""
@@ -132,20 +142,24 @@ def run_step(
         given: slot -> tensor that takes the place of what the slot reads, unquantized.
         inner: in a float run, what the tensors inside a differentiable step are given to.
     """
+    given = given or {}
     tensors = [state[v] if v in state else constants[v] for v in step.reads]
-    for slot, site in step.operands if quantize is not None else ():
-        if given is None or slot not in given:
-            tensors[slot] = quantize(site, tensors[slot])  # type: ignore[misc]
-    for slot, tensor in (given or {}).items():
+    for slot, tensor in given.items():
         tensors[slot] = tensor
-    inner = quantize if quantize is not None else inner if step.differentiable else None
-    if step.inside is None or inner is None:
-        results = list(step.function(tensors))
-    else:
-        results = list(step.inside(tensors, inner))
-    for index, site in step.results if quantize is not None else ():
-        results[index] = quantize(site, results[index])  # type: ignore[misc]
+    if quantize is None:
+        return _results(step, tensors, inner if step.differentiable else None)
+    for slot, site in step.operands:
+        if slot not in given:
+            tensors[slot] = quantize(site, tensors[slot])
+    results = _results(step, tensors, quantize)
+    for index, site in step.results:
+        results[index] = quantize(site, results[index])
     return results
+
+
+def _results(step: Step, tensors: Sequence[Tensor], inner: Quantize | None) -> list[Tensor]:
+    plain = inner is None or step.inside is None
+    return list(step.function(tensors) if plain else step.inside(tensors, inner))  # type: ignore[misc, arg-type]
 
 
 def run(
@@ -168,11 +182,6 @@ def run(
     with torch.no_grad():
         for i in range(first, last):
             step = program.steps[i]
-            results = run_step(step, state, constants, quantize)
-            for value in step.reads:
-                if end.get(value) == i:
-                    state.pop(value, None)
-            for value, tensor in zip(step.writes, results, strict=True):
-                if end.get(value, -1) > i:
-                    # a value that outlives the span of steps is kept, others come and go
-                    state[value] = keep(tensor) if end[value] >= last else tensor
+            program.settle(state, i, run_step(step, state, constants, quantize))
+            # a value that outlives the span of steps is kept, others come and go
+            state.update((v, keep(state[v])) for v in step.writes if end.get(v, -1) >= last)

@@ -149,29 +149,44 @@ def optimise(
         Iterations done: fewer than asked for when every weight was decided.
     """
     groups = [g for r in roundings for g in r.parameters()]
+    optimiser = torch.optim.Adam(
+        [{"params": g["params"], "lr": lr * g["factor"]} for g in groups], fused=True
+    )
     count = sum(r.soft().numel() for r in roundings)
-    options = [{"params": g["params"], "lr": lr * g["factor"]} for g in groups]
-    optimiser = torch.optim.Adam(options, fused=True)
     anneals = all(r.anneals for r in roundings)
-    for start in range(0, settings.iterations, _CHECK):
-        n = min(_CHECK, settings.iterations - start)
-        index = torch.randint(problem.size, (n, problem.batch), generator=generator)
-        for i in range(n):
-            done = (start + i) / settings.iterations
-            beta = annealed_beta(done, settings.beta_range, settings.warm_start) if anneals else None
-            weight = 0.0 if beta is None else _REGULARISER * settings.reg_param / count
-            weights = [r.soft(weight, beta or 2.0) for r in roundings]
-            loss = problem.loss(index[i], weights) / scale
-            optimiser.zero_grad()
-            loss.backward()
-            if not anneals:
-                for group, option in zip(optimiser.param_groups, options, strict=True):
-                    group["lr"] = option["lr"] * (1 - done)
-            optimiser.step()
-        if anneals and (start + n) > settings.warm_start * settings.iterations:
-            if max(r.undecided() for r in roundings) == 0:
-                return start + n
+    weight, beta = 0.0, 2.0
+    for i in range(settings.iterations):
+        done = i / settings.iterations
+        if i % _CHECK == 0:
+            if anneals and i > settings.warm_start * settings.iterations and _all_decided(roundings):
+                return i
+            drawn = min(_CHECK, settings.iterations - i)
+            index = torch.randint(problem.size, (drawn, problem.batch), generator=generator)
+        if anneals:
+            weight, beta = _regulariser(settings, done, count)
+        else:
+            _lower_rates(optimiser, 1 - done)
+        loss = problem.loss(index[i % _CHECK], [r.soft(weight, beta) for r in roundings]) / scale
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
     return settings.iterations
+
+
+def _all_decided(roundings: Sequence[Rounding]) -> bool:
+    return not any(r.undecided() for r in roundings)
+
+
+def _regulariser(settings: Settings, done: float, count: int) -> tuple[float, float]:
+    """Weight and exponent of the rounding regulariser of ``count`` weights, where a share of the iterations is ``done``."""
+    beta = annealed_beta(done, settings.beta_range, settings.warm_start)
+    return (0.0, 2.0) if beta is None else (_REGULARISER * settings.reg_param / count, beta or 2.0)
+
+
+def _lower_rates(optimiser: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply the learning rates as they are: over the iterations the factors compound."""
+    for group in optimiser.param_groups:
+        group["lr"] *= factor
 
 
 def solve(task: Task, variant: Variant, settings: Settings) -> list[Choice]:
@@ -179,30 +194,36 @@ def solve(task: Task, variant: Variant, settings: Settings) -> list[Choice]:
     layers = list(task.layers.values())
     weights = [task.weight(layer) for layer in layers]
     grids = [task.grid(layer, w) for layer, w in zip(layers, weights, strict=True)]
-    problem: Problem
-    if len(layers) == 1 and (variant.together == "layer" or not _is_block(task)):
-        problem = layer_problem(task, layers[0], weights[0], settings)
-    else:
-        problem = BlockProblem(task, layers, settings.drop if settings.drop is not None else variant.drop)
-    nearest = [grid.values(grid.nearest(w)) for grid, w in zip(grids, weights, strict=True)]
-    before = problem.error(nearest)
+    problem = _problem(task, variant, settings)
+    codes = [(grid.nearest(w), grid) for grid, w in zip(grids, weights, strict=True)]
+    before = problem.error(_values(codes))
     roundings = [variant.rounding(w, grid) for w, grid in zip(weights, grids, strict=True)]
-    lr = variant.lr if settings.lr is None else settings.lr
     if before > 0:
+        lr = variant.lr if settings.lr is None else settings.lr
         optimise(problem, roundings, settings, lr, before, task.generator)
-    hard = [r.hard() for r in roundings]
-    learned = [grid.values(codes) for codes, grid in hard]
-    after = problem.error(learned)
-    note = ""
-    if not after < before:
-        learned, after, note = nearest, before, "nearest rounding kept"
-        hard = [(grid.nearest(w), grid) for grid, w in zip(grids, weights, strict=True)]
+    learned = [r.hard() for r in roundings]
+    after, note = problem.error(_values(learned)), ""
+    if after < before:
+        codes = learned
+    else:
+        after, note = before, "nearest rounding kept"
     return [
         Choice(
             layer.name, layer.tensor(w), grid_encoding(grid, task.encoding(layer), layer), before, after, note
         )
-        for layer, w, (_, grid) in zip(layers, learned, hard, strict=True)
+        for layer, w, (_, grid) in zip(layers, _values(codes), codes, strict=True)
     ]
+
+
+def _problem(task: Task, variant: Variant, settings: Settings) -> Problem:
+    layers = list(task.layers.values())
+    if len(layers) == 1 and (variant.together == "layer" or not _is_block(task)):
+        return layer_problem(task, layers[0], task.weight(layers[0]), settings)
+    return BlockProblem(task, layers, settings.drop if settings.drop is not None else variant.drop)
+
+
+def _values(codes: Sequence[tuple[Tensor, Grid]]) -> list[Tensor]:
+    return [grid.values(of_weight) for of_weight, grid in codes]
 
 
 # ------------------------------------------------------------------------------------------------------------ layers
@@ -319,21 +340,23 @@ def _is_block(task: Task) -> bool:
 
 def why_no_block(walk: Walk, unit: Unit) -> str | None:
     """Why the operators of a unit cannot be reconstructed together."""
-    for r in walk.runs:
-        span = r.program.span(unit.ops)
-        if span is None:
-            return "some batches do not run it"
-        steps = r.program.steps[span[0] : span[1]]
-        looped = next((op for op in unit.layers if walk.model.graph().op(op).type in RECURRENT), None)
-        if looped is not None:
-            return f"{looped} is a loop over time"
-        runs = [step.op for step in steps if step.op in unit.layers]
-        if len(runs) > len(set(runs)):
-            return "a layer in it runs several times"
-        opaque = next((step.op for step in steps if not step.differentiable), None)
-        if opaque is not None:
-            return f"there is no gradient through {opaque}"
-    return None
+    reasons = (_why_no_block_of(r, walk, unit) for r in walk.runs)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _why_no_block_of(r: Run, walk: Walk, unit: Unit) -> str | None:
+    span = r.program.span(unit.ops)
+    if span is None:
+        return "some batches do not run it"
+    steps = _steps(r.program, span)
+    looped = next((op for op in unit.layers if walk.model.graph().op(op).type in RECURRENT), None)
+    if looped is not None:
+        return f"{looped} is a loop over time"
+    runs = [step.op for step in steps if step.op in unit.layers]
+    if len(runs) > len(set(runs)):
+        return "a layer in it runs several times"
+    opaque = next((step.op for step in steps if not step.differentiable), None)
+    return None if opaque is None else f"there is no gradient through {opaque}"
 
 
 class BlockProblem:
@@ -346,23 +369,23 @@ class BlockProblem:
     def __init__(self, task: Task, layers: Sequence[Layer], drop: float) -> None:
         self.walk, self.layers, self.drop = task.walk, layers, drop
         self.generator = task.generator
-        self.spans = [_span(r, task) for r in self.walk.runs]
-        first = self.walk.runs[0].program
-        self.reads, self.writes = _border(first, self.spans[0])
-        self.silent = {
-            site for s in _steps(first, self.spans[0]) for i, site in s.results if s.writes[i] in self.writes
-        }
-        self.targets = [self._target(r, span) for r, span in zip(self.walk.runs, self.spans, strict=True)]
+        runs = self.walk.runs
+        self.spans = [_span(r, task) for r in runs]
+        self.reads, self.writes = _border(runs[0].program, self.spans[0])
+        self.silent = self._leaving_sites(_steps(runs[0].program, self.spans[0]))
+        self.targets = [self._target(r, span) for r, span in zip(runs, self.spans, strict=True)]
         rows = {int(t.shape[0]) if t.dim() else -1 for t in self._tensors()}
         self.mixed = self.walk.one_program and len(rows) == 1 and min(rows) > 0
         self.batch = min(rows) if self.mixed else 1
-        self.size = self.batch * len(self.walk.runs)
+        self.size = self.batch * len(runs)
         if self.mixed:
-            self.inputs = {v: self._joined([r.quantized[v] for r in self.walk.runs]) for v in self.reads}
-            self.joined = [self._joined([t[i] for t in self.targets]) for i in range(len(self.writes))]
-        for layer, target in zip(layers[-1:], self.targets, strict=False):
-            for tensor in target:
-                check_finite(layer, tensor)
+            self.inputs = {v: self._joined([r.quantized[v] for r in runs]) for v in self.reads}
+            self.joined = list(map(self._joined, zip(*self.targets, strict=True)))
+        for tensor in self.targets[0]:
+            check_finite(layers[-1], tensor)
+
+    def _leaving_sites(self, steps: Sequence[Step]) -> set[str]:
+        return {site for s in steps for i, site in s.results if s.writes[i] in self.writes}
 
     def _tensors(self) -> list[Tensor]:
         inputs = [r.quantized[v] for r in self.walk.runs for v in self.reads]

@@ -125,26 +125,29 @@ def choose_weights(
 
 def _given(blocks: Sequence[Sequence[str]]) -> Units:
     """Units as the user lists them; layers in none of them stand alone."""
+    return lambda walk, layers: _as_listed(blocks, walk, layers)
 
-    def units(walk: Walk, layers: Sequence[str]) -> list[Unit]:
-        graph = walk.model.graph()
-        position = {op.name: i for i, op in enumerate(graph.ops)}
-        unknown = next((name for block in blocks for name in block if name not in position), None)
-        if unknown is not None:
-            raise ConfigError(
-                "blocks",
-                f"there is no operator {unknown!r}{close_matches(unknown, position)}",
-                "use names of sim.graph",
-            )
-        wanted, found = set(layers), []
-        for block in blocks:
-            first, last = min(position[n] for n in block), max(position[n] for n in block)
-            ops = tuple(op.name for op in graph.ops[first : last + 1])
-            inside = tuple(name for name in ops if name in wanted)
-            if inside:
-                found.append(Unit(ops, inside))
-            wanted.difference_update(inside)
-        alone = layer_units(graph, [name for name in layers if name in wanted])
-        return sorted(feasible(walk, found) + alone, key=lambda u: position[u.ops[0]])
 
-    return units
+def _as_listed(blocks: Sequence[Sequence[str]], walk: Walk, layers: Sequence[str]) -> list[Unit]:
+    graph = walk.model.graph()
+    position = {op.name: i for i, op in enumerate(graph.ops)}
+    left, found = set(layers), []
+    for block in blocks:
+        places = [_known_position(name, position) for name in block]
+        ops = tuple(op.name for op in graph.ops[min(places) : max(places) + 1])
+        inside = tuple(name for name in ops if name in left)
+        if inside:
+            found.append(Unit(ops, inside))
+        left.difference_update(inside)
+    alone = layer_units(graph, [name for name in layers if name in left])
+    return sorted(feasible(walk, found) + alone, key=lambda u: position[u.ops[0]])
+
+
+def _known_position(name: str, position: Mapping[str, int]) -> int:
+    if name not in position:
+        raise ConfigError(
+            "blocks",
+            f"there is no operator {name!r}{close_matches(name, position)}",
+            "use names of sim.graph",
+        )
+    return position[name]

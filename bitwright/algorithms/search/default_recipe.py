@@ -101,26 +101,26 @@ def default_recipe(
     bits, activation_bits = integer_bits(preset.weight), integer_bits(preset.activation)
     coarse = bits <= 8 and preset.weight is not None and preset.weight.granularity == PerTensor()
     rounded = bits < 8 or (bits == 8 and not coarse)
-    steps = [Step("fold")]
-    if coarse:
-        steps.append(Step("equalize", optional=True))
-    if activation_bits <= 8:
-        steps.append(Step("smooth", optional=True))
-    if activation_bits <= 8 and not own_rules:
-        steps.append(Step("layer_inputs", {"only_with_attention": True}))
-        # at four bits of activations the ranges are most of the result, whatever the effort
-        if not own_scheme and (chosen.ranges or activation_bits < 8):
-            steps.append(Step("activation_ranges"))
-        left = {"weights": _LEFT[bits < 8]} if rounded else {}
-        steps.append(Step("widen", {**left, **chosen.widen}, optional=True))
-    if rounded:
-        if bits < 8 or effort == "thorough":
-            steps.append(Step("seq_mse", chosen.weights, optional=True))
-        # 0.1 is 0.1 to 0.9 dB better than the paper's 0.01 on data that was not seen
-        steps.append(Step("gptq", {**chosen.weights, "damping": 0.1}, optional=True))
-    elif bits == 8:
-        steps.append(Step("bias_correction", optional=True))
-    return tuple(steps)
+    narrow = activation_bits <= 8
+    own_ranges = narrow and not own_rules and not own_scheme
+    left = {"weights": _LEFT[bits < 8]} if rounded else {}
+    return tuple(
+        step
+        for step, wanted in (
+            (Step("fold"), True),
+            (Step("equalize", optional=True), coarse),
+            (Step("smooth", optional=True), narrow),
+            (Step("layer_inputs", {"only_with_attention": True}), narrow and not own_rules),
+            # at four bits of activations the ranges are most of the result, whatever the effort
+            (Step("activation_ranges"), own_ranges and (chosen.ranges or activation_bits < 8)),
+            (Step("widen", {**left, **chosen.widen}, optional=True), narrow and not own_rules),
+            (Step("seq_mse", chosen.weights, optional=True), rounded and (bits < 8 or effort == "thorough")),
+            # 0.1 is 0.1 to 0.9 dB better than the paper's 0.01 on data that was not seen
+            (Step("gptq", {**chosen.weights, "damping": 0.1}, optional=True), rounded),
+            (Step("bias_correction", optional=True), bits == 8 and not rounded),
+        )
+        if wanted
+    )
 
 
 RecipeLike = str | Path | Iterable[str | Mapping[str, Any] | Step]

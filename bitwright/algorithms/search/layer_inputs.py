@@ -7,7 +7,7 @@ time, do not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -90,28 +90,31 @@ def between_layers(sim: Simulation, *, only_with_attention: bool = False) -> tup
 
 def _divided(sim: Simulation, only_with_attention: bool) -> tuple[list[Site], list[Site]]:
     """The sites of narrow activations that stay, and those that do not."""
+    narrow = list(filter(_is_narrow_activation, sim.quantizers.values()))
+    if only_with_attention and next(attention_products(sim.graph), None) is None:
+        return narrow, []
+    needed = {id(site.quantizer) for site in _needed(sim)}
+    kept = [site for site in narrow if id(site.quantizer) in needed]
+    return kept, [site for site in narrow if id(site.quantizer) not in needed]
+
+
+def _needed(sim: Simulation) -> Iterator[Site]:
+    """The sites of weights, of what is inside operators, and of what layers with weights read."""
     sites = sim.quantizers.values()
     layers = {site.op for site in sites if holds_layer_weight(sim.graph, site.op, site.role, site.port)}
     read = {value for name in layers for value in sim.graph.op(name).inputs if value is not None}
     # a value that was only moved (heads put together again after an attention) lies on the grid of another's site
     grids = {sim.plan.shared[value] for value in read if value in sim.plan.shared}
-    needed = {
-        id(site.quantizer)
-        for site in sites
-        if site.role == "weight"
-        or site.inner is not None
-        or site.op in layers
-        and site.role != "output"
-        or site.value in read
-        or site.name in grids
-    }
-    narrow = [
-        site
-        for site in sites
-        if site.enabled and isinstance(site.quantizer.spec.format, IntFormat)
-        and site.role != "weight" and (site.quantizer.derived or site.quantizer.spec.format.bits <= 8)
-    ]  # fmt: skip
-    if only_with_attention and next(attention_products(sim.graph), None) is None:
-        return narrow, []
-    kept = [site for site in narrow if id(site.quantizer) in needed]
-    return kept, [site for site in narrow if id(site.quantizer) not in needed]
+    for site in sites:
+        of_layer = site.op in layers and site.role != "output"
+        if of_layer or site.role == "weight" or site.inner is not None:
+            yield site
+        elif site.value in read or site.name in grids:
+            yield site
+
+
+def _is_narrow_activation(site: Site) -> bool:
+    if not site.enabled or site.role == "weight":
+        return False
+    fmt = site.quantizer.spec.format
+    return isinstance(fmt, IntFormat) and (site.quantizer.derived or fmt.bits <= 8)

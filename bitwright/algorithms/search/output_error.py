@@ -132,39 +132,24 @@ class _Watch:
 
     def _forward(self, program: Program, state: State) -> dict[int, Tensor]:
         """What the model returns in float; every tensor that a quantizer would change is watched."""
-        end, wanted = program.last_read, set(program.outputs)
+        outputs = set(program.outputs)
         constants = {value: t.detach() for value, t in program.constants.items()}
         for i, step in enumerate(program.steps):
-            results = self._run(step, state, constants)
-            for value in step.reads:
-                if end.get(value) == i and value not in wanted:
-                    state.pop(value, None)
-            for value, tensor in zip(step.writes, results, strict=True):
-                if value in wanted or end.get(value, -1) > i:
-                    state[value] = tensor
+            program.settle(state, i, self._run(step, state, constants), outputs)
         found = {v: state.get(v) for v in program.outputs}
         return {v: y for v, y in found.items() if isinstance(y, Tensor) and y.is_floating_point()}
 
     def _run(self, step: Step, state: State, constants: Mapping[int, Tensor]) -> list[Any]:
-        watched: dict[int, Tensor] = {}
-        weights: list[tuple[int, str]] = []
         axis = self._samples_axis(step)
-        for slot, site in step.operands:
-            value = step.reads[slot]
-            if value in state:
-                watched[slot] = self._watched(site, state[value], self._error(site, state[value]), axis)
-            elif self._sites[site].role in ("weight", "constant"):
-                weights.append((slot, site))
+        read = {slot: (site, state[v]) for slot, site in step.operands if (v := step.reads[slot]) in state}
+        watched = {s: self._watched(site, x, self._error(site, x), axis) for s, (site, x) in read.items()}
         with torch.enable_grad():
-            results = list(run_step(step, state, constants, None, watched, self._inner))
-        if not step.differentiable:
-            results = [r.detach() if isinstance(r, Tensor) else r for r in results]
-        elif (
-            len(results) > 1
-        ):  # one may be part of another, as the last state of all states: its derivative is its own
-            results = [r.view_as(r) if isinstance(r, Tensor) else r for r in results]
-        exact = [r.detach() if isinstance(r, Tensor) else r for r in results]
-        for slot, site in weights:
+            made = list(run_step(step, state, constants, None, watched, self._inner))
+        exact = [y.detach() if isinstance(y, Tensor) else y for y in made]
+        results = _separated(made) if step.differentiable else list(exact)
+        for slot, site in step.operands:
+            if slot in read or self._sites[site].role not in ("weight", "constant"):
+                continue
             for i, error in enumerate(self._of_weight(slot, site, step, state, constants, exact)):
                 results[i] = self._watched(site, results[i], error, axis)
         for index, site in step.results:
@@ -239,6 +224,11 @@ class _Watch:
 
         x.register_hook(note)
         return x
+
+
+def _separated(results: list[Any]) -> list[Any]:
+    """With a derivative of its own each: one may be part of another, as the last state of all states."""
+    return results if len(results) == 1 else [y.view_as(y) if isinstance(y, Tensor) else y for y in results]
 
 
 def _as_it_is(error: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,18 +85,9 @@ def quantize_progressively(
     try:
         for names in by_op.values():
             _switch(sites, names, on=False)
-        reference = [np.asarray(out, np.float64) for out in outputs()]
-        for ops in track(chosen):
-            names = [name for op in ops for name in by_op.get(op, ())]
-            if not names:
-                continue
-            before = {name: sites[name].enabled for name in names}
-            _switch(sites, names, on=True)
-            steps.append(_judge(ops, reference, outputs(), threshold))
-            if steps[-1].good:
-                continue
-            _restore(sites, before)  # a quantizer may be shared with a group that was good
-            if not keep_going:
+        for step in _tried(sites, track(chosen), by_op, outputs, threshold):
+            steps.append(step)
+            if not (step.good or keep_going):
                 break
     except KeyboardInterrupt:
         pass  # the groups so far are the result
@@ -106,9 +97,29 @@ def quantize_progressively(
     return Progression(tuple(steps))
 
 
+def _tried(
+    sites: SiteMap,
+    groups: Iterable[tuple[str, ...]],
+    by_op: Mapping[str, Sequence[str]],
+    outputs: Callable[[], Sequence[NDArray[Any]]],
+    threshold: float,
+) -> Iterator[Step]:
+    """Switch one group after the other on, and those off again that are bad."""
+    reference = [np.asarray(out, np.float64) for out in outputs()]
+    for ops in groups:
+        names = [name for op in ops for name in by_op.get(op, ())]
+        if not names:
+            continue
+        before = {name: sites[name].enabled for name in names}
+        _switch(sites, names, on=True)
+        step = _judge(ops, reference, outputs(), threshold)
+        if not step.good:
+            _restore(sites, before)  # a quantizer may be shared with a group that was good
+        yield step
+
+
 def _switch(sites: SiteMap, names: Iterable[str], *, on: bool) -> None:
-    for name in names:
-        sites[name].enabled = on
+    _restore(sites, dict.fromkeys(names, on))
 
 
 def _restore(sites: SiteMap, enabled: Mapping[str, bool]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from bitwright.algorithms.rounding.program import SimulatedModel
 from bitwright.algorithms.search.grids import values_on_grids
 from bitwright.algorithms.search.output_error import OutputErrors, output_errors
+from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.work import multiplications, size
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site
@@ -164,24 +165,28 @@ class _Candidates:
         graph, sites = model.graph(), model.sites()
         self._sites = sites
         fixed = {id(site.quantizer) for site in sites.values() if not _can_be_raised(site)}
-        self.quantizers = {
-            id(site.quantizer): site.quantizer for site in sites.values() if id(site.quantizer) not in fixed
-        }
+        movable = [site.quantizer for site in sites.values() if id(site.quantizer) not in fixed]
+        self.quantizers = dict(zip(map(id, movable), movable, strict=True))
         self._work = {op.name: multiplications(graph, op) for op in graph.ops}
         self._all_work = sum(self._work.values()) or 1.0
         values = values_on_grids(model.sites(), model.shared())
-        sizes = {key: float(sum(size(graph, v) for v in held)) for key, held in values.items()}
+        sizes = {key: float(sum(size(graph, v) for v in on_grid)) for key, on_grid in values.items()}
         all_sizes = sum(sizes.values()) or 1.0
         self._read: set[int] = set()  # by layers
         self._layers: dict[int, set[str]] = {}
         self._elements: dict[int, float] = {}
         for key in self.quantizers:
-            readers = {op.name for v in values[key] for op, _ in graph.consumers(v) if self._work[op.name]}
-            makers = {op.name for v in values[key] if (op := graph.producer(v)) is not None}
-            self._layers[key] = readers | {name for name in makers if self._work[name]}
+            readers, makers = self._layers_around(graph, values[key])
+            self._layers[key] = readers | makers
             self._elements[key] = sizes[key] / all_sizes if self._layers[key] else 0.0
             if readers:
                 self._read.add(key)
+
+    def _layers_around(self, graph: Graph, values: Iterable[str]) -> tuple[set[str], set[str]]:
+        """The layers that read values, and those that make them."""
+        readers = {op.name for v in values for op, _ in graph.consumers(v) if self._work[op.name]}
+        makers = {op.name for v in values if (op := graph.producer(v)) is not None}
+        return readers, {name for name in makers if self._work[name]}
 
     def cost(self, keys: Sequence[int]) -> tuple[float, float]:
         """Shares of the model's multiplications, in layers that read or make their values, and of the elements."""
