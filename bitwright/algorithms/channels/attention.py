@@ -55,9 +55,13 @@ class Attention:
     dim: int
     value_dim: int
 
+    @property
+    def scored(self) -> tuple[Layer, ...]:
+        """The projections of queries and keys that there are."""
+        return tuple(layer for layer in (self.query, self.key) if layer is not None)
+
     def __str__(self) -> str:
-        names = [layer.op for layer in (self.query, self.key) if layer is not None]
-        return f"{' x '.join(names)} (attention {self.scores})"
+        return f"{' x '.join(layer.op for layer in self.scored)} (attention {self.scores})"
 
 
 def find_attention(layers: Layers) -> list[Attention]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from bitwright.algorithms.bias_correct import Moments
 from bitwright.algorithms.channels.batch_norm_affine import forward_obstacle
 from bitwright.algorithms.channels.layers import Array, Group, Layer, Layers, Refused, find_groups, rescaling
 from bitwright.algorithms.channels.trial import Bar, Check, Reversible, no_bar, sift
@@ -28,6 +29,7 @@ from bitwright.algorithms.scaling.channel_noise import (
     measured_moments,
     quietest_factors,
 )
+from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.traits import TRAITS
 from bitwright.core.simulation.protocols import AddBias, Clamp, Edit, FloatModel, SetParam, Undo
 from bitwright.tables import Tabular
@@ -229,22 +231,12 @@ def equalize(
     if only is not None:
         groups = [group for group in groups if not only.isdisjoint(_links(group))]
     known = dict(statistics or {})
-    unknown = [g for g in groups if len(g.producers) == 1 and channels_of(layers.graph, g, known) is None]
-    if data is not None and unknown:
-        known |= measured_moments(view, unknown, bar(data, "equalize: measuring activations"))
-    channels = {g.producers[0].op: channels_of(layers.graph, g, known) for g in groups}
-    plans: dict[tuple[str, ...], _Plan] = {}  # what was accepted together in a check is not searched again
-
-    def planned(some: Sequence[Group]) -> _Plan:
-        key = tuple(g.producers[0].op for g in some)
-        if key not in plans:
-            plans.clear()
-            plans[key] = _plan(view, some, [channels[op] for op in key], known, bar)
-        return plans[key]
-
-    kept, rejected = sift(groups, lambda some: view.edit(planned(some).edits), check, bar)
+    if data is not None:
+        known |= _measured_where_unknown(view, layers.graph, groups, known, data, bar)
+    planner = _Planner(view, layers.graph, groups, known, bar)
+    kept, rejected = sift(groups, lambda some: view.edit(planner.plan(some).edits), check, bar)
     refused += [Refused(group.producers[0].op, reason) for group, reason in rejected]
-    done = planned(kept)
+    done = planner.plan(kept)
     undo = view.edit(done.edits)
     order = {op.name: i for i, op in enumerate(layers.graph.ops)}
     report = EqualizeReport(
@@ -261,6 +253,14 @@ def equalize(
             report.undo()
             raise
     return report
+
+
+def _measured_where_unknown(
+    view: FloatModel, graph: Graph, groups: Sequence[Group], known: Moments, data: Iterable[Any], bar: Bar
+) -> Moments:
+    """The moments of groups of one producer that ``known`` does not have; the data is not run where there are none."""
+    unknown = [g for g in groups if len(g.producers) == 1 and channels_of(graph, g, known) is None]
+    return measured_moments(view, unknown, bar(data, "equalize: measuring activations")) if unknown else {}
 
 
 def _links(group: Group) -> list[tuple[str, str]]:
@@ -321,24 +321,34 @@ class _Plan:
     noise: tuple[float, float] | None
 
 
-def _plan(
-    view: FloatModel,
-    groups: Sequence[Group],
-    channels: Sequence[Channels | None],
-    statistics: Mapping[str, tuple[Array, Array]],
-    bar: Bar = no_bar,
-) -> _Plan:
-    names = dict.fromkeys(
-        layer.weight for group in groups for layer in (*group.producers, *(c for c, _ in group.consumers))
-    )
-    weights = {name: view.param(name) for name in names}
-    factors, rounds, noise = _factors(groups, weights, channels, statistics, bar)
-    edits, _ = rescaling(view, groups, factors)
-    before = _spread(groups, weights)
-    weights.update(
-        {edit.name: edit.value for edit in edits if isinstance(edit, SetParam) and edit.name in weights}
-    )
-    return _Plan(edits, factors, rounds, (before, _spread(groups, weights)), noise)
+class _Planner:
+    """Plans of groups that are tried together."""
+
+    def __init__(
+        self, view: FloatModel, graph: Graph, groups: Sequence[Group], statistics: Moments, bar: Bar
+    ) -> None:
+        self._view, self._statistics, self._bar = view, statistics, bar
+        self._channels = {g.producers[0].op: channels_of(graph, g, statistics) for g in groups}
+        self._last: tuple[tuple[str, ...], _Plan] | None = None
+
+    def plan(self, groups: Sequence[Group]) -> _Plan:
+        """How they are equalized; what was accepted together in a check is not searched again."""
+        key = tuple(group.producers[0].op for group in groups)
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._search(groups)
+        return self._last[1]
+
+    def _search(self, groups: Sequence[Group]) -> _Plan:
+        names = dict.fromkeys(layer.weight for group in groups for layer in group.layers)
+        weights = {name: self._view.param(name) for name in names}
+        channels = [self._channels[group.producers[0].op] for group in groups]
+        factors, rounds, noise = _factors(groups, weights, channels, self._statistics, self._bar)
+        edits, _ = rescaling(self._view, groups, factors)
+        before = _spread(groups, weights)
+        weights.update(
+            {edit.name: edit.value for edit in edits if isinstance(edit, SetParam) and edit.name in weights}
+        )
+        return _Plan(edits, factors, rounds, (before, _spread(groups, weights)), noise)
 
 
 def _factors(
@@ -395,35 +405,37 @@ def _absorb(view: FloatModel, layers: Layers, report: EqualizeReport) -> None:
 def _absorbing(
     view: FloatModel, layers: Layers, group: Group, statistics: Mapping[str, tuple[Array, Array]]
 ) -> tuple[list[Edit], Array]:
+    """The edits that absorb the bias of a group, none where it cannot be; and what they take from it."""
     nothing: tuple[list[Edit], Array] = ([], np.zeros(group.channels))
-    (first, *more), value = group.producers, group.producers[0].output
-    relu = layers.graph.sole_consumer(value)
-    plain = relu is not None and relu.type == "Relu" and not group.clips
-    if more or first.op not in statistics or first.bias is None or not plain:
-        return nothing
-    assert relu is not None
-    readers = {op.name for op, _ in layers.graph.consumers(relu.outputs[0])}
-    if readers != {layer.op for layer, _ in group.consumers}:
+    (first, *more) = group.producers
+    if more or first.op not in statistics or first.bias is None or not _is_behind_relu(layers.graph, group):
         return nothing
     h = absorbed_bias(*statistics[first.op])
-    kernels = (
-        (layer, layers.graph.values[str(layers.graph.op(layer.op).inputs[1])].shape)
-        for layer, _ in group.consumers
-    )
-    if not h.any() or any(
-        forward_obstacle(layer.type, layer.attrs, shape[2:], h) for layer, shape in kernels
-    ):
+    if not h.any() or any(_blocks(layers.graph, layer, h) for layer, _ in group.consumers):
         return nothing
     b = np.asarray(view.param(first.bias), np.float64)
     edits: list[Edit] = [SetParam(first.bias, (b.reshape(-1) - h).reshape(b.shape))]
     for layer, repeat in group.consumers:
         split = layer.axes.split(view.param(layer.weight))
         moved = layer.axes.sum_over_inputs(split * layer.axes.over_inputs(np.repeat(h, repeat)))
-        if layer.bias is None:
-            if view.can_edit(AddBias(layer.op, moved)):
-                return nothing
-            edits.append(AddBias(layer.op, moved))
-        else:
+        if layer.bias is not None:
             old = np.asarray(view.param(layer.bias), np.float64)
             edits.append(SetParam(layer.bias, old + moved.reshape(old.shape)))
+        elif view.can_edit(AddBias(layer.op, moved)):
+            return nothing
+        else:
+            edits.append(AddBias(layer.op, moved))
     return edits, h
+
+
+def _is_behind_relu(graph: Graph, group: Group) -> bool:
+    """Whether the consumers read nothing but a Relu of what the producer makes."""
+    relu = graph.sole_consumer(group.producers[0].output)
+    if relu is None or relu.type != "Relu" or group.clips:
+        return False
+    return {op.name for op, _ in graph.consumers(relu.outputs[0])} == {c.op for c, _ in group.consumers}
+
+
+def _blocks(graph: Graph, layer: Layer, shift: Array) -> bool:
+    kernel = graph.values[str(graph.op(layer.op).inputs[1])].shape[2:]
+    return forward_obstacle(layer.type, layer.attrs, kernel, shift) is not None

@@ -232,11 +232,12 @@ class _StreamWalk:
         op = self.graph.producer(value)
         if op is None:
             return f"{value} in it is an input of the model"
-        if any(source in self.seen for source in op.inputs if source):
+        if not self.seen.isdisjoint(source for source in op.inputs if source is not None):
             return None
         if op.type not in _MOVES | {"Add", "Mul", "Div"} or op.inputs[0] is None or op.also:
             return f"{op.name} ({op.type}) writes into it"
-        for source in op.inputs if op.type in ("Add", "Mul") else op.inputs[:1]:
+        sources = op.inputs if op.type in ("Add", "Mul") else op.inputs[:1]
+        for source in sources:
             if source is not None and self._is_wide(source) and not self.graph.values[source].is_static:
                 self._enter(source)
         return None
@@ -270,23 +271,19 @@ class _StreamWalk:
             return self._norm(op, layer)
         if op.type == "Add":
             return self._add(op, value)
-        if op.type in ("Mul", "Div") and (port == 0 or op.type == "Mul") and self._per_row(op, value):
+        if self._hands_on(op, port, value):
             self._enter(op.outputs[0])
             return None
-        if (
-            op.type in _MOVES | _MOVES_TOO
-            and port == 0
-            and len(op.outputs) == 1
-            and self._is_wide(op.outputs[0])
-        ):
-            self._enter(op.outputs[0])
-            return None
-        hint = (
-            ", which subtracts the mean: a rotation does not keep it"
-            if op.type == "LayerNormalization"
-            else ""
-        )
+        norm = op.type == "LayerNormalization"
+        hint = ", which subtracts the mean: a rotation does not keep it" if norm else ""
         return f"{op.name} ({op.type}) reads it{hint}"
+
+    def _hands_on(self, op: Op, port: int, value: str) -> bool:
+        """Whether what ``op`` makes is the stream with its rows scaled or moved."""
+        if op.type in ("Mul", "Div"):
+            return (port == 0 or op.type == "Mul") and self._per_row(op, value)
+        moves = op.type in _MOVES | _MOVES_TOO and port == 0
+        return moves and len(op.outputs) == 1 and self._is_wide(op.outputs[0])
 
     def _is_mean_square(self, op: Op, value: str) -> bool:
         """Whether ``op`` squares the stream and only the mean over its channels is read of that."""

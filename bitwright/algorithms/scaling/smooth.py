@@ -156,18 +156,15 @@ def smooth(
         raise ConfigError("alpha", f"it is {alpha}", "give a number from 0 to 1; 0.5 is the usual choice")
     layers = Layers(view.graph())
     groups, refused = linear_groups(layers)
-    values = [str(layers.graph.op(group.consumers[0][0].op).inputs[0]) for group in groups]
-    axes = [1 if group.consumers[0][0].type in ("Conv", "ConvTranspose") else -1 for group in groups]
     attentions = [heads for heads in find_attention(layers) if _why_not_heads(layers, heads) is None]
-    for heads in attentions:
-        values += [layer.output for layer in (heads.query, heads.key) if layer is not None]
-    axes += [-1] * (len(values) - len(axes))
-    if not values:
+    read = [_what_is_read(layers, group) for group in groups]
+    scored = [(layer.output, -1) for heads in attentions for layer in heads.scored]
+    if not read and not scored:
         return SmoothReport(refused=tuple(refused))  # nothing to measure
-    ranges, samples = activation_ranges(view, dict(zip(values, axes, strict=True)), bar(batches, "smooth"))
+    ranges, samples = activation_ranges(view, dict(read + scored), bar(batches, "smooth"))
     factors = {
         id(group): _factors(view, group, ranges[value], alpha)
-        for group, value in zip(groups, values, strict=False)
+        for group, (value, _) in zip(groups, read, strict=True)
     }
 
     def divide(some: Sequence[Group]) -> Undo:
@@ -183,11 +180,21 @@ def smooth(
     except BaseException:
         joined(undos)()
         raise
-    taken = {layer.op for heads in balanced for layer in (heads.query, heads.key) if layer is not None}
-    return SmoothReport(
-        tuple(kept), tuple(factors[id(group)] for group in kept), tuple(balanced),
-        tuple(line for line in refused if line.op not in taken), samples, undos,
-    )  # fmt: skip
+    chosen = tuple(factors[id(group)] for group in kept)
+    left = _still_refused(refused, balanced)
+    return SmoothReport(tuple(kept), chosen, tuple(balanced), left, samples, undos)
+
+
+def _still_refused(refused: Iterable[Refused], balanced: Iterable[Attention]) -> tuple[Refused, ...]:
+    taken = {layer.op for heads in balanced for layer in heads.scored}
+    return tuple(line for line in refused if line.op not in taken)
+
+
+def _what_is_read(layers: Layers, group: Group) -> tuple[str, int]:
+    """The value that the first consumer of a group reads, and the axis of its channels."""
+    consumer, _ = group.consumers[0]
+    spatial = consumer.type in ("Conv", "ConvTranspose")
+    return str(layers.graph.op(consumer.op).inputs[0]), 1 if spatial else -1
 
 
 def _why_not_heads(layers: Layers, heads: Attention) -> str | None:
