@@ -70,3 +70,38 @@ def two_results() -> onnx.ModelProto:
         graphs[branch] = body(a, inner("Tanh", a, name=f"tanh{i}", out=f"b{i}"), net=inner)
     one, two = net("If", choose, name="choice", out=["one", "two"], **graphs)
     return net.model(net("MatMul", two, net.weights(4, 2, name="v"), name="last", out="y"), one)
+
+
+def handed_on() -> onnx.ModelProto:
+    """``h = tanh(x_t W + b + h R)``, twice at every step, as TensorFlow's exporter writes it: the weights are states of the
+    Loops, which return them as they are, one of them through a copy.
+    """
+    net = Net(seed=7)
+    x = net.input("x", (5, 1, 8))
+    names = [net.weights(8, 12, name="W"), net.weights(12, 12, name="R"), net.weights(12, name="b")]
+    start, yes = net.const(np.zeros((1, 12)), "start"), net.const(np.bool_(True), "yes")
+    shapes = [(8, 12), (12, 12), (12,), (1, 8), (1, 12)]
+    inner = Net(seed=8)
+    summed = inner("Gemm", "x_t2", "W_in2", "b_in2", name="ih")
+    h = inner(
+        "Tanh", inner("Add", summed, inner("MatMul", "h_in2", "R_in2", name="hh"), name="sum"), name="tanh"
+    )
+    again = inner("Identity", "going2", out="going_out2")
+    kept = [inner("Identity", "W_in2", out="W_kept"), "R_in2", "b_in2", "x_t2"]
+    inputs = [(f"{name}_in2" if name != "x_t" else "x_t2", FLOAT, shape)
+              for name, shape in zip(("W", "R", "b", "x_t", "h"), shapes, strict=True)]  # fmt: skip
+    step = body((again, BOOL, ()), *kept, (h, FLOAT, (1, 12)), net=inner,
+                inputs=[("i2", INT64, ()), ("going2", BOOL, ()), *inputs])  # fmt: skip
+    outer = Net(seed=9)
+    taken = outer("Gather", x, "i", name="take", out="taken", axis=0)
+    count, same = outer.const(np.int64(2), "count"), outer("Identity", "going", out="going_out")
+    passed = outer("Loop", count, "going", "W_in", "R_in", "b_in", taken, "h_in", name="twice", body=step,
+                   out=["W_out", "R_out", "b_out", "x_out", "h_out"])  # fmt: skip
+    each = outer("Identity", passed[4], out="h_each")
+    turn = body((same, BOOL, ()), *passed[:3], (passed[4], FLOAT, (1, 12)), (each, FLOAT, (1, 12)), net=outer,
+                inputs=[("i", INT64, ()), ("going", BOOL, ()), ("W_in", FLOAT, shapes[0]), ("R_in", FLOAT, shapes[1]),
+                        ("b_in", FLOAT, shapes[2]), ("h_in", FLOAT, shapes[4])])  # fmt: skip
+    made = net("Loop", net.const(np.int64(5), "steps"), yes, *names, start, name="rnn", body=turn,
+               out=["W_last", "R_last", "b_last", "last", "each"])  # fmt: skip
+    y = net("MatMul", made[4], net.weights(12, 3, name="V"), name="head", out="y")
+    return net.model(y, "last")

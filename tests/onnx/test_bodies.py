@@ -11,7 +11,7 @@ from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx import flow
 from tests.onnx.nets import feeds_for, run
 
-MODELS = [flow.branches, flow.scan, flow.loop, flow.two_results]
+MODELS = [flow.branches, flow.scan, flow.loop, flow.two_results, flow.handed_on]
 
 
 def batches(proto, seeds=range(6)):
@@ -43,6 +43,14 @@ def test_simulation_is_near_the_model_and_not_the_model(build):
 
 def weights_of(proto):
     return {i.name: onnx.numpy_helper.to_array(i) for i in proto.graph.initializer}
+
+
+def test_weights_that_enter_a_loop_as_states_are_weights(caplog):
+    proto, _, sim = calibrated(flow.handed_on)
+    for name, role in {"W": "weight", "R": "weight", "b": "bias"}.items():
+        assert sim.quantizers[name].role == role and sim.quantizers[name].encoding is not None
+    assert np.array_equal(sim.constants["R"], weights_of(proto)["R"])
+    assert "never reached" not in caplog.text
 
 
 def test_states_of_a_scan_are_calibrated_over_all_steps():

@@ -7,7 +7,9 @@ taken has an empty one, and those in a loop have all iterations along a first ax
 (stored weights above all) is there once.
 
 In the file a body ends what a runtime optimises: two quantizers, or a quantizer and its kernel, stay apart when one is
-inside and the other one is not. A Max of one tensor, which no optimiser removes, keeps them apart here.
+inside and the other one is not. A Max of one tensor, which no optimiser removes, keeps them apart here. Float weights and
+biases that a body reads from outside, and what a state begins with, are no constants to it: here they become inputs that are
+fed, or ONNX Runtime would quantize them by itself, as it does in a main graph.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.core.graph.traits import TRAITS
 from bitwright.export.files.value_types import is_tensor
 from bitwright.export.qdq.constants import RANDOM
 from bitwright.export.qdq.forms import METADATA, Builder, before, read_metadata
@@ -45,11 +48,13 @@ class Opened:
         model: the model, a copy where something changed.
         values: the simulation's values, one array per run of a site.
         idle: site that did not run -> why.
+        feeds: graph inputs that were added -> what to feed them.
     """
 
     model: ir.Model
     values: dict[str, Array | Sequence[Array]]
     idle: dict[str, str] = field(default_factory=dict)
+    feeds: dict[str, Array] = field(default_factory=dict)
 
 
 def open_bodies(model: ir.Model, values: Values) -> Opened:
@@ -174,7 +179,7 @@ class _Opener:
         given: Mapping[tuple[str, int], Array],
         count: int,
     ) -> list[_Copy]:
-        states = [self._border(node, v) for v in shape.states]
+        states = [self._fed(v) if _is_float_constant(v) else self._border(node, v) for v in shape.states]
         going = self.builder.initializer("going", np.array(True))
         copies: list[_Copy] = []
         for i in range(count):
@@ -243,15 +248,27 @@ class _Opener:
         return made
 
     def _fence(self, body: ir.Graph, node: ir.Node) -> None:
-        """Let a body read what it takes from the main graph across a border; constants it reads as they are."""
+        """Let a body read what it takes from the main graph across a border; constants it reads as they are, or fed."""
         known: dict[ir.Value, ir.Value] = {}
         for reader in body.all_nodes():
             for i, value in enumerate(reader.inputs):
-                if value is None or value.is_initializer() or value.graph is not self.builder.graph:
+                if value is None or value.graph is not self.builder.graph:
+                    continue
+                parameter = i > 0 and reader.op_type in TRAITS["bias_port"] and _is_float_constant(value)
+                if value.is_initializer() and not parameter:
                     continue
                 if value not in known:
-                    known[value] = self._border(node, value)
+                    known[value] = self._fed(value) if parameter else self._border(node, value)
                 reader.replace_input_with(i, known[value])
+
+    def _fed(self, value: ir.Value) -> ir.Value:
+        """An input of the model that is fed the constant ``value``."""
+        assert value.const_value is not None
+        name = self.builder.names.value(f"{value.name}_fed")
+        made = ir.Value(name=name, type=value.type, shape=value.shape)
+        self.builder.graph.inputs.append(made)
+        self.found.feeds[name] = np.ascontiguousarray(value.const_value.numpy())
+        return made
 
     # -- copies
 
@@ -300,6 +317,10 @@ class _Opener:
                 made.name = value.name
         assert node.graph is not None
         node.graph.remove(node, safe=True)
+
+
+def _is_float_constant(value: ir.Value) -> bool:
+    return value.is_initializer() and not value.is_graph_input() and value.dtype in _FLOATS
 
 
 def _taken(ran: Mapping[str, bool | None]) -> str | None:

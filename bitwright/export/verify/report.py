@@ -279,7 +279,7 @@ def verify_layers(
     cut = Cut(laid_out.model, laid_out.values, open_outputs)
     failures: dict[Mode, str] = {}
     found: dict[Place, list[Row]] = {}
-    given = {**graph_inputs, **laid_out.feeds}
+    given = {**graph_inputs, **opened.feeds, **laid_out.feeds}
     for part, places, feeds in cut.parts():
         found |= _compare_part(cut, part, places, {**given, **feeds}, failures, runtime)
     rows = [row for place in cut.places for row in found[place]]

@@ -407,7 +407,7 @@ class Instrument:
         try:
             return opener(self.model)
         finally:
-            del graph.outputs[count:]
+            graph.outputs[count:] = []  # del would leave their marks as outputs
 
     def sizing(self, values: Sequence[ir.Value], opener: Any) -> Any:
         """A session that returns the number of elements of each value, and nothing else."""

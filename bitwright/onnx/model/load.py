@@ -9,9 +9,10 @@ What is done, in this order; none of it changes the function, the inputs, the ou
 4. names of nodes, and of values inside the bodies of If, Loop and Scan, become unique;
 5. nodes are put into execution order where they are not;
 6. bidirectional RNN, GRU and LSTM nodes become one node per direction;
-7. shapes and types are inferred;
-8. ``CastLike`` becomes ``Cast`` where the type is known, so that nothing is read for its type only;
-9. initializers of bodies move to the main graph.
+7. what no iteration of a Loop or Scan changes is read from outside its body;
+8. shapes and types are inferred;
+9. ``CastLike`` becomes ``Cast`` where the type is known, so that nothing is read for its type only;
+10. initializers of bodies move to the main graph.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from bitwright.export.files.onnx_file import write_elements
 from bitwright.export.files.temporary import temporary_room
 from bitwright.export.files.value_types import from_proto, has_map, is_tensor, note_type
 from bitwright.export.qdq.markers import DOMAIN as MARKER_DOMAIN
-from bitwright.onnx.model.recurrent import split_directions
+from bitwright.onnx.model.recurrent import drop_unchanged_states, split_directions
 from bitwright.onnx.model.session import weights
 from bitwright.onnx.model.untrusted import (
     check_bodies,
@@ -132,6 +133,7 @@ def _load(model: Source, path: Path | None) -> Loaded:
     _name_uniquely(copy, notes)
     _order(copy, site, notes)
     _split_directions(copy, notes)
+    drop_unchanged_states(copy)
     infer_shapes(copy)
     _name_types(copy)
     LiftSubgraphInitializersToMainGraphPass()(copy)

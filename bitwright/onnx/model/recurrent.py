@@ -1,8 +1,11 @@
-"""Recurrent nodes in the form the toolkit works on: one node is one layer in one direction."""
+"""What repeats, in the form the toolkit works on: one RNN, GRU or LSTM node is one layer in one direction, and a state of a
+Loop or Scan is something that its iterations change.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -166,3 +169,125 @@ def activation_attributes(activations: Sequence[Activation]) -> dict[str, list[A
         "activation_alpha": [a.alpha for a in activations if a.alpha is not None],
         "activation_beta": [a.beta for a in activations if a.beta is not None],
     }
+
+
+def drop_unchanged_states(model: ir.Model) -> list[str]:
+    """Let the bodies of Loop and Scan read what no iteration changes from outside, instead of handing it on as a state.
+
+    Exporters of TensorFlow put the weights of a recurrent layer among the states of a Loop, whose body returns them as they
+    are. Read from outside they are constants. Scan before opset 9 had other inputs, and stays as it is.
+
+    Args:
+        model: names of values are unique over all graphs; changed in place.
+
+    Returns:
+        Names of the nodes that lost states.
+    """
+    opset = max(model.opset_imports.get(domain, 0) for domain in _STANDARD)
+    found = [
+        node
+        for node in model.graph.all_nodes()
+        if node.domain in _STANDARD and (node.op_type == "Loop" or (node.op_type == "Scan" and opset >= 9))
+    ]
+    if not found:
+        return []
+    names, outputs = Names(model), Outputs(model)
+    changed = []
+    for node in reversed(found):  # loops within a loop first: they may be all that its states pass through
+        states = _unchanged_states(node)
+        if states:
+            changed.append(str(node.name))
+            _without_states(node, states, names, outputs)
+    return changed[::-1]
+
+
+def _unchanged_states(node: ir.Node) -> list[int]:
+    """Places among the states of a loop whose value every iteration returns as it came."""
+    body = node.attributes["body"].as_graph()
+    skipped, count = _states_of(node)
+    found = []
+    for i in range(count):
+        outer = node.inputs[skipped + i]
+        if outer is not None and _through_copies(body, body.outputs[_conditions(node) + i]) in (
+            outer,
+            body.inputs[skipped + i],
+        ):
+            found.append(i)
+    return found
+
+
+def _states_of(node: ir.Node) -> tuple[int, int]:
+    """Where the states of a loop begin among its inputs, and how many there are."""
+    if node.op_type == "Loop":
+        return 2, len(node.inputs) - 2
+    return 0, len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
+
+
+def _conditions(node: ir.Node) -> int:
+    """How many outputs of the body of a loop come before its states: a Loop returns whether it goes on."""
+    return int(node.op_type == "Loop")
+
+
+def _through_copies(body: ir.Graph, value: ir.Value) -> ir.Value:
+    """What ``value`` is a copy of, as far as the copies are made in ``body``."""
+    while True:
+        node = value.producer()
+        copies = node is not None and node.op_type == "Identity" and node.domain in _STANDARD
+        if not copies or node is None or node.graph is not body or node.inputs[0] is None:
+            return value
+        value = node.inputs[0]
+
+
+def _without_states(node: ir.Node, states: Sequence[int], names: Names, outputs: Outputs) -> None:
+    """Take ``states`` out of a loop and its body; who reads them reads what they began with."""
+    body = node.attributes["body"].as_graph()
+    skipped, _ = _states_of(node)
+    first = _conditions(node)
+    for i in reversed(states):
+        outer, inner, old = node.inputs[skipped + i], body.inputs[skipped + i], node.outputs[i]
+        assert outer is not None
+        returned = body.outputs.pop(first + i)
+        if returned is not inner:
+            remove_unread(returned)
+        body.inputs.pop(skipped + i)
+        move_uses(inner, outer)
+        for slot, value in enumerate(body.outputs):
+            if value is inner:  # what a body returns is made in it
+                body.outputs[slot] = _copy_of(outer, inner, body.append, names)
+        move_uses(old, outer)
+        if old.is_graph_output():
+            assert node.graph is not None
+            copy = _copy_of(outer, old, partial(node.graph.insert_after, node), names)
+            outputs.replace(old, copy)
+            old.name = None
+    _rebuild(node, {skipped + i for i in states}, set(states), outputs)
+
+
+def _copy_of(source: ir.Value, like: ir.Value, place: Callable[[ir.Node], None], names: Names) -> ir.Value:
+    made = ir.node("Identity", [source], name=names.node(f"{like.name}.copy"))
+    made.outputs[0].name = names.value(f"{like.name}.copy")
+    made.outputs[0].type, made.outputs[0].shape = source.type or like.type, source.shape or like.shape
+    place(made)
+    return made.outputs[0]
+
+
+def _rebuild(node: ir.Node, inputs: set[int], results: set[int], outputs: Outputs) -> None:
+    """Put a node without some of its inputs and outputs in the place of ``node``; one without outputs is left out."""
+    kept = [value for i, value in enumerate(node.outputs) if i not in results]
+    assert node.graph is not None
+    if kept:
+        made = ir.Node(
+            node.domain,
+            node.op_type,
+            [value for i, value in enumerate(node.inputs) if i not in inputs],
+            [node.attributes[key] for key in node.attributes],
+            num_outputs=len(kept),
+            name=node.name,
+            metadata_props=dict(node.metadata_props),
+        )
+        node.graph.insert_before(node, made)
+        for old, new in zip(kept, made.outputs, strict=True):
+            move_uses(old, new)
+            outputs.replace(old, new)
+            new.name, new.type, new.shape = old.name, old.type, old.shape
+    node.graph.remove(node, safe=True)

@@ -147,6 +147,7 @@ RUNS = {  # model -> feeds, a site in a body, how often it runs
     "loop-once": (counted_loop, {"trip": 1}, "act.output[0]", 1),
     "loop-in-branch": (flow.loop, {"choose": True}, "act.output[0]", 3),
     "nested": (nested_loops, {"choose": True}, "act.output[0]", 6),
+    "handed-on": (flow.handed_on, {}, "tanh.output[0]", 10),
     "nested-other": (nested_loops, {"choose": False}, "other.output[0]", 2),
 }
 
@@ -175,10 +176,30 @@ def test_the_model_laid_open_computes_the_same(build, given, site, count):
     names = [str(value.name) for node in opened.model.graph for value in node.outputs if value.name]
     assert len(names) == len(set(names))
     expected = run_model(result.model, samples.inputs, "float")
-    found = run_model(opened.model, samples.inputs, "float")
+    found = run_model(opened.model, {**samples.inputs, **opened.feeds}, "float")
     assert expected.keys() == found.keys()
     for name, array in expected.items():
         assert np.allclose(array, found[name], atol=1e-6), name
+
+
+@pytest.mark.parametrize("where", ["outside", "state"])
+def test_float_weights_of_a_body_are_no_constants_there(where):
+    """ONNX Runtime quantizes a float weight by itself in a main graph, but none that a body reads from outside."""
+    net, inner = Net(seed=7), Net()
+    x = net.input("x", (5, 1, 8))
+    w, b = net.weights(8, 12, name="W"), net.weights(12, name="b")
+    read = "w_in" if where == "state" else w
+    h = inner("Gemm", "x_t", read, b, name="ih", out="h_each")
+    changed = inner("Neg", "w_in", out="w_out")
+    step = body(changed, h, net=inner, inputs=[("w_in", FLOAT, (8, 12)), ("x_t", FLOAT, (1, 8))])
+    last, each = net("Scan", w, x, name="rnn", out=["last", "each"], body=step, num_scan_inputs=1)
+    proto = net.model(each)
+    data = [feeds_for(proto, seed) for seed in range(3)]
+    sim = QuantizationSimModel(proto, data[0], threads=1)
+    sim.quantizers["ih.input[1]" if where == "state" else "W"].enabled = False
+    sim.compute_encodings(data, progress=False)
+    report = sim.verify(data[0])
+    assert report.ok and {row.kernel for row in report.rows if row.ops == ("Gemm",)} == {"float"}, str(report)
 
 
 def test_a_branch_that_was_not_taken_did_not_run_and_is_no_failure():

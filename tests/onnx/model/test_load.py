@@ -11,7 +11,7 @@ from onnx import helper
 from bitwright.errors import ModelError
 from bitwright.onnx.model.load import load_model
 from tests.onnx import flow
-from tests.onnx.nets import FLOAT, Array, Net, feeds_for, run
+from tests.onnx.nets import BOOL, FLOAT, INT64, Array, Net, body, feeds_for, run
 
 
 def function_model() -> onnx.ModelProto:
@@ -67,8 +67,11 @@ def unsorted() -> onnx.ModelProto:
 
 MODELS = {
     f.__name__: f
-    for f in (function_model, overridable, constants, unnamed, unsorted, flow.branches, flow.scan, flow.loop)
-}
+    for f in (
+        function_model, overridable, constants, unnamed, unsorted,
+        flow.branches, flow.scan, flow.loop, flow.handed_on,
+    )
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["proto", "ir", "path"])
@@ -145,6 +148,63 @@ def test_shapes_are_known_in_bodies_too():
         assert all(value.shape is not None and value.dtype == ir.DataType.FLOAT for value in node.outputs), (
             node
         )
+
+
+def test_states_that_no_iteration_changes_are_read_from_outside():
+    model = load_model(flow.handed_on()).model
+    loops = [node for node in model.graph.all_nodes() if node.op_type == "Loop"]
+    assert [[str(v.name) for v in node.inputs] for node in loops] == [
+        ["steps", "yes", "start"],
+        ["count", "going", "h_in"],
+    ]
+    assert [str(v.name) for v in loops[0].outputs] == ["last", "each"]
+    products = {node.name: node for node in model.graph.all_nodes() if node.op_type in ("Gemm", "MatMul")}
+    assert [str(v.name) for v in products["ih"].inputs] == ["taken", "W", "b"]
+    assert products["hh"].inputs[1].is_initializer()
+    copies = [str(n.outputs[0].name) for n in model.graph.all_nodes() if n.op_type == "Identity"]
+    assert copies == ["going_out", "going_out2", "h_each"]
+
+
+@pytest.mark.parametrize("second", ["a", "b"], ids=["swapped", "shifted"])
+def test_states_that_iterations_exchange_stay(second):
+    """``a, b = b, a`` and ``a, b = b, b``: in the second one ``b`` never changes, and ``a`` is what ``b`` began with."""
+    net, inner = Net(seed=3), Net()
+    x, y = net.input("x", (2, 4)), net.input("y", (2, 4))
+    moved = inner("Abs", "b", out="moved")
+    kept = inner("Identity", second, out="kept")
+    going = inner("Identity", "going_in", out="going_out")
+    step = body((going, BOOL, ()), moved, kept, net=inner,
+                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("a", FLOAT, (2, 4)), ("b", FLOAT, (2, 4))])  # fmt: skip
+    count, yes = net.const(np.int64(3), "count"), net.const(np.bool_(True), "yes")
+    last = net("Loop", count, yes, x, y, name="loop", out=["p", "q"], body=step)
+    proto = net.model(*last)
+    loaded = load_model(proto).model
+    (loop,) = [node for node in loaded.graph if node.op_type == "Loop"]
+    assert len(loop.outputs) == (2 if second == "a" else 1)
+    feeds = feeds_for(proto)
+    for expected, found in zip(run(proto, feeds), run(loaded, feeds), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_loop_that_changes_nothing_is_left_out():
+    net, inner = Net(), Net()
+    x = net.input("x", (2, 4))
+    going = inner("Identity", "going_in", out="going_out")
+    step = body((going, BOOL, ()), "v", net=inner,
+                inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v", FLOAT, (2, 4))])  # fmt: skip
+    net(
+        "Loop",
+        net.const(np.int64(3), "count"),
+        net.const(np.bool_(True), "yes"),
+        x,
+        name="loop",
+        out="y",
+        body=step,
+    )
+    loaded = load_model(net.model("y")).model
+    assert [node.op_type for node in loaded.graph] == ["Identity"]
+    assert [v.name for v in loaded.graph.outputs] == ["y"]
+    assert run(loaded, {"x": np.ones((2, 4), np.float32)})[0].tolist() == [[1.0] * 4] * 2
 
 
 def test_constants_become_initializers_unless_they_are_returned():
