@@ -169,6 +169,22 @@ def op_row(op_type: str) -> OpRow:
     return OPS.get(op_type, _UNKNOWN)
 
 
+#: operator -> the second operand that leaves the first one as it is
+_NEUTRAL = {"Mul": 1.0, "Div": 1.0, "Pow": 1.0, "Add": 0.0, "Sub": 0.0}
+
+
+def is_neutral(op_type: str, number: float | None) -> bool:
+    """Whether ``op_type`` with the stored second operand ``number`` leaves its first operand as it is.
+
+    Such an operator is an ``Identity``: exporters and ONNX Runtime remove it, and with it a grid of its own would be a
+    second one for the same numbers.
+
+    >>> is_neutral("Mul", 1.0), is_neutral("Mul", 0.0), is_neutral("Sub", 0.0)
+    (True, False, True)
+    """
+    return number is not None and _NEUTRAL.get(op_type) == number
+
+
 _WEIGHT_AXES = {
     "Conv": (0, 1), "ConvTranspose": (1, 0), "Embedding": (0, 1), "Gather": (0, 1), "Bilinear": (0, 1)
 }  # fmt: skip

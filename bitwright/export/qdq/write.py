@@ -29,7 +29,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.core.graph.ops import op_row, weight_axes
+from bitwright.core.graph.ops import is_neutral, op_row, weight_axes
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.affine import with_scale
@@ -234,10 +234,18 @@ def _is_nearest(node: ir.Node, constant: Callable[[ir.Value], NDArray[Any] | Non
     return node.attributes.get_string("mode", "nearest") == "nearest"
 
 
+def _has_no_effect(node: ir.Node, constant: Callable[[ir.Value], NDArray[Any] | None]) -> bool:
+    value = node.inputs[1] if len(node.inputs) == 2 else None
+    array = None if value is None else constant(value)
+    number = float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
+    return is_neutral(node.op_type, number)
+
+
 # Operators whose kind in the op table is not the whole truth: when does the output hold values of the input?
 _CONDITIONS: dict[str, Callable[[ir.Node, Callable[[ir.Value], NDArray[Any] | None]], bool]] = {
     "Pad": _pads_with_zero,
     "Resize": _is_nearest,
+    **dict.fromkeys(("Mul", "Div", "Pow", "Add", "Sub"), _has_no_effect),
     # what comes out is what the body made; its first input is only where it starts
     **dict.fromkeys(("Loop", "Scan"), lambda node, constant: False),
 }

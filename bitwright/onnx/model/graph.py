@@ -28,7 +28,7 @@ from typing import Any
 import onnx_ir as ir
 
 from bitwright.core.graph.graph import Graph, Op, Value
-from bitwright.core.graph.ops import OPS, op_row
+from bitwright.core.graph.ops import OPS, is_neutral, op_row
 from bitwright.core.graph.recurrence import CELLS, RETURNS, inner_values
 from bitwright.core.graph.traits import TRAITS
 from bitwright.export.files.value_types import is_tensor
@@ -137,6 +137,18 @@ def _gemm_type(n: _Node) -> str:
     return "Gemm" if n.is_static(n.input(1)) or n.is_static(n.input(0)) else "MatMul"
 
 
+def _arithmetic_type(n: _Node) -> str:
+    """A sum, difference, product, quotient or power; the first operand itself where the second one changes nothing."""
+    ranks = n.rank(0), n.rank(1)
+    keeps = n.is_float(0) and None not in ranks and ranks[0] >= ranks[1]  # type: ignore[operator]
+    return "Identity" if keeps and is_neutral(n.node.op_type, n.number(1)) else n.node.op_type
+
+
+def _several(op_type: str) -> Callable[[_Node], str]:
+    """An operator of any number of inputs; one by itself is passed on."""
+    return lambda n: op_type if len(n.node.inputs) > 1 else "Identity"
+
+
 def _cell_type(n: _Node) -> str:
     """A layer with an activation function that nothing implements is an operator of its own, and stays in float."""
     unknown = unknown_activation(n.node.op_type, n.attrs)
@@ -146,9 +158,11 @@ def _cell_type(n: _Node) -> str:
 # ONNX operator -> canonical type where the two differ
 _TYPES: dict[str, str | Callable[[_Node], str]] = {
     "Gather": _gather_type, "Resize": _resize_type, "Upsample": _resize_type, "Cast": _cast_type, "CastLike": "Cast",
-    "Pad": _pad_type, "Gemm": _gemm_type, "Sum": "Add", "Swish": "Silu", "ThresholdedRelu": "Threshold",
+    "Pad": _pad_type, "Gemm": _gemm_type, "Swish": "Silu", "ThresholdedRelu": "Threshold",
     "Shrink": "HardShrink", "LpPool": "AveragePool", "Scatter": "ScatterElements", "ScatterND": "ScatterElements",
     "TensorScatter": "ScatterElements", "ReverseSequence": "Flip", "CenterCropPad": "Pad",
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Pow"), _arithmetic_type),
+    "Sum": _several("Add"), "Max": _several("Max"), "Min": _several("Min"), "Mean": _several("Mean"),
     "Reciprocal": "Reciprocal", "GlobalLpPool": "ReduceL2", **dict.fromkeys(CELLS, _cell_type),
 }  # fmt: skip
 

@@ -35,6 +35,7 @@ from onnx_ir.passes.common import (
     LiftSubgraphInitializersToMainGraphPass,
 )
 
+from bitwright.core.graph.ops import is_neutral
 from bitwright.errors import ModelError, first_few
 from bitwright.export.files.atomic import settle
 from bitwright.export.files.onnx_file import write_elements
@@ -134,6 +135,7 @@ def _load(model: Source, path: Path | None) -> Loaded:
     _order(copy, site, notes)
     _split_directions(copy, notes)
     drop_unchanged_states(copy)
+    _put_neutral_numbers_second(copy)
     infer_shapes(copy)
     _name_types(copy)
     LiftSubgraphInitializersToMainGraphPass()(copy)
@@ -492,6 +494,21 @@ def _name_types(model: ir.Model) -> None:
             node.op_type = "Cast"
             node.resize_inputs(1)
             node.attributes.add(ir.AttrInt64("to", int(like.dtype)))
+
+
+def _put_neutral_numbers_second(model: ir.Model) -> None:
+    """Exchange the operands of ``1 * x`` and ``0 + x``, which pass on ``x`` as ``x * 1`` and ``x + 0`` do."""
+    for node in _nodes(model):
+        if node.op_type not in ("Mul", "Add") or node.domain not in _STANDARD or len(node.inputs) != 2:
+            continue
+        first, second = node.inputs
+        tensor = None if first is None else first.const_value
+        constant = second is None or second.const_value is not None
+        if tensor is None or constant or tensor.size != 1 or not tensor.dtype.is_floating_point():
+            continue
+        if is_neutral(node.op_type, float(tensor.numpy().reshape(-1)[0])):
+            node.replace_input_with(0, second)
+            node.replace_input_with(1, first)
 
 
 def _in_a_circle(graph: ir.Graph) -> str:

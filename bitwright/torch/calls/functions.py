@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from bitwright.core.graph.masks import WIDE
-from bitwright.core.graph.ops import OpRow, op_row
+from bitwright.core.graph.ops import OpRow, is_neutral, op_row
 from bitwright.torch.calls import recurrent
 
 Arguments = Mapping[str, Any]
@@ -64,8 +64,9 @@ class Function:
         return bound
 
     def op_type(self, bound: Arguments) -> str:
-        """The canonical type of this call."""
-        return self.type if isinstance(self.type, str) else self.type(bound)
+        """The canonical type of this call; ``Identity`` where a number in the code changes nothing."""
+        kind = self.type if isinstance(self.type, str) else self.type(bound)
+        return "Identity" if is_neutral(kind, _second_number(self.ports, bound)) else kind
 
     def operands(self, bound: Arguments) -> Iterator[tuple[int, Any]]:
         """``(port, argument)`` for every port, whether or not the argument is a tensor."""
@@ -107,6 +108,18 @@ class Function:
     def row(self, bound: Arguments) -> OpRow:
         """The op-table row of this call."""
         return op_row(self.op_type(bound))
+
+
+def _second_number(ports: Sequence[str], bound: Arguments) -> float | None:
+    """The number that a call reads beside a floating-point tensor, whose type stays; ``None`` where it is anything else.
+
+    A tensor is none, whatever it holds: parameters and buffers change.
+    """
+    if len(ports) != 2 or bound.get("rounding_mode") is not None or bound.get("out") is not None:
+        return None
+    first, second = bound.get(ports[0]), bound.get(ports[1])
+    plain = isinstance(second, (int, float)) and isinstance(first, torch.Tensor) and first.is_floating_point()
+    return second if plain else None
 
 
 # ---------------------------------------------------------------------------------------------- attributes

@@ -200,7 +200,7 @@ class Recorder:
                 next((n for n in names if n), None), func, template[0], template[1],
             )  # fmt: skip
         else:
-            _note_again(known, inputs, attrs)
+            _note_again(known, op_type, inputs, attrs)
         for i, tensor in enumerate(produced):
             if i == len(known.outputs):
                 known.outputs.append(self._new("activation", tensor, label))
@@ -544,9 +544,13 @@ def explained(
     )
 
 
-def _note_again(call: Call, inputs: Sequence[int | None], attrs: Mapping[str, Any]) -> None:
-    """One more run of a call: what it reads and how it runs may differ from the first."""
+def _note_again(call: Call, op_type: str, inputs: Sequence[int | None], attrs: Mapping[str, Any]) -> None:
+    """One more run of a call: what it reads and how it runs may differ from the first.
+
+    A factor that was 1 in some runs is a factor.
+    """
     call.runs += 1
+    call.type = op_type if call.type == "Identity" else call.type
     if attrs != call.attrs and not call.attrs.get("varies"):
         call.attrs = {**call.attrs, "varies": True}
     for port, value in enumerate(inputs):

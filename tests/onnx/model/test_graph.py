@@ -53,6 +53,16 @@ TYPES = {
     "gemm": (one("Gemm", (1, 4), consts=[np.ones((4, 3))]), "Gemm"),
     "gemm-of-two": (one("Gemm", (1, 4), (4, 3)), "MatMul"),
     "sum": (one("Sum", (1, 4), (1, 4), (1, 4)), "Add"),
+    "sum-of-one": (one("Sum", (1, 4)), "Identity"),
+    "largest-of-one": (one("Max", (1, 4)), "Identity"),
+    "times-one": (one("Mul", (1, 4), consts=[np.float32(1)]), "Identity"),
+    "over-one": (one("Div", (1, 4), consts=[np.float32([1])]), "Identity"),
+    "plus-zero": (one("Add", (1, 4), consts=[np.float32(0)]), "Identity"),
+    "minus-zero": (one("Sub", (1, 4), consts=[np.float32(0)]), "Identity"),
+    "power-of-one": (one("Pow", (1, 4), consts=[np.float32(1)]), "Identity"),
+    "times-two": (one("Mul", (1, 4), consts=[np.float32(2)]), "Mul"),
+    "times-ones": (one("Mul", (1, 4), consts=[np.ones(4, np.float32)]), "Mul"),
+    "another-rank": (one("Mul", (4,), consts=[np.ones((1, 1), np.float32)]), "Mul"),
 }
 
 
@@ -61,6 +71,14 @@ def test_canonical_type(name):
     model, expected = TYPES[name]
     (op,) = graph_of(model).ops
     assert op.type == expected
+
+
+@pytest.mark.parametrize(("op", "number"), [("Mul", 1), ("Add", 0)])
+def test_a_first_operand_that_changes_nothing_is_put_second(op, number):
+    net = Net()
+    x, constant = net.input("x", (1, 4)), net.const(np.float32(number))
+    (found,) = graph_of(net.model(net(op, constant, x, name="node"))).ops
+    assert (found.type, found.inputs) == ("Identity", (x, constant))
 
 
 def test_gather_from_a_table_is_an_embedding():
