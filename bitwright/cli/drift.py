@@ -31,9 +31,10 @@ def drift(
 ) -> None:
     """Find the first operator at which two executions of a model part, and why.
 
-    PATH is a folder that sim.export wrote, or an ONNX file. HOW is float,
-    simulation, file (float kernels, every quantizer as it stands), or a
-    runtime: onnxruntime, openvino. HOW alone is about the path of the other one.
+    PATH is a folder that sim.export wrote, an ONNX file, or the .tflite file of
+    an export. HOW is float, simulation, file (float kernels, every quantizer as
+    it stands), or a runtime: onnxruntime, openvino, litert. HOW alone is about
+    the path of the other one.
 
     Every operator is fed the same in both, and compared on its grid; then both
     run from the input on, which shows how the difference grows. Suspected causes
@@ -47,6 +48,7 @@ def drift(
       bitwright drift exported/@simulation onnxruntime
       bitwright drift exported/@float exported/@file
       bitwright drift exported/ exported/@openvino --data samples.npz
+      bitwright drift exported/@simulation exported/net.tflite
       bitwright drift float.onnx other_tool_int8.onnx@onnxruntime --data samples.npz
     """
     from bitwright.comparison.drift import drift as compare

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.artefacts import Samples
+from bitwright.export.files.manifest import read_manifest
 from bitwright.export.files.value_types import load
+from bitwright.export.verify.litert import run_converted
 from bitwright.export.verify.outputs import named_arrays
 from bitwright.export.verify.runtime import refusals, run_in, run_model
 from bitwright.export.verify.samples import find_export, read_samples
@@ -25,8 +27,8 @@ Feeds = Mapping[str, Array]
 
 #: executions that are no runtime, in order: what stands further left is nearer to what was trained
 _FIRST = ("float", "simulation", "file")
-#: that read ONNX files, whose parts can be run on their own
-_RUNTIMES = tuple(name for name, row in RUNTIMES.items() if row.suffix == ".onnx")
+_RUNTIMES = tuple(RUNTIMES)
+_FLAT = RUNTIMES["litert"]  # runs conversions of ONNX models, and of parts of them
 _REMEDY = "write PATH, PATH@HOW or HOW: float, simulation, file, {}"
 
 
@@ -66,6 +68,8 @@ class Side:
         """
         row = RUNTIMES[self.how if self.in_runtime else "onnxruntime"]
         with refusals_of(row, self.path):
+            if self.in_runtime and row.suffix != ".onnx":
+                return named_arrays(run_converted(model, feeds, types))
             if self.in_runtime:
                 return named_arrays(run_in(self.how, model, feeds, "integer", types))
             return named_arrays(run_model(model, feeds, "float"))
@@ -84,8 +88,8 @@ def open_sides(
     """Both sides of a comparison.
 
     Args:
-        one, other: a folder that an export wrote or an ONNX file, with ``@float``, ``@simulation``, ``@file`` or
-            ``@<runtime>`` after it; or only that word, about what the other one names.
+        one, other: a folder that an export wrote, the ``.tflite`` file in it, or an ONNX file, with ``@float``,
+            ``@simulation``, ``@file`` or ``@<runtime>`` after it; or only that word, about what the other one names.
         prefix: stem of the files; needed only where a folder holds several exports.
 
     Raises:
@@ -165,6 +169,10 @@ def _open(text: str, how: str, prefix: str | None) -> Side:
         find_runtime(how)
     if not path.exists():
         raise ExportError(text, "there is no such file or folder", "check the path")
+    if path.suffix == _FLAT.suffix:
+        return _open_flat(path, how)
+    if path.is_dir() and how == _FLAT.name:
+        _check_flat(path, find_export(path, prefix))
     if not path.is_dir():
         model = read_model(path)
         how = how or ("file" if has_quantizers(model) else "float")
@@ -179,6 +187,29 @@ def _open(text: str, how: str, prefix: str | None) -> Side:
     file = path / (f"{stem}_float.onnx" if how == "float" else f"{stem}.onnx")
     values = samples_of(path, stem) if how == "simulation" else {}
     return Side(f"{text}@{how}", how, file, read_model(file), values)
+
+
+def _open_flat(path: Path, how: str) -> Side:
+    """A LiteRT file: the model that it was converted from lies beside it."""
+    if how not in ("", _FLAT.name):
+        problem = f"{path.name} is a LiteRT file, which only {_FLAT.name} runs"
+        raise ExportError(f"{path}@{how}", problem, f"name the folder of the export: {path.parent}@{how}")
+    if not path.with_name(f"{path.stem}_manifest.json").is_file():
+        problem = "no export lies beside it, which says what its tensors are called in the model"
+        raise ExportError(str(path), problem, "name the folder of an export with target='litert'")
+    return _open(str(path.parent), _FLAT.name, path.stem)
+
+
+def _check_flat(folder: Path, stem: str) -> None:
+    """Refuse an export whose LiteRT file is not the conversion of its model any more: parts are converted from that."""
+    names = (f"{stem}{_FLAT.suffix}", f"{stem}.onnx")
+    if not (folder / names[0]).is_file():
+        return
+    problems = read_manifest(folder / f"{stem}_manifest.json").problems(folder)
+    told = [problem for problem in problems if problem.startswith(tuple(f"{name} " for name in names))]
+    if told:
+        remedy = f"export again, or compare {names[1]}@{_FLAT.name}, which is converted anew"
+        raise ExportError(str(folder / names[0]), "; ".join(told), remedy)
 
 
 def samples_of(folder: Path, stem: str) -> dict[str, Sequence[Array]]:

@@ -18,6 +18,7 @@ import bitwright
 from bitwright.cli import app
 from bitwright.comparison.drift import drift
 from bitwright.errors import ConfigError, ExportError
+from bitwright.export.targets import rules_for
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
 from tests.support.without_vnni import run_without_vnni
@@ -133,7 +134,9 @@ def drop_clip(graph: onnx.GraphProto) -> None:
     graph.node.remove(node)
 
 
-@pytest.mark.parametrize("side, how", [("float", "onnxruntime"), ("file", "file")])
+@pytest.mark.parametrize(
+    "side, how", [("float", "onnxruntime"), ("file", "file"), ("float", "litert"), ("file", "litert")]
+)
 @pytest.mark.parametrize("cause", ["weight", "bias", "clip"])
 def test_what_was_planted_in_the_file_is_named(
     exported: Path, tmp_path: Path, cause: str, side: str, how: str
@@ -170,6 +173,8 @@ def test_what_was_not_changed_agrees(exported: Path) -> None:
         ("simulation", "file"),
         ("simulation", "onnxruntime"),
         ("file", "onnxruntime"),
+        ("simulation", "litert"),
+        ("onnxruntime", "litert"),
         ("float", "file"),
     ):
         report = drift(f"{exported}@{a}", f"{exported}@{b}")
@@ -228,6 +233,46 @@ def test_an_overflow_of_the_accumulator_is_named(inner: int, tmp_path: Path) -> 
     for side in ("simulation", "file"):
         report = drift(f"{tmp_path}@{side}", "onnxruntime")
         assert report.first is not None and report.first.cause == "overflow", report.to_text()
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gate, self.head = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.conv(x))
+        return self.head((x * torch.sigmoid(self.gate(x))).mean((2, 3)))
+
+
+def test_a_litert_file_and_what_its_kernels_make(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sim = QuantizationSimModel(Gated().eval(), BATCHES[0], config_file=rules_for("litert", None))
+    sim.compute_encodings(BATCHES)
+    sim.export(tmp_path, "net", BATCHES[0], target="litert")
+    report = drift(f"{tmp_path}@simulation", tmp_path / "net.tflite")
+    assert report.ok and report.b == f"{tmp_path}@litert", report.to_text()
+    kernels = {row.name: row.kernel for row in report.rows}
+    assert kernels["conv.input[0]"] == "float" and kernels["relu.output[0]"] == "CONV_2D int8"
+    assert (
+        kernels["sigmoid.output[0]"] == "LOGISTIC int8"
+        and kernels["head.output[0]"] == "FULLY_CONNECTED int8"
+    )
+    again = sim.drift("file", "litert", BATCHES[1])
+    assert again.ok and {row.kernel for row in again.rows} >= {"LOGISTIC int8", "MUL int8"}
+    with pytest.raises(ExportError, match="net.tflite is a LiteRT file, which only litert runs"):
+        drift(f"{tmp_path}/net.tflite@file", f"{tmp_path}@simulation")
+    (tmp_path / "net.tflite").write_bytes((tmp_path / "net.tflite").read_bytes() + b"x")
+    with pytest.raises(
+        ExportError, match="net.tflite has .* bytes instead of .*net.onnx@litert, which is converted anew"
+    ):
+        drift(f"{tmp_path}@file", "litert")
+    assert drift(f"{tmp_path}@file", f"{tmp_path}/net.onnx@litert").ok
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (tmp_path / "net.tflite").rename(alone / "net.tflite")
+    with pytest.raises(ExportError, match="no export lies beside it"):
+        drift(f"{tmp_path}@file", alone / "net.tflite")
 
 
 _SATURATED = """

@@ -278,6 +278,7 @@ class Cut:
                 label = names.node(f"{name}/{node.op_type}")
                 copy = ir.Node("", node.op_type, inputs, node.attributes.values(), name=label)
                 copy.outputs[0].name = names.value(f"{name}_{node.op_type}")
+                copy.outputs[0].type = node.outputs[0].type  # tells LiteRT's writer which codes these are
                 known[node.outputs[0]] = copy.outputs[0]
                 graph.insert_before(first, copy)
             graph.inputs.append(value)

@@ -19,7 +19,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.errors import ExportError
-from bitwright.export.tflite.convert import METADATA
+from bitwright.export.qdq.forms import read_metadata
+from bitwright.export.tflite.convert import METADATA, to_tflite
 from bitwright.export.tflite.flat import pack, schema
 from bitwright.export.verify.agreement import SLACK, Agreement, compare
 from bitwright.export.verify.cut import Cut
@@ -33,6 +34,7 @@ from bitwright.export.verify.litert_kernels import (
 )
 from bitwright.export.verify.report import OutputRow, Row, VerifyReport, level
 from bitwright.export.verify.runtime import refusals, run_model
+from bitwright.runtimes.adapters import find_runtime
 from bitwright.runtimes.litert import LitertSession, session_of
 
 Array = NDArray[Any]
@@ -123,6 +125,11 @@ class FlatFile:
     def kernels(self, site: _Site) -> list[str]:
         """Kinds of the operators between the sites before ``site`` and itself, in execution order."""
         return [self.kinds[self.graph.operators[i].opcodeIndex] for i in self.indices(site)]
+
+    def kernel_of(self, site: _Site) -> str:
+        """Kind and type of the kernel that makes the codes of ``site``, such as ``CONV_2D int8``; ``float`` where none does."""
+        kinds = self.kernels(site)
+        return f"{kinds[-1]} {np.dtype(site.dtype).name}" if kinds and kinds[-1] != "QUANTIZE" else "float"
 
     def indices(self, site: _Site) -> list[int]:
         """Places of these operators in the file."""
@@ -282,8 +289,7 @@ def _rows(
             a if a.ok else replace(a, off=exact.off(site, given, one), allowed=allowed)
             for a, one in zip(agreements, codes, strict=True)
         ]
-    integer = ops and ops[-1] != "QUANTIZE"
-    kernel = f"{ops[-1]} {np.dtype(site.dtype).name}" if integer else "float"
+    kernel = file.kernel_of(site)
     why = _why(ops, agreements, share)
     for name, run in site.places:
         yield Row(
@@ -391,3 +397,40 @@ def _ends(
     for name, expected in outputs.items():
         levels = [level(expected, one.get(name)) for one in made]
         yield OutputRow(name, levels[0], levels[1])
+
+
+# ------------------------------------------------------------------------------------------ parts of a model
+
+
+def run_converted(
+    model: ir.Model, feeds: Mapping[str, Array], types: dict[str, str] | None = None
+) -> dict[str, Array]:
+    """Graph outputs of ``model`` by name, as the kernels that LiteRT takes by default make them.
+
+    Args:
+        model: as ``to_qdq`` wrote it, or a part of it that begins and ends in floats.
+        feeds: by name of graph input; what the model does not read is left out.
+        types: filled with the codes of every site -> kernel, such as ``CONV_2D int8``; ``float`` where none makes them.
+
+    Raises:
+        ConfigError: LiteRT is not installed.
+        ExportError: an operator has no form in LiteRT.
+    """
+    find_runtime("litert")
+    names = [str(value.name) for value in model.graph.inputs if not value.is_initializer()]
+    content = to_tflite(model, {name: np.asarray(feeds[name]) for name in names}, fixed=True).content
+    if types is not None:
+        types.update(_kernels(model, FlatFile(content)))
+    return session_of(content).run(feeds)
+
+
+def _kernels(model: ir.Model, file: FlatFile) -> dict[str, str]:
+    """Codes of every site -> the kernel that makes them."""
+    by_site = {tuple(site.places[0]): file.kernel_of(site) for site in file.sites}
+    found: dict[str, str] = {}
+    for node in model.graph:
+        facts, codes = read_metadata(node), node.inputs[0] if node.inputs else None
+        if facts is None or facts["role"] != "activation" or codes is None:
+            continue
+        found[str(codes.name)] = by_site.get(tuple(facts["places"][0]), "float")
+    return found
