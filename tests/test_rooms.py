@@ -59,7 +59,6 @@ LONG = {
     "export/qdq/forms.py",
     "export/qdq/recurrent.py",
     "export/qdq/write.py",
-    "onnx/simulation/quantsim.py",
     "torch/calls/intercept.py",
     "torch/health.py",
     "torch/simulation/quantsim.py",

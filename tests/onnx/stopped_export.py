@@ -18,21 +18,21 @@ from bitwright.cli import app
 from bitwright.export.encodings.of_simulation import load_encodings
 from bitwright.export.files.manifest import read_manifest
 from bitwright.export.verify.samples import find_export, read_samples, verify_folder
-from bitwright.onnx.simulation import quantsim
+from bitwright.onnx.simulation import deployment
 from tests.onnx.nets import conv_chain, feeds_for
 from tests.support.stopping import stops
 
 
 def prepared(sim: bo.QuantizationSimModel, samples: bool) -> Any:
     """What ``sim.export`` gives to ``write_artefacts``: with it, a forked process needs no session."""
-    with mock.patch.object(quantsim, "write_artefacts") as write:
+    with mock.patch.object(deployment, "write_artefacts") as write:
         sim.export("unused", "net", samples=samples)
     args, options = list(write.call_args.args), dict(write.call_args.kwargs)
     if samples:
-        result = quantsim.to_qdq(sim.marked, sim._encodings())
+        result = deployment.to_qdq(sim.marked, sim._encodings())
         kept = options["samples"](result, None)
         options["samples"] = lambda _, rows: kept
-    return lambda folder: quantsim.write_artefacts(args[0], folder, *args[2:], **options)
+    return lambda folder: deployment.write_artefacts(args[0], folder, *args[2:], **options)
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -14,6 +14,7 @@ from onnx import numpy_helper
 from bitwright.errors import ModelError
 from bitwright.onnx import QuantizationSimModel
 from bitwright.onnx.model.session import open_session
+from bitwright.onnx.simulation.calibrating import watched_model
 from tests.onnx.flow import loop
 from tests.onnx.nets import Net
 from tests.support.cost import steps
@@ -68,7 +69,7 @@ def seen(sim: QuantizationSimModel) -> dict[str, tuple[dict[int, float], int]]:
 
 def expected(sim: QuantizationSimModel, data: list[Any]) -> dict[str, tuple[dict[int, float], int]]:
     """The same, from the tensors themselves."""
-    simulation = sim._watched()
+    simulation = watched_model(sim)
     values = {site: str(places[0][0].name) for site, places in simulation.taps.items()}
     graph = simulation.model.graph
     made = {str(value.name): value for node in graph for value in node.outputs}

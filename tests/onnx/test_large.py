@@ -22,7 +22,8 @@ from bitwright.onnx.adapters import opened
 from bitwright.onnx.adapters.program import OnnxSimulation
 from bitwright.onnx.model import load, session
 from bitwright.onnx.model.session import weight_bytes
-from bitwright.onnx.simulation import quantsim, simulate
+from bitwright.onnx.simulation import simulate
+from bitwright.onnx.simulation.repairs import name_nan
 from tests.onnx.nets import Net, feeds_for
 
 
@@ -50,8 +51,7 @@ MODELS = {"products": stack, "convolutions": convolutions}
 
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let 8 KiB of weights be a large model."""
-    for module in (session, simulate, quantsim):
-        monkeypatch.setattr(module, "IN_MEMORY", 8 << 10)
+    monkeypatch.setattr(session, "IN_MEMORY", 8 << 10)
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_files_of_large_models_go_with_the_simulation(small_memory, tmp_path, mo
     "use",
     [
         lambda sim: widen(OnnxSimulation(sim), DATA),
-        lambda sim: sim._name_nan(DATA[0]),
+        lambda sim: name_nan(sim, DATA[0]),
         lambda sim: analyze(sim, DATA),
         lambda sim: QuantizationSimModel(sim.simulation().model, DATA[0]).compute_encodings(
             DATA, progress=False

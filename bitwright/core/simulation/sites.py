@@ -21,7 +21,7 @@ from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.numerics.statistics import Histogram, MinMax, Statistics, bounds_of, measure, start
 from bitwright.core.placement.plan import Plan, Role, SitePlan
 from bitwright.core.simulation.protocols import Undo
-from bitwright.core.simulation.quantizer import Quantizer
+from bitwright.core.simulation.quantizer import DerivedBias, Quantizer
 from bitwright.errors import CalibrationError, ConfigError, close_matches
 from bitwright.tables import Tabular, html_table
 
@@ -489,3 +489,38 @@ def _maker(site: Site) -> str:
     """The layer that makes the channels of an activation, where it is not the site's own operator."""
     place = site.channels.place
     return "" if place is None or place.layer == site.op else place.layer
+
+
+def place_quantizers(plan: Plan, graph: Graph, values: Callable[[str], Array | None]) -> SiteMap:
+    """The sites of a plan, with a quantizer for each of its groups."""
+    quantizers: dict[str, Quantizer] = {}
+    sites: dict[str, Site] = {}
+    for planned in plan.sites.values():
+        if planned.group not in quantizers:
+            quantizers[planned.group] = Quantizer(planned.name, planned.role, planned.spec)
+        sites[planned.name] = Site(planned, quantizers[planned.group], graph)
+    return SiteMap(sites, values)
+
+
+def required_encodings(sites: Mapping[str, Site]) -> dict[str, Encoding]:
+    """Site -> encoding of every enabled site; a bias without a derived grid is in float.
+
+    Raises:
+        CalibrationError: another one has none.
+    """
+    enabled = (site for site in sites.values() if site.enabled)
+    return {
+        site.name: site.quantizer.required
+        for site in enabled
+        if not (site.quantizer.derived and site.encoding is None)
+    }
+
+
+def derived_biases(sites: Mapping[str, Site], operand: Callable[[str], Any]) -> dict[str, DerivedBias]:
+    """Site -> the bias whose grid follows from others; ``operand`` gives the values at a site, where they are known."""
+    found = {}
+    for site in sites.values():
+        if site.role == "bias" and site.follows:
+            source, weight = (sites[name].quantizer for name in site.follows)
+            found[site.name] = DerivedBias(site.name, site.quantizer, source, weight, operand(site.name))
+    return found

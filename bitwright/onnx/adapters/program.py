@@ -113,7 +113,7 @@ class OnnxSimulation:
         marker.replace_input_with(0, new)
         remove_unread(source)
         self.sim.constants[site] = tensor.numpy()
-        self.sim._simulations.clear()
+        self.sim.forget_simulations()
 
     def quantize(self, site: str, x: Tensor) -> Tensor:
         """``x`` as the quantizer of ``site`` leaves it."""

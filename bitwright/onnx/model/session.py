@@ -290,7 +290,12 @@ def weights_folder(model: ir.Model) -> str | None:
 def fits_a_message(model: ir.Model) -> bool:
     """Whether the model can be handed over in memory: small enough, and no tensor in another file."""
     external = any(isinstance(tensor, ir.ExternalTensor) for _, tensor in weights(model))
-    return not external and weight_bytes(model) <= IN_MEMORY
+    return not external and not is_large(model)
+
+
+def is_large(model: ir.Model) -> bool:
+    """Whether a model is not to be held whole."""
+    return weight_bytes(model) > IN_MEMORY
 
 
 def weight_bytes(model: ir.Model) -> int:

@@ -13,6 +13,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.placement.plan import Plan, Role, SitePlan
 from bitwright.core.simulation.quantizer import fulfilled_by
+from bitwright.core.simulation.sites import SiteMap
 from bitwright.errors import ModelError
 from bitwright.onnx.simulation.read_qdq import Given
 
@@ -30,6 +31,22 @@ class Adopted:
     plan: Plan
     encodings: dict[str, Encoding]
     unused: tuple[str, ...]
+
+    def put_in_force(self, sites: SiteMap) -> tuple[str, bool]:
+        """Take over the encodings, which survive calibration; what there is to note, and whether that calibrates all sites."""
+        for name, encoding in self.encodings.items():
+            quantizer = sites[name].quantizer
+            quantizer.encoding, quantizer.frozen = encoding, True
+        for name in self.unused:
+            sites[name].enabled = False
+        missing = [s for s in sites.values() if s.enabled and s.encoding is None]
+        others = (
+            f"; {len(self.unused)} other sites of the rules are in float, as there" if self.unused else ""
+        )
+        return (
+            f"the model brought {len(self.encodings)} encodings with it, which are in effect and frozen{others}",
+            all(site.quantizer.derived for site in missing),
+        )
 
 
 def adopt(plan: Plan, graph: Graph, given: Iterable[Given]) -> Adopted:

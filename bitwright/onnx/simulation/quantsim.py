@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.comparison.drift import drift_models
@@ -19,117 +17,61 @@ from bitwright.comparison.report import DriftReport
 from bitwright.comparison.saturation import SaturationReport, saturation
 from bitwright.core.graph.graph import Graph
 from bitwright.core.health.repair import Repair
-from bitwright.core.health.report import HealthReport, check_parameters
 from bitwright.core.health.site_health import HealthTable
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod, check_policy
+from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod
 from bitwright.core.placement.coverage import Coverage
 from bitwright.core.placement.place import place
 from bitwright.core.placement.plan import Plan
 from bitwright.core.placement.rules import Rules
 from bitwright.core.placement.user_scheme import QuantizationDataType, QuantScheme, bit_widths, make_rules
-from bitwright.core.simulation.calibration import BatchGate, CalibrationLog, nested_calibration
+from bitwright.core.simulation.calibration import CalibrationLog
 from bitwright.core.simulation.occupancy import Lock, Occupancy
 from bitwright.core.simulation.protocols import Undo
-from bitwright.core.simulation.quantizer import DerivedBias, Quantizer
-from bitwright.core.simulation.sites import Site, SiteMap
-from bitwright.core.simulation.state import all_or_nothing
-from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments
-from bitwright.export.artefacts import (
-    Exported,
-    Samples,
-    bias_form,
-    check_encoding_version,
-    recurrent_form,
-    write_artefacts,
-)
-from bitwright.export.deployed import benchmark_sim, measured
+from bitwright.core.simulation.sites import derived_biases, place_quantizers, required_encodings
+from bitwright.errors import CalibrationError, checks_arguments
+from bitwright.export.artefacts import Exported
+from bitwright.export.deployed import benchmark_sim
 from bitwright.export.encodings.of_simulation import (
     load_encodings,
     save_encodings,
     set_and_freeze_param_encodings,
 )
-from bitwright.export.files.atomic import check_destination
-from bitwright.export.files.onnx_file import let_go
-from bitwright.export.qdq.forms import Builder
-from bitwright.export.qdq.markers import STATES, is_site, site_of
-from bitwright.export.qdq.products import ProductForm, guard_outputs
-from bitwright.export.qdq.recurrent import restore_native, write_recurrent
-from bitwright.export.qdq.write import ActivationForm, BiasForm, QdqResult, strip_sites, to_qdq
-from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, target_for
-from bitwright.export.verify.outputs import named_arrays
+from bitwright.export.qdq.products import ProductForm
+from bitwright.export.qdq.recurrent import restore_native
+from bitwright.export.qdq.write import ActivationForm, BiasForm, strip_sites
+from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm
 from bitwright.export.verify.report import VerifyReport, verify_layers
-from bitwright.export.verify.runtime import refusals
-from bitwright.export.verify.samples import plain
 from bitwright.onnx.model.data import Feeds, as_feeds, input_specs, random_feeds
 from bitwright.onnx.model.graph import build_graph
-from bitwright.onnx.model.instrument import Instrument
 from bitwright.onnx.model.load import Source, load_model
 from bitwright.onnx.model.opset import modernize
 from bitwright.onnx.model.session import (
-    IN_MEMORY,
     Providers,
     check_providers,
-    first_line,
     free_memory,
+    is_large,
     open_session,
     return_memory,
-    weight_bytes,
 )
 from bitwright.onnx.model.untrusted import checked_on_failure
-from bitwright.onnx.simulation.calibrate import Calibrator
-from bitwright.onnx.simulation.given_sites import Adopted, adopt
+from bitwright.onnx.simulation.calibrating import CalibrationSession, calibrating, feed
+from bitwright.onnx.simulation.deployment import as_qdq, capture, export, sampled
+from bitwright.onnx.simulation.given_sites import adopt
 from bitwright.onnx.simulation.read_qdq import take_quantizers
-from bitwright.onnx.simulation.repairs import put_in_force
+from bitwright.onnx.simulation.repairs import holds_nan, name_nan
 from bitwright.onnx.simulation.simulate import Simulation, mark_sites, marked_constants, simulation_model
+from bitwright.onnx.simulation.state import remember, set_parameter
 from bitwright.onnx.simulation.trials import TrialSession
-from bitwright.onnx.simulation.weights import WeightFile
-from bitwright.progress import collector_paused, progress
+from bitwright.onnx.simulation.weights import WeightFile, file_for
+from bitwright.progress import collector_paused
 from bitwright.runtimes.benchmark import BenchmarkReport
 from bitwright.tables import Tabular
 
 logger = logging.getLogger("bitwright")
 
 Array = NDArray[Any]
-_ACTIVATIONS = ("input", "output")
 _INSTEAD = "work on another QuantizationSimModel of the same model, which load_encodings(path) makes equal to this one"
-
-
-class CalibrationSession:
-    """What a calibration callback is given: runs like an ``onnxruntime.InferenceSession``, and is watched."""
-
-    def __init__(self, calibrator: Calibrator, outputs: Sequence[str], occupancy: Occupancy) -> None:
-        self._calibrator, self._outputs, self._occupancy = calibrator, list(outputs), occupancy
-        self.ended = False
-
-    def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, Array], *_: Any) -> list[Array]:
-        """Outputs of the model, with weights quantized and activations in float.
-
-        Raises:
-            ConfigError: the model has no output of a name asked for.
-            ModelError, CalibrationError: the feeds do not fit, or the model fails on them; or the calibration is over.
-            BusyError: called from another thread than the one that calibrates.
-        """
-        self._occupancy.check()
-        if self.ended:
-            raise CalibrationError(
-                "session.run", "the calibration that this session belongs to has ended", "run sim.session"
-            )
-        index = {name: i for i, name in enumerate(self._outputs)}
-        wanted = self._outputs if output_names is None else list(output_names)
-        for name in wanted:
-            if name not in index:
-                raise ConfigError(
-                    "session.run",
-                    f"the model has no output {name!r}",
-                    f"use {', '.join(self._outputs)}, or None",
-                )
-        found = self._calibrator.run(feeds)
-        return [found[index[name]] for name in wanted]
-
-    def get_inputs(self) -> list[Any]:
-        """The inputs; each has ``name``, ``dtype`` and ``shape``."""
-        return list(self._calibrator.specs)
 
 
 class QuantizationSimModel(Tabular):
@@ -205,7 +147,9 @@ class QuantizationSimModel(Tabular):
         site = str(model) if isinstance(model, (str, os.PathLike)) else "model"
         with collector_paused(), checked_on_failure(model, site):
             self._place(model, dummy_input)
-        self._simulations: dict[str, tuple[tuple[Any, ...], Any]] = {}
+        self._session: tuple[tuple[Any, ...], Any] | None = (
+            None  # the encodings it was made for, and the session
+        )
 
     # -- placement
 
@@ -227,48 +171,12 @@ class QuantizationSimModel(Tabular):
             logger.warning(line)
         self.marked = mark_sites(loaded.model, self.plan.sites.values(), view.node)
         self.constants = marked_constants(self.marked)
-        self._make_quantizers()
+        self.quantizers = place_quantizers(self.plan, self.graph, self.constants.get)
+        self._biases = derived_biases(self.quantizers, self.constants.get)
         if adopted is not None:
-            self._adopt(adopted)
-
-    def _adopt(self, adopted: Adopted) -> None:
-        """Take over the encodings of a model that was quantized already; they survive calibration."""
-        for name, encoding in adopted.encodings.items():
-            quantizer = self.quantizers[name].quantizer
-            quantizer.encoding, quantizer.frozen = encoding, True
-        for name in adopted.unused:
-            self.quantizers[name].enabled = False
-        missing = [s for s in self.quantizers.values() if s.enabled and s.encoding is None]
-        self.calibrated = all(site.quantizer.derived for site in missing)
-        more = (
-            f"; {len(adopted.unused)} other sites of the rules are in float, as there"
-            if adopted.unused
-            else ""
-        )
-        note = f"the model brought {len(adopted.encodings)} encodings with it, which are in effect and frozen{more}"
-        self.notes = (*self.notes, note)
-        logger.info("%s", note)
-
-    def _make_quantizers(self) -> None:
-        quantizers: dict[str, Quantizer] = {}
-        sites: dict[str, Site] = {}
-        for planned in self.plan.sites.values():
-            quantizer = quantizers.get(planned.group)
-            if quantizer is None:
-                quantizer = quantizers[planned.group] = Quantizer(planned.name, planned.role, planned.spec)
-            sites[planned.name] = Site(planned, quantizer, self.graph)
-        self.quantizers = SiteMap(sites, self._values_of)
-        self._biases = []
-        for planned in self.plan.sites.values():
-            if planned.role == "bias" and planned.follows:
-                source, weight = (sites[name].quantizer for name in planned.follows)
-                quantizer = sites[planned.name].quantizer
-                self._biases.append(
-                    DerivedBias(planned.name, quantizer, source, weight, self.constants.get(planned.name))
-                )
-
-    def _values_of(self, site: str) -> Array | None:
-        return self.constants.get(site)
+            note, self.calibrated = adopted.put_in_force(self.quantizers)
+            self.notes = (*self.notes, note)
+            logger.info("%s", note)
 
     def set_parameter(self, name: str, value: Array) -> None:
         """Give an initializer a new value of the same shape; its dtype stays, and so do all calibrated encodings.
@@ -278,30 +186,7 @@ class QuantizationSimModel(Tabular):
             ModelError: the shape differs.
         """
         with self._occupancy.exclusive("set_parameter"), self._lock:
-            self._set_parameter(name, value)
-
-    def _set_parameter(self, name: str, value: Array) -> None:
-        holder = self.marked.graph.initializers[name]
-        tensor = holder.const_value
-        assert tensor is not None, name
-        if tuple(value.shape) != tuple(tensor.shape.numpy()):
-            raise ModelError(
-                name,
-                f"the new value has shape {value.shape}, the parameter {tuple(tensor.shape.numpy())}",
-                "keep the shape",
-            )
-        array = np.ascontiguousarray(value).astype(tensor.dtype.numpy())
-        holder.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
-        for site in self._sites_of.get(name, ()):
-            self.constants[site] = np.asarray(array, np.float32) if array.dtype.kind == "V" else array
-            if site in self._bias_at:
-                self._bias_at[site].replace(self.constants[site])
-        self._simulations.clear()
-
-    @cached_property
-    def _bias_at(self) -> dict[str, DerivedBias]:
-        """Site -> the bias whose grid is derived there."""
-        return {bias.site: bias for bias in self._biases}
+            set_parameter(self, name, value)
 
     @cached_property
     def _sites_of(self) -> dict[str, list[str]]:
@@ -352,19 +237,11 @@ class QuantizationSimModel(Tabular):
         with self.calibrating(
             resume=resume, allow_unreached=allow_unreached, non_finite=non_finite
         ) as session:
-            calibrator = session._calibrator
-            self._feed(calibrator, session, data, args, progress)
-            if not calibrator.runs:
-                raise CalibrationError(
-                    "compute_encodings",
-                    "the callback never ran its session" if callable(data) else "the data held no batch",
-                    "pass a non-empty list (a generator can be used only once), or a callback that calls session.run",
-                )
+            feed(self, session, data, args, progress)
 
-    @contextmanager
     def calibrating(
         self, *, resume: bool = False, allow_unreached: bool = False, non_finite: NonFinite = "error"
-    ) -> Iterator[CalibrationSession]:
+    ) -> AbstractContextManager[CalibrationSession]:
         """Observe every run of a session in a block; at its end the encodings are found and put into effect.
 
         What :meth:`compute_encodings` does around data of its own, for a loop of yours. An exception in the block leaves the
@@ -385,147 +262,7 @@ class QuantizationSimModel(Tabular):
             ...     for feeds in loader:
             ...         session.run(None, feeds)
         """
-        policy = check_policy(non_finite)
-        interrupt: KeyboardInterrupt | None = None
-        with self._occupancy.exclusive("calibration"):
-            if self._calibrating:
-                raise nested_calibration()
-            with all_or_nothing(self):
-                calibrator, gate = self._begin(resume, policy)
-                session = CalibrationSession(calibrator, self.output_names, self._occupancy)
-                self._calibrating = True
-                try:
-                    yield session
-                    gate.finish()
-                except KeyboardInterrupt as stopped:
-                    if not calibrator.runs:
-                        raise
-                    interrupt = stopped
-                finally:
-                    gate.abandon()
-                    self.calibration_log = gate.log
-                    self._calibrating, session.ended = False, True
-                self._finish(calibrator, interrupt is not None, allow_unreached)
-        if interrupt is not None:
-            raise interrupt
-
-    def _begin(self, resume: bool, policy: NonFinite) -> tuple[Calibrator, BatchGate]:
-        self._close_large()  # the session to come is another one
-        parameters = self._quantized_parameters()
-        check_parameters(parameters)
-        for array in parameters.values():
-            let_go(array)
-        self.quantizers.reconsider()
-        if not resume:
-            self.quantizers.forget()
-        self.calibrated, self._told_of_nan = False, False
-        calibrator = self._calibrator()
-        gate = calibrator.gate = self._gate(calibrator, policy)
-        return calibrator, gate
-
-    def _finish(self, calibrator: Calibrator, interrupted: bool, allow_unreached: bool) -> None:
-        """Put the encodings of what was seen into effect."""
-        if not calibrator.runs:
-            raise CalibrationError(
-                "calibrating", "the session did not run in the block", "call session.run inside the block"
-            )
-        calibrator.finish()
-        self._freeze(allow_unreached or interrupted, quiet=interrupted)
-        if interrupted:
-            logger.warning(
-                "calibration interrupted after %d batches; the statistics so far are in effect, "
-                "compute_encodings(rest, resume=True) adds to them",
-                calibrator.runs,
-            )
-
-    def _gate(self, calibrator: Calibrator, policy: NonFinite) -> BatchGate:
-        def blame(batch: Any) -> HealthReport:
-            from bitwright.onnx.health.check import Doctor
-
-            doctor = Doctor(self._watched().model, "model", self.providers, self.threads)
-            doctor.check(batch)
-            return doctor.report()
-
-        watched = {id(q): q for q in calibrator.quantizers.values() if q.enabled}
-        return BatchGate(watched.values(), policy, blame, calibrator.channels.values())
-
-    def _quantized_parameters(self) -> dict[str, Array]:
-        """Parameter name -> its elements, of every enabled weight and bias that is a constant."""
-        found = {}
-        for site in self.quantizers.values():
-            param = self.graph.values[site.value].param
-            if param is not None and site.enabled and site.role in ("weight", "bias"):
-                array = self.constants.get(site.name)
-                found.update({} if array is None else {param: array})
-        return found
-
-    def _calibrator(self) -> Calibrator:
-        """Weights calibrated and quantized, activations watched."""
-        for site in self.quantizers.values():
-            quantizer = site.quantizer
-            if (
-                site.name in self.constants
-                and site.enabled
-                and not quantizer.derived
-                and not quantizer.frozen
-            ):
-                if site.role != "input":
-                    quantizer.observe_once(self.constants[site.name])
-                    let_go(self.constants[site.name])
-                elif (
-                    quantizer.statistics is None
-                ):  # a constant that starts a state, on the grid of that state
-                    quantizer.observe(self.constants[site.name])
-        simulation = self._watched()
-        watched = {name: site.quantizer for name, site in self.quantizers.items() if name in simulation.taps}
-        channels = {name: self.quantizers[name].channels for name in watched}
-        return Calibrator(
-            simulation, watched, self.memory_budget, self.providers, self.threads, channels=channels
-        )
-
-    def _watched(self) -> Simulation:
-        """What calibration runs: weights quantized, activations in float except the frozen ones."""
-        encodings = {
-            site.name: site.encoding
-            for site in self.quantizers.values()
-            if site.enabled
-            and site.encoding is not None
-            and not site.quantizer.derived
-            and (site.name in self.constants or site.frozen)
-        }
-        return simulation_model(self.marked, encodings, file=self._weight_file())
-
-    def _feed(
-        self, calibrator: Calibrator, session: CalibrationSession, data: Any, args: Any, show: bool
-    ) -> None:
-        if data is None:
-            self._calibrate_on_example(calibrator)
-            return
-        if callable(data):
-            data(session) if args is None else data(session, args)
-            return
-        if isinstance(data, (Mapping, np.ndarray)) or not isinstance(data, Iterable):
-            raise CalibrationError(
-                "compute_encodings",
-                f"data is a {type(data).__name__}, not a list of batches",
-                "write sim.compute_encodings([batch]) for a single batch",
-            )
-        for batch in progress(data, "calibrating", show):
-            calibrator.run(batch)
-
-    def _calibrate_on_example(self, calibrator: Calibrator) -> None:
-        made_up = self._dummy is None and any(spec.is_open for spec in self.specs)
-        try:
-            calibrator.run(self.example())
-        except CalibrationError as error:
-            if not made_up:
-                raise
-            shapes = ", ".join(f"{name} {'x'.join(map(str, a.shape))}" for name, a in self.example().items())
-            raise CalibrationError(
-                "the example input",
-                f"the model leaves lengths of axes open, and fails on random values of shape {shapes}: {error.problem}",
-                "pass dummy_input=..., one feed of the shapes that the model is made for, or data",
-            ) from error
+        return calibrating(self, resume, allow_unreached, non_finite)
 
     def example(self) -> Feeds:
         """The example input: ``dummy_input``, or random values where none was given."""
@@ -538,15 +275,9 @@ class QuantizationSimModel(Tabular):
         """What calibration saw at every site, and what the weights hold: NaN, Inf, zero and constant channels, saturation."""
         return self.quantizers.health(self.constants)
 
-    def _freeze(self, allow_unreached: bool, quiet: bool = False) -> None:
-        self.quantizers.freeze_activations()
-        self.calibrated = True
-        self._refresh_biases()
-        self.quantizers.settle_unreached(allow=allow_unreached, quiet=quiet)
-
     def _refresh_biases(self) -> None:
         with self._lock:  # another thread must not see one that is being derived
-            for bias in self._biases:
+            for bias in self._biases.values():
                 bias.refresh()
 
     # -- its state
@@ -560,40 +291,7 @@ class QuantizationSimModel(Tabular):
         Returns:
             A function that brings the state back, as often as it is called.
         """
-        quantizers, calibrated, log = self.quantizers.remember(), self.calibrated, self.calibration_log
-        repairs = self.repairs
-        initializers = self.marked.graph.initializers if parameters else {}
-        tensors = {name: value.const_value for name, value in initializers.items()}
-        constants = dict(self.constants) if parameters else {}
-
-        def restore() -> None:
-            if self.repairs is not repairs:
-                put_in_force(self, repairs)
-            for name, tensor in tensors.items():
-                holder = self.marked.graph.initializers.get(name)  # gone where a chosen weight took its place
-                if tensor is not None and holder is not None and holder.const_value is not tensor:
-                    self.set_parameter(name, tensor.numpy())
-            self._restore_computed(constants)
-            quantizers()
-            self.calibrated, self.calibration_log = calibrated, log
-
-        return restore
-
-    def _restore_computed(self, constants: Mapping[str, Array]) -> None:
-        """Give weights that nodes computed, and that a method has replaced since, the values they had."""
-        changed = {
-            site: array
-            for site, array in constants.items()
-            if self.constants[site] is not array
-            and self.graph.values[self.plan.sites[site].value].param is None
-        }
-        for marker in [node for node in self.marked.graph if is_site(node)] if changed else ():
-            array = changed.get(site_of(marker))
-            chosen = marker.inputs[0]
-            if array is not None and chosen is not None and chosen.is_initializer():
-                chosen.const_value = ir.Tensor(array, name=chosen.name)
-                self.constants[site_of(marker)] = array
-        self._simulations.clear()
+        return remember(self, parameters)
 
     # -- use
 
@@ -607,7 +305,14 @@ class QuantizationSimModel(Tabular):
             CalibrationError: there are no encodings yet.
             BusyError: another thread changes the simulation.
         """
-        return self._derived("session", lambda: self._open(self.simulation()))
+        with self._lock:
+            state = tuple(self._encodings().items())
+            if self._session is None or not _same(self._session[0], state):
+                self._session = (
+                    state,
+                    open_session(self.simulation().model, self.providers, threads=self.threads),
+                )
+            return self._session[1]
 
     def trial_session(self) -> TrialSession:
         """What runs like :attr:`session` and follows every later change of the quantizers without being made anew.
@@ -617,21 +322,9 @@ class QuantizationSimModel(Tabular):
         """
         return TrialSession(self)
 
-    def _open(self, simulation: Simulation) -> Any:
-        return open_session(simulation.model, self.providers, threads=self.threads)
-
-    def _derived(self, kind: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` returns, kept as long as no encoding changes."""
-        with self._lock:
-            state = tuple(self._encodings().items())
-            kept = self._simulations.get(kind)
-            if kept is None or not _same(kept[0], state):
-                self._simulations[kind] = kept = (state, make())
-            return kept[1]
-
     def forget_simulations(self) -> None:
-        """Let sessions be made anew: the marked model was changed."""
-        self._simulations.clear()
+        """Let the session be made anew: the marked model was changed."""
+        self._session = None
 
     def _encodings(self) -> dict[str, Encoding]:
         """Site -> encoding of every enabled site.
@@ -648,26 +341,15 @@ class QuantizationSimModel(Tabular):
                 "call sim.compute_encodings(batches) or sim.load_encodings(path) first",
             )
         self._refresh_biases()
-        found = {}
-        for site in self.quantizers.values():
-            derived = site.quantizer.derived  # a bias may have none, and is in float then
-            if site.enabled and not (derived and site.encoding is None):
-                found[site.name] = site.quantizer.required
-        return found
+        return required_encodings(self.quantizers)
 
     def simulation(self) -> Simulation:
         """The simulation as a model of its own: standard ONNX, its quantizers and what enters them."""
-        biases = {bias.site for bias in self._biases}
         with self._lock:  # weights of a large model are mapped, and let go of once they are read
-            return simulation_model(self.marked, self._encodings(), biases, self._weight_file())
+            return simulation_model(self.marked, self._encodings(), self._biases, self._weight_file())
 
     def _weight_file(self) -> WeightFile | None:
-        """Where the quantized weights of a large model lie; a new one where most of the old one is of no use any more."""
-        size = weight_bytes(self.marked)
-        if size <= IN_MEMORY:
-            return None
-        if self._weights is None or self._weights.size > 2 * size:
-            self._weights = WeightFile()
+        self._weights = file_for(self.marked, self._weights)
         return self._weights
 
     def run(self, feeds: Any) -> list[Array]:
@@ -682,24 +364,10 @@ class QuantizationSimModel(Tabular):
         """
         checked = as_feeds(feeds, self.specs)
         found: list[Array] = self.session.run(self.output_names, checked)
-        if not self._told_of_nan and any(map(_holds_nan, found)):
+        if not self._told_of_nan and any(map(holds_nan, found)):
             self._told_of_nan = True
-            self._name_nan(checked)
+            name_nan(self, checked)
         return found
-
-    def _name_nan(self, feeds: Feeds) -> None:
-        """Tell which operator makes NaN in the simulation of a feed that float computes without."""
-        from bitwright.onnx.health.check import Doctor
-
-        reports = []
-        for encodings in ({}, self._encodings()):
-            doctor = Doctor(
-                simulation_model(self.marked, encodings).model, "model", self.providers, self.threads
-            )
-            doctor.check(feeds)
-            reports.append(doctor.report())
-        if reports[0].ok and not reports[0].bad_inputs:
-            logger.warning("%s", self.quantizers.describe_nan(reports[1], self.graph))
 
     def capture(self, names: Sequence[str], feeds: Any) -> dict[str, list[Array]]:
         """Quantized values at activation sites, one array per place the site marks.
@@ -708,41 +376,7 @@ class QuantizationSimModel(Tabular):
         of another Loop or Scan all iterations along a first axis; those of a branch that was not taken are empty. Where
         bodies make tensors of another shape in every iteration, sites in bodies have none.
         """
-        checked = as_feeds(feeds, self.specs)
-        try:
-            return self._captured(names, checked, bodies=True)
-        except refusals() as error:
-            if all(graph is self.marked.graph for graph in self.marked.graphs()):
-                raise
-            logger.warning("what bodies make cannot be brought out of them: %s", first_line(error))
-            return self._captured(names, checked, bodies=False)
-
-    def _captured(self, names: Sequence[str], feeds: Feeds, *, bodies: bool) -> dict[str, list[Array]]:
-        simulation = self.simulation()
-        graph = simulation.model.graph
-        instrument = Instrument(simulation.model)
-        there, places = set(graph.outputs), []
-        for name in names:
-            for value in simulation.results.get(name, ()):
-                inside = value.graph
-                assert inside is not None
-                owner = None if inside is graph else instrument.owner(inside)
-                layer = owner is not None and owner.graph is graph and STATES in owner.metadata_props
-                if owner is None:
-                    places.append((name, value))
-                elif bodies or layer:
-                    dtype = (value.dtype or ir.DataType.FLOAT).numpy()
-                    places.append((name, instrument.lift(value, inside, np.zeros(0, dtype), None)[0]))
-        added = [v for v in dict.fromkeys(v for _, v in places) if v not in there and not v.is_graph_input()]
-        graph.outputs.extend(added)
-        readers = (use.node for value in added for use in value.uses())
-        guard_outputs(Builder(simulation.model), list(dict.fromkeys(readers)))
-        fetch = list(dict.fromkeys(str(v.name) for _, v in places))
-        values = dict(zip(fetch, self._open(simulation).run(fetch, feeds), strict=True)) if fetch else {}
-        found: dict[str, list[Array]] = {}
-        for name, value in places:
-            found.setdefault(name, []).append(values[str(value.name)])
-        return found
+        return capture(self, names, as_feeds(feeds, self.specs))
 
     def report(self, path: str | Path, data: Any = None, **options: Any) -> Path:
         """Write one HTML file that shows the simulation and what it costs; see :func:`bitwright.report.simulation_report`."""
@@ -810,51 +444,17 @@ class QuantizationSimModel(Tabular):
                 or ``filename_prefix`` cannot begin the names of files.
             ExportError: a format cannot be written, or the folder cannot.
         """
-        check_destination(path, filename_prefix)
-        check_encoding_version(encoding_version)
-        target = target_for(target, format).name
-        encodings = self._encodings()
-        example = self.example()
-        self._close_large()  # what is written takes memory too
-        exported = write_artefacts(
-            self,
-            path,
-            filename_prefix,
-            self.marked,
-            encodings,
-            encoding_version=encoding_version,
-            bias=bias_form(self, bias),
-            activation=activation,
-            recurrent=recurrent,
-            weight_only=weight_only,
-            target=target,
-            every_tensor=every_tensor,
-            data=[plain(array) for array in example.values()],
-            samples=(
-                lambda result, rows: self._samples(
-                    result, {n: x[:rows] if x.ndim else x for n, x in example.items()}
-                )
-            )
-            if samples
-            else None,
-        )
-        return measured(exported, target) if measure_speed else exported
+        return export(
+            self, path, filename_prefix, target, format, encoding_version=encoding_version, bias=bias,
+            activation=activation, recurrent=recurrent, weight_only=weight_only, every_tensor=every_tensor,
+            samples=samples, measure_speed=measure_speed,
+        )  # fmt: skip
 
     def _close_large(self) -> None:
         """Let go of the sessions of a large model; they are opened again when they are needed."""
-        if weight_bytes(self.marked) > IN_MEMORY:
-            self._simulations.clear()
+        if is_large(self.marked):
+            self.forget_simulations()
             return_memory()
-
-    def _samples(self, result: QdqResult, feeds: Feeds) -> Samples:
-        names = [
-            s.name
-            for s in self.quantizers.values()
-            if s.role in _ACTIVATIONS and s.name in result.tensors and s.enabled
-        ]
-        outputs = named_arrays(dict(zip(self.output_names, self.run(feeds), strict=True)))
-        self._close_large()  # the next session is another one
-        return Samples(self.capture(names, feeds), feeds, outputs)
 
     def verify(
         self,
@@ -878,31 +478,9 @@ class QuantizationSimModel(Tabular):
         Raises:
             CalibrationError, ModelError, ExportError: as :meth:`export` and :meth:`run`.
         """
-        checked = self.example() if feeds is None else as_feeds(feeds, self.specs)
-        result, samples = self._in_memory(checked, bias, activation, weight_only, target)
+        result, samples = sampled(self, feeds, target, bias, activation=activation, weight_only=weight_only)
         return verify_layers(
             result.model, samples.sites, samples.inputs, outputs=samples.outputs, runtime=runtime
-        )
-
-    def _in_memory(
-        self, feeds: Feeds, bias: BiasForm, activation: ActivationForm, weight_only: ProductForm, target: str
-    ) -> tuple[QdqResult, Samples]:
-        """The file that an export would write, and what the simulation computes on ``feeds``."""
-        result = self._as_qdq(bias, activation, weight_only, target)
-        return result, self._samples(result, feeds)
-
-    def _as_qdq(
-        self, bias: BiasForm, activation: ActivationForm, weight_only: ProductForm, target: str
-    ) -> QdqResult:
-        marked = write_recurrent(self.marked, recurrent_form(self, None, target))
-        form = bias_form(self, bias)
-        return to_qdq(
-            marked,
-            self._encodings(),
-            bias=form,
-            activation=activation,
-            weight_only=weight_only,
-            target=target,
         )
 
     def drift(
@@ -930,8 +508,7 @@ class QuantizationSimModel(Tabular):
             CalibrationError, ModelError, ExportError: as :meth:`export` and :meth:`run`.
             ConfigError: ``a`` or ``b`` is none of these, or both are the same.
         """
-        checked = self.example() if feeds is None else as_feeds(feeds, self.specs)
-        result, samples = self._in_memory(checked, bias, activation, weight_only, target)
+        result, samples = sampled(self, feeds, target, bias, activation=activation, weight_only=weight_only)
         plain_model = strip_sites(restore_native(self.marked)).model
         return drift_models(a, b, plain_model, result.model, samples)
 
@@ -954,7 +531,7 @@ class QuantizationSimModel(Tabular):
             CalibrationError, ModelError, ExportError: as :meth:`export`; there is no batch.
         """
         feeds = [self.example()] if batches is None else [as_feeds(batch, self.specs) for batch in batches]
-        result = self._as_qdq(bias, activation, weight_only, target)
+        result = as_qdq(self, target, bias, activation=activation, weight_only=weight_only)
         return saturation(result.model, feeds)
 
     def benchmark(
@@ -1009,10 +586,6 @@ class QuantizationSimModel(Tabular):
 
     def _repr_html_(self) -> str:
         return self.quantizers._repr_html_(repr(self))
-
-
-def _holds_nan(output: Any) -> bool:
-    return isinstance(output, np.ndarray) and output.dtype.kind == "f" and bool(np.isnan(output).any())
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Repairs in the graph of a simulation: the nodes of each, after the value that it repairs.
+"""Where a simulation computes what is not finite, and repairs in its graph: the nodes of each, after the value that it repairs.
 
 ==========  ==========================================================================
 replace     IsNaN, Where; then Greater, Where and Less, Where for the two infinities
@@ -8,18 +8,26 @@ clamp       IsNaN, Where; then Clip, which by itself keeps NaN or loses it, by r
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
 
 from bitwright.core.health.repair import Repair
-from bitwright.core.health.report import LIMITS
+from bitwright.core.health.report import LIMITS, HealthReport
 from bitwright.export.files.value_types import is_tensor
 from bitwright.export.qdq.forms import Builder, after
 from bitwright.export.qdq.markers import Outputs, is_site, move_uses, remove_unread
+from bitwright.onnx.model.data import Feeds
+from bitwright.onnx.simulation.simulate import simulation_model
+
+if TYPE_CHECKING:
+    from bitwright.onnx.simulation.quantsim import QuantizationSimModel
+
+logger = logging.getLogger("bitwright")
 
 _D = ir.DataType
 REPAIRED = {_D.FLOAT16: "float16", _D.BFLOAT16: "bfloat16", _D.FLOAT: "float32", _D.DOUBLE: "float64"}
@@ -73,6 +81,30 @@ def put_in_force(sim: Repaired, repairs: tuple[Repair, ...]) -> None:
         sim.repaired += [_put_in(builder, value, repair) for value in float_results(nodes[repair.op])]
     sim.repairs = repairs
     sim.forget_simulations()
+
+
+def diagnosed(sim: QuantizationSimModel, model: ir.Model, feeds: Any) -> HealthReport:
+    """Where ``model``, which was made from the marked one, computes what is not finite."""
+    from bitwright.onnx.health.check import Doctor
+
+    doctor = Doctor(model, "model", sim.providers, sim.threads)
+    doctor.check(feeds)
+    return doctor.report()
+
+
+def holds_nan(output: Any) -> bool:
+    """Whether what a model returned is a floating-point tensor with NaN."""
+    return isinstance(output, np.ndarray) and output.dtype.kind == "f" and bool(np.isnan(output).any())
+
+
+def name_nan(sim: QuantizationSimModel, feeds: Feeds) -> None:
+    """Tell which operator makes NaN in the simulation of a feed that float computes without."""
+    plain, quantized = (
+        diagnosed(sim, simulation_model(sim.marked, encodings).model, feeds)
+        for encodings in ({}, sim._encodings())
+    )
+    if plain.ok and not plain.bad_inputs:
+        logger.warning("%s", sim.quantizers.describe_nan(quantized, sim.graph))
 
 
 def _take_out(sim: Repaired) -> None:

@@ -41,8 +41,8 @@ from bitwright.export.qdq.markers import (
 from bitwright.export.qdq.products import guard_outputs
 from bitwright.export.qdq.recurrent import INNER_SITES, expand_recurrent
 from bitwright.onnx.model.recurrent import is_layer
-from bitwright.onnx.model.session import IN_MEMORY, weight_bytes, weights
-from bitwright.onnx.simulation.weights import WeightFile
+from bitwright.onnx.model.session import weights
+from bitwright.onnx.simulation.weights import WeightFile, file_for
 
 
 @dataclass(frozen=True)
@@ -186,10 +186,7 @@ def simulation_model(
     copy = copy_model(expand_recurrent(marked))
     builder, constants = Builder(copy), find_constants(copy)
     simulation = Simulation(copy)
-    if weight_bytes(marked) <= IN_MEMORY:
-        file = None
-    elif file is None:
-        file = WeightFile()
+    file = file_for(marked, file)
     folded: dict[tuple[ir.Value, Encoding], ir.Value] = {}
     for node in site_nodes(copy):
         site, source = site_of(node), node.inputs[0]

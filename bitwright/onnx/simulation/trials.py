@@ -87,7 +87,7 @@ class _Inputs:
     """One session, and what it is fed beside the model's inputs."""
 
     def __init__(self, sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> None:
-        self._biases = {bias.site for bias in sim._biases}
+        self._biases = set(sim._biases)
         self._constants: dict[str, tuple[str, ir.TensorProtocol]] = {}  # input -> site, tensor
         self._grids: dict[str, list[ir.Value]] = {}  # site -> inputs: ends, scale, zero point
         self._fed: dict[str, tuple[Encoding | None, list[Array]]] = {}

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.export.files.temporary import temporary_room
 from bitwright.onnx.model.load import own_tensor
-from bitwright.onnx.model.session import kept_in_file
+from bitwright.onnx.model.session import is_large, kept_in_file, weight_bytes
 
 _FOLDER = "bitwright.folder"  # what a tensor keeps, so that models and sessions can be made of it
 _Made = tuple[
@@ -69,3 +69,10 @@ class WeightFile:
         tensor = own_tensor(self._made[key][1])
         tensor.meta[_FOLDER] = self.folder
         return tensor
+
+
+def file_for(model: ir.Model, kept: WeightFile | None) -> WeightFile | None:
+    """Where the quantized weights of a large model lie: not in ``kept`` where most of that is of no use any more."""
+    if not is_large(model):
+        return None
+    return WeightFile() if kept is None or kept.size > 2 * weight_bytes(model) else kept

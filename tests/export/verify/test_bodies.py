@@ -16,6 +16,7 @@ from bitwright.export.verify import bodies
 from bitwright.export.verify.bodies import NO_ITERATION, NOT_TAKEN, open_bodies
 from bitwright.export.verify.report import VerifyReport, verify_layers
 from bitwright.export.verify.samples import verify_folder
+from bitwright.onnx.simulation.deployment import sample
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx import flow
 from tests.onnx.nets import BOOL, FLOAT, INT64, Net, body, feeds_for
@@ -130,7 +131,7 @@ def prepared(build: Callable[[], onnx.ModelProto], **given: Any) -> tuple[Quanti
 
 def exported(sim: QuantizationSimModel, feeds: Feeds) -> tuple[QdqResult, Samples]:
     result = to_qdq(sim.marked, sim._encodings(), bias="int32")
-    return result, sim._samples(result, feeds)
+    return result, sample(sim, result, feeds)
 
 
 def verified(result: QdqResult, samples: Samples) -> VerifyReport:

@@ -24,6 +24,7 @@ from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.onnx.model.session import open_session
 from bitwright.onnx.simulation import calibrate
 from bitwright.onnx.simulation.calibrate import Calibrator, Tap
+from bitwright.onnx.simulation.calibrating import make_calibrator, watched_model
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx.nets import Net, body, conv_chain, feeds_for, run
 
@@ -151,7 +152,7 @@ def test_shapes_may_change_from_batch_to_batch():
 
 def test_memory_is_bounded_by_runs_of_groups():
     sim = simulate(deep(), "percentile", memory_budget=1600)
-    calibrator = sim._calibrator()
+    calibrator = make_calibrator(sim)
     feeds = batches(1)[0]
     calibrator.run(feeds)
     sizes = calibrator._tap_sizes(feeds)
@@ -159,7 +160,7 @@ def test_memory_is_bounded_by_runs_of_groups():
     assert len(groups) > 1
     assert all(len(group) == 1 or sum(sizes[t] for t in group) <= 1600 for group in groups)
     assert (len(calibrator._sessions) - 1) * calibrator._weights <= 1600
-    frugal = simulate(deep(), "percentile", memory_budget=0)._calibrator()
+    frugal = make_calibrator(simulate(deep(), "percentile", memory_budget=0))
     frugal.run(feeds)
     assert len(frugal._sessions) == 1
 
@@ -194,7 +195,7 @@ class Held:
 
 def test_sessions_are_kept_in_a_quarter_of_the_budget(monkeypatch):
     budget, feeds = 20_000, batches(1, (12, 3, 8, 8))[0]
-    calibrator = simulate(deep(), "percentile", memory_budget=budget)._calibrator()
+    calibrator = make_calibrator(simulate(deep(), "percentile", memory_budget=budget))
     weights, opened = calibrator._weights, []
     sizes = calibrator._tap_sizes(feeds)
     groups = calibrator._groups(sizes)
@@ -221,7 +222,7 @@ def test_sessions_are_kept_in_a_quarter_of_the_budget(monkeypatch):
 
 @pytest.mark.parametrize("budget", [1600, 3200])
 def test_the_tensors_of_one_run_are_gone_before_the_next(monkeypatch, budget):
-    calibrator = simulate(deep(), "percentile", memory_budget=budget)._calibrator()
+    calibrator = make_calibrator(simulate(deep(), "percentile", memory_budget=budget))
     held, feeds = Held(calibrator, monkeypatch), batches(1)[0]
     outputs = sum(array.nbytes for array in calibrator.run(feeds))
     assert len(held.before) > 2 and held.before[0] == 0
@@ -233,7 +234,7 @@ def test_the_tensors_of_one_run_are_gone_before_the_next(monkeypatch, budget):
 
 
 def test_each_tensor_of_a_run_is_gone_once_it_is_counted(monkeypatch):
-    calibrator = simulate(deep(), "percentile")._calibrator()
+    calibrator = make_calibrator(simulate(deep(), "percentile"))
     held, left = Held(calibrator, monkeypatch), []
     observe = Tap.observe
 
@@ -248,7 +249,7 @@ def test_each_tensor_of_a_run_is_gone_once_it_is_counted(monkeypatch):
 
 
 def test_what_a_session_freed_goes_back_before_the_next_is_opened(monkeypatch):
-    calibrator = simulate(deep(), "percentile", memory_budget=0)._calibrator()
+    calibrator = make_calibrator(simulate(deep(), "percentile", memory_budget=0))
     steps: list[str] = []
     open_ = calibrator._open
 
@@ -264,7 +265,7 @@ def test_what_a_session_freed_goes_back_before_the_next_is_opened(monkeypatch):
 
 
 def test_inputs_that_are_not_finite_need_no_run_of_their_own():
-    calibrator = simulate(small())._calibrator()
+    calibrator = make_calibrator(simulate(small()))
     calibrator._reduced = [tap for tap in calibrator._reduced if tap.value.is_graph_input()]
     feeds = {"x": np.full((2, 3, 8, 8), np.nan, np.float32)}
     calibrator._in_order = calibrator._summed = [0]
@@ -276,7 +277,7 @@ def test_inputs_that_are_not_finite_need_no_run_of_their_own():
 
 
 def test_tensors_that_are_not_finite_are_fetched_together():
-    calibrator = simulate(small())._calibrator()
+    calibrator = make_calibrator(simulate(small()))
     calibrator.run({"x": np.full((2, 3, 8, 8), np.nan, np.float32)})
     assert len(calibrator._reduced) > 2 and len(calibrator._sessions) == 2
     seen = [tap.quantizer.statistics for tap in calibrator._reduced]
@@ -551,7 +552,7 @@ def relu_statistics(data: Sequence[np.ndarray]) -> tuple[Any, Any, QuantizationS
     """What calibration keeps of the ReLU, what core makes of the tensors themselves, and the simulation."""
     sim = simulate(rectified())
     sim.compute_encodings([{"x": x} for x in data])
-    graph = sim._watched().model
+    graph = watched_model(sim).model
     graph.graph.outputs.extend(v for n in graph.graph for v in n.outputs if v.name == "r1.out")
     session = open_session(graph, threads=1)
     stats: Any = statistics.start("minmax")
