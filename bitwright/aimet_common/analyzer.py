@@ -150,21 +150,14 @@ class QuantAnalyzerBase:
         weights: dict[str, Any] = {}
         activations: dict[str, Any] = {}
         for site in _calibrated(sim):
-            name, encoding = called(site), site.encoding
-            assert encoding is not None
-            low, high = encoding.min.ravel(), encoding.max.ravel()
-            pairs = [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
             into = weights if site.role in (*_WEIGHTS, "bias") else activations
-            into[name] = (
-                pairs[0] if len(pairs) == 1 else {f"{name}_{i}": pair for i, pair in enumerate(pairs)}
-            )
+            into[called(site)] = _ranges_of(site)
         for title, found in (("weights", weights), ("activations", activations)):
+            pages = {_file(name): (name, pairs) for name, pairs in found.items() if isinstance(pairs, dict)}
             whole = {name: pair for name, pair in found.items() if isinstance(pair, tuple)}
-            write_page(folder / f"{title}.html", title, ranges_chart(whole))
             write_data(folder / f"{title}.json", found)
-            for name, pair in found.items():
-                if isinstance(pair, dict):
-                    write_page(folder / f"{_file(name)}.html", name, ranges_chart(pair))
+            for page, (name, pairs) in {title: (title, whole), **pages}.items():
+                write_page(folder / f"{page}.html", name, ranges_chart(pairs))
         return weights, activations
 
     def export_per_layer_stats_histogram(self, sim: Any, results_dir: str | Path) -> None:
@@ -230,6 +223,14 @@ def called(site: Site) -> str:
     if site.role in ("input", "output"):
         return f"{site.op}_{site.role}_{site.port}"
     return f"{site.op}_{site.name.removeprefix(site.op + '.')}"
+
+
+def _ranges_of(site: Site) -> tuple[float, float] | dict[str, tuple[float, float]]:
+    """The range of a tensor, or those of its channels by name."""
+    encoding = site.encoding
+    assert encoding is not None
+    pairs = list(zip(encoding.min.ravel().tolist(), encoding.max.ravel().tolist(), strict=True))
+    return pairs[0] if len(pairs) == 1 else {f"{called(site)}_{i}": pair for i, pair in enumerate(pairs)}
 
 
 def _file(name: str) -> str:

@@ -134,25 +134,30 @@ def granularity_of(
     """Our granularity for parameters of AIMET's shape on a tensor of ``shape``; ``None`` where we have none for it."""
     if int(np.prod(params)) == 1 and not block_size:
         return PerTensor()
-    if len(params) != len(shape):
-        return None
-    sizes = [n // p if n % p == 0 else 0 for n, p in zip(shape, params, strict=True)]
-    if 0 in sizes:
+    if len(params) != len(shape) or any(n < p or n % p for n, p in zip(shape, params, strict=True)):
         return None
     many = [axis for axis, count in enumerate(params) if count > 1]
-    blocked = [axis for axis in many if sizes[axis] > 1]
-    whole = [axis for axis in many if sizes[axis] == 1]
-    if not blocked and block_size is not None:  # one block on the block axis: AIMET's -1
-        if len(whole) < 2:
-            return PerChannel(whole[0]) if whole else PerTensor()
-        size = next((n for n, b in zip(shape, block_size, strict=True) if b in (-1, n) and n > 1), 0)
-        blocked = [axis for axis, n in enumerate(shape) if axis not in whole and n == size]
-        return PerBlock(size, blocked[0], tuple(whole)) if size and blocked else None
-    if not blocked and len(whole) == 1:
-        return PerChannel(whole[0])
+    blocked = [axis for axis in many if shape[axis] > params[axis]]
+    whole = tuple(axis for axis in many if axis not in blocked)
     if len(blocked) == 1:
-        return PerBlock(sizes[blocked[0]], blocked[0], tuple(whole))
-    return None
+        (axis,) = blocked
+        return PerBlock(shape[axis] // params[axis], axis, whole)
+    if blocked:
+        return None
+    if block_size is not None:
+        return _of_one_block(block_size, shape, whole)
+    return PerChannel(whole[0]) if len(whole) == 1 else None
+
+
+def _of_one_block(
+    block_size: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]
+) -> Granularity | None:
+    """Where the block is as long as its axis, which AIMET writes as -1."""
+    if len(whole) < 2:
+        return PerChannel(whole[0]) if whole else PerTensor()
+    size = next((n for n, b in zip(shape, block_size, strict=True) if b in (-1, n) and n > 1), 0)
+    axis = next((axis for axis, n in enumerate(shape) if axis not in whole and n == size), None)
+    return PerBlock(size, axis, whole) if size and axis is not None else None
 
 
 def aimet_shape(granularity: Granularity, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -187,15 +187,13 @@ class Lockstep:
         mine = {pair: pair.a if side is self.a else pair.b for pair in self.pairs}
         source = self.fed if side is self.a else self.free_a
         cut, places = cut_at(model, {point: source[pair] for pair, point in mine.items()})
-        wanted = self.pairs if pairs is None else pairs
-        parts = cut.parts() if pairs is None else [_one(cut, [places[mine[pair]] for pair in pairs])]
+        names = {pair: places[mine[pair]] for pair in (self.pairs if pairs is None else pairs)}
+        parts = cut.parts() if pairs is None else [_one(cut, list(names.values()))]
+        execute = side.run if run is None else run
         found: dict[str, Array] = {}
         types: dict[str, str] = {}
         for part, _, more in parts:
-            given = {**feeds, **more}
-            results = side.run(part, given, types) if run is None else run(part, given, types)
-            found.update(results or {})
-        names = {pair: places[mine[pair]] for pair in wanted}
+            found.update(execute(part, {**feeds, **more}, types) or {})
         values = {pair: found[str(p.result.name)] for pair, p in names.items() if str(p.result.name) in found}
         return values, {pair: types.get(p.codes, "float") for pair, p in names.items()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,7 @@ def parameters(model: ir.Model) -> dict[Key, Parameter]:
         if reads_constants(node, static):
             static.add(node)
         elif node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
-            for port, value in enumerate(node.inputs):
-                if value is not None and (value.is_initializer() or value.producer() in static):
-                    read.append((node, port, value))
+            read += _constants_of(node, static)
     values = _evaluated(model, [value for _, _, value in read], static)
     found = {}
     for node, port, value in read:
@@ -68,6 +66,12 @@ def parameters(model: ir.Model) -> dict[Key, Parameter]:
             key, role = (str(node.outputs[0].name), port), role_of(node, port)
             found[key] = Parameter(str(value.name), node.op_type, role, array, step)
     return found
+
+
+def _constants_of(node: ir.Node, static: set[ir.Node]) -> Iterator[tuple[ir.Node, int, ir.Value]]:
+    for port, value in enumerate(node.inputs):
+        if value is not None and (value.is_initializer() or value.producer() in static):
+            yield node, port, value
 
 
 def role_of(node: ir.Node, port: int) -> str:

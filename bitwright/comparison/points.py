@@ -6,7 +6,7 @@ QuantizeLinear reads has the name it has without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,20 +175,16 @@ def match(
         known: names of those of ``a`` whose values there are; all by default.
         fine: also plain tensors next to quantizers, which a runtime's integer kernels would not make.
     """
-    by_name: dict[str, Point] = {}
-    for point in sorted(a, key=lambda p: p.quantized):  # a quantizer's value goes before what it reads
-        for name in point.names:
-            by_name[name] = point
+    ordered = sorted(a, key=lambda p: p.quantized)  # a quantizer's value goes before what it reads
+    by_name = {name: point for point in ordered for name in point.names}
     pairs: dict[Point, Pair] = {}
     for point in b:
-        if not (point.quantized or point.output or point.between_floats or fine):
-            continue
         same = next((by_name[name] for name in point.names if name in by_name), None)
         if same is None or (same.quantized and not point.quantized and not point.output):
             continue
-        if known is not None and not known & set(same.names):
-            continue
-        pairs[point] = Pair(same, point)
+        shown = point.quantized or point.output or point.between_floats or fine
+        if shown and (known is None or not known.isdisjoint(same.names)):
+            pairs[point] = Pair(same, point)
     return list(pairs.values())
 
 
@@ -261,6 +257,17 @@ def steps_of(point: Point, array: Array, model: ir.Model) -> Array:
     return np.array(OUTPUT_STEP * peak if np.isfinite(peak) and peak else OUTPUT_STEP)
 
 
+def _twins(nodes: Iterable[ir.Node], entry: ir.Value, given: ir.Value, names: Names) -> Iterator[ir.Node]:
+    """The same operators once more, reading ``given`` in place of ``entry``."""
+    known: dict[ir.Value | None, ir.Value] = {entry: given}
+    for node in nodes:
+        inputs = [known.get(value, value) for value in node.inputs]
+        twin = ir.Node("", node.op_type, inputs, node.attributes.values(), name=names.node("twin"))
+        twin.outputs[0].name = names.value("twin")
+        known[node.outputs[0]] = twin.outputs[0]
+        yield twin
+
+
 def on_grids(
     model: ir.Model, values: Mapping[Point, Array]
 ) -> tuple[ir.Model, dict[str, Array], dict[Point, str]]:
@@ -278,14 +285,8 @@ def on_grids(
         assert last is not None
         dtype = entry.dtype or ir.DataType.FLOAT
         given = ir.Value(name=names.value("given"), type=ir.TensorType(dtype), shape=ir.Shape(array.shape))
-        known: dict[ir.Value, ir.Value] = {entry: given}
-        for node in quantizer_chain(last, entry):
-            twin = ir.Node("", node.op_type, [known.get(v, v) if v is not None else None for v in node.inputs],
-                           node.attributes.values(), name=names.node("twin"))  # fmt: skip
-            twin.outputs[0].name = names.value("twin")
-            known[node.outputs[0]] = twin.outputs[0]
-            nodes.append(twin)
-        result = known[last.outputs[0]]
+        nodes += _twins(quantizer_chain(last, entry), entry, given, names)
+        result = nodes[-1].outputs[0]
         result.dtype = result.dtype or ir.DataType.FLOAT
         inputs.append(given)
         outputs.append(result)

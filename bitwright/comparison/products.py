@@ -112,29 +112,38 @@ def _padding(
 def integer_products(model: ir.Model) -> Iterator[IntegerProduct]:
     """Every operator of the main graph whose input and weight are 8-bit codes, in execution order."""
     for node in model.graph:
-        if node.op_type not in ("Conv", "Gemm", "MatMul") or node.domain or len(node.inputs) < 2:
-            continue
-        given, weight = (_dequantizer(value) for value in node.inputs[:2])
-        if given is None or weight is None or given.inputs[0] is None or weight.inputs[0] is None:
-            continue
-        codes, scale, zero = (_constant(weight, port) for port in range(3))
-        step, border = _constant(given, 1), _constant(given, 2)
-        kind = given.inputs[0].dtype
-        readable = codes is not None and codes.dtype == np.int8 and scale is not None and codes.ndim >= 2
-        plain = zero is None or not zero.any()
-        if not (readable and plain) or step is None or step.size != 1 or given.inputs[0].producer() is None:
-            continue
-        if kind is None or kind not in (ir.DataType.UINT8, ir.DataType.INT8):
-            kind = None if border is None else ir.DataType.from_numpy(border.dtype)
-        if kind not in (ir.DataType.UINT8, ir.DataType.INT8):
-            continue
-        bias = _dequantizer(node.inputs[2]) if len(node.inputs) > 2 else None
-        assert codes is not None and scale is not None
-        yield IntegerProduct(
-            node, _site_of(weight), str(given.inputs[0].name), kind == ir.DataType.INT8, float(step.reshape(())),
-            0 if border is None else int(border.reshape(())), codes, scale, None if bias is None else _constant(bias, 0),
-            _scale_after(node),
-        )  # fmt: skip
+        if node.op_type in ("Conv", "Gemm", "MatMul") and not node.domain and len(node.inputs) > 1:
+            given, weight = (_dequantizer(value) for value in node.inputs[:2])
+            product = _product(node, given, weight) if given is not None and weight is not None else None
+            if product is not None:
+                yield product
+
+
+def _product(node: ir.Node, given: ir.Node, weight: ir.Node) -> IntegerProduct | None:
+    """The product of what two operators dequantize; ``None`` where that is no input by a stored weight of 8 bits each."""
+    codes, scale, zero = (_constant(weight, port) for port in range(3))
+    if codes is None or scale is None or codes.dtype != np.int8 or codes.ndim < 2:
+        return None
+    source, step, border = given.inputs[0], _constant(given, 1), _constant(given, 2)
+    if source is None or source.producer() is None or step is None or step.size != 1:
+        return None
+    signed = _is_signed(source, border)
+    if signed is None or (zero is not None and zero.any()):
+        return None
+    bias = _dequantizer(node.inputs[2]) if len(node.inputs) > 2 else None
+    return IntegerProduct(
+        node, _site_of(weight), str(source.name), signed, float(step.reshape(())),
+        0 if border is None else int(border.reshape(())), codes, scale, None if bias is None else _constant(bias, 0),
+        _scale_after(node),
+    )  # fmt: skip
+
+
+def _is_signed(codes: ir.Value, zero_point: NDArray[Any] | None) -> bool | None:
+    """Of 8-bit codes, by their type or that of the zero point; ``None``: they have not 8 bits."""
+    kinds = {ir.DataType.UINT8: False, ir.DataType.INT8: True}
+    if codes.dtype in kinds:
+        return kinds[codes.dtype]
+    return None if zero_point is None else kinds.get(ir.DataType.from_numpy(zero_point.dtype))
 
 
 def _dequantizer(value: ir.Value | None) -> ir.Node | None:

@@ -10,7 +10,7 @@ A static bound of pairs or of the accumulator says what no data can do; the coun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,12 +153,7 @@ def saturation(model: ir.Model, batches: Iterable[Feeds], *, rows: int = _ROWS) 
         ExportError: there is no batch, or the model does not run on one.
     """
     products = list(integer_products(model))
-    observed = copy_model(model)
-    named = values_by_name(observed)
-    outputs = dict.fromkeys(product.codes for product in products)
-    observed.graph.outputs.extend(named[name] for name in outputs if not named[name].is_graph_output())
-    for name, product in ((p.codes, p) for p in products):
-        named[name].dtype = ir.DataType.INT8 if product.signed else ir.DataType.UINT8
+    observed = _returning_codes(model, products)
     counts = [_Count(product) for product in products]
     rng, ran = np.random.default_rng(0), 0
     for feeds in batches:
@@ -171,6 +166,18 @@ def saturation(model: ir.Model, batches: Iterable[Feeds], *, rows: int = _ROWS) 
     left = sum(n.op_type in ("Conv", "Gemm", "MatMul") for n in model.graph) - len(products)
     notes = (f"{left} products are not of 8-bit codes, or their weight is not stored",) if left else ()
     return SaturationReport(tuple(count.layer() for count in counts), notes)
+
+
+def _returning_codes(model: ir.Model, products: Sequence[IntegerProduct]) -> ir.Model:
+    """A copy that also returns the codes that the products read."""
+    copy = copy_model(model)
+    named = values_by_name(copy)
+    for product in products:
+        value = named[product.codes]
+        value.dtype = ir.DataType.INT8 if product.signed else ir.DataType.UINT8
+        if not value.is_graph_output():
+            copy.graph.outputs.append(value)
+    return copy
 
 
 class _Count:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -269,25 +269,27 @@ def check_feeds(side: Side, feeds: Feeds) -> dict[str, Array]:
     Raises:
         ExportError: an input has no value, or one of another type or shape: the data is of another model.
     """
-    checked = {}
-    for value in side.model.graph.inputs:
-        name = str(value.name)
-        if value.is_initializer():
-            continue
-        if name not in feeds:
-            problem = f"the data has no input {name!r}{close_matches(name, feeds)}; it holds {', '.join(feeds) or 'none'}"
-            raise ExportError(
-                side.label, problem, "give the data of this model, with arrays named after its inputs"
-            )
-        array = np.asarray(feeds[name])
-        axes = None if value.shape is None else tuple(value.shape)
-        fits = axes is None or (
-            len(axes) == array.ndim
-            and all(not isinstance(n, int) or n == m for n, m in zip(axes, array.shape, strict=True))
+    inputs = {str(v.name): v.shape for v in side.model.graph.inputs if not v.is_initializer()}
+    missing = next((name for name in inputs if name not in feeds), None)
+    if missing is not None:
+        raise ExportError(
+            side.label,
+            f"the data has no input {missing!r}{close_matches(missing, feeds)}; it holds {', '.join(feeds) or 'none'}",
+            "give the data of this model, with arrays named after its inputs",
         )
-        if not fits:
-            shown = "x".join(str(n) if isinstance(n, int) else "?" for n in axes or ())
-            problem = f"its input {name!r} is {shown}, and the data has {'x'.join(map(str, array.shape))}"
+    arrays = {name: np.asarray(feeds[name]) for name in inputs}
+    for name, shape in inputs.items():
+        if shape is not None and not _fits(arrays[name].shape, shape):
+            shown, given = _as_text(shape), _as_text(arrays[name].shape)
+            problem = f"its input {name!r} is {shown}, and the data has {given}"
             raise ExportError(side.label, problem, "give the data of this model")
-        checked[name] = array
-    return checked
+    return arrays
+
+
+def _as_text(axes: Iterable[object]) -> str:
+    return "x".join(str(n) if isinstance(n, int) else "?" for n in axes)
+
+
+def _fits(shape: tuple[int, ...], axes: ir.Shape) -> bool:
+    same = (n == m or not isinstance(n, int) for n, m in zip(axes, shape, strict=False))
+    return len(axes) == len(shape) and all(same)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from math import log10
@@ -225,22 +225,24 @@ def _described(site: Any) -> str:
 
 
 def _layers(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[str, tuple[LayerChange, ...]]:
+    """The layers that moved by the first measure that both analyses have of some layer; and what the measure is called."""
     others = {layer["name"]: layer for layer in second["layers"]}
+    both = [(layer, others[layer["name"]]) for layer in first["layers"] if layer["name"] in others]
     for key, words in _MEASURES.items():
-        pairs = [
-            (layer, _level(layer, key), _level(others[layer["name"]], key))
-            for layer in first["layers"]
-            if layer["name"] in others
-        ]
-        known = [
-            LayerChange(layer["name"], str(layer.get("op") or ""), a, b)
-            for layer, a, b in pairs
-            if a is not None and b is not None
-        ]
+        known = list(_changes(both, key))
         if known:
             moved = [change for change in known if abs(change.change) >= _LEAST_DB]
             return words, tuple(sorted(moved, key=lambda change: -abs(change.change)))
     return "", ()
+
+
+def _changes(
+    both: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], measure: str
+) -> Iterator[LayerChange]:
+    for layer, other in both:
+        before, after = _level(layer, measure), _level(other, measure)
+        if before is not None and after is not None:
+            yield LayerChange(layer["name"], str(layer.get("op") or ""), before, after)
 
 
 def _level(layer: Mapping[str, Any], key: str) -> float | None:

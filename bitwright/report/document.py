@@ -61,13 +61,7 @@ def report_document(
     Raises:
         ConfigError: ``analysis`` is neither an analysis nor a document of this version.
     """
-    given = dictionary_of(analysis) or {}
-    if given and (given.get("format"), given.get("version")) not in ((ANALYSIS, 1), (FORMAT, VERSION)):
-        raise ConfigError(
-            "report",
-            f"format {given.get('format')!r:.60}, version {given.get('version')!r:.20} is no analysis and no report",
-            "give what bitwright.analyze(sim, data).to_dict() returns, or the JSON file of a report",
-        )
+    given = _analysis_or_document(analysis)
     known: Mapping[str, Any] = network or {}
     document: Document = {"format": FORMAT, "version": VERSION, "title": title}
     document |= {name: given.get(name) for name in SECTIONS}
@@ -92,6 +86,17 @@ def dictionary_of(part: Any) -> dict[str, Any] | None:
         return part
     found: dict[str, Any] = dict(part) if isinstance(part, Mapping) else part.to_dict()
     return found
+
+
+def _analysis_or_document(analysis: Any) -> Mapping[str, Any]:
+    given = dictionary_of(analysis) or {}
+    if given and (given.get("format"), given.get("version")) not in ((ANALYSIS, 1), (FORMAT, VERSION)):
+        raise ConfigError(
+            "report",
+            f"format {given.get('format')!r:.60}, version {given.get('version')!r:.20} is no analysis and no report",
+            "give what bitwright.analyze(sim, data).to_dict() returns, or the JSON file of a report",
+        )
+    return given
 
 
 def pareto_of(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,22 +101,38 @@ def _kind(node: ir.Node | None, op: str) -> Kind:
 
 def _why_float(node: ir.Node) -> str:
     """Why no integer kernel took ``node``, if it reads something that was quantized."""
-    makers = [None if v is None else v.producer() for v in node.inputs]
-    codes = [m.inputs[0] if m is not None and m.op_type == "DequantizeLinear" else None for m in makers]
+    codes = [_codes_of(value) for value in node.inputs]
     if not any(code is not None for code in codes):
         return ""
     if node.op_type not in HAS_INTEGER_KERNEL:
         return f"the runtime has no integer kernel for {node.op_type}"
     for port, (code, value) in enumerate(zip(codes, node.inputs, strict=True)):
-        kind = None if code is None else code.dtype
-        if kind is not None and kind.bitwidth != 8 and not (port == 2 and kind.bitwidth == 32):
-            what = "weight" if code is not None and code.const_value is not None else "input"
-            return f"its {what} has {kind.name.lower()} codes, and the kernels take 8 bits"
-        if code is None and value is not None and port < 2:
-            what = "weight" if value.const_value is not None else f"input {value.name}"
-            return f"its {what} is in float"
+        reason = _why_no_codes(value, port) if code is None else _why_other_codes(code, port)
+        if reason:
+            return reason
     readers = [use.node.op_type for use in node.outputs[0].uses()]
-    if not readers or "QuantizeLinear" not in readers:
-        after = f"{readers[0]} reads it in float" if readers else "it is an output in float"
-        return f"its output is not quantized: {after}"
-    return "its neighbours lie on grids that the kernel does not take together"
+    if "QuantizeLinear" in readers:
+        return "its neighbours lie on grids that the kernel does not take together"
+    after = f"{readers[0]} reads it in float" if readers else "it is an output in float"
+    return f"its output is not quantized: {after}"
+
+
+def _codes_of(value: ir.Value | None) -> ir.Value | None:
+    """What an operator dequantizes to ``value``."""
+    maker = None if value is None else value.producer()
+    return maker.inputs[0] if maker is not None and maker.op_type == "DequantizeLinear" else None
+
+
+def _why_no_codes(value: ir.Value | None, port: int) -> str:
+    if value is None or port > 1:
+        return ""
+    what = "weight" if value.const_value is not None else f"input {value.name}"
+    return f"its {what} is in float"
+
+
+def _why_other_codes(codes: ir.Value, port: int) -> str:
+    kind = codes.dtype
+    if kind is None or kind.bitwidth == 8 or (port == 2 and kind.bitwidth == 32):
+        return ""
+    what = "weight" if codes.const_value is not None else "input"
+    return f"its {what} has {kind.name.lower()} codes, and the kernels take 8 bits"
