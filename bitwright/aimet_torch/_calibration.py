@@ -65,30 +65,34 @@ def compute_encodings(model: nn.Module) -> Iterator[None]:
         ModelError: no model of a simulation of this layer.
     """
     record = _modules.record_of(model)
-    own_modules = [m for m in model.modules() if BaseQuantizationMixin in type(m).__mro__]
-    if record is None and own_modules:
-        with ExitStack() as stack:
-            for module in own_modules:
-                quantized: Any = module
-                stack.enter_context(quantized.compute_encodings())
+    own_modules: list[Any] = [m for m in model.modules() if BaseQuantizationMixin in type(m).__mro__]
+    if record is not None:
+        with _others_kept(record.sim, model), _observed(record.sim):
             yield
         return
-    if record is None:
+    if not own_modules:
         raise ModelError(
             "compute_encodings",
             f"a {type(model).__name__} is no module of a simulation",
             "pass sim.model of a bitwright.aimet_torch.QuantizationSimModel, or one of its modules",
         )
-    sim = record.sim
-    own = {id(site.quantizer) for r in _modules.below(model) for _, slot in r.slots() for site in slot.sites}
-    own |= {id(site.quantizer) for r in _modules.below(model) for site in r.inside}
-    others = [q for q in sim.quantizers.unique() if id(q) not in own]
-    kept = [(q, q.frozen, q.enabled) for q in others]
+    with ExitStack() as stack:
+        for module in own_modules:
+            stack.enter_context(module.compute_encodings())
+        yield
+
+
+@contextmanager
+def _others_kept(sim: Any, model: nn.Module) -> Iterator[None]:
+    """Quantizers of other places than those of ``model`` stay as they are inside the block."""
+    records = list(_modules.below(model))
+    own = {id(site.quantizer) for r in records for _, slot in r.slots() for site in slot.sites}
+    own |= {id(site.quantizer) for r in records for site in r.inside}
+    kept = [(q, q.frozen, q.enabled) for q in sim.quantizers.unique() if id(q) not in own]
     for quantizer, _, enabled in kept:  # what has no range yet cannot take part, and stays without one
         quantizer.frozen, quantizer.enabled = True, enabled and quantizer.encoding is not None
     try:
-        with _observed(sim):
-            yield
+        yield
     finally:
         for quantizer, was, enabled in kept:
             quantizer.frozen, quantizer.enabled = was, enabled

@@ -31,6 +31,22 @@ def versioned(source: str | Path | dict[str, Any]) -> str | Path | dict[str, Any
     return {"version": "1.0.0" if is_list else "0.6.1", **dict.fromkeys(sections, empty), **document}
 
 
+def _unserved(sim: front.QuantizationSimModel, found: tuple[str, ...]) -> list[str]:
+    """The places whose quantizers have none of the encodings, and do not follow from others."""
+    served = {id(sim.quantizers[name].quantizer) for name in found}
+    others = ((n, site.quantizer) for n, site in sim.quantizers.items() if id(site.quantizer) not in served)
+    return [name for name, quantizer in others if not quantizer.derived]
+
+
+def _refuse_switched_off(sites: list[str], source: str | Path | dict[str, Any]) -> None:
+    if sites:
+        raise EncodingsError(
+            str(source) if isinstance(source, (str, Path)) else "encodings",
+            f"it has encodings for quantizers that are switched off: {', '.join(sites[:5])}",
+            "switch them on before loading, or pass strict=False to leave them off",
+        )
+
+
 def load_encodings(
     sim: front.QuantizationSimModel,
     source: str | Path | dict[str, Any],
@@ -48,21 +64,14 @@ def load_encodings(
     off = [name for name, site in sim.quantizers.items() if not site.enabled]
     try:
         found = front.QuantizationSimModel.load_encodings(sim, versioned(source), strict, partial=True)
-        refused = [name for name in off if name in found]
-        if refused and strict:
-            raise EncodingsError(
-                str(source) if isinstance(source, (str, Path)) else "encodings",
-                f"it has encodings for quantizers that are switched off: {', '.join(refused[:5])}",
-                "switch them on before loading, or pass strict=False to leave them off",
-            )
+        if strict:
+            _refuse_switched_off([name for name in off if name in found], source)
     except BaseException:
         restore()
         raise
-    served = {id(sim.quantizers[name].quantizer) for name in found}
-    for name, site in sim.quantizers.items():
-        unserved = id(site.quantizer) not in served and not site.quantizer.derived
-        if name in off or (unserved and not partial):
-            site.enabled = False
+    switched_off = off if partial else [*off, *_unserved(sim, found)]
+    for name in switched_off:
+        sim.quantizers[name].enabled = False
     if allow_overwrite is not None:
         for name in found:
             sim.quantizers[name].frozen = not allow_overwrite

@@ -7,6 +7,7 @@ as they are, and a copy of the model has copies of them that belong to the copy'
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -164,47 +165,53 @@ def is_quantized(module: Any) -> bool:
 
 def attach(sim: Any) -> None:
     """Give the modules of ``sim.model`` their quantizers; those without sub-modules show them."""
-    graph, sites = sim.graph, list(sim.quantizers.values())
     modules = dict(walk_modules(sim.model))
     by_module: dict[str, list[Any]] = {}
     below_module: dict[str, list[str]] = {}
-    for op in graph.ops:
+    for op in sim.graph.ops:
         by_module.setdefault(op.module, []).append(op)
         below_module.setdefault(_nearest(op.module, modules), []).append(op.name)
-    by_param: dict[str, list[Site]] = {}
-    at: dict[tuple[str, str], list[Site]] = {}
-    at_op: dict[str, list[Site]] = {}
-    for site in sites:
-        param = graph.values[site.value].param
-        if site.role in ("weight", "bias", "constant") and param is not None:
-            by_param.setdefault(param, []).append(site)
-        else:
-            at.setdefault((site.op, site.role), []).append(site)
-            at_op.setdefault(site.op, []).append(site)
+    by_param, by_op = _sites_by_place(sim)
     for path, module in modules.items():
-        ops = by_module.get(path, [])
-        if module._modules:  # what its own forward computes lies between its sub-modules
-            inputs, outputs = QuantizerList(()), QuantizerList(())
-        else:
-            inputs, outputs = _edges(sim, path, ops, at)
-        edge = {id(site) for edges in (inputs, outputs) for slot in edges._slots for site in slot.sites}
-        own = (site for op in below_module.get(path, ()) for site in at_op.get(op, ()))
-        inside = tuple(site for site in own if id(site) not in edge)
-        params = {
-            name: Slot(
-                f"{path}.{name}" if path else name,
-                by_param.get(f"{path}.{name}" if path else name, ()),
-                "the parameter is not quantized by the configuration",
-            )  # fmt: skip
-            for name, value in module._parameters.items()
-            if value is not None
-        }
-        record = Record(sim, path, QuantizerDict(params), inputs, outputs, inside)
+        inputs, outputs = QuantizerList(()), QuantizerList(())
+        if not module._modules:  # what the forward of others computes lies between their sub-modules
+            inputs, outputs = _edges(sim, path, by_module.get(path, []), by_op)
+        own = [site for op in below_module.get(path, ()) for site in by_op.get(op, ())]
+        params = _param_slots(path, module, by_param)
+        record = Record(
+            sim, path, params, inputs, outputs, _not_among(own, (*inputs._slots, *outputs._slots))
+        )
         vars(module)[RECORD] = record
         if not module._modules and not any(hasattr(type(module), name) for name in PUBLIC):
             vars(module).update(
                 param_quantizers=record.params, input_quantizers=inputs, output_quantizers=outputs
             )
+
+
+def _sites_by_place(sim: Any) -> tuple[dict[str, list[Site]], dict[str, list[Site]]]:
+    """The sites of stored parameters by parameter, and all others by operator."""
+    by_param: dict[str, list[Site]] = {}
+    by_op: dict[str, list[Site]] = {}
+    for site in sim.quantizers.values():
+        param = sim.graph.values[site.value].param
+        if site.role in ("weight", "bias", "constant") and param is not None:
+            by_param.setdefault(param, []).append(site)
+        else:
+            by_op.setdefault(site.op, []).append(site)
+    return by_param, by_op
+
+
+def _not_among(sites: Sequence[Site], slots: Sequence[Slot]) -> tuple[Site, ...]:
+    edge = {id(site) for slot in slots for site in slot.sites}
+    return tuple(site for site in sites if id(site) not in edge)
+
+
+def _param_slots(path: str, module: nn.Module, by_param: Mapping[str, list[Site]]) -> QuantizerDict:
+    why_none = "the parameter is not quantized by the configuration"
+    names = {
+        name: f"{path}.{name}" if path else name for name, p in module._parameters.items() if p is not None
+    }
+    return QuantizerDict({name: Slot(full, by_param.get(full, ()), why_none) for name, full in names.items()})
 
 
 def _nearest(path: str, modules: Mapping[str, nn.Module]) -> str:
@@ -215,38 +222,48 @@ def _nearest(path: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _edges(
-    sim: Any, path: str, ops: Sequence[Any], at: Mapping[tuple[str, str], list[Site]]
+    sim: Any, path: str, ops: Sequence[Any], by_op: Mapping[str, list[Site]]
 ) -> tuple[QuantizerList, QuantizerList]:
     """Quantizers of what a module reads and returns."""
-    graph = sim.graph
-    made = {value for op in ops for value in op.outputs}
-    reads: dict[Any, list[Site]] = {}
-    returns: dict[Any, list[Site]] = {}
-    for op in ops:
-        for _, value in op.sources():
-            if value not in made and not graph.values[value].is_static:
-                reads.setdefault(value, [])
-        for site in at.get((op.name, "input"), ()):
-            reads.get(site.value, []).append(site)
-        for value in op.outputs:
-            readers = graph.consumers(value)
-            if graph.is_output(value) or not readers or any(reader.module != path for reader, _ in readers):
-                returns.setdefault(value, [])
-        for site in at.get((op.name, "output"), ()):
-            returns.get(site.value, []).append(site)
-    calls = {op.name for op in ops}
-    if len(ops) > 1 and len({op.type for op in ops}) == 1 and all(len(op.outputs) == 1 for op in ops):
-        returns = {"": [site for found in returns.values() for site in found]}  # one call, made several times
-        reads = {"": [site for found in reads.values() for site in found]}
+    sites = [site for op in ops for site in by_op.get(op.name, ())]
+    reads = _by_value("input", _entering(sim.graph, ops), sites)
+    returns = _by_value("output", _leaving(sim.graph, path, ops), sites)
+    if len(ops) > 1 and len({(op.type, len(op.outputs)) for op in ops}) == 1 == len(ops[0].outputs):
+        reads, returns = ([list(chain(*found))] for found in (reads, returns))  # one call, made several times
+    return _slots(f"{path}.input", reads, bool(ops)), _slots(f"{path}.output", returns, bool(ops))
+
+
+def _by_value(role: str, values: Iterable[str], sites: Sequence[Site]) -> list[list[Site]]:
+    """For each value the sites of a role that hold it."""
+    found: dict[str, list[Site]] = {value: [] for value in values}
+    for site in sites:
+        if site.role == role and site.value in found:
+            found[site.value].append(site)
+    return list(found.values())
+
+
+def _slots(place: str, found: Sequence[Sequence[Site]], computes: bool) -> QuantizerList:
     why = (
         "its values lie on the grid of another place"
-        if calls
+        if computes
         else "the module computes nothing that is quantized"
     )
-    return (
-        QuantizerList([Slot(f"{path}.input[{i}]", s, why) for i, s in enumerate(reads.values() or [()])]),
-        QuantizerList([Slot(f"{path}.output[{i}]", s, why) for i, s in enumerate(returns.values() or [()])]),
-    )
+    return QuantizerList([Slot(f"{place}[{i}]", sites, why) for i, sites in enumerate(found or [()])])
+
+
+def _entering(graph: Any, ops: Sequence[Any]) -> list[str]:
+    """The values that operators read and none of them makes."""
+    made = {value for op in ops for value in op.outputs}
+    read = dict.fromkeys(value for op in ops for _, value in op.sources())
+    return [value for value in read if value not in made and not graph.values[value].is_static]
+
+
+def _leaving(graph: Any, path: str, ops: Sequence[Any]) -> Iterator[str]:
+    """The values that operators of a module make and others read, or nobody."""
+    for value in (value for op in ops for value in op.outputs):
+        readers = {reader.module for reader, _ in graph.consumers(value)}
+        if graph.is_output(value) or readers != {path}:
+            yield value
 
 
 def check_attached(sim: Any) -> None:

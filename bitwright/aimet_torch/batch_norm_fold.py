@@ -90,22 +90,27 @@ def fold_given_batch_norms(
     if input_shapes is not None or dummy_input is not None:
         report = front.fold_given_batch_norms(model, layer_pairs, input_shapes, dummy_input)
         if report.refused:
-            _refuse("; ".join(str(refusal) for refusal in report.refused))
+            _refuse(_reasons(report))
         return
     names = {id(module): name for name, module in walk_modules(model)}
     for first, second in layer_pairs:
+        for missing in (module for module in (first, second) if id(module) not in names):
+            _refuse(f"a {type(missing).__name__} is no module of the model")
+        _fold_pair(first, second)
         norm = second if isinstance(second, nn.modules.batchnorm._BatchNorm) else first
-        missing = [module for module in (first, second) if id(module) not in names]
-        if missing:
-            _refuse(f"a {type(missing[0]).__name__} is no module of the model")
-        chain = nn.Sequential(first, second)
-        report = front.fold_all_batch_norms(chain, dummy_input=_random_like(smallest_input((first, second))))
-        if not len(report):
-            _refuse(
-                "; ".join(str(refusal) for refusal in report.refused) or "there is no batch norm in a pair"
-            )
         parent, _, name = names[id(norm)].rpartition(".")
         setattr(model.get_submodule(parent), name, nn.Identity())
+
+
+def _fold_pair(first: nn.Module, second: nn.Module) -> None:
+    chain = nn.Sequential(first, second)
+    report = front.fold_all_batch_norms(chain, dummy_input=_random_like(smallest_input((first, second))))
+    if not len(report):
+        _refuse(_reasons(report) or "there is no batch norm in a pair")
+
+
+def _reasons(report: Any) -> str:
+    return "; ".join(str(refusal) for refusal in report.refused)
 
 
 def _random_like(zeros: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -165,33 +165,32 @@ def _scale(cls_set: Any, count: int) -> Any:
 
 
 def _sets(model: nn.Module, report: Any) -> list[ClsSetInfo]:
-    modules = dict(walk_modules(model))
-    graph = report.view.graph()
-
-    def module_of(layer: Any) -> Any:
-        return modules.get(graph.op(layer.op).module)
-
-    pairs: list[ClsSetInfo.ClsSetLayerPairInfo] = []
-    for group, factor in zip(report.groups, report.factors, strict=True):
-        for producer in group.producers:
-            value = graph.op(producer.op).outputs[0]
-            relu = any(op.type in ("Relu", "PRelu", "Clip") for op, _ in graph.consumers(value))
-            for consumer, _ in group.consumers:
-                pair = ClsSetInfo.ClsSetLayerPairInfo(module_of(producer), module_of(consumer), factor, relu)
-                pairs.append(pair)
+    pairs = list(_pairs(model, report))
     found: list[ClsSetInfo] = []
     used: set[int] = set()
     for pair in pairs:
         if id(pair) in used:
             continue
-        middle = pair.layer2
-        depthwise = getattr(middle, "groups", 1) > 1
-        follower = (
-            next((p for p in pairs if p.layer1 is middle and id(p) not in used), None) if depthwise else None
-        )
+        follower = None
+        if getattr(pair.layer2, "groups", 1) > 1:  # depthwise: one set with the layer behind it
+            behind = (p for p in pairs if p.layer1 is pair.layer2 and id(p) not in used)
+            follower = next(behind, None)
         used.update({id(pair), id(follower)})
         found.append(ClsSetInfo(pair, follower))
     return found
+
+
+def _pairs(model: nn.Module, report: Any) -> Iterator[ClsSetInfo.ClsSetLayerPairInfo]:
+    """Each producer of a group with each of its consumers, and whether an activation is between them."""
+    modules = dict(walk_modules(model))
+    graph = report.view.graph()
+    for group, factor in zip(report.groups, report.factors, strict=True):
+        for producer in group.producers:
+            first, value = modules.get(graph.op(producer.op).module), graph.op(producer.op).outputs[0]
+            relu = any(op.type in ("Relu", "PRelu", "Clip") for op, _ in graph.consumers(value))
+            for consumer, _ in group.consumers:
+                second = modules.get(graph.op(consumer.op).module)
+                yield ClsSetInfo.ClsSetLayerPairInfo(first, second, factor, relu)
 
 
 class HighBiasFold:

@@ -372,27 +372,27 @@ def _packed(index: int, batch: Any) -> bytes:
     from safetensors.torch import save
 
     tensors: dict[str, torch.Tensor] = {}
-
-    def described(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            tensors[str(len(tensors))] = item.detach().cpu().contiguous().clone()
-            return {"tensor": str(len(tensors) - 1)}
-        if isinstance(item, Mapping) and all(isinstance(key, str) for key in item):
-            return {"dict": {key: described(value) for key, value in item.items()}}
-        if isinstance(item, list | tuple):
-            return {
-                type(item).__name__ if type(item) is list else "tuple": [described(value) for value in item]
-            }
-        if item is None or isinstance(item, str | bool | int | float):
-            return {"value": item}
-        raise ConfigError(
-            f"batch {index}",
-            f"it holds a {type(item).__name__}, which is not sent to other ranks",
-            "give tensors, or tuples, lists and dicts of tensors, text, numbers and None",
-        )
-
-    text = json.dumps(described(batch)).encode()
+    text = json.dumps(_described(batch, tensors, f"batch {index}")).encode()
     return len(text).to_bytes(8, "little") + text + save(tensors)
+
+
+def _described(item: Any, tensors: dict[str, torch.Tensor], site: str) -> Any:
+    """``item`` as JSON, in which tensors are their names in ``tensors``, to which they are added."""
+    if isinstance(item, torch.Tensor):
+        tensors[str(len(tensors))] = item.detach().cpu().contiguous().clone()
+        return {"tensor": str(len(tensors) - 1)}
+    if isinstance(item, Mapping) and all(isinstance(key, str) for key in item):
+        return {"dict": {key: _described(value, tensors, site) for key, value in item.items()}}
+    if isinstance(item, list | tuple):
+        kind = "list" if type(item) is list else "tuple"
+        return {kind: [_described(value, tensors, site) for value in item]}
+    if item is None or isinstance(item, str | bool | int | float):
+        return {"value": item}
+    raise ConfigError(
+        site,
+        f"it holds a {type(item).__name__}, which is not sent to other ranks",
+        "give tensors, or tuples, lists and dicts of tensors, text, numbers and None",
+    )
 
 
 def _unpacked(content: bytes) -> Any:

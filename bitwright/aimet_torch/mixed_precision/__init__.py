@@ -148,6 +148,10 @@ def _run(model: Any, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
+def _energy(x: torch.Tensor) -> float:
+    return float(x.double().square().sum())
+
+
 class EvalCallbackFactory:
     """Callbacks that compare a model's outputs with the float model's.
 
@@ -162,19 +166,23 @@ class EvalCallbackFactory:
         self._data = data_loader
         self._forward = forward_fn or _run
 
+    def _first_batches(self, rows: int) -> list[Any]:
+        """As many as hold ``rows`` rows."""
+        batches: list[Any] = []
+        for batch in self._data:
+            batches.append(batch)
+            rows -= len(batch) if isinstance(batch, torch.Tensor) else 1
+            if rows <= 0:
+                break
+        return batches
+
     def sqnr(self, sim: Any = None, num_samples: int = 128) -> CallbackFunc:
         """SQNR of the outputs in dB, against those of the first call's model in float, over ``num_samples`` rows.
 
         The first argument may be the number, as in AIMET; a simulation there is not needed.
         """
         num_samples = sim if isinstance(sim, int) else num_samples
-        batches: list[Any] = []
-        rows = 0
-        for batch in self._data:
-            batches.append(batch)
-            rows += len(batch) if isinstance(batch, torch.Tensor) else 1
-            if rows >= num_samples:
-                break
+        batches = self._first_batches(num_samples)
         wanted: list[torch.Tensor] = []
 
         def evaluate(model: nn.Module, _: Any = None) -> float:
@@ -182,8 +190,8 @@ class EvalCallbackFactory:
                 found = [self._first(self._forward(model, batch)) for batch in batches]
             if not wanted:
                 wanted.extend(found)
-            noise = sum(float((a - b).double().square().sum()) for a, b in zip(wanted, found, strict=True))
-            signal = sum(float(a.double().square().sum()) for a in wanted)
+            noise = sum(_energy(a - b) for a, b in zip(wanted, found, strict=True))
+            signal = sum(map(_energy, wanted))
             return 100.0 if noise == 0 else float(10 * torch.log10(torch.tensor(signal / noise)))
 
         return CallbackFunc(evaluate)

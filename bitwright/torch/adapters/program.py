@@ -89,17 +89,11 @@ class _Tracer:
         template = map_tensors((args, kwargs), lambda t: Slot(slots[self._value(t)]))
         places = self._places(row, args, kwargs, slots)
         output = func(*args, **kwargs)
-        written = args[0] if func is SET_ITEM else output
-        produced = tensors_in(written)
-        fixed = not plan.op and all(value in self.constants for value in slots)
-        if not produced or (len(slots) == 1 and all(self._known(t) in slots for t in produced) and fixed):
+        produced = tensors_in(args[0] if func is SET_ITEM else output)
+        if not plan.op and slots.keys() <= self.constants.keys():
+            self._keep_constants(produced, slots)
             return output
-        if fixed:
-            for (
-                tensor
-            ) in produced:  # a transposed parameter follows its parameter, a part computed of it stays
-                kept = tensor.detach()
-                self.constants[self._bind(tensor)] = kept if self._is_view(tensor) else kept.clone()
+        if not produced:
             return output
         in_place = func is SET_ITEM or (row is not None and (row.in_place or bool(kwargs.get("inplace"))))
         self.steps.append(
@@ -115,6 +109,14 @@ class _Tracer:
             )
         )
         return output
+
+    def _keep_constants(self, produced: Sequence[Tensor], reads: Mapping[int, int]) -> None:
+        """Keep what was computed of constants alone; what a call hands on as it is has its place."""
+        if len(reads) == 1 and all(self._known(tensor) in reads for tensor in produced):
+            return
+        for tensor in produced:  # a transposed parameter follows its parameter, a part computed of it stays
+            kept = tensor.detach()
+            self.constants[self._bind(tensor)] = kept if self._is_view(tensor) else kept.clone()
 
     def _inside(self, plan: CallPlan, func: Callable[..., Any], template: Any) -> _Inside | None:
         """A recurrent layer with its quantizers inside."""

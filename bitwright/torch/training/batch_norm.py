@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from fractions import Fraction
 from typing import Any
@@ -50,6 +50,27 @@ def batch_norms(model: nn.Module) -> dict[str, Norm]:
         if isinstance(module, Norm) and module.running_mean is not None:
             found[path] = module
     return found
+
+
+def _required_norms(model: nn.Module, function: str, remedy: str) -> dict[str, Norm]:
+    norms = batch_norms(model)
+    if not norms:
+        problem = "the model has no batch norm with running statistics: they are folded, or there were none"
+        raise ModelError(function, problem, remedy)
+    return norms
+
+
+def _remembered(norms: Mapping[str, Norm]) -> Callable[[], None]:
+    """Gives the statistics back as they are now."""
+    held = [(norm, name, getattr(norm, name)) for norm in norms.values() for name in _BUFFERS]
+    kept = [(norm, name, value.clone()) for norm, name, value in held if value is not None]
+
+    def undo() -> None:
+        with torch.no_grad():
+            for norm, name, value in kept:
+                getattr(norm, name).copy_(value)
+
+    return undo
 
 
 class _Pool:
@@ -127,24 +148,14 @@ def reestimate_bn_stats(
         CalibrationError: no batch came, or no batch norm was run.
         ConfigError: ``num_batches`` is not positive.
     """
-    norms = batch_norms(model)
     if num_batches < 1:
         raise ConfigError("reestimate_bn_stats", f"num_batches={num_batches}", "use at least 1")
-    if not norms:
-        raise ModelError(
-            "reestimate_bn_stats",
-            "the model has no batch norm with running statistics: they are folded, or there were none",
-            "make the simulation from the model with its batch norms, train and re-estimate, then call "
-            "fold_all_batch_norms_to_scale(sim)",
-        )
-    old = {id(n): {b: getattr(n, b).clone() for b in _BUFFERS if getattr(n, b) is not None} for n in norms.values()}  # fmt: skip
-
-    def undo() -> None:
-        with torch.no_grad():
-            for norm in norms.values():
-                for name, value in old[id(norm)].items():
-                    getattr(norm, name).copy_(value)
-
+    remedy = (
+        "make the simulation from the model with its batch norms, train and re-estimate, then call "
+        "fold_all_batch_norms_to_scale(sim)"
+    )
+    norms = _required_norms(model, "reestimate_bn_stats", remedy)
+    undo = _remembered(norms)
     ranks = calibrating_ranks(distributed)
     with nullcontext() if ranks is None else ranks.together():
         try:
@@ -249,33 +260,27 @@ def freeze_batch_norms(model: nn.Module, after: int = 0) -> Handle:
         ModelError: the model has no batch norm with running statistics.
         ConfigError: ``after`` is negative.
     """
-    norms = batch_norms(model)
     if after < 0:
         raise ConfigError("freeze_batch_norms", f"after={after}", "use 0 to freeze them at once")
-    if not norms:
-        raise ModelError(
-            "freeze_batch_norms",
-            "the model has no batch norm with running statistics: they are folded, or there were none",
-            "leave the call out",
-        )
+    norms = _required_norms(model, "freeze_batch_norms", "leave the call out")
     seen = 0
-    switched: set[int] = set()
+    switched: dict[int, Norm] = {}
 
     def before(module: nn.Module, args: Any) -> None:
         nonlocal seen
         if not module.training or not torch.is_grad_enabled():
             return
         seen += 1
-        training = [norm for norm in norms.values() if norm.training] if seen > after else []
-        switched.update(id(norm) for norm in training)
-        for norm in training:
-            norm.training = False
+        for norm in norms.values() if seen > after else ():
+            if norm.training:
+                switched[id(norm)] = norm
+                norm.training = False
 
     hook = model.register_forward_pre_hook(before)
 
     def undo() -> None:
         hook.remove()
-        for norm in (norm for norm in norms.values() if id(norm) in switched):
+        for norm in switched.values():
             norm.training = model.training
 
     return Handle(undo)

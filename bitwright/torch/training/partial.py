@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -23,6 +23,13 @@ _NORMS = (
     nn.RMSNorm,
     nn.modules.instancenorm._InstanceNorm,
 )
+
+
+def _parameters_below(model: nn.Module, paths: Collection[str], what: What) -> Iterator[nn.Parameter]:
+    for module in (module for path, module in walk_modules(model) if path in paths):
+        for name, parameter in module.named_parameters(recurse=False):
+            if what == "all" or (what == "biases_and_norms" and _is_bias_or_norm(module, name)):
+                yield parameter
 
 
 def parameter_groups(
@@ -54,13 +61,7 @@ def parameter_groups(
             "parameter_groups", f"there is no choice {what!r}", "use 'all', 'ranges' or 'biases_and_norms'"
         )
     paths = module_paths(sim.model, layers, "parameter_groups")
-    chosen: list[nn.Parameter] = []
-    left: list[nn.Parameter] = []
-    for path, module in walk_modules(sim.model):
-        inside = path in paths
-        for name, parameter in module.named_parameters(recurse=False):
-            kind = what == "all" or (what == "biases_and_norms" and _is_bias_or_norm(module, name))
-            (chosen if inside and kind else left).append(parameter)
+    chosen = list(_parameters_below(sim.model, paths, what))
     ranges = [p for name, p in named_range_parameters(sim) if owner_within(name, paths)]
     if not chosen and not ranges:
         raise ConfigError(
@@ -69,10 +70,8 @@ def parameter_groups(
             "call sim.learn_ranges() first, or choose other layers",
         )
     kept = {id(p) for p in (*chosen, *ranges)}
-    for parameter in (*left, *(p for _, p in named_range_parameters(sim))):
+    for parameter in (*sim.model.parameters(), *(p for _, p in named_range_parameters(sim))):
         parameter.requires_grad_(id(parameter) in kept)
-    for parameter in (*chosen, *ranges):
-        parameter.requires_grad_(True)
     groups: list[dict[str, Any]] = []
     for name, parameters, rate in (("parameters", chosen, lr), ("ranges", ranges, range_lr)):
         if parameters:

@@ -35,35 +35,32 @@ def _grid(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int, Any]
     positional = list(args)
     block_size = given.pop("block_size", None)
     shift = given.pop("zero_point_shift", None)
-    if "num_steps" in given:
-        grid = derived_grid(int(given.pop("num_steps")), bool(given.pop("signed", False)))
-    elif (
-        "bitwidth" in given
-        or (positional and (len(positional) == 1 or isinstance(positional[1], bool)))
-        and ("qmax" not in given)
-    ):
-        bits = given.pop("bitwidth") if "bitwidth" in given else positional.pop(0)
-        signed = (
-            positional.pop(0)
-            if positional and isinstance(positional[0], bool)
-            else given.pop("signed", False)
-        )
-        grid = derived_grid((1 << int(bits)) - 1, bool(signed))
-    else:
-        ends = [positional.pop(0) if positional else given.pop(name, None) for name in ("qmin", "qmax")]
-        if None in ends:
-            raise TypeError(f"give the grid as one of: {'; '.join(_FORMS)}")
-        grid = int(ends[0]), int(ends[1])
-    if positional:
-        block_size = positional.pop(0)
-    if positional:
-        shift = positional.pop(0)
-    if given or positional:
-        raise TypeError(
-            f"unknown arguments {sorted(given) or positional}; the grid is one of: {'; '.join(_FORMS)}"
-        )
+    grid = _ends(positional, given)
+    if given or len(positional) > 2:
+        wrong = sorted(given) or positional[2:]
+        raise TypeError(f"unknown arguments {wrong}; the grid is one of: {'; '.join(_FORMS)}")
+    block_size, shift = (*positional, *(block_size, shift)[len(positional) :])
     refuse_shift(shift)
     return *grid, block_size
+
+
+def _ends(positional: list[Any], given: dict[str, Any]) -> tuple[int, int]:
+    """``qmin`` and ``qmax``; the arguments that say them are taken out of both."""
+    if "num_steps" in given:
+        return derived_grid(int(given.pop("num_steps")), bool(given.pop("signed", False)))
+    if "bitwidth" in given or (_starts_with_bitwidth(positional) and "qmax" not in given):
+        bits = given.pop("bitwidth") if "bitwidth" in given else positional.pop(0)
+        named = not positional or not isinstance(positional[0], bool)
+        signed = given.pop("signed", False) if named else positional.pop(0)
+        return derived_grid((1 << int(bits)) - 1, bool(signed))
+    ends = [positional.pop(0) if positional else given.pop(name, None) for name in ("qmin", "qmax")]
+    if None in ends:
+        raise TypeError(f"give the grid as one of: {'; '.join(_FORMS)}")
+    return int(ends[0]), int(ends[1])
+
+
+def _starts_with_bitwidth(positional: list[Any]) -> bool:
+    return len(positional) == 1 or (len(positional) > 1 and isinstance(positional[1], bool))
 
 
 def refuse_shift(shift: float | None) -> None:
