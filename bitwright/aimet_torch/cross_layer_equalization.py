@@ -172,9 +172,9 @@ def _sets(model: nn.Module, report: Any) -> list[ClsSetInfo]:
         if id(pair) in used:
             continue
         follower = None
-        if getattr(pair.layer2, "groups", 1) > 1:  # depthwise: one set with the layer behind it
-            behind = (p for p in pairs if p.layer1 is pair.layer2 and id(p) not in used)
-            follower = next(behind, None)
+        if getattr(pair.layer2, "groups", 1) > 1:  # depthwise: one set with the layer after it
+            after = (p for p in pairs if p.layer1 is pair.layer2 and id(p) not in used)
+            follower = next(after, None)
         used.update({id(pair), id(follower)})
         found.append(ClsSetInfo(pair, follower))
     return found
