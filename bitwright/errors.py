@@ -92,6 +92,11 @@ def first_few(names: Sequence[str], shown: int = 3) -> str:
     return ", ".join(names[:shown]) + (", ..." if len(names) > shown else "")
 
 
+def some_of(names: Sequence[str], shown: int = 3) -> str:
+    """``a, b, c and 4 more``."""
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -58,12 +58,7 @@ class CrossLayerScaling:
         links = [tuple(itertools.pairwise(cls_set)) for cls_set in cls_sets]
         wanted = {link for several in links for link in several}
         report = equalization.equalize(opened.view, only=wanted, bar=partial(bar, enabled=progress))
-        found = {
-            (producer.op, consumer.op): factor
-            for group, factor in zip(report.groups, report.factors, strict=True)
-            for producer in group.producers
-            for consumer, _ in group.consumers
-        }
+        found = _factors(report)
         lacking = [link for link in wanted if link not in found]
         if lacking or not all(links):
             report.undo()
@@ -114,3 +109,13 @@ class HighBiasFold:
         equalization.absorb_biases(cls_set_info_list, moments, opened.view)
         opened.finish(cls_set_info_list)
         return cls_set_info_list
+
+
+def _factors(report: EqualizeReport) -> dict[tuple[str, str], Array]:
+    """Producer and consumer -> what the channels between them were divided by."""
+    return {
+        (producer.op, consumer.op): factor
+        for group, factor in zip(report.groups, report.factors, strict=True)
+        for producer in group.producers
+        for consumer, _ in group.consumers
+    }

@@ -18,7 +18,8 @@ from bitwright.core.graph.ops import op_row
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.graph.traits import TRAITS
 from bitwright.core.simulation.protocols import sqnr
-from bitwright.errors import BitwrightError
+from bitwright.core.simulation.sites import Site
+from bitwright.errors import BitwrightError, some_of
 from bitwright.export.deployed import benchmark_export, sample_inputs
 from bitwright.export.files.temporary import temporary_room
 from bitwright.export.qdq.recurrent import expand_recurrent, write_recurrent
@@ -161,10 +162,11 @@ def _changes(sim: QuantizationSimModel) -> Iterator[tuple[str, Callable[[], ir.M
     yield "signed activations: activation='as_is'", partial(write, activation="as_is")
     islands = _islands(sim)
     if islands:
-        shown = ", ".join(islands[:3]) + (f" and {len(islands) - 3} more" if len(islands) > 3 else "")
-        yield f"islands in float: sim.quantizers[...].enabled = False for {shown}", partial(write, islands)
-    ends = [s.name for s in sim.quantizers.values() if s.role == "output" and s.value in sim.graph.outputs]
-    ends = [name for name in ends if name in encodings]
+        yield (
+            f"islands in float: sim.quantizers[...].enabled = False for {some_of(islands)}",
+            partial(write, islands),
+        )
+    ends = [site.name for site in sim.quantizers.values() if site.name in encodings and _is_end(sim, site)]
     if ends:
         yield (
             "outputs of the model in float: Rule(..., output=None) for the last layers",
@@ -175,6 +177,10 @@ def _changes(sim: QuantizationSimModel) -> Iterator[tuple[str, Callable[[], ir.M
         yield "weights of float products fused: weight_only='fused'", partial(write, weight_only="fused")
     if any(op.type in CELLS for op in sim.graph.ops):
         yield "recurrent layers as operators: recurrent='native'", partial(write, recurrent="native")
+
+
+def _is_end(sim: QuantizationSimModel, site: Site) -> bool:
+    return site.role == "output" and site.value in sim.graph.outputs
 
 
 def _islands(sim: QuantizationSimModel) -> list[str]:

@@ -128,17 +128,22 @@ class _FoldingView(OnnxView):
 
 def _computed_beside_norms(graph: Graph) -> Iterator[str]:
     """Weights, biases and parameters of batch norms that the model computes from constants, where one may be folded."""
-    for op in graph.ops:
-        norm = op.type == "BatchNormalization"
-        if not norm and op.type in (*TRAITS["layer"], "Add"):
-            sources = [graph.producer(value) for value in op.inputs if value is not None]
-            readers = [reader for value in op.outputs for reader, _ in graph.consumers(value)]
-            norm = any(
-                o is not None and o.type in ("BatchNormalization", "Add") for o in (*sources, *readers)
-            )
-        for value in op.inputs if norm else ():
-            if value is not None and graph.values[value].kind == "constant" and graph.values[value].is_float:
-                yield value
+    for op in filter(partial(_is_beside_norm, graph), graph.ops):
+        for name in op.inputs:
+            value = None if name is None else graph.values[name]
+            if value is not None and value.kind == "constant" and value.is_float:
+                yield value.name
+
+
+def _is_beside_norm(graph: Graph, op: Op) -> bool:
+    """Whether ``op`` is a batch norm, or a layer or an Add with one or an Add next to it."""
+    if op.type == "BatchNormalization":
+        return True
+    if op.type not in (*TRAITS["layer"], "Add"):
+        return False
+    sources = [graph.producer(value) for value in op.inputs if value is not None]
+    readers = [reader for value in op.outputs for reader, _ in graph.consumers(value)]
+    return any(o is not None and o.type in ("BatchNormalization", "Add") for o in (*sources, *readers))
 
 
 def _is_product(graph: Graph, op: Op) -> bool:

@@ -152,70 +152,11 @@ class OnnxSimulation:
     # -- building
 
     def _build(self) -> Program:
-        model, ids = self.sim.marked, _Ids()
-        constants: dict[int, Tensor] = {}
-        for value in model.graph.initializers.values():
-            if value.const_value is not None and not value.is_graph_input():
-                constants[ids(value)] = to_tensor(value.const_value.numpy()).clone()
-        self._inputs = {str(v.name): ids(v) for v in model.graph.inputs}
-        ops = {op.name for op in self.sim.graph.ops}
-        fixed = _constants_of(model)
-        steps: list[Step] = []
-        made: dict[int, tuple[int, int]] = {}  # value -> step and index that made it
-        pending: dict[ir.Value, str] = {}  # marked operand -> its site
-        results: dict[int, list[tuple[int, str]]] = {}
-        for node in model.graph:
-            if is_site(node):
-                source = node.inputs[0]
-                assert source is not None
-                if self.sim.plan.sites[site_of(node)].role != "output":
-                    pending[node.outputs[0]] = site_of(node)
-                    if ids(source) in constants:
-                        self._source_of[site_of(node)] = ids(source)
-                elif ids(source) in made:
-                    at, index = made[ids(source)]
-                    results.setdefault(at, []).append((index, site_of(node)))
-                ids.alias(node.outputs[0], source)
-                continue
-            step = self._step(node, ids, ops, pending, fixed)
-            if all(v in constants for v in step.reads) and not step.operands and not node_has_graphs(node):
-                values = step.function([constants[v] for v in step.reads])
-                if all(isinstance(value, Tensor) for value in values):  # an empty sequence is none
-                    constants.update(zip(step.writes, values, strict=True))
-                    continue
-            made.update((v, (len(steps), i)) for i, v in enumerate(step.writes))
-            steps.append(step)
-        steps = [replace_results(step, results.get(i, ())) for i, step in enumerate(steps)]
-        return Program(tuple(steps), constants, tuple(ids(v) for v in _returned(model.graph)))
-
-    def _step(
-        self, node: ir.Node, ids: _Ids, ops: Container[str], pending: Mapping[ir.Value, str],
-        fixed: Container[ir.Value],
-    ) -> Step:  # fmt: skip
-        ports = [i for i, v in enumerate(node.inputs) if v is not None]
-        given = [v for v in node.inputs if v is not None]
-        outputs = [v for v in node.outputs if v.name]
-        name = str(node.name) if str(node.name) in ops else ""
-        attrs: dict[str, Any] = {a.name: a.value for a in node.attributes.values()}
-        attrs |= {"opset": self.sim.marked.graph.opset_imports.get("", 1), "outputs": len(node.outputs)}
-        function = None if node.domain else as_torch(node.op_type, attrs, len(outputs))
-        operands = tuple((slot, pending[v]) for slot, v in enumerate(given) if v in pending)
-        if function is None:
-            opaque = _Opaque(self.sim, node, fixed)
-            return Step(
-                name, tuple(ids(v) for v in opaque.inputs), tuple(ids(v) for v in outputs), opaque.real,
-                {port: opaque.inputs.index(v) for port, v in enumerate(node.inputs) if v in opaque.inputs},
-                tuple((i, pending[v]) for i, v in enumerate(opaque.inputs) if v in pending), (), False,
-                opaque.quantized,
-            )  # fmt: skip
-        return Step(
-            name,
-            tuple(ids(v) for v in given),
-            tuple(ids(v) for v in outputs),
-            _Ports(function, ports, len(node.inputs)),
-            {port: slot for slot, port in enumerate(ports)},
-            operands,
-        )
+        steps = _Steps(self.sim)
+        program = steps.program()
+        self._inputs = {str(v.name): steps.ids(v) for v in self.sim.marked.graph.inputs}
+        self._source_of.update(steps.source_of)
+        return program
 
     def _check(self, program: Program, inputs: State, feeds: Mapping[str, NDArray[Any]]) -> None:
         whole = Program(
@@ -243,6 +184,93 @@ class OnnxSimulation:
                 )
 
 
+class _Steps:
+    """The nodes of a marked model as steps, in their order; what constants alone make is computed here.
+
+    Attributes:
+        ids: the numbers of values.
+        source_of: site of a constant -> the number of that.
+    """
+
+    def __init__(self, sim: QuantizationSimModel) -> None:
+        self._sim, self._graph, self.ids = sim, sim.marked.graph, _Ids()
+        self.source_of: dict[str, int] = {}
+        self._constants = {
+            self.ids(value): to_tensor(value.const_value.numpy()).clone()
+            for value in self._graph.initializers.values()
+            if value.const_value is not None and not value.is_graph_input()
+        }
+        self._ops = {op.name for op in sim.graph.ops}
+        self._fixed = _constants_of(sim.marked)
+        self._steps: list[Step] = []
+        self._made: dict[int, tuple[int, int]] = {}  # value -> step and index that made it
+        self._pending: dict[ir.Value, str] = {}  # marked operand -> its site
+        self._results: dict[int, list[tuple[int, str]]] = {}  # step -> index and site of what it makes
+
+    def program(self) -> Program:
+        for value in self._graph.inputs:
+            self.ids(value)
+        for node in self._graph:
+            if is_site(node):
+                self._note_site(node)
+                continue
+            step = self._step(node)
+            if not self._is_known(step, node):
+                self._made.update((v, (len(self._steps), i)) for i, v in enumerate(step.writes))
+                self._steps.append(step)
+        steps = [replace_results(step, self._results.get(i, ())) for i, step in enumerate(self._steps)]
+        return Program(tuple(steps), self._constants, tuple(self.ids(v) for v in _returned(self._graph)))
+
+    def _note_site(self, marker: ir.Node) -> None:
+        source, site = marker.inputs[0], site_of(marker)
+        assert source is not None
+        number = self.ids(source)
+        if self._sim.plan.sites[site].role != "output":
+            self._pending[marker.outputs[0]] = site
+            if number in self._constants:
+                self.source_of[site] = number
+        elif number in self._made:
+            at, index = self._made[number]
+            self._results.setdefault(at, []).append((index, site))
+        self.ids.alias(marker.outputs[0], source)
+
+    def _is_known(self, step: Step, node: ir.Node) -> bool:
+        """Whether a step makes tensors of constants alone, which are constants then."""
+        if step.operands or node_has_graphs(node) or any(v not in self._constants for v in step.reads):
+            return False
+        values = step.function([self._constants[v] for v in step.reads])
+        if not all(isinstance(value, Tensor) for value in values):  # an empty sequence is none
+            return False
+        self._constants.update(zip(step.writes, values, strict=True))
+        return True
+
+    def _step(self, node: ir.Node) -> Step:
+        outputs = [v for v in node.outputs if v.name]
+        name = str(node.name) if str(node.name) in self._ops else ""
+        attrs: dict[str, Any] = {a.name: a.value for a in node.attributes.values()}
+        attrs |= {"opset": self._graph.opset_imports.get("", 1), "outputs": len(node.outputs)}
+        function = None if node.domain else as_torch(node.op_type, attrs, len(outputs))
+        if function is None:
+            opaque = _Opaque(self._sim, node, self._fixed)
+            ports = {port: opaque.inputs.index(v) for port, v in enumerate(node.inputs) if v in opaque.inputs}
+            return Step(
+                name, self._numbers(opaque.inputs), self._numbers(outputs), opaque.real, ports,
+                self._operands(opaque.inputs), (), False, opaque.quantized,
+            )  # fmt: skip
+        there = [port for port, v in enumerate(node.inputs) if v is not None]
+        given = [v for v in node.inputs if v is not None]
+        return Step(
+            name, self._numbers(given), self._numbers(outputs), _Ports(function, there, len(node.inputs)),
+            {port: slot for slot, port in enumerate(there)}, self._operands(given),
+        )  # fmt: skip
+
+    def _numbers(self, values: Sequence[ir.Value]) -> tuple[int, ...]:
+        return tuple(map(self.ids, values))
+
+    def _operands(self, values: Sequence[ir.Value]) -> tuple[tuple[int, str], ...]:
+        return tuple((slot, self._pending[v]) for slot, v in enumerate(values) if v in self._pending)
+
+
 #: operators whose result is the tensors that they read, under another type
 _HOLDERS = frozenset(("SequenceConstruct", "SequenceInsert", "Optional", "Identity", "ZipMap"))
 
@@ -253,18 +281,23 @@ def _returned(graph: ir.Graph) -> list[ir.Value]:
     held = [value for value in graph.outputs if not is_tensor(value)]
     seen = set(held)
     for value in held:  # grows inside the loop
-        node = value.producer()
-        if node is None or node.op_type not in _HOLDERS:
-            continue
-        for read in node.inputs:
-            if read is None or read in seen:
-                continue
-            seen.add(read)
-            if not is_tensor(read):
-                held.append(read)
-            elif read.dtype is not None and read.dtype.is_floating_point():
-                found[read] = None
+        fresh = [read for read in _held_by(value) if read not in seen]
+        seen.update(fresh)
+        held += [read for read in dict.fromkeys(fresh) if not is_tensor(read)]
+        found.update((read, None) for read in fresh if is_tensor(read) and _is_floating(read))
     return list(found)
+
+
+def _held_by(value: ir.Value) -> list[ir.Value]:
+    """What a sequence or a map is made of."""
+    node = value.producer()
+    if node is None or node.op_type not in _HOLDERS:
+        return []
+    return [read for read in node.inputs if read is not None]
+
+
+def _is_floating(value: ir.Value) -> bool:
+    return value.dtype is not None and value.dtype.is_floating_point()
 
 
 class _Ids:

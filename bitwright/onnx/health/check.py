@@ -227,17 +227,17 @@ class Doctor:
         assert node is not None
         reads = [_readable_name(v) for v in node.inputs]
         writes = [v.name for v in node.outputs if v.name and is_tensor(v)]
-        arrays = frame.fetch([*(name for name in reads if name), *writes])
+        arrays = frame.fetch([*filter(None, reads), *writes])
         ports = [measure_tensor(n, arrays[n], self._kind(n)) if n else None for n in reads]
         written = [measure_tensor(name, arrays[name]) for name in writes]
         op_type, attrs = canonical_op(node, self.probe.opset)
         given = [arrays.get(name) for name in reads]
-        needed = run_wide(node, given, self.probe) if any(t.dtype in HALVES for t in written) else None
+        halves = {t.dtype for t in written}.intersection(HALVES)
+        needed = run_wide(node, given, self.probe) if halves else None
         finding = diagnose(op_type, attrs, ports, written, needed, "onnx")
-        inside = None
-        if op_type in CELLS and all(t is None or t.finite for t in ports):
-            inside = first_bad_step(op_type, attrs, given)
-        operands = [t for t in ports if t is not None]
+        operands = list(filter(None, ports))
+        has_steps = op_type in CELLS and all(t.finite for t in operands)
+        inside = first_bad_step(op_type, attrs, given) if has_steps else None
         return Culprit(
             event.op,
             op_type,
@@ -337,8 +337,7 @@ class _Replay:
 
     def _body(self, frame: Frame, node: ir.Node) -> Iterator[Any]:
         """All runs of the body of ``node``; what enters and leaves it bears two names for one tensor."""
-        before = [("" if v is None else str(v.name)) for v in node.inputs]
-        results = [str(v.name or "") for v in node.outputs]
+        before, results = list(map(_name, node.inputs)), list(map(_name, node.outputs))
         states, leaving = _states(node)
         sources = [before[port] for port in states]
         for child in frame.runs(node):
@@ -351,12 +350,16 @@ class _Replay:
             if child.touched:
                 yield self._frame(child)
             sources = made[leaving : leaving + len(states)]
-            for name, inner in zip(results[len(states) :], made[leaving + len(states) :], strict=True):
-                if name and not self.tracker.knows(name) and flags_of(child.outputs[inner]).bad:
-                    self.tracker.move(inner, name)
+            self._gather(child, results[len(states) :], made[leaving + len(states) :])
         for name, source in zip(results, sources, strict=False):
             if name:
                 self.tracker.move(source, name)
+
+    def _gather(self, child: Frame, results: Sequence[str], made: Sequence[str]) -> None:
+        """What one run adds to the ``results`` that have something of every run."""
+        for name, inner in zip(results, made, strict=True):
+            if name and not self.tracker.knows(name) and flags_of(child.outputs[inner]).bad:
+                self.tracker.move(inner, name)
 
 
 _FIRST_STATE = {"If": 0, "Loop": 2, "Scan": 0}
@@ -377,6 +380,10 @@ def _slices(node: ir.Node, own: Sequence[str]) -> list[tuple[str, int]]:
         return []
     first = len(node.inputs) - scan_inputs(node)
     return [(own[port], port) for port in range(first, len(node.inputs))]
+
+
+def _name(value: ir.Value | None) -> str:
+    return "" if value is None else str(value.name or "")
 
 
 def _readable_name(value: ir.Value | None) -> str:

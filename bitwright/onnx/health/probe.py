@@ -18,7 +18,7 @@ read from around them as inputs; what a value of a body is at iteration 7 can th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,12 @@ def _nodes(graph: ir.Graph, opset: int) -> list[ir.Node]:
     return found
 
 
+def _made(nodes: Iterable[ir.Node]) -> Iterator[tuple[ir.Node, ir.Value]]:
+    """What ``nodes`` make, each with its node."""
+    for node in nodes:
+        yield from ((node, value) for value in node.outputs if value.name)
+
+
 def _is_float(value: ir.Value) -> bool:
     return isinstance(value.type, ir.TensorType) and value.dtype in _FLOATS
 
@@ -112,26 +118,19 @@ class Probe:
         self.model, self.providers, self.threads = model, providers, threads
         graph = model.graph
         self.place = {node: i for i, node in enumerate(graph)}
-        self.maker = {str(v.name): node for node in graph for v in node.outputs if v.name}
+        self.maker = {str(v.name): node for node, v in _made(graph)}
         self.inputs = {str(v.name) for v in graph.inputs}
         self.outputs = [str(v.name) for v in graph.outputs]
         self.constants = {str(v.name): v for v in graph.initializers.values()}
         self.opset = opset_of(model)
-        self.floats = [str(v.name) for node in graph for v in node.outputs if v.name and _is_float(v)]
-        self.sequences = {
-            str(v.name)
-            for node in graph
-            for v in node.outputs
-            if v.name and isinstance(v.type, ir.SequenceType)
-        }
+        self.floats = [str(v.name) for _, v in _made(graph) if _is_float(v)]
+        self.sequences = {str(v.name) for _, v in _made(graph) if isinstance(v.type, ir.SequenceType)}
         self.bodies = {node for node in graph if is_body_op(node, self.opset)}
         self.owner = {  # value of a body -> the node of this graph that holds the body
             str(v.name): node
             for node in self.bodies
             for body in _bodies(node)
-            for inner in _nodes(body, self.opset)
-            for v in inner.outputs
-            if v.name
+            for _, v in _made(_nodes(body, self.opset))
         }
         self._types: dict[str, ir.DataType] | None = None
         self._watched: tuple[Any, dict[str, str]] | None = None  # value -> its sum
@@ -248,18 +247,16 @@ class _Copy:
         self._values: dict[str, ir.Value] = {}
         self.floats: list[ir.Value] = []
         main = self.instrument.model.graph
-        for node in _nodes(main, opset_of(model)):
-            for value in node.outputs:
-                if not value.name:
-                    continue
-                if value.type is None and value.name in types:
-                    value.type = ir.TensorType(types[value.name])
-                if node.graph is main:
-                    self._values[value.name] = value
-                if _is_float(value):
-                    self.floats.append(value)
-                    if value.dtype in _NARROW:
-                        self._keep_rounding(node, value)
+        for node, value in _made(_nodes(main, opset_of(model))):
+            name = str(value.name)
+            if value.type is None and name in types:
+                value.type = ir.TensorType(types[name])
+            if node.graph is main:
+                self._values[name] = value
+            if _is_float(value):
+                self.floats.append(value)
+                if value.dtype in _NARROW:
+                    self._keep_rounding(node, value)
 
     def value(self, name: str) -> ir.Value:
         return self._values[name]
@@ -343,28 +340,37 @@ def run_wide(node: ir.Node, operands: Sequence[Array | None], probe: Probe) -> f
         return max((float(np.abs(x).max()) for x in operands if x is not None and x.size), default=None)
     if any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values()):
         return None
-    given = [None if x is None else x.astype(np.float32) if x.dtype == np.float16 else x for x in operands]
-    inputs = [
-        None if x is None else ir.Value(name=f"x{i}", type=ir.TensorType(ir.DataType.from_numpy(x.dtype)))
-        for i, x in enumerate(given)
-    ]
-    copy = ir.Node(
-        node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs)
-    )
-    copy.outputs[0].name = "wide"
-    graph = ir.Graph(
-        [v for v in inputs if v is not None], copy.outputs[:1], nodes=[copy], name="wide",
-        opset_imports=probe.model.opset_imports,
-    )  # fmt: skip
+    feeds = {
+        f"x{i}": x.astype(np.float32) if x.dtype == np.float16 else x
+        for i, x in enumerate(operands)
+        if x is not None
+    }
+    failures: tuple[type[Exception], ...] = (ModelError, *refusals())
     try:
-        session = open_session(ir.Model(graph, ir_version=probe.model.ir_version or 8), probe.providers)
-        (found,) = session.run(None, {f"x{i}": x for i, x in enumerate(given) if x is not None})
-    except ModelError:
-        return None
-    except refusals():
+        session = open_session(_alone(node, feeds, probe), probe.providers)
+        (found,) = session.run(None, feeds)
+    except failures:
         return None
     found = found[found != -np.inf]  # masks aside
     return float(np.abs(found).max()) if found.size else None
+
+
+def _alone(node: ir.Node, feeds: Mapping[str, Array], probe: Probe) -> ir.Model:
+    """A model of one operator like ``node``, whose inputs ``x0``, ``x1``, ... have the types of ``feeds``."""
+    inputs = {
+        name: ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(x.dtype)))
+        for name, x in feeds.items()
+    }
+    copy = ir.Node(
+        node.domain, node.op_type, [inputs.get(f"x{port}") for port in range(len(node.inputs))],
+        list(node.attributes.values()), num_outputs=len(node.outputs),
+    )  # fmt: skip
+    copy.outputs[0].name = "wide"
+    graph = ir.Graph(
+        list(inputs.values()), copy.outputs[:1], nodes=[copy], name="wide",
+        opset_imports=probe.model.opset_imports,
+    )  # fmt: skip
+    return ir.Model(graph, ir_version=probe.model.ir_version or 8)
 
 
 # ---------------------------------------------------------------------------------------------------- bodies
@@ -407,17 +413,13 @@ def _all_values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 def _close(graph: ir.Graph) -> list[str]:
     """Make inputs of what ``graph`` reads from outside; their names."""
-    inside = set(_all_values(graph))
+    inside = {*_all_values(graph), *graph.initializers.values()}
     for nested in graph.subgraphs():
-        inside.update(nested.inputs)
-        inside.update(nested.initializers.values())
-    inside.update(graph.initializers.values())
+        inside.update(nested.inputs, nested.initializers.values())
     given: dict[ir.Value, ir.Value] = {}
 
     def inner(value: ir.Value) -> ir.Value:
-        if value not in given:
-            given[value] = ir.Value(name=value.name, type=value.type)
-        return given[value]
+        return given.setdefault(value, ir.Value(name=value.name, type=value.type))
 
     for node in list(graph.all_nodes()):
         for port, value in enumerate(node.inputs):

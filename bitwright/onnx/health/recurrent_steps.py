@@ -83,28 +83,26 @@ def first_bad_step(op_type: str, attrs: Mapping[str, Any], operands: Sequence[Ar
         The place; ``None`` where every step is finite in float32, or an activation function is not known here.
     """
     names = [str(name) for name in attrs.get("activations") or CELLS[op_type].activations * 2]
-    if any(name not in _FUNCTIONS for name in names):
+    if not _FUNCTIONS.keys() >= set(names):
         return None
     given = [None if x is None else np.asarray(x, np.float32) for x in (*operands, *[None] * 8)]
     x = given[0]
     assert x is not None and given[1] is not None
     x = x.swapaxes(0, 1) if attrs.get("layout") else x
-    direction = attrs.get("direction", "forward")
-    found = []
     with np.errstate(all="ignore"):
         for d in range(given[1].shape[0]):
-            backwards = direction == "reverse" or d == 1
-            inside = _direction(op_type, attrs, x[::-1] if backwards else x, given, d, names)
+            inside = _direction(op_type, attrs, x, given, d, names)
             if inside is not None:
-                at, name, sample = inside
-                at = len(x) - 1 - at if backwards else at
-                found.append(Inside(at, "reverse" if backwards else "forward", name, sample))
-    return found[0] if found else None
+                return inside
+    return None
 
 
 def _direction(
     op_type: str, attrs: Mapping[str, Any], x: Array, given: Sequence[Array | None], d: int, names: list[str]
-) -> tuple[int, str, int] | None:
+) -> Inside | None:
+    order, direction = range(len(x)), "forward"
+    if d == 1 or attrs.get("direction") == "reverse":
+        order, direction = order[::-1], "reverse"
     gates, per = CELLS[op_type].gates, len(CELLS[op_type].activations)
     w, r, b, h, c, p = (given[port] for port in (1, 2, 3, 5, 6, 7))
     assert w is not None and r is not None
@@ -118,9 +116,9 @@ def _direction(
     axis = 1 if attrs.get("layout") else 0
     state = [start if s is None else np.take(s, d, axis) for s in (h, c)][: 2 if op_type == "LSTM" else 1]
     peepholes = {} if p is None else dict(zip(("input", "output", "forget"), np.split(p[d], 3), strict=True))
-    for t, x_t in enumerate(x):
-        pre = {g: x_t @ w[d][rows[g]].T + both[rows[g]] for g in gates}
+    for t in order:
+        pre = {g: x[t] @ w[d][rows[g]].T + both[rows[g]] for g in gates}
         state = list(step(op_type, context, pre, state, variant_of(attrs), peepholes))
         if context.bad:
-            return (t, *context.bad[0])
+            return Inside(t, direction, *context.bad[0])
     return None
