@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 #: quartiles further apart than this share of the median say more about the machine than about the model
 MOST_SPREAD = 0.25
 _FEWEST, _MOST = 7, 400  # rounds
+_SHORT = 0.01  # seconds
 
 
 @dataclass(frozen=True)
@@ -64,35 +66,43 @@ def interleaved(
     rounds: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Times of ``steps``: every round runs each of them, in an order that turns with the round.
+    """Times of ``steps``: every round runs each of them, in an order drawn anew.
 
-    What slows the machine for a while slows all of them. One unmeasured round comes first, for caches and lazy loading.
+    What slows the machine for a while slows all of them. One unmeasured round comes first, for lazy loading; a short step runs
+    once unmeasured before it is measured, too: after a larger model it found the caches cold, 5 % of the time of a small one.
 
     Args:
         steps: name -> what is timed.
-        seconds: wall clock to be spent in all; at least seven rounds are run.
+        seconds: wall clock to be spent on what is measured; at least seven rounds are run.
         rounds: exactly so many instead.
         clock: ``time.process_time`` leaves out what other processes take, where one thread does the work.
     """
-    names = list(steps)
-    start = time.perf_counter()
-    for step in steps.values():
-        step()
+    names, order = list(steps), random.Random(0)
+    start, last = time.perf_counter(), {}
+    for name, step in steps.items():
+        last[name] = _timed(step, clock)
     once = max(time.perf_counter() - start, 1e-6)
     count = max(_FEWEST, min(_MOST, int(seconds / once))) if rounds is None else max(2, rounds)
     found: dict[str, list[float]] = {name: [] for name in names}
     enabled = gc.isenabled()
     gc.disable()  # a collection would be counted as the work of whatever ran then
     try:
-        for i in range(count):
-            for name in names[i % len(names) :] + names[: i % len(names)]:
-                start = clock()
-                steps[name]()
-                found[name].append(clock() - start)
+        for _ in range(count):
+            for name in order.sample(names, len(names)):
+                if last[name] < _SHORT:
+                    steps[name]()
+                last[name] = _timed(steps[name], clock)
+                found[name].append(last[name])
     finally:
         if enabled:
             gc.enable()
     return {name: Timing(tuple(times)) for name, times in found.items()}
+
+
+def _timed(step: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
+    step()
+    return clock() - start
 
 
 def ratio(base: Timing, other: Timing) -> Ratio:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -147,10 +148,26 @@ def test_refusal_names_message_operator_and_remedy(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- the numbers
 
 
-def test_rounds_are_interleaved_in_turning_order() -> None:
+def test_every_step_follows_every_other_one() -> None:
+    """Where one always followed the largest model, it alone found the caches cold."""
     order: list[str] = []
-    times = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, rounds=3)  # type: ignore[misc]
-    assert "".join(order) == "ab" + "abbaab"
+    seconds = itertools.count()  # every step takes a second
+    steps = {name: lambda name=name: order.append(name) for name in "abc"}  # type: ignore[misc]
+    times = interleaved(steps, rounds=12, clock=lambda: float(next(seconds)))
+    assert order[:3] == ["a", "b", "c"] and len(order) == 3 + 36
+    rounds = [order[i : i + 3] for i in range(3, len(order), 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    neighbours = {pair for one in rounds for pair in itertools.pairwise(one)}
+    assert neighbours == set(itertools.permutations("abc", 2))
+    assert all(t.rounds == (1.0,) * 12 for t in times.values())
+
+
+def test_short_steps_run_once_before_they_are_measured() -> None:
+    order: list[str] = []
+    steps = {name: lambda name=name: order.append(name) for name in "ab"}  # type: ignore[misc]
+    times = interleaved(steps, rounds=3)
+    pairs = ["".join(order[i : i + 2]) for i in range(2, len(order), 2)]
+    assert order[:2] == ["a", "b"] and sorted(pairs) == ["aa"] * 3 + ["bb"] * 3
     assert all(len(t.rounds) == 3 for t in times.values())
 
 
