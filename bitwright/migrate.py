@@ -10,6 +10,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from bitwright.aimet_common.absent import absence
@@ -157,6 +158,12 @@ def migrate_file(content: bytes, name: str = "script") -> tuple[bytes, Migrated]
     return found.source.encode(encoding), found
 
 
+def _is_another_language(source: str) -> bool:
+    """Whether a cell begins with a magic such as ``%%bash``."""
+    magic = next(iter(source.lstrip().partition("\n")[0].split()), "")
+    return magic.startswith("%%") and magic not in _PYTHON_CELLS
+
+
 def _migrate_notebook(content: bytes, name: str) -> tuple[bytes, Migrated]:
     try:
         notebook: Any = json.loads(content)
@@ -170,8 +177,7 @@ def _migrate_notebook(content: bytes, name: str) -> tuple[bytes, Migrated]:
     done: list[Migrated] = []
     for number, cell in enumerate(cells, 1):
         source = "".join(cell["source"])
-        magic = source.lstrip().partition("\n")[0].split()[:1]
-        if magic and magic[0].startswith("%%") and magic[0] not in _PYTHON_CELLS:
+        if _is_another_language(source):
             continue
         found = migrate(source, f"{name}, cell {number}")
         done.append(replace(found, findings=tuple(replace(f, cell=number) for f in found.findings)))
@@ -262,21 +268,13 @@ def _statement(node: ast.Import | ast.ImportFrom, text: str) -> str:
 def _look_up(name: str) -> str | None:
     """Why ``name`` (dotted, as AIMET has it) is not there; ``None`` if it is."""
     known = absence(name)
-    module = f"bitwright.{name}"
-    rest: list[str] = []
-    while module != "bitwright":
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if not module.startswith(error.name or "-"):  # a package that is needed and not installed
-                raise
-            module, _, last = module.rpartition(".")
-            rest.insert(0, last)
-            continue
-        except ImportError as error:
-            return known or str(error)
-        break
-    else:
+    try:
+        found, rest = _longest_module(f"bitwright.{name}")
+    except ModuleNotFoundError:
+        raise
+    except ImportError as error:
+        return known or str(error)
+    if found is None:
         return known or "there is no such module here"
     for part in rest:
         try:
@@ -286,6 +284,25 @@ def _look_up(name: str) -> str | None:
         except AttributeError:
             return known or "there is no such name here"
     return None
+
+
+def _longest_module(name: str) -> tuple[Any, list[str]]:
+    """The module that most of a dotted name is of, if there is one, and the names after it.
+
+    Raises:
+        ModuleNotFoundError: a package that is needed is not installed.
+        ImportError: a module refuses to be imported.
+    """
+    rest: list[str] = []
+    while name != "bitwright":
+        try:
+            return importlib.import_module(name), rest
+        except ModuleNotFoundError as error:
+            if not name.startswith(error.name or "-"):
+                raise
+        name, _, last = name.rpartition(".")
+        rest.insert(0, last)
+    return None, rest
 
 
 def _guarded(tree: ast.Module) -> set[int]:
@@ -308,40 +325,41 @@ def _guarded(tree: ast.Module) -> set[int]:
 
 def _imported(statements: list[ast.Import | ast.ImportFrom], guarded: set[int]) -> Iterator[Finding]:
     for node in statements:
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if _top(alias.name) in PACKAGES]
-        else:
-            names = [
-                f"{node.module}.{alias.name}" if alias.name != "*" else str(node.module)
-                for alias in node.names
-            ]
-        for name in names:
+        for name in _names_of(node):
             reason = _look_up(name)
-            if reason is not None and node.lineno in guarded:
-                yield Finding(
-                    node.lineno, name, False, f"{reason}; the script goes on with its except clause"
-                )
-            elif reason is not None:
-                yield Finding(node.lineno, name, True, reason)
+            if reason is not None:
+                fails = node.lineno not in guarded
+                goes_on = "" if fails else "; the script goes on with its except clause"
+                yield Finding(node.lineno, name, fails, reason + goes_on)
+
+
+def _names_of(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """The names of AIMET that a statement imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names if _top(alias.name) in PACKAGES]
+    return [str(node.module) if alias.name == "*" else f"{node.module}.{alias.name}" for alias in node.names]
 
 
 def _attributes(tree: ast.Module, statements: list[ast.Import | ast.ImportFrom]) -> Iterator[Finding]:
     """What is read from imported modules and is not there: ``aimet_torch.quantsim.this``."""
-    bound: dict[str, str] = {}
-    for node in statements:
-        for alias in node.names:
-            if isinstance(node, ast.ImportFrom):
-                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-            elif _top(alias.name) in PACKAGES:
-                bound[alias.asname or _top(alias.name)] = alias.name if alias.asname else _top(alias.name)
-    for attribute in ast.walk(tree):
-        if isinstance(attribute, ast.Attribute):
-            root, path = _chain(attribute)
-            if root in bound and _is_module(bound[root]):
-                name = ".".join([bound[root], *path])
-                reason = _look_up(name)
-                if reason is not None:
-                    yield Finding(attribute.lineno, name, True, reason)
+    bound = dict(chain.from_iterable(map(_bound_by, statements)))
+    for attribute in (node for node in ast.walk(tree) if isinstance(node, ast.Attribute)):
+        root, path = _chain(attribute)
+        if root in bound and _is_module(bound[root]):
+            name = ".".join([bound[root], *path])
+            reason = _look_up(name)
+            if reason is not None:
+                yield Finding(attribute.lineno, name, True, reason)
+
+
+def _bound_by(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
+    """Name -> what of AIMET it is bound to."""
+    for alias in node.names:
+        if isinstance(node, ast.ImportFrom):
+            yield alias.asname or alias.name, f"{node.module}.{alias.name}"
+        elif _top(alias.name) in PACKAGES:
+            top = _top(alias.name)
+            yield (alias.asname, alias.name) if alias.asname else (top, top)
 
 
 def _chain(node: ast.Attribute) -> tuple[str, list[str]]:
@@ -372,23 +390,30 @@ def _texts(tree: ast.Module) -> Iterator[Finding]:
 
 def _differences(tree: ast.Module, statements: list[ast.Import | ast.ImportFrom]) -> Iterator[Finding]:
     origins = _origins(tree, statements)
-    packages = {_top(origin) for origin in origins.values()} & set(PACKAGES)
-    only_onnx = "aimet_onnx" in packages and "aimet_torch" not in packages
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in DIFFERENCES and isinstance(node.ctx, ast.Load):
-            origin = _origin(node, origins)
-            if origin != OTHER:
-                of_onnx = only_onnx if origin is None else _top(origin) == "aimet_onnx"
-                yield Finding(node.lineno, node.attr, False, _note(_path(node), of_onnx))
-        elif isinstance(node, ast.keyword) and node.arg in KEYWORDS:
+        if isinstance(node, ast.keyword) and node.arg in KEYWORDS:
             yield Finding(node.value.lineno, node.arg, False, KEYWORDS[node.arg])
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in DIFFERENCES:
+            yield from _different_attribute(node, origins)
     for statement in statements:
-        if not isinstance(statement, ast.ImportFrom):
-            continue
-        for alias in statement.names:
-            if alias.name in DIFFERENCES:
-                note = _note(f"{statement.module}.{alias.name}", _top(statement.module) == "aimet_onnx")
-                yield Finding(statement.lineno, alias.name, False, note)
+        if isinstance(statement, ast.ImportFrom):
+            yield from _different_imports(statement)
+
+
+def _different_attribute(node: ast.Attribute, origins: dict[str, str]) -> Iterator[Finding]:
+    origin = _origin(node, origins)
+    if origin == OTHER:
+        return
+    packages = {_top(known) for known in origins.values()} & set(PACKAGES)
+    only_onnx = "aimet_onnx" in packages and "aimet_torch" not in packages
+    of_onnx = only_onnx if origin is None else _top(origin) == "aimet_onnx"
+    yield Finding(node.lineno, node.attr, False, _note(_path(node), of_onnx))
+
+
+def _different_imports(statement: ast.ImportFrom) -> Iterator[Finding]:
+    of_onnx = _top(statement.module) == "aimet_onnx"
+    for name in (alias.name for alias in statement.names if alias.name in DIFFERENCES):
+        yield Finding(statement.lineno, name, False, _note(f"{statement.module}.{name}", of_onnx))
 
 
 def _note(path: str, of_onnx: bool) -> str:
@@ -408,19 +433,24 @@ def _origins(tree: ast.Module, statements: list[ast.Import | ast.ImportFrom]) ->
 
     Names that may be something else too, such as parameters of functions, are left out.
     """
-    parameters = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    unknown = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     found: dict[str, str] = {}
-    unknown = set(parameters)
     for name, origin in _defined(tree, statements):
         if found.setdefault(name, origin) != origin:
             unknown.add(name)
+    for names, call in _assigned_calls(tree):
+        made = _made_by(call, found)
+        for name in names:
+            if made is None or found.setdefault(name, made) != made:
+                unknown.add(name)
+    return {name: origin for name, origin in found.items() if name and name not in unknown}
+
+
+def _assigned_calls(tree: ast.Module) -> Iterator[tuple[list[str], ast.Call]]:
+    """Names, and the call that gives them their value."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            made = _made_by(node.value, found)
-            for name in map(_path, node.targets):
-                if made is None or found.setdefault(name, made) != made:
-                    unknown.add(name)
-    return {name: origin for name, origin in found.items() if name and name not in unknown}
+            yield [_path(target) for target in node.targets], node.value
 
 
 def _defined(tree: ast.Module, statements: list[ast.Import | ast.ImportFrom]) -> Iterator[tuple[str, str]]:

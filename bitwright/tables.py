@@ -162,7 +162,7 @@ def _parts(value: Any) -> Any:
         return float(value) if math.isfinite(value) else str(float(value))
     if getattr(type(value), "_as_text", False):
         return str(value)
-    if isinstance(value, Tabular) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+    if _has_fields(value):
         return _fields(value)
     if isinstance(value, Mapping):
         return {str(key): child for key, child in value.items()}
@@ -172,6 +172,10 @@ def _parts(value: Any) -> Any:
         return list(value)
     # arrays, tensors and their scalars of whatever package
     return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _has_fields(value: Any) -> bool:
+    return isinstance(value, Tabular) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
 
 
 def _fields(value: Any) -> dict[str, Any]:

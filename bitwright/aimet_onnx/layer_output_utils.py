@@ -28,13 +28,15 @@ class LayerOutput:
     def __init__(self, model: Any, dir_path: str, providers: Any = None) -> None:
         self._sim = model if isinstance(model, QuantizationSimModel) else None
         self._session: Any = None
-        if self._sim is None:
-            watched = onnx.shape_inference.infer_shapes(proto_of(model))
-            there = {value.name for value in watched.graph.output}
-            made = [name for node in watched.graph.node for name in node.output if name and name not in there]
-            watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in made)
-            self._names = [name for node in watched.graph.node for name in node.output if name]
-            self._session = build_session(watched, providers or ["CPUExecutionProvider"])
+        if self._sim is not None:
+            return
+        watched = onnx.shape_inference.infer_shapes(proto_of(model))
+        self._names = [name for node in watched.graph.node for name in node.output if name]
+        there = {value.name for value in watched.graph.output}
+        watched.graph.output.extend(
+            onnx.ValueInfoProto(name=name) for name in self._names if name not in there
+        )
+        self._session = build_session(watched, providers or ["CPUExecutionProvider"])
 
     def get_outputs(self, input_dict: dict[str, Any]) -> dict[str, Any]:
         """Tensor -> value of every output of a node, in execution order."""

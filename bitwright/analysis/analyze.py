@@ -19,7 +19,7 @@ from bitwright.analysis.result import Analysis
 from bitwright.analysis.rows import group_rows, group_target, layer_rows, site_rows
 from bitwright.analysis.subject import Array, Subject, open_subject
 from bitwright.core.simulation.protocols import sqnr
-from bitwright.errors import ConfigError, ModelError, checks_arguments
+from bitwright.errors import ConfigError, ModelError, checks_arguments, some_of
 from bitwright.progress import progress as bar
 
 if TYPE_CHECKING:
@@ -188,32 +188,34 @@ class _Run:
     ) -> tuple[dict[str, frozenset[str]], dict[str, frozenset[str]]]:
         """Quantizers, those that cost most first, and groups."""
         sites = self.subject.sites
-        together, noise = self.subject.sharing, self._noise
+        together = self.subject.sharing
         unique = {names[0]: names for name, names in together.items() if sites[name].enabled}
+        picked = {name: frozenset(unique[name]) for name in self._chosen(unique)}
+        self.groups = dict(named)
+        if self.mode != "fast":
+            self.groups |= targets.kinds(sites)
+        if self.mode == "exact":
+            self.groups |= {**targets.blocks(self.subject.sim.graph, sites), **targets.layers(sites)}
+        return picked, {group_target(n): frozenset(held) for n, held in self.groups.items()}
+
+    def _chosen(self, unique: Mapping[str, tuple[str, ...]]) -> list[str]:
+        """The quantizers to measure: those without an estimate first, then those that cost most."""
+        noise = self._noise
         cost = {name: max(noise.get(n, 0.0) for n in names) for name, names in unique.items()}
-        ranked = sorted((n for n in unique if any(m in noise for m in unique[n])), key=lambda n: -cost[n])
-        estimated = frozenset(ranked)
-        unknown = [n for n in unique if n not in estimated and not sites[n].quantizer.derived]
+        estimated = [name for name, names in unique.items() if not noise.keys().isdisjoint(names)]
+        ranked = sorted(estimated, key=lambda name: -cost[name])
+        derived = {name for name in unique if self.subject.sites[name].quantizer.derived}
+        known = derived.union(estimated)
+        unknown = [name for name in unique if name not in known]
         if self.mode == "fast" and self.model is not None:
             ranked, unknown = [], []
         if self.mode == "auto" and self.clock.limit is None:
             ranked, unknown = ranked[:_WORST], unknown[:_UNKNOWN]
-        if len(unknown) > 0 and self.model is not None:
+        if unknown and self.model is not None:
             self.notes.append(
-                f"{len(unknown)} quantizers have no derivative and are "
-                f"{'measured instead' if self.mode != 'fast' else 'not estimated; mode=auto measures them'}: {_some(unknown)}"
+                f"{len(unknown)} quantizers have no derivative and are measured instead: {some_of(unknown, 4)}"
             )
-        chosen = (
-            unknown + ranked if self.mode == "auto" else list(unique) if self.mode == "exact" else unknown
-        )
-        self.groups = dict(named)
-        if self.mode != "fast":
-            self.groups = {**named, **targets.kinds(sites)}
-        if self.mode == "exact":
-            graph = self.subject.sim.graph
-            self.groups |= {**targets.blocks(graph, sites), **targets.layers(sites)}
-        picked = {name: frozenset(unique[name]) for name in chosen}
-        return picked, {group_target(n): frozenset(held) for n, held in self.groups.items()}
+        return {"auto": unknown + ranked, "exact": list(unique)}.get(self.mode, unknown)
 
     @property
     def _noise(self) -> dict[str, float]:
@@ -335,7 +337,3 @@ def _name(subject: Subject, batches: Sequence[Any], metric: Any, mode: str) -> s
                 yield site.encoding.scale.tobytes() + site.encoding.zero_point.tobytes()
 
     return fingerprint(batches, parts())
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

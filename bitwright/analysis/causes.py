@@ -105,11 +105,8 @@ def causes_of(
         row = rows[name]
         if not row.enabled or row.cost < _MATTERS * total:
             continue
-        seen = _Seen(
-            layer, op, subject.sites[name], values.get(name, SiteValues(subject.sites[name])), row, subject
-        )
-        rules = _OF_SITES if seen.values.count else (_calibration,)
-        for cause in filter(None, (rule(seen) for rule in rules)):
+        seen = values.get(name, SiteValues(subject.sites[name]))
+        for cause in _of_site(_Seen(layer, op, subject.sites[name], seen, row, subject)):
             found.setdefault(cause.cause, cause)
     for cause in _of_layer(layer, op, subject):
         found.setdefault(cause.cause, cause)
@@ -122,6 +119,11 @@ def causes_of(
 def _varies(values: SiteValues | None) -> bool:
     """Whether more than zeros was seen: of the sites of one quantizer, an initial state is not the one to name."""
     return values is not None and bool(values.count) and (values.low != 0 or values.high != 0)
+
+
+def _of_site(seen: _Seen) -> Iterator[Cause]:
+    rules = _OF_SITES if seen.values.count else (_calibration,)
+    return filter(None, (rule(seen) for rule in rules))
 
 
 def _rounding(

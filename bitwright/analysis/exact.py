@@ -153,14 +153,12 @@ class Replay:
             for value in step.reads:
                 if end.get(value) == i and value not in outputs:
                     changed.pop(value, None)
-            for value, tensor in zip(step.writes, results, strict=True):
-                if _equal(base.get(value), tensor):
-                    continue
-                changed[value] = tensor
-                for reader in self.readers.get(value, ()):
-                    if reader not in queued:
-                        queued.add(reader)
-                        heapq.heappush(queue, reader)
+            made = zip(step.writes, results, strict=True)
+            other = {value: tensor for value, tensor in made if not _equal(base.get(value), tensor)}
+            changed.update(other)
+            for reader in {i for value in other for i in self.readers.get(value, ())} - queued:
+                queued.add(reader)
+                heapq.heappush(queue, reader)
         return self._outputs(base, changed)
 
     def _outputs(self, base: State, changed: State) -> list[Array]:

@@ -85,9 +85,9 @@ def _layers(
     sites: Mapping[str, SiteRow],
     held: Mapping[str, Sequence[str]],
 ) -> Iterator[LayerRow]:
-    graph = subject.sim.graph
+    graph, layers = subject.sim.graph, {} if seen is None else seen.layers
     for op in graph.ops:
-        errors = None if seen is None else seen.layers.get(op.name)
+        errors = layers.get(op.name)
         names = tuple(held.get(op.name, ()))
         if errors is None and not names:
             continue
