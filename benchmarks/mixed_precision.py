@@ -7,8 +7,8 @@ point. ``greedy`` is AIMET's second phase on AIMET's groups (all kernels that re
 candidate alone (SQNR of the outputs), groups lowered in that order, the deepest point within the drop by bisection. An
 evaluation is one measurement of a point: by the metric, or by the outputs.
 
-The goal ``drop`` is one point (1 %) of the metric; ``SQNR`` is that of the outputs halfway (in dB) between W4A16 and W8A16,
-which tells fronts apart where W4 for all keeps within a point.
+The goal ``drop`` is one point (1 %) of the metric. The others are SQNRs of the outputs a third and two thirds of the way (in dB)
+from W4A16 to W8A16: they tell fronts apart where W4 for all keeps within a point.
 
 Points are chosen by the first part of the test data; ``unseen`` is the drop on the second part, which nothing looks at before.
 Networks and data are those of the developer data set.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import measure  # first: it puts the repository on the path
+import numpy as np
 import torch
 
 from bitwright.algorithms.search.judge import Judge
@@ -45,9 +47,11 @@ from tests.support.tasks import TASKS, exported
 CASES = (
     "mobilenet_v2_cifar", "resnet20_aux", "mobilenet_v1_025", "stories260k", "lstm_char",
 )  # fmt: skip
-GOALS = (("weight_bytes", "drop"), ("weight_bytes", "SQNR"), ("bit_ops", "drop"))
+LEVELS = {"SQNR 1/3": 1 / 3, "SQNR 2/3": 2 / 3}  # of the way from W4A16 to W8A16
+GOALS = (("weight_bytes", "drop"), ("bit_ops", "drop"), *(("weight_bytes", level) for level in LEVELS))
 BEST = CANDIDATES.index("w8a16")
-SAMPLES = 16  # that estimates and rounding look at
+SAMPLES = 32  # that estimates look at
+CALIBRATION, BATCHES = 60, 10  # samples, a fifth of which measures SQNRs; and the batches they come in
 Run = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -81,7 +85,8 @@ def case(name: str, front: str, draw: int) -> tuple[Any, list[Any], Parts, bool]
     """Model, calibration data, the metric on both parts of the test data, and its direction."""
     task = TASKS[name]()
     parts, lower = score(name)
-    batches = task.batches(draw)
+    rows = torch.cat(task.batches(draw))[:CALIBRATION]
+    batches = list(rows.split(math.ceil(len(rows) / BATCHES)))
     if front == "torch":
 
         def of_module(model: Any, part: Callable[[Run], float]) -> float:
@@ -126,7 +131,7 @@ class Trials:
             decibel(self.explorer.noise((CANDIDATES.index(c),) * len(self.explorer.groups)))
             for c in ("w4a16", "w8a16")
         ]
-        self.level = sum(ends) / 2
+        self.levels = {goal: ends[0] + way * (ends[1] - ends[0]) for goal, way in LEVELS.items()}
 
     def lost(self, choice: Choice, goal: str) -> float:
         """Loss of a point over what is allowed, by what chooses: the metric on the first part, or the outputs."""
@@ -136,7 +141,7 @@ class Trials:
             self._lost[choice, goal] = (
                 self.drop(0) / self.allowed
                 if goal == "drop"
-                else self.explorer.measure() / 10 ** (-self.level / 10)
+                else self.explorer.measure() / 10 ** (-self.levels[goal] / 10)
             )
         return self._lost[choice, goal]
 
@@ -147,7 +152,7 @@ class Trials:
         self.explorer.set(choice)
         if goal == "drop":
             return self.drop(1)
-        return self.judge.sqnr(lambda batch: self.subject.outputs(batch, False))
+        return decibel(float(np.mean(self.judge.ratios(lambda batch: self.subject.outputs(batch, False)))))
 
     def drop(self, part: int) -> float:
         """Of the metric of the point that is set."""
@@ -216,7 +221,7 @@ def ours(trials: Trials, cost: str, goal: str) -> tuple[Choice | None, int]:
     if goal == "drop":
         metric = Metric(trials.subject, trials.parts[0], lower_is_better=trials.lower, allowed=trials.allowed)
     before = trials.explorer.measurements
-    wanted = Goal(cost, {}, metric, None if metric else trials.level, 12, 0.9)
+    wanted = Goal(cost, {}, metric, trials.levels.get(goal), 12, 0.9)
     found = trials.explorer.run(wanted, lambda: None)
     count = trials.setup + trials.explorer.measurements - before + round(metric.evaluations if metric else 0)
     if found.chosen is None:
@@ -242,11 +247,8 @@ def run(name: str, front: str, draw: int, save: Callable[[dict[str, Any]], None]
         row["greedy"], row["greedy unseen"] = trials.share(choice, cost), trials.unseen(choice, goal)
         choice = uniform(trials, cost, goal)
         row["uniform"], row["uniform unseen"] = trials.share(choice, cost), trials.unseen(choice, goal)
-        row["seconds"], row["lower"], row["level"] = (
-            round(time.process_time() - start, 1),
-            trials.lower,
-            trials.level,
-        )
+        row["seconds"], row["lower"] = round(time.process_time() - start, 1), trials.lower
+        row["level"] = trials.levels.get(goal)
         save(row)
 
 

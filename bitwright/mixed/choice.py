@@ -1,11 +1,14 @@
 """The choice of a candidate per group, solved exactly: a multiple-choice knapsack as an integer program (HiGHS).
 
-Noise and costs of the groups add up. A front is found by solving for the least cost under a row of bounds on the noise.
+Noise and costs of the groups add up, and pairs of groups may add something together: a variable for each two of their
+candidates, whose sums are the variables of the groups. A front is found by solving for the least cost under a row of bounds on
+the noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,57 +44,53 @@ class Knapsack:
         self.allowed, self.costs, self._ties, self._kinds = [list(a) for a in allowed], costs, ties, kinds
         self._at = [(g, c) for g, candidates in enumerate(self.allowed) for c in candidates]
 
-    def cheapest(self, noise: Floats, most: float, cost: str, bounds: Mapping[str, float]) -> Choice | None:
+    def cheapest(self, noise: Cost, most: float, cost: str, bounds: Mapping[str, float]) -> Choice | None:
         """The choice of least ``cost`` with noise of at most ``most``; among equals, that of the least noise.
 
         Args:
-            noise: ``[groups, candidates]``.
+            noise: as :meth:`bitwright.mixed.costs.Cost.noise` makes it.
             bounds: most of other costs.
         """
-        rows = [(noise[None], np.zeros(1), most), *self._rows(bounds)]
-        found = self._solve(self.costs[cost], np.zeros_like(noise), rows)
+        found = self._solve(self.costs[cost], [(noise, most), *self._rows(bounds)])
         if found is None:
             return None
         quiet = self.quietest(noise, {**bounds, cost: self.costs[cost].of(found)})
-        return found if quiet is None or total(noise, quiet) > total(noise, found) else quiet
+        return found if quiet is None or noise.of(quiet) > noise.of(found) else quiet
 
-    def quietest(self, noise: Floats, bounds: Mapping[str, float]) -> Choice | None:
+    def quietest(self, noise: Cost, bounds: Mapping[str, float]) -> Choice | None:
         """The choice of least noise within ``bounds`` (cost -> most)."""
-        return self._solve(None, noise, self._rows(bounds))
+        return self._solve(noise, self._rows(bounds))
 
     def least(self, cost: str) -> Choice:
         """The choice of least ``cost``."""
-        found = self._solve(self.costs[cost], np.zeros(self.costs[cost].table.shape[1:]), [])
+        found = self._solve(self.costs[cost], [])
         assert found is not None  # every group has a candidate
         return found
 
-    def _rows(self, bounds: Mapping[str, float]) -> list[tuple[Floats, Floats, float]]:
-        return [(self.costs[n].table, self.costs[n].fixed, most * (1 + _TIGHT)) for n, most in bounds.items()]
+    def _rows(self, bounds: Mapping[str, float]) -> list[tuple[Cost, float]]:
+        return [(self.costs[name], most * (1 + _TIGHT)) for name, most in bounds.items()]
 
-    def _solve(
-        self, cost: Cost | None, linear: Floats, rows: Sequence[tuple[Floats, Floats, float]]
-    ) -> Choice | None:
-        """Minimize the cost (the largest of its rows) and ``linear`` under ``rows``: (table, fixed, most)."""
+    def _solve(self, cost: Cost, rows: Sequence[tuple[Cost, float]]) -> Choice | None:
+        """Minimize the cost (the largest of its rows) under ``rows``: (another one, its most)."""
         if not self._at:
             return ()
         optimize = _scipy()
-        n, peak = len(self._at), cost is not None and len(cost.fixed) > 1
-        objective = np.array([linear[g, c] for g, c in self._at])
-        if cost is not None and not peak:
-            objective = objective + self._pick(cost.table)[0]
-        program = _Program(n, [g for g, _ in self._at])
-        for table, fixed, most in rows:
-            program.add(self._pick(table), most - fixed)
-        for row in self._together():
-            program.add_equal(row)
+        pairs = _Pairs(self._at, [cost, *(row for row, _ in rows)])
+        n, peak = len(self._at), len(cost.fixed) > 1
+        program = _Program([g for g, _ in self._at], len(pairs.at))
+        for row, most in rows:
+            program.add(pairs.columns(row, self._pick(row.table)), most - row.fixed)
+        for equal in (*self._together(), *pairs.links()):
+            program.add_equal(equal)
+        picked = pairs.columns(cost, self._pick(cost.table))
+        objective = picked[0]
         if peak:
-            assert cost is not None
-            program.add_peak(self._pick(cost.table), cost.fixed)
-            objective = np.append(objective, 1.0)
+            program.add_peak(picked, cost.fixed)
+            objective = np.append(np.zeros_like(objective), 1.0)
         found = optimize.milp(
             objective / max(float(np.abs(objective).max()), 1e-300),
-            integrality=np.append(np.ones(n), [0.0] if peak else []),
-            bounds=optimize.Bounds(np.zeros(n + peak), program.top),
+            integrality=np.append(np.ones(n), np.zeros(len(pairs.at) + peak)),
+            bounds=optimize.Bounds(np.zeros(len(program.top)), program.top),
             constraints=optimize.LinearConstraint(*program.rows()),
             options={"mip_rel_gap": 0.0, "time_limit": _SECONDS},
         )
@@ -119,16 +118,14 @@ class Knapsack:
     def _pick(self, table: Floats) -> Floats:
         return np.stack([table[:, g, c] for g, c in self._at], 1)
 
-    def front(self, noise: Floats, cost: str, bounds: Mapping[str, float], points: int) -> list[Choice]:
+    def front(self, noise: Cost, cost: str, bounds: Mapping[str, float], points: int) -> list[Choice]:
         """Choices of least ``cost`` for bounds on the noise from the quietest to the noisiest, without repetition."""
         quiet = self.quietest(noise, bounds)
         if quiet is None:
             return []
-        first = total(noise, quiet)
-        loud = self.cheapest(
-            noise, float("inf") if not self._at else float(noise.max() * len(noise) + 1), cost, bounds
-        )
-        last = max(first, total(noise, loud)) if loud is not None else first
+        first = noise.of(quiet)
+        loud = self.cheapest(noise, _most(noise), cost, bounds)
+        last = max(first, noise.of(loud)) if loud is not None else first
         floor = max(first, last * 1e-9, 1e-300)
         found: dict[Choice, None] = {}
         for most in np.geomspace(floor * (1 + 1e-9), max(last, floor) * (1 + 1e-9), points):
@@ -138,12 +135,52 @@ class Knapsack:
         return undominated(list(found), noise, self.costs[cost])
 
 
+class _Pairs:
+    """Columns of an integer program for two candidates of two groups that add something together.
+
+    The columns of a pair add up to the columns of either group, which makes each the product of two of these: a program of
+    pairs along a chain is as tight as one without pairs.
+    """
+
+    def __init__(self, at: Sequence[tuple[int, int]], costs: Sequence[Cost]) -> None:
+        self._at = {key: i for i, key in enumerate(at)}
+        groups: dict[int, list[int]] = {}
+        for group, candidate in at:
+            groups.setdefault(group, []).append(candidate)
+        self._groups = groups
+        self._pairs = list(dict.fromkeys((p.first, p.second) for cost in costs for p in cost.pairs))
+        self.at = [(a, b, i, j) for a, b in self._pairs for i in groups[a] for j in groups[b]]
+
+    def columns(self, cost: Cost, picked: Floats) -> Floats:
+        """``picked`` with what each two candidates add."""
+        extra: dict[tuple[int, int], Floats] = {}
+        for pair in cost.pairs:
+            key = (pair.first, pair.second)
+            extra[key] = extra[key] + pair.extra if key in extra else pair.extra
+        row = [float(extra[a, b][i, j]) if (a, b) in extra else 0.0 for a, b, i, j in self.at]
+        return np.hstack([picked, np.tile(row, (len(picked), 1))]) if self.at else picked
+
+    def links(self) -> Iterable[Floats]:
+        """Rows that are zero where columns of pairs add up to those of the groups."""
+        n = len(self._at)
+        for a, b in self._pairs:
+            for side, group in ((2, a), (3, b)):
+                for candidate in self._groups[group]:
+                    row = np.zeros(n + len(self.at))
+                    row[self._at[group, candidate]] = -1.0
+                    for k, column in enumerate(self.at):
+                        if column[:2] == (a, b) and column[side] == candidate:
+                            row[n + k] = 1.0
+                    yield row
+
+
 class _Program:
     """Rows of an integer program, each scaled to its own room, so that the solver's tolerance is a share of it."""
 
-    def __init__(self, n: int, groups: Sequence[int]) -> None:
+    def __init__(self, groups: Sequence[int], pairs: int) -> None:
+        n = len(groups) + pairs
         one = np.zeros((max(groups) + 1, n))
-        one[list(groups), np.arange(n)] = 1.0
+        one[list(groups), np.arange(len(groups))] = 1.0
         self._rows, self._low, self._high = [one], [np.ones(len(one))], [np.ones(len(one))]
         self.top = np.ones(n)
 
@@ -158,7 +195,7 @@ class _Program:
 
     def add_equal(self, row: Floats) -> None:
         """A row that adds up to zero."""
-        self._rows.append(row[None])
+        self._rows.append(np.pad(row, (0, len(self.top) - len(row)))[None])
         self._low.append(np.zeros(1))
         self._high.append(np.zeros(1))
 
@@ -178,16 +215,17 @@ class _Program:
         return csr_matrix(np.vstack(self._rows)), np.concatenate(self._low), np.concatenate(self._high)
 
 
-def total(noise: Floats, choice: Sequence[int]) -> float:
-    """The noise of ``choice``, as if no two errors had anything in common."""
-    return float(noise[np.arange(len(choice)), list(choice)].sum())
+def _most(noise: Cost) -> float:
+    """More than any choice has."""
+    together = sum(float(pair.extra.max()) for pair in noise.pairs)
+    return float(noise.table.max(2).sum()) + together + 1 if noise.table.size else math.inf
 
 
-def undominated(choices: Sequence[Choice], noise: Floats, cost: Cost) -> list[Choice]:
+def undominated(choices: Sequence[Choice], noise: Cost, cost: Cost) -> list[Choice]:
     """Those that no other one is better than in both, the quietest first."""
     kept: list[Choice] = []
-    for choice in sorted(choices, key=lambda c: (cost.of(c), total(noise, c))):
-        if not kept or total(noise, choice) < total(noise, kept[-1]):
+    for choice in sorted(choices, key=lambda c: (cost.of(c), noise.of(c))):
+        if not kept or noise.of(choice) < noise.of(kept[-1]):
             kept.append(choice)
     return kept[::-1]
 

@@ -2,6 +2,7 @@
 
 A cost is one or more rows of a table ``[rows, groups, candidates]`` and a constant per row: the cost of a choice is the
 largest of its rows, each the sum of what its groups add. Sums have one row; the peak of activations has one per operator.
+Pairs of groups may add something together, as a conversion between two kernels does.
 """
 
 from __future__ import annotations
@@ -27,6 +28,20 @@ _FLOAT = 32
 
 
 @dataclass(frozen=True)
+class Pair:
+    """What two groups add together.
+
+    Attributes:
+        first, second: places of the groups.
+        extra: ``[candidates, candidates]``, what is added where they have these candidates; >= 0.
+    """
+
+    first: int
+    second: int
+    extra: Floats
+
+
+@dataclass(frozen=True)
 class Cost:
     """One cost of every choice.
 
@@ -35,17 +50,28 @@ class Cost:
         unit: for tables.
         table: ``[rows, groups, candidates]``, what a group adds to each row at each candidate.
         fixed: ``[rows]``, what does not depend on the choice.
+        pairs: what pairs of groups add to every row.
     """
 
     name: str
     unit: str
     table: Floats
     fixed: Floats
+    pairs: tuple[Pair, ...] = ()
 
     def of(self, choice: Sequence[int]) -> float:
         """The cost of ``choice``, a candidate per group."""
         rows = self.table[:, np.arange(len(choice)), list(choice)].sum(1) + self.fixed
-        return float(rows.max())
+        return float(rows.max()) + self.together(choice)
+
+    def together(self, choice: Sequence[int]) -> float:
+        """What the pairs add at ``choice``."""
+        return float(sum(pair.extra[choice[pair.first], choice[pair.second]] for pair in self.pairs))
+
+    @staticmethod
+    def noise(table: Floats, pairs: tuple[Pair, ...] = ()) -> Cost:
+        """Noise over signal of the outputs, ``[groups, candidates]``, as a sum that is bounded or made small like a cost."""
+        return Cost("noise", "", table[None], np.zeros(1), pairs)
 
 
 class Bits:

@@ -9,18 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from bitwright.analysis.subject import Subject
 from bitwright.errors import ConfigError
 from bitwright.mixed.candidates import Candidate, highest
-from bitwright.mixed.choice import Choice, Knapsack, total
+from bitwright.mixed.choice import Choice, Knapsack
 from bitwright.mixed.confirm import last_word, why_none
 from bitwright.mixed.correction import Correction
 from bitwright.mixed.costs import Bits, Cost, all_costs
 from bitwright.mixed.goal import Book, Goal, Seen
 from bitwright.mixed.groups import find_groups, operands, planned_bits, ties, without
+from bitwright.mixed.interactions import Interactions, told
 from bitwright.mixed.library import Library, noise_table
 from bitwright.mixed.measure import Metric, Noise
 from bitwright.mixed.proposals import Proposals
@@ -28,7 +26,6 @@ from bitwright.mixed.result import MixedPrecision, Point, alone, decibel
 
 logger = logging.getLogger("bitwright")
 
-Floats = NDArray[np.float64]
 _SHARE = 1e-3  # of the noise at the most bits, that a group has at least
 _FRONT = 24  # points of the front that is drawn
 
@@ -96,8 +93,7 @@ class Explorer:
 
     def _measure_alone(self, unknown: Sequence[str]) -> None:
         """The noise of groups that there is no estimate of: each alone at its candidates, the others at the most bits."""
-        best = highest(self.candidates)
-        base = tuple(best if best in g.candidates else g.candidates[-1] for g in self.groups)
+        base = self._best()
         quiet = self.noise(base, fitted=False)
         for i, group in enumerate(self.groups):
             if not {*unknown}.intersection(group.sites):
@@ -112,7 +108,7 @@ class Explorer:
 
     def correction(self) -> Correction:
         """The estimates, before anything was seen."""
-        return Correction(self._table)
+        return Correction(self._table.copy())
 
     def noise(self, choice: Choice, *, fitted: bool = True) -> float:
         """Noise over signal of the outputs at ``choice``, as measured.
@@ -194,18 +190,45 @@ class Explorer:
         book, correction = Book(goal), self.correction()
         self._before = self._noise.runs
         proposals = Proposals(self.knapsack, correction, book)
+        together = self._interactions(correction)
         try:
             for choice in proposals.points():
                 if book.seen and self._spent(goal):
                     self.notes.append("the search ended because evaluations or time were used up")
                     break
+                expected = correction.noise().of(choice)
                 if self._measure(choice, book, correction):
                     save()
+                if together.worth(expected, book.seen[choice].noise):
+                    self._look_into(choice, together)
         except KeyboardInterrupt:
             if book.best is None:
                 raise
             self.notes.append("the search was interrupted; this is the best point it had")
         return self._finish(book, correction, save)
+
+    def _interactions(self, correction: Correction) -> Interactions:
+        """What looks for groups that do more together than alone."""
+        tied = ties(self.groups)
+        units = [*tied, *([i] for i, g in enumerate(self.groups) if not g.tie)]
+        return Interactions(
+            correction, lambda choice: self.noise(choice, fitted=False), self._best(), sorted(units), self.candidates
+        )  # fmt: skip
+
+    def _best(self) -> Choice:
+        """The candidate with the most bits for every group."""
+        best = highest(self.candidates)
+        return tuple(best if best in g.candidates else g.candidates[-1] for g in self.groups)
+
+    def _look_into(self, choice: Choice, together: Interactions) -> None:
+        """Find out which groups make a point louder than expected; these measurements are not counted as evaluations."""
+        before = self._noise.runs
+        found = together.find(choice)
+        self._before += self._noise.runs - before
+        if found:
+            note = told([g.name for g in self.groups], found)
+            logger.info("%s", note)
+            self.notes.append(note)
 
     def _spent(self, goal: Goal) -> bool:
         used = goal.metric.evaluations if goal.metric is not None else self._noise.runs - self._before
@@ -275,10 +298,10 @@ class Explorer:
             metric.evaluations if metric is not None else 0.0,
             time.monotonic() - self._begin,
             tuple(self.notes),
-            alone(self.groups, [c.name for c in self.candidates], noise),
+            alone(self.groups, [c.name for c in self.candidates], noise.table[0]),
         )
 
-    def _points(self, book: Book, noise: Floats, chosen: Seen | None) -> tuple[Point, ...]:
+    def _points(self, book: Book, noise: Cost, chosen: Seen | None) -> tuple[Point, ...]:
         goal = book.goal
         found = [
             replace(
@@ -296,12 +319,12 @@ class Explorer:
         found.sort(key=lambda p: (p.costs[goal.cost], -p.predicted_db))
         return tuple(replace(p, front=_on_front(p, found, goal.cost)) for p in found)
 
-    def _point(self, choice: Choice, noise: Floats) -> Point:
+    def _point(self, choice: Choice, noise: Cost) -> Point:
         return Point(
             self._label(choice),
             {g.name: self.candidates[c].name for g, c in zip(self.groups, choice, strict=True)},
             {name: cost.of(choice) for name, cost in self.costs.items()},
-            decibel(total(noise, choice)),
+            decibel(noise.of(choice)),
         )
 
     def _label(self, choice: Choice) -> str:

@@ -262,7 +262,9 @@ def _allowed(given: float | str | None, reference: float) -> float | None:
 
 
 class Noise:
-    """Noise over signal of the outputs, on batches that nothing is chosen on.
+    """Noise over signal of the outputs, on batches that nothing is chosen on; of several outputs, the mean.
+
+    It adds up over what makes it, as the estimates do; a mean of dB would not.
 
     Args:
         subject: the simulation.
@@ -284,7 +286,8 @@ class Noise:
         """Of the simulation as it stands, or of another one of the same model."""
         self.runs += 1
         outputs = self._outputs if subject is None else lambda batch: subject.outputs(batch, False)
-        return float(10 ** (-self._judge.sqnr(outputs) / 10))
+        ratios = self._judge.ratios(outputs)
+        return float(np.mean(ratios)) if ratios else 0.0
 
 
 def _outputs(subject: Subject) -> Callable[[Any], Sequence[Array]]:

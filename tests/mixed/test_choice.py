@@ -7,49 +7,60 @@ import itertools
 import numpy as np
 import pytest
 
-from bitwright.mixed.choice import Knapsack, total, undominated
+from bitwright.mixed.choice import Knapsack, undominated
 from bitwright.mixed.correction import Correction
-from bitwright.mixed.costs import Cost
+from bitwright.mixed.costs import Cost, Pair
 
 GROUPS, CANDIDATES = 5, 3
 
 
-def problem(seed: int, rows: int = 1) -> tuple[Knapsack, np.ndarray]:
+def problem(seed: int, rows: int = 1, pairs: int = 0) -> tuple[Knapsack, Cost]:
     random = np.random.default_rng(seed)
     noise = 10 ** random.uniform(-8, -1, (GROUPS, CANDIDATES))
     table = random.uniform(1, 100, (rows, GROUPS, CANDIDATES))
     allowed = [[0, 1, 2]] * (GROUPS - 1) + [[0, 2]]
-    return Knapsack(allowed, {"bytes": Cost("bytes", "bytes", table, random.uniform(0, 20, rows))}), noise
+    cost = Cost("bytes", "bytes", table, random.uniform(0, 20, rows), some_pairs(random, pairs, 50.0))
+    return Knapsack(allowed, {"bytes": cost}), Cost.noise(noise, some_pairs(random, pairs, 0.05))
+
+
+def some_pairs(random: np.random.Generator, count: int, most: float) -> tuple[Pair, ...]:
+    """What pairs of neighbouring groups add; the last pair stands there twice."""
+    found = [Pair(g, g + 1, random.uniform(0, most, (CANDIDATES, CANDIDATES))) for g in range(count)]
+    return tuple(found + found[-1:])
 
 
 def every(knapsack: Knapsack) -> list[tuple[int, ...]]:
     return list(itertools.product(*knapsack.allowed))
 
 
-@pytest.mark.parametrize("rows", [1, 4], ids=["a sum", "the largest of four sums"])
+@pytest.mark.parametrize(
+    "rows, pairs",
+    [(1, 0), (4, 0), (1, 4), (4, 2)],
+    ids=["a sum", "the largest of four sums", "pairs", "both"],
+)
 @pytest.mark.parametrize("seed", range(6))
-def test_the_cheapest_choice_below_a_bound_on_the_noise(seed: int, rows: int) -> None:
-    knapsack, noise = problem(seed, rows)
+def test_the_cheapest_choice_below_a_bound_on_the_noise(seed: int, rows: int, pairs: int) -> None:
+    knapsack, noise = problem(seed, rows, pairs)
     cost = knapsack.costs["bytes"]
     for most in np.geomspace(1e-6, 0.4, 7):
         found = knapsack.cheapest(noise, most, "bytes", {})
-        fits = [c for c in every(knapsack) if total(noise, c) <= most]
+        fits = [c for c in every(knapsack) if noise.of(c) <= most]
         assert (found is None) == (not fits)
         if found is not None:
             assert cost.of(found) == pytest.approx(min(map(cost.of, fits)), rel=1e-6)
-            assert total(noise, found) <= most * (1 + 1e-5)
+            assert noise.of(found) <= most * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows, pairs", [(1, 0), (4, 0), (1, 4), (4, 2)])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_quietest_choice_within_a_budget(seed: int, rows: int) -> None:
-    knapsack, noise = problem(seed, rows)
+def test_the_quietest_choice_within_a_budget(seed: int, rows: int, pairs: int) -> None:
+    knapsack, noise = problem(seed, rows, pairs)
     cost = knapsack.costs["bytes"]
     costs = sorted(map(cost.of, every(knapsack)))
     for budget in (costs[0], costs[len(costs) // 3], costs[-1]):
         found = knapsack.quietest(noise, {"bytes": budget})
-        best = min(total(noise, c) for c in every(knapsack) if cost.of(c) <= budget * (1 + 1e-12))
-        assert found is not None and total(noise, found) == pytest.approx(best, rel=1e-4)
+        best = min(noise.of(c) for c in every(knapsack) if cost.of(c) <= budget * (1 + 1e-12))
+        assert found is not None and noise.of(found) == pytest.approx(best, rel=1e-4)
     assert knapsack.quietest(noise, {"bytes": costs[0] * 0.9}) is None
     assert cost.of(knapsack.least("bytes")) == pytest.approx(costs[0])
 
@@ -64,7 +75,7 @@ def test_the_front_holds_no_dominated_choice() -> None:
 
 
 def test_equal_costs_are_settled_by_the_noise() -> None:
-    noise = np.array([[1e-2, 1e-3, 1e-5]])
+    noise = Cost.noise(np.array([[1e-2, 1e-3, 1e-5]]))
     knapsack = Knapsack([[0, 1, 2]], {"bytes": Cost("bytes", "bytes", np.ones((1, 1, 3)), np.zeros(1))})
     assert knapsack.cheapest(noise, 1.0, "bytes", {}) == (2,)
 
@@ -73,12 +84,12 @@ def test_measurements_correct_the_estimates() -> None:
     """Where the truth differs from the estimates by factors of groups and candidates, few measurements show it."""
     random = np.random.default_rng(3)
     estimate = 10 ** random.uniform(-6, -2, (8, 3))
-    truth = estimate * np.exp(random.normal(0, 0.7, (8, 1))) * np.array([4.0, 1.0, 1.0])
+    truth = Cost.noise(estimate * np.exp(random.normal(0, 0.7, (8, 1))) * np.array([4.0, 1.0, 1.0]))
     correction = Correction(estimate)
     choices = [tuple(random.integers(0, 3, 8).tolist()) for _ in range(40)]
-    error = lambda noise: np.mean([abs(np.log(total(noise, c) / total(truth, c))) for c in choices[20:]])  # noqa: E731
+    error = lambda noise: np.mean([abs(np.log(noise.of(c) / truth.of(c))) for c in choices[20:]])  # noqa: E731
     before = error(correction.noise())
     for choice in [(0,) * 8, (1,) * 8, (2,) * 8, *choices[:9]]:
-        correction.see(choice, total(truth, choice))
+        correction.see(choice, truth.of(choice))
     assert error(correction.noise()) < before / 3
-    assert np.array_equal(Correction(estimate).noise(), np.exp(np.log(estimate)))
+    assert np.array_equal(Correction(estimate).noise().table[0], np.exp(np.log(estimate)))

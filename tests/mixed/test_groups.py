@@ -107,7 +107,7 @@ def test_what_no_derivative_tells_is_measured() -> None:
     found = explorer(Chosen)
     assert any("measured one group at a time" in note for note in found.notes)
     place = next(i for i, g in enumerate(found.groups) if "scores.weight" in g.weights)
-    noise = found.correction().noise()[place]
+    noise = found.correction().noise().table[0, place]
     four, eight = (noise[[c.name for c in CANDIDATES].index(name)] for name in ("w4a16", "w8a16"))
     assert four > 3 * eight > 0
     assert not any(site.frozen for site in found._subject.sites.values())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bitwright.analysis.intervals import Difference, without_samples
-from bitwright.mixed.choice import Choice, Knapsack, total
+from bitwright.mixed.choice import Choice, Knapsack
 from bitwright.mixed.confirm import last_word, why_none
 from bitwright.mixed.correction import Correction
 from bitwright.mixed.costs import Cost
@@ -40,7 +40,7 @@ class World:
         size = 10 ** random.uniform(2, 5, (GROUPS, 1))
         self.cost = Cost("weight_bytes", "bytes", (size * [[2.0, 1.0, 0.5]])[None], np.zeros(1))
         estimate = 10 ** random.uniform(-6, -3, (GROUPS, 1)) * [[1.0, 60.0, 4000.0]]
-        self.noise = estimate * np.exp(random.normal(0, 0.4, (GROUPS, 1))) * 0.3
+        self.noise = Cost.noise(estimate * np.exp(random.normal(0, 0.4, (GROUPS, 1))) * 0.3)
         self.floor = floor
         self.knapsack = Knapsack([[0, 1, 2]] * GROUPS, {"weight_bytes": self.cost})
         self.correction = Correction(estimate)
@@ -49,7 +49,7 @@ class World:
 
     def loss(self, choice: Choice) -> float:
         """Grows faster than the noise once that is large."""
-        noise = total(self.noise, choice)
+        noise = self.noise.of(choice)
         return self.floor + noise + 4 * noise**2
 
     def measure(self, most: int = 99) -> int:
@@ -57,7 +57,7 @@ class World:
         for i, choice in enumerate(Proposals(self.knapsack, self.correction, self.book).points()):
             if i == most:
                 return most
-            noise, loss = total(self.noise, choice), self.loss(choice)
+            noise, loss = self.noise.of(choice), self.loss(choice)
             assert choice not in self.book.seen
             self.correction.see(choice, noise)
             self.book.add(Seen(choice, self.cost.of(choice), noise, Score(np.float64(loss)), loss, loss))
@@ -161,3 +161,22 @@ def test_points_that_are_not_borne_out_are_told() -> None:
     chosen, interval = last_word(book)
     assert chosen is None and interval is not None and interval["allowed"] == 1.0
     assert "on the 100 held back none does with a confidence of 90%" in why_none(book)
+
+
+def test_a_bad_point_is_not_the_end_of_all_louder_ones() -> None:
+    """Points are louder or quieter than the sum of their parts by chance; from a good point with room left there is a way on."""
+    world = World(1, allowed=1.0)
+    plain, level = world.noise, 10**-2.5
+
+    class Chance:
+        def of(self, choice: Choice) -> float:
+            return plain.of(choice) * float(np.exp(np.random.default_rng([*choice, 1]).normal(0, 0.6)))
+
+    world.noise = cast(Cost, Chance())
+    world.goal = Goal("weight_bytes", {}, None, 25.0, 99, 0.9)
+    world.book = Book(world.goal)
+    assert world.measure(most=12) <= 12
+    found, _ = last_word(world.book)
+    best = world.knapsack.cheapest(plain, level, "weight_bytes", {})
+    assert found is not None and best is not None and found.noise <= level
+    assert found.cost <= 0.99 * world.cost.of(best)

@@ -88,6 +88,17 @@ class Judge:
 
         So an output counts for what it gains or loses itself, whether others are noisier or not: the scores of a detector are
         not traded for its boxes. Noise more than 80 dB below its signal is beyond what matters and counts as 80 dB.
+        """
+        ratios = self.ratios(outputs)
+        if any(map(math.isinf, ratios)):
+            return -math.inf
+        if not any(ratios):
+            return math.inf
+        return -10 * sum(math.log10(max(ratio, _LEAST_NOISE)) for ratio in ratios) / len(ratios)
+
+    def ratios(self, outputs: Outputs) -> list[float]:
+        """Noise over signal of each of ``outputs``; infinite for all of them where one is NaN.
+
         What is not finite in float is left out, and so are outputs whose shape depends on their values and differs.
         """
         noise: dict[int, float] = {}
@@ -101,11 +112,8 @@ class Judge:
                 noise[i] = noise.get(i, 0.0) + float(np.square(reference - found[finite]).sum())
                 signal[i] = signal.get(i, 0.0) + float(np.square(reference).sum())
         if any(math.isnan(n) for n in noise.values()):
-            return -math.inf
-        ratios = [noise[i] / signal[i] for i in noise if signal[i]]
-        if not any(ratios):
-            return math.inf
-        return -10 * sum(math.log10(max(ratio, _LEAST_NOISE)) for ratio in ratios) / len(ratios)
+            return [math.inf] * len(noise)
+        return [noise[i] / signal[i] for i in noise if signal[i]]
 
 
 @contextmanager
