@@ -60,7 +60,6 @@ LONG = {
     "export/qdq/recurrent.py",
     "export/qdq/write.py",
     "torch/calls/intercept.py",
-    "torch/health.py",
     "torch/simulation/quantsim.py",
     "torch/simulation/simulate.py",
 }

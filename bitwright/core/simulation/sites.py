@@ -491,13 +491,15 @@ def _maker(site: Site) -> str:
     return "" if place is None or place.layer == site.op else place.layer
 
 
-def place_quantizers(plan: Plan, graph: Graph, values: Callable[[str], Array | None]) -> SiteMap:
+def place_quantizers(
+    plan: Plan, graph: Graph, values: Callable[[str], Array | None], kind: type[Quantizer] = Quantizer
+) -> SiteMap:
     """The sites of a plan, with a quantizer for each of its groups."""
     quantizers: dict[str, Quantizer] = {}
     sites: dict[str, Site] = {}
     for planned in plan.sites.values():
         if planned.group not in quantizers:
-            quantizers[planned.group] = Quantizer(planned.name, planned.role, planned.spec)
+            quantizers[planned.group] = kind(planned.name, planned.role, planned.spec)
         sites[planned.name] = Site(planned, quantizers[planned.group], graph)
     return SiteMap(sites, values)
 

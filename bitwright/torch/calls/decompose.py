@@ -6,7 +6,7 @@ Each decomposition is the documented equivalent of the fused call; in float the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,6 +62,18 @@ def scaled_dot_product_attention(
     return out if dead is None else out.masked_fill(dead, 0.0)
 
 
+def _projected(
+    operands: tuple[Tensor, Tensor, Tensor], weights: Tensor | tuple[Tensor | None, ...], bias: Tensor | None
+) -> Iterable[Tensor]:
+    """Queries, keys and values; ``weights`` stand below each other in one tensor, or are three."""
+    query, key, value = operands
+    if isinstance(weights, Tensor) and query is key and key is value:
+        return F.linear(query, weights, bias).chunk(3, -1)
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    parts: Any = weights.chunk(3) if isinstance(weights, Tensor) else weights
+    return (F.linear(x, w, b) for x, w, b in zip(operands, parts, biases, strict=True))  # one projection each
+
+
 def multi_head_attention_forward(
     query: Tensor,
     key: Tensor,
@@ -103,22 +115,12 @@ def multi_head_attention_forward(
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         if key_padding_mask is not None:
             key_padding_mask = key_padding_mask.unsqueeze(0)
-    if use_separate_proj_weight:
-        in_proj_weight = None  # callers pass an empty tensor
     length, batch, embed = query.shape
     head = embed // num_heads
-    if in_proj_weight is not None and query is key and key is value:
-        q, k, v = F.linear(query, in_proj_weight, in_proj_bias).chunk(3, -1)
-    else:
-        biases = in_proj_bias.chunk(3) if in_proj_bias is not None else (None, None, None)
-        if in_proj_weight is not None:
-            weights = in_proj_weight.chunk(3)
-        else:
-            assert q_proj_weight is not None and k_proj_weight is not None and v_proj_weight is not None
-            weights = (q_proj_weight, k_proj_weight, v_proj_weight)
-        q, k, v = (
-            F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)
-        )  # one projection each
+    own_weights = (q_proj_weight, k_proj_weight, v_proj_weight)
+    # callers pass an empty tensor beside weights of their own
+    weights = own_weights if use_separate_proj_weight or in_proj_weight is None else in_proj_weight
+    q, k, v = _projected((query, key, value), weights, in_proj_bias)
     if bias_k is not None and bias_v is not None:
         k, v = torch.cat([k, bias_k.repeat(1, batch, 1)]), torch.cat([v, bias_v.repeat(1, batch, 1)])
     if add_zero_attn:
@@ -135,11 +137,14 @@ def multi_head_attention_forward(
     dropped = F.dropout(probabilities, dropout_p, True) if training and dropout_p > 0.0 else probabilities
     out = torch.matmul(dropped, v).permute(2, 0, 1, 3).reshape(length, batch, embed)
     out = F.linear(out, out_proj_weight, out_proj_bias)
-    shown = None
-    if need_weights:
-        shown = probabilities.mean(1) if average_attn_weights else probabilities
-        shown = shown if batched else shown.squeeze(0)
+    shown = _shown(probabilities, average_attn_weights, batched) if need_weights else None
     return (out if batched else out.squeeze(1)), shown
+
+
+def _shown(probabilities: Tensor, average: bool, batched: bool) -> Tensor:
+    """The weights that are returned."""
+    shown = probabilities.mean(1) if average else probabilities
+    return shown if batched else shown.squeeze(0)
 
 
 def _joint_mask(

@@ -85,25 +85,29 @@ class Function:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments with the operands at the ports of ``new`` exchanged."""
         out, named = list(args), dict(kwargs)
-        port = 0
-        for name in self.ports:
-            plain = name.removeprefix("*")
-            at = self.signature.index(name)
-            if name.startswith("*"):
-                if plain in named:
-                    named[plain] = [new.get(port + i, item) for i, item in enumerate(named[plain])]
-                elif isinstance(out[at], (list, tuple)):
-                    out[at] = type(out[at])(new.get(port + i, item) for i, item in enumerate(out[at]))
-                else:
-                    out[at:] = [new.get(port + i, item) for i, item in enumerate(out[at:])]
-                break
-            if port in new:
+        for port, name in enumerate(self.ports):
+            if name.startswith("*"):  # the last one
+                self._replace_rest(out, named, new, port)
+            elif port in new:
+                at = self.signature.index(name)
                 if at < len(out):
                     out[at] = new[port]
                 else:
-                    named[plain] = new[port]
-            port += 1
+                    named[name] = new[port]
         return tuple(out), named
+
+    def _replace_rest(
+        self, args: list[Any], kwargs: dict[str, Any], new: Mapping[int, Any], port: int
+    ) -> None:
+        """Exchange the operands of the port that stands for any number of them, given as a sequence or one by one."""
+        name = self.ports[port]
+        at, plain = self.signature.index(name), name.removeprefix("*")
+        if plain in kwargs:
+            kwargs[plain] = [new.get(port + i, item) for i, item in enumerate(kwargs[plain])]
+        elif isinstance(args[at], (list, tuple)):
+            args[at] = type(args[at])(new.get(port + i, item) for i, item in enumerate(args[at]))
+        else:
+            args[at:] = [new.get(port + i, item) for i, item in enumerate(args[at:])]
 
     def row(self, bound: Arguments) -> OpRow:
         """The op-table row of this call."""
@@ -385,24 +389,22 @@ def _build() -> dict[Any, Function]:
     table: dict[Any, Function] = {}
     for names, op_type, signature, ports, attrs, aliases in _ROWS:
         for name in names.split():
-            in_place = (
-                (name.endswith("_") and not name.endswith("__"))
-                or name.startswith("__i")
-                and name != "__iter__"
-            )
-            label = name.strip("_").removeprefix(
-                "r" if name.startswith("__r") and name != "__round__" else ""
-            )
-            if in_place and name.startswith("__i"):
-                label = label.removeprefix("i")
+            label, in_place = _described(name)
             row = Function(label, op_type, signature, ports, attrs, in_place, not aliases)
-            for space in _SPACES:
-                function = getattr(space, name, None)
-                if function is not None and callable(function):
-                    table.setdefault(function, row)
+            for function in filter(callable, (getattr(space, name, None) for space in _SPACES)):
+                table.setdefault(function, row)
     for name, op_type in _PROPERTIES.items():
         table[getattr(torch.Tensor, name).__get__] = Function(name, op_type, _X, _X, None, False, False)
     return table
+
+
+def _described(name: str) -> tuple[str, bool]:
+    """``("add", True)`` of ``__iadd__`` and ``add_``: what a function does, and whether it does so in place."""
+    if name.startswith("__i") and name != "__iter__":
+        return name.strip("_").removeprefix("i"), True
+    if name.startswith("__r") and name != "__round__":
+        return name.strip("_").removeprefix("r"), False
+    return name.strip("_"), name.endswith("_") and not name.endswith("__")
 
 
 _RECURRENT = ("input", "weight_ih", "weight_hh", "bias_ih", "batch_sizes", "initial_h", "initial_c", "peephole",

@@ -188,11 +188,12 @@ class Replica:
         self.parameters: dict[int, str] = {}
         buffers: dict[int, str] = {}
         for path, module in self.modules.items():
+            prefix = f"{path}." if path else ""
             parameters = vars(module).get("_former_parameters") or module._parameters
             for table, found in ((parameters, self.parameters), (module._buffers, buffers)):
-                for name, tensor in table.items():
-                    if tensor is not None:
-                        found.setdefault(id(tensor), f"{path}.{name}" if path else name)
+                held = ((name, tensor) for name, tensor in table.items() if tensor is not None)
+                for name, tensor in held:
+                    found.setdefault(id(tensor), prefix + name)
         self.names = {**buffers, **self.parameters}
 
 
@@ -343,21 +344,14 @@ class Interceptor:
     def attach(self) -> None:
         """Take the place of the forward of every module, where that is not done yet."""
         modules = list(walk_modules(self.model))
-        owners: set[str] = set()
-        for path, module in modules:
-            if any(p is not None for p in (*module._parameters.values(), *module._buffers.values())):
-                while path not in owners:
-                    owners.add(path)
-                    if not path:
-                        break
-                    path = path.rpartition(".")[0]
-        for path, module in modules:
-            if isinstance(module, torch.jit.ScriptModule):  # noqa: TID251, refused here
-                raise ModelError(
-                    path or type(self.model).__name__,
-                    "it is a TorchScript module, whose calls run outside Python and cannot be seen",
-                    "put the eager module that it was made from in its place",
-                )
+        scripted = next((path for path, module in modules if _is_scripted(module)), None)
+        if scripted is not None:
+            raise ModelError(
+                scripted or type(self.model).__name__,
+                "it is a TorchScript module, whose calls run outside Python and cannot be seen",
+                "put the eager module that it was made from in its place",
+            )
+        owners = _owners(modules)
         for path, module in modules:
             if not any(forward.owner is self for forward in interceptions(module)):
                 vars(module)["forward"] = Forward(self, module, path, path in owners)
@@ -638,17 +632,9 @@ class Interceptor:
 
     def attribute_name(self, tensor: torch.Tensor) -> str | None:
         """Where a module keeps ``tensor`` as a plain attribute (also in a list, tuple or dict); ``None`` if nowhere."""
-        attributes = self._attributes
-        if attributes is None:
-            attributes = {}
-            for path, module in walk_modules(self.model):
-                for name, value in vars(module).items():
-                    if type(value) in ATOMS or (name.startswith("_") and name in _MODULE_TABLES):
-                        continue
-                    for where, found in flatten_tensors(value, name):
-                        attributes.setdefault(id(found), f"{path}.{where}" if path else where)
-            self._attributes = attributes
-        return attributes.get(id(tensor))
+        if self._attributes is None:
+            self._attributes = _attributes_of(self.model)
+        return self._attributes.get(id(tensor))
 
     def named_tensor(self, name: str) -> torch.Tensor:
         """The parameter or buffer called ``name``; KeyError if there is none."""
@@ -707,19 +693,25 @@ class Interceptor:
         for value in values:
             kind = type(value)
             if kind is nn.Parameter or (kind is not torch.Tensor and isinstance(value, nn.Parameter)):
-                name = self.param_name(value)
-                if name is None:
-                    self.forget_names()  # a parameter that was exchanged since the names were read
-                    name = self.param_name(value)
+                name = self.param_name(value) or self._param_name_anew(value)
             elif here.replica is not None and isinstance(value, torch.Tensor):
                 name = here.replica.parameters.get(id(value))
             else:
                 continue
             if name is not None:
-                line = self._line(frame, (frame.key, name, label))
-                frame.set_anchor(name if line is None else (name, line))
-                return (frame.key, name, label) if line is None else (frame.key, name, label, line)
+                key = (frame.key, name, label)
+                line = self._line(frame, key)
+                if line is None:
+                    frame.set_anchor(name)
+                    return key
+                frame.set_anchor((name, line))
+                return (*key, line)
         return self._counted(frame, label)[0]
+
+    def _param_name_anew(self, parameter: nn.Parameter) -> str | None:
+        """The name of a parameter that may have been exchanged since the names were read."""
+        self.forget_names()
+        return self.param_name(parameter)
 
     def _line(self, frame: Frame, place: Where, modules: int = 0) -> Where | None:
         """The line of code that calls the place of a parameter, or the turn, if such places are told apart by it."""
@@ -820,6 +812,36 @@ def _caller() -> str | None:
 OUTERMOST = Interceptor.run.__code__
 """What the outermost forward of a thread runs in."""
 _FORWARDS = (Forward.__call__.__code__, OUTERMOST)
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)  # noqa: TID251, to refuse it
+
+
+def _owners(modules: Sequence[tuple[str, nn.Module]]) -> set[str]:
+    """Paths of modules with parameters or buffers, and of those around them."""
+    owners: set[str] = set()
+    for path, module in modules:
+        own = (*module._parameters.values(), *module._buffers.values())
+        if all(tensor is None for tensor in own):
+            continue
+        while path not in owners:
+            owners.add(path)
+            path = path.rpartition(".")[0]
+    return owners
+
+
+def _attributes_of(model: nn.Module) -> dict[int, str]:
+    """Id of a tensor in a plain attribute -> where it is."""
+    found: dict[int, str] = {}
+    for path, module in walk_modules(model):
+        prefix = f"{path}." if path else ""
+        for name, value in vars(module).items():
+            if type(value) in ATOMS or (name.startswith("_") and name in _MODULE_TABLES):
+                continue
+            for where, tensor in flatten_tensors(value, name):
+                found.setdefault(id(tensor), prefix + where)
+    return found
 
 
 def interceptions(module: nn.Module) -> list[Forward]:

@@ -8,7 +8,7 @@ that ran several times and fed themselves are a loop, and with them what ran bet
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -63,46 +63,63 @@ def find_loops(calls: Iterable[Any], seen: Mapping[Hashable, Where]) -> frozense
         seen: key of a call -> where it stands; calls that are told apart by their parameters are not in it.
     """
     order = list(calls)
-    spans: dict[Where, list[int]] = {}
-    for i, call in enumerate(order):
-        if call.key in seen:
-            spans.setdefault(seen[call.key], []).append(i)
-    several = {where: (found[0], found[-1]) for where, found in spans.items() if len(found) > 1}
-    carried = _feeding_themselves(order, seen, several) if several else []
-    loops: dict[
-        Where, tuple[int, int]
-    ] = {}  # frame and anchor -> from the first to the last of what is carried there
-    for where in carried:
-        first, last = several[where]
-        for context in _contexts(where):
-            known = loops.get(context, (first, last))
-            loops[context] = (min(known[0], first), max(known[1], last))
+    several = _called_again(order, seen)
+    if not several:
+        return frozenset()
+    marks = {key: where for key, where in seen.items() if where in several}
+    marked = [(call, marks.get(call.key)) for call in order]
+    loops = _extents({where: several[where] for where in _feeding_themselves(marked)})
     shared: set[Where] = set()
-    for where, (first, last) in several.items():
-        spans_of = [loops[context] for context in _contexts(where) if context in loops]
-        if any(first < end and last > start for start, end in spans_of):
+    for where, span in several.items():
+        if _overlaps(span, (loops[context] for context in _contexts(where) if context in loops)):
             shared.update(_around(where))
     return frozenset(shared)
 
 
-def _feeding_themselves(
-    order: list[Any], seen: Mapping[Hashable, Where], several: Mapping[Where, tuple[int, int]]
-) -> list[Where]:
-    """Lines whose later runs read, through whatever operators, what their earlier runs made."""
-    bits = {where: 1 << n for n, where in enumerate(several)}
-    reached: dict[int, int] = {}  # value -> the lines it comes from
-    carried: dict[Where, None] = {}
-    for call in order:
+def _called_again(order: Sequence[Any], seen: Mapping[Hashable, Where]) -> dict[Where, tuple[int, int]]:
+    """The places of several calls, from the first to the last."""
+    spans: dict[Where, list[int]] = {}
+    for i, call in enumerate(order):
+        if call.key in seen:
+            spans.setdefault(seen[call.key], []).append(i)
+    return {where: (found[0], found[-1]) for where, found in spans.items() if len(found) > 1}
+
+
+def _overlaps(span: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
+    return any(span[0] < end and span[1] > start for start, end in others)
+
+
+def _extents(carried: Mapping[Where, tuple[int, int]]) -> dict[Where, tuple[int, int]]:
+    """Frame and anchor -> from the first to the last of what is carried there."""
+    found: dict[Where, tuple[int, int]] = {}
+    for where, (first, last) in carried.items():
+        for context in _contexts(where):
+            known = found.get(context, (first, last))
+            found[context] = (min(known[0], first), max(known[1], last))
+    return found
+
+
+def _feeding_themselves(calls: Sequence[tuple[Any, Hashable | None]], passes: int = 1) -> list[Any]:
+    """Marks of calls whose later runs read, through whatever operators, what their earlier runs made.
+
+    Args:
+        calls: with the mark of each; ``None`` has none.
+        passes: how often the calls are gone through: what a later run reads may stand after its place in the order.
+    """
+    bits: dict[Hashable, int] = {}
+    reached: dict[int, int] = {}  # value -> the marks it comes from
+    carried: dict[Hashable, None] = {}
+    for call, mark in [*calls] * passes:
         mask = 0
         for value in (*call.inputs, *(value for _, value in call.also)):
-            mask |= reached.get(value, 0) if value is not None else 0
-        where = seen.get(call.key)
-        if where in bits:
-            if mask & bits[where]:
-                carried[where] = None
-            mask |= bits[where]
+            mask |= reached.get(value, 0)
+        if mark is not None:
+            bit = bits.setdefault(mark, 1 << len(bits))
+            if mask & bit:
+                carried[mark] = None
+            mask |= bit
         for value in call.outputs if mask else ():
-            reached[value] = mask
+            reached[value] = reached.get(value, 0) | mask
     return list(carried)
 
 
@@ -120,36 +137,21 @@ def find_turns(
             ``(frame, parameter, label)``.
         forwards: how many were recorded.
     """
-    shared = {
-        p: len(p) == 2 for p, found in lines.items() if len(found) > 1 and max(found.values()) <= forwards
-    }
+    shared = [p for p, found in lines.items() if len(found) > 1 and max(found.values()) <= forwards]
     if not shared:
         return frozenset()
     order = list(calls)
     heads: dict[int, list[Hashable]] = {}  # the first call of a place -> the place
-    for place, is_module in shared.items():
-        at = next((i for i, call in enumerate(order) if _stands_at(call, place, is_module)), None)
+    for place in shared:
+        at = next((i for i, call in enumerate(order) if _stands_at(call, place)), None)
         if at is not None:
             heads.setdefault(at, []).append(place)
-    bits = {at: 1 << n for n, at in enumerate(heads)}
-    reached: dict[int, int] = {}  # value -> the places it comes from
-    chained: set[int] = set()
-    for _ in range(3):  # what a later run reads stands after its place in the order
-        for i, call in enumerate(order):
-            mask = 0
-            for value in (*call.inputs, *(value for _, value in call.also)):
-                mask |= reached.get(value, 0) if value is not None else 0
-            if i in bits:
-                if mask & bits[i]:
-                    chained.add(i)
-                mask |= bits[i]
-            for value in call.outputs if mask else ():
-                reached[value] = reached.get(value, 0) | mask
-    return frozenset(place for at in chained for place in heads[at])
+    marked = [(call, i if i in heads else None) for i, call in enumerate(order)]
+    return frozenset(place for at in _feeding_themselves(marked, passes=3) for place in heads[at])
 
 
-def _stands_at(call: Any, place: Any, is_module: bool) -> bool:
-    if not is_module:
+def _stands_at(call: Any, place: Any) -> bool:
+    if len(place) > 2:
         return bool(call.key == place)
     path = place[1]
     return bool(call.path == path or call.path.startswith(f"{path}."))

@@ -180,9 +180,8 @@ class Recorder:
         func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
         known = self.calls.get(key)
-        template: Any = ((), {})
-        if known is None and self._keep_arguments:
-            template = map_tensors((args, kwargs), self._slot)
+        keeps = known is None and self._keep_arguments
+        template = map_tensors((args, kwargs), self._slot) if keeps else ((), {})
         output = func(*args, **kwargs)
         produced = tensors_in(args[0] if func is SET_ITEM else output)
         if not produced:
@@ -190,21 +189,20 @@ class Recorder:
         read = [self.values[i] for i in inputs if i is not None]
         if self._trace is not None:
             self._trace.call(frame.path, op_type, (args, kwargs), self._is_fixed, produced)
-        if all(v.kind in ("param", "constant") for v in read) and not _first_step(op_type, read):
+        if _is_constant(op_type, read):
             self._note_constants(key, label, inputs, read, produced)
             return output
         if known is None:
-            names = (self.values[i].param for i in inputs if i is not None)
+            params = (value.param for value in read)
             known = self.calls[key] = Call(
                 key, label, op_type, tuple(inputs), attrs, frame.path, frame.module,
-                next((n for n in names if n), None), func, template[0], template[1],
+                next(filter(None, params), None), func, template[0], template[1],
             )  # fmt: skip
         else:
             _note_again(known, op_type, inputs, attrs)
-        for i, tensor in enumerate(produced):
-            if i == len(known.outputs):
-                known.outputs.append(self._new("activation", tensor, label))
-            self._bind(tensor, known.outputs[i])
+        known.outputs += [self._new("activation", tensor, label) for tensor in produced[len(known.outputs) :]]
+        for tensor, value in zip(produced, known.outputs, strict=False):
+            self._bind(tensor, value)
         return output
 
     def _note_constants(
@@ -275,19 +273,7 @@ class Recorder:
     def graph(self) -> Graph:
         """Everything recorded so far, with readable, unique names."""
         name_calls(list(self.calls.values()))
-        names: dict[int, str] = {}
-        taken = set(self.inputs)
-        for call in self.calls.values():
-            for i, value in enumerate(call.outputs):
-                names[value] = f"{call.name}.output[{i}]"
-        for i, tensor in enumerate(self.values):
-            if i not in names:
-                name = tensor.param or tensor.name
-                if tensor.kind == "constant" or (tensor.kind == "input" and name not in self.inputs):
-                    name = f"{name}#{i}"
-                elif tensor.kind == "param" and name in taken:
-                    name = f"{name}#param"
-                names[i] = name
+        names = self._names_of_values()
         values = {
             names[i]: Value(names[i], t.kind, t.shape, t.dtype, t.param, t.sources, t.made_anew)  # type: ignore[arg-type]
             for i, t in enumerate(self.values)
@@ -303,6 +289,20 @@ class Recorder:
         ]  # fmt: skip
         self.value_names = names
         return Graph(ops, values, list(self.inputs), [names[i] for i in self.outputs])
+
+    def _names_of_values(self) -> dict[int, str]:
+        """Value -> its name in the graph."""
+        calls = self.calls.values()
+        names = {value: f"{call.name}.output[{i}]" for call in calls for i, value in enumerate(call.outputs)}
+        inputs = set(self.inputs)
+        for i, tensor in enumerate(self.values):
+            name = tensor.param or tensor.name
+            if tensor.kind == "constant" or (tensor.kind == "input" and name not in inputs):
+                name = f"{name}#{i}"
+            elif tensor.kind == "param" and name in inputs:
+                name = f"{name}#param"
+            names.setdefault(i, name)
+        return names
 
     def _inner(self, call: Call, names: Mapping[int, str], values: dict[str, Value]) -> dict[str, str]:
         """What is computed inside a recurrent layer; its values are added to ``values``."""
@@ -359,6 +359,11 @@ def _is_batched(tensor: torch.Tensor | None) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def _is_constant(op_type: str, read: Sequence[_Tensor]) -> bool:
+    """Whether a call computes something of parameters and constants alone."""
+    return all(v.kind in ("param", "constant") for v in read) and not _first_step(op_type, read)
+
+
 def _first_step(op_type: str, read: Sequence[_Tensor]) -> bool:
     """Whether a layer is applied to a tensor made from nothing: the zero state a loop over time starts from."""
     return op_row(op_type).kind == "compute" and any(v.kind == "constant" and not v.sources for v in read)
@@ -408,27 +413,27 @@ def name_calls(calls: Sequence[Call]) -> None:
     ``layer1.0.conv1`` for the convolution of that module, ``layer1.0.add`` for an addition in the forward of ``layer1.0``,
     ``attn.in_proj`` for a function that reads the parameter ``attn.in_proj_weight``; repeats get ``_1``, ``_2``, ...
     """
-    main: dict[Key, Call] = {}
-    for call in calls:
-        if call.module is not None and _is_stock_leaf(call.module) and op_row(call.type).kind != "movement":
-            main[_frame_of(call)] = call  # the last one: a convolution may pad first
-    for call in calls:
-        if call.module is not None and _is_stock_leaf(call.module):
-            main.setdefault(_frame_of(call), call)
+    of_leaves = [call for call in calls if call.module is not None and _is_stock_leaf(call.module)]
+    main = {_frame_of(call): call for call in reversed(of_leaves)}
+    # the last one that is more than a movement: a convolution may pad first
+    main |= {_frame_of(call): call for call in of_leaves if op_row(call.type).kind != "movement"}
     taken: dict[str, int] = {}
     for call in calls:
-        if main.get(_frame_of(call)) is call and call.path:
-            base = call.path
-        elif call.param and call.param.endswith(("_weight", ".weight")) and len(call.param) > 7:
-            base = call.param[:-7]
-        else:
-            base = f"{call.path}.{call.label}" if call.path else call.label
+        base = call.name = _base_name(call, main.get(_frame_of(call)) is call)
         n = taken.get(base, 0)
         taken[base] = n + 1
-        call.name = base
         while n and call.name in taken:
             call.name, n = f"{base}_{n}", n + 1
         taken.setdefault(call.name, 1)
+
+
+def _base_name(call: Call, is_main: bool) -> str:
+    """What a call is named after; ``is_main``: it is what its module is for."""
+    if is_main and call.path:
+        return call.path
+    if call.param and call.param.endswith(("_weight", ".weight")) and len(call.param) > 7:
+        return call.param[:-7]
+    return f"{call.path}.{call.label}" if call.path else call.label
 
 
 def _frame_of(call: Call) -> Key:

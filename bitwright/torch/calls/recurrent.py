@@ -185,17 +185,15 @@ def _scan(
     ctx: _Context, x: Tensor, initial: tuple[Tensor, ...], batch_sizes: Tensor | None, reverse: bool
 ) -> tuple[Tensor, ...]:
     """Run the steps over ``x``, the input's share of the gates, ``[T, B, gates * H]`` or packed."""
-    packed = batch_sizes is not None
-    sizes = batch_sizes.tolist() if batch_sizes is not None else []
-    shares = x.split(sizes) if packed else x.unbind()
-    length = len(shares)
-    together = getattr(ctx.inside, "stacked", None) if ctx.weight_hr is None and not ctx.once else None
-    stacked: StackedStep | None = None if together is None else together(ctx.cell, initial[0])
+    sizes = None if batch_sizes is None else batch_sizes.tolist()
+    shares = x.unbind() if sizes is None else x.split(sizes)
+    order = range(len(shares))[:: -1 if reverse else 1]
+    stacked = _gates_at_once(ctx, initial[0])
     state, ended, hidden = initial, [], []
-    if packed:
-        state = tuple(s[: sizes[-1 if reverse else 0]] for s in initial)
-    for t in reversed(range(length)) if reverse else range(length):
-        if packed and sizes[t] != len(state[0]):
+    if sizes is not None:
+        state = _first_rows(initial, sizes[order[0]])
+    for t in order:
+        if sizes is not None and sizes[t] != len(state[0]):
             state, over = _resize(state, initial, sizes[t])
             ended.extend(over)
         if stacked is not None:
@@ -206,8 +204,18 @@ def _scan(
     if reverse:
         hidden.reverse()
     if ended:  # sequences that ended early stand after those that ended later
-        state = tuple(torch.cat(rows) for rows in zip(state, *reversed(ended), strict=True))
-    return (torch.cat(hidden) if packed else torch.stack(hidden), *state)
+        state = tuple(map(torch.cat, zip(state, *reversed(ended), strict=True)))
+    return (torch.stack(hidden) if sizes is None else torch.cat(hidden), *state)
+
+
+def _gates_at_once(ctx: _Context, like: Tensor) -> StackedStep | None:
+    """A step that quantizes its gates side by side, where there is one."""
+    together = getattr(ctx.inside, "stacked", None) if ctx.weight_hr is None and not ctx.once else None
+    return None if together is None else together(ctx.cell, like)
+
+
+def _first_rows(state: tuple[Tensor, ...], size: int) -> tuple[Tensor, ...]:
+    return tuple(s[:size] for s in state)
 
 
 def _resize(
@@ -252,6 +260,11 @@ def _onnx(cell: str, weight: Tensor) -> Tensor:
     return torch.cat([parts[i] for i in onnx_rows(cell)]).unsqueeze(0)
 
 
+def _in_front(x: Tensor | None) -> Tensor | None:
+    """With an axis of length 1 in front."""
+    return None if x is None else x.unsqueeze(0)
+
+
 def marked_layer(
     input: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias_ih: Tensor | None, batch_sizes: Tensor | None,
     initial_h: Tensor, initial_c: Tensor | None, peephole: None, weight_hr: Tensor | None, bias_hh: Tensor | None,
@@ -269,16 +282,14 @@ def marked_layer(
             "it reads a packed sequence, whose layout is computed from the values of the lengths",
             "export the model with padded input: pass the padded tensor to the layer and mask its outputs",
         )
-    projection = None if weight_hr is None else weight_hr.unsqueeze(0)
-    given = {1: _onnx(cell, weight_ih), 2: _onnx(cell, weight_hh), 8: projection}
+    given = {1: _onnx(cell, weight_ih), 2: _onnx(cell, weight_hh), 8: _in_front(weight_hr)}
     w, r, p = (
         mark(x, weights[port]) if x is not None and port in weights else x for port, x in given.items()
     )
     bias = None
     if bias_ih is not None and bias_hh is not None:
         bias = torch.cat([_onnx(cell, bias_ih), _onnx(cell, bias_hh)], 1)
-    c = None if initial_c is None else initial_c.unsqueeze(0)
-    inputs = [input, w, r, bias, None, initial_h.unsqueeze(0), c, None, p]
+    inputs = [input, w, r, bias, None, _in_front(initial_h), _in_front(initial_c), None, p]
     while inputs[-1] is None:
         inputs.pop()
     attrs: dict[str, Any] = {

@@ -10,7 +10,7 @@ recurrent cell, or whose number of turns depends on the data is one over time to
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,23 +102,43 @@ def find_repeats(trace: Trace, lines: Mapping[Where, Mapping[Where, int]]) -> di
     found: dict[Hashable, int] = {}
     inside: list[str] = []  # paths of modules whose calls are told apart, with all that is in them
     budget = _MOST_LOOKS * len(trace.events)
-    candidates = [p for p in trace.starts if len(lines.get(p, {})) == 1 and p not in trace.scattered]
-    for place in sorted(candidates, key=lambda place: trace.starts[place][0][:1]):
-        turns = {len(starts) for starts in trace.starts[place]}
-        if len(turns) != 1 or len(trace.starts[place]) != trace.forwards or not 1 < max(turns) <= _MOST_TURNS:
+    for place in _candidates(trace, lines):
+        forwards, turns = trace.starts[place], _turns(trace, place)
+        path = _module_of(place)
+        if not turns or _is_within_any(trace.events[forwards[0][0]].path if path is None else path, inside):
             continue
-        path = str(place[1]) if len(place) == 2 else None
-        owner = trace.events[trace.starts[place][0][0]].path if path is None else path
-        if any(owner == outer or owner.startswith(f"{outer}.") for outer in inside):
-            continue
-        budget -= sum(starts[-1] - starts[0] for starts in trace.starts[place])
+        budget -= sum(starts[-1] - starts[0] for starts in forwards)
         if budget < 0:
             break
-        if all(_is_chain(trace.events, starts, path) for starts in trace.starts[place]):
-            found[place] = max(turns)
-            if path is not None:
-                inside.append(path)
+        if all(_is_chain(trace.events, starts, path) for starts in forwards):
+            found[place] = turns
+            inside += [] if path is None else [path]
     return found
+
+
+def _candidates(trace: Trace, lines: Mapping[Where, Mapping[Where, int]]) -> list[Where]:
+    """The places that one line calls, in the order of their first calls."""
+    found = [p for p in trace.starts if len(lines.get(p, {})) == 1 and p not in trace.scattered]
+    return sorted(found, key=lambda place: trace.starts[place][0][:1])
+
+
+def _module_of(place: Where) -> str | None:
+    """The path of the module that a place is; ``None`` where it is a parameter and a function."""
+    return str(place[1]) if len(place) == 2 else None
+
+
+def _turns(trace: Trace, place: Where) -> int:
+    """How often every forward calls a place; 0 where the forwards differ, or that cannot be layers in depth."""
+    by_forward = trace.starts[place]
+    turns = {len(starts) for starts in by_forward}
+    if len(turns) != 1 or len(by_forward) != trace.forwards:
+        return 0
+    (count,) = turns
+    return count if 1 < count <= _MOST_TURNS else 0
+
+
+def _is_within_any(path: str, outer: Iterable[str]) -> bool:
+    return any(path == other or path.startswith(f"{other}.") for other in outer)
 
 
 def _is_chain(events: Sequence[Event], starts: Sequence[int], path: str | None) -> bool:
@@ -129,28 +149,35 @@ def _is_chain(events: Sequence[Event], starts: Sequence[int], path: str | None) 
     bounds = [*starts, ends[-1]]
     if any(event.op_type in CELLS for event in events[starts[0] : ends[-1]]):
         return False
-    turn_of: dict[int, tuple[int, int]] = {}  # value -> turn, place in it
-    for turn, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        values = [value for event in events[first:last] for value in event.writes]
-        turn_of.update((value, (turn, i)) for i, value in enumerate(values))
+    turn_of = _turn_of_values(events, bounds)
     own = [_reads(events[a:b], turn_of, k) for k, (a, b) in enumerate(zip(starts, ends, strict=True))]
     gaps = [_reads(events[a:b], turn_of, k) for k, (a, b) in enumerate(zip(ends, starts[1:], strict=False))]
     if not (_alike(own) and _alike(gaps)):
         return False
-    carried = {
-        read[1]
-        for one, other in zip(own[0], own[1], strict=True)
-        for read, later in zip(one[2], other[2], strict=True)
-        if read != later
-    }
-    if len(gaps) == 1 and any(
-        kind == "outer" and value not in carried for *_, reads in gaps[0] for kind, value in reads
-    ):
+    if len(gaps) == 1 and _reads_from_outside(gaps[0], own):
         return False  # two turns alone do not tell whether the second would read the same as a third
     followed = (
         _follows(events[a:b], turn_of, k) for k, (a, b) in enumerate(zip(starts, ends, strict=True)) if k
     )
     return all(followed) and not _collected(events[ends[-1] :], turn_of)
+
+
+def _turn_of_values(events: Sequence[Event], bounds: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Value -> the turn that makes it, and its place in the turn."""
+    found: dict[int, tuple[int, int]] = {}
+    for turn, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        values = [value for event in events[first:last] for value in event.writes]
+        found.update((value, (turn, i)) for i, value in enumerate(values))
+    return found
+
+
+def _reads_from_outside(gap: Sequence[_Shape], own: Sequence[Sequence[_Shape]]) -> bool:
+    """Whether what runs between two turns reads something from outside that the second turn does not take from the first."""
+    pairs = [
+        pair for one, other in zip(own[0], own[1], strict=True) for pair in zip(one[2], other[2], strict=True)
+    ]
+    carried = {read[1] for read, later in pairs if read != later}
+    return any(kind == "outer" and value not in carried for *_, reads in gap for kind, value in reads)
 
 
 def _alike(turns: Sequence[Sequence[_Shape]]) -> bool:

@@ -30,8 +30,7 @@ def scripted_functions(model: nn.Module) -> dict[str, list[str]]:
 
 def _named_by(kind: type) -> list[str]:
     """The TorchScript functions that the methods of a class lead to."""
-    own = [c for c in kind.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
-    pending = [f for c in own for f in vars(c).values() if isinstance(f, FunctionType)]
+    pending = list(_methods(kind))
     seen: set[FunctionType] = set(pending)
     names: dict[str, None] = {}
     while pending:
@@ -45,6 +44,12 @@ def _named_by(kind: type) -> list[str]:
                 seen.add(value)
                 pending.append(value)
     return list(names)
+
+
+def _methods(kind: type) -> Iterator[FunctionType]:
+    for own in kind.__mro__:
+        if issubclass(own, nn.Module) and own is not nn.Module:
+            yield from (value for value in vars(own).values() if isinstance(value, FunctionType))
 
 
 def _referenced(function: FunctionType) -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -54,11 +54,9 @@ def flatten_tensors(obj: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
             continue
         children = None if type(item) in ATOMS else _children(item)
         if children:
-            stack.extend(
-                (f"{path}.{key}" if path else key, child)
-                for key, child in reversed(children)
-                if type(child) not in ATOMS
-            )
+            prefix = f"{path}." if path else ""
+            held = [(prefix + key, child) for key, child in children if type(child) not in ATOMS]
+            stack.extend(reversed(held))
     return found
 
 
@@ -85,6 +83,11 @@ def _is_constant(obj: Any) -> bool:
     return kind in ATOMS or (kind is tuple and ATOMS.issuperset(map(type, obj)))
 
 
+def _containers(values: Iterable[Any], leaf: type) -> list[Any]:
+    """Those of ``values`` in which there may be something to replace."""
+    return [v for v in values if not (isinstance(v, leaf) or _is_constant(v))]
+
+
 def map_tensors(obj: Any, function: Callable[[Any], Any], leaf: type = torch.Tensor) -> Any:
     """``obj`` with every tensor (or instance of ``leaf``) replaced; containers of the same types are rebuilt bottom-up."""
     if isinstance(obj, leaf):
@@ -97,13 +100,11 @@ def map_tensors(obj: Any, function: Callable[[Any], Any], leaf: type = torch.Ten
         values = None if opaque else _values(item)
         if values is not None:
             order.append((item, values))
-            stack.extend([v for v in values if not (isinstance(v, leaf) or _is_constant(v))])
+            stack.extend(_containers(values, leaf))
     rebuilt: dict[int, Any] = {}
     for item, values in reversed(order):
-        new = [
-            v if type(v) in ATOMS else function(v) if isinstance(v, leaf) else rebuilt.get(id(v), v)
-            for v in values
-        ]  # containers among them come later in `order`, so they are rebuilt already
+        # containers among them come later in `order`, so they are rebuilt already; atoms never are
+        new = [function(v) if isinstance(v, leaf) else rebuilt.get(id(v), v) for v in values]
         rebuilt[id(item)] = _rebuild(item, new)
     return rebuilt.get(id(obj), obj)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -107,18 +108,21 @@ def uncopied(model: nn.Module) -> dict[int, Any]:
     Both stand in attributes of modules; of a tensor the value is copied.
     """
     found: dict[int, Any] = {}
+    for value in _attributes(model):
+        if isinstance(value, torch.jit.ScriptFunction):  # noqa: TID251, which has no state
+            found[id(value)] = value
+        made = (tensor for tensor in tensors_in(value) if not tensor.is_leaf)
+        found.update((id(tensor), tensor.detach().clone()) for tensor in made)
+    return found
+
+
+def _attributes(model: nn.Module) -> Iterator[Any]:
+    """What the modules hold beside parameters, buffers and modules, and is neither an atom nor empty."""
     for _, module in walk_modules(model):
         for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            if isinstance(value, torch.jit.ScriptFunction):  # noqa: TID251, which has no state
-                found[id(value)] = value
-            if type(value) in ATOMS or (type(value) in _CONTAINERS and not value):
-                continue
-            for tensor in tensors_in(value):
-                if not tensor.is_leaf:
-                    found[id(tensor)] = tensor.detach().clone()
-    return found
+            empty = type(value) in ATOMS or (type(value) in _CONTAINERS and not value)
+            if not empty and name not in ("_parameters", "_buffers", "_modules"):
+                yield value
 
 
 def _make_lazy(model: nn.Module, example: Any) -> None:

@@ -370,19 +370,19 @@ def _shapes(
     inputs: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], dynamic_batch: bool, asked: Any
 ) -> Any:
     """``dynamic_shapes`` of the flat module: per tensor, from a mapping of input names or from ``dynamic_batch``."""
-    if asked is not None:
-        unknown = [name for name in asked if name not in inputs]
-        if unknown:
-            raise ConfigError(
-                "dynamic_shapes",
-                f"there is no input {unknown[0]!r}{close_matches(unknown[0], inputs)}",
-                f"the inputs are {', '.join(inputs)}",
-            )
-        by_id = {id(inputs[name]): axes for name, axes in asked.items()}
-        return {"tensors": tuple(by_id.get(id(t)) for t in tensors)}
-    if dynamic_batch:
+    if asked is None and not dynamic_batch:
+        return None
+    if asked is None:
         return {"tensors": tuple({0: torch.export.Dim.AUTO} if t.dim() else None for t in tensors)}
-    return None
+    unknown = next((name for name in asked if name not in inputs), None)
+    if unknown is not None:
+        raise ConfigError(
+            "dynamic_shapes",
+            f"there is no input {unknown!r}{close_matches(unknown, inputs)}",
+            f"the inputs are {', '.join(inputs)}",
+        )
+    by_id = {id(inputs[name]): axes for name, axes in asked.items()}
+    return {"tensors": tuple(by_id.get(id(t)) for t in tensors)}
 
 
 def _forget_origins(model: ir.Model) -> None:
@@ -415,22 +415,26 @@ def _rename_io(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -
     for i, value in enumerate(ends):
         value.name = f"__end_{i}"  # out of each other's way first
     inner = [v for node in model.graph.all_nodes() for v in node.outputs if v.name]
-    taken = {str(v.name) for v in (*inner, *model.graph.initializers.values())} | set(wanted)
-    named = set(wanted)
-    for value in (*inner, *model.graph.initializers.values()):
-        if value.name in named:
-            value.name = next(n for i in count(1) if (n := f"{value.name}_{i}") not in taken)
-            taken.add(value.name)
-    seen: set[int] = set()
-    used: set[str] = set()
+    inner += model.graph.initializers.values()
+    reserved = set(wanted)
+    taken = {str(v.name) for v in inner} | reserved
+    for value in inner:
+        if value.name in reserved:
+            value.name = _free_name(str(value.name), taken)
+    first: dict[int, tuple[ir.Value, str]] = {}  # one tensor returned twice keeps its first name
     for value, name in zip(ends, wanted, strict=True):
-        if id(value) not in seen:  # one tensor returned twice keeps its first name
-            seen.add(id(value))
-            value.name = (
-                name if name not in used else next(n for i in count(1) if (n := f"{name}_{i}") not in taken)
-            )
-            used.add(value.name)
-            taken.add(value.name)
+        first.setdefault(id(value), (value, name))
+    used: set[str] = set()
+    for value, name in first.values():
+        value.name = _free_name(name, taken) if name in used else name
+        used.add(value.name)
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    """``name`` with the first number that makes it new; then it is taken."""
+    free = next(n for i in count(1) if (n := f"{name}_{i}") not in taken)
+    taken.add(free)
+    return free
 
 
 def _readable(sim: QuantizationSimModel, model: ir.Model) -> dict[str, str]:
@@ -459,6 +463,13 @@ def _gate_names(sim: QuantizationSimModel, model: ir.Model) -> dict[str, str]:
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
+def _computed_sites(model: ir.Model) -> set[str]:
+    """The sites whose values the file computes."""
+    noted = (read_metadata(node) for node in model.graph.all_nodes())
+    activations = (facts for facts in noted if facts and facts["role"] == "activation")
+    return {site for facts in activations for site, _ in facts["places"]}
+
+
 def values_of(
     sim: QuantizationSimModel, batch: Any, result: QdqResult
 ) -> tuple[dict[str, list[np.ndarray[Any, Any]]], Arrays]:
@@ -466,13 +477,9 @@ def values_of(
 
     A constant is among them where the file computes it, as one that is repeated for every sample of a free batch.
     """
-    noted = (read_metadata(node) for node in result.model.graph.all_nodes())
-    live = {site for facts in noted if facts and facts["role"] == "activation" for site, _ in facts["places"]}
-    wanted = [
-        s.name
-        for s in sim.quantizers.values()
-        if (s.role in ("input", "output") or s.name in live) and s.name in result.tensors and s.enabled
-    ]
+    live = _computed_sites(result.model)
+    enabled = (site for site in sim.quantizers.values() if site.enabled and site.name in result.tensors)
+    wanted = [site.name for site in enabled if site.role in ("input", "output") or site.name in live]
     taps, output = sim._captured(wanted, own_copy(sim, batch))
     # the first step of a loop starts from a constant, which the exporter may have computed away: the last ones remain
     sites = {

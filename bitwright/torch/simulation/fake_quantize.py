@@ -406,6 +406,20 @@ def _slow(x: torch.Tensor, encoding: Encoding) -> torch.Tensor:
     return affine.fake_quantize(x, encoding)
 
 
+def _without_fast_path(
+    x: torch.Tensor, encoding: Encoding, grid: Grid | None, needs_grad: bool
+) -> torch.Tensor:
+    if grid is not None:
+        return _traced(x, grid)
+    return _StraightThroughAny.apply(x, encoding) if needs_grad else _slow(x, encoding)
+
+
+def _in_float64(x: torch.Tensor, grid: Grid, needs_grad: bool) -> torch.Tensor:
+    """As the reference, which divides float64 by the float32 scale in float64."""
+    grid = double(grid)
+    return _StraightThrough.apply(x, grid) if needs_grad else on_grid(x, grid)
+
+
 def fake_quantize(
     x: torch.Tensor, encoding: Encoding, grid: Grid | None, *, overwrite: bool = False
 ) -> torch.Tensor:
@@ -421,22 +435,19 @@ def fake_quantize(
         Same shape and dtype as ``x``; differentiable by straight-through when ``x`` requires a gradient.
     """
     needs_grad = torch.is_grad_enabled() and x.requires_grad
-    if grid is None:
-        return _StraightThroughAny.apply(x, encoding) if needs_grad else _slow(x, encoding)
-    if not is_plain(x):
-        return _traced(x, grid)
-    if x.dtype == torch.float32:
-        if needs_grad:
-            kept = x.is_leaf or torch.compiler.is_dynamo_compiling()  # a parameter need not be marked
-            marked = None if kept else clamp_on_grid(x, grid, EVERYWHERE, in_place=False)
-            return _StraightThrough.apply(x, grid) if marked is None else marked
-        if overwrite and grid.view is None and not torch.compiler.is_dynamo_compiling():
-            return _passes(x, grid)
+    if grid is None or not is_plain(x):
+        return _without_fast_path(x, encoding, grid, needs_grad)
+    single = x.dtype == torch.float32
+    if single and needs_grad:
+        kept = x.is_leaf or torch.compiler.is_dynamo_compiling()  # a parameter need not be marked
+        marked = None if kept else clamp_on_grid(x, grid, EVERYWHERE, in_place=False)
+        return _StraightThrough.apply(x, grid) if marked is None else marked
+    if single and overwrite and grid.view is None and not torch.compiler.is_dynamo_compiling():
+        return _passes(x, grid)
+    if single:
         return on_grid(x, grid)
     if x.dtype == torch.float64:
-        # the reference divides float64 by the float32 scale in float64
-        grid = double(grid)
-        return _StraightThrough.apply(x, grid) if needs_grad else on_grid(x, grid)
+        return _in_float64(x, grid, needs_grad)
     return fake_quantize(x.float(), encoding, grid, overwrite=not needs_grad).to(x.dtype)
 
 

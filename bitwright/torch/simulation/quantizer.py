@@ -206,18 +206,14 @@ def side_by_side(
     encodings = [quantizer.required for quantizer in quantizers]
     if not is_plain(like) or not all(e.scale.ndim == 0 and is_fast(e) for e in encodings):
         return None
-    if torch.is_grad_enabled():
-        if any(quantizer.pivot is not None for quantizer in quantizers):
-            return None  # the gradients at each are taken apart from the others
-        learned = [quantizer.learned for quantizer in quantizers]
-        if any(one is not None for one in learned):
-            return learned_side_by_side([one for one in learned if one is not None], encodings, like)
+    learned = [quantizer.learned for quantizer in quantizers if quantizer.learned is not None]
+    if torch.is_grad_enabled() and any(quantizer.pivot is not None for quantizer in quantizers):
+        return None  # the gradients at each are taken apart from the others
+    if torch.is_grad_enabled() and learned:
+        return learned_side_by_side(learned, encodings, like)
     grid = columns_grid(encodings, like)
     scale, lo, hi = grid.scale, grid.lo, grid.hi
-    clamped = not within or not all(
-        bool(((codes >= lo) & (codes <= hi)).all())
-        for codes in (torch.round(columns(ends, like) / scale) for ends in zip(*within, strict=True))
-    )
+    clamped = not _stays_on_grid(grid, like, within)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad and torch.is_grad_enabled():
@@ -226,6 +222,14 @@ def side_by_side(
         return (x.clamp_(lo, hi) if clamped else x).mul_(scale)
 
     return run
+
+
+def _stays_on_grid(grid: Grid, like: torch.Tensor, within: Sequence[tuple[float, float]]) -> bool:
+    """Whether there are bounds of the values of each, and they round to codes of its grid."""
+    if not within:
+        return False
+    ends = (torch.round(columns(bounds, like) / grid.scale) for bounds in zip(*within, strict=True))
+    return all(bool(((codes >= grid.lo) & (codes <= grid.hi)).all()) for codes in ends)
 
 
 _memcmp = ctypes.CDLL("msvcrt" if sys.platform == "win32" else None).memcmp

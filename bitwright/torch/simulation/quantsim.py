@@ -27,7 +27,7 @@ from bitwright.core.placement.user_scheme import QuantizationDataType, QuantSche
 from bitwright.core.simulation.calibration import BatchGate, CalibrationLog, nested_calibration
 from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.quantizer import DerivedBias
-from bitwright.core.simulation.sites import Site, SiteMap
+from bitwright.core.simulation.sites import Site, place_quantizers
 from bitwright.core.simulation.state import all_or_nothing
 from bitwright.errors import BitwrightError, CalibrationError, checks_arguments
 from bitwright.progress import collector_paused, progress
@@ -142,42 +142,18 @@ class QuantizationSimModel(Tabular):
         self.plan = place(self.graph, self.rules)
         for line in self.plan.unused:
             logger.warning(line)
-        quantizers: dict[str, Quantizer] = {}
-        sites: dict[str, Site] = {}
-        operands: dict[str, list[Place]] = {}
-        outputs: dict[str, list[Place]] = {}
-        inside: dict[str, dict[str, Place]] = {}
-        for planned in self.plan.sites.values():
-            quantizer = quantizers.get(planned.group)
-            if quantizer is None:
-                quantizer = quantizers[planned.group] = Quantizer(planned.name, planned.role, planned.spec)
-            site = sites[planned.name] = Site(planned, quantizer, self.graph)
-            repeated = self.graph.op(planned.op).calls > 1 and planned.inner is None
-            held = Place(planned.name, planned.port, quantizer, site.channels, repeated)
-            if planned.inner is not None:
-                inside.setdefault(planned.op, {})[planned.inner] = held
-                continue
-            where = outputs if planned.role == "output" else operands
-            where.setdefault(planned.op, []).append(held)
-        self.quantizers = SiteMap(sites, self._values_of)
-        self._simulator.plans = {
-            key: CallPlan(
-                call.name,
-                tuple(operands.get(call.name, ())),
-                tuple(outputs.get(call.name, ())),
-                inside.get(call.name, {}),
-            )
-            for key, call in recorder.calls.items()
-        }
+        self.quantizers = place_quantizers(self.plan, self.graph, self._values_of, Quantizer)
+        plans = _call_plans(self.graph, self.quantizers)
+        calls = {key: plans.get(call.name, CallPlan(call.name)) for key, call in recorder.calls.items()}
+        # computed from parameters alone: known, and nothing to quantize
+        self._simulator.plans = {**dict.fromkeys(recorder.static, CallPlan("")), **calls}
         self._simulator.moving = any(
-            op_row(call.type).kind == "movement" and (call.name in outputs or call.name in operands)
-            for call in recorder.calls.values()
+            op_row(self.graph.op(plan.op).type).kind == "movement"
+            for plan in plans.values()
+            if plan.operands or plan.outputs
         )
-        for key in recorder.static:  # computed from parameters alone: known, and nothing to quantize
-            self._simulator.plans.setdefault(key, CallPlan(""))
-        self._simulator.biases = [
-            self._bias(site) for site in sites.values() if site.role == "bias" and site.follows
-        ]
+        biases = (site for site in self.quantizers.values() if site.role == "bias" and site.follows)
+        self._simulator.biases = [self._bias(site) for site in biases]
         self.output_values = recorder.output_values()
         self._simulator.watch = ranges.TrainingWatch(self.model, self.quantizers)
         self._tell_scripted(recorder)
@@ -734,3 +710,26 @@ class QuantizationSimModel(Tabular):
 
     def _repr_html_(self) -> str:
         return self.quantizers._repr_html_(repr(self))
+
+
+def _call_plans(graph: Graph, sites: Mapping[str, Site]) -> dict[str, CallPlan]:
+    """By operator: the quantizers of what it reads, of what it makes, and inside it."""
+    by_op: dict[str, list[Site]] = {}
+    for site in sites.values():
+        by_op.setdefault(site.op, []).append(site)
+    return {op: _call_plan(op, held, graph.op(op).calls > 1) for op, held in by_op.items()}
+
+
+def _call_plan(op: str, sites: Sequence[Site], repeated: bool) -> CallPlan:
+    outer = [site for site in sites if site.inner is None]
+    return CallPlan(
+        op,
+        tuple(_place_of(site, repeated) for site in outer if site.role != "output"),
+        tuple(_place_of(site, repeated) for site in outer if site.role == "output"),
+        {site.inner: _place_of(site, False) for site in sites if site.inner is not None},
+    )
+
+
+def _place_of(site: Site, repeated: bool) -> Place:
+    assert isinstance(site.quantizer, Quantizer)
+    return Place(site.name, site.port, site.quantizer, site.channels, repeated)

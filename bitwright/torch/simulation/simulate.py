@@ -141,21 +141,27 @@ class Simulator:
                 "the model was run before calibration, so no quantizer has an encoding yet",
                 "call sim.compute_encodings(batches) or sim.load_encodings(path) first",
             )
-        if self.stage == "observe" and not self.runs:
-            self.lengths, self.longer, self.ranges = {}, {}, {}
         if self.stage in ("simulate", "mark"):
-            if torch.compiler.is_dynamo_compiling():
-                self.prepare_compilation()
-            else:
-                self.refresh_biases()
-                if self.watch is not None and self.stage == "simulate":
-                    self.watch()
-        if self.stage == "observe":
-            self.told = False
+            self._begin_simulation()
         if self._looks_for_nan():
             self._given[get_ident()] = (args, kwargs)
-        if self.stage == "observe" and self.gate is not None:
-            self.gate.open((args, kwargs) if args or kwargs else None)
+        if self.stage == "observe":
+            self._begin_observation((args, kwargs) if args or kwargs else None)
+
+    def _begin_simulation(self) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self.prepare_compilation()
+            return
+        self.refresh_biases()
+        if self.watch is not None and self.stage == "simulate":
+            self.watch()
+
+    def _begin_observation(self, given: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> None:
+        if not self.runs:
+            self.lengths, self.longer, self.ranges = {}, {}, {}
+        self.told = False
+        if self.gate is not None:
+            self.gate.open(given)
 
     def part(self, path: str, caller: str | None) -> bool:
         """Parts of the model run on their own; what a method computes around them is not seen, which is told once."""
@@ -274,35 +280,37 @@ class Simulator:
         self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:  # fmt: skip
         """The call with its quantizers."""
-        target = kwargs.get("out")
-        if isinstance(target, torch.Tensor):
-            # filled with the quantized result, under whichever name it is read
-            rest = {name: value for name, value in kwargs.items() if name != "out"}
-            result = self._planned(plan, row, func, args, rest)
-            if target.shape != result.shape:
-                target.resize_(result.shape)
-            return target.copy_(result)
+        if isinstance(kwargs.get("out"), torch.Tensor):
+            return self._into_target(plan, row, func, args, kwargs)
         written = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if plan.operands:
             bound = row.bind(args, kwargs)
             operands = dict(row.operands(bound))
             if torch.is_grad_enabled() and _writes(row, kwargs) and written is not None:
-                # autograd keeps what a quantizer was given, which this call is about to overwrite
-                operands = {port: x.clone() if x is written else x for port, x in operands.items()}
+                operands = _with_copy_of(written, operands)
             new = {
                 place.at: self._operand(place, operands[place.at])
                 for place in plan.operands
                 if isinstance(operands.get(place.at), torch.Tensor) and operands[place.at].is_floating_point()
             }
             args, kwargs = row.replace(args, kwargs, new)
-        if not plan.outputs:
-            output = func(*args, **kwargs)
-            if output is not written and args and output is args[0] and written is not None:
-                written.copy_(output)  # an in-place call on an operand that was quantized out of place
-                output = written
-        else:
-            output = self._with_outputs(plan, row, func, args, kwargs, written)
+        if plan.outputs:
+            return self._with_outputs(plan, row, func, args, kwargs, written)
+        output = func(*args, **kwargs)
+        if output is not written and args and output is args[0] and written is not None:
+            return written.copy_(output)  # an in-place call on an operand that was quantized out of place
         return output
+
+    def _into_target(
+        self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor:  # fmt: skip
+        """``out`` filled with the quantized result, under whichever name it is read."""
+        rest = dict(kwargs)
+        target: torch.Tensor = rest.pop("out")
+        result = self._planned(plan, row, func, args, rest)
+        if target.shape != result.shape:
+            target.resize_(result.shape)
+        return target.copy_(result)
 
     def _with_outputs(
         self, plan: CallPlan, row: Function, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -319,11 +327,11 @@ class Simulator:
             return written.copy_(result)
         output = func(*args, **kwargs)
         if isinstance(output, torch.Tensor):
-            alias = args and output is args[0]
-            result = self._output(plan.outputs[0], output, overwrite=row.fresh or bool(alias))
-            if written is not None and (output is written or alias):
-                return written if result is written else written.copy_(result)
-            return result
+            alias = bool(args) and output is args[0]
+            result = self._output(plan.outputs[0], output, overwrite=row.fresh or alias)
+            if written is None or (output is not written and not alias):
+                return result
+            return written if result is written else written.copy_(result)
         items = list(output)
         for place in plan.outputs:
             if isinstance(items[place.at], torch.Tensor):
@@ -546,6 +554,11 @@ class WithGradient(list[torch.Tensor]):
 def take(taken: list[torch.Tensor], x: torch.Tensor) -> None:
     """Add a copy of ``x``, which later calls may write over."""
     taken.append(x.clone() if isinstance(taken, WithGradient) else x.detach().clone())
+
+
+def _with_copy_of(written: torch.Tensor, operands: Mapping[int, Any]) -> dict[int, Any]:
+    """For autograd, which keeps what a quantizer was given where the call is about to overwrite that."""
+    return {port: x.clone() if x is written else x for port, x in operands.items()}
 
 
 def _writes(row: Function, kwargs: dict[str, Any]) -> bool:
