@@ -39,8 +39,6 @@ MAX_ROUNDS = 400
 _EXACT = 1e6
 #: variances, and sums of products of them, below which a channel counts as constant
 _SMALL, _TINY = 1e-12, 1e-30
-#: entries of a matrix per group, up to which products of many groups are faster entry by entry than group by group
-_SMALL_MATRIX = 32
 #: a sum of powers below which those that fell below the smallest float64 could matter
 _FAINT = 1e-100
 _LINEAR_IN_PARTS = (*TRAITS["piecewise_linear"], *TRAITS["identity"])
@@ -152,20 +150,11 @@ class _SmoothLargest:
         up, right = self._out - out, into - self._into
         most = float(up.max()), float(right.max())
         a, b = np.exp(self._sharpness * (up - most[0])), np.exp(self._sharpness * (right - most[1]))
-        small = self._powers.shape[1] * self._powers.shape[2] <= _SMALL_MATRIX
-        by_row = a * (
-            (self._powers * b[:, None, :]).sum(axis=2)
-            if small
-            else np.matmul(self._powers, b[:, :, None])[:, :, 0]
-        )
+        by_row = a * np.einsum("goi,gi->go", self._powers, b)
         total = float(by_row.sum())
         if total < _FAINT:
             return None
-        by_column = b * (
-            (self._powers * a[:, :, None]).sum(axis=1)
-            if small
-            else np.matmul(a[:, None, :], self._powers)[:, 0, :]
-        )
+        by_column = b * np.einsum("goi,go->gi", self._powers, a)
         return self._top + sum(most) + np.log(total) / self._sharpness, by_row / total, by_column / total
 
 
@@ -202,7 +191,7 @@ def descend(
             break
         point, value, slope = found
         step, change = point - x, slope - gradient
-        if step @ change > 1e-12:
+        if _dot(step, change) > 1e-12:
             pairs = [*pairs, (step, change)][-memory:]
         x, gradient = point, slope
         values.append(value)
@@ -213,17 +202,22 @@ def _direction(gradient: Array, pairs: Sequence[tuple[Array, Array]]) -> Array:
     """Where to go: the gradient times the approximate inverse Hessian, negative; no entry beyond 2."""
     q, weights = gradient.copy(), []
     for step, change in reversed(pairs):
-        weights.append(step @ q / (step @ change))
+        weights.append(_dot(step, q) / _dot(step, change))
         q -= weights[-1] * change
     if pairs:
         step, change = pairs[-1]
-        q *= (step @ change) / (change @ change)
+        q *= _dot(step, change) / _dot(change, change)
     else:
         q /= max(float(np.abs(q).max(initial=0.0)), 1e-12)
     for (step, change), weight in zip(pairs, reversed(weights), strict=True):
-        q += step * (weight - change @ q / (step @ change))
+        q += step * (weight - _dot(change, q) / _dot(step, change))
     result: Array = -q * min(1.0, 2 / max(float(np.abs(q).max(initial=0.0)), 1e-12))
     return result
+
+
+def _dot(a: Array, b: Array) -> float:
+    """Scalar product without BLAS, whose threads wait longer than they sum and whose number changes the sum."""
+    return float(np.einsum("k,k->", a, b))
 
 
 def _line_search(
@@ -234,7 +228,7 @@ def _line_search(
     direction: Array,
 ) -> tuple[Array, float, Array] | None:
     """The first of halved steps that lowers the value enough (Armijo); ``None`` when none does."""
-    slope = float(gradient @ direction)
+    slope = _dot(gradient, direction)
     for halvings in range(20):
         length = 0.5**halvings
         point = x + length * direction
