@@ -6,12 +6,15 @@ the outputs is ``J e`` to first order. For a random ``v`` of independent signs, 
 what the layer's outputs differ by. A quantizer that works several times on a sample, as those inside a recurrent layer do at
 every step, has its shares added before they are squared. Everything is taken at the float model: on the grid a derivative may
 not exist.
+
+The run back needs the values of the run forward. These are kept part by part, and computed once more from what the part began
+with (Chen 2016, Training deep nets with sublinear memory cost).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +28,8 @@ _SAMPLES = (
     32  # rows of outputs that are enough: one estimate is then off by a quarter, one standard deviation
 )
 
+
+_PART = 64 * 2**20  # bytes of results from which on a new part begins
 
 Error = Callable[[], Tensor]
 
@@ -97,19 +102,41 @@ class _Watch:
 
     def batch(self, program: Program, state: State) -> int:
         """Add one batch; returns how many rows its outputs had."""
-        self._leaves = []
-        outputs = self._forward(program, dict(state))
-        floats = [y for y in outputs.values() if y.requires_grad]
-        if floats:
-            directions = [self._direction(y, len(floats)) for y in floats]
-            torch.autograd.backward(floats, directions, inputs=self._leaves)
-        # the run back is over, and with it what it kept
-        self._leaves = []
+        program = replace(program, constants={v: t.detach() for v, t in program.constants.items()})
+        begun, outputs = self._forward(program, dict(state))
+        floats = {v: y for v, y in outputs.items() if y.requires_grad}
+        self._back(program, begun, {v: self._direction(y, len(floats)) for v, y in floats.items()}, floats)
         self._measured += self._measure(program, dict(state), {v: y.detach() for v, y in outputs.items()})
         for (site, _), share in self._shares.items():
             self._noise[site] = self._noise.get(site, 0.0) + float(share.square().sum())
         self._shares = {}
         return max((y.shape[0] for y in outputs.values() if y.dim()), default=1)
+
+    def _back(
+        self,
+        program: Program,
+        begun: list[tuple[int, State]],
+        gradients: Mapping[int, Tensor],
+        ends: Mapping[int, Tensor],
+    ) -> None:
+        """Run back from the outputs ``ends``; the part that ran last is still there, those before it run once more."""
+        last = len(program.steps)
+        while begun and gradients:
+            first, state = begun.pop()
+            if last < len(program.steps):
+                self._leaves, ends = [], dict(state)
+                self._steps(program, ends, first, last)
+            before = {v: t for v, t in state.items() if isinstance(t, Tensor) and t.requires_grad}
+            roots = [v for v in gradients if ends[v].requires_grad]
+            if roots:
+                torch.autograd.backward(
+                    [ends[v] for v in roots],
+                    [gradients[v] for v in roots],
+                    inputs=[*self._leaves, *before.values()],
+                )
+            gradients = {v: t.grad for v, t in before.items() if t.grad is not None}
+            last = first
+        self._leaves = []
 
     def _measure(self, program: Program, state: State, wanted: Mapping[int, Tensor]) -> float:
         """Noise over signal of the quantized outputs, the mean over those whose length depends on no value."""
@@ -130,19 +157,37 @@ class _Watch:
         power = float(y.detach().double().square().nansum())
         return signs / (max(power, 1e-30) * outputs) ** 0.5
 
-    def _forward(self, program: Program, state: State) -> dict[int, Tensor]:
-        """What the model returns in float; every tensor that a quantizer would change is watched."""
-        outputs = set(program.outputs)
-        constants = {value: t.detach() for value, t in program.constants.items()}
-        for i, step in enumerate(program.steps):
-            program.settle(state, i, self._run(step, state, constants), outputs)
+    def _forward(self, program: Program, state: State) -> tuple[list[tuple[int, State]], dict[int, Tensor]]:
+        """Run in float; every tensor that a quantizer would change is watched.
+
+        Returns:
+            Of every part its first step and the state there; and what the model returns. Only the last part can run back.
+        """
+        begun, size, self._leaves = [(0, dict(state))], 0, []
+        for i in range(len(program.steps)):
+            if size >= _PART and all(isinstance(t, Tensor) for t in state.values()):
+                state = {v: t.detach().requires_grad_(t.requires_grad) for v, t in state.items()}
+                begun.append((i, dict(state)))
+                size, self._leaves = 0, []
+            size += self._steps(program, state, i, i + 1)
         found = {v: state.get(v) for v in program.outputs}
-        return {v: y for v, y in found.items() if isinstance(y, Tensor) and y.is_floating_point()}
+        return begun, {v: y for v, y in found.items() if isinstance(y, Tensor) and y.is_floating_point()}
+
+    def _steps(self, program: Program, state: State, first: int, last: int) -> int:
+        """Run the steps ``[first, last)``; returns how many bytes they made."""
+        outputs, made = set(program.outputs), 0
+        for i in range(first, last):
+            results = self._run(program.steps[i], state, program.constants)
+            program.settle(state, i, results, outputs)
+            made += sum(r.nbytes for r in results if isinstance(r, Tensor))
+        return made
 
     def _run(self, step: Step, state: State, constants: Mapping[int, Tensor]) -> list[Any]:
         axis = self._samples_axis(step)
         read = {slot: (site, state[v]) for slot, site in step.operands if (v := step.reads[slot]) in state}
-        watched = {s: self._watched(site, x, self._error(site, x), axis) for s, (site, x) in read.items()}
+        watched = {
+            s: self._watched(site, _alias(x), self._error(site, x), axis) for s, (site, x) in read.items()
+        }
         with torch.enable_grad():
             made = list(run_step(step, state, constants, None, watched, self._inner))
         exact = [y.detach() if isinstance(y, Tensor) else y for y in made]
@@ -229,6 +274,14 @@ class _Watch:
 def _separated(results: list[Any]) -> list[Any]:
     """With a derivative of its own each: one may be part of another, as the last state of all states."""
     return results if len(results) == 1 else [y.view_as(y) if isinstance(y, Tensor) else y for y in results]
+
+
+def _alias(x: Any) -> Any:
+    """``x`` with a derivative of its own: by what one step reads, not by all that read the value."""
+    if not isinstance(x, Tensor) or not x.requires_grad:
+        return x
+    with torch.enable_grad():
+        return x.view_as(x)
 
 
 def _as_it_is(error: Tensor) -> Tensor:

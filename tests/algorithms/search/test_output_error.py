@@ -1,11 +1,13 @@
 """The estimate of what each quantizer costs the output, against what it does cost."""
 
 import math
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
+from bitwright.algorithms.search import output_error
 from bitwright.algorithms.search.output_error import output_errors
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.adapters.program import TorchSimulation
@@ -171,3 +173,65 @@ def test_errors_are_not_kept_from_the_run_forward(calibrated):
     errors = output_errors(watched, batches[:1])
     assert set(watched.late) == set(errors.activations) | set(errors.weights)
     assert errors == output_errors(plain, batches[:1])
+
+
+class _Held:
+    """Bytes that autograd keeps for the run back, and the most it kept."""
+
+    def __init__(self):
+        self.now = self.most = 0
+
+    def keep(self, tensor):
+        size = tensor.nbytes
+        self.now += size
+        self.most = max(self.now, self.most)
+        kept = _Kept(tensor.detach())
+        weakref.finalize(kept, self._released, size)
+        return kept
+
+    def _released(self, size):
+        self.now -= size
+
+
+class _Kept:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("model", ["convolutions", "recurrent", "several readers"])
+def test_the_run_forward_is_kept_in_parts(model, calibrated, monkeypatch):
+    """The same estimate from parts of one step each as from the whole, with fewer values in memory."""
+    if model == "convolutions":
+        sim, (batch, *_) = calibrated
+    else:
+        batch = torch.randn(32, 12, 6, generator=torch.Generator().manual_seed(1))
+        net = Recurrent() if model == "recurrent" else SeveralReaders()
+        sim = QuantizationSimModel(net.eval(), batch)
+        sim.compute_encodings([batch], progress=False)
+    found, most = {}, {}
+    for size in (0, 2**30):
+        monkeypatch.setattr(output_error, "_PART", size)
+        held = _Held()
+        with torch.autograd.graph.saved_tensors_hooks(held.keep, lambda kept: kept.tensor):
+            found[size] = output_errors(TorchSimulation(sim), [batch])
+        most[size] = held.most
+    parts, whole = found[0], found[2**30]
+    assert parts.measured == whole.measured and parts.unknown == whole.unknown
+    for one, other in ((parts.activations, whole.activations), (parts.weights, whole.weights)):
+        assert one == pytest.approx(other, rel=1e-4) and one.keys() == other.keys()
+    assert most[0] < 0.7 * most[2**30]
+
+
+class SeveralReaders(nn.Module):
+    """A value that layers read in several parts, an index that has no derivative, an output that is an input of the next."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.three = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = torch.relu(self.one(x))
+        z = torch.tanh(self.two(y))
+        first = z.gather(1, y.argsort(1))
+        return self.three(first) * y + self.two(z), z
