@@ -6,8 +6,8 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,6 +136,23 @@ def _slow_steps(
             )
 
 
+def _told(
+    sim: Simulated, result: QdqResult, encodings: Iterable[str], tensors: Container[str]
+) -> Iterator[str]:
+    """What writing a model has left to say about its sites."""
+    for note in result.notes:
+        if note.kind != "no place" or note.site not in tensors:
+            yield f"{note.site}: {note.text}"
+    for name in encodings:
+        if name not in tensors and not sim.quantizers[name].quantizer.derived:
+            yield f"{name}: not in the exported graph"
+
+
+def _outside_steps(sim: Simulated, sites: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those inside recurrent layers, whose operators compute in float what the simulation rounds at every step."""
+    return {name: values for name, values in sites.items() if sim.quantizers[name].inner is None}
+
+
 def write_artefacts(
     sim: Simulated,
     path: str | Path,
@@ -185,17 +202,7 @@ def write_artefacts(
         written, encodings, bias=bias, activation=activation, weight_only=weight_only, target=target
     )
     tensors = _tensors_of(sim, stripped.tensors)
-    notes = [*notes, *_slow_steps(sim, form, recurrent, target)]
-    notes += [
-        f"{note.site}: {note.text}"
-        for note in result.notes
-        if note.kind != "no place" or note.site not in tensors
-    ]
-    notes += [
-        f"{name}: not in the exported graph"
-        for name in encodings
-        if name not in tensors and not sim.quantizers[name].quantizer.derived
-    ]
+    notes = [*notes, *_slow_steps(sim, form, recurrent, target), *_told(sim, result, encodings, tensors)]
     notes += _float_insides(sim, result, tensors)
     folder = Path(path)
     names = {
@@ -225,12 +232,10 @@ def write_artefacts(
         if samples is not None:
             kept, sizes = _few_enough(samples, result, data)
             notes += sizes
+            inputs, sites = kept.inputs, kept.sites
             if form == "native":
-                # the operators compute in float what the simulation rounds at every step
-                sites = {name: v for name, v in kept.sites.items() if sim.quantizers[name].inner is None}
-                kept = replace(kept, sites=sites)
-            inputs = kept.inputs
-            write_samples(staging / f"{prefix}_samples.npz", kept.sites, inputs, kept.outputs)
+                sites = _outside_steps(sim, sites)
+            write_samples(staging / f"{prefix}_samples.npz", sites, inputs, kept.outputs)
         if "tflite" in names:
             # a file whose batch has to be fixed takes that of the samples
             feeds = _named_inputs(result.model, data) if inputs is None else inputs

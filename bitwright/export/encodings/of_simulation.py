@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -159,40 +159,77 @@ def _matched(
     params = {s.name for s in sites if s.role in ("weight", "bias", "constant")}
     exported, carried = _exported_names(source)
     file = read_encodings(source, params=params.union(*(exported.get(name, ()) for name in params)))
-    by_value: dict[str, list[str]] = {}
-    for site in sites:
-        by_value.setdefault(site.value, []).append(site.name)
-    for value, group in sim.plan.shared.items():  # tensors that lie on the grid of a site
-        by_value.setdefault(value, [group] if group in sim.quantizers else [])
-    for output, value in sim.output_values.items():  # an exported model calls it by the name of its output
-        by_value.setdefault(output, by_value.get(value, []))
-    derived = {s.name for s in sim.quantizers.values() if s.quantizer.derived}
-    derived |= {s.value for s in sim.quantizers.values() if s.quantizer.derived}
-    derived = derived.union(*(exported.get(name, ()) for name in derived))
-    records = [
-        r for r in file.records if r.name not in derived and not (params_only and r.kind == "activation")
-    ]
-    by_tensor = _by_tensor(sites, exported, {record.name: record for record in records})
-    known = {tensor for site in sites for tensor in exported.get(site.name, ())}.union(carried)
-    found = dict(by_tensor)
-    extra: list[str] = []
+    records = _records_for_sites(sim, file.records, exported, params_only)
+    by_tensor = _by_tensor(sites, exported, records)
+    by_name, unused = _by_name(records.values(), sim, sites, by_tensor)
+    found = {**by_tensor, **by_name}
+    known = set(carried).union(*(exported.get(site.name, ()) for site in sites))
+    extra = [name for name in unused if name not in known]
+    have = expected = _served(sim, sites, found)
+    if strict and not partial:
+        expected = [s.name for s in sites if s.enabled and (not params_only or s.name in params)]
+    _tell_names(names_error(_where(source), expected, [*have, *extra]), strict, params_only, extra)
+    return found
+
+
+def _served(sim: Simulated, sites: Iterable[Site], found: Iterable[str]) -> list[str]:
+    """Names of the sites that are found, or any of whose sharing group is."""
+    served = {id(sim.quantizers[name].quantizer) for name in found}
+    return [site.name for site in sites if id(site.quantizer) in served]
+
+
+def _where(source: str | Path | dict[str, Any]) -> str:
+    return str(source) if isinstance(source, (str, Path)) else "encodings"
+
+
+def _records_for_sites(
+    sim: Simulated, records: Iterable[NamedEncoding], exported: Mapping[str, Sequence[str]], params_only: bool
+) -> dict[str, NamedEncoding]:
+    """Records by name, without those of biases whose grids follow from others."""
+    derived = [site for site in sim.quantizers.values() if site.quantizer.derived]
+    names = {name for site in derived for name in (site.name, site.value)}
+    names |= {tensor for name in names for tensor in exported.get(name, ())}
+    kept = {record.name: record for record in records if record.name not in names}
+    if params_only:
+        return {name: record for name, record in kept.items() if record.kind != "activation"}
+    return kept
+
+
+def _tell_names(
+    problem: EncodingsError | None, strict: bool, params_only: bool, extra: Sequence[str]
+) -> None:
+    if problem is not None and (strict or (extra and params_only)):
+        raise problem
+    if problem is not None and extra:
+        logger.warning("%s", problem)
+
+
+def _by_name(
+    records: Iterable[NamedEncoding], sim: Simulated, sites: Iterable[Site], by_tensor: Container[str]
+) -> tuple[dict[str, NamedEncoding], list[str]]:
+    """Site -> the record of its name or of its tensor's, where it has none ``by_tensor``; and the names that no site has."""
+    by_value = _sites_by_value(sim, sites)
+    found: dict[str, NamedEncoding] = {}
+    unused = []
     for record in records:
         names = [name for name in by_value.get(record.name, []) if name not in by_tensor]
         if record.name in sim.quantizers:
             names = [record.name]
-        if not names and record.name not in known:
-            extra.append(record.name)
         found.update(dict.fromkeys(names, record))
-    # a site is served when any site of its sharing group is
-    served = {id(sim.quantizers[name].quantizer) for name in found}
-    expected = [s.name for s in sites if s.enabled and (not params_only or s.name in params)]
-    have = [s.name for s in sites if id(s.quantizer) in served]
-    where = str(source) if isinstance(source, (str, Path)) else "encodings"
-    problem = names_error(where, expected if strict and not partial else have, [*have, *extra])
-    if problem is not None and (strict or extra):
-        if strict or params_only:
-            raise problem
-        logger.warning("%s", problem)
+        if not names:
+            unused.append(record.name)
+    return found, unused
+
+
+def _sites_by_value(sim: Simulated, sites: Iterable[Site]) -> dict[str, list[str]]:
+    """Tensor -> the sites where it is put on a grid, or one that has put it there."""
+    found: dict[str, list[str]] = {}
+    for site in sites:
+        found.setdefault(site.value, []).append(site.name)
+    for value, group in sim.plan.shared.items():  # tensors that lie on the grid of a site
+        found.setdefault(value, [group] if group in sim.quantizers else [])
+    for output, value in sim.output_values.items():  # an exported model calls it by the name of its output
+        found.setdefault(output, found.get(value, []))
     return found
 
 

@@ -290,22 +290,23 @@ def _columns(site: str, rows: list[Any]) -> dict[str, Any]:
     """The rows of a 0.6.1 entry as one object with lists; what holds for the whole tensor has to agree."""
     if not rows:
         raise EncodingsError(site, "it is an empty list", _MEND)
-    entries = []
-    for i, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise EncodingsError(f"{site}[{i}]", f"it is {_what(row)}, not an object", _MEND)
-        entries.append(_Entry(f"{site}[{i}]", row))
+    entries = [_row(f"{site}[{i}]", row) for i, row in enumerate(rows)]
     merged = dict(entries[0].raw)
     for key in ("bitwidth", "dtype", "is_symmetric"):
-        for entry in entries:
-            if entry.raw.get(key) != merged.get(key):
-                raise entry.fail(
-                    key, f"{entry.raw.get(key)!r} differs from {merged.get(key)!r} of the first channel"
-                )
-    if merged.get("dtype") != "float":
-        merged |= {key: [entry.need(key) for entry in entries] for key in ("scale", "offset")}
-        merged["zero_point_shift"] = [entry.raw.get("zero_point_shift") or 0 for entry in entries]
-    return merged
+        for other in entries:
+            if other.raw.get(key) != merged.get(key):
+                problem = f"{other.raw.get(key)!r} differs from {merged.get(key)!r} of the first channel"
+                raise other.fail(key, problem)
+    if merged.get("dtype") == "float":
+        return merged
+    merged |= {key: [entry.need(key) for entry in entries] for key in ("scale", "offset")}
+    return merged | {"zero_point_shift": [entry.raw.get("zero_point_shift") or 0 for entry in entries]}
+
+
+def _row(site: str, row: Any) -> _Entry:
+    if not isinstance(row, dict):
+        raise EncodingsError(site, f"it is {_what(row)}, not an object", _MEND)
+    return _Entry(site, row)
 
 
 def _read_0_6_1(entry: _Entry) -> _Read:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -173,6 +174,11 @@ class NamedEncoding:
         )
 
 
+def _concrete(rank: int, axis: int | None) -> int | None:
+    """``axis`` counted from the start, where a tensor of this rank has it."""
+    return axis % rank if axis is not None and -rank <= axis < rank else None
+
+
 def _candidates(
     granularity: Granularity, channel_axis: Channels, block_axis: int | None, rank: int
 ) -> list[Granularity]:
@@ -180,9 +186,7 @@ def _candidates(
     if isinstance(granularity, PerTensor):
         return [granularity]
     given = PerBlock(1, block_axis, channel_axis).channel_axes
-
-    def concrete(axis: int | None) -> int | None:
-        return axis % rank if axis is not None and -rank <= axis < rank else None
+    concrete = partial(_concrete, rank)
 
     if isinstance(granularity, PerChannel):
         axis = concrete(next(iter(given[-1:]), None) if granularity.axis is None else granularity.axis)

@@ -24,24 +24,36 @@ def find_constants(
     alone (a weight under weight normalisation, say) is evaluated only where a marker reads it or where it is one of
     ``also``, all in one run of ONNX Runtime.
     """
-    known: dict[ir.Value, ir.TensorProtocol] = {}
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            if value.const_value is not None and not value.is_graph_input():
-                known[value] = value.const_value
+    known = _stored(model)
     constant = set(known)
     for node in model.graph.all_nodes():
-        if node.op_type == "Constant" and not node.domain:
-            tensor = ir.convenience.get_const_tensor(node.outputs[0])
-            if tensor is not None:
-                known[node.outputs[0]] = tensor
-                constant.add(node.outputs[0])
+        tensor = _held_by(node)
+        if tensor is not None:
+            known[node.outputs[0]] = tensor
+            constant.add(node.outputs[0])
         elif _is_pure(node) and all(v is None or v in constant for v in node.inputs):
             constant.update(node.outputs)
     marked = dict.fromkeys(node.inputs[0] for node in site_nodes(model))
     asked = [v for v in marked if v is not None and v.dtype in _NUMPY_FLOATS]
-    wanted = [v for v in dict.fromkeys((*asked, *also)) if v is not None and v in constant and v not in known]
-    return {**known, **(_evaluate(model, wanted, known) if wanted else {})}
+    computed = constant - known.keys()
+    wanted = [v for v in dict.fromkeys((*asked, *also)) if v in computed]
+    return {**known, **_evaluate(model, wanted, known)} if wanted else known
+
+
+def _stored(model: ir.Model) -> dict[ir.Value, ir.TensorProtocol]:
+    """Initializers that cannot be overridden."""
+    return {
+        value: value.const_value
+        for graph in model.graphs()
+        for value in graph.initializers.values()
+        if value.const_value is not None and not value.is_graph_input()
+    }
+
+
+def _held_by(node: ir.Node) -> ir.TensorProtocol | None:
+    """What a Constant holds."""
+    is_constant = node.op_type == "Constant" and not node.domain
+    return ir.convenience.get_const_tensor(node.outputs[0]) if is_constant else None
 
 
 def _is_pure(node: ir.Node) -> bool:

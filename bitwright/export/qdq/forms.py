@@ -296,22 +296,23 @@ def store_constant(
 
 def folded(small: Stored, rank: int) -> Stored:
     """``small`` with scale and zero point that broadcast against the codes, for operators that know no axis."""
-
-    def spread(param: NDArray[Any]) -> NDArray[Any]:
-        if small.axis is None:
-            return param
-        if small.block is None:
-            return param.reshape([-1 if i == small.axis else 1 for i in range(rank)])
-        short = param
-        for axis in range(rank):
-            if axis != small.axis and (short == short.take([0], axis)).all():
-                short = short.take([0], axis)
-        return np.repeat(short, small.block, small.axis)
-
     assert small.scale is not None
-    zero = None if small.zero_point is None or not small.zero_point.any() else small.zero_point
-    zeros = None if zero is None else spread(zero).astype(np.float32)
-    return Stored(small.array, spread(small.scale), zeros, small.axis)
+    scale = _spread_along(small.scale, small, rank)
+    if small.zero_point is None or not small.zero_point.any():
+        return Stored(small.array, scale, None, small.axis)
+    zeros = _spread_along(small.zero_point, small, rank).astype(np.float32)
+    return Stored(small.array, scale, zeros, small.axis)
+
+
+def _spread_along(param: NDArray[Any], small: Stored, rank: int) -> NDArray[Any]:
+    if small.axis is None:
+        return param
+    if small.block is None:
+        return param.reshape([-1 if i == small.axis else 1 for i in range(rank)])
+    for axis in range(rank):
+        if axis != small.axis and (param == param.take([0], axis)).all():
+            param = param.take([0], axis)
+    return np.repeat(param, small.block, small.axis)
 
 
 def folded_parts(node: ir.Node) -> tuple[ir.Value, ir.Value | None, ir.Value] | None:

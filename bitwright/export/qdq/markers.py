@@ -214,20 +214,23 @@ def remove_unread(value: ir.Value) -> bool:
     stack = [value]
     while stack:
         top = stack.pop()
-        if top.uses() or top.is_graph_output() or top.is_graph_input():
+        if _is_read(top) or top.is_graph_input():
             continue
         node = top.producer()
         if top.is_initializer():
             assert top.graph is not None and top.name is not None
             top.graph.initializers.pop(top.name, None)
         elif node is not None and node.graph is not None:
-            if any(other.uses() or other.is_graph_output() for other in node.outputs):
+            if any(map(_is_read, node.outputs)):
                 continue
-            inputs = [v for v in node.inputs if v is not None]
+            stack.extend(filter(None, node.inputs))
             node.graph.remove(node, safe=True)
-            stack.extend(inputs)
         removed = True
     return removed
+
+
+def _is_read(value: ir.Value) -> bool:
+    return bool(value.uses()) or value.is_graph_output()
 
 
 def close(model: ir.Model) -> None:

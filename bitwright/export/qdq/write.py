@@ -427,11 +427,7 @@ class _Writer:
             if source is None:
                 continue
             if is_site(node):
-                encoding, array = self.encodings[site_of(node)], self._array(source)
-                if array is not None:
-                    self.weights[node.outputs[0]] = _Weight(site_of(node), encoding, array.shape)
-                elif isinstance(encoding.granularity, PerTensor):
-                    self.grids[node.outputs[0]] = encoding
+                self._note_site(node, source)
             elif node.op_type == "Transpose" and source in self.weights:
                 weight = self.weights[source]
                 perm = _permutation(node, len(weight.shape))
@@ -440,9 +436,19 @@ class _Writer:
                 self.weights[node.outputs[0]] = _Weight(weight.site, moved, shape)
             else:
                 self._note_float_weight(node)
-                carried = self._carried(node, self.grids)
-                for value in _data_outputs(node) if carried is not None else ():
-                    self.grids[value] = carried
+                self._note_carried(node)
+
+    def _note_carried(self, node: ir.Node) -> None:
+        carried = self._carried(node, self.grids)
+        if carried is not None:
+            self.grids.update(dict.fromkeys(_data_outputs(node), carried))
+
+    def _note_site(self, node: ir.Node, source: ir.Value) -> None:
+        encoding, array = self.encodings[site_of(node)], self._array(source)
+        if array is not None:
+            self.weights[node.outputs[0]] = _Weight(site_of(node), encoding, array.shape)
+        elif isinstance(encoding.granularity, PerTensor):
+            self.grids[node.outputs[0]] = encoding
 
     def _note_float_weight(self, node: ir.Node) -> None:
         """A float weight after a quantized input does not stay float in ONNX Runtime's default mode."""

@@ -15,7 +15,7 @@ fed, or ONNX Runtime would quantize them by itself, as it does in a main graph.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,12 @@ from bitwright.export.qdq.markers import STATES, copy_model, move_uses
 
 Array = NDArray[Any]
 Values = Mapping[str, Array | Sequence[Array]]
+
+
+def runs_of(given: Array | Sequence[Array] | None) -> Sequence[Array]:
+    """What a site had in each of its runs."""
+    return [given] if isinstance(given, np.ndarray) else list(given or ())
+
 
 BORDER = "bitwright.border"  # in the metadata of nodes that only stand for the way into a body, or out of it
 NOT_TAKEN = "its branch was not taken"
@@ -179,18 +185,19 @@ class _Opener:
         given: Mapping[tuple[str, int], Array],
         count: int,
     ) -> list[_Copy]:
-        states = [self._fed(v) if _is_float_constant(v) else self._border(node, v) for v in shape.states]
+        states = [self._entering(node, value) for value in shape.states]
         going = self.builder.initializer("going", np.array(True))
         copies: list[_Copy] = []
-        for i in range(count):
+        places = range(count)[::-1] if shape.backwards else range(count)
+        for i, at in enumerate(places):
             number = self.builder.initializer("iteration", np.array(i))
             counters = [number, going] if node.op_type == "Loop" else []
             slices = [self._slice(node, s, i, count) for s in shape.scanned]
             inputs = dict(zip(body.inputs, [*counters, *states, *slices], strict=True))
-            at = count - 1 - i if shape.backwards else i
+
             part = self._copy(body, node, inputs, self._shares(given, at, first=not copies))
             copies.append(_share_constant(copies[0], part) if copies else part)
-            first = 1 if counters else 0  # a Loop's own condition comes before its states
+            first = len(counters) // 2  # a Loop's own condition comes before its states
             made = copies[-1].outputs[first : first + len(states)]
             states = [v if v is old else self._border(node, v) for v, old in zip(made, states, strict=True)]
         return copies
@@ -250,16 +257,23 @@ class _Opener:
     def _fence(self, body: ir.Graph, node: ir.Node) -> None:
         """Let a body read what it takes from the main graph across a border; constants it reads as they are, or fed."""
         known: dict[ir.Value, ir.Value] = {}
+        for reader, i, value in list(self._taken(body)):
+            parameter = i > 0 and reader.op_type in TRAITS["bias_port"] and _is_float_constant(value)
+            if value.is_initializer() and not parameter:
+                continue
+            if value not in known:
+                known[value] = self._fed(value) if parameter else self._border(node, value)
+            reader.replace_input_with(i, known[value])
+
+    def _taken(self, body: ir.Graph) -> Iterator[tuple[ir.Node, int, ir.Value]]:
+        """Who reads what of the main graph, and where."""
         for reader in body.all_nodes():
             for i, value in enumerate(reader.inputs):
-                if value is None or value.graph is not self.builder.graph:
-                    continue
-                parameter = i > 0 and reader.op_type in TRAITS["bias_port"] and _is_float_constant(value)
-                if value.is_initializer() and not parameter:
-                    continue
-                if value not in known:
-                    known[value] = self._fed(value) if parameter else self._border(node, value)
-                reader.replace_input_with(i, known[value])
+                if value is not None and value.graph is self.builder.graph:
+                    yield reader, i, value
+
+    def _entering(self, node: ir.Node, value: ir.Value) -> ir.Value:
+        return self._fed(value) if _is_float_constant(value) else self._border(node, value)
 
     def _fed(self, value: ir.Value) -> ir.Value:
         """An input of the model that is fed the constant ``value``."""

@@ -8,7 +8,7 @@ runtime's time to load a model grows faster than its number of inputs and output
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,31 @@ class Place:
         """Name of the tensor that an integer kernel would make: the codes, or the result itself."""
         value = self.chain[-1].inputs[0] if self.chain else self.result
         return "" if value is None else str(value.name)
+
+
+def _makers(node: ir.Node, cuts: Container[ir.Value], static: Container[ir.Node]) -> Iterator[ir.Node]:
+    """What makes the inputs of ``node`` that are no ``cuts``, except for ``static`` nodes."""
+    for value in node.inputs:
+        maker = None if value is None or value in cuts else value.producer()
+        if maker is not None and maker not in static:
+            yield maker
+
+
+def _copied(place: Place, value: ir.Value, names: Names, first: ir.Node) -> ir.Value:
+    """What a copy of a quantizer, put in front of ``first``, makes of ``value``."""
+    assert first.graph is not None
+    known: dict[ir.Value | None, ir.Value | None] = {place.entry: value}
+    for node in place.chain:
+        inputs = [known.get(v, v) for v in node.inputs]
+        label = names.node(f"{value.name}/{node.op_type}")
+        copy = ir.Node("", node.op_type, inputs, node.attributes.values(), name=label)
+        copy.outputs[0].name = names.value(f"{value.name}_{node.op_type}")
+        copy.outputs[0].type = node.outputs[0].type  # tells LiteRT's writer which codes these are
+        known[node.outputs[0]] = copy.outputs[0]
+        first.graph.insert_before(first, copy)
+    made = known[place.result]
+    assert made is not None
+    return made
 
 
 class Cut:
@@ -180,24 +205,26 @@ class Cut:
     def _find(self) -> None:
         named = {str(v.name): v for v in self._model.graph.inputs}
         noted = [(node, read_metadata(node)) for node in self._model.graph.all_nodes()]
-        for _, facts in noted:
-            for site, run in facts["places"] if facts else ():
-                self._runs[site] = max(self._runs.get(site, 0), run + 1)
+        for site, run in (place for _, facts in noted if facts for place in facts["places"]):
+            self._runs[site] = max(self._runs.get(site, 0), run + 1)
         for node, facts in noted:
             named.update((str(v.name), v) for v in node.outputs)
-            if facts is None or facts["role"] != "activation":
-                continue
-            expected, why = self._expected(node, facts)
-            if expected is None:
-                self.unchecked.update({site: why for site, _ in facts["places"]})
-                continue
-            entry = named.get(facts["entry"])
-            if entry is None:
-                raise damaged_metadata(node)
-            scale = self._model.graph.initializers.get(facts["scale"] or "")
-            array = None if scale is None or scale.const_value is None else scale.const_value.numpy()
-            chain = quantizer_chain(node, entry)
-            self.places.append(Place(facts, chain, entry, node.outputs[0], expected, array))
+            if facts is not None and facts["role"] == "activation":
+                self._note_place(node, facts, named)
+
+    def _note_place(self, node: ir.Node, facts: dict[str, Any], named: Mapping[str, ir.Value]) -> None:
+        """Note what ``node`` ends, which was given, or why it is not checked."""
+        expected, why = self._expected(node, facts)
+        if expected is None:
+            self.unchecked.update({site: why for site, _ in facts["places"]})
+            return
+        entry = named.get(facts["entry"])
+        if entry is None:
+            raise damaged_metadata(node)
+        scale = self._model.graph.initializers.get(facts["scale"] or "")
+        array = None if scale is None or scale.const_value is None else scale.const_value.numpy()
+        chain = quantizer_chain(node, entry)
+        self.places.append(Place(facts, chain, entry, node.outputs[0], expected, array))
 
     def _expected(self, node: ir.Node, facts: dict[str, Any]) -> tuple[Array | None, str]:
         """The simulation's value after ``node``, or why there is none to compare."""
@@ -231,7 +258,24 @@ class Cut:
             self.places.append(Place(facts, [], value, value, expected, step))
 
     def _find_pieces(self) -> None:
-        """Join operators that no cut lies between: union-find, one pass over the nodes."""
+        """Join operators that no cut lies between."""
+        root_of, static = self._joined()
+        apart = {node for place in self.places for node in place.chain} | static
+        pieces: dict[ir.Node, Piece] = {}
+        for node, root in root_of.items():
+            piece = pieces.setdefault(root, Piece())
+            if node not in apart and BORDER not in node.metadata_props and node.op_type not in _QDQ:
+                piece.add(node)
+        for place in self.places:
+            maker = place.result.producer()
+            assert maker is not None
+            place.piece = pieces[root_of[maker]]
+
+    def _joined(self) -> tuple[dict[ir.Node, ir.Node], set[ir.Node]]:
+        """Node -> the node that stands for all that it is joined with, and the nodes that read constants alone.
+
+        Union-find, one pass over the nodes.
+        """
         cuts = {place.result for place in self.places if place.chain}
         owners: dict[ir.Node, ir.Node] = {}
         parent: dict[ir.Node, ir.Node] = {}
@@ -241,24 +285,12 @@ class Cut:
             top = node if node.graph is self._model.graph or top is None else top
             owners[node] = top
             parent.setdefault(top, top)
-            makers = [v.producer() for v in node.inputs if v is not None and v not in cuts]
             if node is top and reads_constants(node, static):
                 static.add(node)
                 continue
-            for maker in makers:
-                if maker is not None and maker not in static:
-                    parent[_root(parent, owners[maker])] = _root(parent, top)
-        chained = {node for place in self.places for node in place.chain}
-        pieces: dict[ir.Node, Piece] = {}
-        for node, owner in owners.items():
-            piece = pieces.setdefault(_root(parent, owner), Piece())
-            own = node not in static and node not in chained and BORDER not in node.metadata_props
-            if own and node.op_type not in _QDQ:
-                piece.add(node)
-        for place in self.places:
-            maker = place.result.producer()
-            assert maker is not None
-            place.piece = pieces[_root(parent, maker)]
+            for maker in _makers(node, cuts, static):
+                parent[_root(parent, owners[maker])] = _root(parent, top)
+        return {node: _root(parent, owner) for node, owner in owners.items()}, static
 
     def _apply(self) -> dict[str, Place]:
         """Feed every piece from new graph inputs, through copies of the quantizers; name of the input -> place."""
@@ -272,18 +304,9 @@ class Cut:
             name = names.value(f"{place.entry.name}_simulated")
             dtype = place.entry.dtype or ir.DataType.FLOAT
             value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(place.expected.shape))
-            known: dict[ir.Value, ir.Value] = {place.entry: value}
-            for node in place.chain:
-                inputs = [known.get(v, v) if v is not None else None for v in node.inputs]
-                label = names.node(f"{name}/{node.op_type}")
-                copy = ir.Node("", node.op_type, inputs, node.attributes.values(), name=label)
-                copy.outputs[0].name = names.value(f"{name}_{node.op_type}")
-                copy.outputs[0].type = node.outputs[0].type  # tells LiteRT's writer which codes these are
-                known[node.outputs[0]] = copy.outputs[0]
-                graph.insert_before(first, copy)
+            copies.append((place.result, _copied(place, value, names, first)))
             graph.inputs.append(value)
             fed[name] = place
-            copies.append((place.result, known[place.result]))
         for result, copy_result in copies:
             move_uses(result, copy_result)
         return fed

@@ -23,6 +23,7 @@ from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.tflite.convert import METADATA, to_tflite
 from bitwright.export.tflite.flat import pack, schema
 from bitwright.export.verify.agreement import SLACK, Agreement, compare
+from bitwright.export.verify.bodies import runs_of
 from bitwright.export.verify.cut import Cut
 from bitwright.export.verify.litert_kernels import (
     FUNCTION_ERRORS,
@@ -252,7 +253,7 @@ def verify_litert(
 def _given(site: _Site, values: Values) -> Array | None:
     for name, run in site.places:
         given = values.get(name)
-        several = [given] if isinstance(given, np.ndarray) else list(given or ())
+        several = runs_of(given)
         if run < len(several):
             return np.asarray(several[run])
     return None

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -27,7 +27,7 @@ from bitwright.errors import ExportError, close_matches
 from bitwright.export.files.value_types import load
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.verify.agreement import SLACK, Agreement, compare, spread, step_of
-from bitwright.export.verify.bodies import open_bodies
+from bitwright.export.verify.bodies import open_bodies, runs_of
 from bitwright.export.verify.cut import Cut, Place
 from bitwright.export.verify.outputs import named_arrays
 from bitwright.export.verify.reasons import OTHER_CONSTANT, Evidence, explain, measure, reason_of
@@ -37,6 +37,7 @@ from bitwright.runtimes.adapters import find_runtime
 from bitwright.tables import Tabular, html_table
 
 Array = NDArray[Any]
+T = TypeVar("T")
 Verdict = Literal["agrees", "within", "fails"]
 
 _OTHER_COLUMNS = 86  # of a printed report, beside the names of sites
@@ -275,7 +276,7 @@ def verify_layers(
         return verify_litert(content, loaded, values, graph_inputs, outputs or {})
     opened = open_bodies(loaded, values)
     laid_out = side_by_side(opened.model, opened.values, graph_inputs)
-    open_outputs = {name: array for name, array in (outputs or {}).items() if name not in laid_out.settled}
+    open_outputs = _without(outputs or {}, laid_out.settled)
     cut = Cut(laid_out.model, laid_out.values, open_outputs)
     failures: dict[Mode, str] = {}
     found: dict[Place, list[Row]] = {}
@@ -286,8 +287,8 @@ def verify_layers(
     rows += [row for node in loaded.graph.all_nodes() for row in _constant_rows(node, values)]
     ends = _compare_outputs(loaded, outputs or {}, graph_inputs, failures, runtime)
     ran = {row.site for row in rows}
-    idle = {site: why for site, why in opened.idle.items() if site not in ran}
-    unchecked = {site: why for site, why in cut.unchecked.items() if site not in idle}
+    idle = _without(opened.idle, ran)
+    unchecked = _without(cut.unchecked, idle)
     return VerifyReport(tuple(rows), ends, unchecked, failures, idle, runtime)
 
 
@@ -448,26 +449,35 @@ class _Compared:
         ]
 
 
+def _without(held: Mapping[str, T], names: Container[str]) -> dict[str, T]:
+    return {name: value for name, value in held.items() if name not in names}
+
+
 def _constant_rows(node: ir.Node, values: Mapping[str, Array | Sequence[Array]]) -> Iterator[Row]:
     """What a stored weight or bias stands for against the simulation's value, where one was given."""
     facts = read_metadata(node)
     if facts is None or facts["role"] == "activation":
         return
+    name = str(node.outputs[0].name)
     for site, run in facts["places"]:
-        given = values.get(site)
-        several = [given] if isinstance(given, np.ndarray) else given
-        if several is None or run >= len(several):
+        several = runs_of(values.get(site))
+        if run >= len(several):
             continue
-        expected = np.asarray(several[run])
-        perm = facts["perm"]
-        found, scale = _stored_value(node)
-        found = found.transpose(np.argsort(perm)) if perm else found
-        step = scale.transpose(np.argsort(perm)) if perm and scale is not None and scale.ndim > 1 else scale
-        axis = perm[facts["axis"]] if perm and facts["axis"] is not None else facts["axis"]
-        agreement = compare(expected, found, {**facts, "axis": axis}, step)
+        found, scale, axis = _as_in_model(*_stored_value(node), facts["axis"], facts["perm"])
+        agreement = compare(np.asarray(several[run]), found, {**facts, "axis": axis}, scale)
         why = None if agreement.equal == 1 else OTHER_CONSTANT
-        name = str(node.outputs[0].name)
         yield Row(site, run, name, facts["format"], (), "constant", agreement, agreement, why)
+
+
+def _as_in_model(
+    found: Array, scale: Array | None, axis: int | None, perm: Sequence[int]
+) -> tuple[Array, Array | None, int | None]:
+    """A constant, its scale and the axis of that as they were before the constant was transposed."""
+    if not perm:
+        return found, scale, axis
+    back = np.argsort(perm)
+    turned = scale.transpose(back) if scale is not None and scale.ndim > 1 else scale
+    return found.transpose(back), turned, None if axis is None else perm[axis]
 
 
 def _stored_value(node: ir.Node) -> tuple[Array, Array | None]:

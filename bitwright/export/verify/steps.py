@@ -9,7 +9,7 @@ Then it is a chain of layers like any other, which :mod:`bitwright.export.verify
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from bitwright.export.qdq.forms import Builder, before, damaged_metadata, read_metadata
 from bitwright.export.qdq.markers import STATES, copy_model, move_uses
+from bitwright.export.verify.bodies import runs_of
 
 Array = NDArray[Any]
 Values = Mapping[str, Array | Sequence[Array]]
@@ -114,6 +115,11 @@ class _Layer:
         return state[np.clip(source, 0, length - 1), rows], first[..., None]
 
 
+def _places_in(body: ir.Graph) -> Iterator[tuple[str, int]]:
+    for facts in filter(None, map(read_metadata, body)):
+        yield from ((str(site), int(run)) for site, run in facts["places"])
+
+
 def _layer_of(scan: ir.Node, values: Values, graph_inputs: Mapping[str, Array]) -> _Layer | None:
     """The layer, or ``None`` where a state has no values (it passes no site, or nobody gave them), or lengths are unknown."""
     try:
@@ -127,13 +133,11 @@ def _layer_of(scan: ir.Node, values: Values, graph_inputs: Mapping[str, Array]) 
     if lengths is None and name is not None:
         return None
     body = scan.attributes["body"].as_graph()
-    facts = [read_metadata(node) for node in body]
-    places = tuple((str(site), int(run)) for fact in facts if fact for site, run in fact["places"])
+    places = tuple(_places_in(body))
     runs = dict(places)
     states = []
     for site in sites:
-        given = values.get(site or "")
-        several = [given] if isinstance(given, np.ndarray) else list(given or ())
+        several = runs_of(values.get(site or ""))
         if site not in runs or runs[site] >= len(several):
             return None
         states.append(_rows_of_steps(several[runs[site]]))
