@@ -30,34 +30,35 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.graph.ops import op_row
-from bitwright.core.numerics.affine import fake_quantize, quantize
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import FloatFormat, Format, IntFormat
-from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
-from bitwright.errors import EncodingsError, ExportError, GranularityError
+from bitwright.core.numerics.formats import FloatFormat, IntFormat
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerTensor
+from bitwright.errors import ExportError
 from bitwright.export.qdq.markers import Names, Outputs, is_site
+from bitwright.export.qdq.stored import (
+    FLOAT8,
+    HALVES,
+    INTEGERS,
+    check_shape,
+    expanded,
+    is_small_float,
+)
 
 METADATA = (
     "bitwright"  # key of the node metadata that tells what a quantizer is, and of the model's: who wrote it
 )
 D = ir.DataType
-_INTEGERS: dict[tuple[int, bool], ir.DataType] = {
-    (4, True): D.INT4, (8, True): D.INT8, (16, True): D.INT16,
-    (4, False): D.UINT4, (8, False): D.UINT8, (16, False): D.UINT16,
-}  # fmt: skip
-_FLOAT8 = {"float8_e4m3": D.FLOAT8E4M3FN, "float8_e5m2": D.FLOAT8E5M2}
-_HALVES = {"float16": D.FLOAT16, "bfloat16": D.BFLOAT16}
 # The opset whose QuantizeLinear and DequantizeLinear know a type; 13 knows 8 bits per channel.
 _SINCE = {
     **dict.fromkeys((D.INT4, D.UINT4, D.INT16, D.UINT16), 21),
-    **dict.fromkeys(_FLOAT8.values(), 19),
+    **dict.fromkeys(FLOAT8.values(), 19),
 }
 
 
@@ -84,24 +85,6 @@ class Pair:
     dtype: ir.DataType
     scale: ir.Value
     zero_point: ir.Value
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A constant in its small form; ``array`` is in the type it is stored as."""
-
-    array: NDArray[Any]
-    scale: NDArray[np.float32] | None
-    zero_point: NDArray[Any] | None
-    axis: int | None = None
-    block: int | None = None
-
-    @property
-    def op(self) -> str | None:
-        """The operator that makes its float value; none where it is stored in float."""
-        if self.scale is not None:
-            return "DequantizeLinear"
-        return None if self.array.dtype == np.float32 else "Cast"
 
 
 class Builder:
@@ -220,103 +203,8 @@ def damaged_metadata(node: ir.Node) -> ExportError:
     )
 
 
-def unsigned(encoding: Encoding) -> Encoding:
-    """The same grid counted from zero: codes and zero point shifted by ``2 ** (bits - 1)``; values unchanged.
-
-    The unsigned format cannot say that a grid is narrow; the writer's float Clip keeps its lowest code at 1.
-    """
-    fmt = encoding.format
-    if not isinstance(fmt, IntFormat) or not fmt.signed:
-        return encoding
-    shift = 1 << (fmt.bits - 1)
-    wide = encoding.zero_point.astype(np.int64) + shift
-    return replace(encoding, format=IntFormat(fmt.bits, signed=False), zero_point=wide)
-
-
-def check_shape(encoding: Encoding, shape: tuple[int, ...], site: str) -> None:
-    """Refuse an encoding whose scale does not fit a tensor of ``shape``.
-
-    Raises:
-        EncodingsError: with both shapes.
-    """
-    expected: tuple[int, ...] | str
-    try:
-        expected = encoding.granularity.param_shape(shape, site)
-    except GranularityError as error:
-        expected = error.problem
-    if encoding.scale.shape != expected:
-        raise EncodingsError(
-            site,
-            f"its encoding has a scale of shape {encoding.scale.shape}, but a tensor of shape {shape} with "
-            f"{encoding.granularity} needs {expected}",
-            "compute the encodings again for this model",
-        )
-
-
-# ------------------------------------------------------------------------------------------------ constants
-
-
-def store_constant(
-    array: NDArray[Any], encoding: Encoding, shown: Encoding, site: str, *, width: int | None = None
-) -> Stored:
-    """The small form of a constant, see the table of this module.
-
-    Args:
-        array: any float type; computed in float32 (float64 above 16 bits).
-        encoding: as simulated; fits the shape of ``array``.
-        shown: the grid to be written: ``encoding`` itself or its :func:`unsigned` form.
-        site: name for error messages.
-        width: least number of bits that the codes take; 16 for what no integer kernel is to take up.
-
-    Raises:
-        EncodingsError: the encoding does not fit the shape.
-    """
-    array = np.asarray(array, np.float32)
-    check_shape(encoding, array.shape, site)
-    fmt, codes = encoding.format, np.asarray(quantize(array, encoding))
-    if is_small_float(fmt):  # its numbers are whole multiples of the smallest one
-        steps = replace(encoding, scale=encoding.scale * np.float32(fmt.step))
-        small = fmt.max / fmt.step <= 127 and width != 16
-        return _scaled((codes / fmt.step).astype(np.int8 if small else np.int16), steps, array.shape)
-    if isinstance(fmt, FloatFormat):
-        if fmt.name in _HALVES:
-            return Stored(codes.astype(_HALVES[fmt.name].numpy()), None, None)
-        return _scaled(codes.astype(_FLOAT8[fmt.name].numpy()), encoding, array.shape)
-    # Above 16 bits DequantizeLinear takes int32, which integer kernels would misread.
-    if fmt.bits > 16:
-        return Stored(np.asarray(fake_quantize(array, encoding)), None, None)
-    bits = max(fmt.bits, width or 0)
-    dtype = _INTEGERS[
-        4 if bits <= 4 else 8 if bits <= 8 else 16,
-        isinstance(shown.format, IntFormat) and shown.format.signed,
-    ]
-    shift = (1 << (fmt.bits - 1)) if shown.format != fmt else 0
-    return _scaled((codes.astype(np.int64) + shift).astype(dtype.numpy()), shown, array.shape)
-
-
-def folded(small: Stored, rank: int) -> Stored:
-    """``small`` with scale and zero point that broadcast against the codes, for operators that know no axis."""
-    assert small.scale is not None
-    scale = _spread_along(small.scale, small, rank)
-    if small.zero_point is None or not small.zero_point.any():
-        return Stored(small.array, scale, None, small.axis)
-    zeros = _spread_along(small.zero_point, small, rank).astype(np.float32)
-    return Stored(small.array, scale, zeros, small.axis)
-
-
-def _spread_along(param: NDArray[Any], small: Stored, rank: int) -> NDArray[Any]:
-    if small.axis is None:
-        return param
-    if small.block is None:
-        return param.reshape([-1 if i == small.axis else 1 for i in range(rank)])
-    for axis in range(rank):
-        if axis != small.axis and (param == param.take([0], axis)).all():
-            param = param.take([0], axis)
-    return np.repeat(param, small.block, small.axis)
-
-
 def folded_parts(node: ir.Node) -> tuple[ir.Value, ir.Value | None, ir.Value] | None:
-    """Codes, zero point and scale of a constant of ours in the form of :func:`folded`, which ``node`` ends; or ``None``."""
+    """Codes, zero point and scale of a constant of ours that Cast, Sub and Mul make and ``node`` ends; or ``None``."""
     facts = read_metadata(node) if node.op_type == "Mul" else None
     if facts is None or facts["role"] != "constant":
         return None
@@ -326,55 +214,6 @@ def folded_parts(node: ir.Node) -> tuple[ir.Value, ir.Value | None, ir.Value] | 
         value = maker.inputs[0] if maker.op_type in ("Sub", "Cast") else None
     scale = node.inputs[1]
     return None if value is None or scale is None else (value, zero, scale)
-
-
-def _scaled(codes: NDArray[Any], encoding: Encoding, shape: tuple[int, ...]) -> Stored:
-    """Codes with scale and zero point in the shapes DequantizeLinear wants."""
-    zero_point, granularity = encoding.zero_point.astype(codes.dtype), encoding.granularity
-    if isinstance(granularity, PerTensor):
-        return Stored(codes, encoding.scale, zero_point)
-    assert granularity.axis is not None
-    axis = granularity.axis % len(shape)
-    if isinstance(granularity, PerChannel):
-        return Stored(codes, encoding.scale, zero_point, axis)
-    axis, size = _blocked_axis(encoding.scale.shape, shape) or (axis, granularity.size)
-    # A zero point as large as the expanded scale is only worth its bytes when it says something.
-    zeros = _expand(zero_point, axis, shape) if encoding.zero_point.any() else None
-    return Stored(codes, _expand(encoding.scale, axis, shape), zeros, axis, size)
-
-
-def _blocked_axis(param: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """The one axis along which values share scales, and how many do; then nothing has to be expanded."""
-    shared = [axis for axis, (n, length) in enumerate(zip(param, shape, strict=True)) if n != length]
-    return (shared[0], shape[shared[0]] // param[shared[0]]) if len(shared) == 1 else None
-
-
-def _expand(param: NDArray[Any], axis: int, shape: tuple[int, ...]) -> NDArray[Any]:
-    """A block-wise parameter with every axis but ``axis`` as long as the tensor's, which ONNX demands."""
-    full = (*shape[:axis], param.shape[axis], *shape[axis + 1 :])
-    return np.ascontiguousarray(np.broadcast_to(param, full))
-
-
-def transpose_encoding(encoding: Encoding, perm: Sequence[int]) -> Encoding:
-    """The encoding of a constant after a transposition by ``perm``."""
-    granularity = encoding.granularity
-    if isinstance(granularity, PerTensor):
-        return encoding
-    where = {source % len(perm): target for target, source in enumerate(perm)}
-    assert granularity.axis is not None
-    axis = where[granularity.axis % len(perm)]
-    if isinstance(granularity, PerChannel):
-        return replace(encoding, granularity=PerChannel(axis))
-    channels = tuple(where[channel % len(perm)] for channel in granularity.channel_axes)
-    moved = PerBlock(granularity.size, axis, channels)
-    common = encoding.common
-    return replace(
-        encoding,
-        scale=encoding.scale.transpose(perm),
-        zero_point=encoding.zero_point.transpose(perm),
-        granularity=moved,
-        common=common if common is None else common.transpose(perm),
-    )
 
 
 # ---------------------------------------------------------------------------------------------- activations
@@ -461,7 +300,7 @@ def _form(encoding: Encoding, narrow: bool) -> _Form:
     fmt = encoding.format
     if isinstance(fmt, IntFormat):
         return _write_wide if fmt.bits > 16 else partial(_write_pair, narrow=narrow)
-    if fmt.name in _HALVES:
+    if fmt.name in HALVES:
         return _write_half
     if is_small_float(fmt):
         return _write_small_float
@@ -498,7 +337,7 @@ def _write_pair(
         attributes["block_size"] = granularity.size
         shape = _static_shape(value, pen.site)
         axis = attributes["axis"] % len(shape)
-        scale, zero_point = _expand(scale, axis, shape), _expand(zero_point, axis, shape)
+        scale, zero_point = expanded(scale, axis, shape), expanded(zero_point, axis, shape)
     pen.builder.need(dtype, pen.site, isinstance(granularity, PerBlock))
     params = [pen.constant("scale", scale), pen.constant("zero_point", zero_point)]
     codes = pen.emit("QuantizeLinear", [value, *params], "q", dtype, **attributes)
@@ -512,10 +351,10 @@ def _pair_dtype(shown: Encoding, narrow: bool) -> ir.DataType:
     """Type of the codes; 8 bits only for one scale per tensor: integer kernels would misread several."""
     fmt = shown.format
     if isinstance(fmt, FloatFormat):
-        return _FLOAT8[fmt.name]
+        return FLOAT8[fmt.name]
     if not isinstance(shown.granularity, PerTensor):
-        return _INTEGERS[16, fmt.signed]
-    return _INTEGERS[4 if fmt.bits == 4 and narrow else 8 if fmt.bits <= 8 else 16, fmt.signed]
+        return INTEGERS[16, fmt.signed]
+    return INTEGERS[4 if fmt.bits == 4 and narrow else 8 if fmt.bits <= 8 else 16, fmt.signed]
 
 
 def _static_shape(value: ir.Value, site: str) -> tuple[int, ...]:
@@ -533,7 +372,7 @@ def _spread(param: NDArray[Any], granularity: Granularity, value: ir.Value, site
     if isinstance(granularity, PerBlock):
         shape = _static_shape(value, site)
         axis = granularity.axis % len(shape)
-        return np.repeat(_expand(param, axis, shape), granularity.size, axis)
+        return np.repeat(expanded(param, axis, shape), granularity.size, axis)
     if value.shape is None and granularity.axis >= 0:
         problem = f"its channels lie on axis {granularity.axis}, and the rank of its tensor is unknown"
         raise ExportError(site, problem, "run shape inference on the model, or quantize this site per tensor")
@@ -581,24 +420,19 @@ def _write_half(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding)
     fmt = encoding.format
     assert isinstance(fmt, FloatFormat)
     value = _clip_to(pen, value, fmt.max)
-    return Quantizer(pen.cast(pen.cast(value, "q", _HALVES[fmt.name]), "dq", D.FLOAT))
+    return Quantizer(pen.cast(pen.cast(value, "q", HALVES[fmt.name]), "dq", D.FLOAT))
 
 
 def _write_float8(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:
     """float8 without QuantizeLinear; Clip first, so that Cast saturates in every runtime."""
     fmt = encoding.format
     assert isinstance(fmt, FloatFormat)
-    dtype = _FLOAT8[fmt.name]
+    dtype = FLOAT8[fmt.name]
     pen.builder.need(dtype, pen.site)
     scale = pen.constant("scale", _spread(encoding.scale, encoding.granularity, value, pen.site))
     ratio = _clip_to(pen, pen.emit("Div", [value, scale], "ratio"), fmt.max)
     grid = pen.cast(pen.cast(ratio, "q", dtype), "grid", D.FLOAT)
     return Quantizer(pen.emit("Mul", [grid, scale], "dq"), scale)
-
-
-def is_small_float(fmt: Format) -> TypeGuard[FloatFormat]:
-    """Whether ``fmt`` is a float format of fewer than 8 bits, which no operator of ONNX Runtime rounds to."""
-    return isinstance(fmt, FloatFormat) and fmt.bits < 8
 
 
 def _write_small_float(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding) -> Quantizer:

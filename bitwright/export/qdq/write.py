@@ -51,13 +51,8 @@ from bitwright.export.qdq.forms import (
     METADATA,
     Builder,
     Pair,
-    Stored,
     before,
-    folded,
     note_metadata,
-    store_constant,
-    transpose_encoding,
-    unsigned,
     write_activation,
     write_follower,
 )
@@ -83,6 +78,7 @@ from bitwright.export.qdq.products import (
     guard_outputs,
     keep_apart,
 )
+from bitwright.export.qdq.stored import Stored, folded, store_constant, transpose_encoding, unsigned
 from bitwright.export.targets import Target, find_target
 
 __all__ = [

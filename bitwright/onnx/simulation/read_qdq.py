@@ -31,10 +31,11 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import Format, IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.errors import ModelError
-from bitwright.export.qdq.forms import folded_parts, is_small_float, read_metadata, transpose_encoding
+from bitwright.export.qdq.forms import folded_parts, read_metadata
 from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.export.qdq.nbits import restore_nbits
 from bitwright.export.qdq.products import join_again
+from bitwright.export.qdq.stored import is_small_float, transpose_encoding
 from bitwright.export.qdq.write import moves_data
 from bitwright.onnx.simulation.written_grids import (
     encoding_of,

@@ -23,7 +23,7 @@ from bitwright.core.numerics.int32_bias import fake_quantize_bias
 from bitwright.core.placement.plan import SitePlan
 from bitwright.export.files.onnx_file import let_go
 from bitwright.export.qdq.constants import find_constants
-from bitwright.export.qdq.forms import Builder, unsigned, write_activation
+from bitwright.export.qdq.forms import Builder, write_activation
 from bitwright.export.qdq.markers import (
     ATTRIBUTE,
     DOMAIN,
@@ -40,6 +40,7 @@ from bitwright.export.qdq.markers import (
 )
 from bitwright.export.qdq.products import guard_outputs
 from bitwright.export.qdq.recurrent import INNER_SITES, expand_recurrent
+from bitwright.export.qdq.stored import unsigned
 from bitwright.onnx.model.recurrent import is_layer
 from bitwright.onnx.model.session import weights
 from bitwright.onnx.simulation.weights import WeightFile, file_for

@@ -19,10 +19,11 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.export.qdq.constants import find_constants
-from bitwright.export.qdq.forms import Builder, before, unsigned, write_activation
+from bitwright.export.qdq.forms import Builder, before, write_activation
 from bitwright.export.qdq.markers import bypass, close, copy_model, remove_unread, site_nodes, site_of
 from bitwright.export.qdq.products import guard_outputs
 from bitwright.export.qdq.recurrent import expand_recurrent
+from bitwright.export.qdq.stored import unsigned
 from bitwright.onnx.model.session import open_session
 from bitwright.onnx.simulation.simulate import folded_constant
 

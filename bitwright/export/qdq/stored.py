@@ -1,0 +1,189 @@
+"""How a constant is stored: its codes in the type of a file, and the scale and zero point beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.numerics.affine import fake_quantize, quantize
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import FloatFormat, Format, IntFormat
+from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
+from bitwright.errors import EncodingsError, GranularityError
+
+D = ir.DataType
+INTEGERS: dict[tuple[int, bool], ir.DataType] = {
+    (4, True): D.INT4, (8, True): D.INT8, (16, True): D.INT16,
+    (4, False): D.UINT4, (8, False): D.UINT8, (16, False): D.UINT16,
+}  # fmt: skip
+FLOAT8 = {"float8_e4m3": D.FLOAT8E4M3FN, "float8_e5m2": D.FLOAT8E5M2}
+HALVES = {"float16": D.FLOAT16, "bfloat16": D.BFLOAT16}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A constant in its small form; ``array`` is in the type it is stored as."""
+
+    array: NDArray[Any]
+    scale: NDArray[np.float32] | None
+    zero_point: NDArray[Any] | None
+    axis: int | None = None
+    block: int | None = None
+
+    @property
+    def op(self) -> str | None:
+        """The operator that makes its float value; none where it is stored in float."""
+        if self.scale is not None:
+            return "DequantizeLinear"
+        return None if self.array.dtype == np.float32 else "Cast"
+
+
+def unsigned(encoding: Encoding) -> Encoding:
+    """The same grid counted from zero: codes and zero point shifted by ``2 ** (bits - 1)``; values unchanged.
+
+    The unsigned format cannot say that a grid is narrow; the writer's float Clip keeps its lowest code at 1.
+    """
+    fmt = encoding.format
+    if not isinstance(fmt, IntFormat) or not fmt.signed:
+        return encoding
+    shift = 1 << (fmt.bits - 1)
+    wide = encoding.zero_point.astype(np.int64) + shift
+    return replace(encoding, format=IntFormat(fmt.bits, signed=False), zero_point=wide)
+
+
+def check_shape(encoding: Encoding, shape: tuple[int, ...], site: str) -> None:
+    """Refuse an encoding whose scale does not fit a tensor of ``shape``.
+
+    Raises:
+        EncodingsError: with both shapes.
+    """
+    expected: tuple[int, ...] | str
+    try:
+        expected = encoding.granularity.param_shape(shape, site)
+    except GranularityError as error:
+        expected = error.problem
+    if encoding.scale.shape != expected:
+        raise EncodingsError(
+            site,
+            f"its encoding has a scale of shape {encoding.scale.shape}, but a tensor of shape {shape} with "
+            f"{encoding.granularity} needs {expected}",
+            "compute the encodings again for this model",
+        )
+
+
+def store_constant(
+    array: NDArray[Any], encoding: Encoding, shown: Encoding, site: str, *, width: int | None = None
+) -> Stored:
+    """The small form of a constant, see the table of this module.
+
+    Args:
+        array: any float type; computed in float32 (float64 above 16 bits).
+        encoding: as simulated; fits the shape of ``array``.
+        shown: the grid to be written: ``encoding`` itself or its :func:`unsigned` form.
+        site: name for error messages.
+        width: least number of bits that the codes take; 16 for what no integer kernel is to take up.
+
+    Raises:
+        EncodingsError: the encoding does not fit the shape.
+    """
+    array = np.asarray(array, np.float32)
+    check_shape(encoding, array.shape, site)
+    fmt, codes = encoding.format, np.asarray(quantize(array, encoding))
+    if is_small_float(fmt):  # its numbers are whole multiples of the smallest one
+        steps = replace(encoding, scale=encoding.scale * np.float32(fmt.step))
+        small = fmt.max / fmt.step <= 127 and width != 16
+        return _scaled((codes / fmt.step).astype(np.int8 if small else np.int16), steps, array.shape)
+    if isinstance(fmt, FloatFormat):
+        if fmt.name in HALVES:
+            return Stored(codes.astype(HALVES[fmt.name].numpy()), None, None)
+        return _scaled(codes.astype(FLOAT8[fmt.name].numpy()), encoding, array.shape)
+    # Above 16 bits DequantizeLinear takes int32, which integer kernels would misread.
+    if fmt.bits > 16:
+        return Stored(np.asarray(fake_quantize(array, encoding)), None, None)
+    bits = max(fmt.bits, width or 0)
+    dtype = INTEGERS[
+        4 if bits <= 4 else 8 if bits <= 8 else 16,
+        isinstance(shown.format, IntFormat) and shown.format.signed,
+    ]
+    shift = (1 << (fmt.bits - 1)) if shown.format != fmt else 0
+    return _scaled((codes.astype(np.int64) + shift).astype(dtype.numpy()), shown, array.shape)
+
+
+def folded(small: Stored, rank: int) -> Stored:
+    """``small`` with scale and zero point that broadcast against the codes, for operators that know no axis."""
+    assert small.scale is not None
+    scale = _spread_along(small.scale, small, rank)
+    if small.zero_point is None or not small.zero_point.any():
+        return Stored(small.array, scale, None, small.axis)
+    zeros = _spread_along(small.zero_point, small, rank).astype(np.float32)
+    return Stored(small.array, scale, zeros, small.axis)
+
+
+def _spread_along(param: NDArray[Any], small: Stored, rank: int) -> NDArray[Any]:
+    if small.axis is None:
+        return param
+    if small.block is None:
+        return param.reshape([-1 if i == small.axis else 1 for i in range(rank)])
+    for axis in range(rank):
+        if axis != small.axis and (param == param.take([0], axis)).all():
+            param = param.take([0], axis)
+    return np.repeat(param, small.block, small.axis)
+
+
+def _scaled(codes: NDArray[Any], encoding: Encoding, shape: tuple[int, ...]) -> Stored:
+    """Codes with scale and zero point in the shapes DequantizeLinear wants."""
+    zero_point, granularity = encoding.zero_point.astype(codes.dtype), encoding.granularity
+    if isinstance(granularity, PerTensor):
+        return Stored(codes, encoding.scale, zero_point)
+    assert granularity.axis is not None
+    axis = granularity.axis % len(shape)
+    if isinstance(granularity, PerChannel):
+        return Stored(codes, encoding.scale, zero_point, axis)
+    axis, size = _blocked_axis(encoding.scale.shape, shape) or (axis, granularity.size)
+    # A zero point as large as the expanded scale is only worth its bytes when it says something.
+    zeros = expanded(zero_point, axis, shape) if encoding.zero_point.any() else None
+    return Stored(codes, expanded(encoding.scale, axis, shape), zeros, axis, size)
+
+
+def _blocked_axis(param: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """The one axis along which values share scales, and how many do; then nothing has to be expanded."""
+    shared = [axis for axis, (n, length) in enumerate(zip(param, shape, strict=True)) if n != length]
+    return (shared[0], shape[shared[0]] // param[shared[0]]) if len(shared) == 1 else None
+
+
+def expanded(param: NDArray[Any], axis: int, shape: tuple[int, ...]) -> NDArray[Any]:
+    """A block-wise parameter with every axis but ``axis`` as long as the tensor's, which ONNX demands."""
+    full = (*shape[:axis], param.shape[axis], *shape[axis + 1 :])
+    return np.ascontiguousarray(np.broadcast_to(param, full))
+
+
+def transpose_encoding(encoding: Encoding, perm: Sequence[int]) -> Encoding:
+    """The encoding of a constant after a transposition by ``perm``."""
+    granularity = encoding.granularity
+    if isinstance(granularity, PerTensor):
+        return encoding
+    where = {source % len(perm): target for target, source in enumerate(perm)}
+    assert granularity.axis is not None
+    axis = where[granularity.axis % len(perm)]
+    if isinstance(granularity, PerChannel):
+        return replace(encoding, granularity=PerChannel(axis))
+    channels = tuple(where[channel % len(perm)] for channel in granularity.channel_axes)
+    moved = PerBlock(granularity.size, axis, channels)
+    common = encoding.common
+    return replace(
+        encoding,
+        scale=encoding.scale.transpose(perm),
+        zero_point=encoding.zero_point.transpose(perm),
+        granularity=moved,
+        common=common if common is None else common.transpose(perm),
+    )
+
+
+def is_small_float(fmt: Format) -> TypeGuard[FloatFormat]:
+    """Whether ``fmt`` is a float format of fewer than 8 bits, which no operator of ONNX Runtime rounds to."""
+    return isinstance(fmt, FloatFormat) and fmt.bits < 8
