@@ -6,6 +6,9 @@ the shape that the weight has keeps the two apart: no optimiser takes it out, an
 
 Its layout optimiser also moves a quantizer across a Transpose, and where what is transposed is an output of the model, the
 model then returns the quantized values (1.31). A Reshape in front of the Transpose, to the shape that is there, stops it.
+Where an output is what a DequantizeLinear makes, others read it too, and Transposes move across it, float kernels are handed
+the tensor in the wrong layout (1.31, ``session.disable_quant_qdq=1``): an error, or wrong numbers where the lengths happen to
+fit. The output is a Reshape of it then, too.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bitwright.errors import ConfigError, close_matches
-from bitwright.export.qdq.forms import Builder, before, read_metadata
+from bitwright.export.qdq.forms import Builder, after, before, read_metadata
 from bitwright.export.qdq.markers import Outputs, bypass
 
 ProductForm = Literal["exact", "fused", "nbits"]
@@ -67,23 +70,83 @@ def keep_apart(builder: Builder, products: list[ir.Node]) -> None:
 def guard_outputs(builder: Builder, nodes: Iterable[ir.Node]) -> None:
     """Put a Reshape between outputs of the model and every Transpose of them that a quantizer reads.
 
+    Outputs that a DequantizeLinear makes, for other readers too, become copies where the model has a Transpose.
+
     Args:
         builder: of the model.
         nodes: of the model, those in bodies too.
     """
-    found = [node for node in list(nodes) if node.op_type == "Transpose" and not node.domain]
+    found = [node for node in nodes if _is_transpose(node)]
     shapes: dict[int, ir.Value] = {}
+    for value in dict.fromkeys(builder.graph.outputs) if found else ():
+        copy = _copy_of(builder, value, shapes)
+        if copy is not value:
+            name = str(value.name)
+            builder.outputs.replace(value, copy)
+            value.name = builder.names.value(f"{name}_raw")
+    _guard_transposes(builder, found, shapes)
+
+
+def show(builder: Builder, values: Iterable[ir.Value]) -> dict[ir.Value, ir.Value]:
+    """Let a model return more of its values, guarded as :func:`guard_outputs` does.
+
+    Args:
+        builder: of the model.
+        values: of its main graph.
+
+    Returns:
+        Value -> the output that shows it: the value itself, or a copy.
+    """
+    graph = builder.graph
+    there, turned = set(graph.outputs), any(map(_is_transpose, graph.all_nodes()))
+    shown = {value: value for value in values}
+    added = [value for value in shown if value not in there and not value.is_graph_input()]
+    shapes: dict[int, ir.Value] = {}
+    if turned:
+        shown.update((value, _copy_of(builder, value, shapes)) for value in added)
+    graph.outputs.extend(shown[value] for value in added)
+    readers = dict.fromkeys(use.node for value in added if shown[value] is value for use in value.uses())
+    _guard_transposes(builder, filter(_is_transpose, readers), shapes)
+    return shown
+
+
+def _is_transpose(node: ir.Node) -> bool:
+    return node.op_type == "Transpose" and not node.domain
+
+
+def _guard_transposes(builder: Builder, found: Iterable[ir.Node], shapes: dict[int, ir.Value]) -> None:
     for node in found:
         given = node.inputs[0]
         if given is None or not given.is_graph_output() or not _reaches_quantizer(node):
             continue
         perm = node.attributes.get_ints("perm", ()) or given.shape or ()
         rank = len(perm)
-        if rank and rank not in shapes:
-            # a length of 0 is that of the input
-            shapes[rank] = builder.initializer(f"{given.name}_shape", np.zeros(rank, np.int64))
         if rank:
-            _put_apart(builder, node, 0, shapes[rank])
+            _put_apart(builder, node, 0, _same_shape(builder, rank, shapes))
+
+
+def _copy_of(builder: Builder, value: ir.Value, shapes: dict[int, ir.Value]) -> ir.Value:
+    """A Reshape of ``value`` to its shape where it must not be an output of a model with Transposes itself; else the value.
+
+    An Identity would be taken out, here and there with what it copies (1.31).
+    """
+    maker, rank = value.producer(), len(value.shape or ())
+    if maker is None or maker.op_type != "DequantizeLinear" or maker.domain or not value.uses() or rank < 2:
+        return value
+    dtype = value.dtype or ir.DataType.FLOAT
+    operands = [value, _same_shape(builder, rank, shapes)]
+    copy = builder.emit(after(maker), "Reshape", operands, f"{value.name}_copy", dtype)
+    node = copy.producer()
+    assert node is not None
+    node.metadata_props[_APART] = ""
+    return copy
+
+
+def _same_shape(builder: Builder, rank: int, shapes: dict[int, ir.Value]) -> ir.Value:
+    """The shape that a Reshape keeps: a length of 0 is that of the input."""
+    if rank not in shapes:
+        shapes[rank] = builder.initializer("same_shape", np.zeros(rank, np.int64))
+    return shapes[rank]
 
 
 def _put_apart(builder: Builder, node: ir.Node, port: int, shape: ir.Value) -> None:

@@ -23,7 +23,7 @@ from bitwright.export.deployed import measured
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.forms import Builder
 from bitwright.export.qdq.markers import STATES
-from bitwright.export.qdq.products import guard_outputs
+from bitwright.export.qdq.products import show
 from bitwright.export.qdq.recurrent import write_recurrent
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.targets import FileFormat, target_for
@@ -128,20 +128,16 @@ def _captured(
 ) -> dict[str, list[Array]]:
     """Values at sites; of those in bodies, other than the steps of recurrent layers, only where ``bodies`` says so."""
     simulation = sim.simulation()
-    graph = simulation.model.graph
-    there, places = set(graph.outputs), list(_places(simulation, names, bodies))
-    added = [v for v in dict.fromkeys(v for _, v in places) if v not in there and not v.is_graph_input()]
-    graph.outputs.extend(added)
-    readers = (use.node for value in added for use in value.uses())
-    guard_outputs(Builder(simulation.model), list(dict.fromkeys(readers)))
-    fetch = list(dict.fromkeys(str(v.name) for _, v in places))
+    places = list(_places(simulation, names, bodies))
+    shown = show(Builder(simulation.model), [value for _, value in places])
+    fetch = list(dict.fromkeys(str(value.name) for value in shown.values()))
     values = {}
     if fetch:
         session = open_session(simulation.model, sim.providers, threads=sim.threads)
         values = dict(zip(fetch, session.run(fetch, feeds), strict=True))
     found: dict[str, list[Array]] = {}
     for name, value in places:
-        found.setdefault(name, []).append(values[str(value.name)])
+        found.setdefault(name, []).append(values[str(shown[value].name)])
     return found
 
 
