@@ -1,4 +1,5 @@
-"""Operators of old models that the standard no longer has, though ONNX Runtime still runs them, in operators that it has.
+"""Operators of old models that the standard no longer has, though ONNX Runtime still runs them, in operators that it has; and
+products with a bias that they ignore, without it.
 
 They are rewritten before the model is converted; the conversion is then checked against the original in ONNX Runtime, which
 knows what they meant.
@@ -14,7 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.errors import ModelError
-from bitwright.export.qdq.markers import Names, move_uses
+from bitwright.export.qdq.markers import Names, move_uses, remove_unread
 
 _STANDARD = ("", "ai.onnx")
 _TRAINING_OPSET = 14  # from which on an attribute says what the number of outputs said before
@@ -156,3 +157,15 @@ def train_norms(model: ir.Model, names: Sequence[str]) -> None:
     for node in model.graph.all_nodes() if wanted else ():
         if node.op_type == "BatchNormalization" and node.name in wanted:
             node.attributes.add(ir.AttrInt64("training_mode", 1))
+
+
+def drop_ignored_biases(model: ir.Model) -> None:
+    """Let every Gemm with a ``beta`` of 0, as JAX's exporter writes products, read no bias; ``model`` is changed in place."""
+    for node in model.graph.all_nodes():
+        standard = node.op_type == "Gemm" and node.domain in _STANDARD
+        if standard and node.attributes.get_float("beta", 1.0) == 0:
+            biases = [value for value in node.inputs[2:] if value is not None and value.is_initializer()]
+            node.resize_inputs(2)
+            del node.attributes["beta"]
+            for value in biases:
+                remove_unread(value)

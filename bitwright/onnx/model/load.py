@@ -11,7 +11,8 @@ What is done, in this order; none of it changes the function, the inputs, the ou
 6. bidirectional RNN, GRU and LSTM nodes become one node per direction;
 7. what no iteration of a Loop or Scan changes is read from outside its body;
 8. shapes and types are inferred;
-9. ``CastLike`` becomes ``Cast`` where the type is known, so that nothing is read for its type only;
+9. ``CastLike`` becomes ``Cast`` where the type is known, so that nothing is read for its type only, and ``Gemm`` with a
+   ``beta`` of 0 reads no bias;
 10. initializers of bodies move to the main graph.
 """
 
@@ -42,6 +43,7 @@ from bitwright.export.files.onnx_file import write_elements
 from bitwright.export.files.temporary import temporary_room
 from bitwright.export.files.value_types import from_proto, has_map, is_tensor, note_type
 from bitwright.export.qdq.markers import DOMAIN as MARKER_DOMAIN
+from bitwright.onnx.model.legacy import drop_ignored_biases
 from bitwright.onnx.model.recurrent import drop_unchanged_states, split_directions
 from bitwright.onnx.model.session import weights
 from bitwright.onnx.model.untrusted import (
@@ -138,6 +140,7 @@ def _load(model: Source, path: Path | None) -> Loaded:
     _put_neutral_numbers_second(copy)
     infer_shapes(copy)
     _name_types(copy)
+    drop_ignored_biases(copy)
     LiftSubgraphInitializersToMainGraphPass()(copy)
     notes += _foreign_domains(copy)
     if copy.ir_version > _MOST_IR:

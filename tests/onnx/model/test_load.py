@@ -10,6 +10,7 @@ from onnx import helper
 
 from bitwright.errors import ModelError
 from bitwright.onnx.model.load import load_model
+from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx import flow
 from tests.onnx.nets import BOOL, FLOAT, INT64, Array, Net, body, feeds_for, run
 
@@ -205,6 +206,21 @@ def test_a_loop_that_changes_nothing_is_left_out():
     assert [node.op_type for node in loaded.graph] == ["Identity"]
     assert [v.name for v in loaded.graph.outputs] == ["y"]
     assert run(loaded, {"x": np.ones((2, 4), np.float32)})[0].tolist() == [[1.0] * 4] * 2
+
+
+def test_a_bias_that_gemm_ignores_is_not_read():
+    """As the exporter of JAX writes a product: a scalar as bias, times a ``beta`` of 0."""
+    net = Net(seed=3)
+    x, zero = net.input("x", (2, 4)), net.const(np.float32(7), "ignored")
+    h = net("Gemm", x, net.weights(4, 4, name="w"), zero, name="first", alpha=1.0, beta=0.0)
+    proto = net.model(net("Gemm", h, net.weights(4, 3, name="v"), name="second", beta=0.0, out="y"))
+    loaded = load_model(proto).model
+    assert [len(node.inputs) for node in loaded.graph] == [2, 2]
+    assert "ignored" not in loaded.graph.initializers
+    feeds = feeds_for(proto)
+    np.testing.assert_array_equal(run(loaded, feeds)[0], run(proto, feeds)[0])
+    sim = QuantizationSimModel(proto, feeds)
+    assert not [name for name, site in sim.quantizers.items() if site.role == "bias"]
 
 
 def test_constants_become_initializers_unless_they_are_returned():
