@@ -11,8 +11,7 @@ What is done, in this order; none of it changes the function, the inputs, the ou
 6. bidirectional RNN, GRU and LSTM nodes become one node per direction;
 7. what no iteration of a Loop or Scan changes is read from outside its body;
 8. shapes and types are inferred;
-9. ``CastLike`` becomes ``Cast`` where the type is known, so that nothing is read for its type only, and ``Gemm`` with a
-   ``beta`` of 0 reads no bias;
+9. ``CastLike`` becomes ``Cast`` where the type is known, and ``Gemm`` with a ``beta`` of 0 reads no bias;
 10. initializers of bodies move to the main graph.
 """
 
@@ -52,6 +51,7 @@ from bitwright.onnx.model.untrusted import (
     check_names,
     check_tensors,
     checked_on_failure,
+    drop_wrong_shapes,
     graph_protos,
     read_proto,
     tensor_attributes,
@@ -138,7 +138,10 @@ def _load(model: Source, path: Path | None) -> Loaded:
     _split_directions(copy, notes)
     drop_unchanged_states(copy)
     _put_neutral_numbers_second(copy)
-    infer_shapes(copy)
+    wrong = infer_shapes(copy)
+    if wrong:
+        some = ", ".join(sorted(wrong)[:3] + ["..."] * (len(wrong) > 3))
+        notes.append(f"shapes that the model states and its operators contradict are ignored: {some}")
     _name_types(copy)
     drop_ignored_biases(copy)
     LiftSubgraphInitializersToMainGraphPass()(copy)
@@ -532,15 +535,20 @@ def _in_a_circle(graph: ir.Graph) -> str:
 # ------------------------------------------------------------------------------------------ shape inference
 
 
-def infer_shapes(model: ir.Model) -> None:
+def infer_shapes(model: ir.Model) -> set[str]:
     """Note shapes and types on the values of ``model``, as far as ONNX shape inference knows them.
 
     Values are found by name, which must be unique over all graphs. Large initializers stay where they are: inference
-    sees them as inputs, so that models above 2 GB work.
+    sees them as inputs, so that models above 2 GB work. Returns the names of values whose shapes were stated wrongly.
     """
     proto = _skeleton(model)
+    wrong: set[str] = set()
     try:
-        inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+        try:
+            inferred = onnx.shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True)
+        except (onnx.shape_inference.InferenceError, RuntimeError):  # stated shapes may be all that is wrong
+            wrong = drop_wrong_shapes(proto)
+            inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     except (onnx.shape_inference.InferenceError, RuntimeError) as error:
         raise ModelError(
             model.graph.name or "model",
@@ -557,8 +565,10 @@ def infer_shapes(model: ir.Model) -> None:
     made = (value for node in chain.from_iterable(model.graphs()) for value in node.outputs)
     for value in chain(inputs, made):
         info = known.get(value.name or "")
+        value.shape = None if value.name in wrong else value.shape
         if info is not None and info.type.WhichOneof("value") is not None:
             _note_inferred(value, info.type)
+    return wrong
 
 
 def _note_inferred(value: ir.Value, kind: onnx.TypeProto) -> None:

@@ -1,4 +1,4 @@
-"""What is checked of a model file before anything reads its tensors: their sizes, and where their data lie.
+"""What is checked of a model file before anything reads its tensors: their sizes, where their data lie, and stated shapes.
 
 A tensor whose data do not fit its shape, or lie in a file that the model has no business with, would be read past its
 end, allocated at a length that a damaged number says, or taken from anywhere on the disk.
@@ -164,6 +164,51 @@ def graph_protos(
             if attribute.HasField("g"):
                 waiting.append(attribute.g)
             waiting.extend(attribute.graphs)
+
+
+def drop_wrong_shapes(proto: onnx.ModelProto) -> set[str]:
+    """Take out of a model the shapes that it states of its own values and that its operators contradict.
+
+    An exporter that moves Transposes after it has noted shapes writes such files. ONNX Runtime runs them with a warning; what
+    is derived from a wrong shape it refuses.
+
+    Args:
+        proto: names of values are unique over all graphs; changed in place.
+
+    Returns:
+        Names of the values.
+
+    Raises:
+        InferenceError, RuntimeError: of onnx, where operators contradict each other.
+    """
+    graphs = [g for g in graph_protos((proto.graph,)) if isinstance(g, onnx.GraphProto)]
+    stated = [list(graph.value_info) for graph in graphs]
+    try:
+        for graph in graphs:
+            del graph.value_info[:]
+        bare = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    finally:
+        for graph, infos in zip(graphs, stated, strict=True):
+            graph.value_info.extend(infos)
+    inferred = [g for g in graph_protos((bare.graph,)) if isinstance(g, onnx.GraphProto)]
+    known = {info.name: info for graph in inferred for info in graph.value_info}
+    wrong = {info.name for infos in stated for info in infos if _contradict(info, known.get(info.name, info))}
+    for graph, infos in zip(graphs, stated, strict=True):
+        del graph.value_info[:]
+        graph.value_info.extend(info for info in infos if info.name not in wrong)
+    return wrong
+
+
+def _contradict(one: onnx.ValueInfoProto, other: onnx.ValueInfoProto) -> bool:
+    """Whether two statements about a tensor give it other ranks or lengths."""
+    types = one.type.tensor_type, other.type.tensor_type
+    if not all(t.HasField("shape") for t in types):
+        return False
+    lengths = [[d.dim_value if d.HasField("dim_value") else None for d in t.shape.dim] for t in types]
+    pairs = zip(*lengths, strict=False)
+    return len(lengths[0]) != len(lengths[1]) or any(
+        a is not None and b is not None and a != b for a, b in pairs
+    )
 
 
 def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:

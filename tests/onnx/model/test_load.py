@@ -208,6 +208,35 @@ def test_a_loop_that_changes_nothing_is_left_out():
     assert run(loaded, {"x": np.ones((2, 4), np.float32)})[0].tolist() == [[1.0] * 4] * 2
 
 
+def test_wrong_shapes_that_a_model_states_are_ignored():
+    """As an exporter leaves them that takes out Transposes after it has noted shapes; the lengths that are right stay."""
+    net = Net(seed=3)
+    h = net("Relu", net.conv(net.input("x", ("n", 3, 8, 6)), name="c", pads=[1, 1, 1, 1]), name="r", out="h")
+    other = net("Foreign", h, name="f", domain="elsewhere", out="other")
+    proto = net.model(
+        net("Add", h, net.conv(h, 4, 4, k=1, name="d"), name="a", out="y"), domains={"elsewhere": 1}
+    )
+    for name, shape in {"h": ("n", 8, 6, 4), "d.out": ("n", 4, 8, 6), other: (5, 7)}.items():
+        proto.graph.value_info.append(helper.make_tensor_value_info(name, FLOAT, shape))
+    loaded = load_model(proto)
+    shapes = {str(v.name): v.shape for node in loaded.model.graph for v in node.outputs}
+    assert list(shapes["h"])[1:] == [4, 8, 6] == list(shapes["y"])[1:]
+    assert list(shapes["other"]) == [5, 7], "nothing contradicts it"
+    note = "shapes that the model states and its operators contradict are ignored: h"
+    assert note in loaded.notes
+
+
+def test_a_model_with_wrong_stated_shapes_is_simulated():
+    net = Net(seed=3)
+    h = net("Relu", net.conv(net.input("x", (2, 3, 8, 6)), name="c", pads=[1, 1, 1, 1]), name="r", out="h")
+    proto = net.model(net("Add", h, net.conv(h, 4, 4, k=1, name="d"), name="a", out="y"))
+    proto.graph.value_info.append(helper.make_tensor_value_info("h", FLOAT, (2, 8, 6, 4)))
+    feeds = feeds_for(proto)
+    sim = QuantizationSimModel(proto, feeds)
+    sim.compute_encodings([feeds])
+    assert sim.run(feeds)[0].shape == (2, 4, 8, 6) and sim.verify(feeds).ok
+
+
 def test_a_bias_that_gemm_ignores_is_not_read():
     """As the exporter of JAX writes a product: a scalar as bias, times a ``beta`` of 0."""
     net = Net(seed=3)
