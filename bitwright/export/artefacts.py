@@ -30,7 +30,7 @@ from bitwright.export.qdq.origin import write_origin
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.recurrent import RecurrentForm, restore_native, write_recurrent
 from bitwright.export.qdq.write import ActivationForm, BiasForm, QdqResult, save_model, strip_sites, to_qdq
-from bitwright.export.targets import DEFAULT_TARGET, find_target
+from bitwright.export.targets import DEFAULT_TARGET, Target, find_target
 from bitwright.export.tflite.convert import to_tflite
 from bitwright.export.verify.samples import write_samples
 from bitwright.runtimes.timing import Ratio
@@ -108,7 +108,7 @@ def bias_form(sim: Simulated, bias: BiasForm) -> BiasForm:
     return bias if all(s.enabled for s in biases) or bias == "float" else "marked"
 
 
-def recurrent_form(sim: Simulated, form: RecurrentForm | None, target: str) -> RecurrentForm:
+def recurrent_form(sim: Simulated, form: RecurrentForm | None, target: str | Target) -> RecurrentForm:
     """How recurrent layers are written: as asked for, or as the target has them where no step is quantized inside.
 
     Raises:

@@ -49,6 +49,8 @@ class Target:
         format: of the file that is deployed; those of ONNX are written in any case.
         rules: keys of a configuration file that describe what its kernels compute, where the user names no configuration.
         wide_rules: the same for presets whose activations have more than 8 bits; ``None`` for no difference.
+        multiplies_nbits: whether products of float activations with 4-bit weights are written as MatMulNBits, which computes
+            what the simulation does; other runtimes have no such operator, or quantize the activations in it.
         slow_stem: first convolutions that ``quantize`` leaves in float, where the user names no configuration.
     """
 
@@ -62,6 +64,7 @@ class Target:
     rules: Mapping[str, Any] = field(default_factory=dict)
     wide_rules: Mapping[str, Any] | None = None
     slow_stem: SlowStem | None = None
+    multiplies_nbits: bool = False
 
     def stored_bits(self, bits: int, *, beside_codes: bool) -> int:
         """Bits in which codes of ``bits`` bits are stored; ``beside_codes`` where an integer kernel may read them."""
@@ -104,7 +107,7 @@ TARGETS: dict[str, Target] = {
     row.name: row
     for row in (
         Target("ort_cpu", "ONNX Runtime on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "onnxruntime",
-               rules=_BOUNDARY, slow_stem=_ORT_STEM),
+               rules=_BOUNDARY, slow_stem=_ORT_STEM, multiplies_nbits=True),
         Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino",
                rules=_BOUNDARY),
         Target("litert", "LiteRT (TensorFlow Lite): a .tflite file beside the others", _ON_8_BITS, False, "native", "litert",
@@ -154,6 +157,23 @@ def target_for(target: str | Target, format: FileFormat | None = None) -> Target
             "format", problem, f"export with target={formats[format].name!r}, or leave the format out"
         )
     return formats[format]
+
+
+def target_in(target: str | Target, *runtimes: str) -> Target:
+    """The row whose form is compared in ``runtimes``: ``target``, or where that is the default one, theirs.
+
+    Raises:
+        ConfigError: there is no such target.
+
+    Example:
+        >>> target_in("ort_cpu", "openvino").name, target_in("packed", "openvino").name
+        ('openvino_cpu', 'packed')
+    """
+    row = find_target(target)
+    if row.name != DEFAULT_TARGET:
+        return row
+    others = (one for one in TARGETS.values() if one.runtime in runtimes and one.runtime != row.runtime)
+    return next(others, row)
 
 
 def rules_for(target: str, config_file: Any, preset: str | Preset = "w8a8") -> Any:

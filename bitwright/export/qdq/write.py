@@ -160,10 +160,10 @@ def to_qdq(
         activation: ``"unsigned"`` writes signed grids of activations as unsigned ones with shifted zero
             point; ``"as_is"`` keeps them signed, which needs ``session.qdqisint8allowed=1`` in ONNX
             Runtime.
-        weight_only: MatMul and Gemm of float activations with quantized weights: ``"exact"`` keeps ONNX Runtime from
-            making MatMulNBits of them, which quantizes the activations by itself; ``"fused"`` leaves that to it, which
-            is fast and computes something else than the simulation; ``"nbits"`` writes MatMulNBits for weights of 4 bits, with
-            products in float: fast for few rows, equal to the simulation, and only for ONNX Runtime.
+        weight_only: MatMul and Gemm of float activations with quantized weights: ``"exact"`` computes them as simulated, in
+            float; ONNX Runtime is kept from quantizing the activations by itself. Weights of 4 bits become MatMulNBits where
+            the target runs that (``ort_cpu``). ``"nbits"`` asks for MatMulNBits whatever the target; ``"fused"`` leaves all to
+            ONNX Runtime, which is fast and computes something else than the simulation.
         target: row of :mod:`bitwright.export.targets`: how many bits codes are stored in.
 
     Returns:
@@ -731,19 +731,13 @@ class _Writer:
         what = (
             f"{len(found)} product{'s' if len(found) > 1 else ''} of float activations with quantized weights"
         )
-        if self.weight_only == "exact":
-            keep_apart(self.builder, found)
-            text = (
-                f"{what} computed as simulated, in float; ONNX Runtime dequantizes the weights in every run. "
-                "weight_only='nbits' is faster there for 4-bit weights and computes the same; 'fused' is faster still, with "
-                "activations that it quantizes by itself"
-            )
-        elif self.weight_only == "nbits":
-            self.narrow_products = [node for node in found if can_say(node)]
+        if self.weight_only != "fused":
+            chosen = self.weight_only == "nbits" or self.target.multiplies_nbits
+            self.narrow_products = [node for node in found if chosen and can_say(node)]
             left = [node for node in found if node not in self.narrow_products]
             keep_apart(self.builder, left)
-            text = f"{what}: {len(self.narrow_products)} written as MatMulNBits, computed in float" + (
-                f"; {len(left)} dequantized in every run, as the operator has no such form" if left else ""
+            text = f"{what} computed as simulated, in float" + "".join(
+                _forms(len(self.narrow_products), len(left))
             )
         else:
             text = (
@@ -791,6 +785,20 @@ def _same_grid(one: Encoding | Pair, other: Encoding | Pair | None) -> bool:
 def _data_outputs(node: ir.Node) -> tuple[ir.Value, ...]:
     """Outputs that hold data; indices of MaxPool and TopK do not."""
     return tuple(node.outputs) if node.op_type == "Split" else tuple(node.outputs[:1])
+
+
+def _forms(narrow: int, left: int) -> Iterator[str]:
+    """How products with quantized weights are written: as MatMulNBits, or with a DequantizeLinear."""
+    if narrow:
+        yield f"; {narrow} written as MatMulNBits"
+    if left:
+        yield f"; the weights of {left} are dequantized in every run of ONNX Runtime"
+        yield " (MatMulNBits has no form for them)" if narrow else ""
+        yield (
+            ": 4 bits in blocks run as MatMulNBits with target='ort_cpu' or weight_only='nbits'"
+            if not narrow
+            else ""
+        )
 
 
 def _axis_attributes(small: Stored) -> dict[str, int]:

@@ -122,6 +122,10 @@ INTEGER_REASONS: tuple[Reason, ...] = (
     ),
     Reason(lambda e: not e.found["float"].ok, "as with float kernels", bounded=True),
     Reason(
+        lambda e: "MatMulNBits" in e.ops and not e.runtime & {"MatMulNBits"},
+        "this runtime quantizes the activations of MatMulNBits by itself; export for it: target='openvino_cpu'",
+    ),
+    Reason(
         lambda e: "MatMulNBits" in e.runtime,
         "runs as MatMulNBits with int8 activations; export with weight_only='exact', or set "
         "session.qdq_matmulnbits_accuracy_level=1",

@@ -26,7 +26,7 @@ from bitwright.export.qdq.markers import STATES
 from bitwright.export.qdq.products import show
 from bitwright.export.qdq.recurrent import write_recurrent
 from bitwright.export.qdq.write import QdqResult, to_qdq
-from bitwright.export.targets import FileFormat, target_for
+from bitwright.export.targets import FileFormat, Target, target_for
 from bitwright.export.verify.outputs import named_arrays
 from bitwright.export.verify.runtime import refusals
 from bitwright.export.verify.samples import plain
@@ -84,7 +84,7 @@ def export(
     return measured(exported, target) if measure_speed else exported
 
 
-def as_qdq(sim: QuantizationSimModel, target: str, bias: Any, **options: Any) -> QdqResult:
+def as_qdq(sim: QuantizationSimModel, target: str | Target, bias: Any, **options: Any) -> QdqResult:
     """The file that an export for ``target`` would write."""
     marked = write_recurrent(sim.marked, recurrent_form(sim, None, target))
     form = bias_form(sim, bias)
@@ -92,7 +92,7 @@ def as_qdq(sim: QuantizationSimModel, target: str, bias: Any, **options: Any) ->
 
 
 def sampled(
-    sim: QuantizationSimModel, feeds: Any, target: str, bias: Any, **options: Any
+    sim: QuantizationSimModel, feeds: Any, target: str | Target, bias: Any, **options: Any
 ) -> tuple[QdqResult, Samples]:
     """The file that an export would write, and what the simulation computes on ``feeds``, by default the example."""
     checked = sim.example() if feeds is None else as_feeds(feeds, sim.specs)

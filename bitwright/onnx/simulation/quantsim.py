@@ -40,7 +40,7 @@ from bitwright.export.encodings.of_simulation import (
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.recurrent import restore_native
 from bitwright.export.qdq.write import ActivationForm, BiasForm, strip_sites
-from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm
+from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, target_in
 from bitwright.export.verify.report import VerifyReport, verify_layers
 from bitwright.onnx.model.data import Feeds, as_feeds, input_specs, random_feeds
 from bitwright.onnx.model.graph import build_graph
@@ -427,8 +427,8 @@ class QuantizationSimModel(Tabular):
                 operators, whose insides are float; their encodings are in the encodings file either way. By default what
                 the target runs fastest, if no step is quantized inside, and otherwise ``"scan"``.
             weight_only: products of float activations with quantized weights: ``"exact"`` computes them as simulated, in float,
-                in every session; ``"fused"`` lets ONNX Runtime make MatMulNBits of them, which is much faster and quantizes the
-                activations to 8 bits by itself.
+                in every session, with MatMulNBits for 4 bits where the target runs that; ``"fused"`` lets ONNX Runtime make
+                MatMulNBits of them that quantizes the activations to 8 bits by itself.
             target: the runtime that the files are for, a row of :data:`bitwright.export.targets.TARGETS`: it decides how
                 weights of 4 bits are stored.
             format: ``"tflite"`` is short for ``target="litert"``, which writes ``<prefix>.tflite`` beside the ONNX files.
@@ -478,7 +478,8 @@ class QuantizationSimModel(Tabular):
         Raises:
             CalibrationError, ModelError, ExportError: as :meth:`export` and :meth:`run`.
         """
-        result, samples = sampled(self, feeds, target, bias, activation=activation, weight_only=weight_only)
+        row = target_in(target, runtime)
+        result, samples = sampled(self, feeds, row, bias, activation=activation, weight_only=weight_only)
         return verify_layers(
             result.model, samples.sites, samples.inputs, outputs=samples.outputs, runtime=runtime
         )
@@ -508,7 +509,8 @@ class QuantizationSimModel(Tabular):
             CalibrationError, ModelError, ExportError: as :meth:`export` and :meth:`run`.
             ConfigError: ``a`` or ``b`` is none of these, or both are the same.
         """
-        result, samples = sampled(self, feeds, target, bias, activation=activation, weight_only=weight_only)
+        row = target_in(target, a, b)
+        result, samples = sampled(self, feeds, row, bias, activation=activation, weight_only=weight_only)
         plain_model = strip_sites(restore_native(self.marked)).model
         return drift_models(a, b, plain_model, result.model, samples)
 

@@ -36,7 +36,7 @@ from bitwright.export.qdq.ports import rename_ports
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.recurrent import restore_native, write_recurrent
 from bitwright.export.qdq.write import QdqResult, rename_values, site_names, strip_sites, to_qdq
-from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, target_for
+from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, target_for, target_in
 from bitwright.export.verify.report import VerifyReport, verify_layers
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.intercept import forward_signature
@@ -530,6 +530,7 @@ def verify_sim(sim: QuantizationSimModel, batch: Any, **options: Any) -> VerifyR
     Raises: as :func:`export_sim`.
     """
     runtime = options.pop("runtime", "onnxruntime")
+    options["target"] = target_in(options.get("target", DEFAULT_TARGET), runtime)
     result, _, kept = _in_memory(sim, batch, options)
     return verify_layers(result.model, kept.sites, kept.inputs, outputs=kept.outputs, runtime=runtime)
 
@@ -547,6 +548,7 @@ def drift_sim(sim: QuantizationSimModel, a: str, b: str, batch: Any, **options: 
     """
     from bitwright.comparison.drift import drift_models
 
+    options["target"] = target_in(options.get("target", DEFAULT_TARGET), a, b)
     result, plain, kept = _in_memory(sim, batch, options)
     return drift_models(a, b, plain, result.model, kept)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from bitwright.errors import ConfigError
+from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
 
@@ -68,3 +69,40 @@ def test_unknown_form_is_refused(tmp_path: Path) -> None:
     sim, x = simulated((3, 64), "w4g32")
     with pytest.raises(ConfigError, match="'nbit' is not a value of this option .did you mean 'nbits'"):
         sim.export(tmp_path, "net", x, weight_only="nbit")
+
+
+def test_the_target_decides(tmp_path: Path) -> None:
+    """ONNX Runtime gets its own operator unasked; others get standard ONNX, also where they are only compared."""
+    sim, x = simulated((2, 3, 64), "w4g32")
+    counts = {}
+    for target in ("ort_cpu", "openvino_cpu", "packed", "litert"):
+        exported = sim.export(tmp_path / target, "net", x, target=target)
+        counts[target] = sum(node.op_type == "MatMulNBits" for node in onnx.load(exported.qdq).graph.node)
+    assert counts["ort_cpu"] > 0 and not sum(counts.values()) - counts["ort_cpu"], counts
+
+
+def test_a_runtime_is_compared_with_the_form_for_it(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    pytest.importorskip("ai_edge_litert")
+    torch.manual_seed(0)
+    x = torch.randn(2, 64)
+    sim = QuantizationSimModel(
+        nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 32)).eval(), x, preset="w4g32"
+    )
+    sim.compute_encodings([x])
+    sim.export(tmp_path, "net", x)
+    read = OnnxSim(tmp_path / "net_float.onnx", preset="w4g32")
+    feeds = {next(iter(read.example())): x.numpy()}
+    read.compute_encodings([feeds])
+    for one, batch in ((sim, x), (read, feeds)):
+        for runtime in ("onnxruntime", "openvino", "litert"):
+            assert one.verify(batch, runtime=runtime).ok
+            assert one.drift("file", runtime, batch).ok
+
+
+def test_openvino_tells_what_it_does_with_the_operator(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    sim, x = simulated((2, 3, 64), "w4g32")
+    sim.export(tmp_path, "net", x)
+    report = verify_folder(tmp_path, runtime="openvino")
+    assert not report.ok and "export for it: target='openvino_cpu'" in str(report)
