@@ -170,20 +170,18 @@ def _clip(low: Lowering, node: ir.Node) -> None:
     domain = low.domain(node, node.inputs[:1], fuses=False, accepts=on_one_grid)
     perm = low.order(node.inputs[:1], source.rank)
     tensor, grid = low.read(domain, source.name, perm), domain.grid
-    kinds = [
-        (kind, bound)
-        for kind, bound in zip(("MAXIMUM", "MINIMUM"), bounds, strict=True)
-        if np.isfinite(bound)
-    ]
+    pairs = zip(("MAXIMUM", "MINIMUM"), bounds, strict=True)
+    kinds = [(kind, bound) for kind, bound in pairs if np.isfinite(bound)]
+    free = [source.free[j] for j in perm]
+    dtype = source.dtype if grid is None else grid.dtype
     for i, (kind, bound) in enumerate(kinds):
         last = i == len(kinds) - 1
-        free = [source.free[j] for j in perm]
         out = low.write(domain, perm) if last else low.scratch(
             f"{source.name}_clipped", [source.shape[j] for j in perm], free, source.dtype, grid
         )  # fmt: skip
         limit = np.asarray(bound, source.dtype) if grid is None else on_grid(bound, grid)
         name = f"{node.outputs[0].name}_bound"
-        constant = low.flat.tensor(name, (), source.dtype if grid is None else grid.dtype, grid, data=limit)
+        constant = low.flat.tensor(name, (), dtype, grid, data=limit)
         low.flat.op(kind, [tensor, constant], [out], {"table": "MaximumMinimumOptions"})
         tensor = out
     if not kinds:

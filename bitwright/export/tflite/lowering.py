@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NoReturn
 
 import numpy as np
@@ -342,12 +343,10 @@ class Lowering:
         held = [self.get(v) for v in data if v is not None]
         grids = [one.grid for one in held]
         target = self._target(result)
-        wanted = target is not None and all(grid is not None for grid in grids)
-        why = unless
-        if wanted and why is None:
-            inputs = [grid for grid in grids if grid is not None]
-            assert target is not None
-            why = _unfit(target, inputs) or accepts(target, inputs)
+        inputs = [grid for grid in grids if grid is not None]
+        wanted, why = False, unless
+        if target is not None and len(inputs) == len(grids):
+            wanted, why = True, unless or _unfit(target, inputs) or accepts(target, inputs)
         if last is not None:
             self.done.add(last)
         name = str(result.name)
@@ -400,13 +399,11 @@ class Lowering:
     def _target(self, value: ir.Value) -> Grid | None:
         """The grid that all readers of ``value`` put it on, perhaps after a clip or a change of shape; or ``None``."""
         while str(value.name) not in self.outputs:
-            readers = {use.node for use in value.uses() if use.idx == 0}
-            only = next(iter(readers)) if len(readers) == 1 and len(value.uses()) == 1 else None
-            if only is not None and not only.domain and only.op_type in _CHANGES_NO_GRID:
-                value = only.outputs[0]
-                continue
-            grids = {self.grid_of(use.node) if use.idx == 0 else None for use in value.uses()}
-            return grids.pop() if len(grids) == 1 else None
+            passed = _passed_on(value)
+            if passed is None:
+                grids = {self.grid_of(use.node) if use.idx == 0 else None for use in value.uses()}
+                return grids.pop() if len(grids) == 1 else None
+            value = passed
         return None
 
     def grid_of(self, node: ir.Node) -> Grid | None:
@@ -436,13 +433,12 @@ class Lowering:
 
     def site(self, node: ir.Node) -> str:
         """What the user knows ``node`` as: the site after it, else its own name."""
-        for value in node.outputs:
-            for use in value.uses():
-                if use.node.op_type == "QuantizeLinear":
-                    for reader in use.node.outputs[0].uses():
-                        facts = read_metadata(reader.node)
-                        if facts is not None and facts["places"]:
-                            return str(facts["places"][0][0])
+        uses = chain.from_iterable(value.uses() for value in node.outputs)
+        codes = (use.node.outputs[0] for use in uses if use.node.op_type == "QuantizeLinear")
+        for reader in chain.from_iterable(value.uses() for value in codes):
+            facts = read_metadata(reader.node)
+            if facts is not None and facts["places"]:
+                return str(facts["places"][0][0])
         return str(node.name or node.outputs[0].name)
 
     def note(self, node: ir.Node, why: str) -> None:
@@ -508,3 +504,11 @@ def clip_bounds(low: Lowering, node: ir.Node) -> tuple[float, float]:
         elif key in node.attributes:
             bounds[i] = float(node.attributes.get_float(key))
     return bounds[0], bounds[1]
+
+
+def _passed_on(value: ir.Value) -> ir.Value | None:
+    """What the only reader of ``value`` makes of it, where that changes no grid."""
+    use = next(iter(value.uses())) if len(value.uses()) == 1 else None
+    if use is None or use.idx != 0 or use.node.domain or use.node.op_type not in _CHANGES_NO_GRID:
+        return None
+    return use.node.outputs[0]

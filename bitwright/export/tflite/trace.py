@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -151,12 +152,9 @@ def _run(model: ir.Model, feeds: Mapping[str, Array]) -> dict[str, Array]:
     known = {value.name for value in graph.outputs}
     wanted = [v for node in graph for v in node.outputs if v.name and v.name not in known]
     graph.outputs.extend(wanted)
-    for value in graph.inputs:
-        if not value.is_initializer():
-            value.shape = None  # sizes that the exporter wrote down must not contradict the batch
-    for node in graph:
-        for value in node.outputs:
-            value.shape = None
+    given = (value for value in graph.inputs if not value.is_initializer())
+    for value in chain(given, *(node.outputs for node in graph)):
+        value.shape = None  # sizes that the exporter wrote down must not contradict the batch
     with temporary_room(), tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
         ir.save(copied, path, external_data=f"{path.name}.data")
@@ -166,8 +164,8 @@ def _run(model: ir.Model, feeds: Mapping[str, Array]) -> dict[str, Array]:
         for v in model.graph.initializers.values()
         if v.const_value is not None and not v.is_graph_input()
     }
-    given = {str(v.name): np.asarray(feeds[str(v.name)]) for v in model.graph.inputs if str(v.name) in feeds}
-    return {**constants, **given, **{k: v for k, v in found.items() if isinstance(v, np.ndarray)}}
+    fed = {str(v.name): np.asarray(feeds[str(v.name)]) for v in model.graph.inputs if str(v.name) in feeds}
+    return {**constants, **fed, **{k: v for k, v in found.items() if isinstance(v, np.ndarray)}}
 
 
 def _independent(model: ir.Model) -> set[str]:
