@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.core.graph.ops import op_row
 from bitwright.core.graph.traits import TRAITS
 
@@ -192,7 +192,13 @@ def _reads(graph: Graph, op: Op, op_type: str) -> bool:
 
 def _adds_bias(graph: Graph, add: Op) -> bool:
     operands = [graph.values[value] for value in add.inputs if value is not None]
-    return not add.also and any(v.is_static and len(v.shape) == 1 for v in operands)
+    return not add.also and any(_is_row(v, other) for v, other in zip(operands, operands[::-1], strict=True))
+
+
+def _is_row(value: Value, other: Value) -> bool:
+    """Whether a constant has one axis, or axes of length one in front of it, as many as what it is added to at most."""
+    rank, most = len(value.shape), max(len(other.shape), 2)  # a product of unknown shape is one by a matrix
+    return value.is_static and 0 < rank <= most and all(length == 1 for length in value.shape[:-1])
 
 
 def _not_plain(graph: Graph, op: Op) -> str | None:

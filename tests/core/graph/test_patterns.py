@@ -145,6 +145,14 @@ def test_look_alike_names_are_different_operators():
     assert names(find_matches(graph, [CONV_RELU])[0]) == [("conv", "relu")]
 
 
+@pytest.mark.parametrize("shape, found", [((4,), 1), ((1, 4), 1), ((3, 4), 0), ((1, 1, 4), 0)])
+def test_axes_of_length_one_in_front_of_a_bias_change_nothing(shape, found):
+    b = Build()
+    y = b.op("MatMul", b.input(shape=(3, 8)), b.param("w", (8, 4)), name="matmul", shape=(3, 4))
+    graph = b.graph(b.op("Add", y, b.param("b", shape), name="bias", shape=(3, 4)))
+    assert len(find_matches(graph, MATMUL_ADD)[0]) == found
+
+
 def test_only_a_constant_with_one_axis_is_a_bias():
     b = Build()
     x = b.input(shape=(1, 8))

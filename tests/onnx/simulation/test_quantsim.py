@@ -565,3 +565,12 @@ def test_tensors_that_are_named_like_what_we_add_stay_the_models_own(tmp_path):
         assert {v.name for v in written.input} == {name} and len(written.output) == 1
         found.append(simulation.run(data[0])[0])
     assert np.array_equal(*found)
+
+
+def test_a_bias_with_an_axis_of_length_one_in_front_is_a_bias():
+    """As scikit-learn's exporter writes a layer: a MatMul, and an Add of a row ``[1, features]``."""
+    net = Net(seed=2)
+    h = net("MatMul", net.input("x", (4, 6)), net.weights(6, 5, name="w"), name="m")
+    proto = net.model(net("Relu", net("Add", h, net.weights(1, 5, name="b"), name="a"), name="r", out="y"))
+    sim = QuantizationSimModel(proto, feeds_for(proto))
+    assert list(sim.quantizers) == ["m.input[0]", "w", "r.output[0]"]
