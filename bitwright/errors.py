@@ -102,33 +102,102 @@ R = TypeVar("R")
 
 
 def _is_listed(value: object) -> bool:
-    """Whether a ``for`` goes over it; a data set needs ``__getitem__`` only."""
-    return isinstance(value, Iterable) or hasattr(type(value), "__getitem__")
+    """Whether a ``for`` goes over its items; a data set needs ``__getitem__`` only, and of a text nobody means the letters."""
+    listed = isinstance(value, Iterable) or hasattr(type(value), "__getitem__")
+    return listed and not isinstance(value, (str, bytes))
 
 
-# name in an annotation -> what is accepted for it, and what it is called; a parameter with any other name is not checked
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+def _is_data(value: object) -> bool:
+    """Whether it is a list of batches; a dictionary is one batch, whose items are no batches."""
+    return _is_listed(value) and not isinstance(value, Mapping)
+
+
+def _is_simulation(value: object) -> bool:
+    return (
+        not isinstance(value, type) and hasattr(value, "quantizers") and hasattr(value, "compute_encodings")
+    )
+
+
+def _is_model(value: object) -> bool:
+    """Whether it may be a model: a path of one, or something that is made of parts; the front ends say more."""
+    plain = (bool, int, float, complex, bytes, list, tuple, set, frozenset, dict, type, type(None), type(len))
+    return not isinstance(value, plain) and not inspect.isroutine(value)
+
+
+def _has_name(*names: str) -> Callable[[Any], bool]:
+    """Whether a value is of a class of that name: the packages whose classes these are need not be loaded."""
+    return lambda x: any(c.__name__ in names for c in type(x).__mro__)
+
+
+_Kind = tuple[Callable[[Any], bool], str]
+_LIST: _Kind = (_is_listed, "a list")
+_DICTIONARY: _Kind = (lambda x: isinstance(x, Mapping), "a dictionary")
+_FUNCTION: _Kind = (lambda x: callable(x) and not isinstance(x, type), "a function")
+_SIMULATION: _Kind = (_is_simulation, "a simulation, made by QuantizationSimModel(...)")
+_MODULE: _Kind = (_has_name("Module"), "a torch.nn.Module (bitwright.onnx takes ONNX models)")
+_MODEL: _Kind = (_is_model, "a model: a torch.nn.Module, or an ONNX model or its path")
+_TEXT: _Kind = (lambda x: isinstance(x, str), "a string")
+_TENSOR: _Kind = (_has_name("Tensor"), "a tensor")
+
+# name in an annotation -> what is accepted for it, and what it is called
+_KINDS: dict[str, _Kind] = {
     "None": (lambda x: x is None, "None"),
-    "str": (lambda x: isinstance(x, str), "a string"),
+    "bool": (lambda x: isinstance(x, (bool, int)) or type(x).__name__ in ("bool_", "bool"), "True or False"),
+    "str": _TEXT,
     "int": (lambda x: hasattr(type(x), "__index__"), "an integer"),
     "float": (lambda x: hasattr(type(x), "__float__") or hasattr(type(x), "__index__"), "a number"),
-    "Path": (lambda x: isinstance(x, (str, os.PathLike)), "a path"),
-    "Callable": (callable, "a function"),
-    "Iterable": (_is_listed, "a list"),
-    "Sequence": (_is_listed, "a list"),
-    "Collection": (_is_listed, "a list"),
-    "Mapping": (lambda x: isinstance(x, Mapping), "a dictionary"),
-    "dict": (lambda x: isinstance(x, Mapping), "a dictionary"),
+    **dict.fromkeys(("Path", "PathLike"), (lambda x: isinstance(x, (str, os.PathLike)), "a path")),
+    "Callable": _FUNCTION,
+    "Forward": _FUNCTION,
+    **dict.fromkeys(("Iterable", "Sequence", "Collection", "list"), _LIST),
+    **dict.fromkeys(("Mapping", "dict", "Feeds"), _DICTIONARY),
     "Rules": (lambda x: hasattr(x, "supergroups"), "rules that were read"),
+    "QuantizationSimModel": _SIMULATION,
+    "Module": _MODULE,
+    "Source": _MODEL,
+    "Model": _MODEL,
+    "Providers": (_is_listed, "a list of providers"),
+    "RecipeLike": (lambda x: isinstance(x, (str, os.PathLike)) or _is_listed(x), "a list of steps, or the path of one"),
+    "Groups": (lambda x: _is_listed(x) or isinstance(x, Mapping), "a list of patterns or a dictionary of them"),
+    **dict.fromkeys(("Tensor", "torch.Tensor"), _TENSOR),
+    # options that are one of a few words
+    **dict.fromkeys(
+        (
+            "ActivationForm", "Better", "BiasForm", "FileFormat", "Form", "Init", "Mode", "NonFinite", "OnHarm", "ProductForm",
+            "RecurrentForm", "Symmetry", "What",
+        ),
+        _TEXT,
+    ),
+    # classes, each under its own name
+    **{
+        name: (_has_name(name), f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
+        for name in (
+            "AdaroundParameters", "EqualizeReport", "FoldReport", "Graph", "HealthReport", "IntFormat", "Loaded", "Optimizer",
+            "Pictures", "Preset", "QuantParams", "QuantScheme", "QuantSpec", "QuantizationDataType", "RangeMethod",
+            "SeqMseParams",
+        )
+    },
+}  # fmt: skip
+#: parameter whose annotation says nothing -> the same; a name keeps one meaning in all public functions
+_NAMED: dict[str, tuple[_Kind, ...]] = {
+    "sim": (_SIMULATION,),
+    "forward_fn": (_FUNCTION, _KINDS["None"]),
+    "providers": (_KINDS["Providers"], _KINDS["None"]),
+    "batches": ((_is_data, "a list of batches"), _KINDS["None"]),
+    "modules_to_exclude": (_LIST, _KINDS["None"]),
+    "module_classes_to_exclude": (_LIST, _KINDS["None"]),
 }
+#: parameter that holds batches
+_DATA = frozenset(("data", "inputs", "batches", "dataset", "evaluation_data"))
 _LONGEST_VALUE = 60  # characters of a value in a message
 
 
 def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Refuse arguments of a public function that are of another kind than its annotations say.
 
-    What is checked are kinds that a user may mistake: text, numbers, paths, functions, lists, dictionaries. Whether the values
-    make sense is the function's to say. The module of ``function`` has annotations that are not evaluated.
+    What is checked are kinds that a user may mistake: text, numbers, paths, functions, lists, dictionaries, simulations, models
+    and classes of this package. Whether the values make sense is the function's to say. The module of ``function`` has
+    annotations that are not evaluated. What is accepted stands in the attribute ``kinds``: argument -> checks.
 
     Raises:
         ConfigError: by the decorated function, before it has done anything; the message names the argument.
@@ -151,32 +220,42 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError:
             return function(*args, **kwargs)  # Python says which argument is missing, or one too many
         for name, kinds in wanted.items():
-            if name in given and not any(_KINDS[kind][0](given[name]) for kind in kinds):
-                raise _wrong_kind(function.__name__, name, given[name], kinds)
+            if name in given and not any(fits(given[name]) for fits, _ in kinds):
+                raise _wrong_kind(called, name, given[name], kinds)
         return function(*args, **kwargs)
 
+    called = function.__qualname__.removesuffix(".__init__")
+    checked.kinds = wanted  # type: ignore[attr-defined]
     return checked
 
 
-def _kinds(parameter: inspect.Parameter) -> tuple[str, ...]:
-    """Rows of the table that an annotation allows; none where it allows something else as well."""
+def _kinds(parameter: inspect.Parameter) -> tuple[_Kind, ...]:
+    """What an annotation allows, or the name of the parameter; nothing where either allows something else as well."""
     if not isinstance(parameter.annotation, str) or parameter.kind in (
         parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD
     ):  # fmt: skip
         return ()
+    if parameter.annotation == "Any":
+        kinds = _NAMED.get(parameter.name, ())
+        return (*kinds, _KINDS["None"]) if kinds and parameter.default is None else kinds
     node, parts = ast.parse(parameter.annotation, mode="eval").body, []
     while isinstance(node, ast.BinOp):
         parts.append(node.right)
         node = node.left
-    names = [ast.unparse(part).partition("[")[0] for part in (node, *reversed(parts))]
-    return tuple(names) if all(name in _KINDS for name in names) else ()
+    names = [ast.unparse(part).partition("[")[0].rpartition(".")[2] for part in (node, *reversed(parts))]
+    if not all(name in _KINDS for name in names):
+        return ()
+    kinds = tuple(_KINDS[name] for name in names)
+    return tuple(
+        (_is_data, "a list of batches") if kind is _LIST and parameter.name in _DATA else kind
+        for kind in kinds
+    )
 
 
-def _wrong_kind(function: str, name: str, value: object, kinds: tuple[str, ...]) -> ConfigError:
+def _wrong_kind(function: str, name: str, value: object, kinds: tuple[_Kind, ...]) -> ConfigError:
     text = repr(value)
     text = text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
-    accepted = " or ".join(dict.fromkeys(_KINDS[kind][1] for kind in kinds))
+    accepted = " or ".join(dict.fromkeys(said for _, said in kinds))
     article = "an" if type(value).__name__[0] in "aeiouAEIOU" else "a"
-    return ConfigError(
-        name, f"{text} is {article} {type(value).__name__}", f"give {accepted}; see help({function})"
-    )
+    found = "is a class" if isinstance(value, type) else f"is {article} {type(value).__name__}"
+    return ConfigError(name, f"{text} {found}", f"give {accepted}; see help({function})")

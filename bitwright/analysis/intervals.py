@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, checks_arguments
 
 Better = Literal["higher", "lower"]
 _POWER = 0.8  # chance that as many samples as are named show a difference of the size seen
@@ -54,6 +54,7 @@ class Difference:
         return self.text
 
 
+@checks_arguments
 def compare(
     before: ArrayLike, after: ArrayLike, *, confidence: float = 0.95, better: Better = "higher", seed: int = 0
 ) -> Difference:

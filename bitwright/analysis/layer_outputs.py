@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bitwright.analysis.subject import open_subject
 from bitwright.core.simulation.protocols import sqnr
-from bitwright.errors import ConfigError, close_matches
+from bitwright.errors import ConfigError, checks_arguments, close_matches
 from bitwright.export.encodings.sites_file import read_sites
 from bitwright.export.files.atomic import file_error
 from bitwright.export.verify.samples import find_export
@@ -108,6 +108,7 @@ class LayerOutputUtil:
         ExportError: ``exported`` holds no export.
     """
 
+    @checks_arguments
     def __init__(
         self,
         sim: Any,
@@ -123,6 +124,7 @@ class LayerOutputUtil:
         self.sim, self.folder, self.form = sim, Path(dir_path), form
         self._tensors = {} if exported is None else names_of_export(Path(exported), prefix)
 
+    @checks_arguments
     def generate_layer_outputs(self, batch: Any) -> Path:
         """Run ``batch`` and write what every layer makes of it; the folder appears whole or not at all.
 

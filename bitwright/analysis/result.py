@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from bitwright.analysis.intervals import Difference
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, checks_arguments
 from bitwright.tables import Tabular, data_frame, html_table, plain, text_table
 
 FORMAT, VERSION = "bitwright-analysis", 1
@@ -210,10 +210,12 @@ class Analysis(Tabular):
     _digits: ClassVar[int | None] = 6
     _try: Callable[..., tuple[RemedyRow, ...]] | None = field(default=None, repr=False, compare=False)
 
+    @checks_arguments
     def worst(self, n: int = 5) -> tuple[LayerRow, ...]:
         """The ``n`` layers that cost most."""
         return self.layers[:n]
 
+    @checks_arguments
     def try_remedies(self, n: int = 3, **options: Any) -> tuple[RemedyRow, ...]:
         """Measure the remedies suggested for the ``n`` worst layers; see :func:`bitwright.analysis.remedies.try_remedies`."""
         if self._try is None:
@@ -285,6 +287,7 @@ class Analysis(Tabular):
         """
         return data_frame(self.records(what))
 
+    @checks_arguments
     def report(self, path: str | Path) -> Path:
         """Write the report as one HTML file that needs no network; see :mod:`bitwright.report`."""
         from bitwright.report import write_report  # type: ignore[import-not-found, unused-ignore]

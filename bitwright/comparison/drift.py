@@ -15,13 +15,14 @@ from bitwright.comparison.points import Pair
 from bitwright.comparison.report import DriftReport, DriftRow, Finding, Retry
 from bitwright.comparison.sides import Side, check_feeds, open_sides, sample_inputs, sides_in_memory
 from bitwright.core.simulation.protocols import sqnr
-from bitwright.errors import ConfigError, ExportError
+from bitwright.errors import ConfigError, ExportError, checks_arguments
 from bitwright.export.artefacts import Samples
 
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
 
 
+@checks_arguments
 def drift(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],

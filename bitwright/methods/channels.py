@@ -307,6 +307,7 @@ def rotate_model(
     return report
 
 
+@checks_arguments
 def apply_spinquant(
     model: Any,
     dummy_input: Any = None,

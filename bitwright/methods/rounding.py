@@ -100,6 +100,7 @@ def apply_reconstruction(
     )
 
 
+@checks_arguments
 def apply_gptq(
     sim: Any, data: Iterable[Any] | None = None, *, inputs: Iterable[Any] | None = None, **options: Any
 ) -> RoundingReport:

@@ -19,7 +19,7 @@ from bitwright.core.numerics.spec import QuantSpec, activation_spec, weight_spec
 from bitwright.core.placement.rules import Kernel, name_pattern
 from bitwright.core.simulation.sites import Site
 from bitwright.core.simulation.state import all_or_nothing
-from bitwright.errors import ConfigError, close_matches
+from bitwright.errors import ConfigError, checks_arguments, close_matches
 from bitwright.mixed.candidates import spec_at
 from bitwright.tables import Tabular, text_table
 
@@ -143,6 +143,7 @@ class _Requests:
         self.wishes[key] = _Wish(format, reason)
 
 
+@checks_arguments
 def set_precisions(sim: Any, requests: Iterable[PrecisionRequest], *, strict: bool = True) -> PrecisionReport:
     """Give layers the precisions asked for, all of them or none; before or after calibration.
 

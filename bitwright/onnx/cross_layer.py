@@ -11,7 +11,7 @@ from bitwright.algorithms.channels.layers import Array
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.algorithms.scaling import equalize as equalization
 from bitwright.algorithms.scaling.equalize import EqualizeReport
-from bitwright.errors import ModelError
+from bitwright.errors import ModelError, checks_arguments
 from bitwright.methods.channels import equalize_bn_folded_model
 from bitwright.onnx.adapters.opened import Model, open_model
 from bitwright.progress import progress as bar
@@ -24,9 +24,11 @@ class CrossLayerScaling:
         model: batch norms folded; changed in place.
     """
 
+    @checks_arguments
     def __init__(self, model: Model) -> None:
         self.model = model
 
+    @checks_arguments
     def scale_model(self, dummy_input: Any = None, **options: Any) -> EqualizeReport:
         """:func:`equalize_bn_folded_model` without high biases.
 
@@ -38,6 +40,7 @@ class CrossLayerScaling:
         """
         return equalize_bn_folded_model(self.model, None, dummy_input, **options)
 
+    @checks_arguments
     def scale_cls_sets(
         self, cls_sets: Sequence[Sequence[str]], *, progress: bool = True
     ) -> list[Array | tuple[Array, ...]]:
@@ -86,9 +89,11 @@ class HighBiasFold:
         model: equalized; changed in place.
     """
 
+    @checks_arguments
     def __init__(self, model: Model) -> None:
         self.model = model
 
+    @checks_arguments
     def bias_fold(
         self, cls_set_info_list: EqualizeReport, bn_layers: FoldReport | Mapping[str, tuple[Array, Array]]
     ) -> EqualizeReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from bitwright.errors import checks_arguments
 from bitwright.methods.rounding import apply_reconstruction
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from bitwright.algorithms.rounding.driver import RoundingReport
 
 
+@checks_arguments
 def apply_adaround(
     sim: QuantizationSimModel,
     inputs: Iterable[Any],
@@ -25,6 +27,7 @@ def apply_adaround(
     )
 
 
+@checks_arguments
 def apply_seq_mse(
     sim: QuantizationSimModel,
     inputs: Iterable[Any],
@@ -38,6 +41,7 @@ def apply_seq_mse(
     )
 
 
+@checks_arguments
 def apply_adascale(
     sim: QuantizationSimModel,
     inputs: Iterable[Any],

@@ -8,12 +8,13 @@ from typing import Any
 from torch import nn
 
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
-from bitwright.errors import ModelError
+from bitwright.errors import ModelError, checks_arguments
 from bitwright.torch.adapters.opened import TorchOpened
 from bitwright.torch.adapters.view import BATCH_NORMS
 from bitwright.torch.calls.trees import walk_modules
 
 
+@checks_arguments
 def fold_given_batch_norms(
     model: nn.Module,
     layer_pairs: Iterable[Sequence[str | nn.Module]],

@@ -13,7 +13,7 @@ from bitwright.algorithms.channels.layers import Array
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.algorithms.scaling import equalize as equalization
 from bitwright.algorithms.scaling.equalize import EqualizeReport
-from bitwright.errors import ModelError
+from bitwright.errors import ModelError, checks_arguments
 from bitwright.methods.channels import equalize_bn_folded_model
 from bitwright.progress import progress as bar
 from bitwright.torch.adapters.view import BATCH_NORMS, TorchView
@@ -25,6 +25,7 @@ class CrossLayerScaling:
     """Equalization without anything before or after it."""
 
     @staticmethod
+    @checks_arguments
     def scale_model(
         model: nn.Module,
         input_shapes: Sequence[int] | Sequence[Sequence[int]] | None = None,
@@ -43,6 +44,7 @@ class CrossLayerScaling:
         return equalize_bn_folded_model(model, input_shapes, None, dummy_input, progress=progress)
 
     @staticmethod
+    @checks_arguments
     def scale_cls_sets(
         cls_sets: Sequence[Sequence[nn.Module]], *, progress: bool = True
     ) -> list[Array | tuple[Array, ...]]:
@@ -109,6 +111,7 @@ class HighBiasFold:
     """High-bias absorption after equalization."""
 
     @staticmethod
+    @checks_arguments
     def bias_fold(cls_set_info_list: EqualizeReport, bn_layers: Any) -> EqualizeReport:
         """Move what lies three standard deviations above zero into the next layer.
 

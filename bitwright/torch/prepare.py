@@ -8,9 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from bitwright.errors import checks_arguments
+
 logger = logging.getLogger("bitwright")
 
 
+@checks_arguments
 def prepare_model(
     model: nn.Module,
     modules_to_exclude: Any = None,

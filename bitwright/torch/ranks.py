@@ -29,7 +29,7 @@ from torch import nn
 from bitwright.core.graph.constant_channels import ChannelWatch, channels_within
 from bitwright.core.numerics.statistics import Histogram, MinMax, from_arrays, merge, start, to_arrays
 from bitwright.core.simulation.quantizer import Quantizer
-from bitwright.errors import CalibrationError, ConfigError
+from bitwright.errors import CalibrationError, ConfigError, checks_arguments
 
 if TYPE_CHECKING:
     from bitwright.torch.simulation.quantsim import QuantizationSimModel
@@ -346,6 +346,7 @@ def calibrating_ranks(wanted: bool, purpose: tuple[str, str] = _STATISTICS) -> R
 # ------------------------------------------------------------------------------------------------ data
 
 
+@checks_arguments
 def gather_batches(batches: Iterable[Any]) -> list[Any]:
     """The batches of all ranks, in one order that does not depend on who had which; on every rank, and on one alone too.
 

@@ -17,7 +17,7 @@ from bitwright.algorithms.rounding.driver import RoundingReport
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.placement.user_scheme import QuantScheme
 from bitwright.core.simulation.sites import Site
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, checks_arguments
 from bitwright.export.encodings.of_simulation import site_records
 from bitwright.export.encodings.versions import write_encodings
 from bitwright.export.files.atomic import check_destination
@@ -55,6 +55,7 @@ class SeqMseParams:
         seq_mse.Settings(loss_fn=self.loss_fn, inp_symmetry=self.inp_symmetry)  # type: ignore[arg-type]
 
 
+@checks_arguments
 def apply_seq_mse(
     sim: QuantizationSimModel,
     data_loader: Iterable[Any],
@@ -105,6 +106,7 @@ def apply_seq_mse(
     )
 
 
+@checks_arguments
 def apply_adascale(
     qsim: QuantizationSimModel,
     data_loader: Iterable[Any],
@@ -153,6 +155,7 @@ class Adaround:
     """AdaRound on a float model, under AIMET's name."""
 
     @staticmethod
+    @checks_arguments
     def apply_adaround(
         model: nn.Module,
         dummy_input: Any,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.core.files.documents import open_regular
 from bitwright.errors import ExportError
 from bitwright.export.files.atomic import atomic_write, file_error
 
@@ -40,15 +41,13 @@ class FinishedLayers:
         """What was kept under ``key``, as it was given to :meth:`put`; ``None`` when nothing was, or not this.
 
         Raises:
-            ExportError: the file is there and the operating system refuses it.
+            ExportError: the file is there and the operating system refuses it, or it is none: a device has no end.
         """
         path = self._path(key)
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
+        if not path.exists():
             return None
-        except OSError as error:
-            raise file_error(path, error) from error
+        with open_regular(path, ExportError, lambda _, error: file_error(path, error)) as file:
+            content = file.read()
         arrays, problem = _checked(content, key)
         if problem is not None:
             logger.warning("%s: %s; its layers are computed anew", path, problem)

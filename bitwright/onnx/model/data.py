@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.files.array_files import read_archive, read_array
 from bitwright.core.files.entry_points import load_entry_point
-from bitwright.errors import CalibrationError, ConfigError, ModelError, close_matches
+from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments, close_matches
 
 logger = logging.getLogger("bitwright")
 
@@ -197,6 +197,7 @@ class Pictures:
             )
 
 
+@checks_arguments
 def load_data(
     source: str | Path, specs: Sequence[InputSpec], *, batch_size: int = 1, pictures: Pictures | None = None
 ) -> Iterator[Feeds]:

@@ -36,7 +36,7 @@ from onnx_ir.passes.common import (
 )
 
 from bitwright.core.graph.ops import is_neutral
-from bitwright.errors import ModelError, first_few
+from bitwright.errors import ModelError, checks_arguments, first_few
 from bitwright.export.files.atomic import settle
 from bitwright.export.files.onnx_file import write_elements
 from bitwright.export.files.temporary import temporary_room
@@ -104,6 +104,7 @@ class Loaded:
         return tuple(name for name in self.inputs if name not in kept)
 
 
+@checks_arguments
 def load_model(model: Source) -> Loaded:
     """A private, normalised copy of a model.
 

@@ -22,7 +22,7 @@ from bitwright.core.simulation.protocols import (
     Untie,
     carry_out,
 )
-from bitwright.errors import ModelError, close_matches
+from bitwright.errors import ModelError, checks_arguments, close_matches
 from bitwright.export.files.value_types import is_tensor
 from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.onnx.model.data import as_feeds, input_specs
@@ -46,6 +46,7 @@ class OnnxView:
         shapes: of values as seen in a run, where shape inference may not know them; see :func:`measure_shapes`.
     """
 
+    @checks_arguments
     def __init__(
         self,
         model: Source | Loaded,

@@ -11,7 +11,7 @@ from torch import nn
 
 from bitwright.core.graph.graph import Graph
 from bitwright.core.simulation.protocols import AddBias, Array, Clamp, Edit, SetParam, Undo, Untie, carry_out
-from bitwright.errors import ModelError
+from bitwright.errors import ModelError, checks_arguments
 from bitwright.torch.adapters.clamp import ChannelClamp
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.functions import FUNCTIONS
@@ -40,6 +40,7 @@ class TorchView:
         examples: inputs to record it on, each as ``batches.as_call`` takes them.
     """
 
+    @checks_arguments
     def __init__(self, model: nn.Module, examples: Sequence[Any]) -> None:
         self.model = model
         self._examples = [to_device(e, model_device(model)) for e in examples]

@@ -182,6 +182,7 @@ class QuantizationSimModel(Tabular):
 
     # -- calibration
 
+    @checks_arguments
     def compute_encodings(
         self,
         data: Callable[..., Any] | Iterable[Any] | None = None,
@@ -233,6 +234,7 @@ class QuantizationSimModel(Tabular):
                     "its model",
                 )
 
+    @checks_arguments
     @contextmanager
     def calibrating(
         self,
@@ -438,6 +440,7 @@ class QuantizationSimModel(Tabular):
 
     # -- its state
 
+    @checks_arguments
     def remember(self, *, parameters: bool = False) -> Undo:
         """Keep the state of the simulation: every quantizer, the stage, the repairs, what calibration noted.
 
@@ -466,6 +469,7 @@ class QuantizationSimModel(Tabular):
 
     # -- training
 
+    @checks_arguments
     def learn_ranges(
         self,
         sites: str | Iterable[str] = "*",
@@ -537,6 +541,7 @@ class QuantizationSimModel(Tabular):
         """Whether the simulation can run."""
         return self._simulator.stage == "simulate"
 
+    @checks_arguments
     def capture(self, names: Sequence[str], batch: Any) -> dict[str, list[torch.Tensor]]:
         """Values at sites or op outputs while ``sim.model`` runs ``batch``; one tensor per run of the place."""
         return self._captured(names, batch)[0]
@@ -553,6 +558,7 @@ class QuantizationSimModel(Tabular):
         """The first of the inputs that the model was recorded on."""
         return self.examples[0]
 
+    @checks_arguments
     def report(self, path: str | Path, data: Any = None, **options: Any) -> Path:
         """Write one HTML file that shows the simulation and what it costs; see :func:`bitwright.report.simulation_report`."""
         from bitwright.report import simulation_report
@@ -579,12 +585,14 @@ class QuantizationSimModel(Tabular):
             self, path, filename_prefix, self.examples[0] if dummy_input is None else dummy_input, **options
         )
 
+    @checks_arguments
     def verify(self, batch: Any = None, **options: Any) -> Any:
         """Compare the simulation with ONNX Runtime, layer by layer; see :func:`bitwright.torch.simulation.export.verify_sim`."""
         from bitwright.torch.simulation.export import verify_sim
 
         return verify_sim(self, self.examples[0] if batch is None else batch, **options)
 
+    @checks_arguments
     def drift(self, a: str = "simulation", b: str = "onnxruntime", batch: Any = None, **options: Any) -> Any:
         """Where two of float model, simulation, exported file and runtime part, and why.
 
@@ -603,6 +611,7 @@ class QuantizationSimModel(Tabular):
 
         return drift_sim(self, a, b, self.examples[0] if batch is None else batch, **options)
 
+    @checks_arguments
     def saturation(self, batches: Any = None, **options: Any) -> Any:
         """Which layers saturate or overflow in integer kernels, by their weights and on data.
 
@@ -620,6 +629,7 @@ class QuantizationSimModel(Tabular):
 
         return saturation_sim(self, [self.examples[0]] if batches is None else list(batches), **options)
 
+    @checks_arguments
     def benchmark(
         self,
         dummy_input: Any = None,
@@ -648,12 +658,14 @@ class QuantizationSimModel(Tabular):
         measured = {"runtime": runtime, "threads": threads, "seconds": seconds, "rounds": rounds}
         return benchmark_sim(lambda folder: self.export(folder, "model", dummy_input, **options), measured)
 
+    @checks_arguments
     def save_encodings(self, path: str | Path, version: str = "2.0.0") -> Path:
         """Write every encoding under its site's name; see :mod:`bitwright.export.encodings.versions`."""
         from bitwright.export.encodings.of_simulation import save_encodings
 
         return save_encodings(self, path, version)
 
+    @checks_arguments
     def load_encodings(
         self, path: str | Path | dict[str, Any], strict: bool = True, *, partial: bool = False
     ) -> tuple[str, ...]:
@@ -668,6 +680,7 @@ class QuantizationSimModel(Tabular):
             self._simulator.stage = "simulate"
             return found
 
+    @checks_arguments
     def set_and_freeze_param_encodings(self, path: str | Path | dict[str, Any]) -> None:
         """Take the parameter encodings of a file and keep them through calibration."""
         from bitwright.export.encodings.of_simulation import set_and_freeze_param_encodings
@@ -675,12 +688,14 @@ class QuantizationSimModel(Tabular):
         with self._interceptor.occupancy.exclusive("set_and_freeze_param_encodings"):
             set_and_freeze_param_encodings(self, path)
 
+    @checks_arguments
     def save_checkpoint(self, folder: str | Path) -> Path:
         """Write parameters (safetensors) and quantizers (JSON); see :mod:`bitwright.torch.simulation.checkpoint`."""
         from bitwright.torch.simulation.checkpoint import save_checkpoint
 
         return save_checkpoint(self, folder)
 
+    @checks_arguments
     def load_checkpoint(self, folder: str | Path) -> None:
         """Read what :meth:`save_checkpoint` wrote into this simulation of the same model."""
         from bitwright.torch.simulation.checkpoint import load_checkpoint
@@ -694,6 +709,7 @@ class QuantizationSimModel(Tabular):
 
         return state_dict(self)
 
+    @checks_arguments
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what :meth:`state_dict` returned, all of it or nothing."""
         from bitwright.torch.simulation.checkpoint import load_state_dict

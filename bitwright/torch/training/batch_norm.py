@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bitwright.core.numerics.exact_sum import ExactSum
-from bitwright.errors import CalibrationError, ConfigError, ModelError
+from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.trees import walk_modules
 from bitwright.torch.ranks import Ranks, calibrating_ranks
@@ -116,6 +116,7 @@ class _Pool:
         return torch.tensor(mean, dtype=torch.float64), torch.tensor(variance, dtype=torch.float64)
 
 
+@checks_arguments
 def reestimate_bn_stats(
     model: nn.Module,
     dataloader: Iterable[Any],
@@ -246,6 +247,7 @@ def _in_training(norms: dict[str, Norm]) -> Iterator[None]:
             norm.training = False
 
 
+@checks_arguments
 def freeze_batch_norms(model: nn.Module, after: int = 0) -> Handle:
     """Let batch norms use their running statistics from the step ``after`` on, although the model is in training mode.
 

@@ -18,7 +18,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel
 from bitwright.core.simulation.sites import Site
-from bitwright.errors import CalibrationError
+from bitwright.errors import CalibrationError, checks_arguments
 from bitwright.progress import progress as bar
 from bitwright.torch.adapters.opened import float_outputs, what_changed
 from bitwright.torch.adapters.view import TorchView
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 Doubles = NDArray[np.float64]
 
 
+@checks_arguments
 def fold_all_batch_norms_to_scale(
     sim: QuantizationSimModel, *, progress: bool = True
 ) -> algorithm.FoldReport:

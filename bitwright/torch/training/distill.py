@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bitwright.errors import ConfigError, ModelError, close_matches
+from bitwright.errors import ConfigError, ModelError, checks_arguments, close_matches
 from bitwright.torch.calls.batches import as_call, model_device, to_device
 from bitwright.torch.calls.trees import flatten_tensors
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     Output = Callable[[Any], Tensor]
 
 
+@checks_arguments
 def distillation_loss(
     student: Tensor, teacher: Tensor, temperature: float = 1.0, *, mask: Tensor | None = None, dim: int = -1
 ) -> Tensor:
@@ -96,6 +97,7 @@ class Distillation:
         ``loss, output = distillation(images)``; ``guard.step(loss)``.
     """
 
+    @checks_arguments
     def __init__(
         self,
         sim: QuantizationSimModel,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from bitwright.errors import ConfigError, ModelError
+from bitwright.errors import ConfigError, ModelError, checks_arguments
 from bitwright.torch.ranks import calibrating_ranks
 from bitwright.torch.simulation.ranges import learned_ranges
 
@@ -46,6 +46,7 @@ class TrainingGuard:
         TrainingGuard(1 steps, 1 skipped: 1 loss)
     """
 
+    @checks_arguments
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, checks_arguments
 from bitwright.torch.simulation.quantizer import Quantizer
 from bitwright.torch.training.oscillation import quantized_weights
 from bitwright.torch.training.partial import module_paths, owner_within
@@ -66,6 +66,7 @@ class LowRankCorrection(nn.Module):
         ``correction.merge()``.
     """
 
+    @checks_arguments
     def __init__(
         self,
         sim: QuantizationSimModel,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bitwright.core.numerics.formats import IntFormat
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, checks_arguments
 from bitwright.torch.simulation.fake_quantize import is_fast, make_grid
 from bitwright.torch.simulation.quantizer import Quantizer
 from bitwright.torch.simulation.ranges import site_tensor
@@ -37,6 +37,7 @@ def quantized_weights(sim: QuantizationSimModel) -> Iterator[tuple[str, Quantize
             yield site.name, site.quantizer, tensor
 
 
+@checks_arguments
 def dampening_loss(sim: QuantizationSimModel) -> Tensor:
     """Squared distance of every weight inside its range from the value it is rounded to, summed: add it times a factor.
 
@@ -98,6 +99,7 @@ class WeightFreezing:
     Reference: Nagel et al. 2022, arXiv:2203.11086, algorithm 1.
     """
 
+    @checks_arguments
     def __init__(self, sim: QuantizationSimModel, threshold: float = 0.02, momentum: float = 0.01) -> None:
         for name, number in (("threshold", threshold), ("momentum", momentum)):
             if not 0 < number < 1:

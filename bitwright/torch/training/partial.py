@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from bitwright.errors import ConfigError, close_matches
+from bitwright.errors import ConfigError, checks_arguments, close_matches
 from bitwright.torch.calls.trees import walk_modules
 from bitwright.torch.simulation.ranges import named_range_parameters
 
@@ -32,6 +32,7 @@ def _parameters_below(model: nn.Module, paths: Collection[str], what: What) -> I
                 yield parameter
 
 
+@checks_arguments
 def parameter_groups(
     sim: QuantizationSimModel,
     what: What = "all",

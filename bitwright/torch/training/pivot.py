@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, checks_arguments
 from bitwright.torch.simulation.fake_quantize import Grid
 from bitwright.torch.simulation.quantizer import Quantizer
 
@@ -76,6 +76,7 @@ class PivotGradient:
         return spiked
 
 
+@checks_arguments
 def pivot_gradients(sim: QuantizationSimModel, eps: float = 0.05, multiplier: float = 3.0) -> None:
     """Multiply the gradients of values close to where their code changes, at every integer quantizer of up to 16 bits.
 

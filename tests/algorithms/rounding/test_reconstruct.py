@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,7 +22,7 @@ from bitwright.algorithms.rounding.blocks import block_units, layer_units
 from bitwright.algorithms.rounding.driver import Choice, RoundingReport
 from bitwright.algorithms.rounding.reconstruct import BlockProblem
 from bitwright.core.numerics.formats import IntFormat
-from bitwright.errors import CalibrationError, ConfigError
+from bitwright.errors import CalibrationError, ConfigError, ExportError
 from bitwright.torch import (
     Adaround,
     AdaroundParameters,
@@ -274,6 +275,17 @@ def test_interrupted_work_is_not_done_twice(tmp_path):
     assert times == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "done").iterdir()}
     apply_reconstruction(simulated()[1], data(seed=9), "adaround", iterations=30, cache_dir=tmp_path / "done")
     assert len(list((tmp_path / "done").iterdir())) == 14  # other data, other files
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_a_cache_entry_that_is_no_file_is_refused(tmp_path, kind):
+    """A link to a device is read without end, a pipe waited for."""
+    apply_reconstruction(simulated()[1], data(), "seq_mse", cache_dir=tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
+        path.symlink_to("/dev/zero") if kind == "device" else os.mkfifo(path)
+    with pytest.raises(ExportError, match=r"\.safetensors: it is no regular file. Remedy: "):
+        apply_reconstruction(simulated()[1], data(), "seq_mse", cache_dir=tmp_path)
 
 
 @pytest.mark.parametrize(

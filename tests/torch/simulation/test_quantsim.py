@@ -511,7 +511,10 @@ def test_unknown_names(model: Net, batches: list[Tensor]) -> None:
         QuantizationSimModel(model, batches[0], preset="w8a9")
     with pytest.raises(ConfigError, match=r"'double' is neither int nor float"):
         QuantizationSimModel(model, batches[0], default_data_type="double")
-    with pytest.raises(ModelError, match=r"it is a str, not a torch\.nn\.Module"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'model\.onnx' is a str\. Remedy: give a torch\.nn\.Module \(bitwright\.onnx takes",
+    ):
         QuantizationSimModel("model.onnx", batches[0])  # type: ignore[arg-type]
 
 
@@ -870,3 +873,28 @@ def test_deepcopy_is_independent(sim: QuantizationSimModel, batches: list[Tensor
 
 def test_repr_says_where_it_stands(sim: QuantizationSimModel) -> None:
     assert "8 sites, 8 calibrated" in repr(sim) and "stage=simulate" in repr(sim)
+
+
+def test_encodings_of_a_model_whose_mask_was_left_in_float_are_read_back(tmp_path: Path) -> None:
+    """Calibration finds the mask by its values; a simulation that has seen none does not know it yet."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            scores = torch.maximum(self.layer(x) + mask, torch.tensor(torch.finfo(torch.float32).min))
+            return scores.softmax(-1)
+
+    torch.manual_seed(0)
+    mask = torch.zeros(4, 8).masked_fill(torch.rand(4, 8) > 0.7, torch.finfo(torch.float32).min)
+    batch = (torch.randn(4, 8), mask)
+    sim, fresh = (QuantizationSimModel(Masked().eval(), batch) for _ in range(2))
+    fresh.model.load_state_dict(sim.model.state_dict())
+    sim.compute_encodings([batch], progress=False)
+    floats = [name for name, site in sim.quantizers.items() if not site.enabled]
+    assert floats
+    fresh.load_encodings(sim.save_encodings(tmp_path / "model.encodings"))
+    assert [name for name, site in fresh.quantizers.items() if not site.enabled] == floats
+    assert torch.equal(fresh.model(*batch), sim.model(*batch))
