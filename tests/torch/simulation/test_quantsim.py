@@ -898,3 +898,16 @@ def test_encodings_of_a_model_whose_mask_was_left_in_float_are_read_back(tmp_pat
     fresh.load_encodings(sim.save_encodings(tmp_path / "model.encodings"))
     assert [name for name, site in fresh.quantizers.items() if not site.enabled] == floats
     assert torch.equal(fresh.model(*batch), sim.model(*batch))
+
+
+def test_encodings_are_read_where_the_user_had_switched_a_site_off(
+    model: Net, batches: list[Tensor], tmp_path: Path
+) -> None:
+    sim, other = (QuantizationSimModel(model, batches[0]) for _ in range(2))
+    sim.compute_encodings(batches, progress=False)
+    path = sim.save_encodings(tmp_path / "model.encodings")
+    name = next(name for name, site in other.quantizers.items() if site.role == "output")
+    other.quantizers[name].enabled = False
+    assert name in other.load_encodings(path)
+    assert other.quantizers[name].enabled
+    assert torch.equal(other.model(batches[0]), sim.model(batches[0]))
