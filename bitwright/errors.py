@@ -107,11 +107,6 @@ def _is_listed(value: object) -> bool:
     return listed and not isinstance(value, (str, bytes))
 
 
-def _is_data(value: object) -> bool:
-    """Whether it is a list of batches; a dictionary is one batch, whose items are no batches."""
-    return _is_listed(value) and not isinstance(value, Mapping)
-
-
 def _is_simulation(value: object) -> bool:
     return (
         not isinstance(value, type) and hasattr(value, "quantizers") and hasattr(value, "compute_encodings")
@@ -183,12 +178,10 @@ _NAMED: dict[str, tuple[_Kind, ...]] = {
     "sim": (_SIMULATION,),
     "forward_fn": (_FUNCTION, _KINDS["None"]),
     "providers": (_KINDS["Providers"], _KINDS["None"]),
-    "batches": ((_is_data, "a list of batches"), _KINDS["None"]),
+    "batches": (_LIST, _KINDS["None"]),
     "modules_to_exclude": (_LIST, _KINDS["None"]),
     "module_classes_to_exclude": (_LIST, _KINDS["None"]),
 }
-#: parameter that holds batches
-_DATA = frozenset(("data", "inputs", "batches", "dataset", "evaluation_data"))
 _LONGEST_VALUE = 60  # characters of a value in a message
 
 
@@ -245,11 +238,7 @@ def _kinds(parameter: inspect.Parameter) -> tuple[_Kind, ...]:
     names = [ast.unparse(part).partition("[")[0].rpartition(".")[2] for part in (node, *reversed(parts))]
     if not all(name in _KINDS for name in names):
         return ()
-    kinds = tuple(_KINDS[name] for name in names)
-    return tuple(
-        (_is_data, "a list of batches") if kind is _LIST and parameter.name in _DATA else kind
-        for kind in kinds
-    )
+    return tuple(_KINDS[name] for name in names)
 
 
 def _wrong_kind(function: str, name: str, value: object, kinds: tuple[_Kind, ...]) -> ConfigError:

@@ -55,7 +55,7 @@ def test_what_is_meant_passes(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"data": None}, r"data: None is a NoneType. Remedy: give a list of batches; see help\(example\)"),
+        ({"data": None}, r"data: None is a NoneType. Remedy: give a list; see help\(example\)"),
         ({"samples": "many"}, "samples: 'many' is a str. Remedy: give an integer or None"),
         ({"share": [1]}, r"share: \[1\] is a list. Remedy: give a number"),
         ({"path": 3}, "path: 3 is an int. Remedy: give a string or a path or None"),
