@@ -222,6 +222,17 @@ def checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
+C = TypeVar("C", bound=type)
+
+
+def checks_methods(cls: C) -> C:
+    """:func:`checks_arguments` for every public method that a class defines."""
+    for name, method in list(vars(cls).items()):
+        if inspect.isfunction(method) and not name.startswith("_") and not hasattr(method, "kinds"):
+            setattr(cls, name, checks_arguments(method))
+    return cls
+
+
 def _kinds(parameter: inspect.Parameter) -> tuple[_Kind, ...]:
     """What an annotation allows, or the name of the parameter; nothing where either allows something else as well."""
     if not isinstance(parameter.annotation, str) or parameter.kind in (

@@ -124,6 +124,7 @@ FREE: dict[str, str] = {
         "PrecisionRequest Preset QuantParams QuantScheme QuantSpec QuantizationDataType RangeMethod Result Rule SeqMseParams "
         "Stabilized"
     ),
+    "names a wrong source itself": "load_model",
     "made by a simulation": "Site SiteGroup SiteMap",
     "methods of what algorithms edit; only they call them": "OnnxView TorchView",
     "methods of objects that are handed out; they read what the object holds": (

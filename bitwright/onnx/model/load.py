@@ -36,7 +36,7 @@ from onnx_ir.passes.common import (
 )
 
 from bitwright.core.graph.ops import is_neutral
-from bitwright.errors import ModelError, checks_arguments, first_few
+from bitwright.errors import ModelError, first_few
 from bitwright.export.files.atomic import settle
 from bitwright.export.files.onnx_file import write_elements
 from bitwright.export.files.temporary import temporary_room
@@ -104,7 +104,6 @@ class Loaded:
         return tuple(name for name in self.inputs if name not in kept)
 
 
-@checks_arguments
 def load_model(model: Source) -> Loaded:
     """A private, normalised copy of a model.
 
@@ -510,8 +509,7 @@ def _put_neutral_numbers_second(model: ir.Model) -> None:
             continue
         first, second = node.inputs
         tensor = None if first is None else first.const_value
-        constant = second is None or second.const_value is not None
-        if tensor is None or constant or tensor.size != 1 or not tensor.dtype.is_floating_point():
+        if second is None or second.const_value is not None or tensor is None or tensor.size != 1:
             continue
         if is_neutral(node.op_type, float(tensor.numpy().reshape(-1)[0])):
             node.replace_input_with(0, second)

@@ -29,7 +29,7 @@ from bitwright.core.simulation.calibration import CalibrationLog
 from bitwright.core.simulation.occupancy import Lock, Occupancy
 from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.sites import derived_biases, place_quantizers, required_encodings
-from bitwright.errors import CalibrationError, checks_arguments
+from bitwright.errors import CalibrationError, checks_arguments, checks_methods
 from bitwright.export.artefacts import Exported
 from bitwright.export.deployed import benchmark_sim
 from bitwright.export.encodings.of_simulation import (
@@ -74,6 +74,7 @@ Array = NDArray[Any]
 _INSTEAD = "work on another QuantizationSimModel of the same model, which load_encodings(path) makes equal to this one"
 
 
+@checks_methods
 class QuantizationSimModel(Tabular):
     """A copy of an ONNX model that computes with quantized weights and activations, in ONNX Runtime.
 
@@ -178,7 +179,6 @@ class QuantizationSimModel(Tabular):
             self.notes = (*self.notes, note)
             logger.info("%s", note)
 
-    @checks_arguments
     def set_parameter(self, name: str, value: Array) -> None:
         """Give an initializer a new value of the same shape; its dtype stays, and so do all calibrated encodings.
 
@@ -201,7 +201,6 @@ class QuantizationSimModel(Tabular):
 
     # -- calibration
 
-    @checks_arguments
     def compute_encodings(
         self,
         data: Callable[..., Any] | Iterable[Any] | None = None,
@@ -241,7 +240,6 @@ class QuantizationSimModel(Tabular):
         ) as session:
             feed(self, session, data, args, progress)
 
-    @checks_arguments
     def calibrating(
         self, *, resume: bool = False, allow_unreached: bool = False, non_finite: NonFinite = "error"
     ) -> AbstractContextManager[CalibrationSession]:
@@ -285,7 +283,6 @@ class QuantizationSimModel(Tabular):
 
     # -- its state
 
-    @checks_arguments
     def remember(self, *, parameters: bool = False) -> Undo:
         """Keep the state of the simulation: every quantizer, whether it is calibrated, the repairs, what calibration noted.
 
@@ -356,7 +353,6 @@ class QuantizationSimModel(Tabular):
         self._weights = file_for(self.marked, self._weights)
         return self._weights
 
-    @checks_arguments
     def run(self, feeds: Any) -> list[Array]:
         """Outputs of the simulation in the model's order, as ``InferenceSession.run(None, feeds)`` gives them.
 
@@ -374,7 +370,6 @@ class QuantizationSimModel(Tabular):
             name_nan(self, checked)
         return found
 
-    @checks_arguments
     def capture(self, names: Sequence[str], feeds: Any) -> dict[str, list[Array]]:
         """Quantized values at activation sites, one array per place the site marks.
 
@@ -384,7 +379,6 @@ class QuantizationSimModel(Tabular):
         """
         return capture(self, names, as_feeds(feeds, self.specs))
 
-    @checks_arguments
     def report(self, path: str | Path, data: Any = None, **options: Any) -> Path:
         """Write one HTML file that shows the simulation and what it costs; see :func:`bitwright.report.simulation_report`."""
         from bitwright.report import simulation_report
@@ -397,7 +391,6 @@ class QuantizationSimModel(Tabular):
 
     # -- files
 
-    @checks_arguments
     def export(
         self,
         path: str | Path,
@@ -463,7 +456,6 @@ class QuantizationSimModel(Tabular):
             self.forget_simulations()
             return_memory()
 
-    @checks_arguments
     def verify(
         self,
         feeds: Any = None,
@@ -492,7 +484,6 @@ class QuantizationSimModel(Tabular):
             result.model, samples.sites, samples.inputs, outputs=samples.outputs, runtime=runtime
         )
 
-    @checks_arguments
     def drift(
         self,
         a: str = "simulation",
@@ -523,7 +514,6 @@ class QuantizationSimModel(Tabular):
         plain_model = strip_sites(restore_native(self.marked)).model
         return drift_models(a, b, plain_model, result.model, samples)
 
-    @checks_arguments
     def saturation(
         self,
         batches: Any = None,
@@ -546,7 +536,6 @@ class QuantizationSimModel(Tabular):
         result = as_qdq(self, target, bias, activation=activation, weight_only=weight_only)
         return saturation(result.model, feeds)
 
-    @checks_arguments
     def benchmark(
         self,
         *,
@@ -568,12 +557,10 @@ class QuantizationSimModel(Tabular):
         measured = {"runtime": runtime, "threads": threads, "seconds": seconds, "rounds": rounds}
         return benchmark_sim(lambda folder: self.export(folder, "model", **options), measured)
 
-    @checks_arguments
     def save_encodings(self, path: str | Path, version: str = "2.0.0") -> Path:
         """Write every encoding under its site's name; see :mod:`bitwright.export.encodings.versions`."""
         return save_encodings(self, path, version)
 
-    @checks_arguments
     def load_encodings(
         self, path: str | Path | dict[str, Any], strict: bool = True, *, partial: bool = False
     ) -> tuple[str, ...]:
@@ -586,7 +573,6 @@ class QuantizationSimModel(Tabular):
             self.calibrated = True
             return found
 
-    @checks_arguments
     def set_and_freeze_param_encodings(self, path: str | Path | dict[str, Any]) -> None:
         """Take the parameter encodings of a file and keep them through calibration."""
         with self._occupancy.exclusive("set_and_freeze_param_encodings"):
