@@ -24,6 +24,7 @@ from bitwright.errors import ModelError as ModelError
 from bitwright.errors import RangeError as RangeError
 from bitwright.methods.pipeline import quantize as quantize
 from bitwright.mixed.auto import auto_quantize as auto_quantize
+from bitwright.mixed.latency import measure_times as measure_times
 from bitwright.mixed.manual import PrecisionRequest as PrecisionRequest
 from bitwright.mixed.manual import set_precisions as set_precisions
 from bitwright.mixed.search import mixed_precision as mixed_precision

@@ -14,7 +14,7 @@ import bitwright
 from tests.support.signatures import PINNED, Signature, found, signature
 
 PUBLIC = {
-    "__version__", "quantize", "analyze", "mixed_precision", "auto_quantize", "drift", "LayerOutputUtil",
+    "__version__", "quantize", "analyze", "mixed_precision", "measure_times", "auto_quantize", "drift", "LayerOutputUtil",
     "set_precisions", "PrecisionRequest",
     "QuantSpec", "RangeMethod", "Preset", "PRESETS", "Rule",
     "IntFormat", "FloatFormat", "PerTensor", "PerChannel", "PerBlock", "PerGate",

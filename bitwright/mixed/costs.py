@@ -7,7 +7,7 @@ Pairs of groups may add something together, as a conversion between two kernels 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,24 +186,27 @@ def _needed(table: Floats, fixed: Floats) -> tuple[Floats, Floats]:
     return table[kept], fixed[kept]
 
 
-def milliseconds(bits: Bits, times: Mapping[str, Mapping[str, float]] | str | Path) -> Cost:
+def milliseconds(bits: Bits, times: Mapping[str, Any] | str | Path) -> Cost:
     """Time per operator and candidate, of a table that was measured.
 
     Args:
         bits: of the choice.
         times: layer or operator type -> candidate -> milliseconds; or the path of a JSON file of it. The row of a layer wins
-            over that of its type.
+            over that of its type. What :func:`bitwright.measure_times` gives has pairs besides: a kernel whose result is read at
+            more bits takes as long as one of these bits, and a layer that reads what more bits were computed with converts it.
 
     Raises:
         ConfigError: the table misses an operator or a candidate, or holds what is no time.
     """
     if not isinstance(times, Mapping):
         times = _read_times(Path(times))
+    measured = times.get("format") == "bitwright-times"
+    rows = times["layers"] if measured else times
     graph: Graph = bits.sim.graph
     table, missing = np.zeros((1, len(bits.groups), len(bits.candidates))), []
     for i, group in enumerate(bits.groups):
         for layer in group.layers:
-            row = times.get(layer, times.get(graph.op(layer).type))
+            row = rows.get(layer, rows.get(graph.op(layer).type))
             if row is None:
                 missing.append(f"{layer} ({graph.op(layer).type})")
                 continue
@@ -215,10 +218,60 @@ def milliseconds(bits: Bits, times: Mapping[str, Mapping[str, float]] | str | Pa
             f"the table has no row for {', '.join(missing[:3])}{more}",
             "add a row for each layer or for its operator type",
         )
-    return Cost("ms", "ms", table, np.zeros(1))
+    if not measured:
+        return Cost("ms", "ms", table, np.zeros(1))
+    return Cost("ms", "ms", table, np.array([float(times["fixed"])]), tuple(_conversions(bits, times)))
 
 
-def _read_times(path: Path) -> Mapping[str, Mapping[str, float]]:
+def _conversions(bits: Bits, times: Mapping[str, Any]) -> Iterator[Pair]:
+    """What a layer and the one that reads its result add where their activations differ."""
+    owner: dict[str, int] = {}
+    for key, values in values_on_grids(bits.sim.quantizers, bits.sim.plan.shared).items():
+        owner.update({value: bits.group_of[key] for value in values if key in bits.group_of})
+    graph: Graph = bits.sim.graph
+    readers = {
+        value: layer for g in bits.groups for layer in g.layers for _, value in graph.op(layer).sources()
+    }
+    for first, group in enumerate(bits.groups):
+        for layer in group.layers:
+            value = _on_grid(graph, layer, owner)
+            if value is None or owner[value] == first:
+                continue
+            reads = times["conversions"].get(readers.get(value, ""), {})
+            extra = _extra(bits.candidates, times["layers"][layer], reads)
+            if extra.any():
+                yield Pair(first, owner[value], extra)
+
+
+def _on_grid(graph: Graph, layer: str, owner: Mapping[str, int]) -> str | None:
+    """The quantized value that the result of ``layer`` becomes, after operators that its kernel takes up."""
+    value = graph.op(layer).outputs[0]
+    while value not in owner:
+        reader = graph.sole_consumer(value)
+        if reader is None or not reader.outputs:
+            return None
+        value = reader.outputs[0]
+    return value
+
+
+def _extra(
+    candidates: Sequence[Candidate], kernel: Mapping[str, float], reads: Mapping[str, float]
+) -> Floats:
+    """``[candidates of the layer, candidates of its reader]``, milliseconds."""
+    by_bits = {c.bits: c.name for c in candidates}
+    extra = np.zeros((len(candidates), len(candidates)))
+    for i, mine in enumerate(candidates):
+        for j, theirs in enumerate(candidates):
+            if theirs.bits[1] > mine.bits[1]:
+                wide = by_bits.get((mine.bits[0], theirs.bits[1]), theirs.name)
+                extra[i, j] = max(kernel[wide] - kernel[mine.name], 0.0)
+            elif theirs.bits[1] < mine.bits[1]:
+                wide = by_bits.get((theirs.bits[0], mine.bits[1]), mine.name)
+                extra[i, j] = reads.get(wide, 0.0)
+    return extra
+
+
+def _read_times(path: Path) -> Mapping[str, Any]:
     example = 'write {"Conv": {"w8a8": 0.4, ...}, ...}'
     found = read_document(path, ConfigError, remedy=example)
     if not isinstance(found, dict):
