@@ -6,7 +6,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,19 +120,18 @@ def _attributed(graph: Any, taken: Mapping[str, float], layers: set[str], whole:
 
 def _owners(nodes: list[Any], layers: set[str]) -> dict[str, str]:
     """Node -> the layer that it is, or that reads it; at the end of the graph the one before it."""
-    found: dict[str, str] = {}
-    for node in nodes:
-        name = _RENAMED.sub("", node.name).removeprefix("fused ")
-        if name in layers:
-            found[node.name] = name
+    names = {node.name: _RENAMED.sub("", node.name).removeprefix("fused ") for node in nodes}
+    found = {node: name for node, name in names.items() if name in layers}
     for node in reversed(nodes):
-        readers = (found.get(use.node.name) for value in node.outputs for use in value.uses())
-        if node.name not in found and (reader := next(filter(None, readers), None)) is not None:
-            found[node.name] = reader
+        _belongs(node, found, (use.node for value in node.outputs for use in value.uses()))
     for node in nodes:
-        makers = (
-            found.get(v.producer().name) for v in node.inputs if v is not None and v.producer() is not None
-        )
-        if node.name not in found and (maker := next(filter(None, makers), None)) is not None:
-            found[node.name] = maker
+        _belongs(node, found, (v.producer() for v in node.inputs if v is not None))
     return found
+
+
+def _belongs(node: Any, found: dict[str, str], neighbours: Iterable[Any]) -> None:
+    """A node that has no layer yet gets that of the first neighbour that has one."""
+    owners = (found[n.name] for n in neighbours if n is not None and n.name in found)
+    owner = next(owners, None)
+    if owner is not None:
+        found.setdefault(node.name, owner)

@@ -126,17 +126,22 @@ class _Watch:
             if last < len(program.steps):
                 self._leaves, ends = [], dict(state)
                 self._steps(program, ends, first, last)
-            before = {v: t for v, t in state.items() if isinstance(t, Tensor) and t.requires_grad}
-            roots = [v for v in gradients if ends[v].requires_grad]
-            if roots:
-                torch.autograd.backward(
-                    [ends[v] for v in roots],
-                    [gradients[v] for v in roots],
-                    inputs=[*self._leaves, *before.values()],
-                )
-            gradients = {v: t.grad for v, t in before.items() if t.grad is not None}
-            last = first
+            gradients, last = self._through(state, gradients, ends), first
         self._leaves = []
+
+    def _through(
+        self, state: State, gradients: Mapping[int, Tensor], ends: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """From the derivatives by ``ends`` of a part those by the ``state`` that it began with."""
+        before = {v: t for v, t in state.items() if isinstance(t, Tensor) and t.requires_grad}
+        roots = [v for v in gradients if ends[v].requires_grad]
+        if roots:
+            torch.autograd.backward(
+                [ends[v] for v in roots],
+                [gradients[v] for v in roots],
+                inputs=[*self._leaves, *before.values()],
+            )
+        return {v: t.grad for v, t in before.items() if t.grad is not None}
 
     def _measure(self, program: Program, state: State, wanted: Mapping[int, Tensor]) -> float:
         """Noise over signal of the quantized outputs, the mean over those whose length depends on no value."""

@@ -540,14 +540,8 @@ def infer_shapes(model: ir.Model) -> set[str]:
     Values are found by name, which must be unique over all graphs. Large initializers stay where they are: inference
     sees them as inputs, so that models above 2 GB work. Returns the names of values whose shapes were stated wrongly.
     """
-    proto = _skeleton(model)
-    wrong: set[str] = set()
     try:
-        try:
-            inferred = onnx.shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True)
-        except (onnx.shape_inference.InferenceError, RuntimeError):  # stated shapes may be all that is wrong
-            wrong = drop_wrong_shapes(proto)
-            inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+        inferred, wrong = _inferred(_skeleton(model))
     except (onnx.shape_inference.InferenceError, RuntimeError) as error:
         raise ModelError(
             model.graph.name or "model",
@@ -560,14 +554,23 @@ def infer_shapes(model: ir.Model) -> set[str]:
         if isinstance(graph, onnx.GraphProto)
         for info in (*graph.value_info, *graph.output)
     }
-    inputs = (value for graph in model.graphs() if graph is not model.graph for value in graph.inputs)
-    made = (value for node in chain.from_iterable(model.graphs()) for value in node.outputs)
+    inputs = chain.from_iterable(graph.inputs for graph in model.graphs() if graph is not model.graph)
+    made = chain.from_iterable(node.outputs for node in chain.from_iterable(model.graphs()))
     for value in chain(inputs, made):
         info = known.get(value.name or "")
         value.shape = None if value.name in wrong else value.shape
         if info is not None and info.type.WhichOneof("value") is not None:
             _note_inferred(value, info.type)
     return wrong
+
+
+def _inferred(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, set[str]]:
+    """``proto`` with shapes, and the names of values whose shapes it states wrongly; these leave it."""
+    try:
+        return onnx.shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True), set()
+    except (onnx.shape_inference.InferenceError, RuntimeError):  # stated shapes may be all that is wrong
+        wrong = drop_wrong_shapes(proto)
+    return onnx.shape_inference.infer_shapes(proto, data_prop=True), wrong
 
 
 def _note_inferred(value: ir.Value, kind: onnx.TypeProto) -> None:

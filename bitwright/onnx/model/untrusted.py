@@ -11,6 +11,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import BinaryIO
 
@@ -181,22 +182,29 @@ def drop_wrong_shapes(proto: onnx.ModelProto) -> set[str]:
     Raises:
         InferenceError, RuntimeError: of onnx, where operators contradict each other.
     """
-    graphs = [g for g in graph_protos((proto.graph,)) if isinstance(g, onnx.GraphProto)]
+    graphs = _graphs(proto)
     stated = [list(graph.value_info) for graph in graphs]
+    _state(graphs, [[] for _ in graphs])
     try:
-        for graph in graphs:
-            del graph.value_info[:]
         bare = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     finally:
-        for graph, infos in zip(graphs, stated, strict=True):
-            graph.value_info.extend(infos)
-    inferred = [g for g in graph_protos((bare.graph,)) if isinstance(g, onnx.GraphProto)]
-    known = {info.name: info for graph in inferred for info in graph.value_info}
-    wrong = {info.name for infos in stated for info in infos if _contradict(info, known.get(info.name, info))}
-    for graph, infos in zip(graphs, stated, strict=True):
-        del graph.value_info[:]
-        graph.value_info.extend(info for info in infos if info.name not in wrong)
+        _state(graphs, stated)
+    known = {info.name: info for graph in _graphs(bare) for info in graph.value_info}
+    infos = chain.from_iterable(stated)
+    wrong = {info.name for info in infos if _contradict(info, known.get(info.name, info))}
+    _state(graphs, [[info for info in infos if info.name not in wrong] for infos in stated])
     return wrong
+
+
+def _graphs(proto: onnx.ModelProto) -> list[onnx.GraphProto]:
+    return [g for g in graph_protos((proto.graph,)) if isinstance(g, onnx.GraphProto)]
+
+
+def _state(graphs: list[onnx.GraphProto], infos: list[list[onnx.ValueInfoProto]]) -> None:
+    """Let each graph state ``infos`` of its values, and nothing else."""
+    for graph, kept in zip(graphs, infos, strict=True):
+        del graph.value_info[:]
+        graph.value_info.extend(kept)
 
 
 def _contradict(one: onnx.ValueInfoProto, other: onnx.ValueInfoProto) -> bool:
