@@ -297,7 +297,7 @@ def test_simulations_without_encodings_or_quantizers_are_refused():
     sim.quantizers["*"].enabled = False
     with pytest.raises(CalibrationError, match="no quantizer of the simulation is enabled"):
         bitwright.analyze(sim, data)
-    with pytest.raises(ConfigError, match="it is given a Linear, not a simulation"):
+    with pytest.raises(ConfigError, match="is a Linear. Remedy: give a simulation"):
         bitwright.analyze(nn.Linear(4, 4), data)
 
 
