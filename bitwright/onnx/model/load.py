@@ -51,8 +51,8 @@ from bitwright.onnx.model.untrusted import (
     check_names,
     check_tensors,
     checked_on_failure,
-    drop_wrong_shapes,
     graph_protos,
+    infer_past_wrong_shapes,
     read_proto,
     tensor_attributes,
 )
@@ -541,7 +541,7 @@ def infer_shapes(model: ir.Model) -> set[str]:
     sees them as inputs, so that models above 2 GB work. Returns the names of values whose shapes were stated wrongly.
     """
     try:
-        inferred, wrong = _inferred(_skeleton(model))
+        inferred, wrong = infer_past_wrong_shapes(_skeleton(model))
     except (onnx.shape_inference.InferenceError, RuntimeError) as error:
         raise ModelError(
             model.graph.name or "model",
@@ -562,15 +562,6 @@ def infer_shapes(model: ir.Model) -> set[str]:
         if info is not None and info.type.WhichOneof("value") is not None:
             _note_inferred(value, info.type)
     return wrong
-
-
-def _inferred(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, set[str]]:
-    """``proto`` with shapes, and the names of values whose shapes it states wrongly; these leave it."""
-    try:
-        return onnx.shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True), set()
-    except (onnx.shape_inference.InferenceError, RuntimeError):  # stated shapes may be all that is wrong
-        wrong = drop_wrong_shapes(proto)
-    return onnx.shape_inference.infer_shapes(proto, data_prop=True), wrong
 
 
 def _note_inferred(value: ir.Value, kind: onnx.TypeProto) -> None:

@@ -167,7 +167,16 @@ def graph_protos(
             waiting.extend(attribute.graphs)
 
 
-def drop_wrong_shapes(proto: onnx.ModelProto) -> set[str]:
+def infer_past_wrong_shapes(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, set[str]]:
+    """``proto`` with shapes, and the names of values whose shapes it states wrongly; these leave it."""
+    try:
+        return onnx.shape_inference.infer_shapes(proto, strict_mode=True, data_prop=True), set()
+    except (onnx.shape_inference.InferenceError, RuntimeError):  # stated shapes may be all that is wrong
+        wrong = _drop_wrong_shapes(proto)
+    return onnx.shape_inference.infer_shapes(proto, data_prop=True), wrong
+
+
+def _drop_wrong_shapes(proto: onnx.ModelProto) -> set[str]:
     """Take out of a model the shapes that it states of its own values and that its operators contradict.
 
     An exporter that moves Transposes after it has noted shapes writes such files. ONNX Runtime runs them with a warning; what
