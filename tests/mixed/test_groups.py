@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import bitwright.torch as bt
+from bitwright.algorithms.search.output_error import OutputErrors
 from bitwright.analysis.subject import open_subject
 from bitwright.errors import BitwrightError
 from bitwright.mixed.candidates import as_candidates
 from bitwright.mixed.explorer import Explorer
 from bitwright.mixed.groups import find_groups, ties, without
+from bitwright.mixed.library import noise_table
 from bitwright.mixed.search import mixed_precision
 
 CANDIDATES = as_candidates(["w8a8", "w8a16", "w4a8", "w4a16"])
@@ -128,3 +131,17 @@ def test_weights_are_rounded_for_the_choice_they_are_part_of() -> None:
     assert found.noise(low) == min(fitted, alone)
     found.noise(high)
     assert found.noise(low) == min(fitted, alone)
+
+
+def test_weights_without_an_estimate_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of an ONNX LSTM with states that are given: at no estimate they would cost nothing at any width."""
+    library = explorer(Branches).library
+    real = library.errors
+
+    def errors(candidate: int, *args: Any, **options: Any) -> OutputErrors:
+        found = real(candidate, *args, **options)
+        return replace(found, weights={n: v for n, v in found.weights.items() if n != "left.weight"})
+
+    assert noise_table(library, data(), samples=16, seed=0)[1] == ()
+    monkeypatch.setattr(library, "errors", errors)
+    assert noise_table(library, data(), samples=16, seed=0)[1] == ("left.weight",)
