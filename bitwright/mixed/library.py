@@ -331,6 +331,8 @@ def noise_table(
                     found = worst
                 table[i, c] += found or 0.0
     for i, group in enumerate(library.groups):
-        if group.weights and not table[i].any():  # no quantizer of it was met, as of an operator that is one step of its own
+        if (
+            group.weights and not table[i].any()
+        ):  # no quantizer of it was met, as of an operator that is one step of its own
             unknown.update(dict.fromkeys(group.weights))
     return table, tuple(unknown)

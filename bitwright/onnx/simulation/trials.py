@@ -52,13 +52,13 @@ class TrialSession:
         encodings = self._sim._encodings()
         key = _structure(self._sim, encodings)
         found = self._sessions.pop(key, None)
-        if found is None:
+        if found is None or found.outdated(self._sim):
             found = _Inputs(self._sim, encodings)
             for old in list(self._sessions)[: len(self._sessions) + 1 - _KEPT]:
                 del self._sessions[old]
         self._sessions[key] = found
         wanted = self._sim.output_names if output_names is None else list(output_names)
-        result: list[Array] = found.session.run(wanted, {**feeds, **found.feeds(encodings)})
+        result: list[Array] = found.session.run(wanted, {**feeds, **found.feeds(self._sim, encodings)})
         return result
 
     def get_inputs(self) -> list[Any]:
@@ -91,7 +91,10 @@ class _Inputs:
         self._biases = set(sim._biases)
         self._constants: dict[str, tuple[str, ir.TensorProtocol]] = {}  # input -> site, tensor
         self._grids: dict[str, list[ir.Value]] = {}  # site -> inputs: ends, scale, zero point
-        self._fed: dict[str, tuple[Encoding | None, list[Array]]] = {}
+        self._written: dict[
+            str, Array
+        ] = {}  # site of a constant that the model holds in another form -> what it was made of
+        self._fed: dict[str, tuple[Encoding | None, Array | None, list[Array]]] = {}
         model = self._model(sim, encodings)
         self.session = open_session(model, sim.providers, threads=sim.threads)
 
@@ -106,6 +109,8 @@ class _Inputs:
                 tensor = constants[source]
                 fed = self._input(builder, f"{source.name}_trial", tensor.dtype, tensor.shape.numpy())
                 self._constants[str(fed.name)] = site, tensor
+                if not _same_form(sim.constants.get(site), tensor):
+                    self._written[site] = sim.constants[site]
                 node.replace_input_with(0, fed)
                 replaced[source] = None
                 bypass(node, builder.outputs)
@@ -140,26 +145,39 @@ class _Inputs:
         value = builder.emit(place, "DequantizeLinear", [codes, *pair], f"{base}_trial_dq", D.FLOAT)
         builder.take_over(node, value)
 
-    def feeds(self, encodings: Mapping[str, Encoding]) -> dict[str, Array]:
+    def outdated(self, sim: QuantizationSimModel) -> bool:
+        """Whether a constant was replaced that cannot be fed: one that the model holds in another form than the simulation."""
+        return any(sim.constants.get(site) is not array for site, array in self._written.items())
+
+    def feeds(self, sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> dict[str, Array]:
         """Grids and weights for ``encodings``; what did not change since the last call is not computed again."""
         found: dict[str, Array] = {}
         for name, (site, tensor) in self._constants.items():
             encoding, bias = encodings.get(site), site in self._biases
-            if self._changed(name, encoding):
-                array = tensor.numpy()
-                self._fed[name] = (
-                    encoding,
-                    [array if encoding is None else folded_constant(array, encoding, bias=bias)],
-                )
-            found[name] = self._fed[name][1][0]
+            live = None if site in self._written else sim.constants[site]
+            if self._changed(name, encoding, live):
+                array = tensor.numpy() if live is None else live
+                folded = array if encoding is None else folded_constant(array, encoding, bias=bias)
+                self._fed[name] = encoding, live, [folded]
+            found[name] = self._fed[name][2][0]
         for site, values in self._grids.items():
             if self._changed(site, encodings[site]):
-                self._fed[site] = encodings[site], _grid(encodings[site])
-            found.update(zip((str(v.name) for v in values), self._fed[site][1], strict=True))
+                self._fed[site] = encodings[site], None, _grid(encodings[site])
+            found.update(zip((str(v.name) for v in values), self._fed[site][2], strict=True))
         return found
 
-    def _changed(self, key: str, encoding: Encoding | None) -> bool:
-        return key not in self._fed or self._fed[key][0] is not encoding
+    def _changed(self, key: str, encoding: Encoding | None, array: Array | None = None) -> bool:
+        known = self._fed.get(key)
+        return known is None or known[0] is not encoding or known[1] is not array
+
+
+def _same_form(array: Array | None, tensor: ir.TensorProtocol) -> bool:
+    """Whether a constant of the simulation can be fed in the place of the one that a model was made with."""
+    return (
+        array is not None
+        and array.shape == tuple(tensor.shape.numpy())
+        and array.dtype == tensor.dtype.numpy()
+    )
 
 
 def _grid(encoding: Encoding) -> list[Array]:

@@ -96,10 +96,32 @@ def test_channels_of_activations_are_written_into_the_model() -> None:
 def test_a_new_parameter_is_what_the_next_run_computes_with():
     sim, feeds = calibrated()
     name = next(site for site, s in sim.quantizers.items() if s.role == "weight")
-    before = sim.run(feeds)[0]
+    trials = sim.trial_session()
+    before, tried = sim.run(feeds)[0], trials.run(None, feeds)[0]
     weight = sim.constants[name]
     sim.set_parameter(
         name.removesuffix(".weight") if name not in sim.marked.graph.initializers else name, 0 * weight
     )
     assert not np.array_equal(sim.run(feeds)[0], before)
     assert not sim.constants[name].any()
+    ours, theirs = trials.run(None, feeds)[0], sim.run(feeds)[0]
+    assert not np.array_equal(ours, tried)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(tried).max())
+
+
+def test_new_weights_of_a_recurrent_layer_are_what_the_next_run_computes_with() -> None:
+    random = np.random.default_rng(0)
+    n = Net()
+    x = n.input("x", (5, 2, 4))
+    w, r = (n.const(random.standard_normal((1, 24, k)).astype(np.float32)) for k in (4, 6))
+    y = n("LSTM", x, w, r, name="l", hidden_size=6, out="y")
+    feeds = {"x": random.standard_normal((5, 2, 4)).astype(np.float32)}
+    sim = QuantizationSimModel(n.model(y), feeds, threads=1)
+    sim.compute_encodings([feeds], progress=False)
+    trials = sim.trial_session()
+    before = trials.run(None, feeds)[0]
+    for name in (w, r):
+        sim.set_parameter(name, 0.5 * sim.marked.graph.initializers[name].const_value.numpy())
+        ours, theirs = trials.run(None, feeds)[0], sim.run(feeds)[0]
+        assert not np.array_equal(ours, before)
+        np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
