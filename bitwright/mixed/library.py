@@ -314,9 +314,11 @@ def noise_table(
     """
     table = np.zeros((len(library.groups), len(library.candidates)))
     unknown: dict[str, None] = {}
+    met: set[str] = set()
     for c in range(len(library.candidates)):
         errors = library.errors(c, batches, samples=samples, seed=seed)
         made = {**errors.activations, **errors.weights}
+        met.update(made)
         quantizers = library.steps.sites()
         by_quantizer: dict[int, float] = {}
         for name, noise in made.items():
@@ -330,9 +332,7 @@ def noise_table(
                     unknown[name] = None
                     found = worst
                 table[i, c] += found or 0.0
-    for i, group in enumerate(library.groups):
-        if (
-            group.weights and not table[i].any()
-        ):  # no quantizer of it was met, as of an operator that is one step of its own
-            unknown.update(dict.fromkeys(group.weights))
+    # a quantizer that was never met, as of an operator that is one step of its own, is not one that costs nothing
+    for name in (n for group in library.groups if not met & set(group.weights) for n in group.weights):
+        unknown[name] = None
     return table, tuple(unknown)

@@ -91,9 +91,8 @@ class _Inputs:
         self._biases = set(sim._biases)
         self._constants: dict[str, tuple[str, ir.TensorProtocol]] = {}  # input -> site, tensor
         self._grids: dict[str, list[ir.Value]] = {}  # site -> inputs: ends, scale, zero point
-        self._written: dict[
-            str, Array
-        ] = {}  # site of a constant that the model holds in another form -> what it was made of
+        # site of a constant that the model holds in another form -> what it was made of
+        self._written: dict[str, Array] = {}
         self._fed: dict[str, tuple[Encoding | None, Array | None, list[Array]]] = {}
         model = self._model(sim, encodings)
         self.session = open_session(model, sim.providers, threads=sim.threads)
@@ -157,8 +156,7 @@ class _Inputs:
             live = None if site in self._written else sim.constants[site]
             if self._changed(name, encoding, live):
                 array = tensor.numpy() if live is None else live
-                folded = array if encoding is None else folded_constant(array, encoding, bias=bias)
-                self._fed[name] = encoding, live, [folded]
+                self._fed[name] = encoding, live, [_on_grid(array, encoding, bias)]
             found[name] = self._fed[name][2][0]
         for site, values in self._grids.items():
             if self._changed(site, encodings[site]):
@@ -169,6 +167,10 @@ class _Inputs:
     def _changed(self, key: str, encoding: Encoding | None, array: Array | None = None) -> bool:
         known = self._fed.get(key)
         return known is None or known[0] is not encoding or known[1] is not array
+
+
+def _on_grid(array: Array, encoding: Encoding | None, bias: bool) -> Array:
+    return array if encoding is None else folded_constant(array, encoding, bias=bias)
 
 
 def _same_form(array: Array | None, tensor: ir.TensorProtocol) -> bool:
