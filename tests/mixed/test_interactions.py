@@ -91,7 +91,7 @@ def test_what_was_seen_of_a_pair_is_scaled_with_the_rest() -> None:
 
 
 class Product(nn.Module):
-    """What two layers lose is multiplied: alone neither of their errors reaches the output."""
+    """What two layers lose is multiplied: alone next to nothing of their errors reaches the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Product(nn.Module):
         x = self.body(x)
         first = self.one(x) - x @ self.same_one.T  # zero in float
         second = self.two(x) - x @ self.same_two.T
-        return self.head(x) + 3e3 * (first * second)[:, :8]
+        return self.head(x) + 0.01 * (first + second)[:, :8] + 3e3 * (first * second)[:, :8]
 
 
 def planted() -> Any:
