@@ -14,6 +14,7 @@ from typing import Any
 from bitwright.analysis.subject import Subject, open_subject
 from bitwright.core.files.documents import read_document
 from bitwright.core.graph.graph import Graph
+from bitwright.core.numerics.spec import Preset
 from bitwright.errors import ConfigError, checks_arguments
 from bitwright.export.files.atomic import atomic_write
 from bitwright.export.files.manifest import fingerprint
@@ -30,7 +31,7 @@ FORMAT = "bitwright-times"
 def measure_times(
     model: Any,
     data: Iterable[Any],
-    candidates: Any = ("w8a8", "w8a16", "w4a8", "w4a16"),
+    candidates: str | Preset | Iterable[Any] = ("w8a8", "w8a16", "w4a8", "w4a16"),
     *,
     path: str | Path | None = None,
     config_file: Any = None,

@@ -57,8 +57,8 @@ class SeqMseParams:
 
 @checks_arguments
 def apply_seq_mse(
-    sim: QuantizationSimModel,
-    data_loader: Iterable[Any],
+    sim: QuantizationSimModel | nn.Module,
+    data_loader: Iterable[Any] | QuantizationSimModel,
     num_candidates: int | Iterable[Any] = 20,
     forward_fn: Forward | SeqMseParams | None = None,
     modules_to_exclude: Iterable[nn.Module] | None = None,
@@ -88,6 +88,13 @@ def apply_seq_mse(
             data_loader, used, older.num_candidates, older.forward_fn, modules_to_exclude,  # type: ignore[arg-type]
             checkpoints_config, cache_dir, inp_symmetry=older.inp_symmetry, loss_fn=older.loss_fn, **options,
         )  # fmt: skip
+    if not isinstance(sim, QuantizationSimModel) or isinstance(data_loader, QuantizationSimModel):
+        raise ConfigError(
+            "sim",
+            f"a {type(sim).__name__} was given, and no SeqMseParams",
+            "give a simulation, made by QuantizationSimModel(...), and batches; with SeqMseParams as the fourth argument, "
+            "the model, its simulation and batches",
+        )
     if checkpoints_config is not None:
         logger.info("apply_seq_mse: checkpoints_config is not needed, values are kept from layer to layer")
     names = {id(module): path for path, module in walk_modules(sim.model)}

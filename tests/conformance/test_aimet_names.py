@@ -233,3 +233,12 @@ def test_adascale_is_flexround_in_both_front_ends(tmp_path):
     other.compute_encodings([x.numpy() for x in batches], progress=False)
     theirs = bo.apply_adascale(other, [x.numpy() for x in batches], None, 60, topology=None)
     assert theirs.method == "flexround" and theirs.gain < 1 and len(theirs) == len(report) == 4
+
+
+def test_seq_mse_of_a_model_is_refused():
+    """The older call without its parameters, and the newer one without a simulation."""
+    model = small(0.5)
+    sim, batches = prepared(model)
+    for arguments in [(model, batches), (model, sim, batches), (sim, sim)]:
+        with pytest.raises(ConfigError, match="sim: a .* was given, and no SeqMseParams. Remedy: give a sim"):
+            bt.apply_seq_mse(*arguments)

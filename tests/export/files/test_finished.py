@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from bitwright.core.files import documents
 from bitwright.errors import ExportError
 from bitwright.export.files.finished import FinishedLayers
 
@@ -73,10 +74,10 @@ def test_a_file_of_something_else_is_found(kept, caplog):
 
 
 def test_what_the_system_refuses_is_an_error(kept, monkeypatch):
-    def refuse(self: Path) -> bytes:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+    def refuse(name: str, flags: int) -> int:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), name)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(documents, "_without_waiting", refuse)
     with pytest.raises(ExportError, match="permission was denied. Remedy: choose a path you have access to"):
         kept.get(KEY)
 
