@@ -22,10 +22,10 @@ import asyncio
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +42,7 @@ from bitwright.torch.calls.functions import FUNCTIONS, Function, function_of, se
 from bitwright.torch.calls.loops import CALLS, Where, line_of_code
 from bitwright.torch.calls.operators import ONE_HIDDEN_CALL, SHOWN, as_function, hidden_call, results
 from bitwright.torch.calls.repeats import Trace
+from bitwright.torch.calls.scripted import called_from
 from bitwright.torch.calls.trees import ATOMS, flatten_tensors, named_state, walk_modules
 
 Key = Hashable
@@ -145,10 +146,12 @@ class Thread:
         replica: the copy of the model that runs in its place, if one does.
         task: the asyncio task that is inside a block of :meth:`Interceptor.active`; other tasks of the thread are not.
         trains: whether the outermost forward keeps what a backward pass needs.
+        unseen: code of Python functions whose calls are not intercepted.
     """
 
     __slots__ = (
         *("_error", "called", "depth", "failed_in", "frames", "handler", "mode", "replica", "task", "trains"),
+        "unseen",
     )
 
     def __init__(self) -> None:
@@ -161,6 +164,7 @@ class Thread:
         self.called: nn.Module | None = None
         self.task: Any = None
         self.trains = False
+        self.unseen: Collection[CodeType] = ()
         self._error: BaseException | None = None
 
     def note(self, error: BaseException, path: str) -> None:
@@ -424,14 +428,15 @@ class Interceptor:
             self._close(here)
 
     @contextmanager
-    def handled_by(self, handler: Handler) -> Iterator[None]:
-        """Lead what this thread calls to another handler inside the block."""
+    def handled_by(self, handler: Handler, unseen: Collection[CodeType] = ()) -> Iterator[None]:
+        """Lead what this thread calls to another handler inside the block, but for calls from the code ``unseen``."""
         here = self.here
-        before, here.handler = here.handler, handler
+        before = here.handler, here.unseen
+        here.handler, here.unseen = handler, unseen
         try:
             yield
         finally:
-            here.handler = before
+            here.handler, here.unseen = before
 
     @contextmanager
     def suspended(self, handler: Handler) -> Iterator[None]:
@@ -658,7 +663,7 @@ class Interceptor:
     def dispatch(self, here: Thread, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A thread called one torch function."""
         handler = here.handler or self.handler
-        if not here.frames or handler is None:
+        if not here.frames or handler is None or (here.unseen and called_from(here.unseen, _FORWARDS)):
             return func(*args, **kwargs)
         if here.trains:
             self.note_region(here)

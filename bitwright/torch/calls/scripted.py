@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -13,37 +14,54 @@ from torch import nn
 from bitwright.torch.calls.trees import walk_modules
 
 
-def scripted_functions(model: nn.Module) -> dict[str, list[str]]:
-    """Path of a module -> the TorchScript functions that its methods name, also through Python functions they call."""
-    by_class: dict[type, list[str]] = {}
-    found: dict[str, list[str]] = {}
+def scripted_functions(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Path of a module -> the TorchScript functions that its methods name, also through Python functions they call; by name."""
+    by_class: dict[type, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for path, module in walk_modules(model):
         kind = type(module)
         if kind not in by_class:
-            by_class[kind] = [] if kind.__module__.startswith("torch.") else _named_by(kind)
-        held = [name for name, value in vars(module).items() if _is_scripted(value)]
-        names = list(dict.fromkeys((*by_class[kind], *held)))
+            by_class[kind] = {} if kind.__module__.startswith("torch.") else _named_by(kind)
+        held = {name: value for name, value in vars(module).items() if _is_scripted(value)}
+        names = {**by_class[kind], **held}
         if names:
             found[path] = names
     return found
 
 
-def _named_by(kind: type) -> list[str]:
+def scripted_code(model: nn.Module) -> frozenset[CodeType]:
+    """The code that TorchScript functions were compiled from: ``torch.export`` runs it in their place."""
+    functions = (value for names in scripted_functions(model).values() for value in names.values())
+    sources = (inspect.unwrap(getattr(value, "_torchdynamo_inline", value)) for value in functions)
+    return frozenset(source.__code__ for source in sources if isinstance(source, FunctionType))
+
+
+def called_from(code: Collection[CodeType], ends: Collection[CodeType]) -> bool:
+    """Whether the call in hand is made in ``code``, or by what it calls, inside the innermost forward (code in ``ends``)."""
+    frame = sys._getframe(1).f_back
+    while frame is not None and frame.f_code not in ends:
+        if frame.f_code in code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _named_by(kind: type) -> dict[str, Any]:
     """The TorchScript functions that the methods of a class lead to."""
     pending = list(_methods(kind))
     seen: set[FunctionType] = set(pending)
-    names: dict[str, None] = {}
+    names: dict[str, Any] = {}
     while pending:
         function = inspect.unwrap(pending.pop())
         if not isinstance(function, FunctionType):
             continue
         for name, value in _referenced(function):
             if _is_scripted(value):
-                names[value.name or name] = None
+                names[value.name or name] = value
             elif isinstance(value, FunctionType) and value not in seen and not _is_of_torch(value):
                 seen.add(value)
                 pending.append(value)
-    return list(names)
+    return names
 
 
 def _methods(kind: type) -> Iterator[FunctionType]:

@@ -42,6 +42,7 @@ from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_
 from bitwright.torch.calls.intercept import forward_signature
 from bitwright.torch.calls.record import Slot, named_inputs, output_names
 from bitwright.torch.calls.recurrent import WEIGHT_PORTS, onnx_rows
+from bitwright.torch.calls.scripted import scripted_code
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state
 from bitwright.torch.simulation.ranges import refuse_corrections
 from bitwright.torch.simulation.translations import TRANSLATIONS
@@ -238,7 +239,7 @@ def marked_onnx(
     tensors = tuple(t for _, t in flatten_tensors((args, kwargs)))
     shapes = _shapes(inputs, tensors, dynamic_batch, dynamic_shapes)
     sim._simulator.refresh_biases()  # they follow encodings that changed since; while tracing, tensors have no values
-    marking = sim._interceptor.handled_by(sim._simulator.variant("mark"))
+    marking = sim._interceptor.handled_by(sim._simulator.variant("mark"), scripted_code(sim.model))
     try:
         # torch.export puts stand-ins in the place of the parameters meanwhile
         with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,3 +85,35 @@ def test_what_is_not_called_is_not_named(caplog: pytest.LogCaptureFixture) -> No
 
     QuantizationSimModel(Careful(), X)
     assert not [r for r in caplog.records if "torch.jit.script" in r.getMessage()]
+
+
+def _sum(x: Tensor, weight: Tensor) -> Tensor:
+    return x * 2 + torch.mm(x, weight)
+
+
+summed = torch.jit.script(_sum)
+
+
+class Sums(nn.Module):
+    """The scripted function adds, and so does the model afterwards; functions of modules are named too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        rows = [summed(row[None], self.weight)[0] for row in x]
+        return self.b(torch.stack(rows) + x)  # type: ignore[no-any-return]
+
+
+def test_what_a_scripted_function_calls_has_no_quantizers_in_the_file(tmp_path: Path) -> None:
+    """The exporter runs the Python code of such a function, whose calls are not those that were recorded."""
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    sim = QuantizationSimModel(Sums().eval(), batches[0])
+    sim.compute_encodings(batches[:2], progress=False)
+    sim.export(tmp_path, "model", batches[0])
+    report = sim.verify(batches[2])
+    assert report.ok and {"add.output[0]", "b.output[0]"} <= {row.site for row in report.rows}
