@@ -229,6 +229,19 @@ class _Auto:
         self.reason = "every trial of the search has finished"
         self._float: dict[str, Any] = {}
 
+    def _carried_out(
+        self, trials: Sequence[Trial], executor: Any, workers: int, show: Callable[[Sequence[TrialRow]], None]
+    ) -> bool:
+        """Carry out trials, all at once by several workers; ``False`` if the deadline came before the last one."""
+        for batch in [trials] if workers > 1 else [[trial] for trial in trials]:
+            if self._late():
+                return False
+            for trial in executor(self._job, batch, workers):
+                self._read(trial.name)
+                self._write_best()
+                show(self.rows())
+        return True
+
     def run(self, executor: Any, workers: int, show: Callable[[Sequence[TrialRow]], None]) -> None:
         """Carry out trials that are not finished yet, wave by wave."""
         try:
@@ -239,14 +252,9 @@ class _Auto:
                     self._read(trial.name)
                 show(self.rows())
                 left = [trial for trial in wave if trial.name not in self.reports]
-                for batch in [left] if workers > 1 else [[trial] for trial in left]:
-                    if self._late():
-                        self.reason = "the deadline ended the search"
-                        return
-                    for trial in executor(self._job, batch, workers):
-                        self._read(trial.name)
-                        self._write_best()
-                        show(self.rows())
+                if not self._carried_out(left, executor, workers, show):
+                    self.reason = "the deadline ended the search"
+                    return
         except KeyboardInterrupt:
             self.reason = "Ctrl-C ended the search; the same call goes on"
 

@@ -98,15 +98,17 @@ class Knapsack:
 
     def _together(self) -> list[Floats]:
         """Rows that are zero where tied groups have candidates of one kind."""
-        rows = []
-        for first, *others in self._ties:
-            for other in others:
-                for kind in dict.fromkeys(self._kinds[c] for c in self.allowed[first]):
-                    sign = {first: 1.0, other: -1.0}
-                    rows.append(
-                        np.array([sign.get(g, 0.0) if self._kinds[c] == kind else 0.0 for g, c in self._at])
-                    )
-        return rows
+        pairs = [(first, other) for first, *others in self._ties for other in others]
+        return [
+            self._alike(first, other, kind)
+            for first, other in pairs
+            for kind in dict.fromkeys(self._kinds[c] for c in self.allowed[first])
+        ]
+
+    def _alike(self, first: int, other: int, kind: Any) -> Floats:
+        """A row that is zero where both groups, or neither, have a candidate of ``kind``."""
+        sign = {first: 1.0, other: -1.0}
+        return np.array([sign.get(g, 0.0) if self._kinds[c] == kind else 0.0 for g, c in self._at])
 
     def _read(self, x: Floats) -> Choice:
         choice, best = [a[0] for a in self.allowed], [-1.0] * len(self.allowed)
@@ -163,15 +165,15 @@ class _Pairs:
     def links(self) -> Iterable[Floats]:
         """Rows that are zero where columns of pairs add up to those of the groups."""
         n = len(self._at)
-        for a, b in self._pairs:
-            for side, group in ((2, a), (3, b)):
-                for candidate in self._groups[group]:
-                    row = np.zeros(n + len(self.at))
-                    row[self._at[group, candidate]] = -1.0
-                    for k, column in enumerate(self.at):
-                        if column[:2] == (a, b) and column[side] == candidate:
-                            row[n + k] = 1.0
-                    yield row
+        sides = [
+            (pair, side, group) for pair in self._pairs for side, group in zip((2, 3), pair, strict=True)
+        ]
+        for pair, side, group in sides:
+            for candidate in self._groups[group]:
+                row = np.zeros(n + len(self.at))
+                row[self._at[group, candidate]] = -1.0
+                row[n:] = [column[:2] == pair and column[side] == candidate for column in self.at]
+                yield row
 
 
 class _Program:

@@ -7,7 +7,7 @@ Pairs of groups may add something together, as a conversion between two kernels 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from bitwright.algorithms.search.grids import values_on_grids
 from bitwright.core.files.documents import read_document
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.work import multiplications, size
+from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, close_matches
 from bitwright.mixed.candidates import Candidate, bits_of
 from bitwright.mixed.groups import Group, operands
@@ -106,11 +107,9 @@ def weight_bytes(bits: Bits) -> Cost:
     }
     left = dict(params)
     for site in bits.sim.quantizers.values():
-        count = left.pop(site.value, None)
-        if count is None or site.role not in ("weight", "constant"):
-            if count is not None:
-                left[site.value] = count
+        if site.role not in ("weight", "constant") or site.value not in left:
             continue
+        count = left.pop(site.value)
         group = bits.group_of.get(id(site.quantizer))
         if group is None:
             left[site.value] = count * bits.fixed(site) / _FLOAT
@@ -119,26 +118,42 @@ def weight_bytes(bits: Bits) -> Cost:
     return Cost("weight_bytes", "bytes", table, np.array([4 * sum(left.values())]))
 
 
+def _is_activation(site: Site) -> bool:
+    return site.role not in ("weight", "constant")
+
+
+def _first_group(bits: Bits, sites: Iterable[Site]) -> int | None:
+    keys = (id(site.quantizer) for site in sites)
+    return next((bits.group_of[key] for key in keys if key in bits.group_of), None)
+
+
+def _product(bits: Bits, candidate: Candidate, weight: Site | None, value: Site | None) -> float:
+    """Bits of both factors of a kernel at a candidate."""
+    a = _FLOAT if value is None else bits.at(value.name, candidate)
+    return a * (a if weight is None and value is not None else candidate.bits[0])
+
+
+def _fixed_product(bits: Bits, weight: Site | None, value: Site | None) -> float:
+    """Bits of both factors of a kernel that no search changes."""
+    factor = weight or value
+    a = _FLOAT if value is None else bits.fixed(value)
+    return a * (_FLOAT if factor is None else bits.fixed(factor))
+
+
 def bit_ops(bits: Bits, kernels: Mapping[str, Mapping[int, Any]]) -> Cost:
     """Multiplications times the bits of both factors, over the layers of the recorded run."""
     graph: Graph = bits.sim.graph
     table, fixed = np.zeros((1, len(bits.groups), len(bits.candidates))), 0.0
     for op in graph.ops:
         work = 0.0 if op.type == "Embedding" else multiplications(graph, op)
-        sites = sorted(kernels.get(op.name, {}).values(), key=lambda s: s.role not in ("weight", "constant"))
-        group = next(
-            (bits.group_of[id(s.quantizer)] for s in sites if id(s.quantizer) in bits.group_of), None
-        )
-        weight = next((s for s in sites if s.role in ("weight", "constant")), None)
-        value = next((s for s in sites if s.role not in ("weight", "constant")), None)
+        sites = sorted(kernels.get(op.name, {}).values(), key=_is_activation)
+        group = _first_group(bits, sites)
+        weight = next((s for s in sites if not _is_activation(s)), None)
+        value = next(filter(_is_activation, sites), None)
         if group is None:
-            a = _FLOAT if value is None else bits.fixed(value)
-            fixed += work * a * (_FLOAT if weight is None and value is None else bits.fixed(weight or value))
-            continue
-        for i, candidate in enumerate(bits.candidates):
-            a = _FLOAT if value is None else bits.at(value.name, candidate)
-            w = a if weight is None and value is not None else candidate.bits[0]
-            table[0, group, i] += work * a * w
+            fixed += work * _fixed_product(bits, weight, value)
+        else:
+            table[0, group] += [work * _product(bits, c, weight, value) for c in bits.candidates]
     return Cost("bit_ops", "bit operations", table, np.array([fixed]))
 
 
@@ -149,13 +164,8 @@ def present_costs(sim: Any) -> dict[str, float]:
     return {cost.name: float(cost.fixed.max()) for cost in (weight_bytes(bits), bit_ops(bits, kernels))}
 
 
-def activation_bytes(bits: Bits) -> Cost:
-    """The largest sum of activations that an operator and later ones need at one time, of the recorded run."""
-    graph: Graph = bits.sim.graph
-    owner: dict[str, int] = {}
-    for key, values in values_on_grids(bits.sim.quantizers, bits.sim.plan.shared).items():
-        owner.update({value: key for value in values})
-    sites = {id(s.quantizer): s for s in bits.sim.quantizers.values() if s.role not in ("weight", "constant")}
+def _spans(graph: Graph) -> dict[str, slice]:
+    """Value that a run makes -> the operators during which it is kept."""
     ends = {name: len(graph.ops) for name in graph.outputs}
     born = dict.fromkeys(graph.inputs, 0)
     for i, op in enumerate(graph.ops):
@@ -163,10 +173,18 @@ def activation_bytes(bits: Bits) -> Cost:
         for _, value in op.sources():
             ends[value] = max(ends.get(value, 0), i)
     live = [v for v in born if v in graph.values and not graph.values[v].is_static]
+    return {value: slice(born[value], ends.get(value, born[value]) + 1) for value in live}
+
+
+def activation_bytes(bits: Bits) -> Cost:
+    """The largest sum of activations that an operator and later ones need at one time, of the recorded run."""
+    graph: Graph = bits.sim.graph
+    grids = values_on_grids(bits.sim.quantizers, bits.sim.plan.shared)
+    owner = {value: key for key, values in grids.items() for value in values}
+    sites = {id(s.quantizer): s for s in bits.sim.quantizers.values() if s.role not in ("weight", "constant")}
     table = np.zeros((len(graph.ops), len(bits.groups), len(bits.candidates)))
     fixed = np.zeros(len(graph.ops))
-    for value in live:
-        span = slice(born[value], ends.get(value, born[value]) + 1)
+    for value, span in _spans(graph).items():
         count, key = size(graph, value), owner.get(value, 0)
         site, group = sites.get(key), bits.group_of.get(key)
         if group is None or site is None:
@@ -225,22 +243,19 @@ def milliseconds(bits: Bits, times: Mapping[str, Any] | str | Path) -> Cost:
 
 def _conversions(bits: Bits, times: Mapping[str, Any]) -> Iterator[Pair]:
     """What a layer and the one that reads its result add where their activations differ."""
-    owner: dict[str, int] = {}
-    for key, values in values_on_grids(bits.sim.quantizers, bits.sim.plan.shared).items():
-        owner.update({value: bits.group_of[key] for value in values if key in bits.group_of})
+    grids = values_on_grids(bits.sim.quantizers, bits.sim.plan.shared)
+    owner = {value: bits.group_of[key] for key in grids if key in bits.group_of for value in grids[key]}
     graph: Graph = bits.sim.graph
-    readers = {
-        value: layer for g in bits.groups for layer in g.layers for _, value in graph.op(layer).sources()
-    }
-    for first, group in enumerate(bits.groups):
-        for layer in group.layers:
-            value = _on_grid(graph, layer, owner)
-            if value is None or owner[value] == first:
-                continue
-            reads = times["conversions"].get(readers.get(value, ""), {})
-            extra = _extra(bits.candidates, times["layers"][layer], reads)
-            if extra.any():
-                yield Pair(first, owner[value], extra)
+    layers = [(first, layer) for first, group in enumerate(bits.groups) for layer in group.layers]
+    readers = {value: layer for _, layer in layers for _, value in graph.op(layer).sources()}
+    for first, layer in layers:
+        value = _on_grid(graph, layer, owner)
+        if value is None or owner[value] == first:
+            continue
+        reads = times["conversions"].get(readers.get(value, ""), {})
+        extra = _extra(bits.candidates, times["layers"][layer], reads)
+        if extra.any():
+            yield Pair(first, owner[value], extra)
 
 
 def _on_grid(graph: Graph, layer: str, owner: Mapping[str, int]) -> str | None:

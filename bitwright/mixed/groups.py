@@ -78,25 +78,29 @@ def operands(sim: Any, which: Callable[[Site], bool] | None = None) -> dict[str,
         which: sites that count; those that a search may change by default.
     """
     graph: Graph = sim.graph
-    movable = {name: site for name, site in sim.quantizers.items() if (which or can_change)(site)}
-    on_grid: dict[str, Site] = {}
-    of = {id(site.quantizer): site for site in movable.values()}
-    for key, values in values_on_grids(sim.quantizers, sim.plan.shared).items():
-        on_grid.update({value: of[key] for value in values if key in of})
+    which = can_change if which is None else which
+    movable = [site for site in sim.quantizers.values() if which(site)]
+    of = {id(site.quantizer): site for site in movable}
+    grids = values_on_grids(sim.quantizers, sim.plan.shared)
+    on_grid = {value: of[key] for key in grids if key in of for value in grids[key]}
     own: dict[str, list[Site]] = {}
-    for site in movable.values():
-        if site.role in ("input", *_WEIGHTS) or site.inner is not None:
-            own.setdefault(site.op, []).append(site)
-    found: dict[str, dict[int, Site]] = {}
-    for op in graph.ops:
-        if not _has_kernel(op):
-            continue
-        sites = list(own.get(op.name, []))
-        held = {site.value for site in sites}
-        sites += [on_grid[v] for _, v in op.sources() if v in on_grid and v not in held]
-        if sites:
-            found[op.name] = {id(site.quantizer): site for site in sites}
-    return found
+    for site in filter(_is_operand, movable):
+        own.setdefault(site.op, []).append(site)
+
+    def read(op: Op) -> list[Site]:
+        mine = own.get(op.name, [])
+        held = {site.value for site in mine}
+        return [*mine, *(on_grid[v] for _, v in op.sources() if v in on_grid and v not in held)]
+
+    found = {
+        op.name: {id(site.quantizer): site for site in read(op)} for op in filter(_has_kernel, graph.ops)
+    }
+    return {name: sites for name, sites in found.items() if sites}
+
+
+def _is_operand(site: Site) -> bool:
+    """Whether it is a kernel's own: what is read or inside, not what is returned."""
+    return site.role in ("input", *_WEIGHTS) or site.inner is not None
 
 
 def _has_kernel(op: Op) -> bool:
@@ -140,16 +144,21 @@ def find_groups(
             members[sets.find(id(site.quantizer))] = {id(site.quantizer): site}
     found = []
     for key, sites in members.items():
-        parts = _parts(layers.get(key, []), kernels) if tied else {}
+        parts = list((_parts(layers.get(key, []), kernels) if tied else {}).values())
         tie = next(iter(sites.values())).name if parts else ""
-        for names, own in parts.values():
-            found.append(_group(sim.graph, names, own, candidates, allowed, tie))
-        taken = {name for names, _ in parts.values() for name in names}
-        left = [name for name in layers.get(key, []) if name not in taken]
-        rest = {k: s for k, s in sites.items() if not any(k in own for _, own in parts.values())}
-        if rest:
-            found.append(_group(sim.graph, left, rest, candidates, allowed, tie))
+        parts = [*parts, *_rest(layers.get(key, []), sites, parts)]
+        found += [_group(sim.graph, names, own, candidates, allowed, tie) for names, own in parts]
     return tuple(found)
+
+
+def _rest(
+    layers: Sequence[str], sites: Mapping[int, Site], parts: Sequence[tuple[list[str], dict[int, Site]]]
+) -> list[tuple[list[str], dict[int, Site]]]:
+    """The layers and quantizers of a set that are in none of its parts, as one; none if no quantizer is left."""
+    taken = {name for names, _ in parts for name in names}
+    held = {key for _, own in parts for key in own}
+    rest = {key: site for key, site in sites.items() if key not in held}
+    return [([name for name in layers if name not in taken], rest)] if rest else []
 
 
 def _parts(
@@ -186,6 +195,13 @@ def _group(
     )
 
 
+def _less(group: Group, refused: Mapping[int, str], candidates: Sequence[Candidate]) -> Group:
+    """A group without the candidates ``refused``, each with the reason."""
+    why = {candidates[c].name: text for c, text in refused.items()}
+    left = tuple(c for c in group.candidates if candidates[c].name not in why)
+    return replace(group, candidates=left, refused={**group.refused, **why})
+
+
 def without(
     groups: Sequence[Group], refused: Mapping[int, Mapping[int, str]], candidates: Sequence[Candidate]
 ) -> tuple[Group, ...]:
@@ -194,20 +210,13 @@ def without(
     Raises:
         ConfigError: a group is left with none.
     """
-    found = []
-    for i, group in enumerate(groups):
-        why = {candidates[c].name: text for c, text in refused.get(i, {}).items()}
-        left = tuple(c for c in group.candidates if candidates[c].name not in why)
-        found.append(replace(group, candidates=left, refused={**group.refused, **why}))
+    found = [_less(group, refused.get(i, {}), candidates) for i, group in enumerate(groups)]
     for members in ties(found):
-        able = [{candidates[c].activation for c in found[i].candidates} for i in members]
+        able = set.intersection(*({candidates[c].activation for c in found[i].candidates} for i in members))
         for i in members:
-            lost = [c for c in found[i].candidates if not all(candidates[c].activation in a for a in able)]
-            why = {
-                candidates[c].name: f"its activations are not possible at all of {found[i].tie}" for c in lost
-            }
-            left = tuple(c for c in found[i].candidates if c not in lost)
-            found[i] = replace(found[i], candidates=left, refused={**found[i].refused, **why})
+            why = f"its activations are not possible at all of {found[i].tie}"
+            lost = (c for c in found[i].candidates if candidates[c].activation not in able)
+            found[i] = _less(found[i], dict.fromkeys(lost, why), candidates)
     for group in found:
         if not group.candidates:
             raise ConfigError(

@@ -304,6 +304,15 @@ class _Rounded:
         return self._model.quantize(site, x) if known is None or known.shape != x.shape else known.to(x)
 
 
+def _by_quantizer(made: Mapping[str, float], sites: Mapping[str, Site]) -> dict[int, float]:
+    """The noise of all sites of each quantizer, by its id."""
+    found: dict[int, float] = {}
+    for name, noise in made.items():
+        key = id(sites[name].quantizer)
+        found[key] = found.get(key, 0.0) + (noise if np.isfinite(noise) else _WORST)
+    return found
+
+
 def noise_table(
     library: Library, batches: Sequence[Any], *, samples: int, seed: int
 ) -> tuple[Floats, tuple[str, ...]]:
@@ -313,6 +322,7 @@ def noise_table(
         ``[groups, candidates]``; sites whose noise is not known, which count as the worst known ones.
     """
     table = np.zeros((len(library.groups), len(library.candidates)))
+    places = [(i, name) for i, group in enumerate(library.groups) for name in group.sites]
     unknown: dict[str, None] = {}
     met: set[str] = set()
     for c in range(len(library.candidates)):
@@ -320,18 +330,14 @@ def noise_table(
         made = {**errors.activations, **errors.weights}
         met.update(made)
         quantizers = library.steps.sites()
-        by_quantizer: dict[int, float] = {}
-        for name, noise in made.items():
-            key = id(quantizers[name].quantizer)
-            by_quantizer[key] = by_quantizer.get(key, 0.0) + (noise if np.isfinite(noise) else _WORST)
+        by_quantizer = _by_quantizer(made, quantizers)
         worst = max(by_quantizer.values(), default=0.0)
-        for i, group in enumerate(library.groups):
-            for name in group.sites:
-                found = by_quantizer.get(id(quantizers[name].quantizer))
-                if found is None and name in errors.unknown:
-                    unknown[name] = None
-                    found = worst
-                table[i, c] += found or 0.0
+        for i, name in places:
+            found = by_quantizer.get(id(quantizers[name].quantizer))
+            if found is None and name in errors.unknown:
+                unknown[name] = None
+                found = worst
+            table[i, c] += found or 0.0
     # a quantizer that was never met, as of an operator that is one step of its own, is not one that costs nothing
     for name in (n for group in library.groups if not met & set(group.weights) for n in group.weights):
         unknown[name] = None

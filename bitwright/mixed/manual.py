@@ -165,31 +165,42 @@ def set_precisions(sim: Any, requests: Iterable[PrecisionRequest], *, strict: bo
             for op in _matching(sim, state, place, request):
                 of_op[op.name] = (op, request)
     for op, request in of_op.values():
-        reason = f"the request for {' and '.join(request.names)}"
-        for text, weights in ((request.activation, False), (request.weight, True)):
-            for key in state.reads(op, weights=weights) if text is not None else ():
-                state.ask(key, _format(text), reason)
+        _ask(state, op, request)
     _reconcile(state, [op for op, _ in of_op.values()])
     return _applied(state)
+
+
+def _ask(state: _Requests, op: Op, request: PrecisionRequest) -> None:
+    """Ask for the precision of what an operator reads."""
+    reason = f"the request for {' and '.join(request.names)}"
+    for text, weights in ((request.activation, False), (request.weight, True)):
+        for key in state.reads(op, weights=weights) if text is not None else ():
+            state.ask(key, _format(text), reason)
+
+
+def _ask_at_an_end(sim: Any, state: _Requests, place: str, request: PrecisionRequest) -> None:
+    """Ask for the precision of the model's inputs or outputs."""
+    if request.activation is None:
+        return
+    for value in sim.graph.inputs if place == MODEL_INPUT else sim.graph.outputs:
+        if value in state.on_grid:
+            state.ask(state.on_grid[value], _format(request.activation), f"the request for {place}")
+
+
+def _called(ops: Sequence[Op], place: str) -> list[Op]:
+    """Operators of a type, name or module."""
+    if place in OPS:
+        return [op for op in ops if op.type == place]
+    pattern = name_pattern(place)
+    return [op for op in ops if pattern.fullmatch(op.name) or (op.module and pattern.fullmatch(op.module))]
 
 
 def _matching(sim: Any, state: _Requests, place: str, request: PrecisionRequest) -> Sequence[Op]:
     """Operators that a place names; requests for the model's ends are noted at once."""
     if place in (MODEL_INPUT, MODEL_OUTPUT):
-        values = sim.graph.inputs if place == MODEL_INPUT else sim.graph.outputs
-        for value in values if request.activation is not None else ():
-            if value in state.on_grid:
-                state.ask(state.on_grid[value], _format(request.activation), f"the request for {place}")
+        _ask_at_an_end(sim, state, place, request)
         return ()
-    if place in OPS:
-        found = [op for op in sim.graph.ops if op.type == place]
-    else:
-        pattern = name_pattern(place)
-        found = [
-            op
-            for op in sim.graph.ops
-            if pattern.fullmatch(op.name) or (op.module and pattern.fullmatch(op.module))
-        ]
+    found = _called(sim.graph.ops, place)
     if not found:
         known = [op.name for op in sim.graph.ops]
         raise ConfigError(
@@ -238,12 +249,18 @@ def _meet(state: _Requests, op: Op, kernels: Sequence[Kernel]) -> bool:
         )  # fmt: skip
     best = min(able, key=lambda k: ((k.activation or (0, ""))[0], (k.weight or (0, ""))[0]))
     state.compromises.append(f"{op.name}: {problem}; it has {best}")
-    for keys, width in ((values, best.activation), (weights, best.weight)):
-        for key in keys:
-            if width is not None and _bits(state, key) < width[0]:
-                name = f"int{width[0]}" if width[1] == "int" else "float16"
-                state.wishes[key] = _Wish(parse_format(name), f"the kernels of {op.type}")
+    reason = f"the kernels of {op.type}"
+    _raise_to(state, values, best.activation, reason)
+    _raise_to(state, weights, best.weight, reason)
     return True
+
+
+def _raise_to(state: _Requests, keys: Iterable[int], width: tuple[int, str] | None, reason: str) -> None:
+    """Wish for the width of a kernel where fewer bits are wished for."""
+    if width is None:
+        return
+    found = parse_format(f"int{width[0]}" if width[1] == "int" else "float16")
+    state.wishes.update({key: _Wish(found, reason) for key in keys if _bits(state, key) < width[0]})
 
 
 def _enough(width: tuple[int, str] | None, bits: int | None) -> bool:

@@ -63,6 +63,13 @@ class Proposals:
                 return
             yield choice
 
+    def _unless_seen(self, choice: Choice) -> Iterable[Choice]:
+        if choice not in self.book.seen:
+            yield choice
+
+    def _known_good(self, choice: Choice) -> bool:
+        return choice in self.book.seen and self.book.goal.good(self.book.seen[choice])
+
     def _between(self) -> Iterable[Choice]:
         """Close in on the noise at which points cease to be good; each time the cheapest choice below it."""
         tries = 0
@@ -74,9 +81,8 @@ class Proposals:
                 return
             floor = max(noise.of(quietest), 1e-30)
             if good is None and self._at_the_end(noise, bad, floor):
-                if quietest not in self.book.seen:
-                    yield quietest  # is there a good point at all
-                if quietest not in self.book.seen or not self.book.goal.good(self.book.seen[quietest]):
+                yield from self._unless_seen(quietest)  # is there a good point at all
+                if not self._known_good(quietest):
                     return
                 continue
             aim = self._aim(noise, good, bad)
