@@ -94,14 +94,17 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
     temporary = target.with_name(f".{target.stem[:64]}.{secrets.token_hex(8)}{target.suffix[:32]}")
     with _explained(path, temporary, target):
         _refuse_folder(target)
-        temporary.touch(exist_ok=False)
         try:
+            temporary.touch(exist_ok=False)
             yield temporary
             _sync(temporary)
             os.replace(temporary, target)
             _sync_folder(target.parent)
         finally:
-            temporary.unlink(missing_ok=True)
+            try:
+                temporary.unlink(missing_ok=True)
+            finally:  # Ctrl-C before it was done
+                temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -130,9 +133,10 @@ def atomic_files(
             target.mkdir(parents=True, exist_ok=True)
         settle(target)
         _remove_abandoned(target, name)
-        staging.mkdir()
-        lock = _lock(staging)
+        lock: int | None = None
         try:
+            staging.mkdir()
+            lock = _lock(staging)
             yield staging
             written = _files(staging)
             gone = sorted(set(stale) - {source.name for source in written})
@@ -143,10 +147,12 @@ def atomic_files(
                 _sync(source)
             _commit(staging, target / f".{name}{_COMMIT}", target)
         finally:
-            if lock is not None:
-                os.close(lock)
-            if staging.exists():
-                shutil.rmtree(staging)
+            try:
+                _remove(staging)
+            finally:  # Ctrl-C before it was done
+                _remove(staging)
+                if lock is not None:
+                    os.close(lock)
 
 
 def settle(folder: AnyPath) -> None:
@@ -226,20 +232,30 @@ def _files(folder: Path) -> list[Path]:
 def _commit(staging: Path, journal: Path, target: Path) -> None:
     """The rename that makes the set the new one, and the moves after it."""
     _sync_folder(staging)
+    try:
+        _rename(staging, journal, target)
+        _finish(journal, target)
+    except KeyboardInterrupt:  # where the set is the new one, leave the folder as its readers expect it
+        if journal.is_dir():
+            _finish(journal, target)
+        raise
+
+
+def _rename(staging: Path, journal: Path, target: Path) -> None:
     while True:
         try:
             os.rename(staging, journal)
-            break
+            return
         except OSError as error:
             # another writer of this set has committed in the meantime: its files come first
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not journal.is_dir():
                 raise
             _finish(journal, target)
-    try:
-        _finish(journal, target)
-    except KeyboardInterrupt:  # the set is the new one: leave the folder as its readers expect it
-        _finish(journal, target)
-        raise
+
+
+def _remove(staging: Path) -> None:
+    if staging.exists():
+        shutil.rmtree(staging)
 
 
 def _finish(journal: Path, target: Path) -> None:

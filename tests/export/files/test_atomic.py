@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import inspect
+import itertools
 import os
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -328,3 +331,61 @@ def test_a_stem_that_leads_out_of_the_folder_is_refused(stem, problem):
 @pytest.mark.parametrize("stem", ["model", "mobilenet-v2.1", "a b", "größe", "net[0]", "x" * 128])
 def test_a_stem_that_can_be_a_name_is_taken(stem):
     assert check_stem(stem) == stem
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+@pytest.mark.parametrize("writes", ["a file", "a set"])
+def test_ctrl_c_at_any_moment_leaves_the_old_files_or_the_new_ones(
+    tmp_path: Path, writes: str, error: type[ValueError] | None
+) -> None:
+    """Python acts on signals when a function begins and when one in C returns: each of these moments is tried in turn."""
+
+    def write() -> None:
+        if writes == "a file":
+            with atomic_write(tmp_path / "a.json") as temporary:
+                temporary.write_text("new")
+                if error:
+                    raise error
+        else:
+            with atomic_files(tmp_path, name="a.json") as folder:
+                (folder / "a.json").write_text("new")
+                (folder / "b.bin").write_text("new")
+                if error:
+                    raise error
+
+    def stopped(moment: int) -> bool:
+        moments = itertools.count()
+
+        def press(frame: FrameType, event: str, called: object) -> None:
+            # An error of this function in a generator ends it without its finally blocks; one of a signal does not.
+            begins = event == "call" and not frame.f_code.co_flags & inspect.CO_GENERATOR
+            if (begins or event == "c_return") and next(moments) == moment:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+        sys.setprofile(press)
+        try:
+            write()
+        except KeyboardInterrupt:
+            return True
+        except (
+            OSError
+        ) as refused:  # shutil.rmtree closes a folder twice where it is stopped after the first time
+            return isinstance(refused.__context__, KeyboardInterrupt)
+        except ValueError:
+            assert error
+        finally:
+            sys.setprofile(None)
+        return False
+
+    old = {"a.json": "old"} if writes == "a file" else {"a.json": "old", "b.bin": "old"}
+    found = []
+    for moment in itertools.count():
+        for name, text in old.items():
+            (tmp_path / name).write_text(text)
+        again = stopped(moment)
+        found.append({path.name: path.read_text() for path in tmp_path.iterdir()})
+        assert found[-1] in (old, dict.fromkeys(old, "new")), (moment, found[-1])
+        if not again:
+            break
+    assert len(found) > 50 and found[0] == old and found[-1] == (old if error else dict.fromkeys(old, "new"))
