@@ -8,7 +8,8 @@ that nobody quantized, integer kernels at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -55,29 +56,42 @@ def close(agreement: Agreement) -> bool:
     return agreement.ok or (agreement.lsb <= MOST_LSB + SLACK and agreement.equal >= _ENOUGH)
 
 
-def diagnose(lockstep: Lockstep, pair: Pair) -> Finding:
-    """Why the two executions differ at ``pair`` although they are fed the same: the cause that a run confirms."""
-    doubt = _Doubt(lockstep, pair)
-    before = lockstep.agreement(pair, doubt.wanted, lockstep.own_b[pair])
-    retries: list[Retry] = []
-    for suspect in doubt.suspects():
-        values = suspect.run()
-        if values is None:
-            continue
-        after = lockstep.agreement(pair, *values)
-        retry = Retry(suspect.cause, suspect.without, before, after, close(after))
-        retries.append(retry)
-        if retry.removed:
-            return Finding(pair.name, doubt.ops, suspect.cause, suspect.text, suspect.remedy, tuple(retries))
-    return Finding(pair.name, doubt.ops, "operators", *doubt.unexplained(), tuple(retries))
-
-
 @dataclass
-class _Doubt:
-    """One tensor under suspicion."""
+class Doubt:
+    """One tensor at which two executions differ although they are fed the same.
+
+    Attributes:
+        lockstep: of the two.
+        pair: the tensor.
+    """
 
     lockstep: Lockstep
     pair: Pair
+    _retries: list[Retry] = field(default_factory=list)
+
+    def settled(self) -> Finding | None:
+        """The finding that both round the same value, or that a kernel does so in a way that is known; ``None`` otherwise."""
+        return self._first_of(self._roundings())
+
+    def diagnose(self) -> Finding:
+        """The cause that a run confirms, where it is not how they round."""
+        found = self._first_of(self.suspects())
+        return found or Finding(
+            self.pair.name, self.ops, "operators", *self.unexplained(), tuple(self._retries)
+        )
+
+    def _first_of(self, suspects: Iterator[Suspect]) -> Finding | None:
+        before = self.lockstep.agreement(self.pair, self.wanted, self.lockstep.own_b[self.pair])
+        for suspect in suspects:
+            values = suspect.run()
+            if values is None:
+                continue
+            after = self.lockstep.agreement(self.pair, *values)
+            self._retries.append(Retry(suspect.cause, suspect.without, before, after, close(after)))
+            if close(after):
+                said = (suspect.cause, suspect.text, suspect.remedy)
+                return Finding(self.pair.name, self.ops, *said, tuple(self._retries))
+        return None
 
     @property
     def wanted(self) -> Array:
@@ -86,15 +100,16 @@ class _Doubt:
 
     @property
     def place(self) -> Place:
+        """Where it is in the second model."""
         return self.lockstep.places[self.pair]
 
     @property
     def ops(self) -> tuple[str, ...]:
+        """Operator types that make it there."""
         return tuple(self.place.piece.ops)
 
     def suspects(self) -> Iterator[Suspect]:
         """In the order in which they are tried: what the file says before what a runtime makes of it."""
-        yield from self._rounding()
         plain = self.file()
         if not self.lockstep.b.in_runtime or plain is None or not self._agrees(plain):
             yield from self._parameters()
@@ -158,8 +173,8 @@ class _Doubt:
 
     # ------------------------------------------------------------------------------------------ the file
 
-    def _rounding(self) -> Iterator[Suspect]:
-        """Codes one step apart, whose common value lies on the border between them."""
+    def _roundings(self) -> Iterator[Suspect]:
+        """Codes one step apart, whose common value lies on the border between them, or as near as a kernel computes it."""
         found = self.lockstep.agreement(self.pair, self.wanted, self.lockstep.own_b[self.pair])
         if not self.pair.b.quantized or found.lsb > MOST_LSB + SLACK:
             return
@@ -168,23 +183,33 @@ class _Doubt:
             "both round the same value, which lies on the border between two codes",
             "",
             "codes that differ taken from the border",
-            self._settled,
+            self._levelled,
         )
+        error = self.lockstep.errors.get(self.place.codes, 0.0)
+        if error:
+            yield Suspect(
+                "kernel",
+                f"{self.lockstep.kernels[self.pair]} of {self.lockstep.b.how} computes on integers, and its codes lie within the "
+                f"{error:.2g} of a step that the roundings of this kernel are known to bring",
+                "",
+                "codes within these roundings taken as equal",
+                lambda: self._levelled(error),
+            )
 
-    def _settled(self) -> tuple[Array, Array] | None:
-        """Both values, where those on a border are made equal."""
+    def _levelled(self, error: float = 0.0) -> tuple[Array, Array] | None:
+        """Both values, where those that lie as near to the border as roundings may bring them are made equal."""
         place, one, other = self.place, self.wanted, self.lockstep.own_b[self.pair]
-        before = self._before_rounding()
+        before = self._before_rounding
         if before is None or before.shape != one.shape:
             return None
-        facts = self.pair.b.facts
-        step = np.broadcast_to(step_of(one, other, facts, place.scale), one.shape)
+        step = np.broadcast_to(step_of(one, other, self.pair.b.facts, place.scale), one.shape)
         differ = one != other
-        off, allowed = (
-            measure(self._evidence(), "float", one, other, before, step, 1.0) if differ.any() else (0.0, 0.0)
-        )
+        off, allowed = 0.0, 0.0
+        if differ.any():
+            off, allowed = measure(self._evidence(), "float", one, other, before, step, 1.0, error=error)
         return (one, np.where(differ, one, other) if off <= allowed else other)
 
+    @cached_property
     def _before_rounding(self) -> Array | None:
         cut = self.lockstep._cut_b[0]
         if self.place.entry.producer() is None:

@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.comparison.causes import close, diagnose
+from bitwright.comparison.causes import Doubt, close
 from bitwright.comparison.lockstep import Lockstep
 from bitwright.comparison.points import Pair
 from bitwright.comparison.report import DriftReport, DriftRow, Finding, Retry
@@ -40,7 +40,8 @@ def drift(
             is its file, and a word alone is about the path of the other one.
         data: one input by name; by default what the export keeps with its samples, and the simulation knows no other.
         prefix: stem of the files; needed only where a folder holds several exports.
-        diagnoses: of so many tensors, the first that differ on their own, the cause is looked for.
+        diagnoses: of so many tensors, the first that differ on their own, the cause is looked for; those where both round
+            the same value differently are counted apart.
 
     Returns:
         One row per tensor that both have: how the operators in front of it differ on their own, fed the same, and how the two
@@ -106,11 +107,28 @@ def compare_sides(a: Side, b: Side, feeds: Feeds, *, diagnoses: int = 3) -> Drif
         )
     rows = {pair: _row(both, pair) for pair in both.pairs}
     parted = [pair for pair, row in rows.items() if not row.own.ok]
-    findings = [diagnose(both, pair) for pair in parted[:diagnoses]]
-    if all(found.cause == "rounding" for found in findings):
-        findings = findings or _carried(rows, a)
-    notes = [f"{len(parted) - diagnoses} more tensors differ on their own"] if len(parted) > diagnoses else []
-    return DriftReport(a.label, b.label, tuple(rows.values()), tuple(findings), tuple(notes))
+    findings, notes = _findings(both, parted, diagnoses)
+    return DriftReport(
+        a.label, b.label, tuple(rows.values()), tuple(findings or _carried(rows, a)), tuple(notes)
+    )
+
+
+def _findings(both: Lockstep, parted: list[Pair], most: int) -> tuple[list[Finding], list[str]]:
+    """Causes at the first ``most`` tensors that differ, and at as many that only round differently; a note on the others."""
+    found: dict[bool, list[Finding]] = {True: [], False: []}
+    left = {True: 0, False: 0}
+    ordered: list[Finding] = []
+    for pair in parted:
+        doubt = Doubt(both, pair)
+        harmless = doubt.settled()
+        kind = harmless is not None
+        if len(found[kind]) == most:
+            left[kind] += 1
+            continue
+        found[kind].append(harmless or doubt.diagnose())
+        ordered.append(found[kind][-1])
+    texts = {False: "more tensors differ on their own", True: "more tensors round differently"}
+    return ordered, [f"{left[kind]} {text}" for kind, text in texts.items() if left[kind]]
 
 
 def _row(both: Lockstep, pair: Pair) -> DriftRow:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,17 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.comparison.parameters import Key, Parameter, give, parameters
-from bitwright.comparison.points import Pair, Point, cut_at, match, observed, on_grids, points_of, steps_of
+from bitwright.comparison.points import (
+    Pair,
+    Point,
+    cut_at,
+    match,
+    observed,
+    on_grids,
+    points_of,
+    read_alike,
+    steps_of,
+)
 from bitwright.comparison.sides import Side
 from bitwright.export.qdq.markers import copy_model
 from bitwright.export.verify.agreement import Agreement, compare
@@ -37,6 +47,7 @@ class Lockstep:
         a, b: the sides.
         feeds_a, feeds_b: the input.
         pairs: the tensors that both have, in the order of ``b``.
+        errors: codes -> how far the arithmetic of the kernels of ``b`` is known to bring a value, in steps.
     """
 
     a: Side
@@ -44,6 +55,7 @@ class Lockstep:
     feeds_a: Feeds
     feeds_b: Feeds
     pairs: list[Pair] = field(init=False)
+    errors: dict[str, float] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         known = frozenset(self.a.values or self.b.values) or None
@@ -56,12 +68,13 @@ class Lockstep:
         )
         # between quantizers of b only those count: a plain tensor there has no grid that could be missed
         quantized = any(pair.b.quantized or pair.a.quantized for pair in found)
-        self.pairs = [
+        kept = [
             pair
             for pair in found
             if not quantized or pair.a.quantized or pair.b.quantized or pair.b.output or pair.b.between_floats
             if not self.b.values or known is None or known & set(pair.b.names)
         ]
+        self.pairs = read_alike(kept, self.b.model)
 
     # ------------------------------------------------------------------------------------------- free runs
 
@@ -162,7 +175,7 @@ class Lockstep:
 
     @cached_property
     def _own_b(self) -> tuple[dict[Pair, Array], dict[Pair, str]]:
-        return self.locally(self.b, self.feeds_b)
+        return self.locally(self.b, self.feeds_b, run=partial(self.b.run, errors=self.errors))
 
     def locally(
         self,

@@ -6,8 +6,8 @@ QuantizeLinear reads has the name it has without it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.graph.traits import TRAITS
 from bitwright.export.qdq.forms import after, before, read_metadata
-from bitwright.export.qdq.markers import Names, copy_model, move_uses
+from bitwright.export.qdq.markers import Names, copy_model
 from bitwright.export.verify.cut import (
     OUTPUT_FORMAT,
     OUTPUT_STEP,
@@ -30,6 +30,7 @@ Array = NDArray[Any]
 
 _FLOATS = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16))
 _QDQ = frozenset(("QuantizeLinear", "DequantizeLinear"))
+Read = tuple[str, int]  # the first tensor that a reader makes, and the port at which it reads
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Point:
         scale, axis: name of the initializer with the steps of the grid, and its axis.
         output: whether it is an output of the model.
         between_floats: whether no integer kernel could reach across it.
+        passed_by: reads of the tensor that the other model does not round here: what the reader makes, and its port.
     """
 
     names: tuple[str, ...]
@@ -53,6 +55,7 @@ class Point:
     axis: int | None = None
     output: bool = False
     between_floats: bool = True
+    passed_by: frozenset[Read] = frozenset()
 
     @property
     def quantized(self) -> bool:
@@ -188,6 +191,36 @@ def match(
     return list(pairs.values())
 
 
+def read_alike(pairs: Iterable[Pair], b: ir.Model) -> list[Pair]:
+    """``pairs``, in which a plain tensor of ``a`` stands for those reads of it that its quantizer has in ``b``.
+
+    A quantizer may round a tensor for some of its readers only, as that of a residual addition, and two may round it for
+    different ones.
+    """
+    named, pairs = values_by_name(b), list(pairs)
+    through: dict[str, dict[Point, set[Read]]] = {}
+    inside: dict[str, set[ir.Node]] = {}
+    for point in (pair.b for pair in pairs if pair.b.quantized):
+        maker = named[point.result].producer()
+        assert maker is not None
+        through.setdefault(point.entry, {})[point] = set(_reads_of(named[point.result]))
+        inside.setdefault(point.entry, set()).update(quantizer_chain(maker, named[point.entry]))
+    direct = {entry: set(_reads_of(named[entry], chain)) for entry, chain in inside.items()}
+    reads = {entry: direct[entry].union(*points.values()) for entry, points in through.items()}
+
+    def alike(pair: Pair) -> Pair:
+        if pair.a.quantized or not pair.b.quantized:
+            return pair
+        others = reads[pair.b.entry] - through[pair.b.entry][pair.b]
+        return replace(pair, a=replace(pair.a, passed_by=frozenset(others))) if others else pair
+
+    return [alike(pair) for pair in pairs]
+
+
+def _reads_of(value: ir.Value, without: Container[ir.Node] = ()) -> Iterator[Read]:
+    return ((str(node.outputs[0].name), port) for node, port in value.uses() if node not in without)
+
+
 def observed(model: ir.Model, points: Sequence[Point]) -> tuple[ir.Model, dict[Point, str]]:
     """A copy that also returns every point, and under which name; integer kernels stay what they are.
 
@@ -232,6 +265,7 @@ def _identity(model: ir.Model, value: ir.Value, names: Names) -> ir.Value:
 def cut_at(model: ir.Model, values: Mapping[Point, Array]) -> tuple[Cut, dict[Point, Place]]:
     """``model``, which is changed by it, taken apart at points that are fed ``values`` in front of their quantizer."""
     names, named, places = Names(model), values_by_name(model), dict[Point, Place]()
+    borders: set[ir.Node] = set()
     for point, array in values.items():
         entry, result = named[point.entry], named[point.result]
         if point.quantized:
@@ -242,7 +276,10 @@ def cut_at(model: ir.Model, values: Mapping[Point, Array]) -> tuple[Cut, dict[Po
             result = _identity(model, entry, names)
             maker = result.producer()
             assert maker is not None
-            move_uses(entry, result, keep={maker})
+            borders.add(maker)
+            for node, port in tuple(entry.uses()):
+                if node not in borders and (str(node.outputs[0].name), port) not in point.passed_by:
+                    node.replace_input_with(port, result)
             chain = [maker]
         places[point] = Place(point.facts, chain, entry, result, array, steps_of(point, array, model))
     return Cut.at(model, list(places.values())), places

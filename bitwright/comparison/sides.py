@@ -60,8 +60,19 @@ class Side:
         """Small where the execution is nearer to what was trained."""
         return _FIRST.index(self.how) if self.how in _FIRST else len(_FIRST)
 
-    def run(self, model: ir.Model, feeds: Feeds, types: dict[str, str] | None = None) -> dict[str, Array]:
+    def run(
+        self,
+        model: ir.Model,
+        feeds: Feeds,
+        types: dict[str, str] | None = None,
+        errors: dict[str, float] | None = None,
+    ) -> dict[str, Array]:
         """Outputs of ``model``, a part of the side's own or all of it, as the side executes it.
+
+        Args:
+            model, feeds: what is run, and on what.
+            types: filled with codes -> the kernel that makes them, where the runtime tells.
+            errors: filled with codes -> how far the arithmetic of that kernel is known to bring a value, in steps.
 
         Raises:
             ExportError: the runtime refuses it: its message, the operator it names, and what to change.
@@ -69,7 +80,7 @@ class Side:
         row = RUNTIMES[self.how if self.in_runtime else "onnxruntime"]
         with refusals_of(row, self.path):
             if self.in_runtime and row.suffix != ".onnx":
-                return named_arrays(run_converted(model, feeds, types))
+                return named_arrays(run_converted(model, feeds, types, errors))
             if self.in_runtime:
                 return named_arrays(run_in(self.how, model, feeds, "integer", types))
             return named_arrays(run_model(model, feeds, "float"))

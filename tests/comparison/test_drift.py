@@ -275,6 +275,61 @@ def test_a_litert_file_and_what_its_kernels_make(tmp_path: Path) -> None:
         drift(f"{tmp_path}@file", alone / "net.tflite")
 
 
+class Bent(nn.Module):
+    """Functions that LiteRT computes with slopes and tables of few bits, in front of a layer of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1) for i in range(5))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for conv in self.convs:
+            x = nn.functional.leaky_relu(conv(x), 0.13)
+        return self.head(nn.functional.hardswish(x).mean((2, 3)))
+
+
+def test_a_kernel_that_rounds_in_a_known_way_is_no_fault_and_hides_none(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sim = QuantizationSimModel(Bent().eval(), BATCHES[0], config_file=rules_for("litert", None))
+    sim.compute_encodings(BATCHES)
+    sim.export(tmp_path, "net", BATCHES[0], target="litert")
+    for side in ("float", "simulation", "file"):
+        report = drift(f"{tmp_path}@{side}", tmp_path / "net.tflite")
+        assert report.ok and report.first is not None and report.first.cause == "kernel", report.to_text()
+        assert "LEAKY_RELU int8" in report.first.text and "of a step" in report.first.text
+    assert sum(row.own.equal < 0.999 for row in report.rows) > 3
+    assert any("more tensors round differently" in note for note in report.notes)
+    file = changed(tmp_path, tmp_path, shift("head.bias_q", lambda b: b + 60_000))
+    report = drift(f"{tmp_path}@file", f"{file}@litert", data_of(tmp_path))
+    assert not report.ok and report.first is not None and report.first.cause == "bias", report.to_text()
+
+
+class PreNorm(nn.Module):
+    """Residual additions beside norms: quantizers round what the addition reads, and not what the norm reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.norms = nn.ModuleList(nn.LayerNorm(12) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norms[0](self.first(x))
+        return x + self.second(self.norms[2](self.norms[1](x)))
+
+
+@pytest.mark.parametrize("runtime", ["file", "onnxruntime"])
+def test_a_tensor_that_is_rounded_for_one_of_its_readers_alone(runtime: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    x = torch.randn(4, 20, 12)
+    sim = QuantizationSimModel(PreNorm().eval(), x)
+    sim.compute_encodings([x])
+    sim.export(tmp_path, "net", x)
+    report = drift(f"{tmp_path}@float", runtime)
+    assert report.ok, report.to_text()
+    assert {row.name for row in report.rows} >= {"add.input[0]", "second.input[0]"}
+
+
 _SATURATED = """
 import torch
 from torch import nn

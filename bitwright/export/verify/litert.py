@@ -404,7 +404,10 @@ def _ends(
 
 
 def run_converted(
-    model: ir.Model, feeds: Mapping[str, Array], types: dict[str, str] | None = None
+    model: ir.Model,
+    feeds: Mapping[str, Array],
+    types: dict[str, str] | None = None,
+    errors: dict[str, float] | None = None,
 ) -> dict[str, Array]:
     """Graph outputs of ``model`` by name, as the kernels that LiteRT takes by default make them.
 
@@ -412,6 +415,7 @@ def run_converted(
         model: as ``to_qdq`` wrote it, or a part of it that begins and ends in floats.
         feeds: by name of graph input; what the model does not read is left out.
         types: filled with the codes of every site -> kernel, such as ``CONV_2D int8``; ``float`` where none makes them.
+        errors: filled with the codes of every site -> how far the arithmetic of these kernels may bring a value, in steps.
 
     Raises:
         ConfigError: LiteRT is not installed.
@@ -420,18 +424,19 @@ def run_converted(
     find_runtime("litert")
     names = [str(value.name) for value in model.graph.inputs if not value.is_initializer()]
     content = to_tflite(model, {name: np.asarray(feeds[name]) for name in names}, fixed=True).content
-    if types is not None:
-        types.update(_kernels(model, FlatFile(content)))
+    if types is not None or errors is not None:
+        file = FlatFile(content)
+        sites = {tuple(site.places[0]): site for site in file.sites}
+        for codes, place in _codes(model):
+            site = sites.get(place)
+            (types if types is not None else {})[codes] = "float" if site is None else file.kernel_of(site)
+            (errors if errors is not None else {})[codes] = 0.0 if site is None else file.bound(site)
     return session_of(content).run(feeds)
 
 
-def _kernels(model: ir.Model, file: FlatFile) -> dict[str, str]:
-    """Codes of every site -> the kernel that makes them."""
-    by_site = {tuple(site.places[0]): file.kernel_of(site) for site in file.sites}
-    found: dict[str, str] = {}
+def _codes(model: ir.Model) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """The codes of every site, and its first place."""
     for node in model.graph:
         facts, codes = read_metadata(node), node.inputs[0] if node.inputs else None
-        if facts is None or facts["role"] != "activation" or codes is None:
-            continue
-        found[str(codes.name)] = by_site.get(tuple(facts["places"][0]), "float")
-    return found
+        if facts is not None and facts["role"] == "activation" and codes is not None:
+            yield str(codes.name), tuple(facts["places"][0])

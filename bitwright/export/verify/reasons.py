@@ -177,7 +177,15 @@ def explain(evidence: Evidence) -> str | None:
 
 
 def measure(
-    evidence: Evidence, mode: Mode, expected: Array, found: Array, exact: Array, step: Array, scale: float
+    evidence: Evidence,
+    mode: Mode,
+    expected: Array,
+    found: Array,
+    exact: Array,
+    step: Array,
+    scale: float,
+    *,
+    error: float = 0.0,
 ) -> tuple[float, float]:
     """How far codes that differ are from the value that both were rounded from.
 
@@ -188,6 +196,7 @@ def measure(
         exact: the value before rounding, as float kernels make it from the same input, limited to the grid.
         step: one step of the grid, broadcast against ``expected``.
         scale: the scale of the quantizer, for kernels whose table depends on it.
+        error: in steps, what the arithmetic of the kernel that made ``found`` is otherwise known to be off by.
 
     Returns:
         ``(off, allowed)`` in steps, of the element that exceeds what is allowed to it most, or comes closest to it: the
@@ -205,7 +214,7 @@ def measure(
     rounding = min(_MOST, max(_LEAST, _ULPS * peak, precision * peak))
     table = np.abs(value) * _table_error(scale) if mode == "integer" and evidence.by_table else 0.0
     off = np.stack([np.abs(value - one), np.abs(value - other)]) - 0.5
-    allowed = np.stack([np.full_like(value, rounding), rounding + table * np.ones_like(value)])
+    allowed = np.stack([np.full_like(value, rounding), rounding + error + table * np.ones_like(value)])
     at = np.unravel_index(int(np.argmax(np.nan_to_num(off - allowed, nan=np.inf))), off.shape)
     return float(off[at]), float(allowed[at])
 
