@@ -165,3 +165,57 @@ def pass_gradient(grad: Floats, passed: Bytes, out: Floats) -> None:
     """``out = grad`` where ``passed``, else zero."""
     for i in range(grad.size):
         out[i] = grad[i] if passed[i] else np.float32(0)
+
+
+def learned_gradient(
+    grad: Floats,
+    x: Floats,
+    inner: Floats,
+    part: Floats,
+    low: np.float32,
+    high: np.float32,
+    scale: np.float32,
+    lo: np.float32,
+    hi: np.float32,
+    first_value: np.float32,
+    last_value: np.float32,
+) -> None:
+    """Gradient of :func:`clamp_quantize` by ``x``, and its derivative by the scale, which waits for the product with ``grad``.
+
+    Args:
+        inner: takes ``grad`` where neither the activation nor the grid clips, else zero; see :func:`clamp_quantize_marked`.
+        part: takes ``round(y / scale) - y / scale`` of the activation's result ``y``, and the code at the end where the grid
+            clips it.
+    """
+    for i in range(x.size):
+        given = x[i]
+        y = low if given < low else given
+        y = high if y > high else y
+        ratio = y / scale
+        v = np.rint(ratio)
+        v = lo if v < lo else v
+        v = hi if v > hi else v
+        outside = (y <= first_value) | (y >= last_value)
+        part[i] = v if outside else v - ratio
+        inner[i] = np.float32(0) if outside | (given <= low) | (given >= high) else grad[i]
+
+
+def learned_rows_gradient(
+    grad: Floats, x: Floats, inner: Floats, part: Floats, scale: Floats, lo: np.float32, hi: np.float32
+) -> None:
+    """The same for ``scale.size`` rows of equal length, one scale for each, and no activation in front.
+
+    Whether the grid clips is decided by ``x / scale``, as for scales per channel in torch.
+    """
+    length = x.size // scale.size
+    first, last = lo - np.float32(0.5), hi + np.float32(0.5)
+    for row in range(scale.size):
+        s = scale[row]
+        for i in range(row * length, (row + 1) * length):
+            ratio = x[i] / s
+            v = np.rint(ratio)
+            v = lo if v < lo else v
+            v = hi if v > hi else v
+            outside = (ratio <= first) | (ratio >= last)
+            part[i] = v if outside else v - ratio
+            inner[i] = np.float32(0) if outside else grad[i]

@@ -32,6 +32,8 @@ SIGNATURES: dict[Callable[..., Any], str] = {
     elementwise.add_quantize_marked: f"void({_F}, {_F}, {_F}, {_B}, {_GRID}, float32, float32)",
     elementwise.quantize_rows: f"void({_F}, {_F}, {_F}, float32, float32)",
     elementwise.pass_gradient: f"void({_F}, {_B}, {_F})",
+    elementwise.learned_gradient: f"void({_F}, {_F}, {_F}, {_F}, float32, float32, {_GRID}, float32, float32)",
+    elementwise.learned_rows_gradient: f"void({_F}, {_F}, {_F}, {_F}, {_F}, float32, float32)",
     recurrent.lstm_gates: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F})",
     recurrent.lstm_cell: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F}, {_GRID})",
     recurrent.lstm_hidden: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F}, {_GRID}, {_GRID})",

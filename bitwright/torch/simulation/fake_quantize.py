@@ -132,6 +132,11 @@ def _lies_ready(x: torch.Tensor, grid: Grid) -> Loops | None:
     return loops() if is_plain(x) and x.device.type == "cpu" and isinstance(grid.lo, float) else None
 
 
+def serves(x: torch.Tensor, grid: Grid) -> bool:
+    """Whether the compiled loops serve ``x`` and a grid with one scale."""
+    return isinstance(grid.scale, float) and _lies_ready(x, grid) is not None and flat(x) is not None
+
+
 def one_pass(x: torch.Tensor, grid: Grid, out: torch.Tensor | None = None) -> torch.Tensor | None:
     """``x`` on its grid in one pass over memory, in ``out`` or a tensor of its own; ``None`` where no compiled loop serves."""
     compiled = _lies_ready(x, grid)
@@ -140,8 +145,7 @@ def one_pass(x: torch.Tensor, grid: Grid, out: torch.Tensor | None = None) -> to
         return None
     if isinstance(grid.scale, float):
         loop, numbers = compiled.quantize_dequantize, grid_numbers(grid)
-    elif grid.view is None and x.is_contiguous() and grid.scale.numel() == grid.scale.shape[0] == x.shape[0]:
-        row_scales = grid.scale.reshape(-1).numpy()
+    elif (row_scales := _row_scales(x, grid)) is not None:
         result, target = _room(x, source, out)
         compiled.quantize_rows(source, target, row_scales, np.float32(grid.lo), np.float32(grid.hi))
         return result
@@ -186,6 +190,63 @@ def sum_on_grid(x: torch.Tensor, other: torch.Tensor, grid: Grid, *, in_place: b
     result, target = _room(x, source, x if in_place else None)
     in_parts(compiled.add_quantize, (source, second, target), grid_numbers(grid), torch.get_num_threads())
     return result
+
+
+def clamped_to(
+    x: torch.Tensor, grid: Grid, ends: tuple[float, float], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``clamp(x, *ends)`` on its grid without a gradient, in the memory of ``out`` or of a new tensor laid out as ``x``.
+
+    The caller has asked :func:`serves`.
+    """
+    compiled, source = loops(), flat(x)
+    result = torch.empty_like(x) if out is None else out
+    target = flat(result)
+    assert compiled is not None and source is not None and target is not None
+    numbers = (np.float32(ends[0]), np.float32(ends[1]), *grid_numbers(grid))
+    in_parts(compiled.clamp_quantize, (source, target), numbers, torch.get_num_threads())
+    return result
+
+
+def gradient_parts(
+    grad: torch.Tensor, x: torch.Tensor, grid: Grid, ends: tuple[float, float]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What :func:`clamped_to` passes on of ``grad``, and the derivative of its results by the scale, both laid out as ``x``.
+
+    ``None`` where no compiled loop serves, or a gradient of the gradient is asked for. A grid with a scale per row is without an
+    activation in front.
+    """
+    compiled, twice = loops(), torch.is_grad_enabled() and grad.requires_grad
+    if twice or compiled is None or not is_plain(grad) or grad.stride() != x.stride():
+        return None
+    rows = None if isinstance(grid.scale, float) else _row_scales(x, grid)
+    if _lies_ready(x, grid) is None or (rows is None and not isinstance(grid.scale, float)):
+        return None
+    given, source = flat(grad), flat(x)
+    if given is None or source is None:
+        return None
+    inner, part = torch.empty_like(x), torch.empty_like(x)
+    targets = flat(inner), flat(part)
+    assert targets[0] is not None and targets[1] is not None
+    arrays = (given, source, targets[0], targets[1])
+    if rows is not None:
+        compiled.learned_rows_gradient(*arrays, rows, np.float32(grid.lo), np.float32(grid.hi))
+    else:
+        numbers = (np.float32(ends[0]), np.float32(ends[1]), *grid_numbers(grid), *_codes_from_to(grid))
+        in_parts(compiled.learned_gradient, arrays, numbers, torch.get_num_threads())
+    return inner, part
+
+
+def _row_scales(x: torch.Tensor, grid: Grid) -> NDArray[np.float32] | None:
+    """The scales of a grid with one for every row of ``x``; ``None`` where it is another."""
+    if (
+        grid.view is not None
+        or not x.is_contiguous()
+        or not grid.scale.numel() == grid.scale.shape[0] == x.shape[0]
+    ):
+        return None
+    found: NDArray[np.float32] = grid.scale.reshape(-1).numpy()
+    return found
 
 
 def _marked(x: torch.Tensor, grid: Grid, ends: tuple[float, float], in_place: bool) -> torch.Tensor | None:

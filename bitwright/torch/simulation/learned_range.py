@@ -31,7 +31,17 @@ from torch import nn
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, IntFormat
 from bitwright.errors import ModelError
-from bitwright.torch.simulation.fake_quantize import Grid, double, is_fast, on_grid, pass_on
+from bitwright.torch.simulation.fake_quantize import (
+    EVERYWHERE,
+    Grid,
+    clamped_to,
+    double,
+    gradient_parts,
+    is_fast,
+    on_grid,
+    pass_on,
+    serves,
+)
 from bitwright.torch.simulation.functional import round_ste
 
 _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -206,6 +216,21 @@ class LearnedRange:
         )
         return out
 
+    def clamped(
+        self, x: torch.Tensor, grid: Grid, ends: tuple[float, float], *, in_place: bool
+    ) -> torch.Tensor | None:
+        """``clamp(x, *ends)`` on the grid, an activation of a batch with the gradient of ``hardtanh``.
+
+        ``None`` where no compiled loop serves, or the zero point is learned too: what the activation clips has no part in it.
+        """
+        if self.offset is not None or (in_place and (x.is_leaf or x._is_view())):
+            return None
+        if not isinstance(grid.scale, float) or not serves(x, grid):
+            return None
+        scaling = self._scaling(x, False)
+        out: torch.Tensor = _ClampedOnLearnedGrid.apply(x, self.log_scale, grid, scaling, ends, in_place)
+        return out
+
     def traced(self, x: torch.Tensor, *, weight: bool) -> torch.Tensor:
         """The same as plain operations on the parameters, for ``torch.compile``, which must not keep their values."""
         granularity, shape = self.base.granularity, tuple(x.shape)
@@ -285,6 +310,36 @@ class _OnLearnedGrid(torch.autograd.Function):
         return inner if ctx.needs_input_grad[0] else None, to_scale, to_offset, None, None
 
 
+class _ClampedOnLearnedGrid(torch.autograd.Function):
+    """An activation and its grid: the activation's input is kept in the place of its result."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, log_scale: torch.Tensor, grid: Grid, scaling: Scaling, ends: tuple[float, float],
+        in_place: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        kept = x.clone() if in_place else x
+        ctx.save_for_backward(kept)
+        ctx.grid, ctx.scaling, ctx.ends = grid, scaling, ends
+        result = clamped_to(kept, grid, ends, x if in_place else None)
+        if in_place:
+            ctx.mark_dirty(x)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,), grid, scaling = ctx.saved_tensors, ctx.grid, ctx.scaling
+        found = gradient_parts(grad, x, grid, ctx.ends)
+        if found is not None:
+            inner, step = found[0], _dot(grad, found[1])
+        else:
+            low, high = ctx.ends
+            inner, step, _ = range_gradients(grad, x.clamp(low, high), grid, scaling, offset=False)
+            inner = torch.ops.aten.hardtanh_backward(inner, x, low, high)
+        to_scale = (scaling.factor / grid.scale * step).reshape(scaling.shape).float()
+        return inner, to_scale, None, None, None, None
+
+
 def learned_side_by_side(
     ranges: Sequence[LearnedRange], encodings: Sequence[Encoding], like: torch.Tensor
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -341,6 +396,19 @@ def range_gradients(
     Returns:
         Of the shape of ``x``, and two of the shape that the scale broadcasts with.
     """
+    parts = gradient_parts(grad, x, grid, EVERYWHERE)
+    if parts is None:
+        return _gradients_in_passes(grad, x, grid, scaling, offset)
+    inner, part = parts
+    axes = _shared_axes(grid, x.shape)
+    step = _dot(grad, part) if axes is None else _sums(part.mul_(grad), axes)
+    return inner, step, _sums(grad, axes) - _sums(inner, axes) if offset else None
+
+
+def _gradients_in_passes(
+    grad: torch.Tensor, x: torch.Tensor, grid: Grid, scaling: Scaling, offset: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """:func:`range_gradients` by operations of torch, each a pass over memory."""
     shape, axes = grid.view or tuple(x.shape), _shared_axes(grid, grid.view or x.shape)
     order: list[int] | None = None
     if axes is None and grad.stride() == x.stride() and not grad.is_contiguous():
@@ -358,6 +426,13 @@ def range_gradients(
         back = [order.index(axis) for axis in range(x.ndim)]
         inner = inner.reshape([x.shape[axis] for axis in order]).permute(back)
     return inner.reshape(x.shape), step, outside
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The sum of products of two tensors that lie alike in one piece of memory."""
+    if not a.is_contiguous():
+        a, b = a.permute(0, 2, 3, 1), b.permute(0, 2, 3, 1)
+    return torch.dot(a.reshape(-1), b.reshape(-1))
 
 
 def _for_scale(

@@ -123,6 +123,17 @@ class Quantizer(core.Quantizer):
         grid = self._grid(x, self.required)
         return grid if grid is not None and isinstance(grid.scale, float) else None
 
+    def joined_with(
+        self, x: torch.Tensor, ends: tuple[float, float], *, in_place: bool
+    ) -> torch.Tensor | None:
+        """``clamp(x, *ends)`` on the grid of a range that trains, in one go; ``None`` where they are two calls."""
+        if self.learned is None or self._encoding is None or self.pivot is not None or not is_plain(x):
+            return None
+        if not torch.is_grad_enabled() or not x.requires_grad:
+            return None
+        grid = self._grid(x, self.required)
+        return None if grid is None else self.learned.clamped(x, grid, ends, in_place=in_place)
+
     def _pivoted(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, with the gradient that :attr:`pivot` makes of its own."""
         if self.pivot is None or not x.requires_grad or not torch.is_grad_enabled():

@@ -347,8 +347,15 @@ class Simulator:
             return None
         if not args or not isinstance(args[0], torch.Tensor):
             return None
-        grid = place.quantizer.plain_grid(args[0])
-        return None if grid is None else _joined(row, row.bind(args, kwargs), grid, _writes(row, kwargs))
+        quantizer, in_place = place.quantizer, _writes(row, kwargs)
+        grid = quantizer.plain_grid(args[0])
+        if grid is not None:
+            return _joined(row, row.bind(args, kwargs), grid, in_place)
+        bound = row.bind(args, kwargs)
+        ends = None if quantizer.learned is None else _ends(row, bound)
+        if ends is None:
+            return None
+        return quantizer.joined_with(bound["input"], ends, in_place=in_place or bool(bound.get("inplace")))
 
     # -- recurrent layers
 

@@ -117,6 +117,37 @@ def test_gradients_pass_where_they_may() -> None:
         assert same_bits(out, np.where(passed, grad, f32(0)))
 
 
+@pytest.mark.parametrize("ends", [(-np.inf, np.inf), (0.0, 6.0)], ids=["alone", "relu6"])
+@pytest.mark.parametrize("name", GRIDS)
+def test_gradients_of_a_range_that_trains(name: str, ends: tuple[float, float]) -> None:
+    _, (scale, lo, hi) = GRIDS[name]
+    grad, x = values(6), values(7)
+    low, high = (f32(end) for end in ends)
+    first, last = (lo - f32(0.5)) * scale, (hi + f32(0.5)) * scale
+    y = np.clip(x, low, high)
+    outside = (y <= first) | (y >= last)
+    code = np.clip(np.rint(y / scale), lo, hi)
+    expected = np.where(outside, code, code - y / scale)
+    for function in versions("learned_gradient"):
+        inner, part = np.empty_like(x), np.empty_like(x)
+        function(grad, x, inner, part, low, high, scale, lo, hi, first, last)
+        assert same_bits(part, expected)
+        assert same_bits(inner, np.where(outside | (x <= low) | (x >= high), f32(0), grad))
+
+
+def test_gradients_of_rows_that_train() -> None:
+    grad, x, scale = values(8, 2100), values(9, 2100), f32([0.01, 0.2, 3.0])
+    lo, hi = f32(-128), f32(127)
+    ratio = (x.reshape(3, 700) / scale[:, None]).reshape(-1)
+    outside = (ratio <= lo - f32(0.5)) | (ratio >= hi + f32(0.5))
+    code = np.clip(np.rint(ratio), lo, hi)
+    for function in versions("learned_rows_gradient"):
+        inner, part = np.empty_like(x), np.empty_like(x)
+        function(grad, x, inner, part, scale, lo, hi)
+        assert same_bits(part, np.where(outside, code, code - ratio))
+        assert same_bits(inner, np.where(outside, f32(0), grad))
+
+
 def test_every_loop_has_a_signature() -> None:
     from bitwright.core.compiled.loops import SIGNATURES
 

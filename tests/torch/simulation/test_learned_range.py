@@ -18,7 +18,7 @@ from bitwright.core.numerics.granularity import PER_TENSOR, Granularity, PerBloc
 from bitwright.core.numerics.ranges import choose_range_of
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
 from bitwright.errors import ModelError
-from bitwright.torch.simulation import functional
+from bitwright.torch.simulation import fake_quantize, functional
 from bitwright.torch.simulation.quantizer import Quantizer
 
 GRANULARITIES: dict[str, Granularity] = {
@@ -232,3 +232,29 @@ def test_results_may_be_written_over():
     out += 1.0
     out.square().sum().backward()
     assert bool(learned.log_scale.grad.isfinite()) and x.grad is not None
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "rows"])
+def test_compiled_gradients_are_those_of_separate_operations(granularity, monkeypatch):
+    """Of a tensor that is large enough for compiled loops: the input's are equal bit for bit."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 300)
+    upstream = torch.randn(64, 300)
+    found = []
+    for compiled in (True, False):
+        if not compiled:
+            monkeypatch.setattr(fake_quantize, "loops", lambda: None)
+        per_tensor = granularity == "tensor"
+        learning = (
+            quantizer(x, PER_TENSOR, 4, "asymmetric")
+            if per_tensor
+            else quantizer(x, PerChannel(0), 4, "symmetric")
+        )
+        learned = learning.learn(offset=per_tensor)
+        moved(learned)
+        given = x.clone().requires_grad_()
+        learning(given).backward(upstream)
+        found.append((given.grad, *(p.grad for p in learned.parameters().values())))
+    assert torch.equal(found[0][0], found[1][0])
+    for a, b in zip(found[0][1:], found[1][1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)

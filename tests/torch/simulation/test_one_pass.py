@@ -100,6 +100,38 @@ def test_values_and_gradients_are_those_of_separate_calls(
         assert a.stride() == b.stride()
 
 
+@pytest.mark.parametrize(
+    "layout", [torch.contiguous_format, torch.channels_last], ids=["rows", "channels-last"]
+)
+@pytest.mark.parametrize("offsets", [False, True], ids=["scales", "offsets"])
+@pytest.mark.parametrize("name", TAILS)
+def test_ranges_that_train_have_the_values_and_gradients_of_separate_calls(
+    name: str, offsets: bool, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Body(TAILS[name]).to(memory_format=layout)
+    x = torch.randn(2, 3, 40, 40).to(memory_format=layout)
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([0.7 * x], progress=False)
+    sim.learn_ranges(offsets=offsets)
+
+    def gradients() -> tuple[list[Tensor], list[Tensor]]:
+        for parameter in sim.range_parameters():
+            parameter.grad = None
+        found = run(sim, x)
+        return found, [p.grad.clone() for p in sim.range_parameters() if p.grad is not None]
+
+    fast, fast_ranges = gradients()
+    monkeypatch.setattr(fake_quantize, "loops", lambda: None)
+    slow, slow_ranges = gradients()
+    for a, b in zip(fast, slow, strict=True):
+        assert torch.equal(a, b)
+        assert a.stride() == b.stride()
+    # the sums of separate operations are differences of two larger ones
+    for a, b in zip(fast_ranges, slow_ranges, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
 def calibrated(tail: Callable[[Tensor, Tensor], Tensor]) -> tuple[QuantizationSimModel, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 40, 40)
