@@ -17,7 +17,7 @@ from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_
 from bitwright.torch.calls.functions import FUNCTIONS
 from bitwright.torch.calls.intercept import Interceptor
 from bitwright.torch.calls.record import Call, Recorder, Slot, record
-from bitwright.torch.calls.trees import map_tensors, named_state, walk_modules
+from bitwright.torch.calls.trees import map_arguments, named_state, walk_modules
 from bitwright.torch.simulation.simulate import CallPlan, Simulator
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -143,12 +143,11 @@ class TorchView:
         call = self._calls[op]
         names = self._recorder.value_names
         activations: dict[int, None] = {}
-        map_tensors_of_slots(
-            (call.args, call.kwargs),
-            lambda slot: (
-                activations.setdefault(slot.value) if not graph.values[names[slot.value]].is_static else None
-            ),
-        )
+        slots: list[Slot] = []
+        map_arguments(call.args, call.kwargs, slots.append, Slot)
+        for slot in slots:
+            if not graph.values[names[slot.value]].is_static:
+                activations.setdefault(slot.value)
         order = list(activations)
 
         def run(*inputs: Array) -> Array:
@@ -168,7 +167,7 @@ class TorchView:
                 value = graph.values[names[slot.value]]
                 return self._tensors[value.param] if value.param else self._constants[value.name]
 
-            args, kwargs = map_tensors_of_slots((call.args, call.kwargs), fill)
+            args, kwargs = map_arguments(call.args, call.kwargs, fill, Slot)
             if op in self._added:
                 row = FUNCTIONS[call.func]
                 args, kwargs = row.replace(args, kwargs, {2: self._tensors[self._added[op]]})
@@ -330,8 +329,3 @@ class TorchView:
 
 def _holds(module: nn.Module, tensor: torch.Tensor | None) -> bool:
     return any(own is tensor for own in (*module._parameters.values(), *module._buffers.values()))
-
-
-def map_tensors_of_slots(template: Any, function: Callable[[Slot], Any]) -> Any:
-    """``template`` with every :class:`Slot` replaced."""
-    return map_tensors(template, function, leaf=Slot)

@@ -680,16 +680,16 @@ class Interceptor:
             if decomposition is not None and decomposition.applies(args, kwargs):
                 return self._decompose(here, decomposition, args, kwargs)
             return handler.other(frame, func, args, kwargs)
-        self._note_hidden(frame)
+        self._note_hidden(frame, row.label)
         if func in _PASSIVE:
             return handler.other(frame, func, args, kwargs)
         key = self._place_of(here, frame, row.called(kwargs), (*args, *kwargs.values()))
         return handler.call(frame, key, row, func, args, kwargs)
 
-    def _note_hidden(self, frame: Frame) -> None:
+    def _note_hidden(self, frame: Frame, label: str) -> None:
         """While a model is recorded: note a function that a compiler would not show."""
         if self.seen is not None and type(frame.module) not in ONE_HIDDEN_CALL:
-            hidden = hidden_call()
+            hidden = hidden_call(label)
             if hidden is not None:
                 self.hidden.setdefault(frame.path, hidden)
 

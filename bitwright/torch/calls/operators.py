@@ -44,8 +44,19 @@ SHOWN: dict[Any, Callable[..., Any]] = {
 }
 
 
-def hidden_call(depth: int = 8) -> tuple[str, str] | None:
-    """Name of the function that the call in hand is made by, if a compiler would hide it, and what to write instead."""
+#: what these functions call first, by the label of its row
+_FIRST_CALLS = frozenset(("hardswish", "hardsigmoid", "sigmoid", "tanh", "interpolate", "upsample"))
+
+
+def hidden_call(label: str, depth: int = 8) -> tuple[str, str] | None:
+    """Name of the function that the call in hand is made by, if a compiler would hide it, and what to write instead.
+
+    Args:
+        label: of the call's row in the table of functions.
+        depth: frames to look at.
+    """
+    if label not in _FIRST_CALLS:
+        return None
     frame = sys._getframe(1)
     for _ in range(depth):
         if frame.f_code in _HIDDEN:

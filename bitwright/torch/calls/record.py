@@ -26,7 +26,7 @@ from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function
 from bitwright.torch.calls.intercept import ACCESS, Frame, Interceptor, Key, forward_signature
 from bitwright.torch.calls.loops import Where, find_loops, find_turns
 from bitwright.torch.calls.repeats import Trace, find_repeats
-from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state, tensors_in
+from bitwright.torch.calls.trees import flatten_tensors, map_arguments, named_state, tensors_in
 
 
 @dataclass(frozen=True)
@@ -181,14 +181,14 @@ class Recorder:
     ) -> Any:  # fmt: skip
         known = self.calls.get(key)
         keeps = known is None and self._keep_arguments
-        template = map_tensors((args, kwargs), self._slot) if keeps else ((), {})
+        template = map_arguments(args, kwargs, self._slot) if keeps else ((), {})
         output = func(*args, **kwargs)
         produced = tensors_in(args[0] if func is SET_ITEM else output)
         if not produced:
             return output
         read = [self.values[i] for i in inputs if i is not None]
         if self._trace is not None:
-            self._trace.call(frame.path, op_type, (args, kwargs), self._is_fixed, produced)
+            self._trace.call(frame.path, op_type, args, kwargs, self._is_fixed, produced)
         if _is_constant(op_type, read):
             self._note_constants(key, label, inputs, read, produced)
             return output

@@ -18,7 +18,7 @@ import torch
 
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.torch.calls.loops import Where
-from bitwright.torch.calls.trees import map_tensors, tensors_in
+from bitwright.torch.calls.trees import map_arguments
 
 #: more turns than networks have layers
 _MOST_TURNS = 64
@@ -34,14 +34,14 @@ class Event:
         path: of the module that runs.
         op_type: of the operator.
         reads, writes: tensors; those of parameters are negative.
-        rest: the arguments that are no tensors.
+        rest: the arguments that are no tensors; compared as text, which tells 1 from True.
     """
 
     path: str
     op_type: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    rest: str
+    rest: Any
 
 
 class Trace:
@@ -72,14 +72,16 @@ class Trace:
         self,
         path: str,
         op_type: str,
-        args: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
         is_fixed: Callable[[torch.Tensor], bool],
         made: Sequence[torch.Tensor],
     ) -> None:
         """A call returned; ``is_fixed`` says of the tensors in its arguments which are parameters or constants."""
-        reads = tuple([-1 if is_fixed(tensor) else self._number(tensor) for tensor in tensors_in(args)])
+        tensors: list[torch.Tensor] = []
+        rest = map_arguments(args, kwargs, tensors.append)
+        reads = tuple([-1 if is_fixed(tensor) else self._number(tensor) for tensor in tensors])
         writes = tuple([self._new_number(tensor) for tensor in made])
-        rest = str(map_tensors(args, lambda tensor: None))
         self.events.append(Event(path, op_type, reads, writes, rest))
 
     def _number(self, tensor: torch.Tensor) -> int:
@@ -216,7 +218,7 @@ def _reads(events: Sequence[Event], turn_of: Mapping[int, tuple[int, int]], turn
                 reads.append(("this" if made[0] == turn else "before", made[1]))
             else:
                 reads.append(("older", value))
-        found.append((event.op_type, event.rest, tuple(reads)))
+        found.append((event.op_type, str(event.rest), tuple(reads)))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,6 +107,19 @@ def map_tensors(obj: Any, function: Callable[[Any], Any], leaf: type = torch.Ten
         new = [function(v) if isinstance(v, leaf) else rebuilt.get(id(v), v) for v in values]
         rebuilt[id(item)] = _rebuild(item, new)
     return rebuilt.get(id(obj), obj)
+
+
+def map_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any], function: Callable[[Any], Any], leaf: type = torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """:func:`map_tensors` of the arguments of a call, nearly all of which are tensors and atoms themselves."""
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, leaf):
+            return function(value)
+        return value if _is_constant(value) else map_tensors(value, function, leaf)
+
+    return tuple([mapped(value) for value in args]), {name: mapped(v) for name, v in kwargs.items()}
 
 
 def _rebuild(item: Any, values: list[Any]) -> Any:

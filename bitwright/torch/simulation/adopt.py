@@ -17,6 +17,7 @@ from bitwright.torch.calls.trees import ATOMS, tensors_in, walk_modules
 from bitwright.torch.simulation.simulate import Simulator
 
 _CONTAINERS = (dict, OrderedDict, list, set)
+_TABLES = ("_parameters", "_buffers", "_modules")
 _ORIGINAL = "_orig_mod"  # where torch.compile keeps the module that it was given
 
 
@@ -77,9 +78,48 @@ def copied(model: nn.Module) -> nn.Module:
             plain[kind] = _is_copied_by_state(kind)
         if plain[kind] and id(module) not in memo:
             new = memo[id(module)] = kind.__new__(kind)
-            state = {name: _copied_value(value, memo) for name, value in module.__getstate__().items()}
-            new.__setstate__(state)
+            new.__setstate__(_copied_state(module.__getstate__(), memo))
     return copy.deepcopy(model, memo)
+
+
+def _copied_state(state: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    """The attributes of a module, nearly all of which are atoms or empty; of the tables the values are copied one by one."""
+    new = {}
+    for name, value in state.items():
+        kind = type(value)
+        if kind in ATOMS:
+            new[name] = value
+        elif kind in _CONTAINERS and not value:
+            new[name] = memo.setdefault(id(value), kind())
+        elif kind is dict and name in _TABLES:
+            new[name] = memo[id(value)] = {key: _copied_entry(entry, memo) for key, entry in value.items()}
+        else:
+            new[name] = copy.deepcopy(value, memo)
+    return new
+
+
+def _copied_entry(entry: Any, memo: dict[int, Any]) -> Any:
+    """What ``copy.deepcopy`` makes of a parameter, a buffer or a module, found without its search for how to do it."""
+    if entry is None or id(entry) in memo:
+        return memo.get(id(entry))
+    if type(entry) is nn.Parameter:
+        return entry.__deepcopy__(memo)
+    if type(entry) is not torch.Tensor or not _is_storage_alone(entry):
+        return copy.deepcopy(entry, memo)
+    storage = entry.untyped_storage().__deepcopy__(memo)  # the same for all tensors that share it
+    new = memo[id(entry)] = entry.new_empty(())
+    return new.set_(storage, entry.storage_offset(), entry.size(), entry.stride())
+
+
+def _is_storage_alone(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its place in a storage, with nothing attached."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.grad is None
+        and not vars(tensor)
+    )
 
 
 def _is_copied_by_state(kind: type) -> bool:
@@ -91,15 +131,6 @@ def _is_copied_by_state(kind: type) -> bool:
         and not any(hasattr(kind, name) for name in hooks)
         and not any(vars(base).get("__slots__") for base in kind.__mro__)
     )
-
-
-def _copied_value(value: Any, memo: dict[int, Any]) -> Any:
-    kind = type(value)
-    if kind in ATOMS:
-        return value
-    if kind in _CONTAINERS and not value:
-        return memo.setdefault(id(value), kind())
-    return copy.deepcopy(value, memo)
 
 
 def uncopied(model: nn.Module) -> dict[int, Any]:
@@ -121,7 +152,7 @@ def _attributes(model: nn.Module) -> Iterator[Any]:
     for _, module in walk_modules(model):
         for name, value in vars(module).items():
             empty = type(value) in ATOMS or (type(value) in _CONTAINERS and not value)
-            if not empty and name not in ("_parameters", "_buffers", "_modules"):
+            if not empty and name not in _TABLES:
                 yield value
 
 

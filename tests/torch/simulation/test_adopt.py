@@ -267,3 +267,23 @@ def test_models_as_deep_as_they_are_long_are_copied() -> None:
     for _ in range(2000):
         model = nn.Sequential(model)
     assert len(list(walk_modules(copied(model)))) == 2001
+
+
+def test_a_copy_shares_storage_where_the_model_does() -> None:
+    model = mlp()
+    whole = torch.arange(12.0)
+    model.register_buffer("whole", whole)
+    model.register_buffer("part", whole[2:8].view(2, 3).t())
+    model.register_buffer("again", whole)
+    model.held = {"row": whole[4:]}
+    model.register_buffer("marked", torch.ones(2))
+    model.marked.note = "kept"
+    new = copied(model)
+    assert all(
+        torch.equal(a, b) and a.stride() == b.stride()
+        for a, b in zip(new.buffers(), model.buffers(), strict=True)
+    )
+    assert new.again is new.whole and new.marked.note == "kept"
+    with torch.no_grad():
+        new.whole.zero_()
+    assert not new.part.any() and not new.held["row"].any() and model.whole.any()
