@@ -20,7 +20,7 @@ from bitwright.algorithms.rounding import gptq
 from bitwright.algorithms.rounding.activation_cache import Store, Walk
 from bitwright.algorithms.rounding.blocks import block_units, layer_units
 from bitwright.algorithms.rounding.driver import Choice, RoundingReport
-from bitwright.algorithms.rounding.reconstruct import BlockProblem
+from bitwright.algorithms.rounding.reconstruct import BlockProblem, Settings, optimise
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import CalibrationError, ConfigError, ExportError
 from bitwright.torch import (
@@ -632,3 +632,17 @@ def test_qdrop_leaves_as_many_values_in_float_as_asked_for(drop):
     for site in ("input", "output"):
         assert float((problem._dropping(site, x) == 0).float().mean()) == pytest.approx(drop, abs=0.01)
     assert bool((problem._dropping("weight", x) == 1).all())
+
+
+def test_the_learning_rate_falls_linearly_to_zero():
+    """Under a gradient that stays the same a step of Adam is as long as its learning rate."""
+    place = torch.zeros(1, requires_grad=True)
+    rounding = SimpleNamespace(
+        anneals=False,
+        parameters=lambda: [{"params": [place], "factor": 0.5}],
+        soft=lambda weight=0.0, beta=2.0: place,
+    )
+    problem = SimpleNamespace(size=1, batch=1, loss=lambda index, weights: weights[0].sum())
+    count = optimise(problem, [rounding], Settings(iterations=400), 0.01, 1.0, torch.Generator())
+    assert count == 400
+    assert place.item() == pytest.approx(-0.01 * 0.5 * sum(1 - i / 400 for i in range(400)), rel=1e-3)
