@@ -103,9 +103,7 @@ def value(cell: Cell, task: Task) -> float:
 
 def read(path: Path) -> dict[Cell, float]:
     """The numbers of a results file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    found = [json.loads(line) for line in lines]
-    return {Cell(**row["cell"]): row["value"] for row in found}
+    return {Cell(**row["cell"]): row["value"] for row in measure.read_rows(path)}
 
 
 def append(path: Path, cell: Cell, number: float, seconds: float) -> None:

@@ -276,8 +276,7 @@ def cost_table(
 
 def read(path: Path) -> dict[tuple[str, str, int], tuple[float, float]]:
     """The numbers of a results file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines]
+    rows = measure.read_rows(path)
     return {(r["network"], r["way"], r["seed"]): (r["sqnr"], r["metric"]) for r in rows}
 
 

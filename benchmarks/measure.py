@@ -41,6 +41,12 @@ def seconds(step: Step) -> float:
     return time.process_time() - start
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a results file, JSON lines; none if there is no file yet."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 def median_seconds(step: Step, rounds: int) -> float:
     """The median time of ``step``, after one unmeasured run."""
     step()

@@ -95,9 +95,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="*", default=CASES)
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    known = (
-        [json.loads(x) for x in options.results.read_text().splitlines()] if options.results.exists() else []
-    )
+    known = measure.read_rows(options.results)
     for name in options.networks:
         if name not in {r["name"] for r in known}:
             new = rows(name)

@@ -307,11 +307,7 @@ def main() -> None:
     parser.add_argument("--only-table", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    rows = (
-        [json.loads(line) for line in options.results.read_text().splitlines()]
-        if options.results.exists()
-        else []
-    )
+    rows = measure.read_rows(options.results)
     known = {(r["name"], r["front"], r["draw"]) for r in rows if (r["cost"], r["goal"]) == GOALS[-1]}
 
     def save(row: dict[str, Any]) -> None:

@@ -88,9 +88,7 @@ def main() -> None:
     parser.add_argument("--only-table", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    rows = (
-        [json.loads(x) for x in options.results.read_text().splitlines()] if options.results.exists() else []
-    )
+    rows = measure.read_rows(options.results)
     if not options.only_table:
         run(rows, options.results)
     lines = []

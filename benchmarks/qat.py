@@ -344,8 +344,7 @@ class Results:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "results.jsonl"
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        self.lines: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self.lines = measure.read_rows(self.path)
 
     def find(self, cell: Cell) -> dict[str, Any] | None:
         wanted = asdict(cell).items()

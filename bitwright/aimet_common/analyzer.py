@@ -22,7 +22,6 @@ from bitwright.report.of_simulation import seen_values
 
 logger = logging.getLogger("bitwright")
 
-_WEIGHTS = ("weight", "constant")
 _BINS = 64
 Scores = dict[str, float]
 Evaluate = Callable[[Any], float]
@@ -119,7 +118,7 @@ class QuantAnalyzerBase:
     def check_model_sensitivity_to_quantization(self, sim: Any) -> tuple[float, float, float]:
         """What the evaluation says of the float model, with only weights quantized, and with only activations."""
         subject = open_subject(sim)
-        weights = [name for name, site in subject.sites.items() if site.role in (*_WEIGHTS, "bias")]
+        weights = [name for name, site in subject.sites.items() if site.is_stored or site.role == "bias"]
         others = [name for name in subject.sites if name not in set(weights)]
         real = self._float_score(subject)
         scores = scores_of(
@@ -150,7 +149,7 @@ class QuantAnalyzerBase:
         weights: dict[str, Any] = {}
         activations: dict[str, Any] = {}
         for site in _calibrated(sim):
-            into = weights if site.role in (*_WEIGHTS, "bias") else activations
+            into = weights if site.is_stored or site.role == "bias" else activations
             into[called(site)] = _ranges_of(site)
         for title, found in (("weights", weights), ("activations", activations)):
             pages = {_file(name): (name, pairs) for name, pairs in found.items() if isinstance(pairs, dict)}
@@ -165,7 +164,7 @@ class QuantAnalyzerBase:
         subject, folder = open_subject(sim), Path(results_dir)
         model: Any = None
         for site in _calibrated(sim):
-            if site.role in _WEIGHTS:
+            if site.is_stored:
                 model = model or subject.steps()
                 _write_weight(folder / "weights_pdf" / _file(site.op), site, model.weight(site.name))
             elif site.role in ("input", "output"):

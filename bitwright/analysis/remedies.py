@@ -187,7 +187,7 @@ def _bits(bits: int) -> Callable[[Trials, Site], bool]:
         fmt = site.quantizer.spec.format
         if not isinstance(fmt, IntFormat) or fmt.bits >= bits:
             return False
-        if site.role in ("weight", "constant"):
+        if site.is_stored:
             site.spec = replace(site.quantizer.spec, format=replace(fmt, bits=bits))
         else:
             site.quantizer.refine(bits, f"{bits} bits were tried as a remedy")

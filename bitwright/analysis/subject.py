@@ -96,7 +96,7 @@ class Subject:
         bits = dict.fromkeys(count, 32)
         for site in self.sites.values():
             param = self.sim.graph.values[site.value].param
-            if param in bits and site.enabled and site.role in ("weight", "constant"):
+            if param in bits and site.enabled and site.is_stored:
                 bits[param] = site.quantizer.spec.format.bits
         total = sum(count.values())
         return {

@@ -22,6 +22,7 @@ from bitwright.export.verify.cut import (
     OUTPUT_STEP,
     Cut,
     Place,
+    copied_chain,
     quantizer_chain,
     reads_constants,
 )
@@ -294,17 +295,6 @@ def steps_of(point: Point, array: Array, model: ir.Model) -> Array:
     return np.array(OUTPUT_STEP * peak if np.isfinite(peak) and peak else OUTPUT_STEP)
 
 
-def _twins(nodes: Iterable[ir.Node], entry: ir.Value, given: ir.Value, names: Names) -> Iterator[ir.Node]:
-    """The same operators once more, reading ``given`` in place of ``entry``."""
-    known: dict[ir.Value | None, ir.Value] = {entry: given}
-    for node in nodes:
-        inputs = [known.get(value, value) for value in node.inputs]
-        twin = ir.Node("", node.op_type, inputs, node.attributes.values(), name=names.node("twin"))
-        twin.outputs[0].name = names.value("twin")
-        known[node.outputs[0]] = twin.outputs[0]
-        yield twin
-
-
 def on_grids(
     model: ir.Model, values: Mapping[Point, Array]
 ) -> tuple[ir.Model, dict[str, Array], dict[Point, str]]:
@@ -322,7 +312,7 @@ def on_grids(
         assert last is not None
         dtype = entry.dtype or ir.DataType.FLOAT
         given = ir.Value(name=names.value("given"), type=ir.TensorType(dtype), shape=ir.Shape(array.shape))
-        nodes += _twins(quantizer_chain(last, entry), entry, given, names)
+        nodes += copied_chain(quantizer_chain(last, entry), entry, given, names)
         result = nodes[-1].outputs[0]
         result.dtype = result.dtype or ir.DataType.FLOAT
         inputs.append(given)

@@ -26,6 +26,8 @@ from bitwright.mixed.groups import Group, operands
 
 Floats = NDArray[np.float64]
 _FLOAT = 32
+#: in files of times that were measured layer by layer
+TIMES_FORMAT = "bitwright-times"
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def weight_bytes(bits: Bits) -> Cost:
     }
     left = dict(params)
     for site in bits.sim.quantizers.values():
-        if site.role not in ("weight", "constant") or site.value not in left:
+        if not site.is_stored or site.value not in left:
             continue
         count = left.pop(site.value)
         group = bits.group_of.get(id(site.quantizer))
@@ -116,10 +118,6 @@ def weight_bytes(bits: Bits) -> Cost:
         else:
             table[0, group] += [count * bits.at(site.name, c) / 8 for c in bits.candidates]
     return Cost("weight_bytes", "bytes", table, np.array([4 * sum(left.values())]))
-
-
-def _is_activation(site: Site) -> bool:
-    return site.role not in ("weight", "constant")
 
 
 def _first_group(bits: Bits, sites: Iterable[Site]) -> int | None:
@@ -146,10 +144,10 @@ def bit_ops(bits: Bits, kernels: Mapping[str, Mapping[int, Any]]) -> Cost:
     table, fixed = np.zeros((1, len(bits.groups), len(bits.candidates))), 0.0
     for op in graph.ops:
         work = 0.0 if op.type == "Embedding" else multiplications(graph, op)
-        sites = sorted(kernels.get(op.name, {}).values(), key=_is_activation)
+        sites = sorted(kernels.get(op.name, {}).values(), key=lambda s: not s.is_stored)
         group = _first_group(bits, sites)
-        weight = next((s for s in sites if not _is_activation(s)), None)
-        value = next(filter(_is_activation, sites), None)
+        weight = next((s for s in sites if s.is_stored), None)
+        value = next((s for s in sites if not s.is_stored), None)
         if group is None:
             fixed += work * _fixed_product(bits, weight, value)
         else:
@@ -181,7 +179,7 @@ def activation_bytes(bits: Bits) -> Cost:
     graph: Graph = bits.sim.graph
     grids = values_on_grids(bits.sim.quantizers, bits.sim.plan.shared)
     owner = {value: key for key, values in grids.items() for value in values}
-    sites = {id(s.quantizer): s for s in bits.sim.quantizers.values() if s.role not in ("weight", "constant")}
+    sites = {id(s.quantizer): s for s in bits.sim.quantizers.values() if not s.is_stored}
     table = np.zeros((len(graph.ops), len(bits.groups), len(bits.candidates)))
     fixed = np.zeros(len(graph.ops))
     for value, span in _spans(graph).items():
@@ -218,7 +216,7 @@ def milliseconds(bits: Bits, times: Mapping[str, Any] | str | Path) -> Cost:
     """
     if not isinstance(times, Mapping):
         times = _read_times(Path(times))
-    measured = times.get("format") == "bitwright-times"
+    measured = times.get("format") == TIMES_FORMAT
     rows = times["layers"] if measured else times
     graph: Graph = bits.sim.graph
     table, missing = np.zeros((1, len(bits.groups), len(bits.candidates))), []

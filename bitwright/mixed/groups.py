@@ -16,8 +16,6 @@ from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError
 from bitwright.mixed.candidates import Candidate, bits_of
 
-_WEIGHTS = ("weight", "constant")
-
 
 @dataclass(frozen=True)
 class Group:
@@ -100,7 +98,7 @@ def operands(sim: Any, which: Callable[[Site], bool] | None = None) -> dict[str,
 
 def _is_operand(site: Site) -> bool:
     """Whether it is a kernel's own: what is read or inside, not what is returned."""
-    return site.role in ("input", *_WEIGHTS) or site.inner is not None
+    return site.is_stored or site.role == "input" or site.inner is not None
 
 
 def _has_kernel(op: Op) -> bool:
@@ -165,7 +163,7 @@ def _parts(
     layers: Sequence[str], kernels: Mapping[str, Mapping[int, Site]]
 ) -> dict[int, tuple[list[str], dict[int, Site]]]:
     """The kernels of one set with the weights that they alone read; empty where fewer than two have any."""
-    own = {n: {k: s for k, s in kernels[n].items() if s.role in _WEIGHTS} for n in layers}
+    own = {n: {k: s for k, s in kernels[n].items() if s.is_stored} for n in layers}
     sets = _Sets()
     for weights in own.values():
         sets.join(list(weights))
@@ -183,12 +181,12 @@ def _group(
 ) -> Group:  # fmt: skip
     refused = _refused(graph, layers, candidates, allowed)
     first = next(iter(sites.values()))
-    weights = tuple(s.name for s in sites.values() if s.role in _WEIGHTS)
+    weights = tuple(s.name for s in sites.values() if s.is_stored)
     return Group(
         (_name(graph, layers) if weights or not tie else "") or first.name,
         tuple(layers),
         weights,
-        tuple(s.name for s in sites.values() if s.role not in _WEIGHTS),
+        tuple(s.name for s in sites.values() if not s.is_stored),
         tuple(i for i, c in enumerate(candidates) if c.name not in refused),
         refused,
         tie,
@@ -261,5 +259,5 @@ def planned_bits(sim: Any) -> dict[str, int]:
     return {
         name: site.spec.format.bits
         for name, site in sim.plan.sites.items()
-        if site.spec is not None and site.role not in _WEIGHTS and site.spec.format.bits > base
+        if site.spec is not None and not site.is_stored and site.spec.format.bits > base
     }

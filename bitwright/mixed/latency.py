@@ -19,12 +19,11 @@ from bitwright.errors import ConfigError, checks_arguments
 from bitwright.export.files.atomic import atomic_write
 from bitwright.export.files.manifest import fingerprint
 from bitwright.mixed.candidates import Candidate, as_candidates, highest
+from bitwright.mixed.costs import TIMES_FORMAT
 from bitwright.mixed.groups import find_groups, planned_bits, without
 from bitwright.mixed.library import Library
 from bitwright.mixed.start import simulation_of
 from bitwright.runtimes.layers import LayerTimes, layer_times
-
-FORMAT = "bitwright-times"
 
 
 @checks_arguments
@@ -75,7 +74,7 @@ def measure_times(
             found = _measured(subject, wanted, batches, rounds)
     finally:
         restore()
-    times = {"format": FORMAT, "version": 1, "of": mine, **_plain(found)}
+    times = {"format": TIMES_FORMAT, "version": 1, "of": mine, **_plain(found)}
     if path is not None:
         with atomic_write(Path(path)) as temporary:
             temporary.write_text(json.dumps(times, indent=1), encoding="utf-8")
@@ -133,7 +132,7 @@ def _kept(path: Path, mine: Mapping[str, Any]) -> dict[str, Any]:
     """Times that were measured before."""
     remedy = "remove it to measure again, or name another file"
     found = read_document(path, ConfigError, remedy=remedy)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(found, dict) or found.get("format") != TIMES_FORMAT:
         raise ConfigError(str(path), "it holds no times that were measured", remedy)
     theirs = found.get("of", {})
     for key, value in mine.items():

@@ -194,7 +194,7 @@ class Library:
 
     def _spec(self, name: str, candidate: Candidate) -> QuantSpec | None:
         planned = self._planned[name]
-        weight = self._subject.sites[name].role in ("weight", "constant")
+        weight = self._subject.sites[name].is_stored
         wanted = candidate.weight if weight else candidate.activation
         if wanted is None:
             return None

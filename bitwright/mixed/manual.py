@@ -118,8 +118,7 @@ class _Requests:
         found = [
             id(s.quantizer)
             for s in own
-            if (s.role in ("weight", "constant")) == weights
-            and (weights or s.role == "input" or s.inner is not None)
+            if s.is_stored == weights and (weights or s.role == "input" or s.inner is not None)
         ]
         if not weights:
             found += [self.on_grid[v] for _, v in op.sources() if v in self.on_grid]
@@ -299,6 +298,6 @@ def _applied(state: _Requests) -> PrecisionReport:
 
 
 def _wanted(site: Site, format: Format) -> QuantSpec:
-    if site.role in ("weight", "constant"):
+    if site.is_stored:
         return weight_spec(format)
     return activation_spec(format, **({"symmetry": "symmetric"} if isinstance(format, FloatFormat) else {}))

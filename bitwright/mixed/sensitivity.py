@@ -71,7 +71,7 @@ def lower_in_order(
 def _set(sim: Any, group: Group, candidate: Any) -> None:
     for name in group.sites:
         site = sim.quantizers[name]
-        spec = candidate.weight if site.role in ("weight", "constant") else candidate.activation
+        spec = candidate.weight if site.is_stored else candidate.activation
         if spec is None:
             site.enabled = False
         else:

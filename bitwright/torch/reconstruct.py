@@ -209,7 +209,7 @@ class Adaround:
         )
         names = {id(module): path for path, module in walk_modules(model)}
         for site in sim.quantizers.values():
-            site.enabled = site.enabled and site.role in ("weight", "constant")
+            site.enabled = site.enabled and site.is_stored
         for module, bits in param_bw_override_list or ():
             for site in _weights_at(sim, names, module, "param_bw_override_list"):
                 site.spec = replace(site.quantizer.spec, format=IntFormat(bits))
@@ -238,7 +238,7 @@ def _weights_at(
 ) -> list[Site]:
     """The weight sites of a module and of everything below it."""
     path = names.get(id(module))
-    sites = [s for s in sim.quantizers.values() if s.role in ("weight", "constant")]
+    sites = [s for s in sim.quantizers.values() if s.is_stored]
     found = [s for s in sites if path is not None and f"{sim.graph.op(s.op).module}.".startswith(f"{path}.")]
     if not found:
         raise ConfigError(

@@ -11,7 +11,7 @@ import pytest
 
 from bitwright import measure_times, mixed_precision
 from bitwright.errors import BitwrightError
-from bitwright.mixed.latency import FORMAT
+from bitwright.mixed.costs import TIMES_FORMAT
 from bitwright.runtimes.layers import _attributed
 from tests.mixed.nets import batches, model, simulation
 
@@ -28,7 +28,7 @@ def times(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_every_layer_has_a_time_at_every_candidate(times: Any) -> None:
     found, path = times
-    assert found["format"] == FORMAT and {tuple(row) for row in found["layers"].values()} == {PRESETS}
+    assert found["format"] == TIMES_FORMAT and {tuple(row) for row in found["layers"].values()} == {PRESETS}
     assert {"/stem/Conv", "/body/Conv", "/head/Gemm"} <= found["layers"].keys()
     for c in PRESETS:  # what belongs to no layer is in none of them
         assert 0 < sum(row[c] for row in found["layers"].values()) <= found["whole"][c] * (1 + 1e-9)
@@ -90,7 +90,9 @@ def test_times_of_something_else_are_refused(change: Any, message: str, times: A
     with pytest.raises(BitwrightError, match=message):
         measure_times(model("onnx"), batches("onnx"), PRESETS, path=path)
     path.unlink()
-    assert measure_times(model("onnx"), batches("onnx"), PRESETS, path=path, rounds=2)["format"] == FORMAT
+    assert (
+        measure_times(model("onnx"), batches("onnx"), PRESETS, path=path, rounds=2)["format"] == TIMES_FORMAT
+    )
 
 
 def test_a_module_is_told_what_to_do() -> None:

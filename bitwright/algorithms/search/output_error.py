@@ -198,7 +198,7 @@ class _Watch:
         exact = [y.detach() if isinstance(y, Tensor) else y for y in made]
         results = _separated(made) if step.differentiable else list(exact)
         for slot, site in step.operands:
-            if slot in read or self._sites[site].role not in ("weight", "constant"):
+            if slot in read or not self._sites[site].is_stored:
                 continue
             for i, error in enumerate(self._of_weight(slot, site, step, state, constants, exact)):
                 results[i] = self._watched(site, results[i], error, axis)

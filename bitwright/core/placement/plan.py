@@ -47,6 +47,11 @@ class SitePlan:
     inner: str | None = None
     note: str = ""
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether its values are stored in the model: a weight or another constant; no activation, and no bias."""
+        return self.role in ("weight", "constant")
+
 
 @dataclass(frozen=True)
 class Row:

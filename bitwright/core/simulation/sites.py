@@ -116,9 +116,14 @@ class Site:
             and self._values is not None
             and not (quantizer.frozen or quantizer.derived)
         ):
-            values = self._values(self.name) if self.role in ("weight", "constant") else None
+            values = self._values(self.name) if self.is_stored else None
             if values is not None:
                 quantizer.observe_once(values)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether its values are stored in the model: a weight or another constant; no activation, and no bias."""
+        return self._plan.is_stored
 
     @property
     def encoding(self) -> Encoding | None:

@@ -194,10 +194,9 @@ class _Opener:
             counters = [number, going] if node.op_type == "Loop" else []
             slices = [self._slice(node, s, i, count) for s in shape.scanned]
             inputs = dict(zip(body.inputs, [*counters, *states, *slices], strict=True))
-
             part = self._copy(body, node, inputs, self._shares(given, at, first=not copies))
             copies.append(_share_constant(copies[0], part) if copies else part)
-            first = len(counters) // 2  # a Loop's own condition comes before its states
+            first = int(node.op_type == "Loop")  # a Loop's own condition comes before its states
             made = copies[-1].outputs[first : first + len(states)]
             states = [v if v is old else self._border(node, v) for v, old in zip(made, states, strict=True)]
         return copies

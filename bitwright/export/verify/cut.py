@@ -8,7 +8,7 @@ runtime's time to load a model grows faster than its number of inputs and output
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,23 +93,6 @@ def _makers(node: ir.Node, cuts: Container[ir.Value], static: Container[ir.Node]
         maker = None if value is None or value in cuts else value.producer()
         if maker is not None and maker not in static:
             yield maker
-
-
-def _copied(place: Place, value: ir.Value, names: Names, first: ir.Node) -> ir.Value:
-    """What a copy of a quantizer, put in front of ``first``, makes of ``value``."""
-    assert first.graph is not None
-    known: dict[ir.Value | None, ir.Value | None] = {place.entry: value}
-    for node in place.chain:
-        inputs = [known.get(v, v) for v in node.inputs]
-        label = names.node(f"{value.name}/{node.op_type}")
-        copy = ir.Node("", node.op_type, inputs, node.attributes.values(), name=label)
-        copy.outputs[0].name = names.value(f"{value.name}_{node.op_type}")
-        copy.outputs[0].type = node.outputs[0].type  # tells LiteRT's writer which codes these are
-        known[node.outputs[0]] = copy.outputs[0]
-        first.graph.insert_before(first, copy)
-    made = known[place.result]
-    assert made is not None
-    return made
 
 
 class Cut:
@@ -304,7 +287,9 @@ class Cut:
             name = names.value(f"{place.entry.name}_simulated")
             dtype = place.entry.dtype or ir.DataType.FLOAT
             value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(place.expected.shape))
-            copies.append((place.result, _copied(place, value, names, first)))
+            chain = copied_chain(place.chain, place.entry, value, names)
+            graph.insert_before(first, chain)
+            copies.append((place.result, chain[-1].outputs[0]))
             graph.inputs.append(value)
             fed[name] = place
         for result, copy_result in copies:
@@ -343,6 +328,21 @@ def _root(parent: dict[ir.Node, ir.Node], node: ir.Node) -> ir.Node:
         parent[node] = parent[parent[node]]
         node = parent[node]
     return node
+
+
+def copied_chain(chain: Iterable[ir.Node], entry: ir.Value, given: ir.Value, names: Names) -> list[ir.Node]:
+    """The nodes of a :func:`quantizer_chain` once more, reading ``given`` in the place of ``entry``; in no graph yet."""
+    known: dict[ir.Value | None, ir.Value] = {entry: given}
+    copies = []
+    for node in chain:
+        inputs = [known.get(value, value) for value in node.inputs]
+        label = names.node(f"{given.name}/{node.op_type}")
+        copy = ir.Node("", node.op_type, inputs, node.attributes.values(), name=label)
+        copy.outputs[0].name = names.value(f"{given.name}_{node.op_type}")
+        copy.outputs[0].type = node.outputs[0].type  # tells LiteRT's writer which codes these are
+        known[node.outputs[0]] = copy.outputs[0]
+        copies.append(copy)
+    return copies
 
 
 def quantizer_chain(last: ir.Node, entry: ir.Value) -> list[ir.Node]:

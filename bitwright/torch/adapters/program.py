@@ -203,7 +203,7 @@ class TorchSimulation:
         self._checked = False
         self._computed: dict[str, Tensor] | None = None
         for site in sim.quantizers.values():
-            if site.role in ("weight", "constant") and site.enabled and not site.quantizer.derived:
+            if site.is_stored and site.enabled and not site.quantizer.derived:
                 param = sim.graph.values[site.value].param
                 if param is not None:
                     site.quantizer.observe_once(sim._interceptor.named_tensor(param).detach())
