@@ -140,7 +140,7 @@ def _load(model: Source, path: Path | None) -> Loaded:
     _put_neutral_numbers_second(copy)
     wrong = infer_shapes(copy)
     if wrong:
-        some = ", ".join(sorted(wrong)[:3] + ["..."] * (len(wrong) > 3))
+        some = first_few(sorted(wrong))
         notes.append(f"shapes that the model states and its operators contradict are ignored: {some}")
     _name_types(copy)
     drop_ignored_biases(copy)

@@ -26,8 +26,7 @@ from bitwright.core.placement.rules import Rules
 from bitwright.core.placement.user_scheme import QuantizationDataType, QuantScheme, bit_widths, make_rules
 from bitwright.core.simulation.calibration import BatchGate, CalibrationLog, nested_calibration
 from bitwright.core.simulation.protocols import Undo
-from bitwright.core.simulation.quantizer import DerivedBias
-from bitwright.core.simulation.sites import Site, place_quantizers
+from bitwright.core.simulation.sites import Site, derived_biases, place_quantizers
 from bitwright.core.simulation.state import all_or_nothing
 from bitwright.errors import BitwrightError, CalibrationError, checks_arguments
 from bitwright.progress import collector_paused, progress
@@ -152,8 +151,8 @@ class QuantizationSimModel(Tabular):
             for plan in plans.values()
             if plan.operands or plan.outputs
         )
-        biases = (site for site in self.quantizers.values() if site.role == "bias" and site.follows)
-        self._simulator.biases = [self._bias(site) for site in biases]
+        biases = derived_biases(self.quantizers, lambda name: ranges.site_tensor(self, self.quantizers[name]))
+        self._simulator.biases = list(biases.values())
         self.output_values = recorder.output_values()
         self._simulator.watch = ranges.TrainingWatch(self.model, self.quantizers)
         self._tell_scripted(recorder)
@@ -174,11 +173,6 @@ class QuantizationSimModel(Tabular):
                     f"{path}.{name}" if path else name,
                     reason,
                 )
-
-    def _bias(self, site: Site) -> DerivedBias:
-        source, weight = (self.quantizers[name].quantizer for name in site.follows or ())
-        tensor = ranges.site_tensor(self, site)
-        return DerivedBias(site.name, site.quantizer, source, weight, tensor)
 
     # -- calibration
 
