@@ -7,6 +7,7 @@ import copy
 import statistics
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,18 @@ import torch
 from torch_speed import SUBJECTS, Bench, Settings
 
 from bitwright.torch import QuantizationSimModel, equalize_model, fold_all_batch_norms
+from bitwright.torch.simulation.export import marked_onnx
 from tests.support.zoo import chain, chain_input
 
 HELP = """\
 CPU seconds of creating a simulation, folding batch norms, cross-layer equalization and export: least and median over the
-rounds, in each of which every row runs once. "float forward" is one of the model with its batch norms: folding needs
-two of it, to record the model and to compare its outputs.
+rounds, in each of which every row runs once. What bounds the others is measured with them:
+
+  float forward     of the model with its batch norms: folding needs two of it, to record the model and to compare its
+                    outputs; equalization three, for it records what the folds have made of the model
+  copy.deepcopy     of the model that a simulation is made of, which it copies
+  float export      of the folded model by torch.onnx.export, which an export calls too
+  marked export     what the exporters of torch take of an export, for the model with a node at every quantizer
 """
 EXAMPLES = """\
 examples:
@@ -30,7 +37,10 @@ examples:
   python benchmarks/preparation.py --models chain --rounds 3
   python benchmarks/preparation.py --rows creation folding --markdown benchmarks/results/preparation.md
 """
-ROWS = ("float forward", "creation", "folding", "equalization", "export")
+ROWS = (
+    *("float forward", "copy.deepcopy", "creation", "folding", "equalization"),
+    *("float export", "marked export", "export"),
+)
 MODELS = ("resnet18", "mobilenet_v2", "chain")
 Steps = dict[
     str, tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -50,6 +60,7 @@ def steps_of(name: str, rows: Sequence[str]) -> Steps:
 
     found: Steps = {
         "float forward": (_nothing, forward),
+        "copy.deepcopy": (_nothing, lambda _: copy.deepcopy(folded)),
         "creation": (_nothing, lambda _: QuantizationSimModel(folded, x)),
         "folding": (own, lambda model: fold_all_batch_norms(model, dummy_input=x)),
         "equalization": (own, lambda model: equalize_model(model, dummy_input=x)),
@@ -57,6 +68,8 @@ def steps_of(name: str, rows: Sequence[str]) -> Steps:
     if "export" in rows and name != "chain":
         sim = QuantizationSimModel(folded, x)
         sim.compute_encodings([x], progress=False)
+        found["float export"] = (_nothing, lambda _: _float_export(folded, x))
+        found["marked export"] = (_nothing, lambda _: marked_onnx(sim, x))
         found["export"] = (_nothing, lambda _: _export(sim))
     skipped = ("equalization",) if name == "chain" else ()
     return {row: found[row] for row in rows if row in found and row not in skipped}
@@ -75,6 +88,12 @@ def _subject(name: str) -> tuple[Any, Any, Any]:
     assert name in SUBJECTS
     bench = Bench(name, Settings(False, True, 1, 1))
     return bench.original, bench.x, bench.model
+
+
+def _float_export(model: Any, x: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(model, (x,), str(Path(folder, "model.onnx")), dynamo=True, verbose=False)
 
 
 def _export(sim: QuantizationSimModel) -> None:

@@ -46,4 +46,4 @@ def fold_given_batch_norms(
             )
         wanted.update(norms)
     opened = TorchOpened(model, input_shapes, dummy_input, "fold_given_batch_norms")
-    return opened.fold(progress, wanted)
+    return opened.fold_last(progress, wanted)

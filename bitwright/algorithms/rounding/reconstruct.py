@@ -149,9 +149,10 @@ def optimise(
         Iterations done: fewer than asked for when every weight was decided.
     """
     groups = [g for r in roundings for g in r.parameters()]
-    options = [{"params": g["params"], "lr": lr * g["factor"]} for g in groups]
-    optimiser = torch.optim.Adam(options, fused=True)
-    rates = [group["lr"] for group in optimiser.param_groups]
+    optimiser = torch.optim.Adam(
+        [{"params": g["params"], "initial_lr": lr * g["factor"]} for g in groups], fused=True
+    )
+    _set_rates(optimiser, 1.0)
     count = sum(r.soft().numel() for r in roundings)
     anneals = all(r.anneals for r in roundings)
     weight, beta = 0.0, 2.0
@@ -165,7 +166,7 @@ def optimise(
         if anneals:
             weight, beta = _regulariser(settings, done, count)
         else:
-            _set_rates(optimiser, rates, 1 - done)
+            _set_rates(optimiser, 1 - done)
         loss = problem.loss(index[i % _CHECK], [r.soft(weight, beta) for r in roundings]) / scale
         optimiser.zero_grad()
         loss.backward()
@@ -183,10 +184,10 @@ def _regulariser(settings: Settings, done: float, count: int) -> tuple[float, fl
     return (0.0, 2.0) if beta is None else (_REGULARISER * settings.reg_param / count, beta or 2.0)
 
 
-def _set_rates(optimiser: torch.optim.Optimizer, rates: Sequence[float], factor: float) -> None:
-    """Learning rates of ``factor`` times ``rates``, those that the optimiser began with."""
-    for group, rate in zip(optimiser.param_groups, rates, strict=True):
-        group["lr"] = rate * factor
+def _set_rates(optimiser: torch.optim.Optimizer, factor: float) -> None:
+    """Learning rates of ``factor`` times the initial ones."""
+    for group in optimiser.param_groups:
+        group["lr"] = group["initial_lr"] * factor
 
 
 def solve(task: Task, variant: Variant, settings: Settings) -> list[Choice]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,25 +38,54 @@ class TorchOpened:
         self.model = model
         example = example_input(model, shapes, function) if dummy_input is None else dummy_input
         self.example = to_device(example, model_device(model))
-        self.view = TorchView(
-            model, [map_tensors(self.example, torch.clone)]
+        self.view = self._view()
+        self._before = self._outputs_of(self.view)  # explains an example that does not fit
+
+    def _view(self) -> TorchView:
+        return TorchView(
+            self.model, [map_tensors(self.example, torch.clone)]
         )  # a model may write into its input
-        self.view.graph()  # explains an example that does not fit, before anything runs
-        result = self.view.take_result()
-        self._before = float_outputs(model, self.example) if result is None else _named_floats(result)
+
+    def _outputs_of(self, view: TorchView) -> list[tuple[str, torch.Tensor]]:
+        """What the model computes when it is recorded, or in another run where that may differ."""
+        view.graph()
+        result = view.take_result()
+        return self._outputs() if result is None else _named_floats(result)
+
+    def _outputs(self) -> list[tuple[str, torch.Tensor]]:
+        return float_outputs(self.model, self.example)
 
     def changed(self) -> str | None:
         """What is different on the example input; ``None`` when only rounding is."""
-        return what_changed(self.model, self.example, self._before)
+        return what_changed(self._outputs, self._before)
 
-    def fold(self, progress: bool, only: set[str] | None = None) -> FoldReport:
+    def fold(self, progress: bool) -> FoldReport:
         """Fold batch norms; the view shows the folded model then."""
+        folded = self._view()
+        checks: list[str | None] = []
+
+        def changed() -> str | None:
+            """As :meth:`changed`; the first time by recording the model, which gives the view of the folded one."""
+            outputs = partial(self._outputs_of, folded) if not checks else self._outputs
+            checks.append(what_changed(outputs, self._before))
+            return checks[-1]
+
+        report = self._folded(progress, changed)
+        if list(report):
+            self.view = folded if checks == [None] else self._view()
+        return report
+
+    def fold_last(self, progress: bool, only: set[str] | None = None) -> FoldReport:
+        """Fold batch norms, of the names ``only`` if given; nothing is asked of the view any more."""
+        return self._folded(progress, self.changed, only)
+
+    def _folded(
+        self, progress: bool, changed: Callable[[], str | None], only: set[str] | None = None
+    ) -> FoldReport:
         report = batch_norm_fold.fold_all_batch_norms(
-            self.view, self.changed, only=only, bar=partial(bar, enabled=progress)
+            self.view, changed, only=only, bar=partial(bar, enabled=progress)
         )
         report.keep()
-        if list(report):
-            self.view.refresh()
         return report
 
     def finish(self, report: Reversible) -> None:
@@ -89,7 +118,7 @@ def fold(
     model: nn.Module, shapes: Any, dummy_input: Any, function: str, providers: Any, progress: bool
 ) -> FoldReport:
     """See :class:`bitwright.methods.front_end.FrontEnd`."""
-    return open_model(model, shapes, dummy_input, function, providers).fold(progress)
+    return open_model(model, shapes, dummy_input, function, providers).fold_last(progress)
 
 
 def correctable(sim: QuantizationSimModel, reference: nn.Module | None = None) -> TorchCorrectable:
@@ -179,10 +208,12 @@ def _named_floats(output: Any) -> list[tuple[str, torch.Tensor]]:
     return [(n, t.detach().clone()) for n, t in flatten_tensors(output) if t.is_floating_point()]
 
 
-def what_changed(model: nn.Module, example: Any, before: list[tuple[str, torch.Tensor]]) -> str | None:
-    """What is different on the example input since ``before`` was taken; ``None`` when only rounding is."""
+def what_changed(
+    outputs: Callable[[], list[tuple[str, torch.Tensor]]], before: list[tuple[str, torch.Tensor]]
+) -> str | None:
+    """What is different in ``outputs()`` since ``before`` was taken of it; ``None`` when only rounding is."""
     try:
-        after = float_outputs(model, example)
+        after = outputs()
     except Exception as error:  # in the model's own code, which may rely on what the folds have changed
         return f"the model fails: {type(error).__name__}: {error}"
     for (name, old), (_, new) in zip(before, after, strict=True):

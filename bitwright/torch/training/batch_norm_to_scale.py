@@ -83,7 +83,7 @@ def _folded(sim: QuantizationSimModel, progress: bool) -> algorithm.FoldReport:
             before = float_outputs(sim.model, examples[0])
             report = algorithm.fold_all_batch_norms(
                 view,
-                lambda: what_changed(sim.model, examples[0], before),
+                lambda: what_changed(lambda: float_outputs(sim.model, examples[0]), before),
                 only=wanted,
                 bar=partial(bar, enabled=progress),
             )

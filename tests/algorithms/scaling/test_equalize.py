@@ -334,3 +334,13 @@ def test_cost_grows_with_the_number_of_layers():
         return steps(lambda: find_groups(found := Layers(graph), found.of.values()))
 
     assert cost(80) < 2.2 * cost(40)
+
+
+def test_the_model_runs_three_times():
+    """To be recorded, to be recorded with its batch norms folded, which is their check, and to check the factors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(conv(3, 6), nn.BatchNorm2d(6), nn.ReLU(), conv(6, 4)).eval()
+    runs: list[int] = []
+    model.register_forward_pre_hook(lambda *_: runs.append(1))
+    report = equalize_model(model, dummy_input=torch.randn(2, 3, 8, 8), progress=False)
+    assert len(report.groups) == 1 and len(runs) == 3
