@@ -2,29 +2,35 @@
 
 A sample of one-line faults (another comparison, another operator, a number changed by one, a condition negated) over
 ``bitwright/core`` and the closed-form parts of ``bitwright/algorithms``, drawn with a fixed seed. Each is written into a copy
-of the checkout, where the tests of its own module run first, then those of its part. What no test sees is listed with its
-line. The faults come from cosmic-ray; the sample, the copy and the choice of tests are made here, because its own runs go
-through every fault with one command.
+of the checkout, where those tests run that run its line (one run without a fault, under coverage, says which): those of its own
+module first. What no test sees is listed with its line. The faults come from cosmic-ray; the sample, the copy and the choice
+of tests are made here, because its own runs go through every fault with one command.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import importlib
+import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import cosmic_ray.plugins
+import coverage
 import pytest
 from cosmic_ray.ast import Visitor, get_ast
 from cosmic_ray.mutating import mutate_code
@@ -49,6 +55,15 @@ PARTS = (
     "algorithms/folding",
     "algorithms/channels",
     "algorithms/bias_correct.py",
+)
+#: tests that are to see the faults: of the parts themselves, and what both front ends do alike
+TESTS = (
+    "bitwright/core",
+    "bitwright/algorithms",
+    "tests/core",
+    "tests/algorithms",
+    "tests/methods",
+    "tests/conformance",
 )
 _PAIRS = ("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Div", "Pow_Mul", "Mod_Mul", "BitAnd_BitOr")
 _COMPARED = ("Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Eq_NotEq", "NotEq_Eq", "Is_IsNot", "IsNot_Is")
@@ -112,41 +127,168 @@ def sample(seed: int) -> Iterator[Mutant]:
     yield from places
 
 
-def suites(module: Path) -> list[list[str]]:
-    """Tests that are to see a fault in ``module``: its own, then those of its part, then of the methods and both front ends."""
-    inside = module.relative_to("bitwright")
-    own = [str(p.relative_to(ROOT)) for p in (ROOT / "tests" / inside.parent).glob(f"test_{inside.stem}*.py")]
-    return [own, [f"tests/{inside.parts[0]}"], ["tests/conformance", "tests/methods"]]
+class Coverage:
+    """Which tests of ``TESTS`` run which lines, and how long each takes: found by one run of all of them without a fault.
+
+    What a fixture of a file or of the session runs counts for every test of the file that asked first.
+    """
+
+    def __init__(self, tests_of: dict[str, dict[int, list[str]]], seconds: dict[str, float]) -> None:
+        self.tests_of, self.seconds = tests_of, seconds
+
+    @classmethod
+    def of(cls, copy: Path) -> Coverage:
+        """Run the tests on the copy, in a process of their own."""
+        found = copy.parent / "coverage.json"
+        run = _FORK.Process(target=_record, args=(copy, found))
+        run.start()
+        run.join()
+        return cls(*_read(found))
+
+    def selection(self, module: Path, lines: range) -> list[str]:
+        """Tests that pass and run one of ``lines``, or what the import of ``module`` runs there; quick files first."""
+        tests_of = self.tests_of.get(str(module), {})
+        contexts = {each for line in lines for each in tests_of.get(line, ())}
+        if "" in contexts:
+            contexts |= {each for line in tests_of for each in tests_of[line]}
+        files = {each for each in contexts if "::" not in each}
+        chosen = [test for test in self.seconds if test in contexts or _file(test) in files]
+        together: defaultdict[str, float] = defaultdict(float)
+        for test in chosen:
+            together[_file(test)] += self.seconds[test]
+        return sorted(chosen, key=lambda test: (together[_file(test)], _file(test)))
+
+    def files(self, tests: list[str]) -> list[str]:
+        """All tests of the files that ``tests`` are of."""
+        files = dict.fromkeys(_file(test) for test in tests)
+        return [test for test in self.seconds if _file(test) in files]
 
 
-def seen_by(copy: Path, module: Path, limit: float) -> str | None:
-    """The first suite that fails on the copy; ``None`` when none does."""
-    for tests in suites(module):
-        if not tests:
-            continue
-        suite = _FORK.Process(target=_run, args=(copy, tests))
-        suite.start()
-        suite.join(limit)
-        if suite.is_alive():
-            suite.kill()
-            suite.join()
-            return f"{' '.join(tests)} (no end)"
-        if suite.exitcode != 0:
-            return " ".join(tests)
+def _read(found: Path) -> tuple[dict[str, dict[int, list[str]]], dict[str, float]]:
+    seconds, tests_of = json.loads(found.read_text(encoding="utf-8"))
+    return {m: {int(n): t for n, t in lines.items()} for m, lines in tests_of.items()}, seconds
+
+
+def _file(test: str) -> str:
+    return test.partition("::")[0]
+
+
+class _Recorder:
+    """A plugin of pytest: tells coverage which test runs, and keeps the CPU seconds of those that pass."""
+
+    def __init__(self, measured: coverage.Coverage) -> None:
+        self.measured, self.seconds = measured, dict[str, float]()
+        self.failed: set[str] = set()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        self.measured.switch_context(item.nodeid)
+        begun = time.process_time()
+        try:
+            return (yield)
+        finally:
+            self.seconds[item.nodeid] = time.process_time() - begun
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
+    ) -> Generator[None, object, object]:
+        if fixturedef.scope == "function":
+            return (yield)
+        self.measured.switch_context(_file(request.node.nodeid or "tests"))
+        try:
+            return (yield)
+        finally:
+            self.measured.switch_context(os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.add(report.nodeid)
+
+
+def _record(copy: Path, found: Path) -> None:
+    """Run ``TESTS`` and write, as JSON, CPU seconds by test and tests by line and module."""
+    measured = coverage.Coverage(
+        data_file=None, config_file=False, include=[str(copy / module) for module in modules()]
+    )
+    recorder = _Recorder(measured)
+    measured.start()
+    _pytest(copy, list(TESTS), recorder)
+    measured.stop()
+    data = measured.get_data()
+    tests_of = {
+        str(Path(name).relative_to(copy)): data.contexts_by_lineno(name) for name in data.measured_files()
+    }
+    seconds = {test: time for test, time in recorder.seconds.items() if test not in recorder.failed}
+    found.write_text(json.dumps([seconds, tests_of]), encoding="utf-8")
+    os._exit(0)  # no clean-up of what belongs to the parent
+
+
+class _Selection:
+    """A plugin of pytest: runs the tests it was given, in that order."""
+
+    def __init__(self, tests: list[str]) -> None:
+        self.places = {test: place for place, test in enumerate(tests)}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted((i for i in items if i.nodeid in self.places), key=lambda i: self.places[i.nodeid])
+
+
+def seen_by(copy: Path, module: Path, lines: range, known: Coverage) -> str | None:
+    """The tests that fail on the copy: of the module, of those that run the line, of their files; ``None`` if none does."""
+    covering = known.selection(module, lines)
+    own = [test for test in covering if Path(_file(test)).stem.startswith(f"test_{module.stem}")]
+    others = [test for test in covering if test not in set(own)]
+    rest = [test for test in known.files(covering) if test not in set(covering)]
+    for name, tests in (("own tests", own), ("tests that run it", others), ("tests of their files", rest)):
+        if tests and (end := _fails(copy, tests, sum(known.seconds[test] for test in tests))):
+            return f"{name}, {end}"
     return None
 
 
-def _run(copy: Path, tests: list[str]) -> None:
+def _fails(copy: Path, tests: list[str], seconds: float) -> str | None:
+    """How a run of ``tests`` ended badly, where it did; ``seconds`` is the CPU time it takes without a fault."""
+    suite = _FORK.Process(target=_run, args=(copy, tests, int(60 + 5 * seconds)))
+    suite.start()
+    suite.join(20 * (60 + 5 * seconds))  # one that waits uses no CPU time
+    if suite.is_alive():
+        suite.kill()
+        suite.join()
+        return "no end"
+    if suite.exitcode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return None
+    return "failed" if suite.exitcode in (1, 2, 4) else f"ended with {suite.exitcode}"
+
+
+def _run(copy: Path, tests: list[str], limit: int) -> None:
     """Run tests in the copy, in a process that has imported what they need besides the package."""
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+    files = list(dict.fromkeys(_file(test) for test in tests))
+    os._exit(_pytest(copy, ["-x", *files], _Selection(tests)))
+
+
+def _pytest(copy: Path, arguments: list[str], plugin: object) -> int:
     os.chdir(copy)
     sys.path.insert(0, str(copy))
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    sys.dont_write_bytecode = True
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    code = pytest.main(["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests])
-    os._exit(int(code))  # no clean-up of what belongs to the parent
+    return int(pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *arguments], plugins=[plugin]))
+
+
+def changed_lines(before: str, after: str) -> range:
+    """Lines of the innermost statement that differs; of one with a body only those before it."""
+    old, new = before.splitlines(), after.splitlines()
+    first = next(n for n, (a, b) in enumerate(zip(old, new, strict=False), 1) if a != b)
+    found = range(first, first + 1)
+    for node in ast.walk(ast.parse(before)):  # outer statements come before inner ones
+        if isinstance(node, ast.stmt) and node.lineno <= first <= (node.end_lineno or first):
+            body = getattr(node, "body", None)
+            end = body[0].lineno if body and body[0].lineno > node.lineno else (node.end_lineno or first) + 1
+            if first < end:
+                found = range(node.lineno, end)
+    return found
 
 
 def line_of(before: str, after: str) -> str:
@@ -160,36 +302,49 @@ def line_of(before: str, after: str) -> str:
 def main() -> int:
     """Plant faults until the time is up; 1 when fewer than the share asked for was seen."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20.0, help="how long faults are planted")
+    parser.add_argument("--minutes", type=float, default=20.0, help="how long, with the first run")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same faults in the same order")
-    parser.add_argument("--least", type=float, default=85.0, help="percent that must be seen")
     parser.add_argument(
-        "--limit", type=float, default=600.0, help="seconds after which a suite counts as failing"
+        "--skip", type=int, default=0, help="leave out so many faults: to go on with a sample"
     )
+    parser.add_argument("--least", type=float, default=85.0, help="percent that must be seen")
     options = parser.parse_args()
     for library in LIBRARIES:
         importlib.import_module(library)
-    end, survived, count = time.monotonic() + 60 * options.minutes, [], 0
+    end, survived, count = time.monotonic() + 60 * options.minutes, 0, 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "checkout")
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__"))
-        for mutant in sample(options.seed):
+        known = Coverage.of(copy)
+        print(
+            f"{len(known.seconds)} tests pass without a fault, in {sum(known.seconds.values()):.0f} s",
+            flush=True,
+        )
+        for number, mutant in enumerate(islice(sample(options.seed), options.skip, None)):
             if time.monotonic() > end:
                 break
-            before = (ROOT / mutant.module).read_text(encoding="utf-8")
+            before = (copy / mutant.module).read_text(encoding="utf-8")
             after = mutant.applied(before)
             if after is None or after == before:
                 continue
-            (copy / mutant.module).write_text(after, encoding="utf-8")
-            seen = seen_by(copy, mutant.module, options.limit)
-            (copy / mutant.module).write_text(before, encoding="utf-8")
-            count += 1
-            line = f"{mutant.module}: {line_of(before, after)}"
-            survived += [] if seen else [line]
-            print(f"{'seen    ' if seen else 'SURVIVED'}  {line}", flush=True)
-    share = 100 * (count - len(survived)) / max(count, 1)
-    print(f"{count - len(survived)} of {count} faults seen: {share:.0f} %")
-    return 0 if share >= options.least else 1
+            seen = _planted(copy, mutant.module, before, after, known, stamp=2 * number)
+            count, survived = count + 1, survived + (seen is None)
+            print(
+                f"{f'seen by {seen}' if seen else 'SURVIVED'}  {mutant.module}: {line_of(before, after)}",
+                flush=True,
+            )
+    print(f"{count - survived} of {count} faults seen: {100 * (count - survived) / max(count, 1):.0f} %")
+    return 0 if count - survived >= options.least / 100 * count else 1
+
+
+def _planted(copy: Path, module: Path, before: str, after: str, known: Coverage, stamp: int) -> str | None:
+    """Plant a fault, run tests, and take it out; ``stamp`` tells Python that its bytecode is of another text."""
+    for number, text in enumerate((after, before)):
+        (copy / module).write_text(text, encoding="utf-8")
+        os.utime(copy / module, (stamp + number + 1, stamp + number + 1))
+        if text is after:
+            seen = seen_by(copy, module, changed_lines(before, after), known)
+    return seen
 
 
 if __name__ == "__main__":

@@ -1,0 +1,17 @@
+"""The exporter's translations that the tests keep are those that it would read."""
+
+from __future__ import annotations
+
+from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+from tests.support.exporter import from_torchlib
+
+
+def test_the_translations_that_are_kept_are_those_that_would_be_read():
+    used = ONNXRegistry.from_torchlib()
+    target = next(iter(used.functions))
+    used.functions[target].clear()
+    used.functions["a::b"] = []
+    kept, fresh = ONNXRegistry.from_torchlib(), from_torchlib()
+    assert kept.opset_version == fresh.opset_version
+    assert len(fresh.functions) > 500 and kept.functions == fresh.functions
