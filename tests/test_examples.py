@@ -134,7 +134,7 @@ def _torchrun(script: Path, *arguments: str, processes: int, seconds: float) -> 
 
 @pytest.mark.slow
 def test_torchrun_trains_one_network_on_two_processes(tmp_path):
-    lines = _torchrun(ROOT / "examples" / "train_ddp.py", str(tmp_path / "last"), processes=2, seconds=300)
+    lines = _torchrun(ROOT / "examples" / "train_ddp.py", str(tmp_path / "last"), processes=2, seconds=1800)
     found = [
         re.fullmatch(r"rank (\d): ([\d.]+) % before, ([\d.]+) % after training, all parameters (\w{16})", x)
         for x in lines

@@ -89,12 +89,12 @@ def test_calibration_refuses_a_second_thread_by_name(
     def callback(calibration: Any) -> None:
         calibration.run(None, {"x": batches[0]})
         inside.set()
-        assert go_on.wait(20)
+        assert go_on.wait(300)
 
     with ThreadPoolExecutor(1, thread_name_prefix="other") as pool:
         future = pool.submit(sim.compute_encodings, callback)
         try:
-            assert inside.wait(20)
+            assert inside.wait(300)
             for use in (
                 lambda: sim.run(batches[0]),
                 lambda: sim.session,

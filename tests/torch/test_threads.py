@@ -78,7 +78,7 @@ class Paused(nn.Module):
         if self.on:
             self.on = False
             self.inside.set()
-            assert self.go_on.wait(20)
+            assert self.go_on.wait(300)
         return self.layer(x).relu()
 
 
@@ -98,7 +98,7 @@ class Meanwhile:
 
     def __enter__(self) -> None:
         self.thread.start()
-        assert self.model.inside.wait(20)
+        assert self.model.inside.wait(300)
 
     def __exit__(self, *error: object) -> None:
         self.model.go_on.set()

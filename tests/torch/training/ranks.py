@@ -159,10 +159,16 @@ def dies(rank: int) -> None:
     sim.compute_encodings(batches(), progress=False)
 
 
+def until_the_other_ends(case: str) -> None:
+    """Return once rank 0 has given up, however slow the machine is."""
+    while not Path(os.environ["RANKS_FOLDER"], f"{case}.0").exists():
+        time.sleep(0.1)
+
+
 def stays_away(rank: int) -> None:
     sim = simulation()
     if rank == 1:
-        time.sleep(4)
+        until_the_other_ends("stays away")
         return
     sim.compute_encodings(batches(), progress=False)
 
@@ -264,7 +270,7 @@ def learns_nothing(rank: int) -> None:
     """A rank that trains without learned ranges, beside one that has them."""
     sim, optimizer = learning(rank, 2)
     if rank == 1:
-        time.sleep(4)
+        until_the_other_ends("learns nothing")
         return
     steps(sim.model, optimizer, 0, 1, rank, 2)
 
@@ -496,19 +502,23 @@ CASES: dict[str, tuple[int, Callable[[int, int], Any]]] = {
 
 #: where a rank does not come, and the others wait until the timeout
 LATE = ("stays away", "learns nothing")
+#: seconds after which a rank or a case that hangs is ended, on a machine that is busy with other things too
+LONG = 300
 
 
 def _rank(case: str, rank: int, count: int, folder: str) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     if count > 1:
-        timeout = datetime.timedelta(seconds=2 if case in LATE else 60)
+        store = dist.FileStore(f"{folder}/{case.replace(' ', '_')}", count)
+        store.set(f"started {rank}", "")  # a short timeout begins when all have started
+        store.wait([f"started {each}" for each in range(count)], datetime.timedelta(seconds=LONG))
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{folder}/{case.replace(' ', '_')}",
+            store=store,
             rank=rank,
             world_size=count,
-            timeout=timeout,
+            timeout=datetime.timedelta(seconds=5 if case in LATE else LONG),
         )
     (Path(folder) / f"{case}.{rank}").write_text(json.dumps(CASES[case][1](rank, count)))
     if count > 1 and case not in (*LATE, "dies", "ends in training"):
@@ -526,7 +536,7 @@ def main(names: list[str]) -> Iterator[tuple[str, list[Any]]]:
             for process in ranks:
                 process.start()
             for process in ranks:
-                process.join(90)
+                process.join(2 * LONG)
             for process in ranks:
                 process.kill()
             files = [Path(folder) / f"{name}.{rank}" for rank in range(count)]
