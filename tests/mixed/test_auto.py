@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -268,26 +267,36 @@ KILLED = """
 import sys
 from pathlib import Path
 from tests.mixed.test_auto import search
-search("onnx", Path(sys.argv[1]))
+from tests.support.stopping import Watch
+folder, at = Path(sys.argv[1]), int(sys.argv[2])
+watch = Watch(folder, at, "kill")
+sys.addaudithook(watch)
+search("onnx", folder)
+print(watch.seen)
 """
 
 
 @pytest.mark.slow
 def test_kill_9_loses_the_running_trial_only(tmp_path: Path) -> None:
-    """At ten random moments; the search then ends with the result of one that was left alone."""
+    """Before ten of the changes of files, drawn at random; the search then ends with the result of one left alone."""
     root = Path(__file__).parents[2]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    whole = search("onnx", tmp_path / "whole")
-    folder, random = tmp_path / "killed", np.random.default_rng(0)
+
+    def run(folder: Path, at: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", KILLED, str(folder), str(at)]
+        return subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
+
+    done = run(tmp_path / "whole", -1)
+    assert done.returncode == 0, done.stderr
+    changes, whole = int(done.stdout.split()[-1]), search("onnx", tmp_path / "whole")
+    folder, random, killed = tmp_path / "killed", np.random.default_rng(0), 0
     for _ in range(10):
-        child = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(folder)], env=env, cwd=root, stderr=subprocess.DEVNULL
-        )
-        time.sleep(float(random.uniform(2.0, 9.0)))
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        ended = run(folder, int(random.integers(changes // 3)))
+        assert ended.returncode in (0, -signal.SIGKILL), ended.stderr
+        killed += ended.returncode != 0
         for report in folder.glob("trials/[!.]*/trial.json"):
             assert "failed" not in json.loads(report.read_text()) and verify_folder(report.parent).ok
         best = folder / "best.json"
         assert not best.exists() or json.loads(best.read_text())["best"]
+    assert killed >= 5
     assert numbers(search("onnx", folder)) == numbers(whole)

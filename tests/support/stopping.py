@@ -20,8 +20,8 @@ def _changes_files(event: str, arguments: tuple[Any, ...]) -> bool:
     return event in _CHANGES
 
 
-class _Watch:
-    """An audit hook that stops its process before the ``at``-th change of files below a folder."""
+class Watch:
+    """An audit hook that stops its process before the ``at``-th change of files below a folder, from 0."""
 
     def __init__(self, folder: Path, at: int | None, stop: Stop) -> None:
         self.folder, self.at, self.stop, self.seen = os.path.realpath(folder), at, stop, 0
@@ -58,7 +58,7 @@ def stops(function: Callable[[Path], object], folders: Iterator[Path], stop: Sto
     for at, folder in enumerate(folders):
 
         def run(folder: Path = folder, at: int = at) -> int:
-            sys.addaudithook(_Watch(folder, at, stop))
+            sys.addaudithook(Watch(folder, at, stop))
             function(folder)
             return 0
 
