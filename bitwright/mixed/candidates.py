@@ -115,6 +115,22 @@ def spec_at(planned: QuantSpec, wanted: QuantSpec) -> QuantSpec:
     return replace(planned, **changes)
 
 
+def coarser(one: Candidate, other: Candidate) -> bool:
+    """Whether ``one`` cannot be more precise than ``other``: integers of no more bits, in weights and in activations."""
+    return (
+        one != other and _no_finer(one.weight, other.weight) and _no_finer(one.activation, other.activation)
+    )
+
+
+def _no_finer(one: QuantSpec | None, other: QuantSpec | None) -> bool:
+    if one is None or other is None:
+        return other is None
+    integers = isinstance(one.format, IntFormat) and isinstance(other.format, IntFormat)
+    return one == other or (
+        integers and one.granularity == other.granularity and one.format.bits <= other.format.bits
+    )
+
+
 def highest(candidates: Sequence[Candidate]) -> int:
     """Place of the candidate with the most bits."""
     return max(range(len(candidates)), key=lambda i: (sum(candidates[i].bits), candidates[i].bits[1]))

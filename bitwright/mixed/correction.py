@@ -8,6 +8,7 @@ What two groups do together is a term of its own, where it was found (:mod:`bitw
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,11 +32,13 @@ class Correction:
         estimate: ``[groups, candidates]``, noise that each makes alone.
         seen: (choice, noise measured).
         pairs: noise that two groups make together.
+        coarser: for each candidate those that cannot have less noise than it; empty where nothing is known of them.
     """
 
     estimate: Floats
     seen: list[tuple[Choice, float]] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
+    coarser: Sequence[Sequence[int]] = ()
 
     def see(self, choice: Choice, noise: float) -> None:
         """Take a measurement into account."""
@@ -45,7 +48,19 @@ class Correction:
     @property
     def plain(self) -> Cost:
         """The estimates without factors."""
-        return Cost.noise(self.estimate, tuple(self.pairs))
+        return Cost.noise(self._ordered(self.estimate), tuple(self.pairs))
+
+    def _ordered(self, table: Floats) -> Floats:
+        """``table`` with at least the noise of a candidate at those that are coarser.
+
+        Factors follow what was seen: without this, a candidate that no point had yet would look better than a finer one that was
+        found to be loud.
+        """
+        found = table.copy()
+        for finer, those in enumerate(self.coarser):
+            for c in those:
+                found[:, c] = np.maximum(found[:, c], table[:, finer])
+        return found
 
     def noise(self) -> Cost:
         """The estimates times the factors that explain the measurements best."""
@@ -54,7 +69,7 @@ class Correction:
         theta = np.zeros(groups + candidates + 1)
         stiff = np.append(np.full(groups + candidates, _STIFF**2), _FREE**2)
         if not self.seen:
-            return Cost.noise(np.exp(base), tuple(self.pairs))
+            return Cost.noise(self._ordered(np.exp(base)), tuple(self.pairs))
         at = np.array([choice for choice, _ in self.seen])
         wanted = np.log([noise for _, noise in self.seen])
         together = np.array([self.plain.together(choice) for choice, _ in self.seen])
@@ -67,7 +82,9 @@ class Correction:
             if np.abs(step).max() < 1e-6:
                 break
         table = np.exp(base + theta[:groups, None] + theta[None, groups:-1] + theta[-1])
-        return Cost.noise(table, tuple(replace(p, extra=p.extra * np.exp(theta[-1])) for p in self.pairs))
+        return Cost.noise(
+            self._ordered(table), tuple(replace(p, extra=p.extra * np.exp(theta[-1])) for p in self.pairs)
+        )
 
     @staticmethod
     def _slopes(

@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from bitwright.analysis.subject import Subject
 from bitwright.errors import ConfigError
-from bitwright.mixed.candidates import Candidate, highest
+from bitwright.mixed.candidates import Candidate, coarser, highest
 from bitwright.mixed.choice import Choice, Knapsack
 from bitwright.mixed.confirm import last_word, why_none
 from bitwright.mixed.correction import Correction
 from bitwright.mixed.costs import Bits, Cost, all_costs
 from bitwright.mixed.goal import Book, Goal, Seen
-from bitwright.mixed.groups import find_groups, operands, planned_bits, ties, without
+from bitwright.mixed.groups import distinct, find_groups, operands, planned_bits, ties, without
 from bitwright.mixed.interactions import Interactions, told
 from bitwright.mixed.library import Library, noise_table
 from bitwright.mixed.measure import Metric, Noise
@@ -69,6 +70,7 @@ class Explorer:
         rest = list(self._noise.rest)
         self.library = Library(subject, self.groups, candidates, least, rest, rounding=rounding)
         self.groups = without(self.groups, self.library.refused, candidates)
+        self.groups = distinct(self.groups, self.library.same, candidates)
         self._table, unknown = noise_table(self.library, rest, samples=samples, seed=seed)
         if unknown:
             self._measure_alone(unknown)
@@ -108,7 +110,8 @@ class Explorer:
 
     def correction(self) -> Correction:
         """The estimates, before anything was seen."""
-        return Correction(self._table.copy())
+        order = [[i for i, c in enumerate(self.candidates) if coarser(c, of)] for of in self.candidates]
+        return Correction(self._table.copy(), coarser=order)
 
     def noise(self, choice: Choice, *, fitted: bool = True) -> float:
         """Noise over signal of the outputs at ``choice``, as measured.
@@ -244,9 +247,10 @@ class Explorer:
         quiet = goal.min_sqnr is None or decibel(point.noise) >= goal.min_sqnr
         if goal.metric is not None and quiet:
             self._rate(point, goal, goal.metric)
+        name = self._label(self._told(choice))
         logger.info(
-            "%s: cost %.6g, SQNR %.1f dB, drop %.4g", self._label(choice), point.cost, decibel(point.noise), point.drop
-        )  # fmt: skip
+            "%s: cost %.6g, SQNR %.1f dB, drop %.4g", name, point.cost, decibel(point.noise), point.drop
+        )
         better = book.add(point)
         return better and (goal.good(point) or not goal.quality)
 
@@ -320,12 +324,20 @@ class Explorer:
         return tuple(replace(p, front=_on_front(p, found, goal.cost)) for p in found)
 
     def _point(self, choice: Choice, noise: Cost) -> Point:
+        told = self._told(choice)
         return Point(
-            self._label(choice),
-            {g.name: self.candidates[c].name for g, c in zip(self.groups, choice, strict=True)},
+            self._label(told),
+            {g.name: self.candidates[c].name for g, c in zip(self.groups, told, strict=True)},
             {name: cost.of(choice) for name, cost in self.costs.items()},
             decibel(noise.of(choice)),
         )
+
+    def _told(self, choice: Choice) -> Choice:
+        """``choice`` with the candidates that most groups can be said to have: a sum has 8-bit weights as well as 4-bit ones."""
+        names = range(len(self.candidates))
+        alike = [[o for o in names if o == c or self.library.same(i, o, c)] for i, c in enumerate(choice)]
+        votes = Counter(o for equal in alike for o in equal)
+        return tuple(max(equal, key=lambda o: (votes[o], -o)) for equal in alike)
 
     def _label(self, choice: Choice) -> str:
         names = [self.candidates[c].name for c in choice]

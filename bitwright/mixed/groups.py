@@ -225,6 +225,27 @@ def without(
     return tuple(found)
 
 
+def distinct(
+    groups: Sequence[Group], same: Callable[[int, int, int], bool], candidates: Sequence[Candidate]
+) -> tuple[Group, ...]:
+    """Groups with one of the candidates that make the same of them: 4-bit and 8-bit weights of a sum, which has none.
+
+    Groups of a tie keep one per precision of activations, which they share with groups that it makes a difference to.
+
+    Args:
+        same: (place of a group, candidate, candidate) -> whether both give every site of it the same spec.
+    """
+    found = []
+    for i, group in enumerate(groups):
+        kept: list[int] = []
+        for c in group.candidates:
+            alike = (k for k in kept if not group.tie or candidates[k].activation == candidates[c].activation)
+            if not any(same(i, k, c) for k in alike):
+                kept.append(c)
+        found.append(replace(group, candidates=tuple(kept)))
+    return tuple(found)
+
+
 def ties(groups: Sequence[Group]) -> list[list[int]]:
     """Places of the groups of each tie."""
     found: dict[str, list[int]] = {}

@@ -17,6 +17,8 @@ _TRIES = 4  # bounds between two that were tried, before the front counts as exh
 _LOST = 3  # bad points after which the quietest one is measured
 _SAFER = 2.0  # how much less noise the next point has, where none is good beyond doubt
 _GAIN = 2e-3  # of the cost, that a point must promise
+_BETWEEN = 10  # bounds on the noise from a good to a bad point, of which the inner ones are tried
+_LAST = (40, 5e-4)  # the same where nothing is left otherwise: bounds, and gain
 _AIM = 0.9  # share of what is allowed that a point is aimed at
 _STEP = (0.01, 0.7)  # by how much the noise goes down in one step, while no point is good
 _ROOM = 0.8  # share of what is allowed that a good point uses, below which estimates are doubted
@@ -89,7 +91,11 @@ class Proposals:
             choice = self._cheapest(noise, max(aim, floor * (1 + 1e-9)))
             if choice is not None and not self._worth(choice):
                 tries += 1
-                choice = self._next(noise, good, bad, floor) or self._beyond(noise, good, bad)
+                choice = (
+                    self._next(noise, good, bad, floor)
+                    or self._beyond(noise, good, bad)
+                    or self._next(noise, good, bad, floor, *_LAST)
+                )
             if choice is None:
                 return
             yield choice
@@ -126,13 +132,21 @@ class Proposals:
         way = math.log(_AIM / better) / math.log(worse / better) if worse > better else 0.5
         return low * (high / low) ** min(max(way, _INSIDE[0]), _INSIDE[1])
 
-    def _next(self, noise: Cost, good: Seen | None, bad: Seen | None, floor: float) -> Choice | None:
+    def _next(
+        self,
+        noise: Cost,
+        good: Seen | None,
+        bad: Seen | None,
+        floor: float,
+        bounds: int = _BETWEEN,
+        gain: float = _GAIN,
+    ) -> Choice | None:
         """Some choice between two points that was not measured and is worth it."""
         low = floor if good is None else noise.of(good.choice)
         high = max(low * 2, 1.0) if bad is None else noise.of(bad.choice)
-        for most in np.geomspace(low, max(high, low), 10)[1:-1][::-1]:
+        for most in np.geomspace(low, max(high, low), bounds)[1:-1][::-1]:
             choice = self._cheapest(noise, float(most))
-            if choice is not None and self._worth(choice):
+            if choice is not None and self._worth(choice, gain):
                 return choice
         return None
 
@@ -151,14 +165,14 @@ class Proposals:
                 return choice
         return None
 
-    def _worth(self, choice: Choice) -> bool:
+    def _worth(self, choice: Choice, gain: float = _GAIN) -> bool:
         """Whether a point was not measured and could become the best one: it costs less, or there is none yet."""
         best, goal = self.book.best, self.book.goal
         if choice in self.book.seen:
             return False
         if best is None or not goal.good(best):
             return True
-        return self.knapsack.costs[goal.cost].of(choice) < best.cost * (1 - _GAIN)
+        return self.knapsack.costs[goal.cost].of(choice) < best.cost * (1 - gain)
 
     def _safer(self) -> Iterable[Choice]:
         """Quieter points, until there is one that samples held back should bear out; those are not looked at here."""

@@ -80,6 +80,20 @@ def test_equal_costs_are_settled_by_the_noise() -> None:
     assert knapsack.cheapest(noise, 1.0, "bytes", {}) == (2,)
 
 
+def test_corrections_keep_the_order_of_candidates() -> None:
+    """A candidate that no point had does not look better than a finer one that was found to be loud."""
+    estimate = np.array([[1e-5, 1e-3, 1.1e-3]] * 4)
+    correction = Correction(estimate, coarser=[[1, 2], [2], []])
+    correction.see((0, 0, 0, 0), 4e-5)  # as estimated
+    correction.see((1, 0, 0, 0), 0.1)  # a hundred times as loud
+    found = correction.noise().table[0]
+    assert (np.diff(found, axis=1) >= 0).all()
+    assert found[0, 1] > 5 * estimate[0, 1] and found[0, 2] == found[0, 1]
+    assert np.array_equal(
+        Correction(estimate[:, ::-1], coarser=[[], [0], [0, 1]]).plain.table[0], estimate[:, ::-1]
+    )
+
+
 def test_measurements_correct_the_estimates() -> None:
     """Where the truth differs from the estimates by factors of groups and candidates, few measurements show it."""
     random = np.random.default_rng(3)

@@ -14,7 +14,7 @@ import bitwright.torch as bt
 from bitwright.algorithms.search.output_error import OutputErrors
 from bitwright.analysis.subject import open_subject
 from bitwright.errors import BitwrightError
-from bitwright.mixed.candidates import as_candidates
+from bitwright.mixed.candidates import as_candidates, coarser
 from bitwright.mixed.explorer import Explorer
 from bitwright.mixed.groups import find_groups, ties, without
 from bitwright.mixed.library import noise_table
@@ -32,6 +32,17 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.relu(self.left(x)) * torch.sigmoid(self.right(x)))
+
+
+class Sum(nn.Module):
+    """Two layers and a sum, which has no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) + torch.sigmoid(x))
 
 
 class Chosen(nn.Module):
@@ -55,6 +66,41 @@ def simulation(kind: type[nn.Module]) -> Any:
     sim = bt.QuantizationSimModel(kind().eval(), data()[0], "mse")
     sim.compute_encodings(data(), progress=False)
     return sim
+
+
+def test_candidates_that_make_the_same_of_a_group_are_one() -> None:
+    """Widths of weights mean nothing to a sum: a search would measure one model twice, and find one of them quieter."""
+    found = explorer(Sum)
+    bare = [g for g in found.groups if not g.weights]
+    assert bare and all(len(g.candidates) == 2 for g in bare if not g.tie)
+    assert all(len(g.candidates) == 4 for g in found.groups if g.weights and g.activations)
+    result = mixed_precision(simulation(Sum), data(), CANDIDATES, min_sqnr=1.0, rounding=False)
+    assert [p.name for p in result.points if p.sqnr_db is not None] == ["w4a16"]
+    assert {*result.precisions.values()} == {"w4a16"}  # and the sum is told as its neighbours are
+
+
+def test_tied_groups_keep_a_candidate_per_precision_of_activations() -> None:
+    found = explorer(Branches)
+    tied = [found.groups[i] for members in ties(found.groups) for i in members]
+    assert any(g.weights and not g.activations for g in tied)
+    for group in tied:
+        assert {CANDIDATES[c].activation for c in group.candidates} == {c.activation for c in CANDIDATES}
+        assert len(group.candidates) == (4 if group.weights else 2)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_coarser"),
+    [("w4a8", "w8a8", True), ("w4a8", "w4a16", True), ("w8a8", "w4a16", False), ("w8a8", "w8a8", False)],
+)
+def test_fewer_bits_are_coarser(one: str, other: str, is_coarser: bool) -> None:
+    assert coarser(*as_candidates([one]), *as_candidates([other])) is is_coarser
+
+
+def test_formats_of_other_kinds_have_no_order() -> None:
+    pairs = [((bits, kind), (bits, kind)) for bits, kind in ((8, "int"), (16, "float"), (32, "float"))]
+    eight, floating, plain = as_candidates(pairs)
+    assert not coarser(eight, floating) and not coarser(floating, eight)
+    assert coarser(eight, plain) and coarser(floating, plain) and not coarser(plain, eight)
 
 
 def explorer(kind: type[nn.Module]) -> Explorer:
