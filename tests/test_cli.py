@@ -454,3 +454,37 @@ def test_quantize_obeys_the_policy_for_batches_that_are_not_finite(zeros, policy
     assert result.exit_code == code, result.output
     assert text in result.output
     assert (zeros / "out").exists() == (code == 0)
+
+
+def test_what_compiled_libraries_print_is_no_answer() -> None:
+    """The solver of mixed precision prints to the stdout of the process, past Python."""
+    code = """
+import os
+from bitwright.cli import app, main
+
+@app.command()
+def speak() -> None:
+    os.write(1, b"from C\\n")
+    print("answer, \\u00fc")
+
+main()
+"""
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    process = subprocess.run(
+        [sys.executable, "-c", code, "speak"],
+        capture_output=True,
+        encoding="utf-8",
+        cwd=ROOT,
+        env=environment,
+    )
+    assert (process.returncode, process.stdout) == (0, "answer, \u00fc\n")
+    assert "from C" in process.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a program is started without stdout")
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_program_without_stdout_or_stderr_still_runs(closed: int) -> None:
+    code = f"import os, sys; os.close({closed}); os.execv(sys.executable, [sys.executable, '-m', 'bitwright.cli', '--version'])"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == ("" if closed == 1 else f"bitwright {__version__}\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, NoReturn
 
@@ -102,6 +103,25 @@ def _fail(error: BitwrightError) -> NoReturn:
     raise typer.Exit(USER_ERROR)
 
 
+def _keep_libraries_off_stdout() -> None:
+    """What compiled libraries print goes to stderr, for the rest of this process: stdout holds answers only.
+
+    The solver in SciPy 1.17 (HiGHS 1.12) prints a line whenever it repairs a solution, whatever its options say.
+    """
+    if sys.stdout is None or sys.stderr is None:
+        return
+    try:
+        sys.stdout.flush()
+        own = os.dup(sys.stdout.fileno())
+        os.dup2(sys.stderr.fileno(), 1)
+    except (
+        OSError
+    ):  # no descriptors: there is nothing that libraries could print to, or nowhere else to send it
+        return
+    old = sys.stdout
+    sys.stdout = open(own, "w", encoding=old.encoding, errors=old.errors, buffering=1 if old.isatty() else -1)
+
+
 app = typer.Typer(
     name="bitwright",
     cls=_Commands,
@@ -115,6 +135,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the console script."""
+    _keep_libraries_off_stdout()
     with watched() as interrupts:
         app(prog_name="bitwright", obj=interrupts)
 
