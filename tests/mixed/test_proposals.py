@@ -109,6 +109,35 @@ def test_a_noise_that_is_asked_for_is_met_closely() -> None:
         assert found.cost <= 1.06 * world.cost.of(best)
 
 
+class Small(World):
+    """A few groups at two candidates: cost of each, and noise at the coarser one, as estimated and in truth."""
+
+    def __init__(self, cost: list[float], estimate: list[float], truth: list[float], most: float) -> None:
+        quiet = [1e-5] * len(cost)
+        table = np.stack([np.array(cost), np.array(cost) / 2], 1)
+        self.cost = Cost("weight_bytes", "bytes", table[None], np.zeros(1))
+        self.noise, self.floor = Cost.noise(np.stack([quiet, truth], 1)), 0.0
+        self.knapsack = Knapsack([[0, 1]] * len(cost), {"weight_bytes": self.cost})
+        self.correction = Correction(np.stack([quiet, estimate], 1))
+        self.goal = Goal("weight_bytes", {}, None, -10 * float(np.log10(most)), 99, 0.9)
+        self.book = Book(self.goal)
+
+
+def test_a_choice_close_to_a_bad_one_is_tried() -> None:
+    """The best one has by its estimate nearly the noise of one that was found to be bad."""
+    world = Small([1000.0, 500.0], [1.00e-3, 0.97e-3], [1.4e-3, 0.5e-3], 1.1e-3)
+    assert world.measure() <= 6
+    found, _ = last_word(world.book)
+    assert found is not None and found.choice == (0, 1)
+
+
+def test_a_thousandth_is_worth_it_where_nothing_else_is_left() -> None:
+    world = Small([1000.0, 2.0], [1.00e-3, 0.99e-3], [1.4e-3, 0.5e-3], 1.1e-3)
+    assert world.measure() <= 6
+    found, _ = last_word(world.book)
+    assert found is not None and found.choice == (0, 1)
+
+
 class Held:
     """A metric whose drop on the samples held back is known with a normal error."""
 
