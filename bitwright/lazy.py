@@ -8,6 +8,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+# A package that may be missing -> the extra that brings it.
+_EXTRAS = {
+    **dict.fromkeys(("onnx", "onnx_ir", "onnxruntime", "onnxscript", "ml_dtypes", "psutil"), "onnx"),
+    "torch": "torch",
+    "scipy": "analysis",
+}
+
+
+def how_to_install(error: ModuleNotFoundError) -> str | None:
+    """The command that installs the extra which has a module that is not there; ``None`` where none has it."""
+    extra = _EXTRAS.get((error.name or "").partition(".")[0])
+    return None if extra is None else f"pip install 'bitwright[{extra}]'"
+
 
 def published(package: str, file: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
     """``__all__``, ``__getattr__`` and ``__dir__`` of a package whose public names ``__init__.pyi`` imports.
@@ -32,7 +45,13 @@ def published(package: str, file: str) -> tuple[list[str], Callable[[str], objec
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, attribute = homes[name]
-        value: object = getattr(importlib.import_module(module), attribute)
+        try:
+            value: object = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if (remedy := how_to_install(error)) is None:
+                raise
+            problem = f"{package}.{name} needs {error.name}, which is not installed; remedy: {remedy}"
+            raise ModuleNotFoundError(problem, name=error.name) from error
         setattr(sys.modules[package], name, value)  # found at once from now on
         return value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 
@@ -133,6 +134,29 @@ def test_a_changed_signature_is_seen(pinned: str, now: str, line: str) -> None:
     old, new = (signature(eval(f"lambda {parameters}: None")) for parameters in (pinned, now))
     assert line in refused_calls(old, new)
     assert not refused_calls(old, old)
+
+
+def test_a_name_whose_package_is_missing_says_which_extra_brings_it() -> None:
+    code = """
+import sys
+sys.modules.update(torch=None, onnx=None)
+import bitwright, bitwright.torch, bitwright.onnx
+for load in (
+    lambda: bitwright.quantize, lambda: bitwright.torch.QuantizationSimModel, lambda: bitwright.onnx.QuantizationSimModel
+):
+    try:
+        load()
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert [line.partition(" needs ")[0] for line in run.stdout.splitlines()] == [
+        "bitwright.quantize", "bitwright.torch.QuantizationSimModel", "bitwright.onnx.QuantizationSimModel",
+    ]  # fmt: skip
+    for line in run.stdout.splitlines():
+        assert re.search(
+            r"needs (torch|onnx), which is not installed; remedy: pip install 'bitwright\[\1\]'$", line
+        ), line
 
 
 @pytest.mark.parametrize("package", ["bitwright.torch", "bitwright.onnx"])

@@ -15,15 +15,10 @@ from rich.text import Text
 
 from bitwright.errors import BitwrightError, ConfigError
 from bitwright.interrupt import INTERRUPTED, Interrupts, watched
+from bitwright.lazy import how_to_install
 
 NO, USER_ERROR = 1, 2
 
-# A package that a command may miss -> the extra that brings it.
-_EXTRAS = {
-    **dict.fromkeys(("onnx", "onnx_ir", "onnxruntime", "onnxscript", "ml_dtypes", "psutil"), "onnx"),
-    "torch": "torch",
-    "scipy": "analysis",
-}
 _PIPE_WIDTH = 200  # columns where there is no terminal whose width could be asked
 
 
@@ -87,10 +82,9 @@ def _explained(error: Exception) -> BitwrightError:
 
 def _missing(error: ModuleNotFoundError) -> BitwrightError:
     """What to install for a module that is not there; an error that is not about an extra goes on."""
-    extra = _EXTRAS.get((error.name or "").partition(".")[0])
-    if extra is None:
+    remedy = how_to_install(error)
+    if remedy is None:
         raise error
-    remedy = f"pip install 'bitwright[{extra}]'"
     return ConfigError("environment", f"the package {error.name} is not installed", remedy)
 
 
