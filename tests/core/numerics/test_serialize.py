@@ -42,6 +42,12 @@ def test_a_spec_comes_back() -> None:
     assert spec_from_json(json.loads(json.dumps(spec_to_json(spec)))) == spec
 
 
+@pytest.mark.parametrize("axis", [-64, 63])
+def test_every_axis_that_an_array_can_have_is_read(axis: int) -> None:
+    data = {**encoding_to_json(CHANNELS), "granularity": {"kind": "per_channel", "axis": axis}}
+    assert encoding_from_json(data, "conv.weight").granularity == PerChannel(axis)
+
+
 @pytest.mark.parametrize(
     "changes, problem",
     [
@@ -59,6 +65,8 @@ def test_a_spec_comes_back() -> None:
         ({"format": "int" + "9" * 9000}, "there is no number format of this name"),
         ({"granularity": {"kind": "per_thing"}}, "'per_thing' is no granularity"),
         ({"granularity": {"kind": "per_channel", "axis": "x"}}, "'x' is no axis"),
+        ({"granularity": {"kind": "per_channel", "axis": 64}}, "64 is no axis"),
+        ({"granularity": {"kind": "per_channel", "axis": -65}}, "-65 is no axis"),
         ({"granularity": {"kind": "per_block", "size": 1e9, "axis": 0}}, "the size 1000000000.0 is no whole number"),
         ({"granularity": {"kind": "per_block", "size": 1, "axis": 0, "channel_axis": [1, "x"]}}, "'x' is no axis"),
         ({"granularity": 3}, "it is no encoding"),
