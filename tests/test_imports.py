@@ -67,6 +67,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {
             "errors",
             "interrupt",
+            "lazy",
             "core",
             "algorithms",
             "comparison",
@@ -98,7 +99,14 @@ EXTRA: dict[str, set[str]] = {
     "onnx/model/data.py": {"PIL"},
 }
 # The command line answers `--help` at once: only these load with it, the rest inside the commands.
-LIGHT_FOR_CLI = {"typer", "rich", "bitwright.cli", "bitwright.errors", "bitwright.interrupt"}
+LIGHT_FOR_CLI = {
+    "typer",
+    "rich",
+    "bitwright.cli",
+    "bitwright.errors",
+    "bitwright.interrupt",
+    "bitwright.lazy",
+}
 
 
 def part_of(path: Path) -> str:
