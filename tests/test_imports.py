@@ -48,7 +48,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "report": ({"errors", "core", "export", "analysis", "onnx", "tables"}, NUMPY),
     # searches above both front ends
     "mixed": (
-        FRONT_END | {"algorithms", "analysis", "methods", "torch", "onnx"},
+        FRONT_END | {"algorithms", "analysis", "methods", "torch", "onnx", "report"},
         NUMPY | ONNX | FILES_OUT | {"torch", "scipy", "ray"},
     ),
     "distributed": ({"errors", "core", "torch"}, NUMPY | {"torch", "ray"}),
@@ -95,6 +95,7 @@ EXTRA: dict[str, set[str]] = {
     "core/compiled/loops.py": {"numba"},
     "core/files/documents.py": {"yaml"},
     "onnx/adapters/program.py": {"torch"},
+    "onnx/adapters/recurrent.py": {"torch"},
     "onnx/adapters/to_torch.py": {"torch"},
     "onnx/model/data.py": {"PIL"},
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.aimet_common.absent import differs
+from bitwright.errors import ConfigError
 from bitwright.mixed.auto import AutoResult, auto_quantize
 from bitwright.mixed.ladder import FIRST, Trial
 
@@ -47,9 +48,25 @@ class AutoQuant:
             differs(", ".join(sorted(options)), "the search decides this itself")
 
     def set_adaround_params(self, adaround_params: Any) -> None:
-        """Add a trial with AdaRound, with the iterations of ``AdaroundParameters``."""
-        count = getattr(adaround_params, "num_iterations", None)
-        self._adaround = {} if count is None else {"iterations": int(count)}
+        """Add a trial with AdaRound: iterations and regulariser of ``AdaroundParameters``, on the data of the search.
+
+        Raises:
+            ConfigError: they are none.
+        """
+        names = {
+            "reg_param": "default_reg_param",
+            "beta_range": "default_beta_range",
+            "warm_start": "default_warm_start",
+        }
+        names["iterations"] = "default_num_iterations"
+        if not all(hasattr(adaround_params, name) for name in names.values()):
+            raise ConfigError(
+                "adaround_params",
+                f"{adaround_params!r} is a {type(adaround_params).__name__}",
+                "pass AdaroundParameters(data_loader, num_batches)",
+            )
+        found = {key: getattr(adaround_params, name) for key, name in names.items()}
+        self._adaround = {key: value for key, value in found.items() if value is not None}
 
     def get_quant_scheme_candidates(self) -> tuple[tuple[str, str], ...]:
         """Range methods that are tried: (weights, activations)."""
@@ -65,7 +82,9 @@ class AutoQuant:
             for _, scheme in self._schemes
         ]
         rounding = (
-            [] if self._adaround is None else [Trial("w8a8-adaround", "w8a8", None, ("fold", "adaround"))]
+            []
+            if self._adaround is None
+            else [Trial("w8a8-adaround", "w8a8", None, ("fold", {"adaround": self._adaround}))]
         )
         rest = [
             Trial("w8a8-recipe", "w8a8", why="the default recipe"),
@@ -77,9 +96,14 @@ class AutoQuant:
     def run_inference(self) -> tuple[Any, float]:
         """The fastest trial: its simulation and its accuracy."""
         result = self._search([FIRST], 1e9)
-        assert result.best is not None or result.nearest is not None, result.reason
         row = result.best or result.nearest
-        return result.sim, float(row.metric or 0.0) if row is not None else 0.0
+        if row is None:
+            raise ConfigError(
+                "run_inference",
+                result.reason,
+                "quantize the model with bitwright.quantize to see where it fails",
+            )
+        return result.simulation(row.name), float(row.metric or 0.0)
 
     def optimize(self, allowed_accuracy_drop: float = 0.0) -> tuple[Any, float, str]:
         """The best model within the drop, or the nearest: its simulation, its accuracy, the path of its encodings."""
@@ -88,7 +112,11 @@ class AutoQuant:
         if row is None or result.folder is None:
             return self._model, float(result.float_metric or 0.0), ""
         encodings = sorted(result.folder.glob("*.encodings"))
-        return result.sim, float(row.metric or 0.0), str(encodings[0]) if encodings else str(result.folder)
+        return (
+            result.simulation(row.name),
+            float(row.metric or 0.0),
+            str(encodings[0]) if encodings else str(result.folder),
+        )
 
     def _search(self, trials: list[Trial] | None, drop: float) -> AutoResult:
         folder = self._folder / ("inference" if drop >= 1e9 else f"drop-{drop:g}")

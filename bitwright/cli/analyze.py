@@ -15,10 +15,14 @@ from bitwright.cli.options import (
     Layout,
     Limit,
     Mean,
+    NamedMetric,
     OnnxFile,
+    RightAnswers,
     Scale,
     Std,
     read_batches,
+    read_labels,
+    read_metric,
     read_pictures,
     write_json,
 )
@@ -33,16 +37,8 @@ if TYPE_CHECKING:
 def analyze_model(
     model: OnnxFile,
     data: Annotated[str, typer.Option(help="Batches, as for quantize.", show_default=False)],
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            help="accuracy (with --labels), agreement, kl, or module:function that rates an InferenceSession: "
-            "one value per sample, or one number."
-        ),
-    ] = None,
-    labels: Annotated[
-        Path | None, typer.Option(help="Right answers: a .npy file, one per sample.", show_default=False)
-    ] = None,
+    metric: NamedMetric = None,
+    labels: RightAnswers = None,
     lower_is_better: Annotated[bool, typer.Option(help="For metrics such as a perplexity.")] = False,
     mode: Annotated[str, typer.Option(help="fast, exact or auto.")] = "auto",
     deadline: Annotated[
@@ -105,10 +101,10 @@ def analyze_model(
     found = analyze(
         sim,
         batches,
-        _metric(metric),
+        read_metric(metric),
         mode,  # type: ignore[arg-type]
         deadline,
-        labels=None if labels is None else _labels(labels, batches),
+        labels=None if labels is None else read_labels(labels, batches),
         better="lower" if lower_is_better else "higher",
         groups=group or None,
         resume=resume,
@@ -150,28 +146,6 @@ def _simulated(
         quant_scheme=scheme,
     )
     return result.sim, batches
-
-
-def _metric(text: str | None) -> Any:
-    """A name, or the function that ``module:function`` names."""
-    if text is None or ":" not in text:
-        return text
-    from bitwright.core.files.entry_points import load_entry_point
-
-    return load_entry_point(text, "rates a session")
-
-
-def _labels(path: Path, batches: list[Any]) -> Any:
-    """As many labels as the data has samples: ``--limit`` may leave some out."""
-    import numpy as np
-
-    from bitwright.analysis.data import rows_of
-
-    try:
-        found = np.load(path, allow_pickle=False)
-    except ValueError as error:
-        raise ConfigError(str(path), f"it is no array: {error}", "write it with numpy.save") from error
-    return found[: sum(map(rows_of, batches))]
 
 
 def _print(found: Analysis) -> None:

@@ -20,6 +20,16 @@ Prefix = Annotated[
 OnnxFile = Annotated[Path, typer.Argument(help="An .onnx file.", show_default=False)]
 BatchSize = Annotated[int, typer.Option(min=1, help="Samples per run, where the model leaves it open.")]
 Limit = Annotated[int, typer.Option(min=1, help="Use at most so many batches.")]
+NamedMetric = Annotated[
+    str | None,
+    typer.Option(
+        help="accuracy (with --labels), agreement, kl, or module:function that rates an InferenceSession: "
+        "one value per sample, or one number."
+    ),
+]
+RightAnswers = Annotated[
+    Path | None, typer.Option(help="Right answers: a .npy file, one per sample.", show_default=False)
+]
 Layout = Annotated[str, typer.Option(help="Of pictures: NCHW or NHWC.")]
 Colours = Annotated[str, typer.Option(help="Of pictures: RGB, BGR or L (grey).")]
 Scale = Annotated[float, typer.Option(help="Pixels, 0 to 255, are multiplied by this first.")]
@@ -74,3 +84,25 @@ def write_json(path: Path, text: str) -> None:
 
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def read_metric(text: str | None) -> Any:
+    """A name, or the function that ``module:function`` names."""
+    if text is None or ":" not in text:
+        return text
+    from bitwright.core.files.entry_points import load_entry_point
+
+    return load_entry_point(text, "rates a session")
+
+
+def read_labels(path: Path, batches: Sequence[Any]) -> Any:
+    """As many labels as the data has samples: ``--limit`` may leave some out."""
+    import numpy as np
+
+    from bitwright.analysis.data import rows_of
+
+    try:
+        found = np.load(path, allow_pickle=False)
+    except ValueError as error:
+        raise ConfigError(str(path), f"it is no array: {error}", "write it with numpy.save") from error
+    return found[: sum(map(rows_of, batches))]

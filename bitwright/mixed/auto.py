@@ -6,64 +6,27 @@ import itertools
 import json
 import logging
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bitwright.analysis.intervals import compare
-from bitwright.errors import ConfigError, checks_arguments
+from bitwright.errors import ConfigError, checks_arguments, close_matches
 from bitwright.export.files.atomic import atomic_write, check_stem
 from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.mixed.costs import COSTS
 from bitwright.mixed.executors import find_executor
 from bitwright.mixed.ladder import FIRST, Trial, waves
-from bitwright.mixed.measure import one_sided
-from bitwright.mixed.search import _batches
+from bitwright.mixed.search import _batches, check_options
+from bitwright.mixed.shown import HEAD, Show, TrialRow, cells, front, growing_table, quality, write_trials
 from bitwright.mixed.trials import Job, claim, identity, read_kept, read_trial, remove_partial, simulate
 from bitwright.tables import Tabular, text_table
 
 logger = logging.getLogger("bitwright")
 
 _MIN_SQNR = 20.0  # dB, where there is no metric
-
-
-@dataclass(frozen=True)
-class TrialRow:
-    """One trial.
-
-    Attributes:
-        name: of its folder.
-        why: what it was for.
-        preset: of the simulation, or ``mixed``.
-        weight_bytes, bit_ops: what it costs.
-        sqnr_db: of the outputs, on data that nothing was chosen on.
-        metric: as measured; ``None`` without one.
-        drop: against float, on the samples that choose.
-        worst_drop: the upper end of the interval of the drop, on the samples held back.
-        good: whether it keeps within what is allowed; the interval counts where there is one.
-        failed: why there is no model; empty where there is.
-        seconds: that it took.
-        best: whether it is the result.
-    """
-
-    name: str
-    why: str
-    preset: str
-    weight_bytes: float | None
-    bit_ops: float | None
-    sqnr_db: float | None
-    metric: float | None
-    drop: float | None
-    worst_drop: float | None
-    good: bool
-    failed: str
-    seconds: float
-    best: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +41,7 @@ class AutoResult(Tabular):
         folder: of the best trial's export, or of the nearest; ``None`` where nothing was written.
         float_metric: of the float model.
         better: direction of the metric.
+        cost: that was to be small.
     """
 
     trials: tuple[TrialRow, ...]
@@ -87,6 +51,7 @@ class AutoResult(Tabular):
     folder: Path | None
     float_metric: float | None = None
     better: str = ""
+    cost: str = "bit_ops"
     _job: Job | None = field(default=None, repr=False, compare=False)
 
     _rows = "trials"
@@ -94,45 +59,33 @@ class AutoResult(Tabular):
     @property
     def sim(self) -> Any:
         """The simulation of the best trial, made again; ``None`` where there is no best trial."""
-        if self.best is None or self._job is None:
-            return None
-        report = read_trial(self._job.folder, self.best.name)
-        return None if report is None else simulate(self._job, _trial(report["trial"]))
+        return None if self.best is None else self.simulation(self.best.name)
+
+    def simulation(self, name: str) -> Any:
+        """The simulation of a trial, made again: also of :attr:`nearest`, where there is no best one.
+
+        Raises:
+            ConfigError: there is no finished trial of that name, or it failed.
+        """
+        known = [row.name for row in self.trials if not row.failed]
+        report = read_trial(self._job.folder, name) if self._job is not None and name in known else None
+        if report is None or self._job is None:
+            raise ConfigError(
+                "simulation",
+                f"there is no finished trial {name!r}{close_matches(str(name), known)}",
+                f"name one of {', '.join(known)}" if known else "let a trial finish first",
+            )
+        return simulate(self._job, _trial(report["trial"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, with the Pareto points of the trials."""
         found = super().to_dict()
-        front = [row.name for row in self.trials if _on_front(row, self.trials)]
+        points = [row.name for row in front(self.trials, self.cost)]
         found.pop("_job", None)
-        return {"format": "bitwright-auto-result", "version": 1, **found, "front": front}
+        return {"format": "bitwright-auto-result", "version": 1, **found, "front": points}
 
     def __str__(self) -> str:
-        return "\n".join([text_table(_HEAD, [_cells(row) for row in self.trials]), self.reason])
-
-
-_HEAD = ("trial", "weights", "bit operations", "SQNR dB", "metric", "drop", "", "why")
-
-
-def _cells(row: TrialRow) -> list[str]:
-    if row.failed:
-        return [row.name, "-", "-", "-", "-", "-", "failed", row.failed]
-    numbers = [
-        f"{v:.4g}" if v is not None else "-"
-        for v in (row.weight_bytes, row.bit_ops, row.sqnr_db, row.metric, row.drop)
-    ]
-    return [row.name, *numbers, "best" if row.best else "good" if row.good else "", row.why]
-
-
-def _on_front(row: TrialRow, rows: Sequence[TrialRow]) -> bool:
-    def key(r: TrialRow) -> tuple[float, float]:
-        quality = r.drop if r.drop is not None else -(r.sqnr_db if r.sqnr_db is not None else math.inf)
-        return (r.bit_ops or math.inf, quality)
-
-    if row.failed:
-        return False
-    mine = key(row)
-    others = [key(r) for r in rows if not r.failed and r is not row]
-    return not any(o != mine and o[0] <= mine[0] and o[1] <= mine[1] for o in others)
+        return "\n".join([text_table(HEAD, [cells(row) for row in self.trials]), self.reason])
 
 
 @checks_arguments
@@ -171,9 +124,9 @@ def auto_quantize(
         metric: as for :func:`bitwright.mixed_precision`; without one the outputs are compared with the float model's.
         allowed_drop: of the metric: in its units, or ``"1%"`` of its float value; 1 % by default.
         lower_is_better: for a function such as a perplexity.
-        min_sqnr: without a metric, the least SQNR of the outputs in dB; 20 by default.
+        min_sqnr: the least SQNR of the outputs in dB; without a metric 20 by default, with one both have to hold.
         target: the runtime that the files are for, as in ``sim.export``.
-        deadline: seconds; the trial that runs then is finished, and no other begins.
+        deadline: seconds; trials that run then are finished, and no other begins. The first one always runs.
         folder: of the trials; a temporary one by default, which stays.
         cost: of good trials the one that costs least is the best: ``bit_ops`` or ``weight_bytes``.
         labels, evaluation_data, confidence: as for :func:`bitwright.mixed_precision`.
@@ -183,7 +136,7 @@ def auto_quantize(
         trials: instead of the ones that the search chooses.
         filename_prefix: stem of the files.
         seed: of what is random.
-        progress: show the table of trials while it grows, on a terminal.
+        progress: show the table of trials while it grows, on a terminal; elsewhere the log has a line per trial (level INFO).
 
     Returns:
         The trials and the best of them, which lies in ``result.folder``. Where none is good enough, ``result.best`` is None,
@@ -195,11 +148,16 @@ def auto_quantize(
         CalibrationError: ``data`` is empty.
     """
     begin = time.monotonic()
-    batches = _batches(data)
     if cost not in COSTS[:2]:
         raise ConfigError("cost", f"{cost!r} is not a cost of whole models", "use bit_ops or weight_bytes")
     find_target(target)
     run = find_executor(executor, workers)
+    check_options(
+        metric, allowed_drop, min_sqnr, deadline, confidence, lower_is_better=lower_is_better, labels=labels,
+        evaluation_data=evaluation_data,
+    )  # fmt: skip
+    given = None if trials is None else _checked(trials)
+    batches = _batches(data)
     options: dict[str, Any] = {
         "metric": metric, "lower_is_better": lower_is_better, "cost": cost, "confidence": confidence, "seed": seed,
         "allowed_drop": "1%" if allowed_drop is None and metric is not None else allowed_drop,
@@ -211,8 +169,8 @@ def auto_quantize(
     claim(place, identity(model, batches, options))
     remove_partial(place)
     job = Job(model, batches, options, place)
-    search = _Auto(job, begin, deadline, trials)
-    with _table(progress) as show:
+    search = _Auto(job, begin, deadline, given)
+    with growing_table(progress) as show:
         search.run(run, workers, show)
     return search.result()
 
@@ -228,32 +186,32 @@ class _Auto:
         self.reports: dict[str, dict[str, Any]] = {}
         self.reason = "every trial of the search has finished"
         self._float: dict[str, Any] = {}
+        self._ended = False
 
-    def _carried_out(
-        self, trials: Sequence[Trial], executor: Any, workers: int, show: Callable[[Sequence[TrialRow]], None]
-    ) -> bool:
-        """Carry out trials, all at once by several workers; ``False`` if the deadline came before the last one."""
-        for batch in [trials] if workers > 1 else [[trial] for trial in trials]:
+    def _in_time(self, trials: Sequence[Trial]) -> Iterator[Trial]:
+        """Trials until the deadline; whoever asks for the next one has a worker for it."""
+        for trial in trials:
             if self._late():
-                return False
-            for trial in executor(self._job, batch, workers):
-                self._read(trial.name)
-                self._write_best()
-                show(self.rows())
-        return True
+                self._ended = True
+                return
+            yield trial
 
-    def run(self, executor: Any, workers: int, show: Callable[[Sequence[TrialRow]], None]) -> None:
+    def run(self, executor: Any, workers: int, show: Show) -> None:
         """Carry out trials that are not finished yet, wave by wave."""
         try:
             self._note_float()
             for wave in self._waves():
                 self.order += [trial.name for trial in wave]
                 for trial in wave:
-                    self._read(trial.name)
+                    self._read(trial)
                 show(self.rows())
                 left = [trial for trial in wave if trial.name not in self.reports]
-                if not self._carried_out(left, executor, workers, show):
-                    self.reason = "the deadline ended the search"
+                for trial in executor(self._job, self._in_time(left), workers):
+                    self._read(trial)
+                    self._write_state()
+                    show(self.rows())
+                if self._ended:
+                    self.reason = self._why_ended()
                     return
         except KeyboardInterrupt:
             self.reason = "Ctrl-C ended the search; the same call goes on"
@@ -265,6 +223,13 @@ class _Auto:
         yield [FIRST]
         causes = self.reports.get(FIRST.name, {}).get("causes", [])
         yield from waves(causes)
+
+    def _why_ended(self) -> str:
+        told = "the deadline ended the search"
+        first = next(iter(self.reports.values()))["seconds"]
+        if len(self.reports) == 1 and self._deadline is not None and first > self._deadline:
+            return f"{told}: {self._deadline:.3g} s are less than one trial takes ({first:.3g} s)"
+        return told
 
     def _late(self) -> bool:
         return (
@@ -279,21 +244,30 @@ class _Auto:
         if path.is_file():
             self._float = read_kept(path)
             return
+        begin = time.monotonic()
         metric = self._job.float_side.metric
         if metric is not None:
             reference = metric.reference
             self._float = {
                 "metric": reference.mean, "better": metric.better, "allowed": metric.allowed,
-                "held_back": None if metric._chosen is None else [int(i) for i in (~metric._chosen).nonzero()[0]],
-                "values": reference.values.reshape(-1).tolist(),
+                "held_back": metric.held_back, "trusted": False,
             }  # fmt: skip
-        with atomic_write(path) as temporary:
+        self._keep_float()
+        logger.info("the float model was measured in %.1f s", time.monotonic() - begin)
+
+    def _keep_float(self) -> None:
+        with atomic_write(self._job.folder / "float.json") as temporary:
             temporary.write_text(json.dumps(self._float))
 
-    def _read(self, name: str) -> None:
-        found = read_trial(self._job.folder, name)
-        if found is not None:
-            self.reports[name] = found
+    def _read(self, trial: Trial) -> None:
+        found = read_trial(self._job.folder, trial.name, trial)
+        if found is None:
+            return
+        if found.get("suspicious") and not self._float["trusted"]:
+            self._job.float_side.check_metric()
+            self._float["trusted"] = True
+            self._keep_float()
+        self.reports[trial.name] = found
 
     # -- judging
 
@@ -317,8 +291,11 @@ class _Auto:
         report, options = self.reports[name], self._job.options
         if "failed" in report:
             return False
+        quiet, least = report["sqnr_db"], options["min_sqnr"]
+        if least is not None and quiet is not None and quiet < least:
+            return False
         if options["metric"] is None:
-            return report["sqnr_db"] is None or report["sqnr_db"] >= options["min_sqnr"]
+            return True
         return bool(report["share"] == 1 and report["drop"] <= self._float["allowed"])
 
     def _best(self, names: Sequence[str]) -> str | None:
@@ -343,39 +320,42 @@ class _Auto:
         return math.inf if found is None else float(found)
 
     def _borne_out(self, name: str) -> bool:
-        """Whether the drop is allowed with the confidence asked for."""
-        part, report = self._float.get("held_back"), self.reports[name]
-        if part is None or report.get("values") is None:
+        """Whether the drop on the samples held back is allowed with the confidence asked for."""
+        if not self._float.get("held_back"):
             return True
-        before = [self._float["values"][i] for i in part]
-        after = [report["values"][i] for i in part]
-        sure = one_sided(self._job.options["confidence"])
-        found = compare(before, after, confidence=sure, better=self._float["better"])
-        ends = [e for e in (found.low, found.high) if e is not None] or [found.estimate]
-        drops = [e if self._float["better"] == "lower" else -e for e in ends]
-        return max(drops) <= self._float["allowed"]
+        return bool(self.reports[name]["sure_drop"] <= self._float["allowed"])
 
-    def _write_best(self) -> None:
-        best = self._best([n for n in self.order if n in self.reports])
-        text = json.dumps({"best": best, "folder": None if best is None else f"trials/{best}"}, indent=1)
+    def _write_state(self) -> None:
+        """``best.json`` and ``report.html`` of the trials so far."""
+        rows, best, nearest, reason = self._state()
+        found = {
+            "best": best and best.name, "folder": best and f"trials/{best.name}", "nearest": nearest and nearest.name,
+            "reason": "" if best else reason,
+        }  # fmt: skip
         with atomic_write(self._job.folder / "best.json") as temporary:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        options = self._job.options
+        write_trials(self._job.folder / "report.html", rows, options["cost"], options["metric"] is not None)
+
+    def _state(self) -> tuple[list[TrialRow], TrialRow | None, TrialRow | None, str]:
+        """The trials, the best or else the nearest of them, and why there is no best one."""
+        rows = self.rows()
+        best = next((row for row in rows if row.best), None)
+        tried = [row for row in rows if not row.failed]
+        nearest = None if best is not None else min(tried, key=quality, default=None)
+        return rows, best, nearest, "" if best is not None else self._why_float(rows, tried, nearest)
 
     def result(self) -> AutoResult:
         """What there is."""
         if self.reports:
-            self._write_best()
-        rows = self.rows()
-        best = next((row for row in rows if row.best), None)
-        tried = [row for row in rows if not row.failed]
-        nearest = None if best is not None else min(tried, key=_distance, default=None)
-        reason = (
-            self.reason if best is not None else f"{self.reason}; {self._why_float(rows, tried, nearest)}"
-        )
+            self._write_state()
+        rows, best, nearest, why = self._state()
+        reason = f"{self.reason}; {why}" if why else self.reason
         told = best or nearest
         folder = None if told is None else self._job.folder / "trials" / told.name
         return AutoResult(
-            tuple(rows), best, nearest, reason, folder, self._float.get("metric"), self._float.get("better", ""), self._job
+            tuple(rows), best, nearest, reason, folder, self._float.get("metric"), self._float.get("better", ""),
+            self._job.options["cost"], self._job,
         )  # fmt: skip
 
     def _why_float(
@@ -387,7 +367,7 @@ class _Auto:
             return f"every trial failed, so the float model is what remains; the first one: {rows[0].failed}"
         assert nearest is not None
         if any(row.good for row in tried):
-            held = len(self._float.get("held_back") or ())
+            held = self._float.get("held_back")
             return (
                 f"trials keep within the allowed drop on the samples that choose, but on the {held} samples held back none does "
                 "with the confidence asked for, so the float model is what remains: give the metric more samples, or allow more"
@@ -396,8 +376,20 @@ class _Auto:
         return f"no trial is good enough, so the float model is what remains; {nearest.name} comes closest, with {how}"
 
 
-def _distance(row: TrialRow) -> float:
-    return row.drop if row.drop is not None else -(row.sqnr_db if row.sqnr_db is not None else math.inf)
+def _checked(trials: Sequence[Trial]) -> list[Trial]:
+    """Trials of a user's own.
+
+    Raises:
+        ConfigError: there is none, two have one name, or a name cannot be that of a folder.
+    """
+    names = [check_stem(trial.name) for trial in trials]
+    if not names:
+        raise ConfigError("trials", "the list is empty", "leave it out, and the search chooses them")
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(
+            "trials", f"{min(repeated)} stands there twice", "give each trial a name of its own"
+        )
+    return list(trials)
 
 
 def _trial(given: Mapping[str, Any]) -> Trial:
@@ -405,27 +397,3 @@ def _trial(given: Mapping[str, Any]) -> Trial:
     return Trial(
         **{**given, "recipe": None if recipe is None else tuple(recipe), "mixed": tuple(given["mixed"])}
     )
-
-
-@contextmanager
-def _table(wanted: bool) -> Iterator[Callable[[Sequence[TrialRow]], None]]:
-    """Show trials as they finish: a table that grows on a terminal."""
-    if not wanted or not sys.stderr.isatty():
-        yield lambda rows: None
-        return
-    from rich.console import Console
-    from rich.live import Live
-    from rich.table import Table
-    from rich.text import Text
-
-    with Live(console=Console(stderr=True), auto_refresh=False) as live:
-
-        def show(rows: Sequence[TrialRow]) -> None:
-            table = Table(title="trials", title_justify="left")
-            for name in _HEAD:
-                table.add_column(name)
-            for row in rows:
-                table.add_row(*map(Text, _cells(row)))
-            live.update(table, refresh=True)
-
-        yield show

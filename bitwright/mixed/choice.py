@@ -21,6 +21,7 @@ Floats = NDArray[np.float64]
 Choice = tuple[int, ...]
 _TIGHT = 1e-7  # relative; the solver's own tolerance is 1e-6 of a bound scaled to 1
 _NOTHING = 1e-9  # of the room of a row; below what the solver can tell from zero
+_OUT_OF_TIME = 1  # status of scipy's milp
 _SECONDS = 20.0  # for one program: the best answer by then is taken
 
 
@@ -61,11 +62,9 @@ class Knapsack:
         """The choice of least noise within ``bounds`` (cost -> most)."""
         return self._solve(noise, self._rows(bounds))
 
-    def least(self, cost: str) -> Choice:
-        """The choice of least ``cost``."""
-        found = self._solve(self.costs[cost], [])
-        assert found is not None  # every group has a candidate
-        return found
+    def least(self, cost: str, bounds: Mapping[str, float]) -> Choice | None:
+        """The choice of least ``cost`` within bounds of others; without any there is always one."""
+        return self._solve(self.costs[cost], self._rows(bounds))
 
     def _rows(self, bounds: Mapping[str, float]) -> list[tuple[Cost, float]]:
         return [(self.costs[name], most * (1 + _TIGHT)) for name, most in bounds.items()]
@@ -94,6 +93,12 @@ class Knapsack:
             constraints=optimize.LinearConstraint(*program.rows()),
             options={"mip_rel_gap": 0.0, "time_limit": _SECONDS},
         )
+        if found.x is None and found.status == _OUT_OF_TIME:
+            raise ConfigError(
+                "mixed_precision",
+                f"no choice for {n} pairs of group and candidate was found in {_SECONDS:.0f} s",
+                "pass fewer candidates, or a budget that leaves more room",
+            )
         return None if found.x is None else self._read(found.x)
 
     def _together(self) -> list[Floats]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
 from typing import Any
 
 from bitwright.errors import ConfigError, close_matches
@@ -15,47 +16,70 @@ from bitwright.mixed.trials import Job, run_trial
 
 logger = logging.getLogger("bitwright")
 _ATTEMPTS = 3
+_LOST = (
+    f"its process was lost {_ATTEMPTS} times, as where memory runs out or native code crashes: "
+    "try it with workers=1, or with less data"
+)
 
-Executor = Callable[[Job, Sequence[Trial], int], Iterator[Trial]]
+Executor = Callable[[Job, Iterable[Trial], int], Iterator[Trial]]
+"""(job, trials, workers) -> trials as they finish; the next one is asked for when there is a worker for it."""
 
 
-def in_process(job: Job, trials: Sequence[Trial], workers: int) -> Iterator[Trial]:
+def in_process(job: Job, trials: Iterable[Trial], workers: int) -> Iterator[Trial]:
     """One after the other, here."""
     for trial in trials:
         run_trial(job, trial)
         yield trial
 
 
-def in_workers(job: Job, trials: Sequence[Trial], workers: int) -> Iterator[Trial]:
-    """In local processes; trials of a process that is lost run again in a new one."""
+def in_workers(job: Job, trials: Iterable[Trial], workers: int) -> Iterator[Trial]:
+    """In local processes; trials of a process that is lost run again, each in a process of its own."""
     _check_sendable(job)
-    left = {trial.name: trial for trial in trials}
-    for attempt in range(_ATTEMPTS):
-        if not left:
-            return
-        if attempt:
-            logger.warning("a worker process was lost; %d trials run again", len(left))
-        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            try:
-                futures = {pool.submit(run_trial, job, trial): trial for trial in left.values()}
-                for trial in _finished(futures):
-                    del left[trial.name]
+    source = iter(trials)
+    while lost := (yield from _in_a_pool(job, source, workers)):
+        logger.warning("a worker process was lost; %d trials run again", len(lost))
+        for trial in lost:
+            _alone(job, trial)
+            yield trial
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _in_a_pool(job: Job, source: Iterator[Trial], workers: int) -> Generator[Trial, None, list[Trial]]:
+    """Carry out trials until there are no more, or a process is lost; returns those that ran then."""
+    started: list[Trial] = []
+    running: dict[Future[None], Trial] = {}
+    with _pool(workers) as pool:
+        try:
+            while True:
+                for trial in islice(source, workers - len(running)):
+                    started.append(trial)
+                    running[pool.submit(run_trial, job, trial)] = trial
+                if not running:
+                    return []
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in sorted(done, key=lambda f: running[f].name):
+                    future.result()
+                    started.remove(trial := running.pop(future))
                     yield trial
+        except BrokenProcessPool:  # of a future, or of the pool when it was given another trial
+            return started
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _alone(job: Job, trial: Trial) -> None:
+    """Carry out a trial whose process was lost; where that happens again and again, its folder says so."""
+    for _ in range(_ATTEMPTS - 1):
+        with _pool(1) as pool:
+            try:
+                return pool.submit(run_trial, job, trial).result()
             except BrokenProcessPool:
                 continue
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-    yield from in_process(job, list(left.values()), 1)
-
-
-def _finished(futures: dict[Future[None], Trial]) -> Iterator[Trial]:
-    left = set(futures)
-    while left:
-        done, left = wait(left, return_when=FIRST_COMPLETED)
-        for future in sorted(done, key=lambda f: futures[f].name):
-            future.result()
-            yield futures[future]
+    run_trial(job, trial, _LOST)
 
 
 def _check_sendable(job: Job) -> None:
@@ -71,7 +95,7 @@ def _check_sendable(job: Job) -> None:
         ) from error
 
 
-def on_ray(job: Job, trials: Sequence[Trial], workers: int) -> Iterator[Trial]:
+def on_ray(job: Job, trials: Iterable[Trial], workers: int) -> Iterator[Trial]:
     """As Ray tasks, which Ray repeats when a worker is lost; the folder has to be visible to all of them.
 
     Raises:
@@ -86,17 +110,29 @@ def on_ray(job: Job, trials: Sequence[Trial], workers: int) -> Iterator[Trial]:
     own = not ray.is_initialized()
     if own:
         ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    running: dict[Any, Trial] = {}
     try:
-        shared = ray.put(job)
-        task: Any = ray.remote(num_cpus=1, max_retries=_ATTEMPTS)(run_trial)
-        left = {task.remote(shared, trial): trial for trial in trials}
-        while left:
-            done, _ = ray.wait(list(left), num_returns=1)
-            ray.get(done[0])
-            yield left.pop(done[0])
+        shared, source = ray.put(job), iter(trials)
+        task: Any = ray.remote(num_cpus=1, max_retries=_ATTEMPTS - 1)(run_trial)
+        while True:
+            for trial in islice(source, workers - len(running)):
+                running[task.remote(shared, trial)] = trial
+            if not running:
+                return
+            done, _ = ray.wait(list(running), num_returns=1)
+            trial = running[done[0]]
+            try:
+                ray.get(done[0])
+            except (ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError):
+                run_trial(job, trial, _LOST)
+            del running[done[0]]
+            yield trial
     finally:
         if own:
             ray.shutdown()
+        else:
+            for left in running:
+                ray.cancel(left)
 
 
 EXECUTORS: dict[str, Executor] = {"local": in_workers, "ray": on_ray}

@@ -20,7 +20,7 @@ from bitwright.mixed.costs import Bits, Cost, all_costs
 from bitwright.mixed.goal import Book, Goal, Seen
 from bitwright.mixed.groups import distinct, find_groups, operands, planned_bits, ties, without
 from bitwright.mixed.interactions import Interactions, told
-from bitwright.mixed.library import Library, noise_table
+from bitwright.mixed.library import Library, noise_table, ruin
 from bitwright.mixed.measure import Metric, Noise
 from bitwright.mixed.proposals import Proposals
 from bitwright.mixed.result import MixedPrecision, Point, alone, decibel
@@ -165,26 +165,37 @@ class Explorer:
             all_costs(
                 Bits(self._subject.sim, self.groups, self.candidates, {}), {}, self._times, [cost, *given]
             )
-        found = {}
+        found: dict[str, float] = {}
         for name, most in given.items():
             known = self.costs[name]
             dearest = known.of(
                 [max(g.candidates, key=lambda c: sum(self.candidates[c].bits)) for g in self.groups]
             )
             bound = most * dearest if most <= 1 else most
-            cheapest = known.of(self.knapsack.least(name))
-            if not bound >= cheapest * (1 - 1e-9):
-                raise ConfigError(
-                    "budget",
-                    f"no choice of candidates fits {name} of {bound:.6g} {known.unit}; the least possible is "
-                    f"{cheapest:.6g} ({cheapest / dearest:.3g} of the candidate with the most bits)"
-                    + (f"; {self._frozen}" if self._frozen else ""),
-                    "give the float model instead of this simulation"
-                    if self._frozen
-                    else "raise the budget, or add a candidate of fewer bits",
-                )
+            self._check_room(name, bound, dearest, found)
             found[name] = bound
         return found
+
+    def _check_room(self, name: str, bound: float, dearest: float, others: Mapping[str, float]) -> None:
+        """Refuse a bound that no choice fits, alone or together with the bounds before it."""
+        known = self.costs[name]
+        cheapest = self.knapsack.least(name, others)
+        assert cheapest is not None  # the others were checked before
+        least = known.of(cheapest)
+        if bound >= least * (1 - 1e-9):
+            return
+        within = "".join(
+            f" within {other} of {most:.6g} {self.costs[other].unit}" for other, most in others.items()
+        )
+        raise ConfigError(
+            "budget",
+            f"no choice of candidates fits {name} of {bound:.6g} {known.unit}{within}; the least possible is "
+            f"{_up(least):.6g} ({_up(least / dearest, 4):.4g} of the candidate with the most bits)"
+            + (f"; {self._frozen}" if self._frozen else ""),
+            "give the float model instead of this simulation"
+            if self._frozen
+            else "raise the budget, or add a candidate of fewer bits",
+        )
 
     # -- searching
 
@@ -263,11 +274,11 @@ class Explorer:
         if not self._trusted and metric.suspicious(point.score, point.noise):
             self._check_metric(metric)
             self.set(point.choice)
-        self._trusted = True
+            self._trusted = True
 
     def _check_metric(self, metric: Metric) -> None:
-        """Put the metric to outputs that are noise; once, where its first value looks strange."""
-        self.library.ruin()
+        """Put the metric to outputs that are noise; once, where a value of it looks strange."""
+        ruin(self._subject)
         try:
             metric.check_direction(metric.measure(), self._noise.measure())
         finally:
@@ -345,6 +356,12 @@ class Explorer:
             return names[0]
         counts = {name: names.count(name) for name in dict.fromkeys(c.name for c in self.candidates)}
         return " ".join(f"{n}x{name}" for name, n in counts.items() if n)
+
+
+def _up(value: float, digits: int = 6) -> float:
+    """``value`` rounded up, so that who asks for what is printed gets it."""
+    unit = 10.0 ** (math.floor(math.log10(value)) + 1 - digits) if value > 0 else 1.0
+    return math.ceil(value / unit * (1 - 1e-12)) * unit
 
 
 def _frozen_weights(sim: Any) -> str:

@@ -15,7 +15,7 @@ class Trial:
         name: unique; also of its folder.
         preset: of the simulation.
         scheme: range method; ``None`` leaves it to the preset and the recipe.
-        recipe: names of steps; ``None`` is the default recipe of the preset.
+        recipe: steps, by name or as ``{name: options}``; ``None`` is the default recipe of the preset.
         mixed: candidates of a search for mixed precision; empty for one precision.
         why: what it is for.
     """
@@ -23,7 +23,7 @@ class Trial:
     name: str
     preset: str
     scheme: str | None = None
-    recipe: tuple[str, ...] | None = None
+    recipe: tuple[str | Mapping[str, Any], ...] | None = None
     mixed: tuple[str, ...] = ()
     why: str = ""
 

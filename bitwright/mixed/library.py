@@ -226,19 +226,6 @@ class Library:
         a, b = self.candidates[one], self.candidates[other]
         return all(self._spec(name, a) == self._spec(name, b) for name in self.groups[group].sites)
 
-    def ruin(self) -> None:
-        """Make grids so coarse that the outputs are noise: what a metric has to notice."""
-        for site in {id(s.quantizer): s for s in self._subject.sites.values()}.values():
-            quantizer = site.quantizer
-            if (
-                quantizer.enabled
-                and quantizer.encoding is not None
-                and site.role in ("input", "output", "weight")
-            ):
-                quantizer.encoding = replace(
-                    quantizer.encoding, scale=quantizer.encoding.scale * np.float32(_COARSER)
-                )
-
     def errors(self, candidate: int, batches: Iterable[Any], *, samples: int, seed: int) -> OutputErrors:
         """What each quantizer costs the outputs with every group at ``candidate``; groups that may not have it stay."""
         self.restore()
@@ -255,6 +242,20 @@ class Library:
         found = output_errors(_Rounded(self.steps, rounded), batches, samples=samples, seed=seed)
         self.restore()
         return found
+
+
+def ruin(subject: Subject) -> None:
+    """Make grids so coarse that the outputs are noise: what a metric has to notice."""
+    for site in {id(s.quantizer): s for s in subject.sites.values()}.values():
+        quantizer = site.quantizer
+        if (
+            quantizer.enabled
+            and quantizer.encoding is not None
+            and site.role in ("input", "output", "weight")
+        ):
+            quantizer.encoding = replace(
+                quantizer.encoding, scale=quantizer.encoding.scale * np.float32(_COARSER)
+            )
 
 
 class _NoRange(Exception):

@@ -55,7 +55,9 @@ class Proposals:
         """The cheapest; where a noise is asked for, the cheapest that should have no more."""
         goal, noise = self.book.goal, self.correction.noise()
         found = self._cheapest(noise, goal.most_noise)
-        return found or self._quietest(noise) or self.knapsack.least(goal.cost)
+        found = found or self._quietest(noise)
+        assert found is not None  # the bounds of the goal leave a choice
+        return found
 
     def _within_budget(self) -> Iterable[Choice]:
         """The quietest choice by the estimates as corrected so far, until it stays the same."""

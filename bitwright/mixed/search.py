@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,11 @@ def mixed_precision(
     """
     begin = time.monotonic()
     wanted = as_candidates(candidates)
-    _check_wish(budget, metric, allowed_drop, min_sqnr)
+    _check_wish(budget, allowed_drop, min_sqnr)
+    check_options(
+        metric, allowed_drop, min_sqnr, deadline, confidence, lower_is_better=lower_is_better, labels=labels,
+        evaluation_data=evaluation_data,
+    )  # fmt: skip
     batches = _batches(data)
     sim = simulation_of(model, batches, wanted[highest(wanted)], config_file)
     subject = open_subject(sim)
@@ -113,12 +117,38 @@ def mixed_precision(
         raise
 
 
-def _check_wish(budget: Any, metric: Any, allowed_drop: Any, min_sqnr: float | None) -> None:
+def _check_wish(budget: Any, allowed_drop: Any, min_sqnr: float | None) -> None:
     if budget is None and allowed_drop is None and min_sqnr is None:
         raise ConfigError(
             "mixed_precision",
             "neither a budget nor a quality is asked for",
             "pass budget=0.6 (share of the cost), allowed_drop=0.01 with a metric, or min_sqnr=20",
+        )
+
+
+def check_options(
+    metric: Any,
+    allowed_drop: Any,
+    min_sqnr: float | None,
+    deadline: float | None,
+    confidence: float,
+    **of_metric: Any,
+) -> None:
+    """What a search is asked for, as far as it can be told before it begins.
+
+    Args:
+        of_metric: ``lower_is_better``, ``labels`` and ``evaluation_data``.
+
+    Raises:
+        ConfigError: a number that has no meaning, or an option that nothing would look at.
+    """
+    if min_sqnr is not None and not math.isfinite(min_sqnr):
+        raise ConfigError("min_sqnr", f"{min_sqnr} is no number of dB", "give 20, or leave it out")
+    if deadline is not None and not deadline >= 0:
+        raise ConfigError("deadline", f"{deadline} is no time", "give seconds, or leave it out")
+    if not 0 < confidence < 1:
+        raise ConfigError(
+            "confidence", f"{confidence} is no share", "give 0.9, or another number between 0 and 1"
         )
     if allowed_drop is not None and metric is None:
         raise ConfigError(
@@ -126,15 +156,38 @@ def _check_wish(budget: Any, metric: Any, allowed_drop: Any, min_sqnr: float | N
             "there is no metric that could drop",
             "pass metric=..., or min_sqnr=... in dB instead",
         )
+    given = [name for name, value in of_metric.items() if value is not None and value is not False]
+    if metric is None and given:
+        raise ConfigError(
+            given[0], "there is no metric that it could be for", f"pass metric=..., or leave {given[0]} out"
+        )
+    _check_of_metric(metric, given)
+
+
+def _check_of_metric(metric: Any, given: Sequence[str]) -> None:
+    """Options of the other kind of metric would be passed over in silence."""
+    data = [name for name in given if name != "lower_is_better"]
+    if callable(metric) and data:
+        raise ConfigError(
+            data[0],
+            "the metric is a function, which looks at data of its own",
+            f"leave {data[0]} out, or pass metric='accuracy', 'agreement' or 'kl'",
+        )
+    if isinstance(metric, str) and "lower_is_better" in given and metric != "kl":
+        raise ConfigError(
+            "lower_is_better", f"the direction of {metric!r} is known", "leave it out; it is for functions"
+        )
 
 
 def _check_deadline(deadline: float | None, begin: float, seconds: float) -> None:
-    left = math.inf if deadline is None else deadline - (time.monotonic() - begin)
+    spent = time.monotonic() - begin
+    left = math.inf if deadline is None else deadline - spent
     if left < seconds:
         raise ConfigError(
             "deadline",
-            f"one evaluation of the metric takes {seconds:.3g} s, and {max(left, 0):.3g} s are left of {deadline:.3g} s",
-            "allow more time, or let the metric look at fewer samples",
+            f"one evaluation of the metric takes {seconds:.3g} s, and {max(left, 0):.3g} s are left of {deadline:.3g} s: what "
+            f"comes before the first point took {spent:.3g} s",
+            f"allow more than {spent + seconds:.3g} s, or let the metric look at fewer samples",
         )
 
 

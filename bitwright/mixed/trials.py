@@ -31,7 +31,8 @@ from bitwright.methods.pipeline import quantize
 from bitwright.mixed.candidates import as_candidates
 from bitwright.mixed.costs import present_costs
 from bitwright.mixed.ladder import Trial
-from bitwright.mixed.measure import Metric, Noise, Score
+from bitwright.mixed.library import ruin
+from bitwright.mixed.measure import Metric, Noise, Score, one_sided
 from bitwright.mixed.result import decibel
 from bitwright.mixed.search import mixed_precision
 from bitwright.mixed.start import simulation_of
@@ -39,9 +40,13 @@ from bitwright.mixed.start import simulation_of
 logger = logging.getLogger("bitwright")
 
 REPORT = "trial.json"
+_VERSION = 2  # of the files of a search
 _PARTIAL = ".partial-"
-_MAX_BYTES = 64 << 20  # one value per sample of a metric is in a report
+_MAX_BYTES = 64 << 20  # every group and point of a search for precisions is in a report
 _CONFIDENCE = 0.9  # of the interval that is written down
+_QUALITY = (
+    "metric", "allowed_drop", "lower_is_better", "labels", "evaluation_data", "confidence", "min_sqnr"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,17 +96,39 @@ class FloatSide:
                 seed=options["seed"],
             )
 
+    def check_metric(self) -> None:
+        """Put the metric to outputs that are noise.
 
-def run_trial(job: Job, trial: Trial) -> None:
-    """Carry out a trial and put its folder in place; one that fails has a folder that says why."""
+        Raises:
+            ConfigError: it does not tell them from those of the float model, or calls them better.
+        """
+        assert self.metric is not None
+        before = self.subject.remember()
+        try:
+            ruin(self.subject)
+            self.metric.check_direction(self.metric.measure(), self.noise.measure())
+        finally:
+            before()
+
+
+def run_trial(job: Job, trial: Trial, given_up: str = "") -> None:
+    """Carry out a trial and put its folder in place; one that fails has a folder that says why.
+
+    Args:
+        given_up: why the trial cannot be carried out: its folder says that.
+    """
     begin = time.monotonic()
     final = job.folder / "trials" / trial.name
+    if final.exists():  # of a process that was lost after its rename
+        return
     partial = job.folder / "trials" / f"{_PARTIAL}{trial.name}-{secrets.token_hex(4)}"
     partial.mkdir(parents=True)
     try:
         try:
-            report = _carried_out(job, trial, partial)
-        except (BitwrightError, RuntimeError, ValueError, TypeError, ArithmeticError, LookupError) as error:
+            report: dict[str, Any] = {"failed": given_up} if given_up else _carried_out(job, trial, partial)
+        except Exception as error:  # whatever a model, a metric or a runtime raises; the table shows it
+            if _interrupted(error):
+                raise KeyboardInterrupt from error
             logger.warning("the trial %s failed: %s", trial.name, error)
             shutil.rmtree(partial)
             partial.mkdir()
@@ -109,13 +136,24 @@ def run_trial(job: Job, trial: Trial) -> None:
         report.update(trial=trial.to_dict(), seconds=time.monotonic() - begin)
         with atomic_write(partial / REPORT) as temporary:
             temporary.write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
-        if final.exists():  # of a process that was lost after its rename
+        if final.exists():  # the same trial, by a worker that was taken for lost
             shutil.rmtree(partial)
             return
         os.rename(partial, final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C caused an error: extensions of Python turn it into errors of their own."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def simulate(job: Job, trial: Trial) -> Any:
@@ -126,21 +164,7 @@ def simulate(job: Job, trial: Trial) -> Any:
 def _simulated(job: Job, trial: Trial) -> tuple[Any, dict[str, Any]]:
     options = job.options
     if trial.mixed:
-        quality = (
-            {"min_sqnr": options["min_sqnr"]}
-            if options["metric"] is None
-            else {
-                name: options[name]
-                for name in (
-                    "metric",
-                    "allowed_drop",
-                    "lower_is_better",
-                    "labels",
-                    "evaluation_data",
-                    "confidence",
-                )
-            }
-        )
+        quality = {name: options[name] for name in _QUALITY}
         found = mixed_precision(
             job.model, job.data, trial.mixed, cost=options["cost"], seed=options["seed"],
             config_file=options["config_file"], **quality,
@@ -160,39 +184,36 @@ def _carried_out(job: Job, trial: Trial, folder: Path) -> dict[str, Any]:
     noise = known.noise.measure(subject)
     if known.metric is not None:
         score = known.metric.measure(subject)
-        if known.metric.suspicious(score, noise):
-            known.metric.check_direction(score, noise)
-        report.update(_scored(known.metric, score))
+        report.update(_scored(known.metric, score, job.options["confidence"]))
+        report["suspicious"] = known.metric.suspicious(score, noise)
     report.update(costs=present_costs(sim), sqnr_db=_finite(decibel(noise)))
     if trial.recipe == ("fold",) and trial.scheme is None:
-        report["causes"] = _causes(sim, job.data)
+        report.update(_causes(sim, job.data))
     sim.export(folder, job.options["filename_prefix"], target=job.options["target"])
     return report
 
 
-def _scored(metric: Metric, score: Score) -> dict[str, Any]:
+def _scored(metric: Metric, score: Score, confidence: float) -> dict[str, Any]:
     found = metric.interval(score, _CONFIDENCE)
     return {
         "metric": score.mean,
         "drop": metric.drop(score),
         "worst_drop": metric.worst(found),
+        "sure_drop": metric.worst(metric.interval(score, one_sided(confidence))),
         "share": score.share,
         "interval": {"low": found.low, "high": found.high, "text": found.text, "n": found.n},
-        "values": np.asarray(score.values, np.float64).reshape(-1).tolist()
-        if score.values.size <= 100_000
-        else None,
     }
 
 
-def _causes(sim: Any, data: Sequence[Any]) -> list[str]:
-    """Keys of the causes that the analysis finds, the most frequent first."""
+def _causes(sim: Any, data: Sequence[Any]) -> dict[str, Any]:
+    """Keys of the causes that the analysis finds, the most frequent first; or why there is no analysis."""
     try:
         found = analyze(sim, list(data)[:2], mode="fast", progress=False)
     except BitwrightError as error:
-        logger.info("no analysis: %s", error)
-        return []
+        logger.warning("no recipe can be directed by an analysis: %s", error)
+        return {"causes": [], "no_analysis": str(error)}
     keys = [cause.cause for layer in found.layers for cause in layer.causes]
-    return sorted(dict.fromkeys(keys), key=lambda key: -keys.count(key))
+    return {"causes": sorted(dict.fromkeys(keys), key=lambda key: -keys.count(key))}
 
 
 def _finite(value: float) -> float | None:
@@ -201,13 +222,34 @@ def _finite(value: float) -> float | None:
 
 # ------------------------------------------------------------------------------------------------ folders
 
+_REMOVE_TRIAL = "remove the folder of the trial"
 
-def read_trial(folder: Path, name: str) -> dict[str, Any] | None:
-    """The report of a finished trial; ``None`` where there is none."""
+
+def read_trial(folder: Path, name: str, trial: Trial | None = None) -> dict[str, Any] | None:
+    """The report of a finished trial; ``None`` where there is none.
+
+    Args:
+        trial: what it has to be of.
+
+    Raises:
+        ConfigError: the file is damaged, or of another trial of this name.
+    """
     path = folder / "trials" / name / REPORT
     if not path.is_file():
         return None
-    return read_kept(path, "remove the folder of the trial")
+    found = read_kept(path, _REMOVE_TRIAL)
+    if trial is not None and _plain(found.get("trial")) != _plain(trial.to_dict()):
+        raise ConfigError(
+            str(path.parent),
+            f"the trial {name} was another one when it ran: {found.get('trial')}",
+            f"{_REMOVE_TRIAL} to run it again, or give the new trial a name of its own",
+        )
+    return found
+
+
+def _plain(trial: Any) -> Any:
+    """A trial as JSON has it; what it is for decides nothing."""
+    return json.loads(json.dumps({k: v for k, v in (trial or {}).items() if k != "why"}))
 
 
 def read_kept(path: Path, remove: str = "remove it") -> dict[str, Any]:
@@ -233,7 +275,8 @@ def remove_partial(folder: Path) -> None:
 
 def identity(model: Any, data: Sequence[Any], options: Mapping[str, Any]) -> dict[str, str]:
     """What a folder belongs to: hashes of the model, of the data, and the options that decide results."""
-    plain = {k: _text(v) for k, v in options.items() if k not in ("labels", "evaluation_data")}
+    plain = {k: _text(v) for k, v in options.items() if k not in ("labels", "evaluation_data", "config_file")}
+    plain["config_file"] = _rules_hash(options["config_file"])
     if options["labels"] is not None:
         plain["labels"] = fingerprint([np.asarray(options["labels"])])
     if options["evaluation_data"] is not None:
@@ -247,19 +290,47 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
+def _rules_hash(config_file: Any) -> str:
+    """Rules by what a file says, not by its name."""
+    if isinstance(config_file, (str, os.PathLike)) and Path(config_file).is_file():
+        return hashlib.sha256(Path(config_file).read_bytes()).hexdigest()
+    return _text(config_file)
+
+
 def _model_hash(model: Any) -> str:
-    if isinstance(model, (str, os.PathLike)):
-        return hashlib.sha256(Path(model).read_bytes()).hexdigest()
-    if hasattr(model, "SerializeToString"):
-        return hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
     if hasattr(model, "state_dict"):
-        seen = Fingerprint()
-        for name, tensor in model.state_dict().items():
-            seen.update({name: tensor.detach().cpu()} if hasattr(tensor, "detach") else {name: str(tensor)})
-        return f"{type(model).__qualname__} {seen}"
+        return _module_hash(model)
     import onnx_ir as ir
 
-    return hashlib.sha256(ir.to_proto(model).SerializeToString(deterministic=True)).hexdigest()
+    from bitwright.onnx.model.load import load_model
+
+    loaded = load_model(model).model  # weights may lie in files beside the model's
+    seen = Fingerprint()
+    for graph in loaded.graphs():
+        for name, value in graph.initializers.items():
+            if value.const_value is not None:
+                seen.update({name: value.const_value.numpy()})
+    bare = ir.to_proto(loaded)
+    return f"{hashlib.sha256(_without_weights(bare)).hexdigest()} {seen}"
+
+
+def _without_weights(proto: Any) -> bytes:
+    """The graph of a model; its large weights are looked at by themselves."""
+    for tensor in proto.graph.initializer:
+        for field in ("raw_data", "external_data", "data_location"):
+            tensor.ClearField(field)
+    found: bytes = proto.SerializeToString(deterministic=True)
+    return found
+
+
+def _module_hash(model: Any) -> str:
+    seen = Fingerprint()
+    for name, module in model.named_modules():
+        seen.update({name: f"{type(module).__module__}.{type(module).__qualname__}"})
+    tensors = {**dict(model.named_buffers()), **model.state_dict()}
+    for name, tensor in tensors.items():
+        seen.update({name: tensor.detach().cpu()} if hasattr(tensor, "detach") else {name: str(tensor)})
+    return f"{type(model).__qualname__} {seen}"
 
 
 def claim(folder: Path, mine: Mapping[str, str]) -> None:
@@ -271,7 +342,14 @@ def claim(folder: Path, mine: Mapping[str, str]) -> None:
     (folder / "trials").mkdir(parents=True, exist_ok=True)
     path = folder / "auto.json"
     if path.is_file():
-        theirs = read_kept(path).get("identity", {})
+        kept = read_kept(path)
+        if kept.get("version") != _VERSION:
+            raise ConfigError(
+                str(folder),
+                f"another version of bitwright searched there (version {kept.get('version')} of the folder, and not {_VERSION})",
+                "name an empty folder",
+            )
+        theirs = kept.get("identity", {})
         for key, value in mine.items():
             if theirs.get(key) != value:
                 raise ConfigError(
@@ -283,5 +361,5 @@ def claim(folder: Path, mine: Mapping[str, str]) -> None:
         return
     with atomic_write(path) as temporary:
         temporary.write_text(
-            json.dumps({"format": "bitwright-auto", "version": 1, "identity": dict(mine)}, indent=1)
+            json.dumps({"format": "bitwright-auto", "version": _VERSION, "identity": dict(mine)}, indent=1)
         )

@@ -152,6 +152,36 @@ def test_auto_quant(tmp_path: Path) -> None:
     assert found == pytest.approx(right("onnx")(best.session))
 
 
+def test_auto_quant_returns_the_nearest_model_where_none_keeps_the_accuracy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bitwright.aimet_common.auto_quant import AutoQuant
+    from bitwright.mixed.ladder import Trial
+    from bitwright.torch import AdaroundParameters
+
+    search = AutoQuant(model("onnx"), None, batches("onnx"), CallbackFunc(worse_when_touched), str(tmp_path))
+    search.set_adaround_params(AdaroundParameters(batches("onnx"), 1, 7))
+    recipes = [trial.recipe for trial in search._trials() or ()]
+    steps = [step for recipe in recipes for step in recipe or () if isinstance(step, dict)]
+    assert [step["adaround"]["iterations"] for step in steps] == [7] and steps[0]["adaround"][
+        "warm_start"
+    ] == 0.2
+    with pytest.raises(BitwrightError, match="adaround_params: 7 is a int.*pass AdaroundParameters"):
+        search.set_adaround_params(7)
+    only = Trial("w4", "w4a8", recipe=("fold", {"adaround": {"iterations": 2}}))
+    monkeypatch.setattr(search, "_trials", lambda: [only])
+    sim, accuracy, encodings = search.optimize(allowed_accuracy_drop=0.0)
+    assert sim.calibrated and accuracy == 0.5 and Path(encodings).is_file()
+
+
+def worse_when_touched(session: Any, _: Any = None) -> float:
+    """1 of the float model, and less of any other."""
+    x = batches("onnx")[0]
+    wanted = float_session().run(None, {"x": x})[0]
+    found = session.run(None, {session.get_inputs()[0].name: x})[0]
+    return 1.0 if np.allclose(found, wanted, rtol=1e-4, atol=1e-5) else 0.5
+
+
 def float_session() -> Any:
     import onnxruntime
 

@@ -99,9 +99,13 @@ def test_a_trial_that_fails_is_told_and_the_search_goes_on(tmp_path: Path) -> No
 
 def test_every_trial_is_tested_with_the_whole_doubt(tmp_path: Path) -> None:
     """Nothing changes on 100 samples held back: that shows a drop below 1.8 %, however many trials there are."""
-    answers = np.arange(200) % 10 > 0
+    answers, right = np.arange(200) % 10 > 0, Right("onnx")
+
+    def metric(session: Any) -> Any:
+        return answers if right(session).mean() > 0.5 else ~answers
+
     result = auto_quantize(
-        model("onnx"), batches("onnx"), lambda session: answers, folder=tmp_path, trials=SHORT, allowed_drop=0.02,
+        model("onnx"), batches("onnx"), metric, folder=tmp_path, trials=SHORT, allowed_drop=0.02,
         progress=False,
     )  # fmt: skip
     assert result.best is not None and result.best.bit_ops == min(row.bit_ops for row in result.trials)
@@ -300,3 +304,225 @@ def test_kill_9_loses_the_running_trial_only(tmp_path: Path) -> None:
         assert not best.exists() or json.loads(best.read_text())["best"]
     assert killed >= 5
     assert numbers(search("onnx", folder)) == numbers(whole)
+
+
+# -- what a metric must be able to tell
+
+
+def test_a_metric_that_does_not_look_at_the_model_is_refused(tmp_path: Path) -> None:
+    def constant(target: Any) -> Any:
+        return np.arange(200) % 10 > 0
+
+    with pytest.raises(BitwrightError, match="outputs that are mostly noise.*the same as in float"):
+        auto_quantize(model("onnx"), batches("onnx"), constant, folder=tmp_path, trials=SHORT, progress=False)
+    with pytest.raises(BitwrightError, match="the same as in float"):  # the trial is there by now
+        auto_quantize(model("onnx"), batches("onnx"), constant, folder=tmp_path, trials=SHORT, progress=False)
+
+
+class Wrong(Right):
+    """An error, which is better when lower."""
+
+    def __call__(self, target: Any) -> Any:
+        return 1.0 - super().__call__(target)
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+def test_an_error_as_the_metric_is_noticed_and_the_remedy_works(front: str, tmp_path: Path) -> None:
+    two = Trial("w2", "w8a8", recipe=("fold",))
+    given = (model(front), batches(front), Wrong(front))
+    harmed = Trial("harmed", "w4a8", "percentile", ("fold",))
+    options: dict[str, Any] = {"trials": (two, harmed), "allowed_drop": 0.1, "progress": False}
+    with pytest.raises(BitwrightError, match="higher is better.*pass lower_is_better=True"):
+        auto_quantize(*given, folder=tmp_path / "a", **options)
+    found = auto_quantize(*given, folder=tmp_path / "b", lower_is_better=True, **options)
+    assert found.best is not None and found.better == "lower"
+
+
+def test_both_the_metric_and_the_outputs_have_to_be_good(tmp_path: Path) -> None:
+    found = search("onnx", tmp_path, min_sqnr=30.0, allowed_drop=0.5)
+    assert [row.good for row in found.trials] == [row.sqnr_db >= 30 for row in found.trials]
+    assert {row.good for row in found.trials} == {True, False}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"allowed_drop": 0.1}, "allowed_drop: there is no metric that could drop"),
+        ({"lower_is_better": True}, "lower_is_better: there is no metric that it could be for"),
+        ({"labels": [1]}, "labels: there is no metric"),
+        ({"metric": Right("onnx"), "labels": [1]}, "labels: the metric is a function"),
+        ({"metric": "agreement", "lower_is_better": True}, "the direction of 'agreement' is known"),
+        ({"min_sqnr": float("nan")}, "min_sqnr: nan is no number of dB"),
+        ({"deadline": float("nan")}, "deadline: nan is no time"),
+        ({"deadline": -1}, "deadline: -1 is no time"),
+        ({"confidence": 90}, "confidence: 90 is no share"),
+        ({"trials": ()}, "trials: the list is empty"),
+        ({"trials": (FIRST, FIRST)}, "w8a8-fast stands there twice"),
+        ({"trials": (Trial("../up", "w8a8"),)}, r"\.\./up"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_options_that_say_nothing_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(BitwrightError, match=message):
+        auto_quantize(model("onnx"), batches("onnx"), folder=tmp_path, progress=False, **options)
+    assert not list(tmp_path.iterdir())
+
+
+# -- what a folder belongs to
+
+
+def test_weights_in_a_file_beside_the_model_are_part_of_it(tmp_path: Path) -> None:
+    import onnx
+
+    proto = model("onnx")
+    onnx.save(
+        proto, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0,
+        convert_attribute=False,
+    )  # fmt: skip
+    path = str(tmp_path / "m.onnx")
+    first = trials.identity(path, [], OPTIONS)
+    assert first == trials.identity(path, [], OPTIONS)
+    content = bytearray((tmp_path / "m.data").read_bytes())
+    content[7] ^= 1
+    (tmp_path / "m.data").write_bytes(bytes(content))
+    assert first != trials.identity(path, [], OPTIONS)
+
+
+OPTIONS: dict[str, Any] = {"labels": None, "evaluation_data": None, "config_file": None}
+
+
+def test_modules_and_rules_are_part_of_what_a_folder_belongs_to(tmp_path: Path) -> None:
+    from torch import nn
+
+    one, other = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.GELU())
+    other.load_state_dict(one.state_dict())
+    assert trials.identity(one, [], OPTIONS) != trials.identity(other, [], OPTIONS)
+    rules = tmp_path / "rules.json"
+    found = []
+    for text in ("{}", '{"recurrent": "boundary_only"}'):
+        rules.write_text(text)
+        found.append(trials.identity(one, [], {**OPTIONS, "config_file": str(rules)}))
+    assert found[0] != found[1]
+
+
+def test_a_trial_of_the_same_name_has_to_be_the_same(searched: Path, tmp_path: Path) -> None:
+    shutil.copytree(searched, tmp_path, dirs_exist_ok=True)
+    other = Trial(FIRST.name, "w4a8", recipe=("fold",))
+    with pytest.raises(
+        BitwrightError, match="w8a8-fast was another one when it ran.*remove the folder of the trial"
+    ):
+        search("onnx", tmp_path, trials=(other,))
+    shutil.rmtree(tmp_path / "trials" / FIRST.name)
+    assert [row.preset for row in search("onnx", tmp_path, trials=(other,)).trials] == ["w4a8"]
+
+
+# -- what is shown
+
+
+def test_the_table_grows_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
+    search("onnx", tmp_path, progress=True)
+    shown = capsys.readouterr().err
+    seen = [shown.index(trial.name) for trial in SHORT]
+    assert seen == sorted(seen) and shown.count(FIRST.name) >= len(SHORT) and "best" in shown
+
+
+def test_without_a_terminal_the_log_has_a_line_per_trial(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "bitwright")
+    search("onnx", tmp_path, progress=True)
+    lines = [text for text in caplog.messages if text.startswith("trial ")]
+    assert len(lines) == len(SHORT) and "trial w8a8-fast" in lines[0] and "drop" in lines[0]
+
+
+def test_the_page_of_a_search_has_the_front(searched: Path, tmp_path: Path) -> None:
+    text = (searched / "report.html").read_text()
+    assert "Pareto front" in text and FIRST.name in text and text.count("<svg") == 2
+    assert "<script" not in text and "http" not in text.replace("http-equiv", "")
+
+
+def test_nothing_good_is_told_on_disk_too(tmp_path: Path) -> None:
+    found = search("onnx", tmp_path, allowed_drop=0.0, trials=(Trial("w4", "w4a8", recipe=("fold",)),))
+    kept = json.loads((tmp_path / "best.json").read_text())
+    assert found.best is None and kept["best"] is None and kept["nearest"] == "w4"
+    assert "the float model is what remains" in kept["reason"]
+    assert found.simulation("w4").calibrated
+    with pytest.raises(BitwrightError, match="no finished trial 'w5' .did you mean 'w4'.*name one of w4"):
+        found.simulation("w5")
+
+
+# -- the deadline, Ctrl-C and lost processes
+
+
+def test_workers_begin_no_trial_after_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def one_by_one(job: Any, given: Any, workers: int) -> Any:
+        for trial in given:
+            asked.append(trial.name)
+            trials.run_trial(job, trial)
+            yield trial
+
+    monkeypatch.setitem(executors.EXECUTORS, "local", one_by_one)
+    found = search("onnx", tmp_path, workers=2, deadline=0.001)
+    assert asked == [FIRST.name] and found.best is not None
+    assert "0.001 s are less than one trial takes" in found.reason
+
+
+def test_ctrl_c_that_became_another_error_is_no_failed_trial(tmp_path: Path) -> None:
+    calls = []
+
+    class Interrupted(Right):
+        def __call__(self, target: Any) -> Any:
+            calls.append(0)
+            if len(calls) == 2:  # the first one is of the float model
+                raise SystemError("a result with an exception set") from KeyboardInterrupt()
+            return super().__call__(target)
+
+    given: dict[str, Any] = {"trials": SHORT[:1], "allowed_drop": 0.1, "progress": False, "folder": tmp_path}
+    found = auto_quantize(model("onnx"), batches("onnx"), Interrupted("onnx"), **given)
+    assert not found.trials and "Ctrl-C ended the search" in found.reason
+    assert not list((tmp_path / "trials").iterdir())
+    assert auto_quantize(model("onnx"), batches("onnx"), Interrupted("onnx"), **given).best is not None
+
+
+def test_an_error_of_any_kind_is_a_row_of_the_table(tmp_path: Path) -> None:
+    class Odd(Exception):
+        pass
+
+    class Fails(Right):
+        def __call__(self, target: Any) -> Any:
+            found = super().__call__(target)
+            if found.mean() < 0.6:
+                raise Odd("what a runtime of its own raises")
+            return found
+
+    bad = Trial("bad", "w4a8", "percentile", ("fold", "no_such_step"))
+    found = auto_quantize(
+        model("onnx"), batches("onnx"), Fails("onnx"), trials=(bad, FIRST), allowed_drop=0.1, progress=False,
+        folder=tmp_path,
+    )  # fmt: skip
+    assert found.trials[0].failed and found.best is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["local", "ray"])
+def test_a_trial_that_always_loses_its_worker_is_a_failed_one(
+    executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if executor == "ray":
+        pytest.importorskip("ray")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
+    (marker := tmp_path / "lost").mkdir()
+    dies = Dies("onnx", marker, os.getpid(), 1000)
+    found = auto_quantize(
+        model("onnx"), batches("onnx"), dies, folder=tmp_path / "s", trials=(FIRST,), allowed_drop=0.1, workers=2,
+        executor=executor, progress=False,
+    )  # fmt: skip
+    assert len(list(marker.glob("*"))) == 3 and "its process was lost 3 times" in found.trials[0].failed
+    assert "the float model is what remains" in found.reason

@@ -62,7 +62,9 @@ def test_the_quietest_choice_within_a_budget(seed: int, rows: int, pairs: int) -
         best = min(noise.of(c) for c in every(knapsack) if cost.of(c) <= budget * (1 + 1e-12))
         assert found is not None and noise.of(found) == pytest.approx(best, rel=1e-4)
     assert knapsack.quietest(noise, {"bytes": costs[0] * 0.9}) is None
-    assert cost.of(knapsack.least("bytes")) == pytest.approx(costs[0])
+    least = knapsack.least("bytes", {})
+    assert least is not None and cost.of(least) == pytest.approx(costs[0])
+    assert knapsack.least("bytes", {"bytes": costs[0] * 0.9}) is None
 
 
 def test_the_front_holds_no_dominated_choice() -> None:

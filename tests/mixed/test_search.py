@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -151,7 +152,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"metric": lambda m: 0.5, "allowed_drop": 0.1, "candidates": [two_bits_each()], "rounding": False},
         "it is 0.5 for outputs that are mostly noise.*the same as in float"),
     "short deadline": (
-        {"metric": accuracy("torch"), "allowed_drop": 0.1, "deadline": 1e-6}, "one evaluation of the metric takes"),
+        {"metric": accuracy("torch"), "allowed_drop": 0.1, "deadline": 1e-6}, 
+        r"one evaluation of the metric takes .*what comes before the first point took .*allow more than"),
+    "no direction": (
+        {"metric": "agreement", "lower_is_better": True, "allowed_drop": 0.1}, "the direction of 'agreement' is known"),
+    "data of a function": (
+        {"metric": lambda m: 0.5, "evaluation_data": [1], "allowed_drop": 0.1}, "a function, which looks at data of its own"),
+    "no number": ({"min_sqnr": float("nan")}, "nan is no number of dB"),
+    "no time": ({"min_sqnr": 20, "deadline": float("nan")}, "nan is no time"),
+    "no share": ({"min_sqnr": 20, "confidence": 95}, "95 is no share"),
     "no labels": ({"metric": "accuracy", "allowed_drop": 0.1}, "no labels are given"),
 }  # fmt: skip
 
@@ -231,3 +240,72 @@ def test_a_damaged_table_of_times_is_named(tmp_path: Any, content: str | None, p
         mixed_precision(
             simulation("torch"), batches("torch"), ["w8a8", "w4a8"], cost="ms", budget=1e9, times=path
         )
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU"])
+def test_recurrent_layers_of_onnx_are_estimated_not_measured_one_by_one(op: str) -> None:
+    """Without estimates every group was measured alone at every candidate before the search began."""
+    from bitwright.mixed.explorer import Explorer
+    from bitwright.onnx import QuantizationSimModel
+    from tests.support.recurrent_nets import Variant, feeds, layer_model
+
+    v = Variant(op, batch=8)
+    sim = QuantizationSimModel(layer_model(v), feeds(v), "mse", threads=1)
+    data = [feeds(v, seed) for seed in range(5)]
+    sim.compute_encodings(data)
+    subject = open_subject(sim)
+    search = Explorer(subject, as_candidates(["w8a8", "w4a8"]), data, 0.0, None, False, 32, 0, None)
+    assert search.measurements == 0 and not any("one group at a time" in note for note in search.notes)
+    result = mixed_precision(sim, data, ["w8a8", "w4a8"], min_sqnr=20, rounding=False, evaluations=3)
+    assert len([p for p in result.points if p.sqnr_db is not None]) <= 3
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_the_least_possible_budget_that_an_error_names_works(front: str) -> None:
+    options: dict[str, Any] = {"rounding": False, "evaluations": 2}
+    with pytest.raises(BitwrightError, match="no choice of candidates fits weight_bytes") as told:
+        mixed_precision(simulation(front), batches(front), ["w8a8", "w4a8"], budget=0.01, **options)
+    numbers = re.findall(r"least possible is ([\d.e+]+) .([\d.]+) of", str(told.value))[0]
+    for number in map(float, numbers):
+        found = mixed_precision(simulation(front), batches(front), ["w8a8", "w4a8"], budget=number, **options)
+        widths = {s.quantizer.spec.format.bits for s in found.sim.quantizers.values() if s.role == "weight"}
+        assert found.met and widths == {4}
+
+
+def test_budgets_that_no_choice_fits_together() -> None:
+    """Each alone has a choice: fewer bits of weights, or of activations."""
+    options: dict[str, Any] = {"rounding": False, "evaluations": 2}
+
+    def search(budget: dict[str, float]) -> Any:
+        return mixed_precision(
+            simulation("torch"), batches("torch"), ["w4a16", "w8a8"], budget=budget, **options
+        )
+
+    least = {}
+    for cost in ("weight_bytes", "activation_bytes"):
+        with pytest.raises(BitwrightError) as told:
+            search({cost: 2.0})
+        least[cost] = float(re.findall(r"least possible is ([\d.e+]+)", str(told.value))[0])
+        assert search({cost: least[cost]}).met
+    with pytest.raises(
+        BitwrightError, match="fits activation_bytes of .* within weight_bytes of .*least possible is"
+    ) as both:
+        search(least)
+    least["activation_bytes"] = float(re.findall(r"least possible is ([\d.e+]+)", str(both.value))[0])
+    assert search(least).met
+
+
+def test_a_metric_that_looks_strange_later_is_put_to_noise_too() -> None:
+    """The first point may be too good to tell an error from a share of right answers."""
+    seen: list[float] = []
+
+    def error(net: Any) -> float:
+        lost = 1.0 - float(accuracy("torch")(net).mean())
+        seen.append(lost)
+        return seen[0] if len(seen) == 2 else lost  # the first point is as good as float, by this metric
+
+    with pytest.raises(BitwrightError, match="and higher is better.*lower_is_better=True"):
+        mixed_precision(
+            simulation("torch"), batches("torch"), [two_bits(), two_bits_each()], metric=error, budget=1.0, cost="bit_ops",
+            rounding=False, evaluations=12,
+        )  # fmt: skip

@@ -39,6 +39,7 @@ class Step:
         differentiable: whether gradients flow through ``function``.
         inside: what takes the place of ``function`` where quantizers are inside it; what it is given stands for them, if the
             step is differentiable, and otherwise they are those of the simulation.
+        traced: the same step through which gradients flow, where none do through this one; slower.
     """
 
     op: str
@@ -52,6 +53,7 @@ class Step:
     inside: Callable[[Sequence[Tensor], Quantize], Sequence[Tensor]] | None = field(
         default=None, compare=False
     )
+    traced: Step | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

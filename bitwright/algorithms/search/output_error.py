@@ -102,10 +102,12 @@ class _Watch:
 
     def batch(self, program: Program, state: State) -> int:
         """Add one batch; returns how many rows its outputs had."""
-        program = replace(program, constants={v: t.detach() for v, t in program.constants.items()})
-        begun, outputs = self._forward(program, dict(state))
+        constants = {v: t.detach() for v, t in program.constants.items()}
+        program = replace(program, constants=constants)
+        watched = replace(program, steps=tuple(step.traced or step for step in program.steps))
+        begun, outputs = self._forward(watched, dict(state))
         floats = {v: y for v, y in outputs.items() if y.requires_grad}
-        self._back(program, begun, {v: self._direction(y, len(floats)) for v, y in floats.items()}, floats)
+        self._back(watched, begun, {v: self._direction(y, len(floats)) for v, y in floats.items()}, floats)
         self._measured += self._measure(program, dict(state), {v: y.detach() for v, y in outputs.items()})
         for (site, _), share in self._shares.items():
             self._noise[site] = self._noise.get(site, 0.0) + float(share.square().sum())
@@ -212,7 +214,8 @@ class _Watch:
 
     def _samples_axis(self, step: Step) -> int:
         """The axis that counts the samples of tensors of three axes: recurrent layers have steps of time before it."""
-        return 1 if step.op and self._graph.op(step.op).type in CELLS else 0
+        op = self._graph.op(step.op) if step.op else None
+        return 1 if op is not None and op.type in CELLS and not op.attrs.get("layout") else 0
 
     def _of_weight(
         self,
@@ -267,7 +270,8 @@ class _Watch:
             with torch.no_grad():
                 share = (gradient * error()).double()
             share = share.nan_to_num_(0.0, 0.0, 0.0)  # where there is no derivative
-            share = share.movedim(axis, 0) if share.dim() == 3 else share
+            if axis and share.dim() >= 3:  # ONNX has an axis of directions between them
+                share = share.movedim(share.dim() - 2, 0)
             share = share.flatten(1).sum(1) if share.dim() > 1 else share.sum()[None]
             key = site, len(share)
             self._shares[key] = self._shares[key] + share if key in self._shares else share

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from bitwright.core.simulation.sites import Site
 from bitwright.errors import ModelError
 from bitwright.export.files.value_types import is_tensor
 from bitwright.export.qdq.markers import Names, is_site, remove_unread, site_of
+from bitwright.onnx.adapters.recurrent import RecurrentLayer
 from bitwright.onnx.adapters.to_torch import as_torch
 from bitwright.onnx.model.data import as_feeds
 from bitwright.onnx.model.session import open_session
@@ -253,15 +255,22 @@ class _Steps:
         if function is None:
             opaque = _Opaque(self._sim, node, self._fixed)
             ports = {port: opaque.inputs.index(v) for port, v in enumerate(node.inputs) if v in opaque.inputs}
+            layer = RecurrentLayer.of(node)
+            traced = None if layer is None else self._through(name, node, layer.real, layer.inside)
             return Step(
                 name, self._numbers(opaque.inputs), self._numbers(outputs), opaque.real, ports,
-                self._operands(opaque.inputs), (), False, opaque.quantized,
+                self._operands(opaque.inputs), (), False, opaque.quantized, traced,
             )  # fmt: skip
         there = [port for port, v in enumerate(node.inputs) if v is not None]
-        given = [v for v in node.inputs if v is not None]
+        return self._through(name, node, _Ports(function, there, len(node.inputs)))
+
+    def _through(self, name: str, node: ir.Node, function: Any, inside: Any = None) -> Step:
+        """A step through which gradients flow, also to constants."""
+        given = {port: v for port, v in enumerate(node.inputs) if v is not None}
+        values = list(given.values())
         return Step(
-            name, self._numbers(given), self._numbers(outputs), _Ports(function, there, len(node.inputs)),
-            {port: slot for slot, port in enumerate(there)}, self._operands(given),
+            name, self._numbers(values), self._numbers([v for v in node.outputs if v.name]), function,
+            {port: slot for slot, port in enumerate(given)}, self._operands(values), inside=inside,
         )  # fmt: skip
 
     def _numbers(self, values: Sequence[ir.Value]) -> tuple[int, ...]:
@@ -425,10 +434,8 @@ def replace_results(step: Step, results: Sequence[tuple[int, str]]) -> Step:
     """``step`` with quantizers after it."""
     if not results:
         return step
-    return Step(
-        step.op, step.reads, step.writes, step.function, step.ports, step.operands, tuple(results), step.differentiable,
-        step.inside,
-    )  # fmt: skip
+    traced = step.traced and replace_results(step.traced, results)
+    return replace(step, results=tuple(results), traced=traced)
 
 
 def to_tensor(array: NDArray[Any]) -> Tensor:
