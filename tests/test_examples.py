@@ -100,7 +100,37 @@ def test_script_prints_its_five_rows(tmp_path):
     assert "bitwright verify" in run.stdout
 
 
-def _torchrun(script: Path, *arguments: str, processes: int, seconds: float) -> list[str]:
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch and the trainers
+@pytest.mark.parametrize(
+    ("way", "package"),
+    [
+        ("loop", "torch"),
+        ("checkpoint", "torch"),
+        ("reentrant", "torch"),
+        ("compile", "torch"),
+        ("accelerate", "accelerate"),
+        ("trainer", "transformers"),
+        ("lightning", "lightning"),
+    ],
+)
+def test_every_way_of_training_gains_accuracy(way, package):
+    pytest.importorskip(package)
+    before, after = _script("train_with").main(way)
+    assert after >= before + 2.0
+
+
+def _torchrun(
+    script: Path, *arguments: str, processes: int, seconds: float, starts: str = "rank "
+) -> list[str]:
     """What ``torchrun`` prints; everything it started is ended after ``seconds``.
 
     Processes that outlive ``torchrun`` keep its pipes open, so that waiting for the end of its output would hang.
@@ -129,7 +159,7 @@ def _torchrun(script: Path, *arguments: str, processes: int, seconds: float) -> 
             os.killpg(process.pid, signal.SIGKILL)
             raise
     assert process.returncode == 0, errors
-    return sorted(line for line in output.splitlines() if line.startswith("rank "))
+    return sorted(line for line in output.splitlines() if line.startswith(starts))
 
 
 @pytest.mark.slow
@@ -143,3 +173,13 @@ def test_torchrun_trains_one_network_on_two_processes(tmp_path):
     assert found[0][4] == found[1][4], "both ranks have the same weights and ranges"
     assert all(float(match[3]) >= float(match[2]) + 1.0 for match in found)
     assert (tmp_path / "last" / "checkpoint.json").is_file()
+
+
+@pytest.mark.slow
+def test_torchrun_trains_one_sharded_network_on_two_processes():
+    lines = _torchrun(
+        ROOT / "examples" / "train_with.py", "fsdp2", processes=2, seconds=300, starts="fsdp2: "
+    )
+    assert len(lines) == 2 and lines[0] == lines[1], "both ranks have the same weights and ranges"
+    found = re.fullmatch(r"fsdp2: ([\d.]+) % before, ([\d.]+) % after training", lines[0])
+    assert float(found[2]) >= float(found[1]) + 2.0

@@ -163,3 +163,29 @@ def test_layers_that_autocast_puts_in_bfloat16_are_simulated_but_not_exported() 
     with pytest.raises(ExportError, match=r"l\.output\[0\]: it is computed in bfloat16") as caught:
         sim.verify(X)
     assert "without autocast" in caught.value.remedy
+
+
+class HalfInside(nn.Module):
+    """A part in bfloat16 that takes the type of its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 3), nn.Linear(8, 5)
+        self.body = nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU()).to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(self.stem(x).relu().to(self.body[0].weight.dtype))
+        return self.head(y.to(self.head.weight.dtype).mean((2, 3)))
+
+
+def test_parts_in_bfloat16_are_exported_when_they_were_converted() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 8, 8)
+    sim = calibrated(HalfInside(), x)
+    with pytest.raises(ExportError, match=r"body\.0\.weight: it is bfloat16") as caught:
+        sim.verify(x)
+    assert "sim.model.float()" in caught.value.remedy
+    encodings = {name: site.encoding for name, site in sim.quantizers.items()}
+    sim.model.float()
+    assert sim.verify(x).ok
+    assert encodings == {name: site.encoding for name, site in sim.quantizers.items()}

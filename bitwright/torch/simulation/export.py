@@ -171,18 +171,10 @@ def _check_exportable(sim: QuantizationSimModel) -> None:
                 name,
                 f"it is {str(tensor.dtype).removeprefix('torch.')}, for which ONNX Runtime has no convolution or matrix "
                 "kernels on CPUs",
-                "convert the simulation first: sim.model.float(); its encodings stay as they are",
+                "convert the simulation first: sim.model.float(); its encodings stay as they are. Where a forward casts its "
+                "tensors to this type by name, let it read the type of a weight instead",
             )
-    for op in sim.graph.ops:
-        if op_row(op.type).kind == "compute":
-            for name in op.outputs:
-                if sim.graph.values[name].dtype == "bfloat16":
-                    raise ExportError(
-                        name,
-                        "it is computed in bfloat16 (torch.autocast), for which ONNX Runtime has no convolution or "
-                        "matrix kernels on CPUs",
-                        "make the simulation from the model without autocast; sim.save_encodings(path) writes the encodings",
-                    )
+    _refuse_bfloat16_results(sim)
     if not sim.output_values:
         raise ExportError(
             type(sim.model).__name__,
@@ -190,6 +182,26 @@ def _check_exportable(sim: QuantizationSimModel) -> None:
             "return a tensor, or tensors in tuples, lists, dicts or dataclasses; wrap the model in a module whose forward "
             "takes them out of the object it returns now",
         )
+
+
+def _refuse_bfloat16_results(sim: QuantizationSimModel) -> None:
+    """Refuse what autocast computes in bfloat16.
+
+    Of operators whose parameters were bfloat16 the record is from before ``sim.model.float()``.
+    """
+    values = sim.graph.values
+    for op in sim.graph.ops:
+        own = [values[name].dtype for _, name in op.sources() if values[name].param]
+        if op_row(op.type).kind != "compute" or "bfloat16" in own:
+            continue
+        for name in op.outputs:
+            if values[name].dtype == "bfloat16":
+                raise ExportError(
+                    name,
+                    "it is computed in bfloat16 (torch.autocast), for which ONNX Runtime has no convolution or "
+                    "matrix kernels on CPUs",
+                    "make the simulation from the model without autocast; sim.save_encodings(path) writes the encodings",
+                )
 
 
 def site_encodings(sim: QuantizationSimModel) -> dict[str, Encoding]:

@@ -72,7 +72,8 @@ class LearnedRange:
     """
 
     def __init__(self, site: str, base: Encoding, *, offset: bool) -> None:
-        self.site, self.base = site, base
+        self.site = site
+        self.base = base
         self.log_scale = nn.Parameter(torch.zeros(base.scale.shape))
         self.offset = nn.Parameter(torch.zeros(base.scale.shape)) if offset else None
         self._memory: tuple[list[int], list[np.ndarray[Any, Any]]] = ([], [])
@@ -88,6 +89,18 @@ class LearnedRange:
             self._hooked = True
             for parameter in self.parameters().values():
                 parameter.register_post_accumulate_grad_hook(hook)
+
+    @property
+    def base(self) -> Encoding:
+        """The encoding that the parameters are distances from."""
+        return self._base
+
+    @base.setter
+    def base(self, encoding: Encoding) -> None:
+        self._base = encoding
+        # as tensors too: a compiler does not read arrays
+        scale, zero_point = (np.array(values, np.float64) for values in (encoding.scale, encoding.zero_point))
+        self._given = torch.from_numpy(scale), torch.from_numpy(zero_point)
 
     @property
     def with_offset(self) -> bool:
@@ -238,8 +251,7 @@ class LearnedRange:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         scaling, fmt = self._scaling(x, weight), self.base.format
         assert isinstance(fmt, IntFormat)
-        base = torch.tensor(self.base.scale.tolist(), dtype=torch.float64, device=x.device)
-        zero = torch.tensor(self.base.zero_point.tolist(), dtype=torch.float64, device=x.device)
+        base, zero = (given.to(x.device) for given in self._given)
         scale = (base * self.log_scale.detach().double().exp()).clamp(min=_TINY).float()
         if self.offset is not None:
             zero = (

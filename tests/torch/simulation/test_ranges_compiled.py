@@ -19,10 +19,11 @@ X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 @pytest.mark.slow
 def test_compiled_training_has_the_numbers_and_gradients_of_the_eager_one():
     torch.manual_seed(0)
-    sim = QuantizationSimModel(nn.Linear(6, 3), X, default_param_bw=4, default_output_bw=4)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    sim = QuantizationSimModel(model, X, default_param_bw=4, default_output_bw=4)
     sim.compute_encodings([X])
     sim.learn_ranges()
-    run = torch.compile(sim.model, backend="eager")
+    run = torch.compile(sim.model, backend="eager", fullgraph=True)
     parameters = [*sim.model.parameters(), *sim.range_parameters()]
     for step in range(2):
         found = []
