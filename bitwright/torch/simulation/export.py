@@ -185,10 +185,7 @@ def _check_exportable(sim: QuantizationSimModel) -> None:
 
 
 def _refuse_bfloat16_results(sim: QuantizationSimModel) -> None:
-    """Refuse what autocast computes in bfloat16.
-
-    Of operators whose parameters were bfloat16 the record is from before ``sim.model.float()``.
-    """
+    """Refuse what autocast computes; what has parameters in bfloat16 in the record was converted since."""
     values = sim.graph.values
     for op in sim.graph.ops:
         own = [values[name].dtype for _, name in op.sources() if values[name].param]
@@ -198,8 +195,7 @@ def _refuse_bfloat16_results(sim: QuantizationSimModel) -> None:
             if values[name].dtype == "bfloat16":
                 raise ExportError(
                     name,
-                    "it is computed in bfloat16 (torch.autocast), for which ONNX Runtime has no convolution or "
-                    "matrix kernels on CPUs",
+                    "it is computed in bfloat16 (torch.autocast), for which ONNX Runtime has no convolution or matrix kernels on CPUs",
                     "make the simulation from the model without autocast; sim.save_encodings(path) writes the encodings",
                 )
 
