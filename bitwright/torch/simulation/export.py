@@ -195,7 +195,7 @@ def _refuse_bfloat16_results(sim: QuantizationSimModel) -> None:
             if values[name].dtype == "bfloat16":
                 raise ExportError(
                     name,
-                    "it is computed in bfloat16 (torch.autocast), for which ONNX Runtime has no convolution or matrix kernels on CPUs",
+                    "it is computed in bfloat16 (torch.autocast), for which ONNX Runtime has no such kernels on CPUs",
                     "make the simulation from the model without autocast; sim.save_encodings(path) writes the encodings",
                 )
 
