@@ -20,7 +20,7 @@ from bitwright.core.files.documents import read_document
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.work import multiplications, size
 from bitwright.core.simulation.sites import Site
-from bitwright.errors import ConfigError, close_matches
+from bitwright.errors import ConfigError, close_matches, some_of
 from bitwright.mixed.candidates import Candidate, bits_of
 from bitwright.mixed.groups import Group, operands
 
@@ -219,24 +219,32 @@ def milliseconds(bits: Bits, times: Mapping[str, Any] | str | Path) -> Cost:
     measured = times.get("format") == TIMES_FORMAT
     rows = times["layers"] if measured else times
     graph: Graph = bits.sim.graph
-    table, missing = np.zeros((1, len(bits.groups), len(bits.candidates))), []
+    table = np.zeros((1, len(bits.groups), len(bits.candidates)))
+    missing: dict[str, list[str]] = {}
     for i, group in enumerate(bits.groups):
         for layer in group.layers:
             row = rows.get(layer, rows.get(graph.op(layer).type))
             if row is None:
-                missing.append(f"{layer} ({graph.op(layer).type})")
+                missing.setdefault(graph.op(layer).type, []).append(layer)
                 continue
             table[0, i] += [_time(layer, row, bits.candidates[c]) for c in range(len(bits.candidates))]
     if missing:
-        more = f" and {len(missing) - 3} others" if len(missing) > 3 else ""
-        raise ConfigError(
-            "times",
-            f"the table has no row for {', '.join(missing[:3])}{more}",
-            "add a row for each layer or for its operator type",
-        )
+        raise _no_times(missing, [c.name for c in bits.candidates])
     if not measured:
         return Cost("ms", "ms", table, np.zeros(1))
     return Cost("ms", "ms", table, np.array([float(times["fixed"])]), tuple(_conversions(bits, times)))
+
+
+def _no_times(missing: Mapping[str, Sequence[str]], candidates: Sequence[str]) -> ConfigError:
+    """Which operator types a table of times has no rows for, all of them, and the rows that are wanted."""
+    told = "; ".join(f"{kind}: {some_of(layers)}" for kind, layers in missing.items())
+    row = "{" + ", ".join(f'"{name}": ...' for name in candidates) + "}"
+    rows = ", ".join(f'"{kind}": {row}' for kind in missing)
+    return ConfigError(
+        "times",
+        f"the table has no row for {told}",
+        f"add a row for each layer, or for its operator type: {rows}",
+    )
 
 
 def _conversions(bits: Bits, times: Mapping[str, Any]) -> Iterator[Pair]:

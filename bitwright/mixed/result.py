@@ -129,7 +129,16 @@ class MixedPrecision(Tabular):
             lines.append(f"and {len(rows) - _SHOWN} more points")
         if self.interval is not None:
             lines.append(str(self.interval["text"]))
-        lines.append(f"{self.evaluations:.3g} evaluations of the metric, {self.seconds:.1f} s")
+        count = (
+            f"{len(rows)} points"
+            if self.metric is None
+            else f"{self.evaluations:.3g} evaluations of the metric"
+        )
+        lines.append(
+            f"{count} measured, {self.seconds:.1f} s"
+            if self.metric is None
+            else f"{count}, {self.seconds:.1f} s"
+        )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _row(self, point: Point) -> list[str]:

@@ -54,7 +54,7 @@ def cells(row: TrialRow) -> list[str]:
     if row.failed:
         return [row.name, "-", "-", "-", "-", "-", "failed", row.failed]
     numbers = [
-        f"{v:.4g}" if v is not None else "-"
+        f"{v + 0.0:.4g}" if v is not None else "-"  # no negative zero
         for v in (row.weight_bytes, row.bit_ops, row.sqnr_db, row.metric, row.drop)
     ]
     return [row.name, *numbers, "best" if row.best else "good" if row.good else "", row.why]

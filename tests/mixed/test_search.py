@@ -309,3 +309,12 @@ def test_a_metric_that_looks_strange_later_is_put_to_noise_too() -> None:
             simulation("torch"), batches("torch"), [two_bits(), two_bits_each()], metric=error, budget=1.0, cost="bit_ops",
             rounding=False, evaluations=12,
         )  # fmt: skip
+
+
+def test_the_rows_that_a_table_of_times_misses_are_all_named_and_suffice() -> None:
+    options: dict[str, Any] = {"cost": "ms", "min_sqnr": 5, "rounding": False, "evaluations": 2}
+    with pytest.raises(BitwrightError, match="the table has no row for") as told:
+        mixed_precision(simulation("onnx"), batches("onnx"), ["w8a8", "w4a8"], times={}, **options)
+    wanted = json.loads("{" + told.value.remedy.partition("operator type: ")[2].replace("...", "1.5") + "}")
+    found = mixed_precision(simulation("onnx"), batches("onnx"), ["w8a8", "w4a8"], times=wanted, **options)
+    assert len(wanted) >= 3 and found.met and "evaluations of the metric" not in str(found)
