@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
+import pkgutil
 import re
 from pathlib import Path
+
+import bitwright.core
 
 ROOT = Path(__file__).parents[2]
 ENTRY = re.compile(r"^    ((?:\*{0,2}\w+, )*\w+): ", re.MULTILINE)
@@ -40,3 +45,17 @@ def test_every_documented_field_exists() -> None:
 def test_a_field_that_is_not_there_is_seen() -> None:
     source = 'class Op:\n    """An op.\n\n    Attributes:\n        a, b: two.\n        c: one.\n    """\n    a: int\n    b: int\n'
     assert undocumented_by(ast.parse(source)) == ["Op.c"]
+
+
+def test_data_classes_of_the_core_are_frozen_but_those_that_collect() -> None:
+    """Decisions are values: two parts may share one, and it may be a key."""
+    modules = pkgutil.walk_packages(bitwright.core.__path__, "bitwright.core.")
+    classes = {
+        each
+        for module in modules
+        for each in vars(importlib.import_module(module.name)).values()
+        if isinstance(each, type) and dataclasses.is_dataclass(each) and each.__module__ == module.name
+    }
+    assert len(classes) > 40
+    changing = {each.__name__ for each in classes if not each.__dataclass_params__.frozen}
+    assert changing == {"Event", "CalibrationLog"}

@@ -237,7 +237,7 @@ def test_a_model_without_groups_is_not_run():
         yield torch.full((4, 6), float("nan"))
 
     report = awq_model(nn.Sequential(nn.Linear(6, 8), nn.Tanh()).eval(), data())
-    assert str(report).startswith("0 groups scaled") and len(report.refused) == 1
+    assert str(report).startswith("0 groups scaled on 0 samples") and len(report.refused) == 1
 
 
 def test_without_a_check_the_values_of_attention_are_left():

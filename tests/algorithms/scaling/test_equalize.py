@@ -57,9 +57,17 @@ def test_a_depthwise_triple_gets_the_cube_root_of_the_paper():
     layers = Layers(view.graph())
     r0, r1, r2 = ranges(view, layers, [("0", "out"), ("2", "out"), ("4", "in")])
     groups, _ = find_groups(layers, layers.of.values())
-    (a, b), _ = converged_factors(
-        groups, {layer.weight: view.param(layer.weight) for layer in layers.of.values()}
+    shown = []
+
+    def bar(steps, label):
+        for step in steps:
+            shown.append(step)
+            yield step
+
+    (a, b), rounds = converged_factors(
+        groups, {layer.weight: view.param(layer.weight) for layer in layers.of.values()}, bar
     )
+    assert rounds == len(shown) - 1  # one more was shown, which found that nothing changes any more
     middle = np.cbrt(r0 * r1 * r2)
     np.testing.assert_allclose(a, r0 / middle, rtol=2e-2)  # S12 and S23, up to the end of the iteration
     np.testing.assert_allclose(b, middle / r2, rtol=2e-2)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from bitwright.core.numerics import ranges
 from bitwright.core.numerics.affine import encode, fake_quantize, grid, round_to_float
 from bitwright.core.numerics.formats import FloatFormat, IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
@@ -427,3 +428,29 @@ def test_the_choice_between_signed_and_unsigned_changes_nothing_else():
     assert _settled(spec, update(start("minmax"), np.float32([0, 2]))) is spec
     mixed = update(start("minmax", (2,)), np.float32([[-1, 2], [0, 2]]), PerChannel(0))
     assert _settled(spec, mixed) == replace(spec, symmetry="symmetric"), "one negative channel is enough"
+
+
+@pytest.mark.parametrize("fmt", [IntFormat(4), parse_format("float8_e4m3")], ids=str)
+@pytest.mark.parametrize("gamma", [1.0, 3.0])
+def test_the_noise_of_a_histogram_is_that_of_its_values(fmt, gamma):
+    """Values spread evenly over bins, clipped ones weighted by ``gamma``: on integer grids the integral is exact."""
+    random = np.random.default_rng(0)
+    bins = np.sort(random.choice(len(ranges._EDGES) - 1, 12, replace=False))
+    mass = np.zeros((1, len(ranges._EDGES) - 1))
+    mass[0, bins] = random.integers(1, 9, 12)
+    scale, ends = np.array([[17.0, 60.0]]), ((-8.0, 7.0) if isinstance(fmt, IntFormat) else (-448.0, 448.0))
+    scale = scale if isinstance(fmt, IntFormat) else scale / 64
+    grids = ranges._Grids(scale, *(np.full_like(scale, end) for end in ends), gamma)
+    if isinstance(fmt, IntFormat):
+        found, points = ranges._binned_noise(mass, grids), (np.arange(20_000) + 0.5) / 20_000
+    else:
+        found, points = ranges._centred_noise(mass, grids, fmt), np.array([0.5])
+    for i, step in enumerate(scale[0]):
+        expected = 0.0
+        for n in bins:
+            x = ranges._EDGES[n] + points * (ranges._EDGES[n + 1] - ranges._EDGES[n])
+            inside = np.clip(x, ends[0] * step, ends[1] * step)
+            codes = np.rint(inside / step) if isinstance(fmt, IntFormat) else round_to_float(x / step, fmt)
+            error = np.square(x - codes * step) + (gamma - 1) * np.square(x - inside)
+            expected += mass[0, n] * error.mean()
+        assert found[0, i] == pytest.approx(expected, rel=1e-6)
