@@ -327,7 +327,7 @@ class Simulator:
             return written.copy_(result)
         output = func(*args, **kwargs)
         if isinstance(output, torch.Tensor):
-            alias = bool(args) and output is args[0]
+            alias = len(args) > 0 and output is args[0]
             result = self._output(plan.outputs[0], output, overwrite=row.fresh or alias)
             if written is None or (output is not written and not alias):
                 return result
