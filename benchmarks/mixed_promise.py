@@ -25,14 +25,14 @@ import measure  # first: it puts the repository on the path
 import numpy as np
 import torch
 
-from bitwright.analysis.subject import open_subject
-from bitwright.mixed.candidates import as_candidates
-from bitwright.mixed.choice import Choice
-from bitwright.mixed.explorer import Explorer
-from bitwright.mixed.goal import Goal
-from bitwright.mixed.measure import Metric
-from bitwright.mixed.search import CANDIDATES
-from bitwright.mixed.start import simulation_of
+from bitwright.analysis.subject.subject import open_subject
+from bitwright.mixed.choosing.choice import Choice
+from bitwright.mixed.precisions.candidates import as_candidates
+from bitwright.mixed.precisions.start import simulation_of
+from bitwright.mixed.search.explorer import Explorer
+from bitwright.mixed.search.goal import Goal
+from bitwright.mixed.search.measure import Metric
+from bitwright.mixed.search.search import CANDIDATES
 from tests.support import data
 from tests.support.tasks import TASKS
 

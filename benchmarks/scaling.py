@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if min(options.sizes) < 1:
         parser.error(f"--sizes has {min(options.sizes)}; a chain has at least one block")
-    measure_chain(10, False)  # what is imported at first use is no part of the first line
+    measure_chain(10, False)  # what is imported at first use is not part of the first line
     results = []
     for blocks in options.sizes:
         for residual in (False, True):

@@ -264,7 +264,7 @@ def run_phase(name: str, phase: str, settings: Settings) -> float:
     """MiB that ``phase`` needed above the imported program."""
     imported = measure.peak_mib()
     bench = Bench(name, settings)
-    measure.forget_peak()  # folding is no part of the phase
+    measure.forget_peak()  # folding is not part of the phase
     PHASES[phase](bench)
     return measure.peak_mib() - imported
 

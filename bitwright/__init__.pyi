@@ -1,5 +1,5 @@
 from bitwright.analysis.analyze import analyze as analyze
-from bitwright.analysis.layer_outputs import LayerOutputUtil as LayerOutputUtil
+from bitwright.analysis.values.layer_outputs import LayerOutputUtil as LayerOutputUtil
 from bitwright.comparison.drift import drift as drift
 from bitwright.core.numerics.formats import FloatFormat as FloatFormat
 from bitwright.core.numerics.formats import IntFormat as IntFormat
@@ -23,10 +23,10 @@ from bitwright.errors import GranularityError as GranularityError
 from bitwright.errors import ModelError as ModelError
 from bitwright.errors import RangeError as RangeError
 from bitwright.methods.pipeline import quantize as quantize
-from bitwright.mixed.auto import auto_quantize as auto_quantize
-from bitwright.mixed.latency import measure_times as measure_times
-from bitwright.mixed.manual import PrecisionRequest as PrecisionRequest
-from bitwright.mixed.manual import set_precisions as set_precisions
-from bitwright.mixed.search import mixed_precision as mixed_precision
+from bitwright.mixed.automatic.auto import auto_quantize as auto_quantize
+from bitwright.mixed.choosing.latency import measure_times as measure_times
+from bitwright.mixed.precisions.manual import PrecisionRequest as PrecisionRequest
+from bitwright.mixed.precisions.manual import set_precisions as set_precisions
+from bitwright.mixed.search.search import mixed_precision as mixed_precision
 
 __version__: str

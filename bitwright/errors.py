@@ -102,7 +102,7 @@ R = TypeVar("R")
 
 
 def _is_listed(value: object) -> bool:
-    """Whether a ``for`` goes over its items; a data set needs ``__getitem__`` only, and of a text nobody means the letters."""
+    """Whether a ``for`` goes over its items; a data set needs ``__getitem__`` only, and a text is not meant as its letters."""
     listed = isinstance(value, Iterable) or hasattr(type(value), "__getitem__")
     return listed and not isinstance(value, (str, bytes))
 

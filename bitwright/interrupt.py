@@ -36,7 +36,7 @@ def watched() -> Iterator[Interrupts]:
 
     Python acts on a signal only between two of its own instructions. While C code runs (a large product, a session), the
     first Ctrl-C waits; the second is seen by a thread and ends the process with code 130. That is safe for files: they
-    appear whole or not at all. Where Ctrl-C is ignored or handled by somebody else, nothing is watched.
+    appear whole or not at all. Where Ctrl-C is ignored or handled elsewhere, nothing is watched.
     """
     found = Interrupts()
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -109,7 +109,7 @@ def migrate(source: str, name: str = "script") -> Migrated:
         name: of the script, for messages.
 
     Raises:
-        ConfigError: it is no Python.
+        ConfigError: it is not Python.
 
     Example:
         >>> migrate("import aimet_torch.quantsim as q").source
@@ -141,7 +141,7 @@ def migrate_file(content: bytes, name: str = "script") -> tuple[bytes, Migrated]
         The new bytes; what was found. Its ``source`` is that of all cells, one after the other.
 
     Raises:
-        ConfigError: it is no Python, no notebook, or not in the encoding that it declares.
+        ConfigError: it is not Python, no notebook, or not in the encoding that it declares.
     """
     if name.endswith(".ipynb"):
         return _migrate_notebook(content, name)
@@ -171,7 +171,7 @@ def _migrate_notebook(content: bytes, name: str) -> tuple[bytes, Migrated]:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             name,
-            f"it is no notebook: {type(error).__name__}: {error}",
+            f"it is not a notebook: {type(error).__name__}: {error}",
             "give a notebook of format 4, or a script",
         ) from error
     done: list[Migrated] = []
@@ -202,7 +202,7 @@ def _parsed(source: str, name: str) -> ast.Module:
     """The tree of a script; lines of IPython (``%magic``, ``!command``, ``?name``) count as ``pass``.
 
     Raises:
-        ConfigError: it is no Python.
+        ConfigError: it is not Python.
     """
     try:
         return ast.parse(source.removeprefix("\ufeff"))
@@ -216,7 +216,7 @@ def _parsed(source: str, name: str) -> ast.Module:
         except SyntaxError:
             raise ConfigError(
                 f"{name}, line {error.lineno}",
-                f"it is no Python: {error.msg}",
+                f"it is not Python: {error.msg}",
                 "give a script that Python 3 can run (2to3 rewrites those of Python 2)",
             ) from error
 

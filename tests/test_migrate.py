@@ -55,7 +55,7 @@ def test_what_is_missing_and_what_differs_is_listed_by_line():
 
 
 def test_text_that_is_no_python_is_refused():
-    with pytest.raises(ConfigError, match="line 1: it is no Python"):
+    with pytest.raises(ConfigError, match="line 1: it is not Python"):
         migrate("import aimet_torch as")
 
 
@@ -123,7 +123,7 @@ def test_notebook_is_rewritten_cell_by_cell():
     expected[3]["source"] = "%%time\nfrom bitwright.aimet_torch.peft import PeftQuantUtils"
     assert new == notebook | {"cells": expected}
     assert found.changed == 2 and [f.where for f in found.missing] == ["cell 3:2"]
-    with pytest.raises(ConfigError, match=r"no notebook.*format 4"):
+    with pytest.raises(ConfigError, match=r"not a notebook.*format 4"):
         migrate_file(b"[]", "a.ipynb")
 
 

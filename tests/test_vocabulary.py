@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 #: what is written instead is on docs/vocabulary.md
 WORDS = re.compile(
     r"\b(?:behind|in force|mend(?:s|ed|ing)?|tak(?:e|es|en|ing)(?: \w+)? back|accus(?:e|es|ed|ing)|offen[cs]es?|idle"
-    r"|begins no group)\b",
+    r"|begins no group|nobody|somebody"
+    r"|(?<!\bthere )(?:is|are|was|were) no (?!longer|more|less|fewer|such|other|better|worse|faster|slower|wider)\w+)\b",
     re.IGNORECASE,
 )
 NAMES = ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")
@@ -35,12 +36,17 @@ def test_documentation_uses_the_vocabulary(path: Path) -> None:
 
 def test_code_gains_none_of_the_words() -> None:
     for path in CODE:
-        found = WORDS.findall(path.read_text())
+        found = WORDS.findall(" ".join(path.read_text().split()))
         allowed = ALLOWED.get(str(path.relative_to(ROOT)), 0)
         assert len(found) <= allowed, f"{path}: {found}; docs/vocabulary.md has the words to use instead"
 
 
 def test_the_words_are_seen() -> None:
-    seen = "behind; in force; mended; taken back; takes it back; accused; offence; idle; begins no group"
-    assert len(WORDS.findall(seen)) == 9
-    assert not WORDS.findall("amend, recommend, idleness, backward")
+    seen = (
+        "behind; in force; mended; taken back; takes it back; accused; offence; idle; begins no group; somebody; "
+        "it is no float"
+    )
+    assert len(WORDS.findall(seen)) == 11
+    assert not WORDS.findall(
+        "amend, recommend, idleness, backward; there is no float; is no longer float; the answer is no."
+    )

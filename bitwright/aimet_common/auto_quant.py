@@ -8,8 +8,8 @@ from typing import Any
 
 from bitwright.aimet_common.absent import differs
 from bitwright.errors import ConfigError
-from bitwright.mixed.auto import AutoResult, auto_quantize
-from bitwright.mixed.ladder import FIRST, Trial
+from bitwright.mixed.automatic.auto import AutoResult, auto_quantize
+from bitwright.mixed.automatic.ladder import FIRST, Trial
 
 _SCHEMES = (("min_max", "min_max"), ("mse", "mse"), ("percentile", "percentile"))
 

@@ -38,7 +38,7 @@ class QuantScheme(Enum):
         if alias not in _SCHEME_OF:
             raise ConfigError(
                 "quant_scheme",
-                f"{alias!r} is no scheme{close_matches(alias, _SCHEME_OF)}",
+                f"{alias!r} is not a scheme{close_matches(alias, _SCHEME_OF)}",
                 f"use one of {', '.join(_SCHEME_OF)}",
             )
         return _SCHEME_OF[alias]
@@ -222,7 +222,7 @@ class qtype(abc.ABC):  # noqa: N801, AIMET's name
             return QTYPE_ALIASES[name]
         raise ConfigError(
             "qtype",
-            f"{name!r} is no number format{close_matches(name, QTYPE_ALIASES)}",
+            f"{name!r} is not a number format{close_matches(name, QTYPE_ALIASES)}",
             f"use one of {', '.join(QTYPE_ALIASES)}, or qtype.int(bits)",
         )
 
@@ -237,7 +237,7 @@ class qtype(abc.ABC):  # noqa: N801, AIMET's name
             return dtype
         if isinstance(dtype, str):
             return qtype.from_string(dtype)
-        raise TypeError(f"a {type(dtype).__name__} is no number format; use a qtype or its name")
+        raise TypeError(f"a {type(dtype).__name__} is not a number format; use a qtype or its name")
 
 
 @dataclass(frozen=True)

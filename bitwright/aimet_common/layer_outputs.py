@@ -31,7 +31,7 @@ class RawFiles:
 
 
 def file_name(name: str) -> str:
-    """A name that a file may have: what is no letter, digit, dot or line becomes a line."""
+    """A name that a file may have: what is not a letter, digit, dot or line becomes a line."""
     return "".join(c if c.isalnum() or c in "._-" else "_" for c in name).strip("_") or "layer"
 
 

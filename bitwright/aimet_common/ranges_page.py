@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.aimet_common.analyzer import called
-from bitwright.analysis.subject import open_subject
+from bitwright.analysis.subject.subject import open_subject
 from bitwright.errors import ConfigError
 from bitwright.report.charts import ranges_chart, write_page
 

@@ -212,7 +212,7 @@ def int_format_of(quantizer: Any, site: str) -> IntFormat:
     if fmt is None:
         raise ConfigError(
             site,
-            f"a grid from {quantizer.qmin} to {quantizer.qmax} is no integer format",
+            f"a grid from {quantizer.qmin} to {quantizer.qmax} is not an integer format",
             "use bitwidth=..., or the ends of a signed or unsigned integer type",
         )
     return fmt

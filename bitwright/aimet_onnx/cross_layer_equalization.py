@@ -82,7 +82,7 @@ class CrossLayerScaling:
             What the channels between them were divided by.
 
         Raises:
-            ModelError: it is no set of two, or they cannot be equalized, with the reason.
+            ModelError: it is not a set of two, or they cannot be equalized, with the reason.
         """
         return self._scale(cls_set, 2)
 
@@ -90,7 +90,7 @@ class CrossLayerScaling:
         """Equalize three layers, the middle one depthwise, in place; two factors come back.
 
         Raises:
-            ModelError: it is no set of three, or they cannot be equalized, with the reason.
+            ModelError: it is not a set of three, or they cannot be equalized, with the reason.
         """
         return self._scale(cls_set, 3)
 
@@ -100,7 +100,9 @@ class CrossLayerScaling:
 
     def _scale(self, cls_set: Any, count: int) -> Any:
         if not isinstance(cls_set, (tuple, list)) or len(cls_set) != count:
-            raise ModelError("cls_set", f"it is no tuple of {count} layers", "give the nodes in their order")
+            raise ModelError(
+                "cls_set", f"it is not a tuple of {count} layers", "give the nodes in their order"
+            )
         names = [layer if isinstance(layer, str) else layer.name for layer in cls_set]
         return front.CrossLayerScaling(self._model).scale_cls_sets([names], progress=False)[0]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from bitwright.aimet_common.defs import qtype
 from bitwright.errors import ConfigError
-from bitwright.mixed.manual import PrecisionRequest, set_precisions
+from bitwright.mixed.precisions.manual import PrecisionRequest, set_precisions
 
 __all__ = ["flip_layers_to_higher_precision"]
 
@@ -33,11 +33,13 @@ def flip_layers_to_higher_precision(
         The layers, the most sensitive first.
     """
     if not 0 <= percent_to_flip <= 100:
-        raise ConfigError("percent_to_flip", f"{percent_to_flip!r} is no share", "use 0 to 100")
+        raise ConfigError("percent_to_flip", f"{percent_to_flip!r} is not a share", "use 0 to 100")
     several = override_precision if isinstance(override_precision, tuple | list) else [override_precision] * 2
     if len(several) != 2:
         raise ConfigError(
-            "override_precision", f"{override_precision!r} is no pair", "give (param_type, activation_type)"
+            "override_precision",
+            f"{override_precision!r} is not a pair",
+            "give (param_type, activation_type)",
         )
     weight, activation = (str(qtype.as_qtype(one)) for one in several)
     count = math.ceil(len(layer_sensitivity_dict) * percent_to_flip / 100)

@@ -226,7 +226,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
         """Give tensors another number format.
 
         Raises:
-            ConfigError: ``strict``, and a name is no tensor, or one that has no quantizer in effect; nothing is changed.
+            ConfigError: ``strict``, and a name is not a tensor, or one that has no quantizer in effect; nothing is changed.
         """
         several = [names] if isinstance(names, str) else list(names)
         table = self.qc_quantize_op_dict

@@ -73,7 +73,7 @@ def compute_encodings(model: nn.Module) -> Iterator[None]:
     if not own_modules:
         raise ModelError(
             "compute_encodings",
-            f"a {type(model).__name__} is no module of a simulation",
+            f"a {type(model).__name__} is not a module of a simulation",
             "pass sim.model of a bitwright.aimet_torch.QuantizationSimModel, or one of its modules",
         )
     with ExitStack() as stack:

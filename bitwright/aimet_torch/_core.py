@@ -33,7 +33,7 @@ from bitwright.aimet_common.grids import (
     int_format,
     steps_format,
 )
-from bitwright.analysis.layer_outputs import names_of_export
+from bitwright.analysis.values.layer_outputs import names_of_export
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.numerics.affine import power_of_two_scale
 from bitwright.core.numerics.formats import FLOAT_FORMATS
@@ -42,8 +42,8 @@ from bitwright.core.numerics.statistics import Statistics, start, update
 from bitwright.export.encodings.versions import read_encodings, write_encodings
 from bitwright.tables import Tabular, html_table
 from bitwright.torch.calls.trees import walk_modules
-from bitwright.torch.simulation import functional
-from bitwright.torch.simulation.fake_quantize import Grid as TensorGrid
+from bitwright.torch.quantizers import functional
+from bitwright.torch.quantizers.fake_quantize import Grid as TensorGrid
 from bitwright.torch.training.pivot import PivotGradient
 
 __all__ = [

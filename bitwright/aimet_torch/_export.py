@@ -125,7 +125,7 @@ class OnnxExporter:
         ``<stem>_sites.json`` says which of them are a simulation's own.
 
         Raises:
-            TypeError: ``f`` is no path.
+            TypeError: ``f`` is not a path.
         """
         made, work = _exported(
             self._sim, args, f, export_int32_bias, force_activation_as, encoding_version or "1.0.0", kwargs

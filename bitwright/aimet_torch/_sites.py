@@ -173,7 +173,7 @@ class SiteQuantizer(SiteView):
         """Become what ``quantizer`` (a building block, or the view of another place) is: grid, range and whether it is fixed.
 
         Raises:
-            TypeError: it is no quantizer.
+            TypeError: it is not a quantizer.
             GranularityError: its shape or blocks have no counterpart at this place.
         """
         if isinstance(quantizer, SiteQuantizer):

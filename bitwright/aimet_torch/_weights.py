@@ -43,7 +43,7 @@ def original_model(model: nn.Module, qdq_weights: bool) -> nn.Module:
     if record is None:
         raise ModelError(
             "get_original_model",
-            f"a {type(model).__name__} is no simulated model",
+            f"a {type(model).__name__} is not a simulated model",
             "pass sim.model of a bitwright.aimet_torch.QuantizationSimModel",
         )
     twin = copy.deepcopy(record.sim)

@@ -95,7 +95,7 @@ def fold_given_batch_norms(
     names = {id(module): name for name, module in walk_modules(model)}
     for first, second in layer_pairs:
         for missing in (module for module in (first, second) if id(module) not in names):
-            _refuse(f"a {type(missing).__name__} is no module of the model")
+            _refuse(f"a {type(missing).__name__} is not a module of the model")
         _fold_pair(first, second)
         norm = second if isinstance(second, nn.modules.batchnorm._BatchNorm) else first
         parent, _, name = names[id(norm)].rpartition(".")

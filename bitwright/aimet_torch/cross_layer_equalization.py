@@ -98,7 +98,7 @@ def _moments(model: nn.Module, pairs: Any) -> Any:
         if id(layer) not in names:
             raise ModelError(
                 "folded_pairs",
-                f"a {type(layer).__name__} in it is no module of the model",
+                f"a {type(layer).__name__} in it is not a module of the model",
                 "give the pairs of (layer, batch norm) modules that fold_all_batch_norms returned for this model",
             )
         found[names[id(layer)]] = _moments_of(norm)
@@ -145,7 +145,7 @@ class CrossLayerScaling:
         """Equalize two layers; returns what the channels between them were divided by.
 
         Raises:
-            ModelError: it is no set of two.
+            ModelError: it is not a set of two.
         """
         return _scale(self if cls_set is None else cls_set, 2)
 
@@ -153,14 +153,14 @@ class CrossLayerScaling:
         """Equalize three layers, the middle one depthwise; returns what the channels between them were divided by.
 
         Raises:
-            ModelError: it is no set of three.
+            ModelError: it is not a set of three.
         """
         return _scale(self if cls_set is None else cls_set, 3)
 
 
 def _scale(cls_set: Any, count: int) -> Any:
     if not isinstance(cls_set, (tuple, list)) or len(cls_set) != count:
-        raise ModelError("cls_set", f"it is no tuple of {count} layers", "give the modules in their order")
+        raise ModelError("cls_set", f"it is not a tuple of {count} layers", "give the modules in their order")
     return CrossLayerScaling.scale_cls_set(cls_set)
 
 

@@ -28,7 +28,7 @@ class QuantAnalyzer(QuantAnalyzerBase):
         modules_to_ignore: modules of ``model`` that are left in float.
 
     Raises:
-        ConfigError: (a ValueError) a callback is no function, or a module is none of ``model``'s.
+        ConfigError: (a ValueError) a callback is not a function, or a module is none of ``model``'s.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class QuantAnalyzer(QuantAnalyzerBase):
         self._ignored = []
         for module in modules_to_ignore or ():
             if id(module) not in names:
-                problem = f"a {type(module).__name__} of it is no part of the model"
+                problem = f"a {type(module).__name__} of it is not part of the model"
                 raise ConfigError("modules_to_ignore", problem, "pass modules of the model that is analyzed")
             self._ignored.append(names[id(module)])
 

@@ -136,12 +136,12 @@ def get_layer_name(model: nn.Module, layer: nn.Module) -> str:
     """Path of a module in a model.
 
     Raises:
-        KeyError: it is no module of the model.
+        KeyError: it is not a module of the model.
     """
     for name, module in walk_modules(model):
         if module is layer:
             return name
-    raise KeyError(f"a {type(layer).__name__} is no module of this {type(model).__name__}")
+    raise KeyError(f"a {type(layer).__name__} is not a module of this {type(model).__name__}")
 
 
 def get_all_named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

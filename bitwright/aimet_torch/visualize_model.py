@@ -36,7 +36,7 @@ def visualize_weight_ranges(
         A mapping per layer: ``layer``, and ``min``, ``max``, ``mean``, ``std`` per channel. (AIMET returns figures of bokeh.)
 
     Raises:
-        ConfigError: (a ValueError) a name is no module with a weight.
+        ConfigError: (a ValueError) a name is not a module with a weight.
     """
     rows = list(_layers(model, selected_layers))
     charts = [ranges_chart(_pairs(row), row["layer"]) for row in rows]
@@ -96,7 +96,7 @@ def _layers(model: nn.Module, selected: Sequence[str] | None) -> Iterator[dict[s
     modules = dict(walk_modules(model))
     for name in selected or ():
         if name not in modules or getattr(modules[name], "weight", None) is None:
-            problem = f"{name!r} is no module with a weight{close_matches(name, modules)}"
+            problem = f"{name!r} is not a module with a weight{close_matches(name, modules)}"
             raise ConfigError("selected_layers", problem, "use names of model.named_modules()")
     wanted = selected or [
         n for n, m in modules.items() if isinstance(m, (nn.modules.conv._ConvNd, nn.Linear))

@@ -279,7 +279,7 @@ def correctable(layers: Layers, ignore: Iterable[str] = ()) -> tuple[list[Layer]
     """Layers with a bias of their own, in execution order, and why the others keep what they have.
 
     Raises:
-        ConfigError: a name in ``ignore`` is no layer.
+        ConfigError: a name in ``ignore`` is not a layer.
     """
     ignored = set(ignore)
     known = {layer.op for layer in layers.of.values() if layer.kind == "layer"} | layers.refused.keys()

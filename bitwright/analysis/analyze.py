@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from bitwright.analysis import targets
-from bitwright.analysis.data import Clock, fingerprint, first_rows, listed, rows_of, split_labels
+from bitwright.analysis.causes.remedies import Trials
 from bitwright.analysis.intervals import Better
-from bitwright.analysis.judged import Judged, judged, metric_name
-from bitwright.analysis.kept import Kept
-from bitwright.analysis.remedies import Trials
+from bitwright.analysis.metrics.judged import Judged, judged, metric_name
+from bitwright.analysis.metrics.kept import Kept
 from bitwright.analysis.result import Analysis
 from bitwright.analysis.rows import group_rows, group_target, layer_rows, site_rows
-from bitwright.analysis.subject import Array, Subject, open_subject
+from bitwright.analysis.subject import targets
+from bitwright.analysis.subject.data import Clock, fingerprint, first_rows, listed, rows_of, split_labels
+from bitwright.analysis.subject.subject import Array, Subject, open_subject
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ConfigError, ModelError, checks_arguments, some_of
 from bitwright.progress import progress as bar
@@ -25,9 +25,9 @@ from bitwright.progress import progress as bar
 if TYPE_CHECKING:
     from bitwright.algorithms.rounding.program import SimulatedModel
     from bitwright.algorithms.search.output_error import OutputErrors
-    from bitwright.analysis.exact import Measured
-    from bitwright.analysis.lockstep import Lockstep
-    from bitwright.analysis.sensitivity import Sensitivity
+    from bitwright.analysis.metrics.exact import Measured
+    from bitwright.analysis.metrics.sensitivity import Sensitivity
+    from bitwright.analysis.values.lockstep import Lockstep
 
 Mode = Literal["auto", "fast", "exact"]
 MODES = ("auto", "fast", "exact")
@@ -136,7 +136,7 @@ class _Run:
         if self.model is None:
             return
         from bitwright.algorithms.search.output_error import output_errors
-        from bitwright.analysis.lockstep import observe
+        from bitwright.analysis.values.lockstep import observe
 
         self.errors = output_errors(self.model, few, samples=samples, seed=seed)
         self.seen = observe(self.model, bar(few, "layers", self.show))
@@ -162,7 +162,7 @@ class _Run:
         self, few: Sequence[Any], kept: Kept, budget: int, named: Mapping[str, tuple[str, ...]]
     ) -> None:
         """Measure what the mode asks for."""
-        from bitwright.analysis.sensitivity import Sensitivity
+        from bitwright.analysis.metrics.sensitivity import Sensitivity
 
         if self.notes and self.notes[-1].startswith("ended by"):
             return

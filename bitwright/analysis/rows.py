@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bitwright.analysis.causes import causes_of
+from bitwright.analysis.causes.causes import causes_of
 from bitwright.analysis.result import GroupRow, LayerRow, SiteRow, decibel
-from bitwright.analysis.site_values import SiteValues, calibrated_bounds, grid_row
-from bitwright.analysis.subject import Subject
+from bitwright.analysis.subject.subject import Subject
+from bitwright.analysis.values.site_values import SiteValues, calibrated_bounds, grid_row
 from bitwright.core.simulation.sites import Site
 
 if TYPE_CHECKING:
-    from bitwright.analysis.exact import Pair
-    from bitwright.analysis.lockstep import LayerErrors, Lockstep
+    from bitwright.analysis.metrics.exact import Pair
+    from bitwright.analysis.values.lockstep import LayerErrors, Lockstep
 
 _REFERENCE_DB = 60.0  # inputs better than this count as this: the error of exact values has no logarithm
 

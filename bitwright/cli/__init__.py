@@ -1,23 +1,9 @@
-"""The ``bitwright`` command: one file per command, or per few that belong together.
+"""The ``bitwright`` command: the application, the options that commands share, and the commands themselves.
 
-A command is one function under ``@app.command()``: its arguments become the command line, its docstring the
-help. It imports what it needs inside, so that ``--help`` answers at once; it prints through ``console``;
-it raises the toolkit's own errors, which the application turns into three lines and exit code 2; and it
-ends with ``raise typer.Exit(NO)`` where its answer is no. A new file needs a row below.
+Nothing here computes: a command reads its arguments, calls the public functions and prints what they return.
 """
 
-from bitwright.cli import (  # noqa: F401  (each registers its commands)
-    analyze,
-    auto,
-    benchmark,
-    doctor,
-    drift,
-    migrate,
-    names,
-    quantize,
-    report,
-    show,
-)
+from bitwright.cli import commands  # noqa: F401  (registers the commands)
 from bitwright.cli.app import app, main
 
 __all__ = ["app", "main"]

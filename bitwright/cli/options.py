@@ -99,10 +99,10 @@ def read_labels(path: Path, batches: Sequence[Any]) -> Any:
     """As many labels as the data has samples: ``--limit`` may leave some out."""
     import numpy as np
 
-    from bitwright.analysis.data import rows_of
+    from bitwright.analysis.subject.data import rows_of
 
     try:
         found = np.load(path, allow_pickle=False)
     except ValueError as error:
-        raise ConfigError(str(path), f"it is no array: {error}", "write it with numpy.save") from error
+        raise ConfigError(str(path), f"it is not an array: {error}", "write it with numpy.save") from error
     return found[: sum(map(rows_of, batches))]

@@ -2,7 +2,7 @@
 
 First the file is questioned, with float kernels: do its weights, biases, grids and operators say what the first execution
 says? Then what a runtime makes of it: a bias or a grid of its own, sums that saturate, products fused with activations
-that nobody quantized, integer kernels at all.
+that were not quantized, integer kernels at all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bitwright.comparison.parameters import Key, Parameter, give, narrow
 from bitwright.comparison.points import Pair, values_by_name
 from bitwright.comparison.report import CauseName, Finding, Retry
 from bitwright.core.graph.traits import TRAITS
-from bitwright.core.numerics.accumulator import INT32_MAX
+from bitwright.core.sums.accumulator import INT32_MAX
 from bitwright.export.verify.agreement import MOST_LSB, SLACK, Agreement, step_of
 from bitwright.export.verify.cut import Place
 from bitwright.export.verify.reasons import Evidence, measure
@@ -361,7 +361,7 @@ class Doubt:
             return
         yield Suspect(
             "4-bit fusion",
-            "ONNX Runtime runs it as MatMulNBits and quantizes its activations to int8, which nobody simulated",
+            "ONNX Runtime runs it as MatMulNBits and quantizes its activations to int8, which was not simulated",
             "export with weight_only='exact', or set session.qdq_matmulnbits_accuracy_level to 1 where the file is run",
             "with session.qdq_matmulnbits_accuracy_level = 1",
             self._beside(

@@ -323,8 +323,3 @@ def on_grids(
     view = ir.GraphView(inputs, outputs, nodes=nodes, initializers=sorted(read, key=lambda v: str(v.name)),
                         opset_imports=dict(graph.opset_imports), name="grids")  # fmt: skip
     return ir.Model(view.clone(), ir_version=copy.ir_version), feeds, results
-
-
-def shown_ops(ops: Sequence[str], most: int = 4) -> Iterator[str]:
-    """The last few operator types."""
-    yield from (ops if len(ops) <= most else ("...", *ops[-most:]))

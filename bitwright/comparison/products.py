@@ -120,7 +120,7 @@ def integer_products(model: ir.Model) -> Iterator[IntegerProduct]:
 
 
 def _product(node: ir.Node, given: ir.Node, weight: ir.Node) -> IntegerProduct | None:
-    """The product of what two operators dequantize; ``None`` where that is no input by a stored weight of 8 bits each."""
+    """The product of what two operators dequantize; ``None`` where that is not an input by a stored weight of 8 bits each."""
     codes, scale, zero = (_constant(weight, port) for port in range(3))
     if codes is None or scale is None or codes.dtype != np.int8 or codes.ndim < 2:
         return None

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from bitwright.comparison.points import values_by_name
 from bitwright.comparison.products import IntegerProduct, integer_products
-from bitwright.core.numerics.accumulator import INT16_MAX, INT16_MIN, INT32_MAX, largest_pair, saturated
+from bitwright.core.sums.accumulator import INT16_MAX, INT16_MIN, INT32_MAX, largest_pair, saturated
 from bitwright.errors import ExportError
 from bitwright.export.qdq.markers import copy_model
 from bitwright.export.verify.runtime import run_model

@@ -25,7 +25,7 @@ from bitwright.runtimes.adapters import RUNTIMES, explained, find_runtime, refus
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
 
-#: executions that are no runtime, in order: what stands further left is nearer to what was trained
+#: executions that are not runtime, in order: what stands further left is nearer to what was trained
 _FIRST = ("float", "simulation", "file")
 _RUNTIMES = tuple(RUNTIMES)
 _FLAT = RUNTIMES["litert"]  # runs conversions of ONNX models, and of parts of them
@@ -254,7 +254,7 @@ def read_model(path: Path) -> ir.Model:
     """The model in a file.
 
     Raises:
-        ExportError: it is missing, or is no ONNX model.
+        ExportError: it is missing, or is not an ONNX model.
     """
     if not path.is_file():
         raise ExportError(str(path), "there is no such file", "export the model again, or check the path")

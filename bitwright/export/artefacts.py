@@ -25,11 +25,14 @@ from bitwright.export.encodings.versions import VERSIONS, NamedEncoding, write_e
 from bitwright.export.encodings.write import json_lines
 from bitwright.export.files.atomic import atomic_files, check_destination
 from bitwright.export.files.manifest import earlier_files, fingerprint, write_manifest
+from bitwright.export.files.onnx_file import save_model
+from bitwright.export.files.origin import write_origin
 from bitwright.export.files.value_types import load
-from bitwright.export.qdq.origin import write_origin
+from bitwright.export.qdq.markers import strip_sites
 from bitwright.export.qdq.products import ProductForm
-from bitwright.export.qdq.recurrent import RecurrentForm, restore_native, write_recurrent
-from bitwright.export.qdq.write import ActivationForm, BiasForm, QdqResult, save_model, strip_sites, to_qdq
+from bitwright.export.qdq.write import QdqResult, to_qdq
+from bitwright.export.qdq.writing import ActivationForm, BiasForm
+from bitwright.export.recurrent.write import RecurrentForm, restore_native, write_recurrent
 from bitwright.export.targets import DEFAULT_TARGET, Target, find_target
 from bitwright.export.tflite.convert import to_tflite
 from bitwright.export.verify.samples import write_samples
@@ -182,7 +185,7 @@ def write_artefacts(
         encoding_version: of the encodings file.
         bias, activation, weight_only, target: see :func:`bitwright.export.qdq.write.to_qdq`.
         recurrent: how the QDQ model writes recurrent layers, :func:`recurrent_form` by default; see
-            :func:`bitwright.export.qdq.recurrent.write_recurrent`;
+            :func:`bitwright.export.recurrent.write.write_recurrent`;
             the float model has the operators.
         every_tensor: whether tensors that only carry elements of others have entries in the encodings file too.
         notes: what there is to say about ``marked`` beside what is found here.

@@ -52,7 +52,7 @@ def correct_bias(
 
     Raises:
         CalibrationError: no batch, or a mean that is NaN or infinite; the model is left as it was.
-        ConfigError: a name in ``layers_to_ignore`` is no layer.
+        ConfigError: a name in ``layers_to_ignore`` is not a layer.
         ModelError: the model cannot be read or run.
 
     Reference: Nagel et al. 2019, arXiv:1906.04721, section 4.2.
@@ -115,7 +115,7 @@ def apply_bias_correction(
 
     Raises:
         CalibrationError: ``sim`` is not calibrated, no batch came, or a mean is NaN or infinite.
-        ConfigError: a name in ``layers_to_ignore`` is no layer.
+        ConfigError: a name in ``layers_to_ignore`` is not a layer.
     """
     return bias_correct.correct(
         front_end_of(sim).correctable(sim, reference),

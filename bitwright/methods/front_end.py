@@ -152,6 +152,6 @@ def _name_of(model: Any) -> str:
             return name
     raise ModelError(
         "model",
-        f"a {type(model).__name__} is no model of PyTorch or ONNX",
+        f"a {type(model).__name__} is not a model of PyTorch or ONNX",
         "give a torch.nn.Module, or a loaded ONNX model: onnx.load(path), bitwright.onnx.load_model(path)",
     )

@@ -33,7 +33,7 @@ from bitwright.core.placement.rules import Rules
 from bitwright.core.simulation.protocols import Undo, sqnr
 from bitwright.errors import checks_arguments
 from bitwright.export.files.atomic import check_destination
-from bitwright.export.qdq.origin import origin_of
+from bitwright.export.files.origin import origin_of
 from bitwright.export.qdq.products import ProductForm, check_weight_only
 from bitwright.export.targets import DEFAULT_TARGET, find_target, rules_for
 from bitwright.methods import bias, channels, rounding

@@ -21,9 +21,11 @@ from bitwright.core.simulation.protocols import sqnr
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import BitwrightError, some_of
 from bitwright.export.deployed import benchmark_export, sample_inputs
+from bitwright.export.files.onnx_file import save_model
 from bitwright.export.files.temporary import temporary_room
-from bitwright.export.qdq.recurrent import expand_recurrent, write_recurrent
-from bitwright.export.qdq.write import save_model, strip_sites, to_qdq
+from bitwright.export.qdq.markers import strip_sites
+from bitwright.export.qdq.write import to_qdq
+from bitwright.export.recurrent.write import expand_recurrent, write_recurrent
 from bitwright.export.targets import DEFAULT_TARGET, RecurrentForm
 from bitwright.export.verify.samples import find_export
 from bitwright.onnx.model.data import input_specs, random_array
@@ -60,7 +62,7 @@ def benchmark_path(
     Raises:
         ConfigError: the runtime is not installed.
         ExportError: no export there, or the runtime refuses a file.
-        ModelError: the file is no ONNX model that can be read.
+        ModelError: the file is not an ONNX model that can be read.
     """
     with temporary_room(), tempfile.TemporaryDirectory() as folder:
         if path.is_dir():

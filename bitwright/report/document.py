@@ -93,7 +93,7 @@ def _analysis_or_document(analysis: Any) -> Mapping[str, Any]:
     if given and (given.get("format"), given.get("version")) not in ((ANALYSIS, 1), (FORMAT, VERSION)):
         raise ConfigError(
             "report",
-            f"format {given.get('format')!r:.60}, version {given.get('version')!r:.20} is no analysis and no report",
+            f"format {given.get('format')!r:.60}, version {given.get('version')!r:.20} is neither an analysis nor a report",
             "give what bitwright.analyze(sim, data).to_dict() returns, or the JSON file of a report",
         )
     return given

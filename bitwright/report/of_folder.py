@@ -29,7 +29,7 @@ def read_run(path: AnyPath, prefix: str | None = None, *, verify: bool = False) 
 
     Raises:
         ExportError: there is neither, or see :func:`folder_document`.
-        ConfigError: the file is no analysis and no report.
+        ConfigError: the file is neither an analysis nor a report.
     """
     if Path(path).is_dir():
         return folder_document(path, prefix, verify=verify)

@@ -41,7 +41,7 @@ def fold_given_batch_norms(
         if len(norms) != 1 or not all(path in modules for path in paths):
             raise ModelError(
                 "layer_pairs",
-                f"{tuple(str(member) for member in pair)} is no layer of the model with a batch norm of it",
+                f"{tuple(str(member) for member in pair)} is not a layer of the model with a batch norm of it",
                 "give pairs such as (model.conv1, model.bn1) or ('conv1', 'bn1')",
             )
         wanted.update(norms)

@@ -141,7 +141,7 @@ def _moments(bn_layers: Any, model: nn.Module) -> Mapping[str, tuple[Array, Arra
         name = layer if isinstance(layer, str) else names.get(id(layer))
         if name is None:
             raise ModelError(
-                "bn_layers", f"a {type(layer).__name__} in it is no module of the model", "name its layers"
+                "bn_layers", f"a {type(layer).__name__} in it is not a module of the model", "name its layers"
             )
         found[name] = _of_norm(name, norm)
     return found

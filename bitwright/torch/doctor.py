@@ -35,9 +35,10 @@ from bitwright.core.health.report import (
 )
 from bitwright.errors import BitwrightError
 from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM
-from bitwright.torch.calls.intercept import OUTERMOST, Frame, Interceptor, Key
-from bitwright.torch.calls.record import Recorder, named_inputs, output_name
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state, tensors_in, walk_modules
+from bitwright.torch.interception.frames import Frame, Key
+from bitwright.torch.interception.intercept import OUTERMOST, Interceptor
+from bitwright.torch.interception.record import Recorder, named_inputs, output_name
 
 _EMPTY = frozenset(
     ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")

@@ -18,9 +18,11 @@ from bitwright.core.health.report import (
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.progress import progress as shown
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, refuse_providers, to_device
-from bitwright.torch.calls.intercept import Interceptor, Key, forward_signature
-from bitwright.torch.calls.record import explained, find_places
 from bitwright.torch.doctor import Doctor
+from bitwright.torch.interception.forwards import forward_signature
+from bitwright.torch.interception.frames import Key
+from bitwright.torch.interception.intercept import Interceptor
+from bitwright.torch.interception.record import explained, find_places
 
 
 def check_health(model: nn.Module, data: Any, providers: Any, threads: int, progress: bool) -> HealthReport:

@@ -23,7 +23,7 @@ class TorchPipeline:
     """See :class:`bitwright.methods.pipeline.Pipeline`.
 
     Raises:
-        ModelError: ``model`` is no module that can be simulated.
+        ModelError: ``model`` is not a module that can be simulated.
         ConfigError: ``providers`` or a ``memory_budget`` are given, which only ONNX models have.
     """
 

@@ -243,7 +243,7 @@ def _weights_at(
     if not found:
         raise ConfigError(
             argument,
-            f"this {type(module).__name__} {'is no module of the model' if path is None else 'has no quantized weight'}",
+            f"this {type(module).__name__} {'is not a module of the model' if path is None else 'has no quantized weight'}",
             "name modules of the model that was given, such as model.conv1",
         )
     return found

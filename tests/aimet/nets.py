@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 class Residual(nn.Module):
-    """An addition that is no module."""
+    """An addition that is not a module."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -104,7 +104,7 @@ def test_bad_arguments(net):
         QuantAnalyzer(net, X, None, rated(net))
     with pytest.raises(ValueError, match="2 batches are asked for, and the data holds 1"):
         QuantAnalyzer(net, X, print, rated(net)).enable_per_layer_mse_loss([X], 2)
-    with pytest.raises(ValueError, match="no part of the model"):
+    with pytest.raises(ValueError, match="not part of the model"):
         QuantAnalyzer(net, X, print, rated(net), [nn.ReLU()])
     analyzer = QuantAnalyzer(net, X, lambda model: model(X), lambda model: float("nan"))
     with pytest.raises(ValueError, match="the evaluation returned NaN"):
@@ -190,7 +190,7 @@ def test_plots_of_weights_and_ranges(net, tmp_path):
     with pytest.warns(DifferenceWarning, match="percentiles are not drawn"):
         visualize_advanced_stats(sim, X, str(tmp_path / "advanced.html"))
     assert len(list(tmp_path.glob("*.html"))) == 5
-    with pytest.raises(ValueError, match="no module with a weight.*did you mean 'conv'"):
+    with pytest.raises(ValueError, match="not a module with a weight.*did you mean 'conv'"):
         visualize_weight_ranges(net, str(tmp_path), ["conw"])
 
 

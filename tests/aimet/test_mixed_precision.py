@@ -50,7 +50,7 @@ def test_requests_on_modules(tmp_path: Path) -> None:
     assert sim.model.stem.param_quantizers["weight"].bitwidth == 8
     assert sim.model.body.param_quantizers["weight"].bitwidth == 4
     assert "stem" in (tmp_path / "log.txt").read_text()
-    with pytest.raises(BitwrightError, match="is no module of the simulation"):
+    with pytest.raises(BitwrightError, match="is not a module of the simulation"):
         mmp.set_precision(nn.Conv3d, "int8")
 
 
@@ -156,7 +156,7 @@ def test_auto_quant_returns_the_nearest_model_where_none_keeps_the_accuracy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bitwright.aimet_common.auto_quant import AutoQuant
-    from bitwright.mixed.ladder import Trial
+    from bitwright.mixed.automatic.ladder import Trial
     from bitwright.torch import AdaroundParameters
 
     search = AutoQuant(model("onnx"), None, batches("onnx"), CallbackFunc(worse_when_touched), str(tmp_path))

@@ -113,7 +113,7 @@ def test_calibration_of_a_part_keeps_all_other_encodings(sim):
         sim.model(5 * batch())
     assert torch.equal(sim.model.relu1.output_quantizers[0].get_scale(), first)
     assert sim.model.relu2.output_quantizers[0].get_scale() > second
-    with pytest.raises(ModelError, match="is no module of a simulation"):
+    with pytest.raises(ModelError, match="is not a module of a simulation"):
         with compute_encodings(nn.Linear(1, 1)):
             pass
 

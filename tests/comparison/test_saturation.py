@@ -17,7 +17,7 @@ from bitwright.cli import app
 from bitwright.comparison.products import integer_products
 from bitwright.comparison.saturation import saturation
 from bitwright.comparison.sides import read_model
-from bitwright.core.numerics.accumulator import (
+from bitwright.core.sums.accumulator import (
     INT16_MAX,
     INT16_MIN,
     largest_pair,
@@ -58,7 +58,7 @@ import numpy as np, onnxruntime as ort
 from onnx import TensorProto as T, helper as h, numpy_helper as nh
 import onnx_ir as ir
 from bitwright.comparison.products import IntegerProduct
-from bitwright.core.numerics.accumulator import paired_product
+from bitwright.core.sums.accumulator import paired_product
 rng = np.random.default_rng(0)
 options = ort.SessionOptions()
 options.intra_op_num_threads = 1

@@ -63,7 +63,9 @@ def test_given_batch_norms_are_folded_and_the_others_stay():
     assert list(report) == [("0", "1"), ("6", "7")] and not report.refused
     assert isinstance(model[1], nn.Identity) and isinstance(model[4], nn.BatchNorm2d)
     torch.testing.assert_close(model(X), before, rtol=1e-3, atol=1e-3)
-    with pytest.raises(ModelError, match="layer_pairs: .* is no layer of the model with a batch norm of it"):
+    with pytest.raises(
+        ModelError, match="layer_pairs: .* is not a layer of the model with a batch norm of it"
+    ):
         bt.fold_given_batch_norms(model, [(model[3], nn.BatchNorm2d(8))], (1, 3, 10, 10))
 
 
@@ -106,7 +108,7 @@ def test_batch_norms_may_be_given_as_modules_and_not_as_names():
         ModelError, match="bn_layers: 0 has '1', .* give the report of fold_all_batch_norms itself"
     ):
         bt.HighBiasFold.bias_fold(sets, dict(pairs))
-    with pytest.raises(ModelError, match="bn_layers: a Conv2d in it is no module of the model"):
+    with pytest.raises(ModelError, match="bn_layers: a Conv2d in it is not a module of the model"):
         bt.HighBiasFold.bias_fold(sets, {nn.Conv2d(1, 1, 1): norms["0"]})
     found = bt.HighBiasFold.bias_fold(sets, norms)
     np.testing.assert_allclose(found.statistics["3"][1] * sets.factors[1], pairs.moments["3"][1], rtol=1e-6)

@@ -138,7 +138,7 @@ def test_what_only_elementwise_operators_read_is_left_in_float(front_end):
     _, nearest = quantized(front_end, model, data(6), recipe=["fold"])
     assert decibels(model, nearest) < 10 < decibels(model, run) - 5
     floats = [row.how for row in result.sim.coverage() if "disabled, because 8 bits made" in row.how]
-    assert floats  # cubes are no layer's input: they stay in float
+    assert floats  # cubes are not layer's input: they stay in float
     kept, _ = quantized(front_end, model, data(6), recipe=["fold", {"widen": {"allowance": 0, "memory": 0}}])
     assert all(q.spec.format.bits != 16 for q in kept.sim.quantizers.unique())
 

@@ -135,7 +135,7 @@ def test_classes_of_users_are_of_the_front_end_that_they_derive_from() -> None:
 
 
 def test_what_no_front_end_reads_is_refused() -> None:
-    with pytest.raises(ModelError, match="a dict is no model of PyTorch or ONNX.*onnx.load"):
+    with pytest.raises(ModelError, match="a dict is not a model of PyTorch or ONNX.*onnx.load"):
         bitwright.torch.equalize_model({}, (1, 3))
 
 
@@ -171,7 +171,7 @@ def test_options_of_onnx_models_are_refused_for_modules() -> None:
         bitwright.quantize(network(), x, memory_budget=1024)
     with pytest.raises(ConfigError, match="providers.*runs where its parameters are"):
         bitwright.quantize(network(), x, providers=["CPUExecutionProvider"])
-    with pytest.raises(ModelError, match="a list is no model of PyTorch or ONNX"):
+    with pytest.raises(ModelError, match="a list is not a model of PyTorch or ONNX"):
         bitwright.quantize([], x)
 
 

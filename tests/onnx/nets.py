@@ -127,7 +127,7 @@ def run(model: Any, feeds: Mapping[str, Array], *, optimize: bool = False) -> li
 
 
 def feeds_for(model: onnx.ModelProto, seed: int = 0, **lengths: int) -> dict[str, Array]:
-    """Random feeds for every input that is no initializer; symbolic lengths by name, else 2."""
+    """Random feeds for every input that is not an initializer; symbolic lengths by name, else 2."""
     random, given = np.random.default_rng(seed), {i.name for i in model.graph.initializer}
     found = {}
     for info in model.graph.input:

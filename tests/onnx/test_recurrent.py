@@ -18,8 +18,8 @@ from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ConfigError
 from bitwright.export.qdq.forms import read_metadata
-from bitwright.export.qdq.recurrent import expand_recurrent
 from bitwright.export.qdq.write import to_qdq
+from bitwright.export.recurrent.write import expand_recurrent
 from bitwright.export.verify.report import verify_layers
 from bitwright.onnx import QuantizationSimModel
 from bitwright.onnx.model.load import load_model

@@ -186,7 +186,9 @@ def test_inputs_that_are_no_tensors_are_refused():
     net = Net()
     net("SequenceAt", "s", net.const(np.array(0)), out="y")
     net.inputs.append(helper.make_value_info("s", TENSORS))
-    with pytest.raises(ModelError, match=r"its input 's' is no tensor but a sequence, and data are arrays"):
+    with pytest.raises(
+        ModelError, match=r"its input 's' is not a tensor but a sequence, and data are arrays"
+    ):
         QuantizationSimModel(net.model("y"))
 
 

@@ -184,7 +184,7 @@ def test_histograms_of_calibration_count_every_value_between_its_edges(values):
     "content, message",
     [
         ("[1]", "holds a list, not a report"),
-        ('{"format": "other", "version": 1}', "is no analysis and no report"),
+        ('{"format": "other", "version": 1}', "is neither an analysis nor a report"),
         ('{"format": "bitwright-analysis", "version": 9}', "version 9"),
         ("{", "nothing|line"),
     ],

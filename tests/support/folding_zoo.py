@@ -219,7 +219,7 @@ refuses("norm-before-padded-grouped", PADDED, lambda: row(bn(4), conv(padding=1,
 refuses("norm-before-padded-depthwise", PADDED, lambda: row(bn(4), conv(4, 4, padding=(0, 1), groups=4)))
 refuses(
     "norm-before-convtranspose",
-    "border outputs see fewer inputs, so the shift is no constant",
+    "border outputs see fewer inputs, so the shift is not a constant",
     lambda: row(bn(4), up(stride=2)),
 )
 refuses(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from bitwright.algorithms.channels.layers import holds_layer_weight
-from bitwright.analysis.site_values import channel_axis
+from bitwright.analysis.values.site_values import channel_axis
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor

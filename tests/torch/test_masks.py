@@ -240,7 +240,7 @@ def test_a_mask_that_the_example_did_not_have_is_no_gap(how: str, caplog: pytest
         assert all("applies a mask, which takes no quantizer" in why for _, why in unrecorded)
     assert torch.equal(*found)
     assert "did not happen on the example input" not in caplog.text
-    if how == "added":  # what is added is no mask: a real gap, though the same place added one before
+    if how == "added":  # what is added is not a mask: a real gap, though the same place added one before
         sim = QuantizationSimModel(model, x)
         sim.compute_encodings([(x, keep)], progress=False)
         sim.model(x, None, torch.randn(T, T))

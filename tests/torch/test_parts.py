@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bitwright.errors import CalibrationError, ModelError
 from bitwright.torch import QuantizationSimModel
-from bitwright.torch.calls.record import record
+from bitwright.torch.interception.record import record
 
 
 class Attention(nn.Module):

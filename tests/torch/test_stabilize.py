@@ -107,7 +107,7 @@ def test_a_repair_of_ones_own() -> None:
         ConfigError, match=r"the simulation has no operator of this name \(did you mean 'log'"
     ):
         stabilize(sim, repairs=[Repair("logg", "clamp", -1, 1)])
-    with pytest.raises(ConfigError, match="is no repair"):
+    with pytest.raises(ConfigError, match="is not a repair"):
         Repair("log", "clamp", 1, -1)
     with pytest.raises(ConfigError, match="neither a report nor repairs"):
         stabilize(sim)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bitwright.errors import BusyError, CalibrationError
 from bitwright.torch import QuantizationSimModel, check_model
-from bitwright.torch.calls.record import record
+from bitwright.torch.interception.record import record
 
 
 class Net(nn.Module):

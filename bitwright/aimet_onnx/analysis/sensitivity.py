@@ -10,7 +10,7 @@ import numpy as np
 from bitwright.aimet_common.analyzer import scores_of
 from bitwright.aimet_onnx.quantsim import QuantizationSimModel
 from bitwright.aimet_onnx.utils import peak_signal_to_noise
-from bitwright.analysis.subject import open_subject
+from bitwright.analysis.subject.subject import open_subject
 from bitwright.core.files.documents import read_document
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.report.charts import scores_chart, write_data, write_page
@@ -23,7 +23,7 @@ class SensitivityMetric:
     """A function of a session with a name, and whether more of it is worse.
 
     Raises:
-        ConfigError: (a ValueError) ``eval_fn`` is no function.
+        ConfigError: (a ValueError) ``eval_fn`` is not a function.
     """
 
     def __init__(self, name: str, eval_fn: Callable[[Any], float], higher_is_worse: bool = True) -> None:

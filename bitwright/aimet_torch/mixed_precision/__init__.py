@@ -14,7 +14,7 @@ from bitwright.aimet_common.amp import MOST_BATCHES, AMPSearchAlgo, choose
 from bitwright.aimet_common.defs import CallbackFunc
 from bitwright.aimet_torch._core import walk_modules
 from bitwright.errors import ConfigError
-from bitwright.mixed.manual import (
+from bitwright.mixed.precisions.manual import (
     MODEL_INPUT,
     MODEL_OUTPUT,
     PrecisionReport,
@@ -55,7 +55,7 @@ class MixedPrecisionConfigurator:
         if not paths:
             raise ConfigError(
                 "set_precision",
-                f"{arg!r} is no module of the simulation",
+                f"{arg!r} is not a module of the simulation",
                 "pass modules of sim.model, or their type",
             )
         self._requests.append(PrecisionRequest(paths, activation, (param or {}).get("weight")))

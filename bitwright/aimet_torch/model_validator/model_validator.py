@@ -14,7 +14,7 @@ __all__ = ["ModelValidator"]
 
 
 class ModelValidator:
-    """Reused modules and functional calls are no obstacles here; a model that cannot be recorded is one."""
+    """Reused modules and functional calls are not obstacles here; a model that cannot be recorded is one."""
 
     @staticmethod
     def validate_model(

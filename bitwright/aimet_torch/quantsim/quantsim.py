@@ -258,7 +258,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
             if not records:
                 raise ModelError(
                     "layers_to_exclude",
-                    f"a {type(module).__name__} in it is no module of sim.model",
+                    f"a {type(module).__name__} in it is not a module of sim.model",
                     "name modules of sim.model, not of the model it was made from",
                 )
             for record in records:

@@ -41,7 +41,7 @@ def _tokens(model: nn.Module) -> Any:
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if not embeddings:
         raise ModelError(
-            "apply_spinquant", "the model has no embedding of tokens, so that it is no language model",
+            "apply_spinquant", "the model has no embedding of tokens, so that it is not a language model",
             "pass an example: apply_spinquant(model, dummy_input)",
         )  # fmt: skip
     largest = max(embeddings, key=lambda module: module.num_embeddings)

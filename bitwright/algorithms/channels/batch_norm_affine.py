@@ -134,7 +134,7 @@ def fold_forward(
 
 
 def forward_obstacle(op_type: str, attrs: Attrs, kernel: Sequence[int], shift: Array) -> str | None:
-    """Why a shift of the layer's input is no constant shift of its output; ``None`` when it is one.
+    """Why a shift of the layer's input is not a constant shift of its output; ``None`` when it is one.
 
     Zeros of the padding are not shifted, and the border outputs of a transposed convolution see fewer inputs.
     """
@@ -149,7 +149,7 @@ def forward_obstacle(op_type: str, attrs: Attrs, kernel: Sequence[int], shift: A
     strided = any(s != 1 for s in attrs.get("strides") or ()) or any(attrs.get("output_padding") or ())
     if single and not strided and not padded:
         return None
-    return "outputs of a transposed convolution see different kernel parts, so the shift is no constant"
+    return "outputs of a transposed convolution see different kernel parts, so the shift is not a constant"
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class Layers:
             return self._added(output, channels) if op.type in ("MatMul", "Gemm") else (None, output, None)
         value = values[name]
         if value.kind != "param" or value.shape not in ((channels,), (1, channels)) or op.type == "MatMul":
-            return _Odd(f"its bias {name} is no stored parameter with one entry per channel"), output, None
+            return _Odd(f"its bias {name} is not a stored parameter with one entry per channel"), output, None
         return value.param or name, output, None
 
     def _read_norm(self, op: Op) -> Layer | str | None:

@@ -123,7 +123,9 @@ class _Search:
 
     def _why_unfit(self, op: Op) -> str | None:
         if op.attrs.get("training") or any(operand(op, port) is None for port in (3, 4)):
-            return "it normalises with the statistics of the batch, so it is no fixed function of one value"
+            return (
+                "it normalises with the statistics of the batch, so it is not a fixed function of one value"
+            )
         if _varies(op):
             return "its runs differ in their parameters or attributes"
         for port in (1, 2, 3, 4):
@@ -256,7 +258,7 @@ class _Search:
     def _why_no_source(self, value: str) -> str | None:
         op = self.graph.producer(value)
         if op is None:
-            return f"its input {value} is no result of a layer but {_KINDS[self.graph.values[value].kind]}"
+            return f"its input {value} is not a result of a layer but {_KINDS[self.graph.values[value].kind]}"
         if op.type in TRAITS["layer"] or self._hands_on(op):
             return None
         return f"its input comes from {op.name} ({op.type})"
@@ -470,7 +472,7 @@ class _Search:
         if value.shape not in ((channels,), (1, channels)):
             return f"the bias of {op.name} has shape {value.shape}, not one entry per channel"
         if op.type == "MatMul" or not float(op.attrs.get("beta", 1.0)):
-            return f"{op.name} has an operand {bias} that is no plain bias"
+            return f"{op.name} has an operand {bias} that is not a plain bias"
         return None
 
     def _why_no_bias_place(self, component: _Component, direction: Direction, shift: Array) -> str | None:

@@ -31,7 +31,7 @@ class Unit:
 
 
 def layer_units(graph: Graph, layers: Sequence[str]) -> list[Unit]:
-    """Every layer alone, with the activation function after it when nothing stands between and nobody else reads."""
+    """Every layer alone, with the activation function after it when nothing stands between and nothing else reads."""
     position = {op.name: i for i, op in enumerate(graph.ops)}
     wanted = frozenset(layers)
     found = []

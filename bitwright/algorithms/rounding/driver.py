@@ -246,9 +246,9 @@ def _why_not(model: SimulatedModel, op: Op, site: Site, readers: Mapping[str, se
     if not site.enabled or site.encoding is None:
         return "its weight is in float"
     if not isinstance(site.encoding.format, IntFormat) or site.encoding.format.bits > 16:
-        return f"{site.encoding.format.name} is no integer grid of at most 16 bits"
+        return f"{site.encoding.format.name} is not an integer grid of at most 16 bits"
     if op.type not in TREATED:
-        return f"{op.type} is no matrix product of its input"
+        return f"{op.type} is not a matrix product of its input"
     fixed = model.why_fixed(site.name)
     if fixed is not None:
         return fixed
@@ -277,13 +277,13 @@ def _why_not_read(graph: Graph, op: Op, site: Site, readers: Mapping[str, set[st
     if op.type != "GroupedMatMul" and len(op.inputs) > 2 and op.inputs[2] is not None:
         bias = graph.values[op.inputs[2]]
         if not bias.is_static or np.prod(bias.shape) != max(bias.shape, default=0):
-            return "what it adds is no vector of biases"
+            return "what it adds is not a vector of biases"
     return None
 
 
 def _why_not_recurrent(op: Op, site: Site, readers: set[str]) -> str | None:
     if site.port not in (1, 2):
-        return "it is no product of the input or the hidden state"
+        return "it is not a product of the input or the hidden state"
     if len(op.inputs) > 4 and op.inputs[4] is not None and site.port == 2:
         return "its sequences are of different lengths, so that the hidden states before each step do not lie in a row"
     others = readers - {op.name}
@@ -308,8 +308,8 @@ def apply(
 ) -> RoundingReport:
     """Choose the weights of every layer by ``method``, unit after unit.
 
-    The chosen weights replace the float ones and their encodings are frozen. What was finished when Ctrl-C comes stays in
-    force; after any other error the model is as it was. With a ``cache``, a later call with the same model, data and
+    The chosen weights replace the float ones and their encodings are frozen. What was finished when Ctrl-C comes stays
+    active; after any other error the model is as it was. With a ``cache``, a later call with the same model, data and
     settings takes finished layers from there.
 
     Args:

@@ -77,7 +77,7 @@ class Program:
         return {v: i for v, i in found.items() if v not in self.constants}
 
     def settle(self, state: State, i: int, results: Sequence[Tensor], outputs: Collection[int] = ()) -> None:
-        """Put what step ``i`` wrote into ``state``; what nobody reads afterwards leaves it, unless it is one of ``outputs``."""
+        """Put what step ``i`` wrote into ``state``; what nothing reads afterwards leaves it, unless it is one of ``outputs``."""
         end, step = self.last_read, self.steps[i]
         for value in step.reads:
             if end.get(value) == i and value not in outputs:
@@ -173,7 +173,7 @@ def run(
     keep: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     constants: Mapping[int, Tensor] | None = None,
 ) -> None:
-    """Run the steps ``[first, last)``; ``state`` loses what nobody reads any more and gains what is still read.
+    """Run the steps ``[first, last)``; ``state`` loses what nothing reads any more and gains what is still read.
 
     Args:
         keep: called on every tensor that enters the state, for example to put it on disk.

@@ -158,9 +158,9 @@ def optimise(
     weight, beta = 0.0, 2.0
     for i in range(settings.iterations):
         done = i / settings.iterations
+        if i % _CHECK == 0 and i > settings.warm_start * settings.iterations and _all_decided(roundings):
+            return i
         if i % _CHECK == 0:
-            if anneals and i > settings.warm_start * settings.iterations and _all_decided(roundings):
-                return i
             drawn = min(_CHECK, settings.iterations - i)
             index = torch.randint(problem.size, (drawn, problem.batch), generator=generator)
         if anneals:
@@ -175,7 +175,8 @@ def optimise(
 
 
 def _all_decided(roundings: Sequence[Rounding]) -> bool:
-    return not any(r.undecided() for r in roundings)
+    """Whether more iterations would change no weight; those of roundings that do not anneal are never decided."""
+    return not any(not r.anneals or r.undecided() for r in roundings)
 
 
 def _regulariser(settings: Settings, done: float, count: int) -> tuple[float, float]:

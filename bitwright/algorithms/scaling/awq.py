@@ -359,7 +359,7 @@ def _searchable(groups: Sequence[Group], specs: Mapping[str, QuantSpec]) -> tupl
 def _why_not(group: Group, specs: Mapping[str, QuantSpec]) -> str | None:
     for layer, _ in group.consumers:
         if layer.type not in ("Gemm", "MatMul"):
-            return f"{layer.op} ({layer.type}) reads it, and is no linear layer"
+            return f"{layer.op} ({layer.type}) reads it, and is not a linear layer"
     if not any(layer.op in specs for layer, _ in group.consumers):
         return "the weights of what reads it stay in float"
     for layer in group.producers:

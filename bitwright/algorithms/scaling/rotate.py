@@ -296,7 +296,7 @@ class _StreamWalk:
 
     def _norm(self, op: Op, layer: Layer | None) -> str | None:
         if layer is None and len([source for source in op.inputs if source]) > 1:
-            return f"the weight of {op.name} is no stored parameter"
+            return f"the weight of {op.name} is not a stored parameter"
         if layer is not None and (layer.bias is not None or not np.all(self.view.param(layer.weight) == 1)):
             return f"the weight of the norm {op.name} is not folded into the layers after it"
         self._enter(op.outputs[0])
@@ -314,7 +314,7 @@ class _StreamWalk:
                 return f"{op.name} adds {source} of shape {held.shape} to it"
             name = held.param or source
             if held.kind != "param" or not self._is_wide(source) or name in self.layers.shared:
-                return f"{op.name} adds {source} to it, which is no parameter of its own with a value per channel"
+                return f"{op.name} adds {source} to it, which is not a parameter of its own with a value per channel"
             self.tables.append(name)
         self._enter(op.outputs[0])
         return None

@@ -226,7 +226,7 @@ class _Watch:
         constants: Mapping[int, Tensor],
         exact: Sequence[Any],
     ) -> list[Error | None]:
-        """What a weight's quantizer changes of its layer's outputs; ``None`` of what is no tensor of numbers."""
+        """What a weight's quantizer changes of its layer's outputs; ``None`` of what is not a tensor of numbers."""
         works = [self._works(site, y) for y in exact]
         if not any(works):
             return [None] * len(exact)

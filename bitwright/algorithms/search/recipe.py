@@ -406,14 +406,14 @@ def run_recipe(
         steps: as :func:`parse_recipe` gives them.
         runner: the model.
         float_metric: metric of the float model; ``None`` when there is no metric, and then nothing is measured.
-        on_harm: what becomes of a step that makes the metric worse: ``report`` keeps it and says so, ``undo`` takes it
-            back.
+        on_harm: what becomes of a step that makes the metric worse: ``report`` keeps it and says so, ``undo`` reverts
+            it.
         lower_is_better: for perplexities and errors.
 
     Raises:
         ConfigError: an option that a step does not have, or an unknown ``on_harm``; before any work.
         CalibrationError: the metric is NaN.
-        KeyboardInterrupt: Ctrl-C; a note on it names the step. A model that is treated in part is nobody's result, so
+        KeyboardInterrupt: Ctrl-C; a note on it names the step. A model that is treated in part is not a result, so
             none is returned.
     """
     if on_harm not in ("report", "undo"):

@@ -13,7 +13,7 @@ from bitwright.tables import Tabular, html_table
 logger = logging.getLogger("bitwright")
 
 _LEFT_OUT = "left out: "
-_NOISE = 1e-3  # changes of the metric below this share of it are no harm
+_NOISE = 1e-3  # changes of the metric below this share of it are not harm
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Book:
         self.outcomes: list[Outcome] = []
 
     def _last(self) -> float | None:
-        # the float model is no predecessor: its metric is the goal
+        # the float model is not a predecessor: its metric is the goal
         kept = [o.metric for o in self.outcomes[1:] if o.kept and o.metric is not None]
         return kept[-1] if kept else None
 

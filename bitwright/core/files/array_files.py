@@ -1,4 +1,4 @@
-"""Arrays from ``.npy`` and ``.npz`` files that nobody vouches for.
+"""Arrays from ``.npy`` and ``.npz`` untrusted files.
 
 No memory is taken before the header of an array and the size of its data agree, nothing is unpickled, and an archive
 may not unpack to more than :data:`MAX_UNPACKED` or :data:`MAX_RATIO` times its own size, whichever is more.
@@ -72,7 +72,7 @@ def read_archive(
 
 def _check_regular(path: AnyPath) -> None:
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
 
 
 def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:

@@ -78,7 +78,7 @@ def open_regular(
     try:
         with _named(path, error) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise error(site, "it is no regular file", "name a file")
+                raise error(site, "it is not a regular file", "name a file")
             yield file
     except OSError as reason:
         if unreadable is not None:
@@ -131,7 +131,7 @@ def read_document(
     site = os.fspath(path)
     kind = Path(path).suffix.lower() if kind is None else kind
     if kind not in _PARSERS:
-        raise error(site, f"{kind!r} is no known kind of file", f"use {', '.join(_PARSERS)}")
+        raise error(site, f"{kind!r} is not a known kind of file", f"use {', '.join(_PARSERS)}")
     language = {".yml": "YAML"}.get(kind, kind[1:].upper())
     content = read_bytes(path, max_bytes, error, larger=larger, unreadable=unreadable)
     advice = remedy or "correct the file"

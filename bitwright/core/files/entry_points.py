@@ -17,7 +17,7 @@ def load_entry_point(text: str, what: str = "yields feeds") -> Callable[..., Any
         what: what the function does, for the error.
 
     Raises:
-        ConfigError: there is no such module or function, or it is no function.
+        ConfigError: there is no such module or function, or it is not a function.
 
     >>> load_entry_point("json:dumps").__name__
     'dumps'

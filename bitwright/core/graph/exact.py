@@ -48,7 +48,7 @@ def exact_values(graph: Graph, static: set[str]) -> dict[str, tuple[Need, str]]:
     it stops at reductions, layers and activation functions, whose own output is the last value found. An angle is followed
     over scales and shifts, and where no layer has been before (coordinates, positions, times), over everything, the matrix
     that makes angles of them included. Scores that decide are followed over functions of one value,
-    and not over sums of several: a residual stream is no score.
+    and not over sums of several: a residual stream is not a score.
 
     Args:
         graph: the model.

@@ -2,7 +2,7 @@
 
 One :class:`Op` stands for one place in the model. A place that runs several times in one forward (a reused module,
 a loop over time steps) is still one op; what later runs read is kept beside the first run's inputs in ``Op.also``,
-so that nobody takes a value for private that a second run hands elsewhere.
+so that no value counts as private that a second run hands elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Value:
         param: name of the parameter, for ``param`` values.
         sources: for ``constant`` values, names of the parameters it was computed from: who changes one of them changes
             the readers of this value too.
-        made_anew: of a ``constant``, whether every run makes it again, and not from what is stored alone: it is no data, but
+        made_anew: of a ``constant``, whether every run makes it again, and not from what is stored alone: it is not data, but
             may follow the lengths of the inputs, as a bias per position does.
     """
 

@@ -253,7 +253,7 @@ def block_axes(
 ) -> tuple[int | tuple[int, ...] | None, int | None]:
     """``(channel_axis, block_axis)`` of the blocks of a constant operand: those of :func:`weight_axes`, and of a stack of
     matrices (experts) every axis that counts the matrices as well, since they do not share scales. What is added to a product
-    (port 2) is no stack of matrices: nothing is summed over any of its axes, and their lengths may change with the input.
+    (port 2) is not a stack of matrices: nothing is summed over any of its axes, and their lengths may change with the input.
 
     >>> block_axes("MatMul", {}, 1, (4, 64, 8))
     ((0, 2), 1)

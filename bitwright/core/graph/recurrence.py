@@ -165,7 +165,7 @@ def inner_values(
         dtype: of the layer.
 
     Returns:
-        ``Op.inner``, and the values in it that are no output, named ``<op>.<inner name>``.
+        ``Op.inner``, and the values in it that are not output, named ``<op>.<inner name>``.
     """
     inner = {name: f"{op}.{name}" for name in inner_names(op_type, variant_of(attrs))}
     values = [

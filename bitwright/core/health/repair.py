@@ -66,7 +66,7 @@ class Repair:
         if self.kind not in REPAIR_KINDS or not finite or self.lo > self.hi:
             raise ConfigError(
                 f"Repair({self.op!r})",
-                f"kind={self.kind!r}, lo={self.lo!r}, hi={self.hi!r}, nan={self.nan!r} is no repair",
+                f"kind={self.kind!r}, lo={self.lo!r}, hi={self.hi!r}, nan={self.nan!r} is not a repair",
                 f"use one of {', '.join(REPAIR_KINDS)}, and finite numbers with lo <= hi",
             )
 

@@ -176,7 +176,7 @@ def first_non_finite(x: Array) -> tuple[tuple[int, ...], float] | None:
         wide = namespace(x).float32 if dtype_name(x) in HALVES else None
         if bool(
             x.sum(dtype=wide).isfinite()
-        ):  # a tenth of what isfinite costs; one that overflows is no proof
+        ):  # a tenth of what isfinite costs; one that overflows is not proof
             return None
         bad: NDArray[np.bool_] = to_numpy(~namespace(x).isfinite(x))
     else:
@@ -368,7 +368,7 @@ MAKERS = frozenset(
 )
 #: operators that answer an infinity with an innocent number: port -> what becomes of it
 _DIVIDES = {"Div": 1, "Reciprocal": 0, "Rsqrt": 0}
-#: operators that weigh data with parameters: an infinity among what they read is no mask
+#: operators that weigh data with parameters: an infinity among what they read is not a mask
 _WEIGHS = frozenset((*TRAITS["layer"], "LSTM", "GRU", "RNN"))
 #: operators that turn NaN into an index, a count or a choice
 _CHOOSES = frozenset(
@@ -419,10 +419,10 @@ class Tracker:
     """Follows non-finite values through one run of a model, operator by operator in execution order.
 
     Tensors go by any hashable key of the front end's. An operator is the origin of an :class:`Event` when it
-    writes non-finite values and read none, or writes NaN and read only infinities that somebody meant (a
+    writes non-finite values and read none, or writes NaN and read only infinities that are meant (a
     softmax over a row that is masked throughout), or adds up to +Inf beside a mask of -Inf. An event is named when its values
 
-    - reach an output of the model, unless they are infinities that somebody meant;
+    - reach an output of the model, unless they are infinities that are meant;
     - are infinite by overflow and a division turns them into an innocent zero (``x * rsqrt(mean(x * x))`` in half
       precision), an exponential excepted: ``1 / (1 + exp(-x))`` is right;
     - are NaN and an operator chooses an index by them, or loses them (``max(NaN, 0)`` is 0 in some runtimes);
@@ -559,6 +559,6 @@ def _accuse_inputs(read: Sequence[tuple[int, Event | None, Flags]]) -> None:
 
 
 def _blamed(events: Sequence[Event | None]) -> Event | None:
-    """The earliest of the events that nobody meant, or else of those that somebody did."""
+    """The earliest of the events that are not meant, or else of those that are."""
     known = [event for event in events if event is not None]
     return min(known, key=lambda event: (event.meant, event.index), default=None)

@@ -7,17 +7,25 @@ or underflows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.core.numerics.affine import checked_bounds, choose_qparams, grid, round_to_float
+from bitwright.core.numerics.affine import checked_bounds, grid
 from bitwright.core.numerics.arrays import Array, as_array, dtype_name, to_numpy
 from bitwright.core.numerics.formats import FloatFormat, Format
 from bitwright.core.numerics.granularity import PER_TENSOR, Granularity
+from bitwright.core.numerics.range_search import (
+    BUDGET,
+    Float64s,
+    Floats,
+    NoiseSearch,
+    Range,
+    candidate_grids,
+    row_chunks,
+)
 from bitwright.core.numerics.spec import QuantSpec, RangeMethod, Symmetry
 from bitwright.core.numerics.statistics import (
     HALF_BINS,
@@ -26,30 +34,15 @@ from bitwright.core.numerics.statistics import (
     MinMax,
     Samples,
     bounds_of,
-    histogram_exponent,
     row_histogram,
     row_minmax,
     rows_of,
 )
 from bitwright.errors import CalibrationError, ConfigError, close_matches
 
-Float64s = NDArray[np.float64]
-Floats = NDArray[np.floating[Any]]
-Range = tuple[Float64s, Float64s]
-
-_POOL = 8  # fine bins per bin of a search: 256 on either side of zero
 _SAMPLES = 1024  # constants in groups up to this size are searched value by value
 # the same where candidates lie inside each other and few of them are tried; where a histogram is as fast
 _NESTED_SAMPLES, _NESTED_SAMPLES_BELOW_8_BITS = 8192, 4096
-_BUDGET = 1 << 17  # numbers per temporary array of a search, about a second-level cache
-_SCANNED = 1 << 16  # values of all rows that are scanned together
-_BLOCK = 1 << 11  # values of one row times candidates in one block of a scan
-# edges of these bins in fine bin widths, fine bin 0 kept apart: ..., -16, -8, -1, 0, 1, 8, 16, ...
-_HALF_EDGES = np.concatenate([[1.0], _POOL * np.arange(1.0, HALF_BINS // _POOL + 1)])
-_EDGES = np.concatenate([-_HALF_EDGES[::-1], [0.0], _HALF_EDGES])
-_CENTRES = ((_EDGES[1:] + _EDGES[:-1]) / 2)[None, :]
-_SYMMETRIC_STEPS = 101
-_ASYMMETRIC_STEPS, _POSITIONS = 17, 21
 
 
 @dataclass(frozen=True)
@@ -207,7 +200,7 @@ def choose_range_of(
     if needs(spec.method) == "minmax" or 0 in rows.shape:
         return minmax_range(bounds, spec.format, spec.symmetry)
     small = rows.shape[1] <= _most_samples(spec)
-    step = max(1, (_BUDGET << 3) // rows.shape[1]) if small else 64
+    step = max(1, (BUDGET << 3) // rows.shape[1]) if small else 64
     settled = _settled(spec, bounds)
     ranges = []
     for first in range(0, rows.shape[0], step):
@@ -299,7 +292,7 @@ def sqnr_range(stats: Histogram | Samples, fmt: Format, symmetry: Symmetry, *, g
     shape = bounds.lo.shape
     full = checked_bounds(bounds.lo, bounds.hi)
     flat = (full[0].reshape(-1), full[1].reshape(-1))
-    search = _Search(*_candidates(grid_fmt, symmetry, *flat), grid_fmt, symmetry, gamma)
+    search = NoiseSearch(*candidate_grids(grid_fmt, symmetry, *flat), grid_fmt, symmetry, gamma)
     best = search.by_value(stats) if isinstance(stats, Samples) else search.by_histogram(stats)
     lo, hi = search.ends(best)
     kept = best == 0  # the full range is returned as it is, not snapped to its grid
@@ -336,7 +329,7 @@ def entropy_range(stats: Histogram | Samples, fmt: Format, symmetry: Symmetry) -
     kept = np.full(lo.size, HALF_BINS)
     for count in np.unique(levels[levels < HALF_BINS]):
         chosen = np.flatnonzero(levels == count)
-        for part in _row_chunks(chosen.size, 16 * HALF_BINS):
+        for part in row_chunks(chosen.size, 16 * HALF_BINS):
             rows = chosen[part]
             magnitudes = counts[rows, HALF_BINS - 1 :]
             magnitudes[:, 1:] += counts[rows, HALF_BINS - 2 :: -1]
@@ -395,207 +388,6 @@ def _sample_quantile(stats: Samples, quantile: float) -> Float64s:
     left, right = ends
     share = rank - np.floor(rank)
     return np.asarray(left * (1 - share) + right * share)
-
-
-# ---- search for the least noise
-
-
-def _candidates(
-    fmt: Format, symmetry: Symmetry, lo: Float64s, hi: Float64s
-) -> tuple[Float64s, Float64s, Float64s]:
-    """Scales, lowest and highest codes (counted from zero) of all candidates, each ``(rows, candidates)``.
-
-    The first candidate is the grid of the full range ``[lo, hi]``.
-    """
-    scale, _ = choose_qparams(lo, hi, fmt, symmetric=symmetry != "asymmetric")
-    full = scale.astype(np.float64)[:, None]
-    if isinstance(fmt, FloatFormat) or symmetry != "asymmetric":
-        scales = full * _descending(_SYMMETRIC_STEPS)
-        ends = (-fmt.max, fmt.max) if isinstance(fmt, FloatFormat) else (fmt.qmin, fmt.qmax)
-        return scales, np.full_like(scales, ends[0]), np.full_like(scales, ends[1])
-    two_sided = ((lo < 0) & (hi > 0))[:, None]
-    ratio = np.repeat(_descending(_ASYMMETRIC_STEPS), _POSITIONS)
-    position = np.tile(np.linspace(0, 1, _POSITIONS), _ASYMMETRIC_STEPS)
-    scales = full * np.where(two_sided, ratio, _descending(ratio.size))
-    slack = np.maximum((hi - lo)[:, None] - fmt.steps * scales, 0)
-    start = np.where(two_sided, lo[:, None] + position * slack, np.where(lo[:, None] < 0, -np.inf, 0))
-    below = np.clip(np.rint(-start / scales), 0, fmt.steps)
-    return scales, 0 - below, fmt.steps - below
-
-
-def _descending(steps: int) -> Float64s:
-    """``1, 1 - 1/steps, ..., 1/steps``."""
-    return np.arange(steps, 0, -1) / steps
-
-
-@dataclass(frozen=True)
-class _Search:
-    """Candidate grids of every row and the noise each of them makes.
-
-    ``scales``, ``lowest`` and ``highest`` have shape (rows, candidates); codes count from zero.
-    """
-
-    scales: Float64s
-    lowest: Float64s
-    highest: Float64s
-    fmt: Format
-    symmetry: Symmetry
-    gamma: float
-
-    def ends(self, best: NDArray[np.int64]) -> Range:
-        """Ends of the grid chosen in every row."""
-        rows = np.arange(best.size)
-        scale = self.scales[rows, best]
-        return self.lowest[rows, best] * scale, self.highest[rows, best] * scale
-
-    def by_histogram(self, stats: Histogram) -> NDArray[np.int64]:
-        """The candidate with the least noise of every row; ties go to the first."""
-        exponent = stats.exponent.reshape(-1)
-        counts, zeros = stats.counts.reshape(exponent.size, -1), stats.zeros.reshape(-1)
-        best = np.zeros(exponent.size, np.int64)
-        for rows in _row_chunks(exponent.size, self.scales.shape[1] * _EDGES.size):
-            scales = np.ldexp(self.scales[rows], -exponent[rows, None].astype(np.int32))
-            grids = _Grids(scales, self.lowest[rows], self.highest[rows], self.gamma)
-            mass = _pooled(counts[rows], zeros[rows])
-            if isinstance(self.fmt, FloatFormat):
-                cost = _centred_noise(mass, grids, self.fmt)
-            else:
-                cost = _binned_noise(mass, grids)
-            best[rows] = np.argmin(cost, axis=1)
-        return best
-
-    def by_value(self, stats: Samples) -> NDArray[np.int64]:
-        """The candidate with the least noise of every row; ties go to the first.
-
-        Integer grids of up to 8 bits are compared in float32, where a value is off by at most 4e-5 steps.
-        """
-        exact = isinstance(self.fmt, FloatFormat) or self.fmt.bits > 8
-        unit = -histogram_exponent(stats.bounds.lo, stats.bounds.hi).reshape(-1, 1).astype(np.int32)
-        values = stats.values.reshape(unit.size, -1)
-        best = np.zeros(unit.size, np.int64)
-        for rows in _row_chunks(unit.size, values.shape[1], _SCANNED):
-            part = values[rows] * np.ldexp(1.0, unit[rows]).astype(values.dtype)
-            if stats.bounds.count.sum() < values.size:
-                part = np.nan_to_num(part)  # zero costs nothing on any grid
-            part = part.astype(np.float64 if exact else np.float32, copy=False)
-            best[rows] = self._scan(part, np.ldexp(self.scales[rows], unit[rows]), self.lowest[rows])
-        return best
-
-    def _scan(self, values: Floats, scales: Float64s, lowest: Float64s) -> NDArray[np.int64]:
-        """:meth:`by_value` for some rows: blocks of candidates until every row has ended.
-
-        A block has as many candidates as the size of a row allows and a quarter of those already tried: no
-        row depends on its neighbours, and few candidates are tried in vain.
-        """
-        size, count = values.shape[1], scales.shape[1]
-        best, least = np.zeros(len(values), np.int64), np.full(len(values), np.inf)
-        nested, left = _nested(scales, lowest, self._steps), np.arange(len(values))
-        first, step = 0, max(1, _BLOCK // (8 * size))
-        while first < count and left.size:
-            block = slice(first, first + step)
-            rounded, clipped = self._noise(values, scales[left, block], lowest[left, block])
-            cost = rounded + clipped
-            chosen = np.argmin(cost, axis=1)
-            cost = cost[np.arange(left.size), chosen]
-            better = cost < least[left]
-            winners = left[better]
-            best[winners], least[winners] = first + chosen[better], cost[better]
-            going = ~nested[left] | (clipped[:, -1] <= least[left])
-            if not going.all():
-                left, values = left[going], values[going]
-            first += step
-            step = max(step, min(first // 4, _BLOCK // size))
-        return best
-
-    @property
-    def _steps(self) -> float:
-        return 2 * self.fmt.max if isinstance(self.fmt, FloatFormat) else self.fmt.steps
-
-    def _noise(self, values: Floats, scales: Float64s, lowest: Float64s) -> tuple[Float64s, Float64s]:
-        """Noise of ``values`` ``(rows, n)`` inside and, weighted, beyond each grid, ``(rows, candidates)``.
-
-        Computed in steps of the grid. Codes count from the lowest where that varies, so that all grids end at
-        the same two numbers: ``clip`` is three times as fast with scalars as with arrays.
-        """
-        number = values.dtype.type
-        codes = values[:, None, :] * (1 / scales).astype(values.dtype)[:, :, None]
-        low_end = float(lowest.flat[0])
-        if self.symmetry == "asymmetric" and not isinstance(self.fmt, FloatFormat):
-            codes -= lowest.astype(values.dtype)[:, :, None]
-            low_end = 0.0
-        inside = np.clip(codes, number(low_end), number(low_end + self._steps))
-        codes -= inside
-        clipped = np.einsum("rcn,rcn->rc", codes, codes)
-        if isinstance(self.fmt, FloatFormat):
-            codes = round_to_float(inside, self.fmt)
-        else:
-            np.rint(inside, out=codes)
-        inside -= codes
-        rounded = np.einsum("rcn,rcn->rc", inside, inside)
-        area = np.square(scales)
-        return rounded * area, clipped * (self.gamma * area)
-
-
-def _nested(scales: Float64s, lowest: Float64s, steps: float) -> NDArray[np.bool_]:
-    """The rows in which every candidate lies inside the one before it."""
-    low_end, high_end = lowest * scales, (lowest + steps) * scales
-    return np.asarray(((low_end[:, 1:] >= low_end[:, :-1]) & (high_end[:, 1:] <= high_end[:, :-1])).all(1))
-
-
-class _Grids:
-    """Candidate grids shaped to meet data: scale, codes and ends, each ``(rows, candidates, 1)``."""
-
-    def __init__(self, scale: Float64s, lowest: Float64s, highest: Float64s, gamma: float) -> None:
-        self.scale, self.lowest, self.highest = scale[:, :, None], lowest[:, :, None], highest[:, :, None]
-        self.gamma = gamma
-
-    def beyond(self, values: Float64s) -> Float64s:
-        """How far ``values`` lie outside the grid, with their sign."""
-        return np.asarray(values - np.clip(values, self.lowest * self.scale, self.highest * self.scale))
-
-    def nearest(self, values: Float64s) -> Float64s:
-        """Codes of ``values`` on an integer grid."""
-        return np.asarray(np.clip(np.rint(values / self.scale), self.lowest, self.highest))
-
-
-def _pooled(counts: NDArray[np.int64], zeros: NDArray[np.int64]) -> Float64s:
-    """Counts ``(rows, bins)`` between neighbours of ``_EDGES``, without the zeros; bin 0 is split at zero."""
-    above = counts[:, HALF_BINS - 1 :].astype(np.float64)
-    below = counts[:, HALF_BINS - 1 :: -1].astype(np.float64)
-    around = (above[:, :1] - zeros[:, None]) / 2
-    above[:, 0] = below[:, 0] = 0
-    positive, negative = (half.reshape(half.shape[0], -1, _POOL).sum(-1) for half in (above, below))
-    return np.concatenate([negative[:, ::-1], around, around, positive], axis=1)
-
-
-def _binned_noise(mass: Float64s, grids: _Grids) -> Float64s:
-    """Noise of ``mass`` spread evenly between ``_EDGES`` on integer grids; scales in fine bin widths.
-
-    With the antiderivative A of the error, the sum over bins of ``density (A(right) - A(left))`` is rewritten
-    as a sum over edges of ``A`` times the step of the density there: one product of matrices.
-    """
-    step = -np.diff(mass / np.diff(_EDGES), axis=1, prepend=0, append=0)
-    code = grids.nearest(_EDGES)
-    rest = _EDGES - code * grids.scale
-    area = code * (grids.scale**3 / 12)
-    area += rest * rest * rest / 3
-    if grids.gamma != 1:
-        beyond = grids.beyond(_EDGES)
-        area += beyond * beyond * beyond * ((grids.gamma - 1) / 3)
-    return np.asarray((area @ step[:, :, None])[:, :, 0])
-
-
-def _centred_noise(mass: Float64s, grids: _Grids, fmt: FloatFormat) -> Float64s:
-    """Noise of ``mass`` in the middle of each bin on float grids; scales in fine bin widths."""
-    noise = np.square(_CENTRES - round_to_float(_CENTRES / grids.scale, fmt) * grids.scale)
-    if grids.gamma != 1:
-        noise += (grids.gamma - 1) * np.square(grids.beyond(_CENTRES))
-    return np.asarray((noise @ mass[:, :, None])[:, :, 0])
-
-
-def _row_chunks(rows: int, numbers_per_row: int, numbers: int = _BUDGET) -> Iterator[slice]:
-    step = max(1, numbers // numbers_per_row)
-    return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 # ---- entropy

@@ -42,20 +42,20 @@ def granularity_from_json(data: JsonDict) -> Granularity:
     if kind == "per_block":
         size = data["size"]
         if type(size) is not int:
-            raise TypeError(f"the size {size!r:.40} is no whole number")
+            raise TypeError(f"the size {size!r:.40} is not a whole number")
         channels = data["channel_axis"]
         if not isinstance(channels, list):
             return PerBlock(size, _axis(data["axis"]), _axis(channels))
         held = tuple(axis for axis in map(_axis, channels) if axis is not None)
         return PerBlock(size, _axis(data["axis"]), held)
     if kind != "per_tensor":
-        raise ValueError(f"{kind!r:.40} is no granularity")
+        raise ValueError(f"{kind!r:.40} is not a granularity")
     return PerTensor()
 
 
 def _axis(value: Any) -> int | None:
     if value is not None and (type(value) is not int or not -64 <= value < 64):
-        raise TypeError(f"{value!r:.40} is no axis")
+        raise TypeError(f"{value!r:.40} is not an axis")
     return value
 
 
@@ -94,9 +94,9 @@ def encoding_from_json(data: JsonDict, site: str = "encoding") -> Encoding:
         site: for messages.
 
     Raises:
-        EncodingsError: it is no encoding, a scale is not positive and finite, or a zero point lies outside the grid.
+        EncodingsError: it is not an encoding, a scale is not positive and finite, or a zero point lies outside the grid.
     """
-    with _explained(site, "encoding"):
+    with _explained(site, "an encoding"):
         fmt, granularity = parse_format(data["format"]), granularity_from_json(data["granularity"])
         shape = tuple(data["shape"])
         if len(shape) != _rank(granularity, len(shape)):
@@ -127,7 +127,7 @@ def _rank(granularity: Granularity, given: int) -> int:
 
 def _numbers(values: Any, *kinds: type) -> list[Any]:
     if not isinstance(values, list) or not set(map(type, values)) <= set(kinds):
-        raise TypeError(f"{values!r:.40} is no list of numbers")
+        raise TypeError(f"{values!r:.40} is not a list of numbers")
     return values
 
 
@@ -137,11 +137,11 @@ def _explained(site: str, what: str) -> Iterator[None]:
     try:
         yield
     except BitwrightError as error:
-        raise EncodingsError(site, f"it is no {what}: {error.site}: {error.problem}", _MEND) from error
+        raise EncodingsError(site, f"it is not {what}: {error.site}: {error.problem}", _MEND) from error
     except KeyError as error:
-        raise EncodingsError(site, f"it is no {what}: the key {error} is missing", _MEND) from error
+        raise EncodingsError(site, f"it is not {what}: the key {error} is missing", _MEND) from error
     except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:
-        raise EncodingsError(site, f"it is no {what}: {error}", _MEND) from error
+        raise EncodingsError(site, f"it is not {what}: {error}", _MEND) from error
 
 
 def spec_to_json(spec: QuantSpec) -> JsonDict:
@@ -166,16 +166,16 @@ def spec_from_json(data: JsonDict, site: str = "spec") -> QuantSpec:
         site: for messages.
 
     Raises:
-        EncodingsError: it is no spec.
+        EncodingsError: it is not a spec.
     """
     from bitwright.core.numerics.ranges import find_range_method
 
-    with _explained(site, "spec"):
+    with _explained(site, "a spec"):
         fixed = data["fixed_range"]
         if fixed is not None:
             _numbers(fixed, int, float, type(None))
         if not isinstance(data["method"], str):
-            raise TypeError(f"{data['method']!r:.40} is no range method")
+            raise TypeError(f"{data['method']!r:.40} is not a range method")
         options = dict(data["options"])
         _numbers(list(options.values()), int, float)
         find_range_method(data["method"], options)

@@ -76,7 +76,7 @@ def read_aimet_config(
 ) -> Rules:
     """The rules that a quantsim configuration stands for.
 
-    Bit widths are no part of the file: they are those of ``preset``, and so is a blockwise granularity,
+    Bit widths are not part of the file: they are those of ``preset``, and so is a blockwise granularity,
     which the file cannot express. A bias with ``is_quantized: False`` becomes the int32 that integer
     kernels add, derived from input and weight, because that is what the target runs (AIMET leaves it in
     float while it simulates).
@@ -352,7 +352,9 @@ class _Reader:
             return None
         raw = section[key]
         if not isinstance(raw, (str, bool)) or raw not in _BOOLEANS:
-            raise self._error(f"{at}.{key}", f"{raw!r} is no boolean", 'write the string "True" or "False"')
+            raise self._error(
+                f"{at}.{key}", f"{raw!r} is not a boolean", 'write the string "True" or "False"'
+            )
         value = _BOOLEANS[raw]
         if only is not None and value is not only:
             raise self._error(

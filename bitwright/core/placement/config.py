@@ -185,7 +185,7 @@ def _rules(entry: Any, at: str) -> list[Rule]:
             rules.append(_rule(value, f"{at}.{key}", {**selector, "port": _PORTS[key]}))
         elif key == "params":
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{at}.params", f"{value!r} is no mapping", "write {running_mean: null}")
+                raise ConfigError(f"{at}.params", f"{value!r} is not a mapping", "write {running_mean: null}")
             for name, facets in value.items():
                 where = f"{at}.params.{name}"
                 rules.append(_rule(facets, where, {**selector, "port": "param", "param": str(name)}))
@@ -201,7 +201,9 @@ def _types(value: Any, at: str) -> str | tuple[str, ...]:
         return value
     if isinstance(value, list) and value and all(isinstance(v, str) for v in value):
         return tuple(value)
-    raise ConfigError(at, f"{value!r} is no operator type", "write a type such as Conv, or a list of types")
+    raise ConfigError(
+        at, f"{value!r} is not an operator type", "write a type such as Conv, or a list of types"
+    )
 
 
 def _rule(value: Any, at: str, selector: Mapping[str, Any]) -> Rule:
@@ -245,7 +247,7 @@ def _facets(entry: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 def _boolean(value: Any, at: str) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(at, f"{value!r} is no boolean", "write true or false")
+        raise ConfigError(at, f"{value!r} is not a boolean", "write true or false")
     return value
 
 
@@ -287,7 +289,7 @@ def _method(value: Any, at: str) -> RangeMethod:
     if isinstance(value, Mapping):
         options = {str(k): v for k, v in value.items() if k != "name"}
         if "name" not in value or not all(isinstance(v, (int, float)) for v in options.values()):
-            problem = f"{value!r} is no range method with options"
+            problem = f"{value!r} is not a range method with options"
             raise ConfigError(at, problem, "write {name: percentile, percentile: 99.9}")
         method: RangeMethod = _at(at, lambda v: find_range_method(str(v["name"]), options), value)
         return method
@@ -312,7 +314,7 @@ def _recurrent(value: Any, at: str) -> str:
     if value not in words:
         raise ConfigError(
             at,
-            f"{value!r} is no way to place them{close_matches(str(value), words)}",
+            f"{value!r} is not a way to place them{close_matches(str(value), words)}",
             f"use {', '.join(words)}",
         )
     return str(value)
@@ -333,7 +335,7 @@ def _supergroups(value: Any, at: str) -> tuple[Pattern, ...]:
             if entry not in _GROUPS:
                 near = close_matches(entry, _GROUPS)
                 raise ConfigError(
-                    f"{at}[{i}]", f"{entry!r} is no set of chains{near}", f"use {', '.join(_GROUPS)}"
+                    f"{at}[{i}]", f"{entry!r} is not a set of chains{near}", f"use {', '.join(_GROUPS)}"
                 )
             found.extend(_GROUPS[entry])
         elif isinstance(entry, list) and len(entry) > 1 and all(isinstance(t, str) for t in entry):

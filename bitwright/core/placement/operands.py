@@ -1,4 +1,4 @@
-"""What every operator reads: weights, biases, constants, and activations that nobody has quantized yet."""
+"""What every operator reads: weights, biases, constants, and activations that are not quantized yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from bitwright.core.graph.patterns import Match, folds_into
 from bitwright.core.graph.recurrence import CELLS, RETURNS, STATE_PORTS
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import Granularity, PerChannel, PerTensor, fitted
-from bitwright.core.numerics.int32_bias import bias_entries
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.placement.ledger import (
     FLOAT_OP,
@@ -23,6 +22,7 @@ from bitwright.core.placement.ledger import (
 )
 from bitwright.core.placement.plan import Role, SitePlan
 from bitwright.core.placement.rules import Rule, Setting
+from bitwright.core.sums.int32_bias import bias_entries
 
 _ADDED = "added to the product of {} before anything is rounded"
 _NORM = "normalisation parameters stay in float"

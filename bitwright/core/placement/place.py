@@ -5,7 +5,7 @@
 1. which values are the same in every run (parameters, constants, and what only moves those);
 2. which chains are supergroups, and which operators only prepare the mask of a softmax;
 3. what every operator's output is: a site of its own, on the grid of another site, or float, with the reason;
-4. what every operator reads: weights, biases, constants, and activations that nobody has quantized yet.
+4. what every operator reads: weights, biases, constants, and activations that are not quantized yet.
 
 The first two are :mod:`bitwright.core.placement.facts`, the others :mod:`bitwright.core.placement.outputs` and
 :mod:`bitwright.core.placement.operands`.

@@ -49,7 +49,7 @@ class Rule:
             one parameter.
         op: canonical operator type, or several.
         port: which tensors of the operator. ``param`` is every parameter, ``weight`` and ``bias`` those of
-            that name; ``constant`` is a constant operand that is no parameter of the operator type (a
+            that name; ``constant`` is a constant operand that is not a parameter of the operator type (a
             positional embedding that is added); ``inner`` is what is computed inside a step of a recurrent
             layer; ``model_input`` and ``model_output`` are the tensors the model takes and returns.
         param: exact parameter name in the operator's vocabulary (``running_mean``).

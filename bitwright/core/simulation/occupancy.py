@@ -67,7 +67,7 @@ class Occupancy:
 
     @contextmanager
     def exclusive(self, what: str) -> Iterator[None]:
-        """Nobody else runs or changes the simulation inside the block; ``what`` is done there, for messages.
+        """No other thread runs or changes the simulation inside the block; ``what`` is done there, for messages.
 
         Raises:
             BusyError: another thread runs it or changes it.

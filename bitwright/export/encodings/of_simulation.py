@@ -111,7 +111,7 @@ def load_encodings(
 ) -> tuple[str, ...]:
     """Give every site of ``sim`` the encoding the file has for it; sites without one are switched off.
 
-    With ``partial`` they are left as they are instead, and missing ones are no error.
+    With ``partial`` they are left as they are instead, and missing ones are not error.
 
     A record belongs to the site of its name, or, in a file written for an exported model, to the sites that read the
     tensor of its name (``x`` for the input ``x``). The ``<prefix>_sites.json`` that an export writes beside
@@ -240,7 +240,7 @@ def _exported_names(source: str | Path | dict[str, Any]) -> tuple[dict[str, list
 
     Also the tensors that carry elements of those, whose entries say nothing new.
 
-    A tensor that several sites mark has the record of the first in the encodings file; it is no name of a site whose
+    A tensor that several sites mark has the record of the first in the encodings file; it is not a name of a site whose
     encoding was another.
     """
     if isinstance(source, dict) or Path(source).suffix != ".encodings":

@@ -328,7 +328,7 @@ def _remove_abandoned(target: Path, name: str) -> None:
         except (BlockingIOError, FileNotFoundError):
             continue  # its writer lives, or has just ended
         if lock is not None:
-            shutil.rmtree(entry.path, ignore_errors=True)  # what cannot be removed is hidden and harms nobody
+            shutil.rmtree(entry.path, ignore_errors=True)  # what cannot be removed is hidden and does no harm
             os.close(lock)
 
 

@@ -106,7 +106,7 @@ def write_manifest(
         created: a time in any form; none is written unless given.
 
     Raises:
-        ConfigError: a setting is no plain JSON value.
+        ConfigError: a setting is not plain JSON value.
         ExportError: a file is missing, or the manifest cannot be written.
 
     Example:
@@ -154,7 +154,7 @@ def read_manifest(path: AnyPath, *, check: bool = False) -> Manifest:
     try:
         manifest = _from_json(document)
     except (ValueError, TypeError, KeyError) as error:
-        problem = f"it is no manifest of version {VERSION}: {error}"
+        problem = f"it is not a manifest of version {VERSION}: {error}"
         raise ExportError(site, problem, remedy) from error
     if check and not manifest.files:
         raise ExportError(site, "it lists no file, so that nothing can be checked", remedy)
@@ -207,7 +207,7 @@ class Fingerprint:
         if array is None or array.dtype.hasobject:
             raise ConfigError(
                 "data",
-                f"a {type(item).__name__} is no array, tensor or plain value, so it cannot be fingerprinted",
+                f"a {type(item).__name__} is not an array, tensor or plain value, so it cannot be fingerprinted",
                 "pass arrays or tensors, alone or in lists, tuples and mappings",
             )
         self._hash.update(f"{array.dtype}:{array.shape};".encode())
@@ -278,7 +278,7 @@ def _plain(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         return dict(json.loads(json.dumps(given, allow_nan=False)))
     except (TypeError, ValueError) as error:
         remedy = "give strings, numbers, booleans, None, and lists and mappings of them"
-        raise ConfigError(f"manifest {name}", f"they are no plain JSON: {error}", remedy) from error
+        raise ConfigError(f"manifest {name}", f"they are not plain JSON: {error}", remedy) from error
 
 
 def _versions() -> dict[str, str]:
@@ -310,7 +310,7 @@ def _file_entry(entry: Any) -> FileEntry:
     """An entry of a file inside the folder of the manifest; no path leads out of it."""
     name, digest, size = (entry[key] for key in ("name", "sha256", "size"))
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
-        raise ValueError(f"{name!r:.200} is no name of a file")
+        raise ValueError(f"{name!r:.200} is not a name of a file")
     if PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or ".." in PurePosixPath(name).parts:
         raise ValueError(f"the file {name!r:.200} lies outside of its folder")
     if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +18,7 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.export.files.atomic import atomic_files
 from bitwright.export.files.value_types import restore_types, restore_types_of_file
 
 #: types whose elements lie in files as they do in arrays
@@ -27,6 +29,34 @@ _PLAIN = frozenset(
 _LARGE = 1 << 16  # bytes of a tensor that is kept out of the message
 # Tags of fields in onnx.proto, whose wire type is 2 (a length and so many bytes).
 _MODEL_GRAPH, _GRAPH_INITIALIZER, _TENSOR_RAW_DATA = b"\x3a", b"\x2a", b"\x4a"
+# Protobuf refuses files of 2 GiB; larger models keep their tensors in a second file.
+_ONE_FILE_LIMIT = 3 << 29
+
+
+def save_model(model: ir.Model, path: str | os.PathLike[str], *, external: bool | None = None) -> list[Path]:
+    """Write ``model``; the files appear whole or not at all.
+
+    Args:
+        model: any model.
+        path: of the ``.onnx`` file.
+        external: keep large tensors in ``<path>.data`` beside it; ``None`` does so from 1.5 GiB on.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ExportError: the folder is missing, read-only or full.
+    """
+    target = Path(path)
+    if external is None:
+        tensors = (value.const_value for graph in model.graphs() for value in graph.initializers.values())
+        external = sum(tensor.nbytes for tensor in tensors if tensor is not None) > _ONE_FILE_LIMIT
+    with atomic_files(target.parent, name=target.name) as folder:
+        if external:
+            save_in_two_files(model, folder / target.name)
+        else:
+            save_in_one_file(model, folder / target.name)
+        return [target.parent / written.name for written in sorted(folder.iterdir())]
 
 
 def save_in_one_file(model: ir.Model, path: Path) -> None:

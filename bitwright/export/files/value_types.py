@@ -70,7 +70,7 @@ def has_map(value: ir.Value) -> bool:
 
 
 def is_tensor(value: ir.Value) -> bool:
-    """Whether ``value`` is no sequence, map or optional value, as far as types are known."""
+    """Whether ``value`` is not a sequence, map or optional value, as far as types are known."""
     return (value.type is None or isinstance(value.type, ir.TensorType)) and not has_map(value)
 
 

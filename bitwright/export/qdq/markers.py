@@ -209,7 +209,7 @@ def move_uses(old: ir.Value, new: ir.Value, *, keep: frozenset[ir.Node] | set[ir
 
 
 def remove_unread(value: ir.Value) -> bool:
-    """Remove ``value`` and what was computed only for it, if nobody reads it; whether it was removed."""
+    """Remove ``value`` and what was computed only for it, if nothing reads it; whether it was removed."""
     removed = False
     stack = [value]
     while stack:

@@ -1,7 +1,7 @@
 """What a runtime's optimiser must not see through: products of float activations with quantized weights, and outputs.
 
 ONNX Runtime's default session turns MatMul and Gemm after the DequantizeLinear of a matrix into MatMulNBits, which by
-default quantizes the *activations* to eight bits as well, a grid that nobody chose and no simulation contains. A Reshape to
+default quantizes the *activations* to eight bits as well, a grid that no simulation contains. A Reshape to
 the shape that the weight has keeps the two apart: no optimiser takes it out, and it copies nothing.
 
 Its layout optimiser also moves a quantizer across a Transpose, and where what is transposed is an output of the model, the

@@ -112,7 +112,7 @@ def _compared(
             return {}, {}, f"the rank of {name} depends on it"
         per_row = [b - a for a, b in zip(first, second, strict=True)]
         if any(step and a != 2 * step for a, step in zip(first, per_row, strict=True)):
-            return {}, {}, f"the shape of {name} is no multiple of it"
+            return {}, {}, f"the shape of {name} is not a multiple of it"
         shapes[name] = tuple(step or a for a, step in zip(first, per_row, strict=True))
         free[name] = tuple(step != 0 for step in per_row)
     return shapes, free, None

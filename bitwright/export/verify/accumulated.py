@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.core.numerics.accumulator import largest_sum
 from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.sums.accumulator import largest_sum
 
 # operator -> axis of the output channels in its weight, where no attribute moves it
 _AXES = {"Conv": 0, "ConvTranspose": 1, "MatMul": -1, "Gemm": 1}
@@ -17,7 +17,7 @@ _WIDE = 16  # bits; wider inputs have no integer kernel
 
 
 def accumulated(node: ir.Node) -> int:
-    """The bound of :func:`~bitwright.core.numerics.accumulator.largest_sum` for ``node``; 0 where no int32 sum is made."""
+    """The bound of :func:`~bitwright.core.sums.accumulator.largest_sum` for ``node``; 0 where no int32 sum is made."""
     if node.op_type not in _AXES or len(node.inputs) < 2:
         return 0
     weight, furthest = _centred_codes(node.inputs[1]), _furthest(node.inputs[0])

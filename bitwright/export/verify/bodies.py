@@ -8,7 +8,7 @@ taken has an empty one, and those in a loop have all iterations along a first ax
 
 In the file a body ends what a runtime optimises: two quantizers, or a quantizer and its kernel, stay apart when one is
 inside and the other one is not. A Max of one tensor, which no optimiser removes, keeps them apart here. Float weights and
-biases that a body reads from outside, and what a state begins with, are no constants to it: here they become inputs that are
+biases that a body reads from outside, and what a state begins with, are not constants to it: here they become inputs that are
 fed, or ONNX Runtime would quantize them by itself, as it does in a main graph.
 """
 

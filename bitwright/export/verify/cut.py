@@ -40,7 +40,7 @@ class Piece:
         made: names of the tensors they make.
         float_params: ``weight``, ``bias``: which of them a Conv or Gemm among them has in float.
         accumulated: the largest sum that an integer kernel among them may have to hold, see
-            :mod:`bitwright.core.numerics.accumulator`.
+            :mod:`bitwright.core.sums.accumulator`.
     """
 
     ops: list[str] = field(default_factory=list)

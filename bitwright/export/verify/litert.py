@@ -100,7 +100,7 @@ class FlatFile:
             self.facts: dict[str, Any] = facts
             self.sites = [self._site(found) for found in facts["sites"]]
         except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError) as error:
-            problem = "it is no LiteRT file with the notes of an export"
+            problem = "it is not a LiteRT file with the notes of an export"
             raise ExportError(name, problem, _DAMAGED) from error
         except Exception as error:  # flatbuffers raises struct.error and classes of its own
             raise ExportError(name, f"it cannot be read as a LiteRT file: {error}", _DAMAGED) from error

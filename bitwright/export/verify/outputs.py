@@ -44,7 +44,7 @@ def one_array(output: Any) -> NDArray[Any]:
 
 
 def named_arrays(outputs: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Outputs by name, where one that is no array stands as its arrays: ``name[0]``, ``name[1]``, ..."""
+    """Outputs by name, where one that is not an array stands as its arrays: ``name[0]``, ``name[1]``, ..."""
     found: dict[str, NDArray[Any]] = {}
     for name, output in outputs.items():
         if isinstance(output, np.ndarray):

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.graph.traits import TRAITS
-from bitwright.core.numerics.accumulator import INT32_MAX
 from bitwright.core.numerics.formats import FloatFormat, parse_format
+from bitwright.core.sums.accumulator import INT32_MAX
 from bitwright.export.verify.agreement import MOST_LSB, SLACK, Agreement
 from bitwright.export.verify.cut import OUTPUT_FORMAT
 from bitwright.export.verify.runtime import Mode

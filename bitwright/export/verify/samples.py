@@ -57,7 +57,7 @@ def read_samples(
     """``(sites, inputs, outputs)`` of :func:`write_samples`.
 
     Raises:
-        ExportError: the file is missing or is no samples file.
+        ExportError: the file is missing or is not a samples file.
     """
     sites: dict[str, list[Array]] = {}
     inputs: dict[str, Array] = {}
@@ -70,7 +70,7 @@ def read_samples(
         elif kind in ("input", "output"):
             {"input": inputs, "output": outputs}[kind][name] = array
         else:
-            problem = f"it holds {key!r:.100}, which is no sample of a simulation"
+            problem = f"it holds {key!r:.100}, which is not a sample of a simulation"
             raise ExportError(os.fspath(path), problem, remedy)
     return sites, inputs, outputs
 

@@ -1,7 +1,7 @@
 """Verification inside recurrent layers: all steps of a Scan side by side, each fed the simulation's own states.
 
 What a step computes does not depend on how often the loop ran before, only on the states it is handed. So the body of
-a Scan that :mod:`bitwright.export.qdq.recurrent` wrote is put into the main graph once, for ``length * batch`` rows at a
+a Scan that :mod:`bitwright.export.recurrent.write` wrote is put into the main graph once, for ``length * batch`` rows at a
 time: its slices are the scanned tensors with the two axes joined, its states those of the simulation one step earlier.
 Then it is a chain of layers like any other, which :mod:`bitwright.export.verify.cut` takes apart at its quantizers.
 """
@@ -121,7 +121,7 @@ def _places_in(body: ir.Graph) -> Iterator[tuple[str, int]]:
 
 
 def _layer_of(scan: ir.Node, values: Values, graph_inputs: Mapping[str, Array]) -> _Layer | None:
-    """The layer, or ``None`` where a state has no values (it passes no site, or nobody gave them), or lengths are unknown."""
+    """The layer, or ``None`` where a state has no values (it passes no site, or they were not given), or lengths are unknown."""
     try:
         noted = json.loads(scan.metadata_props[STATES])
         name, sites = noted["lengths"], list(noted["sites"])

@@ -16,9 +16,9 @@ from bitwright.algorithms.rounding.program import Program, Quantize, State, Step
 from bitwright.core.graph.graph import Graph
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.formats import IntFormat
-from bitwright.core.numerics.int32_bias import fake_quantize_bias
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.core.simulation.sites import Site
+from bitwright.core.sums.int32_bias import fake_quantize_bias
 from bitwright.errors import ModelError
 from bitwright.export.files.value_types import is_tensor
 from bitwright.export.qdq.markers import Names, is_site, remove_unread, site_of

@@ -15,20 +15,18 @@ from torch import Tensor
 from bitwright.algorithms.rounding.program import Quantize
 from bitwright.core.graph.recurrence import CELLS, Variant, step, variant_of
 from bitwright.export.qdq.markers import DOMAIN
-from bitwright.export.qdq.recurrent import (
+from bitwright.export.recurrent.activations import Activation, layer_activations, unknown_activation
+from bitwright.export.recurrent.layers import (
     INITIAL_C,
     INITIAL_H,
     LENGTHS,
     PROJECTION,
-    Activation,
     B,
     P,
     R,
     W,
     X,
     inner_sites,
-    layer_activations,
-    unknown_activation,
 )
 
 _FUNCTIONS: Mapping[str, Callable[[Tensor, Any, Any], Tensor]] = {

@@ -219,10 +219,6 @@ def _pad(attrs: Attributes) -> Function:
     return run
 
 
-def _pads_are_plain(attrs: Attributes, count: int) -> bool:
-    return attrs.get("mode", "constant") == "constant" and count <= 3
-
-
 def _windows(
     x: Tensor, attrs: Attributes
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -121,7 +121,7 @@ def _fitting(value: Any, spec: InputSpec, where: str) -> Array:
     except (ValueError, TypeError, OverflowError) as error:  # rows of different lengths, texts, objects
         raise ModelError(
             where,
-            f"what the input {spec} was given is no array: {error}",
+            f"what the input {spec} was given is not an array: {error}",
             "give an array or regular lists of numbers",
         ) from error
     if spec.dtype is not None and array.dtype.name != spec.dtype:
@@ -276,7 +276,7 @@ def as_names(arrays: Mapping[str, Array], specs: Sequence[InputSpec], where: str
         if name not in known:
             raise ModelError(
                 where,
-                f"it holds {name!r:.100}, which is no input of the model{close_matches(name, known)}",
+                f"it holds {name!r:.100}, which is not an input of the model{close_matches(name, known)}",
                 f"name the arrays {', '.join(known)}",
             )
     for spec in specs:

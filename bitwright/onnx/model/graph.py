@@ -32,7 +32,7 @@ from bitwright.core.graph.ops import OPS, is_neutral, op_row
 from bitwright.core.graph.recurrence import CELLS, RETURNS, inner_values
 from bitwright.core.graph.traits import TRAITS
 from bitwright.export.files.value_types import is_tensor
-from bitwright.export.qdq.recurrent import layer_activations, unknown_activation
+from bitwright.export.recurrent.activations import layer_activations, unknown_activation
 
 UNKNOWN = -1  # an axis whose length depends on the input
 

@@ -311,7 +311,7 @@ class Instrument:
             tap.sampled = False
 
     def drop(self, values: Sequence[ir.Value]) -> None:
-        """Take out the nodes of the main graph that make ``values``, as far as nobody reads them: the runtime would run them."""
+        """Take out the nodes of the main graph that make ``values``, as far as nothing reads them: the runtime would run them."""
         for value in values:
             node = value.producer()
             if node is not None and not value.uses():

@@ -112,8 +112,8 @@ def load_model(model: Source) -> Loaded:
             model. It is left as it is. External data of a proto is looked for in the working directory.
 
     Raises:
-        ModelError: the file is missing, is no ONNX model or is truncated; external data is missing; the opset is below
-            7 or not known yet; an output is no tensor; a name is given to two values, is read but made by nothing, or
+        ModelError: the file is missing, is not an ONNX model or is truncated; external data is missing; the opset is below
+            7 or not known yet; an output is not a tensor; a name is given to two values, is read but made by nothing, or
             depends on itself.
     """
     path = Path(model) if isinstance(model, (str, os.PathLike)) else None
@@ -191,7 +191,7 @@ def _detach(model: ir.Model) -> None:
     """Let large weights hold their own elements, so that the message they were read from, which has all, can go.
 
     A tensor of a message also copies its elements each time it is asked for them. Very large weights are mapped from a
-    private copy, whose file has no name: the system takes their memory back while nobody reads them.
+    private copy, whose file has no name: the system takes their memory back while nothing reads them.
 
     Raises:
         ExportError: the temporary folder has no room for the copy.
@@ -244,7 +244,7 @@ def _defined_twice(site: str, name: str) -> ModelError:
 def _not_a_tensor(site: str, name: str, what: str) -> ModelError:
     return ModelError(
         site,
-        f"its input {name!r} is no tensor but a {what}, and data are arrays",
+        f"its input {name!r} is not a tensor but a {what}, and data are arrays",
         "export the model with tensors as inputs, or cut it after the operators that read this one",
     )
 
@@ -258,7 +258,7 @@ def _private(model: object) -> ir.Model:
     else:
         what = type(model).__name__
         raise ModelError(
-            "model", f"a {what} is no model", "pass a path, an onnx.ModelProto or an onnx_ir.Model"
+            "model", f"a {what} is not a model", "pass a path, an onnx.ModelProto or an onnx_ir.Model"
         )
     for value, tensor in weights(copy):
         if tensor.dtype != ir.DataType.STRING:
@@ -364,7 +364,7 @@ def _drop_initializers_from_inputs(model: ir.Model, notes: list[str]) -> None:
         graph.inputs.clear()
         graph.inputs.extend(value for value in inputs if not value.is_initializer())
         for value in filter(ir.Value.is_initializer, inputs):
-            # one that nothing reads is no tensor of the model any more; ONNX Runtime refuses such an initializer
+            # one that nothing reads is not a tensor of the model any more; ONNX Runtime refuses such an initializer
             if not value.uses() and not value.is_graph_output():
                 graph.initializers.pop(str(value.name))
     if dropped:

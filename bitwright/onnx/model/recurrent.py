@@ -13,16 +13,8 @@ import onnx_ir as ir
 
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.export.qdq.markers import Names, Outputs, move_uses, remove_unread
-from bitwright.export.qdq.recurrent import (
-    INITIAL_C,
-    INITIAL_H,
-    LENGTHS,
-    OUTPUTS,
-    Activation,
-    X,
-    layer_activations,
-    unknown_activation,
-)
+from bitwright.export.recurrent.activations import Activation, layer_activations, unknown_activation
+from bitwright.export.recurrent.layers import INITIAL_C, INITIAL_H, LENGTHS, OUTPUTS, X
 
 _STANDARD = ("", "ai.onnx")
 _DIRECTIONS = ("forward", "reverse")

@@ -4,7 +4,7 @@ ONNX Runtime optimises a graph and then runs what reduces a tensor last of all, 
 everything else is still held. On a CPU with vector units it also computes convolutions in a layout of its own (channels
 in blocks of 8 or 16) and copies whatever leaves that layout. Minima, maxima and histograms need neither: the runtime is
 asked for the model it has optimised, the reductions are moved right after what they reduce, those copies are taken
-out that nobody but them reads, and the result is opened to run in just this order.
+out that only they read, and the result is opened to run in just this order.
 
 On MobileNetV2, where half of the cost of watching every tensor was such copies, a batch with bounds of all 65 tensors
 takes 1.27 of a batch without, before 1.70; and only what the model itself keeps alive is held.
@@ -78,7 +78,7 @@ def open_watching(
         model: all that is watched is among its graph outputs.
         providers, threads: of the session.
         scalars: values that reduce one tensor to one number, whatever the order of its elements.
-        small: graph outputs made of tensors of the model, and of use to nobody else: what makes them runs right after
+        small: graph outputs made of tensors of the model, and of no other use: what makes them runs right after
             what it reads.
         unordered: outputs of which the elements are wanted in any order. A convolution's result may come with channels
             in blocks then; nothing is added to it and nothing is missing.
@@ -208,7 +208,7 @@ def _channels_made(node: onnx.NodeProto, given: Collection[int | None]) -> int |
 
 
 def reduce_early(graph: onnx.GraphProto, small: Collection[str]) -> None:
-    """Move what nobody but ``small`` outputs needs right after what it reads; the runtime has put it last.
+    """Move what only ``small`` outputs need right after what it reads; the runtime has put it last.
 
     Args:
         graph: in an order in which it can run; stays so.

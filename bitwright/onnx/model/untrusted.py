@@ -283,7 +283,7 @@ def _check_entries(tensor: onnx.TensorProto, site: str, needed: int) -> None:
     for key in ("offset", "length"):
         text = entries.get(key, "0")
         if not (text.isascii() and text.isdigit() and len(text) < 20):
-            raise ModelError(site, f"the {key} of its data, {text!r:.40}, is no number of bytes", _AGAIN)
+            raise ModelError(site, f"the {key} of its data, {text!r:.40}, is not a number of bytes", _AGAIN)
     if "length" in entries:
         _compare(tensor, site, int(entries["length"]), needed, "bytes")
 
@@ -346,7 +346,7 @@ def checked_on_failure(source: object, site: str) -> Iterator[None]:
         flaw = _flaw(source)
         if flaw is None:
             raise
-        raise ModelError(site, f"it is no valid ONNX model: {flaw}", _AGAIN) from error
+        raise ModelError(site, f"it is not a valid ONNX model: {flaw}", _AGAIN) from error
 
 
 def _flaw(source: object) -> str | None:

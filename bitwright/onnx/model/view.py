@@ -153,7 +153,7 @@ class OnnxView:
         node, fixed = view.node[op], view.graph.values
         if node.op_type in TRAITS["bodies"] and not node.domain:
             raise ModelError(
-                op, f"a {node.op_type} is no single operator", "ask for the operators of its bodies"
+                op, f"a {node.op_type} is not a single operator", "ask for the operators of its bodies"
             )
 
         def is_open(value: ir.Value | None) -> bool:

@@ -13,7 +13,7 @@ Passes over a tensor are saved where they tell nothing new. What operators make 
 (:mod:`bitwright.onnx.model.finite`), and needs no sum. The minimum of a ReLU is zero where a few pixels hold a zero. Whether
 a channel is constant (:mod:`bitwright.core.graph.constant_channels`) is seen from its maximum and from the minima of a few
 pixels, unless both are the same and above the least value of the tensor; then the tensor is fetched once, and all of its
-pixels are looked at from the next batch on. Of tensors that are no images all elements are, by two reductions per channel,
+pixels are looked at from the next batch on. Of tensors that are not images all elements are, by two reductions per channel,
 until one batch has counted; the session of the next batches, opened from the model that was optimised for the first, has them
 only where a channel was constant in that one, and only the maximum where the constant is the least value of the tensor.
 

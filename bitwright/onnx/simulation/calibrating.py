@@ -191,7 +191,7 @@ def feed(sim: QuantizationSimModel, session: CalibrationSession, data: Any, args
     """Run a calibration on what :meth:`QuantizationSimModel.compute_encodings` was given.
 
     Raises:
-        CalibrationError: it is no data, or none came.
+        CalibrationError: it is not data, or none came.
     """
     calibrator = session.calibrator
     if data is None:

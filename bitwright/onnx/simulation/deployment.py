@@ -24,8 +24,8 @@ from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.forms import Builder
 from bitwright.export.qdq.markers import STATES
 from bitwright.export.qdq.products import show
-from bitwright.export.qdq.recurrent import write_recurrent
 from bitwright.export.qdq.write import QdqResult, to_qdq
+from bitwright.export.recurrent.write import write_recurrent
 from bitwright.export.targets import FileFormat, Target, target_for
 from bitwright.export.verify.outputs import named_arrays
 from bitwright.export.verify.runtime import refusals

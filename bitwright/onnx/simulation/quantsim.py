@@ -37,9 +37,10 @@ from bitwright.export.encodings.of_simulation import (
     save_encodings,
     set_and_freeze_param_encodings,
 )
+from bitwright.export.qdq.markers import strip_sites
 from bitwright.export.qdq.products import ProductForm
-from bitwright.export.qdq.recurrent import restore_native
-from bitwright.export.qdq.write import ActivationForm, BiasForm, strip_sites
+from bitwright.export.qdq.writing import ActivationForm, BiasForm
+from bitwright.export.recurrent.write import restore_native
 from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, target_in
 from bitwright.export.verify.report import VerifyReport, verify_layers
 from bitwright.onnx.model.data import Feeds, as_feeds, input_specs, random_feeds

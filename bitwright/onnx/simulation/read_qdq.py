@@ -36,7 +36,7 @@ from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remo
 from bitwright.export.qdq.nbits import restore_nbits
 from bitwright.export.qdq.products import join_again
 from bitwright.export.qdq.stored import is_small_float, transpose_encoding
-from bitwright.export.qdq.write import moves_data
+from bitwright.export.qdq.trace import moves_data
 from bitwright.onnx.simulation.written_grids import (
     encoding_of,
     fixed_number,
@@ -277,7 +277,7 @@ class _Taker:
         nodes = _between(node, entry)
         scale = self.values.get(facts["scale"] or "")
         if nodes is None or (facts["scale"] and scale is None):
-            return None  # somebody changed the file since
+            return None  # the file was changed since
         fmt = parse_format(facts["format"])
         array = np.ones((), np.float32) if scale is None else fixed_number(node, scale)
         zero = self._own_zero_point(nodes, fmt)

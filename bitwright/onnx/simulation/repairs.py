@@ -63,7 +63,7 @@ def nodes_of(sim: Repaired) -> dict[str, ir.Node]:
 
 
 def float_results(node: ir.Node | None) -> list[ir.Value]:
-    """The floating-point tensors that a node writes and somebody reads."""
+    """The floating-point tensors that a node writes and something reads."""
     read = [v for v in (() if node is None else node.outputs) if v.uses() or v.is_graph_output()]
     return [v for v in read if is_tensor(v) and _dtype(v) in REPAIRED]
 

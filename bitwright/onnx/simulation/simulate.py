@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
-from bitwright.core.numerics.int32_bias import fake_quantize_bias
 from bitwright.core.placement.plan import SitePlan
+from bitwright.core.sums.int32_bias import fake_quantize_bias
 from bitwright.export.files.onnx_file import let_go
 from bitwright.export.qdq.constants import find_constants
 from bitwright.export.qdq.forms import Builder, write_activation
@@ -39,8 +39,9 @@ from bitwright.export.qdq.markers import (
     site_of,
 )
 from bitwright.export.qdq.products import guard_outputs
-from bitwright.export.qdq.recurrent import INNER_SITES, expand_recurrent
 from bitwright.export.qdq.stored import unsigned
+from bitwright.export.recurrent.layers import INNER_SITES
+from bitwright.export.recurrent.write import expand_recurrent
 from bitwright.onnx.model.recurrent import is_layer
 from bitwright.onnx.model.session import weights
 from bitwright.onnx.simulation.weights import WeightFile, file_for
@@ -66,7 +67,7 @@ class Simulation:
 def mark_sites(model: ir.Model, sites: Iterable[SitePlan], node_of: Mapping[str, ir.Node]) -> ir.Model:
     """A copy of ``model`` with a ``bitwright::Site`` marker at every site.
 
-    A recurrent layer with sites inside its steps becomes the node of :mod:`bitwright.export.qdq.recurrent` that says so.
+    A recurrent layer with sites inside its steps becomes the node of :mod:`bitwright.export.recurrent.write` that says so.
 
     Args:
         model: names of nodes and values are unique over all graphs; left as it is.
@@ -117,7 +118,7 @@ def _mark_input(node: ir.Node, port: int, site: str, names: Names) -> None:
 
 
 def _mark_returned(value: ir.Value, site: str, names: Names, outputs: Outputs) -> None:
-    """Mark what the branch of an If hands out, for nobody but the reader of the If."""
+    """Mark what the branch of an If hands out, for the reader of the If alone."""
     assert value.graph is not None
     marker = _marker(value, site, names)
     value.graph.append(marker)

@@ -22,8 +22,8 @@ from bitwright.export.qdq.constants import find_constants
 from bitwright.export.qdq.forms import Builder, before, write_activation
 from bitwright.export.qdq.markers import bypass, close, copy_model, remove_unread, site_nodes, site_of
 from bitwright.export.qdq.products import guard_outputs
-from bitwright.export.qdq.recurrent import expand_recurrent
 from bitwright.export.qdq.stored import unsigned
+from bitwright.export.recurrent.write import expand_recurrent
 from bitwright.onnx.model.session import open_session
 from bitwright.onnx.simulation.simulate import folded_constant
 

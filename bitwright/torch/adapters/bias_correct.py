@@ -13,7 +13,7 @@ from bitwright.core.graph.graph import Graph
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.functions import Function
-from bitwright.torch.calls.intercept import Frame, Key
+from bitwright.torch.interception.frames import Frame, Key
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 from bitwright.torch.simulation.simulate import Simulator, Stage
 

@@ -22,12 +22,12 @@ from bitwright.errors import ModelError
 from bitwright.torch.calls import recurrent
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function
-from bitwright.torch.calls.intercept import Frame, Key
-from bitwright.torch.calls.record import Slot
 from bitwright.torch.calls.trees import map_tensors, tensors_in
-from bitwright.torch.simulation.quantizer import Quantizer
+from bitwright.torch.interception.frames import Frame, Key
+from bitwright.torch.interception.record import Slot
+from bitwright.torch.quantizers.quantizer import Quantizer
+from bitwright.torch.simulation.plans import CallPlan
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
-from bitwright.torch.simulation.simulate import CallPlan
 
 Forward = Callable[[nn.Module, Any], Any]
 """Calls a model on a batch in a way of its own."""

@@ -15,10 +15,11 @@ from bitwright.errors import ModelError, checks_arguments
 from bitwright.torch.adapters.clamp import ChannelClamp
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.functions import FUNCTIONS
-from bitwright.torch.calls.intercept import Interceptor
-from bitwright.torch.calls.record import Call, Recorder, Slot, record
 from bitwright.torch.calls.trees import map_arguments, named_state, walk_modules
-from bitwright.torch.simulation.simulate import CallPlan, Simulator
+from bitwright.torch.interception.intercept import Interceptor
+from bitwright.torch.interception.record import Call, Recorder, Slot, record
+from bitwright.torch.simulation.plans import CallPlan
+from bitwright.torch.simulation.simulate import Simulator
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LAYERS = (
@@ -189,7 +190,9 @@ class TorchView:
         if isinstance(edit, Clamp):
             return self._no_clamp(call)
         if isinstance(edit, Untie):
-            return None if self._own_attribute(edit) else "it is no parameter of a module that makes the call"
+            return (
+                None if self._own_attribute(edit) else "it is not a parameter of a module that makes the call"
+            )
         if call.module is None or type(call.module) not in BATCH_NORMS or call.path == "":
             return "it is a call in the model's own code, not a batch-norm module that could be replaced by an identity"
         return self._read_elsewhere(call)

@@ -1,4 +1,4 @@
-"""Calls of torch functions: intercepted, identified, recorded, and fused calls written as their parts.
+"""Torch functions: what each reads and makes, fused ones written as their parts, and the tensors in nested arguments.
 
-No quantizer lives here; what happens at a call is the business of a handler in :mod:`bitwright.torch.simulation`.
+Which calls a model makes is recorded in :mod:`bitwright.torch.interception`.
 """

@@ -274,7 +274,7 @@ def marked_layer(
     """The layer as the exporter sees it: a node of ONNX's inputs, outputs and attributes in the domain ``bitwright``.
 
     Args: those of :func:`layer`; ``mark`` puts a site's name on a tensor, ``weights`` are the sites of the weights by port,
-        ``sites`` those inside a step. See :mod:`bitwright.export.qdq.recurrent`.
+        ``sites`` those inside a step. See :mod:`bitwright.export.recurrent.write`.
     """
     if batch_sizes is not None:
         raise ExportError(

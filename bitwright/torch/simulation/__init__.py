@@ -1,1 +1,1 @@
-"""The simulation of a torch module: quantizers at calls, ``QuantizationSimModel``, checkpoints and export."""
+"""The simulation of a torch module: quantizers at its calls, ``QuantizationSimModel``, checkpoints and export."""

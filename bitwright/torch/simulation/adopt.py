@@ -12,8 +12,8 @@ from torch import nn
 
 from bitwright.errors import ModelError
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
-from bitwright.torch.calls.intercept import interceptions
 from bitwright.torch.calls.trees import ATOMS, tensors_in, walk_modules
+from bitwright.torch.interception.forwards import interceptions
 from bitwright.torch.simulation.simulate import Simulator
 
 _CONTAINERS = (dict, OrderedDict, list, set)
@@ -190,7 +190,7 @@ def refuse_simulated(model: nn.Module) -> None:
 
 
 def require_module(model: object) -> None:
-    """Refuse what is no module.
+    """Refuse what is not a module.
 
     Raises:
         ModelError: with the way to quantize an ONNX file.

@@ -337,7 +337,7 @@ def _setting(where: Path, site: Site, saved: Mapping[str, Any]) -> _Setting:
 
 def _switches_problem(switches: tuple[Any, Any], why_float: Any) -> str | None:
     plain = all(type(switch) is bool for switch in switches) and isinstance(why_float, str)
-    return None if plain else "enabled and frozen are not true or false, or why_float is no text"
+    return None if plain else "enabled and frozen are not true or false, or why_float is not text"
 
 
 def _fixed_range_problem(spec: QuantSpec) -> str | None:

@@ -32,18 +32,19 @@ from bitwright.export.deployed import measured
 from bitwright.export.encodings.gate_order import GATED, to_onnx_order
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.qdq.forms import read_metadata
+from bitwright.export.qdq.markers import rename_values, site_names, strip_sites
 from bitwright.export.qdq.ports import rename_ports
 from bitwright.export.qdq.products import ProductForm
-from bitwright.export.qdq.recurrent import restore_native, write_recurrent
-from bitwright.export.qdq.write import QdqResult, rename_values, site_names, strip_sites, to_qdq
+from bitwright.export.qdq.write import QdqResult, to_qdq
+from bitwright.export.recurrent.write import restore_native, write_recurrent
 from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, target_for, target_in
 from bitwright.export.verify.report import VerifyReport, verify_layers
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
-from bitwright.torch.calls.intercept import forward_signature
-from bitwright.torch.calls.record import Slot, named_inputs, output_names
 from bitwright.torch.calls.recurrent import WEIGHT_PORTS, onnx_rows
-from bitwright.torch.calls.scripted import scripted_code
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state
+from bitwright.torch.interception.forwards import forward_signature
+from bitwright.torch.interception.record import Slot, named_inputs, output_names
+from bitwright.torch.interception.scripted import scripted_code
 from bitwright.torch.simulation.ranges import refuse_corrections
 from bitwright.torch.simulation.translations import TRANSLATIONS
 

@@ -5,42 +5,42 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.ops import op_row
 from bitwright.core.health.repair import Repair
-from bitwright.core.health.report import HealthReport, check_parameters
+from bitwright.core.health.report import HealthReport
 from bitwright.core.health.site_health import HealthTable
-from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod, check_policy
+from bitwright.core.numerics.spec import NonFinite, Preset, RangeMethod
 from bitwright.core.placement.coverage import Coverage
 from bitwright.core.placement.place import place
 from bitwright.core.placement.plan import Plan
 from bitwright.core.placement.rules import Rules
 from bitwright.core.placement.user_scheme import QuantizationDataType, QuantScheme, bit_widths, make_rules
-from bitwright.core.simulation.calibration import BatchGate, CalibrationLog, nested_calibration
+from bitwright.core.simulation.calibration import CalibrationLog
 from bitwright.core.simulation.protocols import Undo
-from bitwright.core.simulation.sites import Site, derived_biases, place_quantizers
-from bitwright.core.simulation.state import all_or_nothing
-from bitwright.errors import BitwrightError, CalibrationError, checks_arguments
-from bitwright.progress import collector_paused, progress
+from bitwright.core.simulation.sites import derived_biases, place_quantizers
+from bitwright.errors import CalibrationError, checks_arguments
+from bitwright.progress import collector_paused
 from bitwright.tables import Tabular
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
-from bitwright.torch.calls.intercept import Interceptor
-from bitwright.torch.calls.record import Recorder, record
-from bitwright.torch.calls.scripted import scripted_functions
 from bitwright.torch.calls.trees import named_state, walk_modules
-from bitwright.torch.ranks import Ranks, calibrating_ranks, merged
+from bitwright.torch.interception.intercept import Interceptor
+from bitwright.torch.interception.record import Recorder, record
+from bitwright.torch.interception.scripted import scripted_functions
+from bitwright.torch.quantizers.quantizer import Quantizer
+from bitwright.torch.ranks import calibrating_ranks
 from bitwright.torch.simulation import ranges
 from bitwright.torch.simulation.adopt import adopt, refuse_simulated, require_module, uncopied
-from bitwright.torch.simulation.quantizer import Quantizer
-from bitwright.torch.simulation.simulate import CallPlan, Place, Simulator
+from bitwright.torch.simulation.calibrate import calibrating, feed
+from bitwright.torch.simulation.plans import CallPlan, call_plans
+from bitwright.torch.simulation.simulate import Simulator
 
 logger = logging.getLogger("bitwright")
 
@@ -142,7 +142,7 @@ class QuantizationSimModel(Tabular):
         for line in self.plan.unused:
             logger.warning(line)
         self.quantizers = place_quantizers(self.plan, self.graph, self._values_of, Quantizer)
-        plans = _call_plans(self.graph, self.quantizers)
+        plans = call_plans(self.graph, self.quantizers)
         calls = {key: plans.get(call.name, CallPlan(call.name)) for key, call in recorder.calls.items()}
         # computed from parameters alone: known, and nothing to quantize
         self._simulator.plans = {**dict.fromkeys(recorder.static, CallPlan("")), **calls}
@@ -165,14 +165,10 @@ class QuantizationSimModel(Tabular):
         for path, names in scripted_functions(self.model).items():
             params = [name for name in unread if name.rpartition(".")[0] == path]
             reads = f", with {', '.join(params)}" if params else ""
-            for name in names:
+            for name in (f"{path}.{name}" if path else name for name in names):
                 reason = f"a torch.jit.script function, which runs outside Python: in float, without quantizers{reads}"
-                self._simulator.unseen[f"{path}.{name}" if path else name] = reason
-                logger.warning(
-                    "%s: %s; leave out @torch.jit.script to have it simulated",
-                    f"{path}.{name}" if path else name,
-                    reason,
-                )
+                self._simulator.unseen[name] = reason
+                logger.warning("%s: %s; leave out @torch.jit.script to have it simulated", name, reason)
 
     # -- calibration
 
@@ -217,7 +213,7 @@ class QuantizationSimModel(Tabular):
         with self.calibrating(
             resume=resume, allow_unreached=allow_unreached, non_finite=non_finite, distributed=distributed
         ):
-            self._feed(data, args, progress)
+            feed(self, data, args, progress)
             if not self._simulator.runs and calibrating_ranks(distributed) is None:
                 raise CalibrationError(
                     "compute_encodings",
@@ -229,7 +225,6 @@ class QuantizationSimModel(Tabular):
                 )
 
     @checks_arguments
-    @contextmanager
     def calibrating(
         self,
         *,
@@ -237,7 +232,7 @@ class QuantizationSimModel(Tabular):
         allow_unreached: bool = False,
         non_finite: NonFinite = "error",
         distributed: bool = True,
-    ) -> Iterator[nn.Module]:
+    ) -> AbstractContextManager[nn.Module]:
         """Observe every run of ``sim.model`` in a block; at its end the encodings are found and put into effect.
 
         What :meth:`compute_encodings` does around data of its own, for a loop of yours: the model is in eval mode and without
@@ -259,76 +254,7 @@ class QuantizationSimModel(Tabular):
             ...     for images, _ in loader:
             ...         model(images)
         """
-        policy = check_policy(non_finite)
-        interrupt: KeyboardInterrupt | None = None
-        ranks = calibrating_ranks(distributed)
-        with (
-            nullcontext() if ranks is None else ranks.together(),
-            self._interceptor.occupancy.exclusive("calibration"),
-        ):
-            if self._simulator.gate is not None:
-                raise nested_calibration()
-            with all_or_nothing(self):
-                gate = self._begin(resume, policy, ranks)
-                try:
-                    with (
-                        self._interceptor.handled_by(self._simulator),
-                        torch.no_grad(),
-                        evaluation(self.model),
-                    ):
-                        yield self.model
-                    gate.finish()
-                except KeyboardInterrupt as stopped:
-                    if not self._simulator.runs:
-                        raise
-                    interrupt = stopped
-                finally:
-                    gate.abandon()
-                    self.calibration_log, self._simulator.gate = gate.log, None
-                with merged(self, ranks):
-                    self._finish(interrupt is not None, allow_unreached)
-        if interrupt is not None:
-            raise interrupt
-
-    def _begin(self, resume: bool, policy: NonFinite, ranks: Ranks | None) -> BatchGate:
-        check_parameters(self._quantized_parameters())
-        self.quantizers.reconsider()
-        if not resume:
-            self.quantizers.forget()
-        elif ranks is not None and ranks.number and self._merged:
-            self.quantizers.forget_statistics()  # every rank has those of all, and the first adds them
-        self._merged = ranks is not None
-        self._simulator.stage = "observe"
-        self._simulator.runs = 0
-        gate = self._simulator.gate = self._gate(policy)
-        return gate
-
-    def _finish(self, interrupted: bool, allow_unreached: bool) -> None:
-        """Put the encodings of what was seen into effect."""
-        if not self._simulator.runs:
-            raise CalibrationError(
-                "calibrating", "the model did not run in the block", "call sim.model inside the block"
-            )
-        self._freeze(allow_unreached or interrupted, quiet=interrupted)
-        if interrupted:
-            logger.warning(
-                "calibration interrupted after %d runs; the statistics so far are in effect, "
-                "compute_encodings(rest, resume=True) adds to them",
-                self._simulator.runs,
-            )
-
-    def _gate(self, policy: NonFinite) -> BatchGate:
-        def blame(batch: Any) -> HealthReport | None:
-            from bitwright.torch.health import diagnose_batch
-
-            if batch is None:
-                return None
-            args, kwargs = batch
-            return diagnose_batch(self._interceptor, args, kwargs, self._simulator.mended_at)
-
-        watched = [q for q in self.quantizers.unique() if q.enabled and q.role in ("input", "output")]
-        watches = [s.channels for s in self.quantizers.values() if s.channels.place is not None]
-        return BatchGate(watched, policy, blame, watches)
+        return calibrating(self, resume, allow_unreached, non_finite, distributed)
 
     def _name_nan(self, args: Any, kwargs: Any) -> None:
         """Tell which operator makes NaN in the simulation of a batch that float computes without."""
@@ -358,62 +284,6 @@ class QuantizationSimModel(Tabular):
             if param is not None and site.enabled and site.role in ("weight", "bias"):
                 found[param] = self._interceptor.named_tensor(param)
         return found
-
-    def _feed(self, data: Any, args: Any, show: bool) -> None:
-        if data is None:
-            data = self.examples
-        if callable(data) and not isinstance(data, (torch.Tensor, np.ndarray)):
-            data(self.model) if args is None else data(self.model, args)
-            return
-        if isinstance(data, (torch.Tensor, dict)) or not isinstance(data, Iterable):
-            raise CalibrationError(
-                "compute_encodings",
-                f"data is a {type(data).__name__}, not a list of batches",
-                "write sim.compute_encodings([batch]) for a single batch",
-            )
-        device = model_device(self.model)
-        for i, batch in enumerate(progress(data, "calibrating", show)):
-            self._run_batch(i, to_device(batch, device))
-
-    def _run_batch(self, index: int, batch: Any) -> None:
-        args, kwargs = as_call(batch)
-        try:
-            self.model(*args, **kwargs)
-        except BitwrightError:
-            raise
-        except Exception as error:
-            where = self._interceptor.failed_in
-            hint = ""
-            if isinstance(batch, (tuple, list)) and len(batch) > 1:
-                hint = "; a tuple or list is taken as positional arguments, so leave labels out: (x for x, _ in loader)"
-            raise CalibrationError(
-                f"batch {index}{f', in {where}' if where else ''}",
-                f"the model fails on it: {type(error).__name__}: {error}",
-                f"give batches as the model's forward takes them{hint}",
-            ) from error
-
-    def _freeze(self, allow_unreached: bool, quiet: bool = False) -> None:
-        self.quantizers.freeze_activations()
-        self._calibrate_unreached_weights()
-        self._simulator.stage = "simulate"
-        self._simulator.refresh_biases()
-        self.quantizers.settle_unreached(allow=allow_unreached, quiet=quiet)
-        self._simulator.warn_of_ranges()
-
-    def _calibrate_unreached_weights(self) -> None:
-        """Weights that no batch reached need none: their ranges follow from their values."""
-        computed: dict[str, torch.Tensor] | None = None  # what the model makes of its parameters
-        for site in self.quantizers.unreached():
-            if site.role != "weight":
-                continue
-            param = self.graph.values[site.value].param
-            if param is None and computed is None:
-                computed = self._recorded_constants()
-            found = (
-                (computed or {}).get(site.value) if param is None else self._interceptor.named_tensor(param)
-            )
-            if found is not None:
-                site.quantizer.observe_once(found.detach())
 
     def _values_of(self, site: str) -> torch.Tensor | None:
         """The weight or constant at a site; what the model computes of its parameters takes a run of the model."""
@@ -720,26 +590,3 @@ class QuantizationSimModel(Tabular):
 
     def _repr_html_(self) -> str:
         return self.quantizers._repr_html_(repr(self))
-
-
-def _call_plans(graph: Graph, sites: Mapping[str, Site]) -> dict[str, CallPlan]:
-    """By operator: the quantizers of what it reads, of what it makes, and inside it."""
-    by_op: dict[str, list[Site]] = {}
-    for site in sites.values():
-        by_op.setdefault(site.op, []).append(site)
-    return {op: _call_plan(op, held, graph.op(op).calls > 1) for op, held in by_op.items()}
-
-
-def _call_plan(op: str, sites: Sequence[Site], repeated: bool) -> CallPlan:
-    outer = [site for site in sites if site.inner is None]
-    return CallPlan(
-        op,
-        tuple(_place_of(site, repeated) for site in outer if site.role != "output"),
-        tuple(_place_of(site, repeated) for site in outer if site.role == "output"),
-        {site.inner: _place_of(site, False) for site in sites if site.inner is not None},
-    )
-
-
-def _place_of(site: Site, repeated: bool) -> Place:
-    assert isinstance(site.quantizer, Quantizer)
-    return Place(site.name, site.port, site.quantizer, site.channels, repeated)

@@ -21,9 +21,9 @@ from bitwright.core.simulation.state import all_or_nothing
 from bitwright.errors import ConfigError, ModelError, close_matches
 from bitwright.torch.calls.batches import model_device
 from bitwright.torch.calls.trees import walk_modules
+from bitwright.torch.quantizers.learned_range import LearnedRange, unlearnable
+from bitwright.torch.quantizers.quantizer import Quantizer
 from bitwright.torch.ranks import SharedGradients
-from bitwright.torch.simulation.learned_range import LearnedRange, unlearnable
-from bitwright.torch.simulation.quantizer import Quantizer
 
 if TYPE_CHECKING:
     from bitwright.torch.simulation.quantsim import QuantizationSimModel
@@ -58,7 +58,7 @@ def learn_ranges(
     init: Init = "calibrated",
     distributed: bool = True,
 ) -> RangeReport:
-    """Make the ranges of ``sites`` trainable, from where they are; see :mod:`bitwright.torch.simulation.learned_range`.
+    """Make the ranges of ``sites`` trainable, from where they are; see :mod:`bitwright.torch.quantizers.learned_range`.
 
     Ranges that train already keep their parameters; those of other sites are left as they are.
 

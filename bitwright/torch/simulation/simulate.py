@@ -7,13 +7,12 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from threading import get_ident
 from typing import Any, Literal
 
 import torch
 
-from bitwright.core.graph.constant_channels import ChannelWatch
 from bitwright.core.graph.ops import op_row
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.health.repair import Repair
@@ -25,12 +24,15 @@ from bitwright.errors import CalibrationError, ModelError
 from bitwright.torch.calls import recurrent
 from bitwright.torch.calls.decompose import EXPORTABLE
 from bitwright.torch.calls.functions import FUNCTIONS, Function, applies_mask
-from bitwright.torch.calls.intercept import ACCESS, Frame, Key
-from bitwright.torch.calls.record import refuse_nested
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, tensors_in
-from bitwright.torch.simulation.fake_quantize import Grid, clamp_on_grid, is_plain, sum_on_grid
-from bitwright.torch.simulation.quantizer import Quantizer
-from bitwright.torch.simulation.stacked_steps import Keep, OnGrid, StepFunctions
+from bitwright.torch.interception.frames import Frame, Key
+from bitwright.torch.interception.intercept import ACCESS
+from bitwright.torch.interception.record import refuse_nested
+from bitwright.torch.quantizers.fake_quantize import is_plain
+from bitwright.torch.quantizers.stacked_steps import Keep, OnGrid, StepFunctions
+from bitwright.torch.simulation.marks import mark
+from bitwright.torch.simulation.one_pass import clamped_ends, joined, writes
+from bitwright.torch.simulation.plans import CallPlan, Place
 
 logger = logging.getLogger("bitwright")
 
@@ -43,33 +45,6 @@ _UNSEEN = "first seen after the example input was recorded"
 _UNSEEN_MASK = f"{_UNSEEN}; it applies a mask, which takes no quantizer"
 
 Stage = Literal["uncalibrated", "observe", "simulate", "mark", "float"]
-
-
-@dataclass(frozen=True)
-class Place:
-    """A quantizer at a port (or output index) of a call; ``site`` is its name there, ``channels`` what it shows of them."""
-
-    site: str
-    at: int
-    quantizer: Quantizer
-    channels: ChannelWatch
-    repeated: bool = False  # the place was called several times in a recorded forward
-
-    def observe(self, x: torch.Tensor) -> None:
-        """Add a tensor that passes to what calibration knows."""
-        if not self.quantizer.frozen:
-            self.quantizer.observe(x)
-            self.channels.observe(x)
-
-
-@dataclass(frozen=True)
-class CallPlan:
-    """What to do at one place of the model; ``inside`` has the inner tensors of a recurrent layer, by their names."""
-
-    op: str
-    operands: tuple[Place, ...] = ()
-    outputs: tuple[Place, ...] = ()
-    inside: Mapping[str, Place] = field(default_factory=dict)
 
 
 class Simulator:
@@ -286,7 +261,7 @@ class Simulator:
         if plan.operands:
             bound = row.bind(args, kwargs)
             operands = dict(row.operands(bound))
-            if torch.is_grad_enabled() and _writes(row, kwargs) and written is not None:
+            if torch.is_grad_enabled() and writes(row, kwargs) and written is not None:
                 operands = _with_copy_of(written, operands)
             new = {
                 place.at: self._operand(place, operands[place.at])
@@ -319,7 +294,7 @@ class Simulator:
         at_once = self._at_once(plan.outputs[0], row, args, kwargs)
         if at_once is not None:
             return at_once
-        if _writes(row, kwargs) and torch.is_grad_enabled() and written is not None and args:
+        if writes(row, kwargs) and torch.is_grad_enabled() and written is not None and args:
             # autograd keeps the result of some in-place calls, so the grid must not be written over it
             result = self._output(
                 plan.outputs[0], func(args[0].clone(), *args[1:], **kwargs), overwrite=False
@@ -347,12 +322,12 @@ class Simulator:
             return None
         if not args or not isinstance(args[0], torch.Tensor):
             return None
-        quantizer, in_place = place.quantizer, _writes(row, kwargs)
+        quantizer, in_place = place.quantizer, writes(row, kwargs)
         grid = quantizer.plain_grid(args[0])
         if grid is not None:
-            return _joined(row, row.bind(args, kwargs), grid, in_place)
+            return joined(row, row.bind(args, kwargs), grid, in_place)
         bound = row.bind(args, kwargs)
-        ends = None if quantizer.learned is None else _ends(row, bound)
+        ends = None if quantizer.learned is None else clamped_ends(row, bound)
         if ends is None:
             return None
         return quantizer.joined_with(bound["input"], ends, in_place=in_place or bool(bound.get("inplace")))
@@ -407,7 +382,7 @@ class Simulator:
         functions: StepFunctions,
         kept: dict[str, list[torch.Tensor]],
     ) -> dict[str, list[torch.Tensor]]:
-        """Inner tensors that somebody asked for, and where they go; ``functions`` keep them from now on."""
+        """Inner tensors that were asked for, and where they go; ``functions`` keep them from now on."""
         assert self.taps is not None
         tapped = {}
         for inner in CELLS[cell].inner:
@@ -568,36 +543,6 @@ def _with_copy_of(written: torch.Tensor, operands: Mapping[int, Any]) -> dict[in
     return {port: x.clone() if x is written else x for port, x in operands.items()}
 
 
-def _writes(row: Function, kwargs: dict[str, Any]) -> bool:
-    """Whether the call overwrites its first argument."""
-    return row.in_place or bool(kwargs.get("inplace"))
-
-
-def _joined(row: Function, bound: Mapping[str, Any], grid: Grid, in_place: bool) -> torch.Tensor | None:
-    """An activation or a sum with the grid of its result; ``None`` where they are two calls."""
-    x = bound["input"]
-    if row.type == "Add":
-        plain = bound.keys() == {"input", "other"} and isinstance(bound["other"], torch.Tensor)
-        return sum_on_grid(x, bound["other"], grid, in_place=in_place) if plain else None
-    ends = _ends(row, bound)
-    if ends is None:
-        return None
-    return clamp_on_grid(x, grid, ends, in_place=in_place or bool(bound.get("inplace")))
-
-
-#: activations whose gradient is that of ``hardtanh``; that of ``clamp`` passes at the ends
-_CLAMPS = ("relu", "relu_", "relu6", "hardtanh", "hardtanh_")
-
-
-def _ends(row: Function, bound: Mapping[str, Any]) -> tuple[float, float] | None:
-    """The ends of an activation that clamps its input."""
-    if row.label not in _CLAMPS or not bound.keys() <= {"input", "inplace", "min_val", "max_val"}:
-        return None
-    attrs = {"min": 0.0, "max": math.inf} if row.attrs is None else row.attrs(bound)
-    low, high = attrs["min"], attrs["max"]
-    return (low, high) if low is not None and high is not None and low <= high else None
-
-
 def _holds_nan(output: Any) -> bool:
     tensors = [t for t in tensors_in(output) if t.is_floating_point() and is_plain(t)]
     return any(bool(t.detach().isnan().any()) for t in tensors)
@@ -649,20 +594,3 @@ def repaired(func: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
         return map_tensors(func(*args, **kwargs), lambda x: applied(x, given))
 
     return run
-
-
-def mark(x: torch.Tensor, site: str) -> torch.Tensor:
-    """``x`` as the exporter sees it: a node ``bitwright::Site`` in the ONNX graph, an identity that carries a name."""
-    out: torch.Tensor = torch.ops.bitwright.site(x, site)
-    return out
-
-
-def _copied(x: torch.Tensor, site: str) -> torch.Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-# an operator with two arguments: each of those of ``torch.onnx.ops.symbolic``, which has eight, costs the exporter half as
-# much again
-_OPERATORS = torch.library.Library("bitwright", "FRAGMENT")
-_OPERATORS.define("site(Tensor x, str site) -> Tensor")
-_OPERATORS.impl("site", _copied, "CompositeExplicitAutograd")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from bitwright.core.numerics.exact_sum import ExactSum
+from bitwright.core.sums.exact_sum import ExactSum
 from bitwright.errors import CalibrationError, ConfigError, ModelError, checks_arguments
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.trees import walk_modules

@@ -23,8 +23,8 @@ from bitwright.progress import progress as bar
 from bitwright.torch.adapters.opened import float_outputs, what_changed
 from bitwright.torch.adapters.view import TorchView
 from bitwright.torch.calls.batches import evaluation, model_device, to_device
-from bitwright.torch.calls.intercept import Interceptor
 from bitwright.torch.calls.trees import named_state
+from bitwright.torch.interception.intercept import Interceptor
 
 if TYPE_CHECKING:
     from bitwright.torch.simulation.quantsim import QuantizationSimModel

@@ -58,7 +58,7 @@ class TrainingGuard:
     ) -> None:
         if max_norm is not None and not 0 < max_norm < float("inf"):
             raise ConfigError(
-                "TrainingGuard", f"max_norm={max_norm!r} is no norm", "use 1.0, or None not to clip"
+                "TrainingGuard", f"max_norm={max_norm!r} is not a norm", "use 1.0, or None not to clip"
             )
         self.optimizer, self.max_norm, self.patience = optimizer, max_norm, patience
         self.steps = self.skipped = 0

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bitwright.errors import ConfigError, checks_arguments
-from bitwright.torch.simulation.quantizer import Quantizer
+from bitwright.torch.quantizers.quantizer import Quantizer
 from bitwright.torch.training.oscillation import quantized_weights
 from bitwright.torch.training.partial import module_paths, owner_within
 

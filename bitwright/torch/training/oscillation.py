@@ -17,8 +17,8 @@ from torch import Tensor
 
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import ConfigError, checks_arguments
-from bitwright.torch.simulation.fake_quantize import is_fast, make_grid
-from bitwright.torch.simulation.quantizer import Quantizer
+from bitwright.torch.quantizers.fake_quantize import is_fast, make_grid
+from bitwright.torch.quantizers.quantizer import Quantizer
 from bitwright.torch.simulation.ranges import site_tensor
 
 if TYPE_CHECKING:

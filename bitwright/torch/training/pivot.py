@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from bitwright.errors import ConfigError, checks_arguments
-from bitwright.torch.simulation.fake_quantize import Grid
-from bitwright.torch.simulation.quantizer import Quantizer
+from bitwright.torch.quantizers.fake_quantize import Grid
+from bitwright.torch.quantizers.quantizer import Quantizer
 
 if TYPE_CHECKING:
     from bitwright.torch.simulation.quantsim import QuantizationSimModel

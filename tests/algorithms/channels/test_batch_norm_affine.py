@@ -96,7 +96,7 @@ def test_the_layer_behind_absorbs_what_is_constant_for_it(row, bias):
     b = b if bias else None
     scale, shift = rng.standard_normal(x.shape[1]), rng.standard_normal(x.shape[1])
     if op_type == "ConvTranspose" and W.shape[2:] != (1, 1):
-        with pytest.raises(ModelError, match=r"^ConvTranspose: .*no constant.*only one without a shift"):
+        with pytest.raises(ModelError, match=r"^ConvTranspose: .*not a constant.*only one without a shift"):
             fold_forward(op_type, attrs, W, b, scale, shift)
         shift = np.zeros_like(shift)
     given = x * over_channels(scale, x.ndim) + over_channels(shift, x.ndim)

@@ -477,7 +477,7 @@ def conv_used_twice_and_normalised_once(net):
     return net.row(conv, bn, "relu_1", conv, "relu_2")
 
 
-@refuses("its input x is no result of a layer but an input of the model")
+@refuses("its input x is not a result of a layer but an input of the model")
 def norm_also_on_the_input(net):
     conv, bn = net.conv(), net.bn()
     return net.returns(net(bn, net(conv, "x")), net(bn, "x"))
@@ -564,7 +564,7 @@ def attributes_that_vary(net):
     return net.row(net.conv(varies=True), net.bn())
 
 
-@refuses("it normalises with the statistics of the batch, so it is no fixed function of one value")
+@refuses("it normalises with the statistics of the batch, so it is not a fixed function of one value")
 def statistics_of_the_batch(net):
     return net.row(net.conv(), net.bn(training=True))
 
@@ -674,7 +674,7 @@ def conv_without_batch_axis(net):
     return net.row(net.conv(), net.bn())
 
 
-@refuses("fc has an operand fc.bias that is no plain bias", shape=(3, 4))
+@refuses("fc has an operand fc.bias that is not a plain bias", shape=(3, 4))
 def gemm_that_ignores_its_bias(net):
     net.row(net.gemm(), net.bn())
     net.attrs["fc"]["beta"] = 0.0

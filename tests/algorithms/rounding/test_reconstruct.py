@@ -284,7 +284,7 @@ def test_a_cache_entry_that_is_no_file_is_refused(tmp_path, kind):
     for path in tmp_path.iterdir():
         path.unlink()
         path.symlink_to("/dev/zero") if kind == "device" else os.mkfifo(path)
-    with pytest.raises(ExportError, match=r"\.safetensors: it is no regular file. Remedy: "):
+    with pytest.raises(ExportError, match=r"\.safetensors: it is not a regular file. Remedy: "):
         apply_reconstruction(simulated()[1], data(), "seq_mse", cache_dir=tmp_path)
 
 
@@ -517,7 +517,7 @@ def test_layers_that_cannot_be_treated_are_listed(caplog):
     sim = QuantizationSimModel(Tied(), tokens, preset="w4")
     sim.compute_encodings([tokens])
     report = apply_reconstruction(sim, [tokens], "gptq")
-    assert report.skipped["embedding"] == "Embedding is no matrix product of its input"
+    assert report.skipped["embedding"] == "Embedding is not a matrix product of its input"
     assert report.skipped["out"] == "its weight is also read by embedding, which would change with it"
     assert "is also read by" in report.skipped["middle"]
     assert "embedding: nearest rounding, Embedding" in str(report)
@@ -557,12 +557,12 @@ def test_adaround_writes_encodings_that_the_rounded_model_is_simulated_with(tmp_
 
 def test_a_module_of_another_model_is_refused(tmp_path):
     params = AdaroundParameters(data(), 1, default_num_iterations=1)
-    with pytest.raises(ConfigError, match="ignore_quant_ops_list: this Linear is no module of the model"):
+    with pytest.raises(ConfigError, match="ignore_quant_ops_list: this Linear is not a module of the model"):
         Adaround.apply_adaround(
             Small(), data()[0], params, tmp_path, "net", ignore_quant_ops_list=[nn.Linear(2, 2)]
         )
     model = Small()
-    with pytest.raises(ConfigError, match="this ReLU has no quantized weight|no module of the model"):
+    with pytest.raises(ConfigError, match="this ReLU has no quantized weight|is not a module of the model"):
         apply_seq_mse(QuantizationSimModel(model, data()[0]), data(), modules_to_exclude=[nn.ReLU()])
 
 

@@ -43,7 +43,7 @@ def test_weights_count_as_noise_that_stays(sim, monkeypatch):
 
 @pytest.mark.parametrize("rest", [1.0, 1e3], ids=["one", "thousand"])
 def test_noise_that_is_lost_in_the_rounding_of_the_sum_is_not_raised(sim, monkeypatch, rest):
-    """1e20 + 1 is 1e20 in double precision: nothing is left after the first, and 1 is no share of nothing."""
+    """1e20 + 1 is 1e20 in double precision: nothing is left after the first, and 1 is not a share of nothing."""
     report = widened(sim, monkeypatch, {"0.input[0]": 1e20, "1.output[0]": rest})
     assert [w.site for w in report.raised] == ["0.input[0]"]
     assert sim.quantizers["1.output[0]"].encoding.format.bits == 8

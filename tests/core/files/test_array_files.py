@@ -78,7 +78,7 @@ def test_damaged_archives_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.npz")
-    with pytest.raises(CalibrationError, match="it is no regular file"):
+    with pytest.raises(CalibrationError, match="it is not a regular file"):
         read_archive(tmp_path / "pipe.npz", CalibrationError)
     with pytest.raises(CalibrationError, match="No such file"):
         read_array(tmp_path / "none.npy", CalibrationError)

@@ -73,9 +73,9 @@ def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
 
 def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.json")
-    with pytest.raises(ConfigError, match=r"pipe\.json: it is no regular file\. Remedy: name a file"):
+    with pytest.raises(ConfigError, match=r"pipe\.json: it is not a regular file\. Remedy: name a file"):
         read_document(tmp_path / "pipe.json", ConfigError)
-    with pytest.raises(ConfigError, match="/dev/zero: it is no regular file"):
+    with pytest.raises(ConfigError, match="/dev/zero: it is not a regular file"):
         read_bytes("/dev/zero", 100, ConfigError)
     with pytest.raises(ConfigError, match="the file cannot be read: Is a directory"):
         read_bytes(tmp_path, 100, ConfigError)

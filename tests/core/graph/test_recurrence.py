@@ -151,7 +151,7 @@ def test_boundary_only_leaves_the_inside_in_float_and_quantizes_what_leaves():
 def test_boundary_only_is_one_word_in_a_configuration():
     rules = load_config({"recurrent": "boundary_only"})
     assert rules.rules == (BOUNDARY_ONLY,)
-    with pytest.raises(ConfigError, match="'boundary' is no way to place them.*boundary_only"):
+    with pytest.raises(ConfigError, match="'boundary' is not a way to place them.*boundary_only"):
         load_config({"recurrent": "boundary"})
 
 

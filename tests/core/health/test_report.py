@@ -57,7 +57,7 @@ def test_the_first_bad_element_is_found():
     assert first_non_finite(torch.tensor([[1, 2], [3, 4]])) is None
     index, value = first_non_finite(torch.tensor([[1.0, 2.0], [NAN, INF]]))
     assert index == (1, 0) and np.isnan(value)
-    assert first_non_finite(np.full((2, 2), 3e38, np.float32)) is None, "a sum that overflows is no NaN"
+    assert first_non_finite(np.full((2, 2), 3e38, np.float32)) is None, "a sum that overflows is not a NaN"
     assert first_non_finite(torch.full((9,), 3e38)) is None
 
 

@@ -13,9 +13,9 @@ from bitwright.core.numerics import ranges
 from bitwright.core.numerics.affine import encode, fake_quantize, grid, round_to_float
 from bitwright.core.numerics.formats import FloatFormat, IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
+from bitwright.core.numerics.range_search import candidate_grids
 from bitwright.core.numerics.ranges import (
     RANGE_METHODS,
-    _candidates,
     _settled,
     choose_range,
     choose_range_of,
@@ -201,7 +201,7 @@ def brute_force_costs(x, fmt, symmetry, gamma):
     """Noise of the vector ``x`` on every candidate grid, all of it in float64, and the ends of these grids."""
     lo, hi = np.float64([min(x.min(), 0)]), np.float64([max(x.max(), 0)])
     chosen = grid(fmt, symmetry, lo)
-    scale, lowest, highest = (part[0][:, None] for part in _candidates(chosen, symmetry, lo, hi))
+    scale, lowest, highest = (part[0][:, None] for part in candidate_grids(chosen, symmetry, lo, hi))
     x = x.astype(np.float64)
     if isinstance(chosen, FloatFormat):
         codes = round_to_float(x / scale, chosen)
@@ -273,7 +273,7 @@ def test_searches_win_clearly_on_heavy_tails(method, fmt, symmetry, share):
 
 # the grid of a float format is coarse where the few outliers lie, and a bin blurs where exactly they do
 @pytest.mark.parametrize("fmt, slack", [("int3", 1.02), ("int4", 1.02), ("int8", 1.02), ("float8_e4m3", 1.1)])
-def test_the_search_finds_the_best_of_its_candidates(fmt, slack):
+def test_the_search_finds_the_best_of_itscandidate_grids(fmt, slack):
     x, spec = heavy_tailed(), spec_of("mse", fmt)
     found = error_of(x, *choose_range(measure("histogram", x), spec), spec)
     largest = float(np.abs(x).max())

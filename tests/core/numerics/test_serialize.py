@@ -55,21 +55,21 @@ def test_every_axis_that_an_array_can_have_is_read(axis: int) -> None:
         ({"scale": [float("nan"), 1.0]}, "a scale is not a positive finite number"),
         ({"scale": [1e-60, 1.0]}, "a scale is not a positive finite number"),
         ({"scale": [1.0]}, "cannot reshape array of size 1"),
-        ({"scale": [True, 1.0]}, "is no list of numbers"),
-        ({"scale": "1"}, "'1' is no list of numbers"),
+        ({"scale": [True, 1.0]}, "is not a list of numbers"),
+        ({"scale": "1"}, "'1' is not a list of numbers"),
         ({"zero_point": [0, 200]}, "a zero point lies outside -128 to 127, the grid of int8"),
-        ({"zero_point": [0.5, 0]}, "is no list of numbers"),
+        ({"zero_point": [0.5, 0]}, "is not a list of numbers"),
         ({"shape": [1, 2]}, r"parameters of shape \(1, 2\) are not PerChannel"),
-        ({"shape": None}, "it is no encoding"),
+        ({"shape": None}, "it is not an encoding"),
         ({"format": "int99"}, "not a bit width between 2 and 32"),
         ({"format": "int" + "9" * 9000}, "there is no number format of this name"),
-        ({"granularity": {"kind": "per_thing"}}, "'per_thing' is no granularity"),
-        ({"granularity": {"kind": "per_channel", "axis": "x"}}, "'x' is no axis"),
-        ({"granularity": {"kind": "per_channel", "axis": 64}}, "64 is no axis"),
-        ({"granularity": {"kind": "per_channel", "axis": -65}}, "-65 is no axis"),
-        ({"granularity": {"kind": "per_block", "size": 1e9, "axis": 0}}, "the size 1000000000.0 is no whole number"),
-        ({"granularity": {"kind": "per_block", "size": 1, "axis": 0, "channel_axis": [1, "x"]}}, "'x' is no axis"),
-        ({"granularity": 3}, "it is no encoding"),
+        ({"granularity": {"kind": "per_thing"}}, "'per_thing' is not a granularity"),
+        ({"granularity": {"kind": "per_channel", "axis": "x"}}, "'x' is not an axis"),
+        ({"granularity": {"kind": "per_channel", "axis": 64}}, "64 is not an axis"),
+        ({"granularity": {"kind": "per_channel", "axis": -65}}, "-65 is not an axis"),
+        ({"granularity": {"kind": "per_block", "size": 1e9, "axis": 0}}, "the size 1000000000.0 is not a whole number"),
+        ({"granularity": {"kind": "per_block", "size": 1, "axis": 0, "channel_axis": [1, "x"]}}, "'x' is not an axis"),
+        ({"granularity": 3}, "it is not an encoding"),
     ],
 )  # fmt: skip
 def test_what_is_no_encoding_is_named(changes: dict[str, Any], problem: str) -> None:
@@ -81,10 +81,10 @@ def test_what_is_no_encoding_is_named(changes: dict[str, Any], problem: str) -> 
     "changes, problem",
     [
         ({"method": "best"}, "there is no range method of this name"),
-        ({"method": ["minmax"]}, "is no range method"),
-        ({"options": {"percentile": "high"}}, "is no list of numbers"),
+        ({"method": ["minmax"]}, "is not a range method"),
+        ({"options": {"percentile": "high"}}, "is not a list of numbers"),
         ({"symmetry": []}, "is not a symmetry"),
-        ({"fixed_range": [1, "2"]}, "is no list of numbers"),
+        ({"fixed_range": [1, "2"]}, "is not a list of numbers"),
         ({"fixed_range": [1]}, "list index out of range"),
         ({"non_finite": "maybe"}, "is not a policy"),
     ],
@@ -92,5 +92,5 @@ def test_what_is_no_encoding_is_named(changes: dict[str, Any], problem: str) -> 
 def test_what_is_no_spec_is_named(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(EncodingsError, match=f"^conv.weight: .*{problem}"):
         spec_from_json({**spec_to_json(QuantSpec()), **changes}, "conv.weight")
-    with pytest.raises(EncodingsError, match="it is no spec: the key 'fixed_range' is missing"):
+    with pytest.raises(EncodingsError, match="it is not a spec: the key 'fixed_range' is missing"):
         spec_from_json({})

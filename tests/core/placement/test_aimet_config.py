@@ -308,7 +308,7 @@ def test_passes_that_are_chains_become_supergroups():
         (
             {"defaults__ops": {"is_output_quantized": "yes"}},
             "quant.json: defaults.ops.is_output_quantized",
-            '\'yes\' is no boolean. Remedy: write the string "True" or "False"',
+            '\'yes\' is not a boolean. Remedy: write the string "True" or "False"',
         ),
         (
             {"defaults__ops": {"is_output_quantized": "False"}},
@@ -324,7 +324,7 @@ def test_passes_that_are_chains_become_supergroups():
         (
             {"op_type__Conv": {"params": {"weight": {"is_quantized": 1}}}},
             "quant.json: op_type.Conv.params.weight.is_quantized",
-            "1 is no boolean",
+            "1 is not a boolean",
         ),
         (
             {"op_type__Conv": {"is_input_quantized": "False"}},

@@ -182,7 +182,7 @@ def test_a_target_by_name_describes_the_target_and_so_reports_no_unused_rules():
             "the rule sets nothing. Remedy: add one of output, input",
         ),
         ({"rules": [{"match": 3, "all": None}]}, "q: rules[0].match", "3 is not a name"),
-        ({"rules": [{"op": 3, "all": None}]}, "q: rules[0].op", "3 is no operator type"),
+        ({"rules": [{"op": 3, "all": None}]}, "q: rules[0].op", "3 is not an operator type"),
         ({"rules": [{"weight": "imt8"}]}, "q: rules[0].weight", "there is no number format of this name"),
         ({"rules": [{"weight": "derived"}]}, "q: rules[0].weight", "there is no number format of this name"),
         ({"rules": [{"weight": 8}]}, "q: rules[0].weight", "it is a int, not keys and values"),
@@ -192,7 +192,11 @@ def test_a_target_by_name_describes_the_target_and_so_reports_no_unused_rules():
             "q: rules[0].weight.format",
             "not a bit width between 2 and 32",
         ),
-        ({"rules": [{"weight": {"quantized": "no"}}]}, "q: rules[0].weight.quantized", "'no' is no boolean"),
+        (
+            {"rules": [{"weight": {"quantized": "no"}}]},
+            "q: rules[0].weight.quantized",
+            "'no' is not a boolean",
+        ),
         (
             {"rules": [{"weight": {"symmetry": "symetric"}}]},
             "q: rules[0].weight.symmetry",
@@ -221,7 +225,7 @@ def test_a_target_by_name_describes_the_target_and_so_reports_no_unused_rules():
         (
             {"rules": [{"weight": {"method": {"percentile": 99}}}]},
             "q: rules[0].weight.method",
-            "is no range method with options",
+            "is not a range method with options",
         ),
         (
             {"rules": [{"output": {"fixed_range": [1]}}]},
@@ -233,12 +237,12 @@ def test_a_target_by_name_describes_the_target_and_so_reports_no_unused_rules():
             "q: rules[0].output",
             "fixed_range (1, 0) is not a range",
         ),
-        ({"rules": [{"params": None}]}, "q: rules[0].params", "None is no mapping"),
+        ({"rules": [{"params": None}]}, "q: rules[0].params", "None is not a mapping"),
         ({"supergroups": [["Conv"]]}, "q: supergroups[0]", "['Conv'] is not a chain"),
         (
             {"supergroups": ["defalt"]},
             "q: supergroups[0]",
-            "'defalt' is no set of chains (did you mean 'default'",
+            "'defalt' is not a set of chains (did you mean 'default'",
         ),
         ({"supergroups": 3}, "q: supergroups", "it is a int"),
     ],
@@ -274,7 +278,7 @@ def test_files_that_are_not_there_or_not_files(tmp_path):
     ):
         load_config(tmp_path / "missing.yaml")
     with pytest.raises(
-        ConfigError, match="'.ini' is no known kind of file. Remedy: use .json, .yaml, .yml, .toml"
+        ConfigError, match="'.ini' is not a known kind of file. Remedy: use .json, .yaml, .yml, .toml"
     ):
         load_config(write(tmp_path, "q.ini", ""))
     with pytest.raises(ConfigError, match=r"neither a file nor a shipped target \(did you mean 'htp_v7"):

@@ -103,7 +103,7 @@ def test_missing_manifest_and_missing_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [np.float32(1), float("nan"), {1, 2}], ids=["numpy", "nan", "set"])
 def test_settings_are_plain_json(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(ConfigError, match="manifest settings: they are no plain JSON"):
+    with pytest.raises(ConfigError, match="manifest settings: they are not plain JSON"):
         write_manifest(tmp_path / "m.json", settings={"a": value})
     assert not (tmp_path / "m.json").exists()
 

@@ -20,7 +20,9 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.errors import BitwrightError, ConfigError, EncodingsError, ExportError
-from bitwright.export.qdq.write import QdqResult, rename_values, save_model, site_names, strip_sites, to_qdq
+from bitwright.export.files.onnx_file import save_model
+from bitwright.export.qdq.markers import rename_values, site_names, strip_sites
+from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.verify.runtime import optimized_types, run_model
 from tests.export.marked import Array, Graph, run_both, run_plain, simulate, types
 from tests.support.cost import steps

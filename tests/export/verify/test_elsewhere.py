@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from bitwright import __version__
 from bitwright.cli import app
 from bitwright.errors import ConfigError
-from bitwright.export.qdq.origin import read_origin
+from bitwright.export.files.origin import read_origin
 from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import quantize

@@ -14,9 +14,10 @@ import pytest
 
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
-from bitwright.core.numerics.int32_bias import derive_bias_encoding, fake_quantize_bias
+from bitwright.core.sums.int32_bias import derive_bias_encoding, fake_quantize_bias
 from bitwright.errors import ConfigError, ExportError
-from bitwright.export.qdq.write import save_model, to_qdq
+from bitwright.export.files.onnx_file import save_model
+from bitwright.export.qdq.write import to_qdq
 from bitwright.export.verify.agreement import Agreement, compare
 from bitwright.export.verify.reasons import (
     FLOAT_REASONS,

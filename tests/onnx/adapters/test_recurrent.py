@@ -9,7 +9,7 @@ import pytest
 
 from bitwright.algorithms.rounding.program import run_step
 from bitwright.algorithms.search.output_error import output_errors
-from bitwright.analysis.subject import open_subject
+from bitwright.analysis.subject.subject import open_subject
 from bitwright.onnx import QuantizationSimModel
 from bitwright.onnx.adapters.program import OnnxSimulation
 from tests.support.recurrent_nets import Variant, feeds, layer_model

@@ -101,7 +101,7 @@ def test_random_values_are_of_the_declared_kinds():
         (
             "wrong.npz",
             ModelError,
-            r"it holds 'imag', which is no input of the model \(did you mean 'image'\?\)",
+            r"it holds 'imag', which is not an input of the model \(did you mean 'image'\?\)",
         ),
         ("none.npz", CalibrationError, "it holds no sample"),
         (
@@ -211,7 +211,7 @@ def test_int_dtype_is_named():
 def test_an_array_of_another_name_is_not_taken_for_the_input(tmp_path: Path) -> None:
     for name in ("0", "imag", "label"):
         np.savez(tmp_path / "d.npz", **{name: X})
-        with pytest.raises(ModelError, match=f"it holds '{name}', which is no input of the model"):
+        with pytest.raises(ModelError, match=f"it holds '{name}', which is not an input of the model"):
             list(load_data(tmp_path / "d.npz", IMAGE))
     with pytest.raises(ModelError, match=r"\(did you mean 'image'\?\)"):
         np.savez(tmp_path / "d.npz", imag=X)
@@ -242,7 +242,7 @@ def test_scalars_beside_samples_are_given_whole(tmp_path: Path) -> None:
     ids=["ragged", "words", "nothing", "huge"],
 )  # fmt: skip
 def test_lists_that_are_no_arrays_are_named(given: Any) -> None:
-    with pytest.raises(ModelError, match="what the input ids .* was given is no array"):
+    with pytest.raises(ModelError, match="what the input ids .* was given is not an array"):
         as_feeds([given, [[1, 1, 1, 1]]], PAIR)
 
 

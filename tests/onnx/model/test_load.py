@@ -412,6 +412,6 @@ def test_missing_file_folder_and_wrong_type(tmp_path):
     with pytest.raises(ModelError, match="the model file is a folder"):
         load_model(tmp_path)
     with pytest.raises(
-        ModelError, match="^model: a dict is no model. Remedy: pass a path, an onnx.ModelProto or an "
+        ModelError, match="^model: a dict is not a model. Remedy: pass a path, an onnx.ModelProto or an "
     ):
         load_model({})

@@ -137,7 +137,7 @@ def test_numbers_of_external_data_are_checked(key: str, value: str, tmp_path: Pa
     proto = onnx.load(path, load_external_data=False)
     proto.graph.initializer[0].external_data.add(key=key, value=value)
     path.write_bytes(proto.SerializeToString())
-    with pytest.raises(ModelError, match="^w: .*(is no number of bytes|needs 48 bytes of data)"):
+    with pytest.raises(ModelError, match="^w: .*(is not a number of bytes|needs 48 bytes of data)"):
         load_model(path)
 
 

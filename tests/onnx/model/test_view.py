@@ -134,7 +134,7 @@ def test_operators_see_edits_of_their_parameters():
 
 def test_control_flow_is_no_single_operator():
     with pytest.raises(
-        ModelError, match="^rnn: a Scan is no single operator. Remedy: ask for the operators of its bod"
+        ModelError, match="^rnn: a Scan is not a single operator. Remedy: ask for the operators of its bod"
     ):
         OnnxView(flow.scan()).local("rnn")
 

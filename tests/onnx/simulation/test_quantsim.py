@@ -14,8 +14,8 @@ from onnx import TensorProto
 
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.formats import parse_format
-from bitwright.core.numerics.int32_bias import fake_quantize_bias
 from bitwright.core.simulation.protocols import sqnr
+from bitwright.core.sums.int32_bias import fake_quantize_bias
 from bitwright.errors import (
     CalibrationError,
     ConfigError,

@@ -599,7 +599,7 @@ def test_operators_on_integers_are_refused_by_name(tmp_path):
 
 
 def test_weight_only_products_are_read_back_with_their_encodings(tmp_path):
-    """The Reshape that keeps ONNX Runtime from fusing them is no part of the model."""
+    """The Reshape that keeps ONNX Runtime from fusing them is not part of the model."""
     n = Net()
     x = n.input("x", (4, 64))
     y = n("MatMul", x, n.weights(64, 32, name="w"), name="mm", out="y")

@@ -132,26 +132,26 @@ def spec_of(site: str, **changes: Any) -> Callable[[dict[str, Any]], None]:
 
 
 WEIGHT = "conv.weight"
-SCALE = f"{WEIGHT}: it is no encoding: a scale is not a positive finite number"
+SCALE = f"{WEIGHT}: it is not an encoding: a scale is not a positive finite number"
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "negative-scale": (encoding_of(WEIGHT, scale=[-1.0, 1, 1, 1]), SCALE),
     "nan-scale": (encoding_of(WEIGHT, scale=[1, 1, float("nan"), 1]), SCALE),
     "infinite-scale": (encoding_of(WEIGHT, scale=[1, 1, float("inf"), 1]), SCALE),
     "zero-scale": (encoding_of(WEIGHT, scale=[0, 1, 1, 1]), SCALE),
-    "few-scales": (encoding_of(WEIGHT, scale=[1.0] * 3), f"{WEIGHT}: it is no encoding: cannot reshape"),
+    "few-scales": (encoding_of(WEIGHT, scale=[1.0] * 3), f"{WEIGHT}: it is not an encoding: cannot reshape"),
     "wrong-shape": (
         encoding_of(WEIGHT, scale=[1.0] * 3, shape=[3], zero_point=[0] * 3),
         rf"{WEIGHT}: its encoding has scales of shape \(3,\).*has \(4,\)",
     ),
-    "text": (encoding_of(WEIGHT, scale="abcd"), f"{WEIGHT}: it is no encoding: 'abcd' is no list"),
+    "text": (encoding_of(WEIGHT, scale="abcd"), f"{WEIGHT}: it is not an encoding: 'abcd' is not a list"),
     "zero-point": (encoding_of("relu.output[0]", zero_point=[256]), r"relu.output\[0\]: .* zero point lies outside 0 to 255"),
-    "huge-zero-point": (encoding_of("relu.output[0]", zero_point=[1 << 80]), "no readable checkpoint|it is no encoding"),
-    "no-format": (encoding_of(WEIGHT, format="int99"), f"{WEIGHT}: it is no encoding: .*99 is not a bit width"),
-    "no-spec-format": (spec_of(WEIGHT, format="int"), f"{WEIGHT}: it is no spec: .*there is no number format"),
-    "no-method": (spec_of(WEIGHT, method="best"), f"{WEIGHT}: it is no spec: .*best"),
+    "huge-zero-point": (encoding_of("relu.output[0]", zero_point=[1 << 80]), "no readable checkpoint|it is not an encoding"),
+    "no-format": (encoding_of(WEIGHT, format="int99"), f"{WEIGHT}: it is not an encoding: .*99 is not a bit width"),
+    "no-spec-format": (spec_of(WEIGHT, format="int"), f"{WEIGHT}: it is not a spec: .*there is no number format"),
+    "no-method": (spec_of(WEIGHT, method="best"), f"{WEIGHT}: it is not a spec: .*best"),
     "no-axis": (spec_of(WEIGHT, granularity={"kind": "per_channel", "axis": 7}), f"{WEIGHT}: .*axis 7"),
     "fixed-range": (spec_of(WEIGHT, fixed_range=[1.0, -1.0]), f"{WEIGHT}: its spec has the fixed range"),
-    "no-symmetry": (spec_of(WEIGHT, symmetry="odd"), f"{WEIGHT}: it is no spec: .*'odd' is not a symmetry"),
+    "no-symmetry": (spec_of(WEIGHT, symmetry="odd"), f"{WEIGHT}: it is not a spec: .*'odd' is not a symmetry"),
     "switch": (lambda d: d["quantizers"][WEIGHT].update(enabled="yes"), f"{WEIGHT}: enabled and frozen"),
     "no-encoding": (lambda d: d["quantizers"][WEIGHT].pop("encoding"), f"{WEIGHT}: what is saved.*KeyError"),
     "list": (lambda d: d["quantizers"].update({WEIGHT: [1]}), f"{WEIGHT}: what is saved"),

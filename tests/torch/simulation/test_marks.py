@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import bitwright.torch
 from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE
-from bitwright.torch.simulation.simulate import mark
+from bitwright.torch.simulation.marks import mark
 from bitwright.torch.simulation.translations import TRANSLATIONS
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bitwright.core.compiled.loops import loops
 from bitwright.torch import QuantizationSimModel
-from bitwright.torch.simulation import fake_quantize
+from bitwright.torch.quantizers import fake_quantize
 
 
 class Body(nn.Module):

@@ -11,7 +11,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.torch import QuantizationSimModel
-from bitwright.torch.simulation.learned_range import LearnedRange
+from bitwright.torch.quantizers.learned_range import LearnedRange
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 

@@ -69,7 +69,7 @@ def test_statistics_are_those_of_all_the_batches_whatever_their_sizes():
     # the first batch norm's input does not depend on the others, so all parts are those of the whole
     torch.testing.assert_close(sim.model.bn1.running_mean, x.mean((0, 2, 3)), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(sim.model.bn1.running_var, x.var((0, 2, 3)), rtol=1e-5, atol=1e-6)
-    assert sim._simulator.unseen == {}, "what the estimation computes is no call of the model"
+    assert sim._simulator.unseen == {}, "what the estimation computes is not a call of the model"
     handle.remove()
 
 

@@ -55,7 +55,7 @@ def test_too_many_in_a_row_stop_the_training() -> None:
         guard.step((weight * value).sum())
     with pytest.raises(ModelError, match="3 steps in a row had a loss that is not finite"):
         guard.step((weight * math.nan).sum())
-    with pytest.raises(ConfigError, match="max_norm=0 is no norm"):
+    with pytest.raises(ConfigError, match="max_norm=0 is not a norm"):
         TrainingGuard(torch.optim.SGD([weight], lr=1.0), max_norm=0)
 
 

@@ -51,12 +51,14 @@ class FloatQuantizeDequantize(QuantizerBase):
             if any(field is not None for field in fields):
                 raise ValueError("give either dtype, or exponent_bits and mantissa_bits")
             if dtype not in _TORCH:
-                raise FormatError("dtype", f"{dtype} is no float format here", f"use one of {list(_TORCH)}")
+                raise FormatError(
+                    "dtype", f"{dtype} is not a float format here", f"use one of {list(_TORCH)}"
+                )
             exponent_bits, mantissa_bits, finite = _TORCH[dtype]
         if exponent_bits is None or mantissa_bits is None:
             raise ValueError("give dtype, or both exponent_bits and mantissa_bits")
         if unsigned_zero:
-            raise FormatError("unsigned_zero", "formats without -0 are no formats here", "leave it out")
+            raise FormatError("unsigned_zero", "formats without -0 are not formats here", "leave it out")
         self.exponent_bits, self.mantissa_bits, self.finite = exponent_bits, mantissa_bits, bool(finite)
         self.unsigned_zero, self.block_size = False, block_size
         given = encoding_analyzer.shape if encoding_analyzer is not None else ()
@@ -105,7 +107,7 @@ class FloatQuantizeDequantize(QuantizerBase):
         """Take format and scale of an encoding.
 
         Raises:
-            TypeError: it is no encoding of a float format.
+            TypeError: it is not an encoding of a float format.
         """
         if not isinstance(encodings, FloatEncoding):
             raise TypeError(f"{type(self).__name__} takes a FloatEncoding, not a {type(encodings).__name__}")

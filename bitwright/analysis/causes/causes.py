@@ -1,0 +1,345 @@
+"""Why a layer makes much error: rules on what was measured at its sites, and the remedies that the product has.
+
+A rule looks at one site, or at the layer, and says nothing or gives a :class:`~bitwright.analysis.result.Cause`. The site
+that costs the outputs most is asked first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bitwright.analysis.result import MOST_DB, Cause, LayerRow, SiteRow
+from bitwright.analysis.subject.subject import Subject
+from bitwright.analysis.values.site_values import SiteValues, calibrated_bounds
+from bitwright.core.graph.graph import Op
+from bitwright.core.graph.ops import op_row
+from bitwright.core.numerics.granularity import PerTensor
+from bitwright.core.simulation.sites import Site
+
+_WIDE = 0.5  # share of the grid that the values should cover at least
+_FEW_CODES = 0.125  # of 256 codes, 32: as good as a grid of five bits
+_DISPARATE = 8.0  # largest channel over the median from which on most channels lose three bits
+_FEW = 0.06  # share of the channels that still counts as a few outliers
+_CUT = 0.25  # of the grid's length: calibration saw values so far outside of it
+_NARROW = {"weight": 6, "constant": 6}  # bits up to which a width is a cause by itself; 7 for activations
+_ENOUGH_SAMPLES = 8  # from which on their sizes are compared
+_SOFTMAX_STEP = 0.1  # of the input: a step changes a probability by so much of itself
+_LARGE = 0.05  # share of the noise of all layers from which on one without a fault needs more bits
+_MATTERS = 0.02  # share of the layer's noise below which a site is not asked
+
+REMEDIES = {
+    "minmax": "a range that holds all values (method min_max)",
+    "mse": "a range of least squared error (method mse; step activation_ranges)",
+    "16_bits": "16 bits at this site (step widen)",
+    "8_bits": "8 bits for this weight",
+    "per_channel": "one scale per channel for this weight",
+    "equalize": "equalized channel ranges before the simulation is made (step equalize)",
+    "smooth": "outliers moved into the weights before the simulation is made (step smooth)",
+    "seq_mse": "a weight range by output error (step seq_mse)",
+    "gptq": "rounding with error feedback (step gptq)",
+}
+"""Remedy -> what it is. Those of the float model (equalize, smooth) come before the simulation is made."""
+
+CAUSES = {
+    "clipping": "values lie outside of the grid",
+    "range_too_wide": "the grid is wider than the values",
+    "outlier_weight_channel": "a few channels of a weight are far larger than the rest, on one scale",
+    "disparate_channels": "channels of a weight differ widely, on one scale",
+    "disparate_inputs": "input channels of a weight differ widely, under one scale",
+    "outlier_channels": "a few channels of an activation are far larger than the rest",
+    "uneven_samples": "samples differ widely in size, and one grid holds them all",
+    "few_bits": "the grid has few steps",
+    "few_codes": "nearly all values share a few codes",
+    "softmax_input": "a step of the grid changes probabilities much",
+    "norm_input": "a normalization enlarges the error of what it reads",
+    "accumulating_residual": "errors add up along a residual stream",
+    "rounding": "no fault: the width of the grid makes it",
+    "output_grid": "the model's output itself is rounded to a grid",
+    "dead_channels": "channels hold nothing but zeros",
+    "passes_on": "the error arrives here and is not made here",
+}
+"""Key of a cause -> what it means."""
+
+
+_HARMLESS = frozenset(("passes_on", "dead_channels"))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a rule is asked about."""
+
+    layer: LayerRow
+    op: Op
+    site: Site
+    values: SiteValues
+    row: SiteRow
+    subject: Subject
+
+
+Rule = Callable[[_Seen], Cause | None]
+
+
+def causes_of(
+    layer: LayerRow,
+    subject: Subject,
+    values: Mapping[str, SiteValues],
+    rows: Mapping[str, SiteRow],
+    whole: float,
+) -> tuple[Cause, ...]:
+    """The causes that hold for a layer, the one that costs most first; each kind of cause once.
+
+    Args:
+        layer, subject: the layer, and its simulation.
+        values, rows: what was seen at the sites, and their rows.
+        whole: what all sites cost together.
+    """
+    op = subject.sim.graph.op(layer.name)
+    total = sum(rows[name].cost for name in layer.sites)
+    found: dict[str, Cause] = {}
+    ranked = sorted(layer.sites, key=lambda name: (-rows[name].cost, not _varies(values.get(name))))
+    for name in ranked:
+        row = rows[name]
+        if not row.enabled or row.cost < _MATTERS * total:
+            continue
+        seen = values.get(name, SiteValues(subject.sites[name]))
+        for cause in _of_site(_Seen(layer, op, subject.sites[name], seen, row, subject)):
+            found.setdefault(cause.cause, cause)
+    for cause in _of_layer(layer, op, subject):
+        found.setdefault(cause.cause, cause)
+    if not found.keys() - _HARMLESS and layer.sites and total >= _LARGE * whole:
+        rounding = _rounding(layer, op, subject, rows, ranked)
+        found = {**({} if rounding is None else {rounding.cause: rounding}), **found}
+    return tuple(found.values())
+
+
+def _varies(values: SiteValues | None) -> bool:
+    """Whether more than zeros was seen: of the sites of one quantizer, an initial state is not the one to name."""
+    return values is not None and bool(values.count) and (values.low != 0 or values.high != 0)
+
+
+def _of_site(seen: _Seen) -> Iterator[Cause]:
+    rules = _OF_SITES if seen.values.count else (_calibration,)
+    return filter(None, (rule(seen) for rule in rules))
+
+
+def _rounding(
+    layer: LayerRow, op: Op, subject: Subject, rows: Mapping[str, SiteRow], ranked: Sequence[str]
+) -> Cause | None:
+    """Of a layer that costs much and has no fault: what more bits would change."""
+    name = next((n for n in ranked if rows[n].enabled), None)
+    if name is None or rows[name].bits is None:
+        return None
+    seen = _Seen(layer, op, subject.sites[name], SiteValues(subject.sites[name]), rows[name], subject)
+    weight = subject.sites[name].role in _NARROW
+    text = f"no fault is seen: {rows[name].bits} bits make this error here"
+    return _cause(
+        "rounding", seen, text, ("seq_mse", "gptq") if weight else ("16_bits",), bits=rows[name].bits
+    )
+
+
+def _cause(key: str, seen: _Seen, text: str, remedies: tuple[str, ...], **evidence: Any) -> Cause:
+    shared = seen.subject.sharing[seen.site.name]
+    facts = {"site": seen.site.name, "tries": list(remedies), **evidence}
+    if len(shared) > 1:
+        facts["shared_with"] = [n for n in shared if n != seen.site.name][:8]
+    return Cause(key, f"{seen.site.name}: {text}", facts, " or ".join(REMEDIES[r] for r in remedies))
+
+
+# ---- of sites
+
+
+def _clipping(seen: _Seen) -> Cause | None:
+    v = seen.values
+    if not v.clipped or v.clip_noise <= v.round_noise:
+        return None
+    share = v.clipped / v.count
+    text = f"{share:.2%} of the values are clipped: they reach {v.low:.4g} to {v.high:.4g}, the grid {_grid(seen.row)}"
+    return _cause("clipping", seen, text, ("minmax", "mse"), clipped=share, minimum=v.low, maximum=v.high)
+
+
+def _too_wide(seen: _Seen) -> Cause | None:
+    extent = seen.values.extent
+    if not extent or extent >= _WIDE:  # nothing but zeros, as in an initial state, lies on any grid
+        return None
+    text = f"the values use {extent:.1%} of the grid's range: they reach {seen.values.low:.4g} to {seen.values.high:.4g}, the grid {_grid(seen.row)}"  # noqa: E501
+    return _cause("range_too_wide", seen, text, ("minmax", "16_bits"), extent=extent)
+
+
+def _calibration(seen: _Seen) -> Cause | None:
+    """Of a site whose values no step shows, as inside a recurrent layer: the grid against what calibration saw."""
+    bounds, encoding = calibrated_bounds(seen.site), seen.site.encoding
+    if bounds is None or encoding is None or not isinstance(encoding.granularity, PerTensor):
+        return None
+    low, high = float(encoding.min), float(encoding.max)
+    facts = {"minimum": bounds[0], "maximum": bounds[1]}
+    text = f"calibration saw {bounds[0]:.4g} to {bounds[1]:.4g}, the grid holds {_grid(seen.row)}"
+    if max(low - bounds[0], bounds[1] - high) > _CUT * (high - low):
+        return _cause("clipping", seen, text, ("minmax", "mse"), **facts)
+    extent = max(abs(bounds[0]), abs(bounds[1])) / max(abs(low), abs(high))
+    if 0 < extent < _WIDE:
+        return _cause("range_too_wide", seen, text, ("minmax", "16_bits"), extent=extent, **facts)
+    return None
+
+
+def _weight_channels(seen: _Seen) -> Cause | None:
+    reach = seen.values.channel_reach
+    encoding = seen.site.encoding
+    if seen.site.role != "weight" or reach is None or encoding is None:
+        return None
+    if not isinstance(encoding.granularity, PerTensor):
+        return None
+    middle = _median(reach)
+    ratio = float(reach.max()) / middle
+    if ratio < _DISPARATE:
+        return None
+    rest = max(
+        float(np.quantile(reach, 1 - _FEW, method="lower")), middle
+    )  # all but a few channels lie below
+    large = int((reach > _DISPARATE * rest).sum())
+    lost = int(((reach > 0) & (reach < float(encoding.scale.max()) / 2)).sum())
+    few = large > 0
+    text = (
+        f"one scale for {reach.size} channels whose largest is {ratio:.0f} times the median"
+        + (f", {large} of them outliers" if few else "")
+        + (f"; {lost} become zero" if lost else "")
+    )
+    key = "outlier_weight_channel" if few else "disparate_channels"
+    return _cause(key, seen, text, ("per_channel", "equalize"), ratio=ratio, outliers=large, lost=lost)
+
+
+def _activation_channels(seen: _Seen) -> Cause | None:
+    reach = seen.values.channel_reach
+    if seen.site.role not in ("input", "output") or reach is None:
+        return None
+    ratio = float(reach.max()) / _median(reach)
+    if ratio < _DISPARATE:
+        return None
+    worst = int(reach.argmax())
+    text = f"channel {worst} reaches {ratio:.0f} times the median channel, and all share one scale"
+    tries = ("16_bits", _balance(seen))
+    return _cause("outlier_channels", seen, text, tries, ratio=ratio, channel=worst)
+
+
+def _samples(seen: _Seen) -> Cause | None:
+    """Loud and soft sounds, bright and dark pictures: the soft ones have few steps, and with a logarithm they count as much."""
+    reach = np.array(seen.values.sample_reach)
+    if seen.site.role not in ("input", "output") or reach.size < _ENOUGH_SAMPLES:
+        return None
+    ratio = float(reach.max()) / _median(reach)
+    if ratio < _DISPARATE:
+        return None
+    text = f"the largest sample reaches {ratio:.0f} times the median sample, and one grid holds all"
+    return _cause("uneven_samples", seen, text, ("16_bits",), ratio=ratio)
+
+
+def _balance(seen: _Seen) -> str:
+    """What moves scales between the channels of an activation: between convolutions, or in front of linear layers."""
+    place = seen.site.channels.place
+    return "equalize" if place is not None and place.axis < -1 else "smooth"
+
+
+def _weight_inputs(seen: _Seen) -> Cause | None:
+    reach = seen.values.input_reach
+    if reach is None or (ratio := float(reach.max()) / _median(reach)) < _DISPARATE:
+        return None
+    if _weight_channels(seen) is not None:  # one large element stands in a row and in a column
+        return None
+    text = f"its input channels share scales, and the largest is {ratio:.0f} times the median"
+    balance = "equalize" if seen.op.type.startswith("Conv") else "smooth"
+    return _cause("disparate_inputs", seen, text, ("seq_mse", "gptq", balance), ratio=ratio)
+
+
+def _bits(seen: _Seen) -> Cause | None:
+    bits = seen.row.bits
+    if bits is None or bits > _NARROW.get(seen.site.role, 7):
+        return None
+    weight = seen.site.role in _NARROW
+    text = f"{bits} bits are {2**bits} steps"
+    tries = ("8_bits", "seq_mse", "gptq") if weight else ("16_bits",)
+    return _cause("few_bits", seen, text, tries, bits=bits)
+
+
+def _codes(seen: _Seen) -> Cause | None:
+    used, extent = seen.values.codes_used, seen.values.extent
+    if used is None or used > _FEW_CODES or (extent is not None and extent < _WIDE):
+        return None
+    if seen.row.bits is not None and seen.row.bits > 8:
+        return None
+    text = f"99 % of the values lie on {used:.1%} of the grid, whose ends a few large ones set"
+    tries = ("seq_mse", "per_channel") if seen.site.role == "weight" else ("16_bits", "mse")
+    return _cause("few_codes", seen, text, tries, codes_used=used)
+
+
+def _softmax(seen: _Seen) -> Cause | None:
+    if seen.op.type not in ("Softmax", "LogSoftmax") or seen.site.role != "input" or seen.row.lsb is None:
+        return None
+    if seen.row.lsb < _SOFTMAX_STEP:
+        return None
+    text = f"a step of {seen.row.lsb:.3g} before the softmax changes a probability by {seen.row.lsb:.0%}"
+    return _cause("softmax_input", seen, text, ("16_bits",), lsb=seen.row.lsb)
+
+
+def _output_grid(seen: _Seen) -> Cause | None:
+    if seen.site.role != "output" or not seen.subject.sim.graph.is_output(seen.site.value):
+        return None
+    text = "the model returns it: each rounding is an error of the output"
+    return _cause("output_grid", seen, text, ("16_bits",), lsb=seen.row.lsb)
+
+
+def _dead(seen: _Seen) -> Cause | None:
+    reach = seen.values.channel_reach
+    dead = 0 if reach is None else int((reach == 0).sum())
+    if not dead or reach is None:
+        return None
+    text = f"{dead} of {reach.size} channels hold nothing but zeros"
+    return _cause("dead_channels", seen, text, (), dead=dead)
+
+
+_OF_SITES: tuple[Rule, ...] = (
+    _clipping, _too_wide, _weight_channels, _activation_channels, _bits, _codes, _softmax, _output_grid, _weight_inputs,
+    _samples, _dead,
+)  # fmt: skip
+
+
+# ---- of layers
+
+
+def _of_layer(layer: LayerRow, op: Op, subject: Subject) -> Iterator[Cause]:
+    made, arrived, after = layer.made_db, layer.arrived_db, layer.after_db
+    if made is None or arrived is None or after is None:
+        return
+    facts = {"made_db": made, "arrived_db": arrived, "after_db": after}
+    if op.type == "Add" and layer.sites and _in_stream(op, subject):
+        text = f"{layer.name}: a residual sum rounds the stream again: {arrived:.1f} dB arrive, {after:.1f} dB leave"
+        yield Cause("accumulating_residual", text, {**facts, "tries": ["16_bits"]}, REMEDIES["16_bits"])
+    lost = arrived - after
+    if op_row(op.type).kind == "norm" and lost > 3 and made > after + 3:
+        text = f"{layer.name}: the normalization loses {lost:.1f} dB of what it reads"
+        yield Cause("norm_input", text, {**facts, "tries": ["16_bits"]}, REMEDIES["16_bits"])
+    elif layer.sites and made < MOST_DB and made > after + 6 and arrived < made:
+        text = (
+            f"{layer.name}: made here {made:.1f} dB, arrived {arrived:.1f} dB: look at the layers before it"
+        )
+        yield Cause("passes_on", text, facts, "")
+
+
+def _in_stream(op: Op, subject: Subject) -> bool:
+    """Whether a sum reads another sum's output directly, or a sum reads its."""
+    graph = subject.sim.graph
+    before = [graph.producer(value) for value in op.inputs if value is not None]
+    after = [reader for value in op.outputs for reader, _ in graph.consumers(value)]
+    return any(other is not None and other.type == "Add" for other in (*before, *after))
+
+
+def _grid(row: SiteRow) -> str:
+    return "" if row.grid is None else f"{row.grid['low']:.4g} to {row.grid['high']:.4g}"
+
+
+def _median(reach: np.ndarray[Any, Any]) -> float:
+    """Of the channels that are not zero throughout."""
+    alive = reach[reach > 0]
+    return float(np.median(alive)) if alive.size else 1.0

@@ -1,0 +1,183 @@
+"""Which grid each value of a marked model lies on, followed through operators that move data and transpose weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.graph.ops import is_neutral, op_row
+from bitwright.core.graph.traits import TRAITS
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerTensor
+from bitwright.errors import close_matches
+from bitwright.export.qdq.constants import find_constants
+from bitwright.export.qdq.forms import (
+    Pair,
+)
+from bitwright.export.qdq.markers import (
+    bypass,
+    is_site,
+    site_nodes,
+    site_of,
+)
+from bitwright.export.qdq.padding import absorb_padding, pads_of_convolutions
+from bitwright.export.qdq.stored import transpose_encoding
+from bitwright.export.qdq.writing import Weight, Writing
+
+
+def _pads_with_zero(node: ir.Node, constant: Callable[[ir.Value], NDArray[Any] | None]) -> bool:
+    if node.attributes.get_string("mode", "constant") != "constant":
+        return True
+    value = node.inputs[2] if len(node.inputs) > 2 else None
+    array = None if value is None else constant(value)
+    return value is None or (array is not None and not array.any())
+
+
+def _is_nearest(node: ir.Node, constant: Callable[[ir.Value], NDArray[Any] | None]) -> bool:
+    return node.attributes.get_string("mode", "nearest") == "nearest"
+
+
+def _has_no_effect(node: ir.Node, constant: Callable[[ir.Value], NDArray[Any] | None]) -> bool:
+    value = node.inputs[1] if len(node.inputs) == 2 else None
+    array = None if value is None else constant(value)
+    number = float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
+    return is_neutral(node.op_type, number)
+
+
+# Operators whose kind in the op table is not the whole truth: when does the output hold values of the input?
+_CONDITIONS: dict[str, Callable[[ir.Node, Callable[[ir.Value], NDArray[Any] | None]], bool]] = {
+    "Pad": _pads_with_zero,
+    "Resize": _is_nearest,
+    **dict.fromkeys(("Mul", "Div", "Pow", "Add", "Sub"), _has_no_effect),
+    # what comes out is what the body made; its first input is only where it starts
+    **dict.fromkeys(("Loop", "Scan"), lambda node, constant: False),
+}
+
+
+def moves_data(node: ir.Node, constant: Callable[[ir.Value], NDArray[Any] | None]) -> bool:
+    """Whether ``node`` passes on elements of its first input, unchanged; ``constant`` gives a value known before."""
+    condition = _CONDITIONS.get(node.op_type)
+    return condition(node, constant) if condition else op_row(node.op_type).kind == "movement"
+
+
+# Joins of equal grids: which inputs carry data.
+_JOINS: dict[str, slice] = {"Concat": slice(None), "Where": slice(1, 3)}
+
+
+def trace(w: Writing) -> None:
+    """Fill ``places``, ``constants``, ``grids`` and ``weights``; markers without an encoding are taken out."""
+    _count_runs(w)
+    _drop_float_sites(w)
+    _settle_constants(w)
+    _follow(w)
+
+
+def _count_runs(w: Writing) -> None:
+    """Number the markers of each site: one that stands in a loop that was unrolled runs several times."""
+    counted: Counter[str] = Counter()
+    for node in site_nodes(w.model):
+        site = site_of(node)
+        w.places[node] = (site, counted[site])
+        counted[site] += 1
+
+
+def _drop_float_sites(w: Writing) -> None:
+    """Take out markers without an encoding; say which encodings have no marker."""
+    known = set()
+    for node in site_nodes(w.model):
+        site = site_of(node)
+        known.add(site)
+        encoding = w.encodings.get(site)
+        if encoding is None:
+            w.note(site, "float site", "has no encoding and stays in float")
+        elif w.bias == "float" and encoding.format == IntFormat(32):
+            w.note(site, "float bias", "stays in float, as asked for")
+        else:
+            continue
+        bypass(node, w.builder.outputs)
+    for site in w.encodings:
+        if site not in known:
+            near = close_matches(site, known)
+            w.note(site, "no place", f"has an encoding, but the model has no marker for it{near}")
+
+
+def _settle_constants(w: Writing) -> None:
+    """Find the constants, and let convolutions pad for themselves where a constant says how much."""
+    pads = pads_of_convolutions(w.model)
+    w.constants = find_constants(w.model, (value for node in pads for value in node.inputs[1:]))
+    absorb_padding(pads, w.array)
+
+
+def _follow(w: Writing) -> None:
+    """Follow grids through operators that move data, and weights through transpositions, in one pass."""
+    for node in w.model.graph.all_nodes():
+        source = node.inputs[0] if node.inputs else None
+        if source is None:
+            continue
+        if is_site(node):
+            _note_site(w, node, source)
+        elif node.op_type == "Transpose" and source in w.weights:
+            weight = w.weights[source]
+            perm = permutation(node, len(weight.shape))
+            shape = tuple(weight.shape[i] for i in perm)
+            moved = transpose_encoding(weight.encoding, perm)
+            w.weights[node.outputs[0]] = Weight(weight.site, moved, shape)
+        else:
+            _note_float_weight(w, node)
+            _note_carried(w, node)
+
+
+def _note_carried(w: Writing, node: ir.Node) -> None:
+    encoding = carried(w, node, w.grids)
+    if encoding is not None:
+        w.grids.update(dict.fromkeys(data_outputs(node), encoding))
+
+
+def _note_site(w: Writing, node: ir.Node, source: ir.Value) -> None:
+    encoding, array = w.encodings[site_of(node)], w.array(source)
+    if array is not None:
+        w.weights[node.outputs[0]] = Weight(site_of(node), encoding, array.shape)
+    elif isinstance(encoding.granularity, PerTensor):
+        w.grids[node.outputs[0]] = encoding
+
+
+def _note_float_weight(w: Writing, node: ir.Node) -> None:
+    """A float weight after a quantized input does not stay float in ONNX Runtime's default mode."""
+    weight = node.inputs[1] if node.op_type in TRAITS["bias_port"] and len(node.inputs) > 1 else None
+    if weight is not None and weight in w.constants and node.inputs[0] in w.grids:
+        text = "stays in float, but ONNX Runtime by default quantizes float weights after quantized inputs"
+        w.note(str(weight.name), "float weight", text)
+
+
+def carried(w: Writing, node: ir.Node, known: Mapping[ir.Value, Any]) -> Any:
+    """What is ``known`` of the data that ``node`` passes on unchanged; ``None`` if it computes."""
+    if node.domain or not node.inputs:
+        return None
+    if node.op_type in _JOINS:
+        joined = [known.get(v) if v is not None else None for v in node.inputs[_JOINS[node.op_type]]]
+        first = joined[0]
+        same = first is not None and all(_same_grid(first, other) for other in joined[1:])
+        return first if same else None
+    source = node.inputs[0]
+    return known.get(source) if moves_data(node, w.array) and source is not None else None
+
+
+def _same_grid(one: Encoding | Pair, other: Encoding | Pair | None) -> bool:
+    if isinstance(one, Pair):
+        return isinstance(other, Pair) and (one.dtype, one.encoding) == (other.dtype, other.encoding)
+    return one == other
+
+
+def data_outputs(node: ir.Node) -> tuple[ir.Value, ...]:
+    """Outputs that hold data; indices of MaxPool and TopK do not."""
+    return tuple(node.outputs) if node.op_type == "Split" else tuple(node.outputs[:1])
+
+
+def permutation(node: ir.Node, rank: int) -> tuple[int, ...]:
+    """The order of axes that a Transpose makes."""
+    return tuple(node.attributes.get_ints("perm", tuple(reversed(range(rank)))))

@@ -1,0 +1,353 @@
+"""Constants of a marked model in their small form: weights as integers, and biases as int32 on the grid that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.graph.ops import weight_axes
+from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.graph.traits import TRAITS
+from bitwright.core.numerics.affine import with_scale
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
+from bitwright.core.sums.int32_bias import (
+    bias_entries,
+    derive_bias_encoding,
+    floor_weight_scale,
+    quantize_bias,
+    underivable,
+)
+from bitwright.export.files.onnx_file import let_go
+from bitwright.export.qdq.forms import (
+    before,
+)
+from bitwright.export.qdq.markers import (
+    bypass,
+    is_site,
+    remove_unread,
+    site_of,
+)
+from bitwright.export.qdq.stored import Stored, folded, store_constant, transpose_encoding, unsigned
+from bitwright.export.qdq.trace import permutation
+from bitwright.export.qdq.writing import Weight, Writing, Written
+
+# Several scales that integer kernels of ONNX Runtime handle: (operator, port) -> any, or (axis, rank).
+_KERNEL_AXES: dict[tuple[str, int], tuple[int, int | None] | Literal["any"]] = {
+    ("Conv", 1): (0, None),
+    ("MatMul", 1): (1, 2),
+    ("Gemm", 1): "any",
+    ("ConvTranspose", 1): "any",
+    ("Gather", 0): "any",
+    # no integer kernel reads a DequantizeLinear in front of these
+    **{(op_type, port): "any" for op_type in CELLS for port in (1, 2)},
+}
+
+
+# Ports of weights, whose signedness integer kernels take as it comes.
+_WEIGHT_PORTS = {
+    **dict.fromkeys(TRAITS["layer"], (1,)),
+    **dict.fromkeys(CELLS, (1, 2)),
+    **dict.fromkeys(("Gather", "Transpose"), (0,)),
+}
+
+
+@dataclass(frozen=True)
+class _Bias:
+    """A bias that an int32 grid can be derived for: ``node`` reads it at ``port``."""
+
+    node: ir.Node
+    port: int
+    source: ir.Value
+    array: NDArray[np.float32]
+    site: str | None
+    input: Encoding
+    weight: Weight
+
+    @property
+    def name(self) -> str:
+        return self.site or str(self.source.name)
+
+
+def write_biases(w: Writing) -> None:
+    """Raise weight scales where a bias asks for it, then write each bias on the grid that follows."""
+    found = [bias for node in w.model.graph.all_nodes() for bias in _biases_of(w, node)]
+    for bias in found:
+        site, seen = bias.weight.site, _weight_encoding(w, bias)
+        floored = floor_weight_scale(seen, bias.input, bias.array, bias.name)
+        if floored is not seen:
+            given = w.encodings[site]
+            scale = floored.scale.reshape(given.scale.shape)
+            raised = with_scale(given, scale)
+            w.encodings[site] = w.raised[site] = raised
+    for site in w.raised:
+        text = "its scale was raised where an int32 bias would not fit; simulate with the encoding written"
+        w.note(site, "raised scale", text)
+    for bias in found:
+        _write_bias(w, bias)
+
+
+def _weight_encoding(w: Writing, bias: _Bias) -> Encoding:
+    """The weight's encoding as it now stands, in the orientation its operator sees."""
+    seen = bias.weight.encoding
+    scale = w.encodings[bias.weight.site].scale.reshape(seen.scale.shape)
+    if np.array_equal(scale, seen.scale):
+        return seen
+    return with_scale(seen, scale)
+
+
+def _biases_of(w: Writing, node: ir.Node) -> Iterator[_Bias]:
+    """The bias of ``node`` if it can be int32; where one might expect that, a note."""
+    place = _bias_place(node)
+    if place is None:
+        return
+    operator, port = place
+    value, data, weight_value = node.inputs[port], operator.inputs[0], operator.inputs[1]
+    assert value is not None and data is not None and weight_value is not None
+    marker = value.producer()
+    site = site_of(marker) if marker is not None and is_site(marker) else None
+    source = marker.inputs[0] if marker is not None and site is not None else value
+    assert source is not None
+    given, weight, array = w.grids.get(data), w.weights.get(weight_value), w.array(source)
+    if given is None or weight is None or array is None or (site is None and w.bias == "marked"):
+        return
+    if site is not None and w.encodings[site].format != IntFormat(32):
+        return
+    problem = _bias_problem(operator, given, weight, array)
+    if problem is not None:
+        w.note(site or str(source.name), "float bias", f"no int32 bias: {problem}")
+        return
+    yield _Bias(node, port, source, np.asarray(array, np.float32), site, given, weight)
+
+
+def _write_bias(w: Writing, bias: _Bias) -> None:
+    encoding = derive_bias_encoding(bias.input, _weight_encoding(w, bias), bias.array, bias.name)
+    if bias.site is not None and w.encodings[bias.site] != encoding:
+        text = "written with input scale times weight scale, which differs from the encoding given"
+        w.note(bias.site, "replaced bias", text)
+    key, source = (bias.source, encoding), bias.source
+    if key not in w.stored:
+        axis = bias.array.ndim - 1 if encoding.scale.ndim else None
+        small = Stored(quantize_bias(bias.array, encoding), encoding.scale, None, axis)
+        w.stored[key] = (small, _parameters(w, small, str(source.name)))
+    small, values = w.stored[key]
+    marker = bias.node.inputs[bias.port]
+    result = _dequantize(w, bias.node, small, values, source)
+    bias.node.replace_input_with(bias.port, result)
+    w.heirs.setdefault(source, result)
+    maker = None if marker is None else marker.producer()
+    places = [] if bias.site is None or maker is None else [w.places[maker]]
+    w.record(result, Written(places, "bias", encoding, values[1], small.axis))
+    if bias.site is not None and marker is not None:
+        remove_unread(marker)
+
+
+def _dequantize(w: Writing, at: ir.Node, small: Stored, values: list[ir.Value], source: ir.Value) -> ir.Value:
+    """The float value of a small constant in the type of its ``source``, made in front of ``at``."""
+    dtype, name = source.dtype or ir.DataType.FLOAT, f"{source.name}_dq"
+    value, is_float32 = values[0], dtype == ir.DataType.FLOAT
+    if small.op == "DequantizeLinear":
+        value = w.builder.emit(
+            before(at),
+            small.op,
+            values,
+            name if is_float32 else f"{source.name}_f32",
+            ir.DataType.FLOAT,
+            **_axis_attributes(small),
+        )
+    if small.op == "Cast" or not is_float32:
+        value = w.builder.emit(before(at), "Cast", [value], name, dtype, to=int(dtype))
+    return value
+
+
+def write_constant(w: Writing, node: ir.Node, site: str) -> None:
+    """A weight, or another constant: a small initializer and what makes a float of it, for the marker."""
+    source, result = node.inputs[0], node.outputs[0]
+    assert source is not None
+    encoding = w.encodings[site]
+    shift = w.activation == "unsigned" and not _is_weight(result)
+    for reader, port in tuple(result.uses()):
+        if reader.op_type == "Transpose" and port == 0 and source.dtype in (None, ir.DataType.FLOAT):
+            _write_transposed(w, reader, source, encoding, w.places[node])
+    if remove_unread(result):
+        return
+    shown = unsigned(encoding) if shift else encoding
+    small, values = _store(w, source, (), encoding, shown, site, result)
+    folds = _folds(w, result) and small.op == "DequantizeLinear"
+    write = _folded if folds else _dequantize
+    value = write(w, node, small, values, source)
+    if small.op is None:
+        w.note(site, "stored in float", f"{encoding.format.name} constants have no exact small form")
+    if value.producer() is None:
+        node.replace_input_with(0, value)
+        bypass(node, w.builder.outputs)
+        result = value if not result.is_graph_output() else result
+    else:
+        w.builder.take_over(node, value)
+    w.heirs.setdefault(source, result)
+    scale = values[1] if small.scale is not None else None
+    w.record(result, Written([w.places[node]], "constant", encoding, scale, small.axis))
+
+
+def _write_transposed(
+    w: Writing, node: ir.Node, source: ir.Value, encoding: Encoding, place: tuple[str, int]
+) -> None:
+    """Store a transposed weight transposed: integer kernels want DequantizeLinear right before them."""
+    array = w.array(source)
+    assert array is not None
+    perm = permutation(node, array.ndim)
+    moved = transpose_encoding(encoding, perm)
+    small, values = _store(w, source, perm, moved, moved, place[0], node.outputs[0])
+    if small.op != "DequantizeLinear":
+        return
+    result = node.outputs[0]
+    if not result.is_graph_output():
+        result.name = w.builder.names.value(f"{source.name}_transposed")
+    w.builder.become(node, small.op, values, None, **_axis_attributes(small))
+    w.record(result, Written([place], "constant", moved, values[1], small.axis, perm=perm))
+    w.heirs.setdefault(source, source)
+
+
+def _is_misread(w: Writing, value: ir.Value, encoding: Encoding) -> bool:
+    """Whether an integer kernel that reads the constant ``value`` would take several scales for one."""
+    granularity = encoding.granularity
+    if isinstance(granularity, PerTensor):
+        return False
+    rank = len(w.weights[value].shape)
+    axis = (
+        granularity.axis % rank
+        if isinstance(granularity, PerChannel) and granularity.axis is not None
+        else None
+    )
+    for node, port in value.uses():
+        handled = _KERNEL_AXES.get((node.op_type, port))
+        known = handled in ("any", (axis, rank), (axis, None))
+        if not known and any(v in w.grids for v in node.inputs if v is not None):
+            return True
+    return False
+
+
+def _width(w: Writing, value: ir.Value, encoding: Encoding) -> int | None:
+    """Bits that the codes of the constant ``value`` take; ``None`` for floats and what is left to the table of forms."""
+    fmt = encoding.format
+    if _is_misread(w, value, encoding):
+        return 4 if isinstance(fmt, IntFormat) and fmt.bits <= 4 else 16
+    if not isinstance(fmt, IntFormat) or fmt.bits > 8:
+        return None
+    others = (v for node, _ in value.uses() for v in node.inputs if v is not None and v is not value)
+    beside = not isinstance(encoding.granularity, PerBlock) and any(v in w.grids for v in others)
+    return w.target.stored_bits(fmt.bits, beside_codes=beside)
+
+
+def _folds(w: Writing, value: ir.Value) -> bool:
+    """Whether all readers of ``value`` are recurrent operators, and the target wants their weights computed when it loads."""
+    readers = [use.node.op_type for use in value.uses()]
+    return w.target.folds and bool(readers) and all(op_type in CELLS for op_type in readers)
+
+
+def _folded(w: Writing, at: ir.Node, small: Stored, values: list[ir.Value], source: ir.Value) -> ir.Value:
+    """The float value of a small constant by operators that every runtime computes when it loads."""
+    dtype, float32 = source.dtype or ir.DataType.FLOAT, ir.DataType.FLOAT
+    base, place = str(source.name), before(at)
+    # OpenVINO keeps a Cast of 8-bit codes to float for its own integer operators, and has none that is recurrent
+    wide = ir.DataType.INT32
+    value = w.builder.emit(place, "Cast", values[:1], f"{base}_wide", wide, to=int(wide))
+    value = w.builder.emit(place, "Cast", [value], f"{base}_codes", float32, to=int(float32))
+    if len(values) > 2:
+        value = w.builder.emit(place, "Sub", [value, values[2]], f"{base}_centred", float32)
+    value = w.builder.emit(place, "Mul", [value, values[1]], f"{base}_dq", float32)
+    if dtype == float32:
+        return value
+    return w.builder.emit(place, "Cast", [value], f"{base}_cast", dtype, to=int(dtype))
+
+
+def _store(
+    w: Writing,
+    source: ir.Value,
+    perm: tuple[int, ...],
+    encoding: Encoding,
+    shown: Encoding,
+    site: str,
+    result: ir.Value,
+) -> tuple[Stored, list[ir.Value]]:
+    """The constant in its small form and its initializers, once per tensor, orientation, grid and width of the codes.
+
+    Readers of ``result`` decide on the width.
+    """
+    width, folds = _width(w, result, encoding), _folds(w, result)
+    key = (source, perm, encoding, shown, width, folds)
+    if key not in w.stored:
+        array = w.array(source)
+        assert array is not None
+        small = store_constant(array.transpose(perm) if perm else array, encoding, shown, site, width=width)
+        if folds and small.op == "DequantizeLinear":
+            small = folded(small, small.array.ndim)
+        let_go(w.constants[source])
+        w.builder.need(ir.DataType.from_numpy(small.array.dtype), site, small.block is not None)
+        base = f"{source.name}_transposed" if perm else str(source.name)
+        w.stored[key] = (small, _parameters(w, small, base))
+    return w.stored[key]
+
+
+def _parameters(w: Writing, small: Stored, base: str) -> list[ir.Value]:
+    parts = (("q", small.array), ("scale", small.scale), ("zero_point", small.zero_point))
+    return [w.builder.initializer(f"{base}_{name}", a) for name, a in parts if a is not None]
+
+
+def _axis_attributes(small: Stored) -> dict[str, int]:
+    found = {"axis": small.axis, "block_size": small.block}
+    return {key: number for key, number in found.items() if number is not None}
+
+
+def _is_weight(value: ir.Value) -> bool:
+    """Whether all readers take ``value`` as a weight, of which integer kernels accept either sign."""
+    return all(use.idx in _WEIGHT_PORTS.get(use.node.op_type, ()) for use in value.uses())
+
+
+def _bias_place(node: ir.Node) -> tuple[ir.Node, int] | None:
+    """``(operator, port)``: ``node`` reads there the bias of ``operator``, itself or the MatMul before it."""
+    if node.domain:
+        return None
+    if node.op_type in TRAITS["bias_port"]:
+        return (node, 2) if len(node.inputs) > 2 and node.inputs[2] is not None else None
+    if node.op_type != "Add":
+        return None
+    for port in (0, 1):
+        product = node.inputs[1 - port]
+        operator = product.producer() if product is not None else None
+        if product is None or operator is None or operator.op_type != "MatMul":
+            continue
+        if len(product.uses()) == 1 and not product.is_graph_output() and node.inputs[port] is not None:
+            return operator, port
+    return None
+
+
+def _bias_problem(operator: ir.Node, given: Encoding, weight: Weight, array: NDArray[Any]) -> str | None:
+    """Why the bias ``array`` of ``operator`` has no int32 form, or ``None``."""
+    attributes = {key: attr.value for key, attr in operator.attributes.items()}
+    channel, summed = weight_axes(operator.op_type, attributes, 1, len(weight.shape))
+    if channel is None:
+        return "its weight has no output channels"
+    group = int(attributes.get("group", 1)) if operator.op_type == "ConvTranspose" else 1
+    if bias_entries(array.shape) != weight.shape[channel] * group:
+        return f"its shape {array.shape} is not one entry per output channel"
+    if operator.op_type == "Gemm" and (attributes.get("alpha", 1.0), attributes.get("beta", 1.0)) != (
+        1.0,
+        1.0,
+    ):
+        return "Gemm multiplies by alpha or beta"
+    granularity = weight.encoding.granularity
+    wanted = {channel} if group == 1 else {channel, 0} if weight.shape[channel] == 1 else set()
+    if isinstance(granularity, PerChannel) and granularity.axis not in wanted:
+        return f"its weight has one scale per index of axis {granularity.axis}, not per output channel"
+    if isinstance(granularity, PerBlock):
+        here = (granularity.axis, granularity.channel_axis, granularity.size)
+        if here != (summed, channel, weight.shape[summed or 0] // group):
+            return "its weight has several scales per output channel"
+    return underivable(given, weight.encoding, array.size)

@@ -1,0 +1,134 @@
+"""What is known of a marked model and what was written of it so far: every step of writing QDQ reads and adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.errors import ExportError
+from bitwright.export.qdq.forms import (
+    Builder,
+    Pair,
+)
+from bitwright.export.qdq.products import (
+    ProductForm,
+)
+from bitwright.export.qdq.stored import Stored
+from bitwright.export.targets import Target
+
+BiasForm = Literal["int32", "marked", "float"]
+
+
+ActivationForm = Literal["unsigned", "as_is"]
+
+
+NoteKind = Literal[
+    "float product",
+    "float site",
+    "no place",
+    "raised scale",
+    "float weight",
+    "float bias",
+    "replaced bias",
+    "stored in float",
+]
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something a reader of the file should know about one site."""
+
+    site: str
+    kind: NoteKind
+    text: str
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A quantized constant as its reader sees it: perhaps transposed, otherwise as the site has it."""
+
+    site: str
+    encoding: Encoding
+    shape: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Written:
+    """What one quantizer became, kept until names are final; ``places`` are its sites and their runs."""
+
+    places: list[tuple[str, int]]
+    role: Literal["activation", "constant", "bias"]
+    encoding: Encoding
+    scale: ir.Value | None
+    axis: int | None = None
+    entry: ir.Value | None = None
+    perm: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class Writing:
+    """One copied model on its way to the QDQ form.
+
+    The steps of :mod:`bitwright.export.qdq.write` fill the fields in order, each from those before it.
+    """
+
+    model: ir.Model
+    encodings: dict[str, Encoding]
+    bias: BiasForm
+    activation: ActivationForm
+    weight_only: ProductForm
+    target: Target
+    notes: dict[Note, None] = field(default_factory=dict)
+    raised: dict[str, Encoding] = field(default_factory=dict)
+    tensors: dict[str, list[ir.Value]] = field(default_factory=dict)
+    written: dict[ir.Value, Written] = field(default_factory=dict)
+    # values of the marked model -> the grid they lie on; quantized constants as their readers see them
+    grids: dict[ir.Value, Encoding] = field(default_factory=dict)
+    weights: dict[ir.Value, Weight] = field(default_factory=dict)
+    # values of the QDQ model -> the pair they come from
+    pairs: dict[ir.Value, Pair] = field(default_factory=dict)
+    quantized: dict[tuple[ir.Value, Encoding, ir.Graph], ir.Value] = field(default_factory=dict)
+    stored: dict[tuple[object, ...], tuple[Stored, list[ir.Value]]] = field(default_factory=dict)
+    heirs: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    places: dict[ir.Node, tuple[str, int]] = field(default_factory=dict)
+    narrow_products: list[ir.Node] = field(default_factory=list)  # that become MatMulNBits
+
+    builder: Builder = field(init=False)
+    constants: Mapping[ir.Value, ir.TensorProtocol] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.builder = Builder(self.model)
+
+    def check_opset(self, needed: int, what: str) -> None:
+        """Refuse a model whose opset is older than ``what`` needs.
+
+        Raises:
+            ExportError: it is.
+        """
+        found = self.model.opset_imports.get("", 0)
+        if found < needed:
+            raise ExportError(
+                what,
+                f"needs opset {needed}, and the model has opset {found}",
+                f"convert the model to opset {max(needed, 21)}, or export it anew with that opset",
+            )
+
+    def note(self, site: str, kind: NoteKind, text: str) -> None:
+        """Tell the reader of the file something about ``site``, once."""
+        self.notes[Note(site, kind, text)] = None
+
+    def record(self, result: ir.Value, written: Written) -> None:
+        """Keep what a quantizer became; ``result`` is its dequantized tensor."""
+        self.written[result] = written
+        for site, _ in written.places:
+            self.tensors.setdefault(site, []).append(result)
+
+    def array(self, value: ir.Value) -> NDArray[Any] | None:
+        """The value of a constant; ``None`` for what is computed anew in every run."""
+        tensor = self.constants.get(value)
+        return None if tensor is None else tensor.numpy()

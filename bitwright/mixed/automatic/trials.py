@@ -1,0 +1,365 @@
+"""Carrying out one trial of an automatic search, and its folder: whole or not there at all.
+
+A finished trial is a folder with an export and ``trial.json``; it appears by one rename. What a killed process left has a
+name that begins with a dot, and is removed when the search goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bitwright.analysis.analyze import analyze
+from bitwright.analysis.subject.subject import Subject, open_subject
+from bitwright.core.files.documents import read_document
+from bitwright.errors import BitwrightError, ConfigError
+from bitwright.export.files.atomic import atomic_write
+from bitwright.export.files.manifest import Fingerprint, fingerprint
+from bitwright.methods.pipeline import quantize
+from bitwright.mixed.automatic.ladder import Trial
+from bitwright.mixed.choosing.costs import present_costs
+from bitwright.mixed.precisions.candidates import as_candidates
+from bitwright.mixed.precisions.library import ruin
+from bitwright.mixed.precisions.start import simulation_of
+from bitwright.mixed.search.measure import Metric, Noise, Score, one_sided
+from bitwright.mixed.search.result import decibel
+from bitwright.mixed.search.search import mixed_precision
+
+logger = logging.getLogger("bitwright")
+
+REPORT = "trial.json"
+_VERSION = 2  # of the files of a search
+_PARTIAL = ".partial-"
+_MAX_BYTES = 64 << 20  # every group and point of a search for precisions is in a report
+_CONFIDENCE = 0.9  # of the interval that is written down
+_QUALITY = (
+    "metric", "allowed_drop", "lower_is_better", "labels", "evaluation_data", "confidence", "min_sqnr"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every trial of a search needs; plain enough to be sent to another process.
+
+    Attributes:
+        model: as the user gave it.
+        data: batches.
+        options: of the metric: ``metric``, ``lower_is_better``, ``allowed_drop``, ``labels``, ``evaluation_data``, ``min_sqnr``,
+            ``seed``, ``cost``, ``confidence``, ``config_file``, ``target``, ``filename_prefix``.
+        folder: of the search.
+    """
+
+    model: Any
+    data: Sequence[Any]
+    options: Mapping[str, Any]
+    folder: Path
+
+    @cached_property
+    def float_side(self) -> FloatSide:
+        """The float model: what every trial is compared with; made once per process."""
+        return FloatSide(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "float_side"}
+
+
+class FloatSide:
+    """Metric and outputs of the float model."""
+
+    def __init__(self, job: Job) -> None:
+        options = job.options
+        sim = simulation_of(job.model, job.data, as_candidates(["w8a16"])[0], options["config_file"])
+        self.subject: Subject = open_subject(sim)
+        self.noise = Noise(self.subject, job.data)
+        self.metric: Metric | None = None
+        if options["metric"] is not None:
+            data = options["evaluation_data"]
+            self.metric = Metric(
+                self.subject,
+                options["metric"],
+                lower_is_better=options["lower_is_better"],
+                data=job.data if data is None else data,
+                labels=options["labels"],
+                allowed=options["allowed_drop"],
+                seed=options["seed"],
+            )
+
+    def check_metric(self) -> None:
+        """Put the metric to outputs that are noise.
+
+        Raises:
+            ConfigError: it does not tell them from those of the float model, or calls them better.
+        """
+        assert self.metric is not None
+        before = self.subject.remember()
+        try:
+            ruin(self.subject)
+            self.metric.check_direction(self.metric.measure(), self.noise.measure())
+        finally:
+            before()
+
+
+def run_trial(job: Job, trial: Trial, given_up: str = "") -> None:
+    """Carry out a trial and put its folder in place; one that fails has a folder that says why.
+
+    Args:
+        given_up: why the trial cannot be carried out: its folder says that.
+    """
+    begin = time.monotonic()
+    final = job.folder / "trials" / trial.name
+    if final.exists():  # of a process that was lost after its rename
+        return
+    partial = job.folder / "trials" / f"{_PARTIAL}{trial.name}-{secrets.token_hex(4)}"
+    partial.mkdir(parents=True)
+    try:
+        try:
+            report: dict[str, Any] = {"failed": given_up} if given_up else _carried_out(job, trial, partial)
+        except Exception as error:  # whatever a model, a metric or a runtime raises; the table shows it
+            if _interrupted(error):
+                raise KeyboardInterrupt from error
+            logger.warning("the trial %s failed: %s", trial.name, error)
+            shutil.rmtree(partial)
+            partial.mkdir()
+            report = {"failed": f"{type(error).__name__}: {error}"}
+        report.update(trial=trial.to_dict(), seconds=time.monotonic() - begin)
+        with atomic_write(partial / REPORT) as temporary:
+            temporary.write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
+        if final.exists():  # the same trial, by a worker that was taken for lost
+            shutil.rmtree(partial)
+            return
+        os.rename(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C caused an error: extensions of Python turn it into errors of their own."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def simulate(job: Job, trial: Trial) -> Any:
+    """The calibrated simulation of a trial; the same one every time."""
+    return _simulated(job, trial)[0]
+
+
+def _simulated(job: Job, trial: Trial) -> tuple[Any, dict[str, Any]]:
+    options = job.options
+    if trial.mixed:
+        quality = {name: options[name] for name in _QUALITY}
+        found = mixed_precision(
+            job.model, job.data, trial.mixed, cost=options["cost"], seed=options["seed"],
+            config_file=options["config_file"], **quality,
+        )  # fmt: skip
+        return found.sim, {"mixed_precision": found.to_dict()}
+    made = quantize(
+        job.model, list(job.data), trial.preset, recipe=None if trial.recipe is None else list(trial.recipe),
+        quant_scheme=trial.scheme, config_file=options["config_file"], progress=False,
+    )  # fmt: skip
+    return made.sim, {"recipe": str(made.report)}
+
+
+def _carried_out(job: Job, trial: Trial, folder: Path) -> dict[str, Any]:
+    known = job.float_side  # before anything else: a metric that cannot be used ends the search
+    sim, report = _simulated(job, trial)
+    subject = open_subject(sim)
+    noise = known.noise.measure(subject)
+    if known.metric is not None:
+        score = known.metric.measure(subject)
+        report.update(_scored(known.metric, score, job.options["confidence"]))
+        report["suspicious"] = known.metric.suspicious(score, noise)
+    report.update(costs=present_costs(sim), sqnr_db=_finite(decibel(noise)))
+    if trial.recipe == ("fold",) and trial.scheme is None:
+        report.update(_causes(sim, job.data))
+    sim.export(folder, job.options["filename_prefix"], target=job.options["target"])
+    return report
+
+
+def _scored(metric: Metric, score: Score, confidence: float) -> dict[str, Any]:
+    found = metric.interval(score, _CONFIDENCE)
+    return {
+        "metric": score.mean,
+        "drop": metric.drop(score),
+        "worst_drop": metric.worst(found),
+        "sure_drop": metric.worst(metric.interval(score, one_sided(confidence))),
+        "share": score.share,
+        "interval": {"low": found.low, "high": found.high, "text": found.text, "n": found.n},
+    }
+
+
+def _causes(sim: Any, data: Sequence[Any]) -> dict[str, Any]:
+    """Keys of the causes that the analysis finds, the most frequent first; or why there is no analysis."""
+    try:
+        found = analyze(sim, list(data)[:2], mode="fast", progress=False)
+    except BitwrightError as error:
+        logger.warning("no recipe can be directed by an analysis: %s", error)
+        return {"causes": [], "no_analysis": str(error)}
+    keys = [cause.cause for layer in found.layers for cause in layer.causes]
+    return {"causes": sorted(dict.fromkeys(keys), key=lambda key: -keys.count(key))}
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None
+
+
+# ------------------------------------------------------------------------------------------------ folders
+
+_REMOVE_TRIAL = "remove the folder of the trial"
+
+
+def read_trial(folder: Path, name: str, trial: Trial | None = None) -> dict[str, Any] | None:
+    """The report of a finished trial; ``None`` where there is none.
+
+    Args:
+        trial: what it has to be of.
+
+    Raises:
+        ConfigError: the file is damaged, or of another trial of this name.
+    """
+    path = folder / "trials" / name / REPORT
+    if not path.is_file():
+        return None
+    found = read_kept(path, _REMOVE_TRIAL)
+    if trial is not None and _plain(found.get("trial")) != _plain(trial.to_dict()):
+        raise ConfigError(
+            str(path.parent),
+            f"the trial {name} was another one when it ran: {found.get('trial')}",
+            f"{_REMOVE_TRIAL} to run it again, or give the new trial a name of its own",
+        )
+    return found
+
+
+def _plain(trial: Any) -> Any:
+    """A trial as JSON has it; what it is for decides nothing."""
+    return json.loads(json.dumps({k: v for k, v in (trial or {}).items() if k != "why"}))
+
+
+def read_kept(path: Path, remove: str = "remove it") -> dict[str, Any]:
+    """What a search wrote.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    remedy = f"{remove}, and the same call goes on; or name an empty folder"
+    found = read_document(path, ConfigError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json")
+    if not isinstance(found, dict):
+        raise ConfigError(str(path), f"it holds a {type(found).__name__}, not what a search wrote", remedy)
+    return found
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what killed processes left."""
+    trials = folder / "trials"
+    for path in trials.iterdir() if trials.is_dir() else ():
+        if path.name.startswith(_PARTIAL):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def identity(model: Any, data: Sequence[Any], options: Mapping[str, Any]) -> dict[str, str]:
+    """What a folder belongs to: hashes of the model, of the data, and the options that decide results."""
+    plain = {k: _text(v) for k, v in options.items() if k not in ("labels", "evaluation_data", "config_file")}
+    plain["config_file"] = _rules_hash(options["config_file"])
+    if options["labels"] is not None:
+        plain["labels"] = fingerprint([np.asarray(options["labels"])])
+    if options["evaluation_data"] is not None:
+        plain["evaluation_data"] = fingerprint(options["evaluation_data"])
+    return {"model": _model_hash(model), "data": fingerprint(data), **plain}
+
+
+def _text(value: Any) -> str:
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', type(value).__name__)}"
+    return repr(value)
+
+
+def _rules_hash(config_file: Any) -> str:
+    """Rules by what a file says, not by its name."""
+    if isinstance(config_file, (str, os.PathLike)) and Path(config_file).is_file():
+        return hashlib.sha256(Path(config_file).read_bytes()).hexdigest()
+    return _text(config_file)
+
+
+def _model_hash(model: Any) -> str:
+    if hasattr(model, "state_dict"):
+        return _module_hash(model)
+    import onnx_ir as ir
+
+    from bitwright.onnx.model.load import load_model
+
+    loaded = load_model(model).model  # weights may lie in files beside the model's
+    seen = Fingerprint()
+    for graph in loaded.graphs():
+        for name, value in graph.initializers.items():
+            if value.const_value is not None:
+                seen.update({name: value.const_value.numpy()})
+    bare = ir.to_proto(loaded)
+    return f"{hashlib.sha256(_without_weights(bare)).hexdigest()} {seen}"
+
+
+def _without_weights(proto: Any) -> bytes:
+    """The graph of a model; its large weights are looked at by themselves."""
+    for tensor in proto.graph.initializer:
+        for field in ("raw_data", "external_data", "data_location"):
+            tensor.ClearField(field)
+    found: bytes = proto.SerializeToString(deterministic=True)
+    return found
+
+
+def _module_hash(model: Any) -> str:
+    seen = Fingerprint()
+    for name, module in model.named_modules():
+        seen.update({name: f"{type(module).__module__}.{type(module).__qualname__}"})
+    tensors = {**dict(model.named_buffers()), **model.state_dict()}
+    for name, tensor in tensors.items():
+        seen.update({name: tensor.detach().cpu()} if hasattr(tensor, "detach") else {name: str(tensor)})
+    return f"{type(model).__qualname__} {seen}"
+
+
+def claim(folder: Path, mine: Mapping[str, str]) -> None:
+    """Note what the folder belongs to, or check it.
+
+    Raises:
+        ConfigError: it belongs to a search of something else.
+    """
+    (folder / "trials").mkdir(parents=True, exist_ok=True)
+    path = folder / "auto.json"
+    if path.is_file():
+        kept = read_kept(path)
+        if kept.get("version") != _VERSION:
+            raise ConfigError(
+                str(folder),
+                f"another version of bitwright searched there (version {kept.get('version')} of the folder, and not {_VERSION})",
+                "name an empty folder",
+            )
+        theirs = kept.get("identity", {})
+        for key, value in mine.items():
+            if theirs.get(key) != value:
+                raise ConfigError(
+                    str(folder),
+                    f"it belongs to a search with another {key.replace('_', ' ')}: {str(theirs.get(key))[:80]}, and here it is "
+                    f"{value[:80]}",
+                    "name an empty folder, or go on with the same model, data and options",
+                )
+        return
+    with atomic_write(path) as temporary:
+        temporary.write_text(
+            json.dumps({"format": "bitwright-auto", "version": _VERSION, "identity": dict(mine)}, indent=1)
+        )

@@ -1,0 +1,589 @@
+"""Interception at the call: every torch function a model calls passes through here while its forward runs.
+
+A :class:`TorchFunctionMode` sees the calls, and what stands in the place of each module's forward tells which module is
+running. What runs belongs to its thread: threads share the plan of a simulation, never where they are in it. A call is
+identified by its *key*: where in the module tree it happens and where in that module's forward, counted from the last use
+of parameters:
+
+- a module that owns parameters or buffers is one place, however often it runs (time steps share their sites);
+- a call that reads a parameter directly is the place of that parameter;
+- where either stands on several lines of code, one after the other in the data flow, each line is a place of its own: layers
+  that share a weight, and not a layer over time (:func:`bitwright.torch.interception.loops.find_turns`);
+- where one line calls either in a loop as layers of a chain, and not over time, each turn is a place of its own
+  (:mod:`bitwright.torch.interception.repeats`);
+- anything else counts from the last such place in the same forward: ``for l in self.layers: x = x + l(x)`` gives one
+  addition per layer, ``h = tanh(self.ih(x) + self.hh(h))`` the same addition at every time step. Only in a loop that uses
+  no parameters is it the line of code that counts (:mod:`bitwright.torch.interception.loops`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase as _Statistics
+
+from bitwright.core.graph.ops import op_row
+from bitwright.core.simulation.occupancy import Occupancy
+from bitwright.errors import BusyError, ModelError
+from bitwright.torch.calls.decompose import DECOMPOSITIONS, Decomposition
+from bitwright.torch.calls.functions import FUNCTIONS, function_of, settled
+from bitwright.torch.calls.operators import ONE_HIDDEN_CALL, SHOWN, as_function, hidden_call, results
+from bitwright.torch.calls.trees import ATOMS, flatten_tensors, named_state, walk_modules
+from bitwright.torch.interception.checkpointing import frame_of_region, region_of_call
+from bitwright.torch.interception.forwards import CallMode, Forward, ReplicaHook, interceptions, interleaved
+from bitwright.torch.interception.frames import Frame, Handler, Key, Replica, Thread, running_task
+from bitwright.torch.interception.loops import CALLS, Where, line_of_code
+from bitwright.torch.interception.repeats import Trace
+from bitwright.torch.interception.scripted import called_from
+
+#: reading and writing attributes of tensors: nothing that a model computes
+ACCESS = ("__get__", "__set__")
+
+
+_MODULE_TABLES = frozenset(vars(nn.Module()))
+
+#: functions that only ever move data: they hold no quantizer and are not counted
+_PASSIVE = {
+    function
+    for function, row in FUNCTIONS.items()
+    if row.label == "getitem" or isinstance(row.type, str) and op_row(row.type).kind == "movement"
+}
+
+
+class Interceptor:
+    """Leads every torch call that a model's forward makes to a handler.
+
+    A :class:`Forward` in the place of the forward of each module, and one hook that tells replicas apart, are all that is
+    added to a model: its classes, parameters, buffers and ``state_dict`` stay as they are. (Hooks would not do instead:
+    they are not told of a KeyboardInterrupt, and an interception left open would catch whatever is called next.)
+
+    Args:
+        model: the module.
+        handler: of threads that have none of their own (:meth:`handled_by`); without any, a thread runs the model as it is.
+
+    Attributes:
+        occupancy: the threads that run the model.
+        loops: places that are told apart by the line of code.
+        seen: where counted places stand, while a model is recorded.
+        fused: frame and label of a fused call -> its places.
+        decomposed: whether a call was carried out as several while the model was recorded.
+        turns: places of parameters that are told apart by the line of code.
+        repeats: places that a loop calls as a chain -> its turns, which are told apart
+            (:mod:`bitwright.torch.interception.repeats`); those beyond are at the place of the last.
+        lines: how often each line called the place of a parameter, while a model is recorded.
+        trace: what ran, while a model is recorded.
+        hidden: path of a module -> a function that it calls and a compiler would not show, and what to call instead.
+    """
+
+    def __init__(self, model: nn.Module, handler: Handler | None = None) -> None:
+        self.model, self.handler = model, handler
+        self.occupancy = Occupancy("work on a copy that was made before, copy.deepcopy(sim)")
+        self._threads = threading.local()
+        self._names: dict[int, str] | None = None
+        self._attributes: dict[int, str] | None = None
+        self._hook: Any = None
+        self.attached = False
+        self.loops: frozenset[Where] = frozenset()
+        self.seen: dict[Key, Where] | None = None
+        self.fused: dict[Key, set[Key]] = {}
+        self.decomposed = False
+        self.recording = False
+        self.turns: frozenset[Key] = frozenset()
+        self.repeats: dict[Key, int] = {}
+        self.lines: dict[Where, dict[Where, int]] = {}
+        self.trace: Trace | None = None
+        self.hidden: dict[str, tuple[str, str]] = {}
+
+    # -- attaching
+
+    def attach(self) -> None:
+        """Take the place of the forward of every module, where that is not done yet."""
+        modules = list(walk_modules(self.model))
+        scripted = next((path for path, module in modules if _is_scripted(module)), None)
+        if scripted is not None:
+            raise ModelError(
+                scripted or type(self.model).__name__,
+                "it is a TorchScript module, whose calls run outside Python and cannot be seen",
+                "put the eager module that it was made from in its place",
+            )
+        owners = _owners(modules)
+        for path, module in modules:
+            if not any(forward.owner is self for forward in interceptions(module)):
+                vars(module)["forward"] = Forward(self, module, path, path in owners)
+        hooks = self.model._forward_pre_hooks.values()
+        if not any(isinstance(hook, ReplicaHook) and hook.owner is self for hook in hooks):
+            self._hook = self.model.register_forward_pre_hook(ReplicaHook(self))
+        self.attached = True
+
+    def detach(self) -> None:
+        """Give every module its forward back."""
+        for _, module in walk_modules(self.model):
+            outer: Forward | None = None
+            for forward in interceptions(module):
+                if forward.owner is not self:
+                    outer = forward
+                elif outer is not None:
+                    outer.link(forward.before)
+                elif forward.before is not None:
+                    vars(module)["forward"] = forward.before  # the instance's own, or another interception's
+                else:
+                    del vars(module)["forward"]
+        if self._hook is not None:
+            self._hook.remove()
+        self.attached = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy has its own modules and parameters: names are looked up anew, a running forward is not copied
+        state = {**self.__dict__, "_names": None, "_attributes": None, "seen": None}
+        del state["_threads"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _threads=threading.local())
+
+    # -- running
+
+    @property
+    def here(self) -> Thread:
+        """What the calling thread runs."""
+        try:
+            return self._threads.state
+        except AttributeError:
+            self._threads.state = Thread()
+            return self._threads.state
+
+    @property
+    def running(self) -> bool:
+        """Whether calls of this thread are being intercepted right now."""
+        return bool(self.here.frames)
+
+    @property
+    def failed_in(self) -> str | None:
+        """Path of the innermost module that raised the last error to leave the model in this thread."""
+        return self.here.failed_in
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Intercept everything that this thread calls inside the block as if the model's forward had called it."""
+        here, task = self.here, running_task()
+        # torch keeps one stack of modes per thread, in the order in which they are left again
+        for mode in torch.overrides._get_current_function_mode_stack():
+            if isinstance(mode, CallMode) and mode.here.task not in (None, task):
+                raise interleaved()
+        self._open(here)
+        outer, here.task = here.task, task
+        try:
+            yield
+        finally:
+            here.task = outer
+            self._close(here)
+
+    @contextmanager
+    def handled_by(self, handler: Handler, unseen: Collection[CodeType] = ()) -> Iterator[None]:
+        """Lead what this thread calls to another handler inside the block, but for calls from the code ``unseen``."""
+        here = self.here
+        before = here.handler, here.unseen
+        here.handler, here.unseen = handler, unseen
+        try:
+            yield
+        finally:
+            here.handler, here.unseen = before
+
+    @contextmanager
+    def suspended(self, handler: Handler) -> Iterator[None]:
+        """Let the model run anew under another handler inside the block, also in the middle of a forward of its own."""
+        here = self.here
+        saved = (here.frames, here.mode, here.depth, here.failed_in, here.replica, here.trains)
+        if here.mode is not None:
+            here.mode.__exit__(None, None, None)
+        here.frames, here.mode, here.depth, here.replica, here.trains = [], None, 0, None, False
+        try:
+            with self.handled_by(handler):
+                yield
+        finally:
+            here.frames, here.mode, here.depth, here.failed_in, here.replica, here.trains = saved
+            if here.mode is not None:
+                here.mode.__enter__()
+
+    def note_region(self, here: Thread) -> None:
+        """Let the backward pass find the frames as they stand, if this call is the first of a checkpointed region."""
+        if torch.compiler.is_compiling() or here.handler is None and self.handler is None:
+            return
+        region = region_of_call()
+        if region is None or region.known_to(self):
+            return
+        frames, replica = [frame.copy() for frame in here.frames], here.replica
+        handler = here.handler or self.handler
+        assert handler is not None
+
+        @contextmanager
+        def resumed() -> Iterator[None]:
+            now = self.here  # the backward pass of another device runs in a thread of its own
+            with self.suspended(handler):
+                self._open(now, replica)
+                now.frames = [frame.copy() for frame in frames]
+                try:
+                    yield
+                finally:
+                    self._close(now)
+
+        region.resume_with(self, resumed, line_of_code(_FORWARDS, start=frame_of_region()))
+
+    def _open(self, here: Thread, replica: Replica | None = None) -> None:
+        if not here.depth:
+            self.occupancy.enter()
+            here.failed_in, here.replica, here.trains = None, replica, torch.is_grad_enabled()
+            here.frames = [Frame("", "", self.model)]
+            here.mode = CallMode(self, here)
+            here.mode.__enter__()
+        here.depth += 1
+
+    def _close(self, here: Thread) -> None:
+        here.depth -= 1
+        if not here.depth:
+            mode, here.mode, here.frames, here.replica = here.mode, None, [], None
+            assert mode is not None
+            mode.__exit__(None, None, None)
+            here.forget_error()
+            self.occupancy.leave()
+
+    def run(self, forward: Forward, here: Thread, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The outermost forward of a thread: that of the model, or of a module that is called on its own."""
+        handler = here.handler or self.handler
+        called, here.called = here.called, None
+        replica = None if called is None or forward.path else Replica(called)
+        call = forward.call_of(replica)
+        if handler is None:
+            return call(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return self._traced(forward, here, args, kwargs, handler)
+        if forward.path:
+            self._check_part(forward, handler)
+        self._open(here, replica)
+        try:
+            self._refuse_shared_statistics()
+            if forward.path:
+                handler.begin((), {})
+                self.enter(here, forward)
+            else:
+                handler.begin(args, kwargs)
+            output = call(*args, **kwargs)
+            handler.end(output)
+            return output
+        except BaseException as error:
+            here.note(error, forward.path)
+            raise
+        finally:
+            self._close(here)
+
+    def _traced(
+        self, forward: Forward, here: Thread, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler
+    ) -> Any:
+        """The same while ``torch.compile`` traces it: what threads and errors need is left out, so that the graph is one."""
+        if (path := self._before_tracing()) and not torch.is_grad_enabled():
+            raise ModelError(
+                path,
+                "torch.compile takes the fused kernel of this attention layer in inference, which has no place for quantizers",
+                "call torch.backends.mha.set_fastpath_enabled(False) and torch._dynamo.reset(), and compile the model anew",
+            )
+        self._refuse_hidden_functions()
+        here.frames = [Frame("", "", self.model)]
+        here.mode, here.depth = CallMode(self, here), 1
+        handler.begin(args, kwargs)
+        with here.mode:
+            if forward.path:
+                self.enter(here, forward)
+            output = forward.call(*args, **kwargs)
+        handler.end(output)
+        here.frames, here.mode, here.depth = [], None, 0
+        return output
+
+    @torch.compiler.assume_constant_result
+    def _before_tracing(self) -> str:
+        """Look up what the compiler must find in place; path of a layer that would run as a fused kernel, or nothing.
+
+        (Nothing tells a compiler that the calls of such a layer are intercepted.)
+        """
+        self.forget_names()
+        self._name_parameters()
+        if not torch.backends.mha.get_fastpath_enabled():
+            return ""
+        layers = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+        found = (path for path, m in walk_modules(self.model) if isinstance(m, layers) and not m.training)
+        return next(found, "")
+
+    @torch.compiler.assume_constant_result
+    def _refuse_hidden_functions(self) -> bool:
+        """Refuse a model that was recorded with a function which a compiler does not show."""
+        for path, (name, instead) in self.hidden.items():
+            raise ModelError(
+                path or type(self.model).__name__,
+                f"torch.compile does not show {name} to a simulation, so its output would have no quantizer",
+                f"use {instead} there, or run the simulation without compiling",
+            )
+        return True
+
+    def _refuse_shared_statistics(self) -> None:
+        """Batch norms in training write what every thread reads."""
+        if not self.model.training or not self.occupancy.crowded:
+            return
+        for path, module in walk_modules(self.model):
+            if isinstance(module, _Statistics) and module.training and module.running_mean is not None:
+                raise BusyError(
+                    path,
+                    f"this {type(module).__name__} updates its running statistics in training, and another thread runs the "
+                    "model at the same time",
+                    "call sim.model.eval() for inference, train in one thread at a time, or give each thread a copy, "
+                    "copy.deepcopy(sim)",
+                )
+
+    def _check_part(self, forward: Forward, handler: Handler) -> None:
+        """A module below the model is called on its own: its places are those it has within the model's forward."""
+        if torch._C._current_graph_task_id() != -1:
+            raise ModelError(
+                forward.path,
+                f"the backward pass computes this {type(forward.module).__name__} again by a function that is not of "
+                "torch.utils.checkpoint, so that the places of its quantizers are not known",
+                "checkpoint by torch.utils.checkpoint.checkpoint, or train the simulation without activation checkpointing: "
+                "set the model's own switch for it to False before the forward",
+            )
+        if handler.part(forward.path, _caller()):
+            return
+        raise ModelError(
+            forward.path,
+            f"this {type(forward.module).__name__} was called outside the forward of the simulated model "
+            "(through another method, or on its own), where its quantizers would be lost",
+            "call the model itself, or put the code in a `with sim.active():` block",
+        )
+
+    def enter(self, here: Thread, forward: Forward) -> None:
+        """The forward of a module starts within another one; a model that calls itself is part of its own forward."""
+        if not forward.path:
+            here.frames.append(Frame("", "", self.model))
+            return
+        parent = here.frames[-1]
+        if forward.owns:
+            line = self._line(parent, (parent.key, forward.path), modules=1)
+            turn = parent.turn if line is None else (parent.turn, line)
+            owner: Key = forward.path if turn is None else (forward.path, turn)
+            parent.set_anchor(owner)
+            here.frames.append(Frame(owner, forward.path, forward.module, turn=turn))
+        else:
+            key, where = self._counted(parent, forward.path, modules=1)
+            here.frames.append(Frame(key, forward.path, forward.module, where=where, turn=parent.turn))
+
+    def param_name(self, tensor: torch.Tensor) -> str | None:
+        """The first name of a parameter or buffer of the model; ``None`` for other tensors."""
+        replica = self.here.replica
+        if replica is not None:
+            return replica.names.get(id(tensor))
+        return (self._names or self._name_parameters()).get(id(tensor))
+
+    def _name_parameters(self) -> dict[int, str]:
+        names: dict[int, str] = {}
+        for name, value in named_state(self.model):
+            names.setdefault(id(value), name)
+        self._names = names  # whole: other threads read it meanwhile
+        return names
+
+    def attribute_name(self, tensor: torch.Tensor) -> str | None:
+        """Where a module keeps ``tensor`` as a plain attribute (also in a list, tuple or dict); ``None`` if nowhere."""
+        if self._attributes is None:
+            self._attributes = _attributes_of(self.model)
+        return self._attributes.get(id(tensor))
+
+    def named_tensor(self, name: str) -> torch.Tensor:
+        """The parameter or buffer called ``name``; KeyError if there is none."""
+        path, _, leaf = name.rpartition(".")
+        module = self.model
+        for part in path.split(".") if path else ():
+            child = module._modules[part]
+            assert child is not None
+            module = child
+        found: torch.Tensor | None = module._parameters.get(leaf)
+        if found is None:
+            found = module._buffers[leaf]
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def forget_names(self) -> None:
+        """Look parameter names up anew: the model was edited."""
+        self._names = self._attributes = None
+
+    def dispatch(self, here: Thread, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A thread called one torch function."""
+        handler = here.handler or self.handler
+        if not here.frames or handler is None or (here.unseen and called_from(here.unseen, _FORWARDS)):
+            return func(*args, **kwargs)
+        if here.trains:
+            self.note_region(here)
+        frame = here.frames[-1]
+        func = SHOWN.get(func, func)
+        if isinstance(func, torch._ops.OpOverload):
+            known, given, named = as_function(func, args, kwargs)
+            if known is not func:
+                return results(func, self.dispatch(here, known, given, named), args, kwargs)
+        args, kwargs = settled(func, args, kwargs)
+        row = function_of(func)
+        if row is None:
+            decomposition = DECOMPOSITIONS.get(func)
+            if decomposition is not None and decomposition.applies(args, kwargs):
+                return self._decompose(here, decomposition, args, kwargs)
+            return handler.other(frame, func, args, kwargs)
+        self._note_hidden(frame, row.label)
+        if func in _PASSIVE:
+            return handler.other(frame, func, args, kwargs)
+        key = self._place_of(here, frame, row.called(kwargs), (*args, *kwargs.values()))
+        return handler.call(frame, key, row, func, args, kwargs)
+
+    def _note_hidden(self, frame: Frame, label: str) -> None:
+        """While a model is recorded: note a function that a compiler would not show."""
+        if self.seen is not None and type(frame.module) not in ONE_HIDDEN_CALL:
+            hidden = hidden_call(label)
+            if hidden is not None:
+                self.hidden.setdefault(frame.path, hidden)
+
+    def _place_of(self, here: Thread, frame: Frame, label: str, values: Sequence[Any]) -> Key:
+        """The key of a call with the arguments ``values``: the place of its first parameter, or the next one here."""
+        for value in values:
+            kind = type(value)
+            if kind is nn.Parameter or (kind is not torch.Tensor and isinstance(value, nn.Parameter)):
+                name = self.param_name(value) or self._param_name_anew(value)
+            elif here.replica is not None and isinstance(value, torch.Tensor):
+                name = here.replica.parameters.get(id(value))
+            else:
+                continue
+            if name is not None:
+                key = (frame.key, name, label)
+                line = self._line(frame, key)
+                if line is None:
+                    frame.set_anchor(name)
+                    return key
+                frame.set_anchor((name, line))
+                return (*key, line)
+        return self._counted(frame, label)[0]
+
+    def _param_name_anew(self, parameter: nn.Parameter) -> str | None:
+        """The name of a parameter that may have been exchanged since the names were read."""
+        self.forget_names()
+        return self.param_name(parameter)
+
+    def _line(self, frame: Frame, place: Where, modules: int = 0) -> Where | None:
+        """The line of code that calls the place of a parameter, or the turn, if such places are told apart by it."""
+        most = self.repeats.get(place)
+        if most is not None:
+            return (min(frame.next_turn(place), most - 1),)
+        if self.seen is None and place not in self.turns:
+            return None
+        line = line_of_code(_FORWARDS, modules)
+        if self.seen is not None:
+            calls = self.lines.setdefault(place, {})
+            calls[line] = calls.get(line, 0) + 1
+            if self.trace is not None:
+                self.trace.start(place, frame.next_turn(place))
+        return line if place in self.turns else None
+
+    def _counted(self, frame: Frame, label: str, modules: int = 0) -> tuple[Key, Hashable]:
+        """Key of the next ``label`` of a frame, or of this line of code in a loop; and where it stands."""
+        if not self.loops and self.seen is None:
+            key = (frame.key, frame.anchor, label, frame.next(label))
+            return key, key
+        line = line_of_code(_FORWARDS, modules)
+        where: Where = (frame.where, frame.anchor, label, line)
+        if where in self.loops:
+            return where, where
+        key = (frame.key, frame.anchor, label, frame.next(label))
+        if self.seen is not None:
+            self.seen[key] = where
+        return key, where
+
+    def _fused(self, frame: Frame, label: str, key: Key) -> Key:
+        """The key of a fused call: where a module makes one such call, it is that one, whatever layers ran before it.
+
+        (An attention to keys that a cache holds runs without the projections that made them.)
+        """
+        if self.recording:
+            self.fused.setdefault((frame.key, label), set()).add(key)
+            return key
+        known = self.fused.get((frame.key, label), set())
+        return next(iter(known)) if len(known) == 1 and frame.counts.get(label) == 1 else key
+
+    def _decompose(
+        self, here: Thread, decomposition: Decomposition, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        depth = len(here.frames)
+        parent, label = here.frames[-1], decomposition.label
+        self.decomposed = self.decomposed or self.recording
+        if decomposition.owner:
+            lists = [value for value in (*args, *kwargs.values()) if isinstance(value, list)]
+            values = (*args, *kwargs.values(), *(v for found in lists for v in found))
+            key = self._place_of(here, parent, label, values)
+            module = parent.module if decomposition.owner == "module" else None
+            here.frames.append(Frame(key, parent.path, module, turn=parent.turn))
+        else:
+            key, where = self._counted(parent, label)
+            key = self._fused(parent, label, key)
+            path = f"{parent.path}.{label}" if parent.path else label
+            here.frames.append(Frame(key, path, None, where=where, turn=parent.turn))
+        assert here.mode is not None
+        try:
+            with here.mode:
+                return decomposition.run(*args, **kwargs)
+        finally:
+            del here.frames[depth:]
+
+
+def _caller() -> str | None:
+    """``Class.method`` of the module whose method makes the outermost call; ``None`` where code outside of modules does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_code in (*_FORWARDS, *CALLS) or frame.f_globals.get("__name__") == __name__
+    ):
+        frame = frame.f_back
+    owner = None if frame is None else frame.f_locals.get("self")
+    return (
+        f"{type(owner).__name__}.{frame.f_code.co_name}" if frame and isinstance(owner, nn.Module) else None
+    )
+
+
+OUTERMOST = Interceptor.run.__code__
+"""What the outermost forward of a thread runs in."""
+_FORWARDS = (Forward.__call__.__code__, OUTERMOST)
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)  # noqa: TID251, to refuse it
+
+
+def _owners(modules: Sequence[tuple[str, nn.Module]]) -> set[str]:
+    """Paths of modules with parameters or buffers, and of those around them."""
+    owners: set[str] = set()
+    for path, module in modules:
+        own = (*module._parameters.values(), *module._buffers.values())
+        if all(tensor is None for tensor in own):
+            continue
+        while path not in owners:
+            owners.add(path)
+            path = path.rpartition(".")[0]
+    return owners
+
+
+def _attributes_of(model: nn.Module) -> dict[int, str]:
+    """Id of a tensor in a plain attribute -> where it is."""
+    found: dict[int, str] = {}
+    for path, module in walk_modules(model):
+        prefix = f"{path}." if path else ""
+        for name, value in vars(module).items():
+            if type(value) in ATOMS or (name.startswith("_") and name in _MODULE_TABLES):
+                continue
+            for where, tensor in flatten_tensors(value, name):
+                found.setdefault(id(tensor), prefix + where)
+    return found

@@ -1,0 +1,484 @@
+"""Ranges that train: the scale and the zero point of a grid as parameters of an optimizer.
+
+A range is learned as its distance from the calibrated one, in two numbers per scale that start at zero:
+
+- ``log_scale``: ``scale = calibrated scale * exp(log_scale)``. The scale is positive whatever a step does, equal to the
+  calibrated one bit for bit at the start, and weight decay pulls it back there instead of to zero;
+- ``offset`` (asymmetric grids): ``zero_point = round(calibrated zero point - steps * offset)``, the way of the lower end in
+  widths of the range.
+
+The forward pass is that of a fixed range with the same encoding, bit for bit: the float32 scale and the integer zero point
+that files hold are computed from the parameters first, and values are rounded with those.
+
+The gradients are those of learned step sizes (LSQ, Esser et al. 2020, arXiv:1902.08153, eqs. 3 and 4, and for offsets LSQ+,
+Bhalgat et al. 2020, arXiv:2004.09576, eq. 4), divided by the scale (by the width of the range for offsets). With that a step
+of SGD moves the scale to first order as the same step does in the papers, and one of Adam moves every range by about its
+learning rate in relative terms, however small the scale is. The true derivative by ``log_scale`` would be multiplied by the
+scale, and lose the balance with the weights' gradients that the papers' factor ``1 / sqrt(N * Qp)`` is made for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import FLOAT32_SCALE, IntFormat
+from bitwright.errors import ModelError
+from bitwright.torch.quantizers.fake_quantize import (
+    EVERYWHERE,
+    Grid,
+    clamped_to,
+    double,
+    gradient_parts,
+    is_fast,
+    on_grid,
+    pass_on,
+    serves,
+)
+from bitwright.torch.quantizers.functional import round_ste
+
+_TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+#: largest ``|log_scale|``: a range a million times wider or narrower than calibration found it holds nothing of the tensor
+FARTHEST = math.log(2.0**20)
+
+
+def unlearnable(encoding: Encoding) -> str | None:
+    """Why a range like this one cannot be learned; ``None`` where it can."""
+    if not is_fast(encoding):
+        return f"{encoding.format.name} is not an integer grid of up to 16 bits"
+    if encoding.scale_format != FLOAT32_SCALE:
+        return f"its scales are stored as {encoding.scale_format.name}, in steps too coarse to train"
+    return None
+
+
+class LearnedRange:
+    """The trained range of one quantizer.
+
+    Args:
+        site: name, for messages.
+        base: the calibrated encoding, which the parameters are distances from.
+        offset: learn the zero point too.
+
+    Attributes:
+        log_scale: float32 parameter of the scale's shape.
+        offset: float32 parameter of the same shape, or ``None``.
+    """
+
+    def __init__(self, site: str, base: Encoding, *, offset: bool) -> None:
+        self.site = site
+        self.base = base
+        self.log_scale = nn.Parameter(torch.zeros(base.scale.shape))
+        self.offset = nn.Parameter(torch.zeros(base.scale.shape)) if offset else None
+        self._memory: tuple[list[int], list[np.ndarray[Any, Any]]] = ([], [])
+        self._known: tuple[bytes, Encoding] = (self._content(), base)
+        self._hooked = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_memory": ([], []), "_hooked": False}
+
+    def call_after_gradients(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Call ``hook`` when a gradient has accumulated in a parameter; a range has one, and its copies have none."""
+        if not self._hooked:
+            self._hooked = True
+            for parameter in self.parameters().values():
+                parameter.register_post_accumulate_grad_hook(hook)
+
+    @property
+    def base(self) -> Encoding:
+        """The encoding that the parameters are distances from."""
+        return self._base
+
+    @base.setter
+    def base(self, encoding: Encoding) -> None:
+        self._base = encoding
+        # as tensors too: a compiler does not read arrays
+        scale, zero_point = (np.array(values, np.float64) for values in (encoding.scale, encoding.zero_point))
+        self._given = torch.from_numpy(scale), torch.from_numpy(zero_point)
+
+    @property
+    def with_offset(self) -> bool:
+        """Whether the zero point is learned too."""
+        return self.offset is not None
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """``log_scale`` and, where there is one, ``offset``."""
+        found = {"log_scale": self.log_scale}
+        return found if self.offset is None else {**found, "offset": self.offset}
+
+    # -- the encoding that follows
+
+    @property
+    def encoding(self) -> Encoding:
+        """The grid of the present parameters; one object as long as they do not change.
+
+        Raises:
+            ModelError: a parameter is not finite, or the scale is far out of proportion.
+        """
+        content = self._content()
+        known = self._known  # read once: other threads exchange it
+        if known[0] != content:
+            self._known = known = content, self._encode()
+        return known[1]
+
+    def _content(self) -> bytes:
+        # compared by value: writes through `.data`, as an average of weights does them, leave no other trace
+        return b"".join([values.tobytes() for values in self.values()])
+
+    def values(self) -> list[np.ndarray[Any, Any]]:
+        """The parameters as arrays, read past the function modes and tracers that may be active."""
+        with torch._C.DisableTorchFunction():
+            found = [p for p in (self.log_scale, self.offset) if p is not None]
+            if any(p.device.type != "cpu" for p in found):
+                return [p.detach().cpu().numpy() for p in found]
+            places = [p.data_ptr() for p in found]
+            if self._memory[0] != places:
+                self._memory = places, [p.detach().numpy() for p in found]
+        return self._memory[1]
+
+    def _encode(self) -> Encoding:
+        log_scale, *rest = (values.astype(np.float64) for values in self.values())
+        offset = rest[0] if rest else None
+        self._check(log_scale, offset)
+        fmt, base = self.base.format, self.base
+        assert isinstance(fmt, IntFormat)
+        zero_point = base.zero_point.astype(np.float64)
+        if offset is not None:
+            zero_point = np.clip(np.rint(zero_point - fmt.steps * offset), fmt.qmin, fmt.qmax)
+        reach = np.maximum(np.maximum(fmt.qmax - zero_point, zero_point - fmt.qmin), 1.0)
+        limit = (_LARGEST / reach).astype(np.float32)
+        limit = np.where(limit * reach > _LARGEST, np.nextafter(limit, np.float32(0)), limit)
+        scale = np.clip(base.scale.astype(np.float64) * np.exp(log_scale), _TINY, limit).astype(np.float32)
+        return Encoding(fmt, scale, zero_point.astype(np.int64), base.granularity)
+
+    def _check(self, log_scale: np.ndarray[Any, Any], offset: np.ndarray[Any, Any] | None) -> None:
+        """Refuse parameters that are not a range any more."""
+        finite = np.isfinite(log_scale).all() and (offset is None or np.isfinite(offset).all())
+        if not finite:
+            raise ModelError(
+                self.site,
+                "a parameter of its learned range is NaN or infinite",
+                "take steps with TrainingGuard, which leaves out gradients that are not finite, and load the last "
+                "checkpoint",
+            )
+        worst = float(np.abs(log_scale).max(initial=0.0))
+        if worst > FARTHEST:
+            grown = bool((log_scale > FARTHEST).any())
+            raise ModelError(
+                self.site,
+                f"its learned scale is e^{worst:.1f} times {'larger' if grown else 'smaller'} than calibration found it: "
+                "training moved the range off the tensor",
+                "load the last checkpoint and lower the learning rate of sim.range_parameters()",
+            )
+
+    def accepts(self, encoding: Encoding) -> bool:
+        """Whether the parameters fit ``encoding``."""
+        same = encoding.format == self.base.format and encoding.granularity == self.base.granularity
+        return same and encoding.scale.shape == self.base.scale.shape and unlearnable(encoding) is None
+
+    def rebase(self, encoding: Encoding) -> None:
+        """Go on from ``encoding``: the parameters stay the optimizer's, and are zero again."""
+        self.base = encoding
+        with torch.no_grad():
+            for parameter in self.parameters().values():
+                parameter.zero_()
+        self._known = (self._content(), encoding)
+
+    # -- its state
+
+    def state(self) -> tuple[Encoding, dict[str, torch.Tensor]]:
+        """The base and copies of the parameters."""
+        return self.base, {name: p.detach().clone() for name, p in self.parameters().items()}
+
+    def put(self, state: tuple[Encoding, dict[str, torch.Tensor]]) -> None:
+        """Bring back what :meth:`state` gave; the parameters stay the same objects."""
+        self.base, values = state
+        with torch.no_grad():
+            for name, parameter in self.parameters().items():
+                parameter.copy_(values[name])
+        self._known = (b"", self.base)  # computed anew
+
+    def to(self, device: torch.device | None) -> None:
+        """Move the parameters to ``device``, as the same objects; ``None`` leaves them."""
+        for parameter in self.parameters().values():
+            parameter.data = parameter.data.to(device or parameter.device)
+
+    # -- its work
+
+    def __call__(self, x: torch.Tensor, grid: Grid | None, *, weight: bool) -> torch.Tensor:
+        """``x`` on the grid, with gradients for ``x`` and for the parameters.
+
+        Args:
+            x: floating-point tensor; half precision is computed in float32.
+            grid: of :attr:`encoding`, for the shape and device of ``x``.
+            weight: a scale is shared by elements of all of ``x``; else by those of every example of a batch (axis 0).
+        """
+        assert grid is not None
+        if x.dtype == torch.float64:
+            grid = double(grid)
+        elif x.dtype != torch.float32:
+            return self(x.float(), grid, weight=weight).to(x.dtype)
+        out: torch.Tensor = _OnLearnedGrid.apply(
+            x, self.log_scale, self.offset, grid, self._scaling(x, weight)
+        )
+        return out
+
+    def clamped(
+        self, x: torch.Tensor, grid: Grid, ends: tuple[float, float], *, in_place: bool
+    ) -> torch.Tensor | None:
+        """``clamp(x, *ends)`` on the grid, an activation of a batch with the gradient of ``hardtanh``.
+
+        ``None`` where no compiled loop serves, or the zero point is learned too: what the activation clips has no part in it.
+        """
+        if self.offset is not None or (in_place and (x.is_leaf or x._is_view())):
+            return None
+        if not isinstance(grid.scale, float) or not serves(x, grid):
+            return None
+        scaling = self._scaling(x, False)
+        out: torch.Tensor = _ClampedOnLearnedGrid.apply(x, self.log_scale, grid, scaling, ends, in_place)
+        return out
+
+    def traced(self, x: torch.Tensor, *, weight: bool) -> torch.Tensor:
+        """The same as plain operations on the parameters, for ``torch.compile``, which must not keep their values."""
+        granularity, shape = self.base.granularity, tuple(x.shape)
+        view, own = granularity.view_shape(shape), granularity.broadcast_shape(shape)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        scaling, fmt = self._scaling(x, weight), self.base.format
+        assert isinstance(fmt, IntFormat)
+        base, zero = (given.to(x.device) for given in self._given)
+        scale = (base * self.log_scale.detach().double().exp()).clamp(min=_TINY).float()
+        if self.offset is not None:
+            zero = (
+                (zero - fmt.steps * self.offset.detach().double()).round().clamp(fmt.qmin, fmt.qmax).float()
+            )
+            zero = _with_gradient(zero, -scaling.factor / fmt.steps / scale.double().square(), self.offset)
+        scale = _with_gradient(scale, scaling.factor / scale, self.log_scale)
+        scale, zero = scale.reshape(own).to(wide), zero.reshape(own).to(wide)
+        codes = round_ste(x.to(wide).reshape(view) / scale)
+        codes = codes.clamp(
+            fmt.qmin - zero, fmt.qmax - zero
+        )  # not minimum and maximum, which halve gradients at the ends
+        return (codes * scale + 0.0).reshape(shape).to(x.dtype)
+
+    def _scaling(self, x: torch.Tensor, weight: bool) -> Scaling:
+        fmt, params = self.base.format, self.base.scale
+        assert isinstance(fmt, IntFormat)
+        examples = 1 if weight or not x.ndim else max(1, x.shape[0])
+        shared = max(1.0, x.numel() / examples / max(1, params.size))
+        positive = fmt.qmax if fmt.signed and self.offset is None else fmt.steps
+        return Scaling(1.0 / math.sqrt(shared * positive), fmt.steps, params.shape)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What the gradients of a range need to know: LSQ's factor, steps of the grid, shape of the parameters."""
+
+    factor: float
+    steps: int
+    shape: tuple[int, ...]
+
+
+def _with_gradient(value: torch.Tensor, slope: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """``value`` itself, with ``slope`` as its derivative by ``parameter``.
+
+    In float64: of the scale of values near nothing the square is zero in float32.
+    """
+    line = slope.detach().double() * parameter.double()
+    return value.detach() + (line - line.detach()).to(value.dtype)
+
+
+class _OnLearnedGrid(torch.autograd.Function):
+    """Moves to the grid; only the input is kept for the backward pass, as with a fixed range, and its codes are taken anew.
+
+    The result is not kept: models write into it in place (``out += identity``).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, log_scale: torch.Tensor, offset: torch.Tensor | None, grid: Grid, scaling: Scaling
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(x)
+        ctx.grid, ctx.scaling, ctx.has_offset, ctx.home = grid, scaling, offset is not None, log_scale.device
+        return on_grid(x, grid)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,), grid, scaling = ctx.saved_tensors, ctx.grid, ctx.scaling
+        dense = grad.to_dense() if grad.is_sparse else grad
+        inner, step, clipped = range_gradients(dense, x, grid, scaling, offset=ctx.has_offset)
+        weight = scaling.factor / grid.scale  # of gradients by the scale, each divided by the scale
+        to_scale = (weight * step).reshape(scaling.shape).float().to(ctx.home)
+        to_offset = None
+        if clipped is not None:
+            to_offset = (weight / scaling.steps * clipped).reshape(scaling.shape).float().to(ctx.home)
+        if grad.is_sparse:
+            inner = inner.sparse_mask(grad.coalesce())
+        return inner if ctx.needs_input_grad[0] else None, to_scale, to_offset, None, None
+
+
+class _ClampedOnLearnedGrid(torch.autograd.Function):
+    """An activation and its grid: the activation's input is kept in the place of its result."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, log_scale: torch.Tensor, grid: Grid, scaling: Scaling, ends: tuple[float, float],
+        in_place: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        kept = x.clone() if in_place else x
+        ctx.save_for_backward(kept)
+        ctx.grid, ctx.scaling, ctx.ends = grid, scaling, ends
+        result = clamped_to(kept, grid, ends, x if in_place else None)
+        if in_place:
+            ctx.mark_dirty(x)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,), grid, scaling = ctx.saved_tensors, ctx.grid, ctx.scaling
+        found = gradient_parts(grad, x, grid, ctx.ends)
+        if found is not None:
+            inner, step = found[0], _dot(grad, found[1])
+        else:
+            low, high = ctx.ends
+            inner, step, _ = range_gradients(grad, x.clamp(low, high), grid, scaling, offset=False)
+            inner = torch.ops.aten.hardtanh_backward(inner, x, low, high)
+        to_scale = (scaling.factor / grid.scale * step).reshape(scaling.shape).float()
+        return inner, to_scale, None, None, None, None
+
+
+def learned_side_by_side(
+    ranges: Sequence[LearnedRange], encodings: Sequence[Encoding], like: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """One function of tensors that stand side by side, ``[B, len(encodings) * H]``, each with a learned range of its own.
+
+    Args:
+        ranges: of those that are learned, with one scale each.
+        encodings: of all, in their order.
+        like: ``[B, H]``, float32.
+
+    Returns:
+        ``None`` where some are not learned, or are learned on another grid.
+    """
+    first, count = ranges[0], len(encodings)
+    fmt = first.base.format
+    alike = all(r.with_offset == first.with_offset and r.base.format == fmt for r in ranges)
+    if len(ranges) != count or not alike:
+        return None
+    assert isinstance(fmt, IntFormat)
+
+    def column(values: Sequence[Any]) -> torch.Tensor:
+        return torch.tensor([float(v) for v in values], device=like.device).reshape(count, 1)
+
+    lo, hi = ([end - int(e.zero_point) for e in encodings] for end in (fmt.qmin, fmt.qmax))
+    low, high = (float(lo[0]), float(hi[0])) if len(set(lo)) == 1 else (column(lo), column(hi))
+    zero = torch.zeros((), device=like.device)
+    grid = Grid(column([e.scale for e in encodings]), low, high, zero, (-1, count, like.shape[-1]))
+    log_scale = torch.stack([r.log_scale for r in ranges])
+    offset = torch.stack([r.offset for r in ranges if r.offset is not None]) if first.with_offset else None
+    factor = first._scaling(like, False).factor
+    scaling = Scaling(factor, fmt.steps, tuple(log_scale.shape))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _OnLearnedGrid.apply(x, log_scale, offset, grid, scaling)
+        return out
+
+    return run
+
+
+def range_gradients(
+    grad: torch.Tensor, x: torch.Tensor, grid: Grid, scaling: Scaling, *, offset: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of what was quantized, and of the scale and the lower end of its range.
+
+    Inside the range the derivative of ``s * round(x / s)`` by ``s`` is ``round(x / s) - x / s``, outside it is the code
+    at the end; the derivative by the lower end is 1 outside and 0 inside.
+
+    Args:
+        grad: of the result.
+        x: what was quantized, of the dtype of ``grad``.
+        grid, scaling: of the range.
+        offset: compute the third.
+
+    Returns:
+        Of the shape of ``x``, and two of the shape that the scale broadcasts with.
+    """
+    parts = gradient_parts(grad, x, grid, EVERYWHERE)
+    if parts is None:
+        return _gradients_in_passes(grad, x, grid, scaling, offset)
+    inner, part = parts
+    axes = _shared_axes(grid, x.shape)
+    step = _dot(grad, part) if axes is None else _sums(part.mul_(grad), axes)
+    return inner, step, _sums(grad, axes) - _sums(inner, axes) if offset else None
+
+
+def _gradients_in_passes(
+    grad: torch.Tensor, x: torch.Tensor, grid: Grid, scaling: Scaling, offset: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """:func:`range_gradients` by operations of torch, each a pass over memory."""
+    shape, axes = grid.view or tuple(x.shape), _shared_axes(grid, grid.view or x.shape)
+    order: list[int] | None = None
+    if axes is None and grad.stride() == x.stride() and not grad.is_contiguous():
+        order = sorted(range(x.ndim), key=x.stride, reverse=True)  # channels last: elements in memory order
+        flat_grad, flat = grad.permute(order).reshape(-1), x.permute(order).reshape(-1)
+    else:
+        wanted = (-1,) if axes is None else shape
+        flat_grad, flat = grad.reshape(wanted), x.reshape(wanted)
+    inner = torch.empty_like(flat_grad, memory_format=torch.contiguous_format)
+    ratio = torch.div(flat, grid.scale)
+    pass_on(flat_grad, flat, ratio, grid, inner)
+    outside = _sums(flat_grad, axes) - _sums(inner, axes) if offset else None
+    step = _for_scale(flat_grad, inner, ratio, grid, scaling, axes)
+    if order is not None:
+        back = [order.index(axis) for axis in range(x.ndim)]
+        inner = inner.reshape([x.shape[axis] for axis in order]).permute(back)
+    return inner.reshape(x.shape), step, outside
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The sum of products of two tensors that lie alike in one piece of memory."""
+    if not a.is_contiguous():
+        a, b = a.permute(0, 2, 3, 1), b.permute(0, 2, 3, 1)
+    return torch.dot(a.reshape(-1), b.reshape(-1))
+
+
+def _for_scale(
+    grad: torch.Tensor,
+    inner: torch.Tensor,
+    ratio: torch.Tensor,
+    grid: Grid,
+    scaling: Scaling,
+    axes: list[int] | None,
+) -> torch.Tensor:
+    """The sum for the scale; ``ratio`` is overwritten."""
+    if scaling.steps <= 0xFF:
+        # two sums whose difference is taken: with more codes it would be lost in rounding
+        passed_on = _products(inner, ratio, axes)
+        return _products(grad, ratio.round_().clamp_(grid.lo, grid.hi), axes) - passed_on
+    codes = ratio.round().clamp_(grid.lo, grid.hi)
+    return _products(grad, codes.sub_(ratio), axes) + _products(grad - inner, ratio, axes)
+
+
+def _shared_axes(grid: Grid, shape: Sequence[int]) -> list[int] | None:
+    """The axes along which elements share a scale; ``None`` for all of them."""
+    if not isinstance(grid.scale, torch.Tensor) or not grid.scale.ndim:
+        return None
+    own = (1,) * (len(shape) - grid.scale.ndim) + tuple(grid.scale.shape)
+    return [axis for axis, size in enumerate(own) if size == 1]
+
+
+def _products(a: torch.Tensor, b: torch.Tensor, axes: list[int] | None) -> torch.Tensor:
+    if axes is None:
+        return torch.dot(a.reshape(-1), b.reshape(-1))
+    return (a * b).sum(axes, keepdim=True) if axes else a * b
+
+
+def _sums(a: torch.Tensor, axes: list[int] | None) -> torch.Tensor:
+    if axes is None:
+        return a.sum()
+    return a.sum(axes, keepdim=True) if axes else a

@@ -1,0 +1,63 @@
+"""Which quantizers stand at a call of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from bitwright.core.graph.constant_channels import ChannelWatch
+from bitwright.core.graph.graph import Graph
+from bitwright.core.simulation.sites import Site
+from bitwright.torch.quantizers.quantizer import Quantizer
+
+
+@dataclass(frozen=True)
+class Place:
+    """A quantizer at a port (or output index) of a call; ``site`` is its name there, ``channels`` what it shows of them."""
+
+    site: str
+    at: int
+    quantizer: Quantizer
+    channels: ChannelWatch
+    repeated: bool = False  # the place was called several times in a recorded forward
+
+    def observe(self, x: torch.Tensor) -> None:
+        """Add a tensor that passes to what calibration knows."""
+        if not self.quantizer.frozen:
+            self.quantizer.observe(x)
+            self.channels.observe(x)
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """What to do at one place of the model; ``inside`` has the inner tensors of a recurrent layer, by their names."""
+
+    op: str
+    operands: tuple[Place, ...] = ()
+    outputs: tuple[Place, ...] = ()
+    inside: Mapping[str, Place] = field(default_factory=dict)
+
+
+def call_plans(graph: Graph, sites: Mapping[str, Site]) -> dict[str, CallPlan]:
+    """By operator: the quantizers of what it reads, of what it makes, and inside it."""
+    by_op: dict[str, list[Site]] = {}
+    for site in sites.values():
+        by_op.setdefault(site.op, []).append(site)
+    return {op: _call_plan(op, held, graph.op(op).calls > 1) for op, held in by_op.items()}
+
+
+def _call_plan(op: str, sites: Sequence[Site], repeated: bool) -> CallPlan:
+    outer = [site for site in sites if site.inner is None]
+    return CallPlan(
+        op,
+        tuple(_place_of(site, repeated) for site in outer if site.role != "output"),
+        tuple(_place_of(site, repeated) for site in outer if site.role == "output"),
+        {site.inner: _place_of(site, False) for site in sites if site.inner is not None},
+    )
+
+
+def _place_of(site: Site, repeated: bool) -> Place:
+    assert isinstance(site.quantizer, Quantizer)
+    return Place(site.name, site.port, site.quantizer, site.channels, repeated)
