@@ -7,7 +7,6 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from bitwright.comparison.report import DriftReport
     from bitwright.comparison.saturation import SaturationReport
     from bitwright.torch.simulation.quantsim import QuantizationSimModel
+from bitwright.torch.simulation.exported_names import forget_origins, rename_io, rename_params
 
 #: options of an export that change how the file is written, not how the graph is recorded
 _FORMS = ("bias", "activation", "weight_only", "target")
@@ -284,14 +284,12 @@ def marked_onnx(
     assert exported is not None
     model = exported.model
     model.ir_version = 10
-    _forget_origins(model)
+    forget_origins(model)
     # an axis that was to vary, and that the model fixes, is a symbol of the name "2"
     _replace_dims(model, lambda text: int(text) if text is not None and text.isdigit() else text)
-    _rename_params(model)
+    rename_params(model)
     names = {id(t): name for name, t in inputs.items()}
-    _rename_io(
-        model, [names.get(id(t), f"input.{i}") for i, t in enumerate(tensors)], list(sim.output_values)
-    )
+    rename_io(model, [names.get(id(t), f"input.{i}") for i, t in enumerate(tensors)], list(sim.output_values))
     return rename_values(model, _readable(sim, model) | _gate_names(sim, model))
 
 
@@ -393,58 +391,6 @@ def _shapes(
         )
     by_id = {id(inputs[name]): axes for name, axes in asked.items()}
     return {"tensors": tuple(by_id.get(id(t)) for t in tensors)}
-
-
-def _forget_origins(model: ir.Model) -> None:
-    """Drop what the exporter notes about where a node came from: source lines, and paths on this machine."""
-    model.metadata_props.clear()
-    model.graph.metadata_props.clear()
-    for node in model.graph.all_nodes():
-        node.metadata_props.clear()
-        for value in node.outputs:
-            value.metadata_props.clear()
-    for value in (*model.graph.inputs, *model.graph.initializers.values()):
-        value.metadata_props.clear()
-
-
-def _rename_params(model: ir.Model) -> None:
-    """Parameters of the wrapped model get back the names they have in it."""
-    for value in list(model.graph.initializers.values()):
-        if value.name and value.name.startswith("model."):
-            value.name = value.name.removeprefix("model.")
-
-
-def _rename_io(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Name graph inputs after forward's parameters and outputs after their place in the result.
-
-    What is called so inside the model, as the exporter calls a tensor after its operator, gets another name.
-    """
-    ends = [*model.graph.outputs, *model.graph.inputs]
-    wanted = [*outputs, *inputs]
-    assert len(ends) == len(wanted), (len(ends), len(wanted))
-    for i, value in enumerate(ends):
-        value.name = f"__end_{i}"  # out of each other's way first
-    inner = [v for node in model.graph.all_nodes() for v in node.outputs if v.name]
-    inner += model.graph.initializers.values()
-    reserved = set(wanted)
-    taken = {str(v.name) for v in inner} | reserved
-    for value in inner:
-        if value.name in reserved:
-            value.name = _free_name(str(value.name), taken)
-    first: dict[int, tuple[ir.Value, str]] = {}  # one tensor returned twice keeps its first name
-    for value, name in zip(ends, wanted, strict=True):
-        first.setdefault(id(value), (value, name))
-    used: set[str] = set()
-    for value, name in first.values():
-        value.name = _free_name(name, taken) if name in used else name
-        used.add(value.name)
-
-
-def _free_name(name: str, taken: set[str]) -> str:
-    """``name`` with the first number that makes it new; then it is taken."""
-    free = next(n for i in count(1) if (n := f"{name}_{i}") not in taken)
-    taken.add(free)
-    return free
 
 
 def _readable(sim: QuantizationSimModel, model: ir.Model) -> dict[str, str]:
