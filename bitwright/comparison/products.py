@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,22 @@ class IntegerProduct:
         turned = self.node.op_type == "Gemm" and self.node.attributes.get_int("transB", False)
         return [weight.T if turned else weight]
 
+    def orders(self) -> tuple[Callable[[Array], Array], ...]:
+        """How runtimes put the last axis of a row, and of a turned weight, in order before they add neighbours.
+
+        ONNX Runtime goes through the channels of all positions in a row. OpenVINO begins every position anew: behind an odd
+        number of channels stands a zero.
+        """
+        if self.node.op_type != "Conv" or self.weight.shape[1] % 2 == 0 or self.weight[0, 0].size == 1:
+            return (_as_is,)
+        channels = self.weight.shape[1]
+
+        def apart(array: Array) -> Array:
+            split = array.reshape(*array.shape[:-1], -1, channels)
+            return np.pad(split, ((0, 0),) * (split.ndim - 1) + ((0, 1),)).reshape(*array.shape[:-1], -1)
+
+        return _as_is, apart
+
     def rows(self, codes: Array, most: int, rng: np.random.Generator) -> list[Array]:
         """What the weight of every group is multiplied with: at most so many rows, chosen by chance, ``[N, K]``."""
         given = codes.astype(np.int64) + (_SIGNED if self.signed else 0)
@@ -71,6 +87,10 @@ class IntegerProduct:
             return [flat if len(flat) <= most else flat[rng.choice(len(flat), most, replace=False)]]
         zero = self.input_zero + (_SIGNED if self.signed else 0)
         return _windows(self.node, given, self.weight.shape, self.groups, zero, most, rng)
+
+
+def _as_is(array: Array) -> Array:
+    return array
 
 
 def _windows(

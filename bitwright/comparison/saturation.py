@@ -1,6 +1,7 @@
 """Which layers saturate or overflow in integer kernels: what their weights allow, and what was counted on data.
 
-- **pairs**: CPUs without dot-product instructions add two products of uint8 and int8 in 16 bits, which saturate;
+- **pairs**: CPUs without dot-product instructions add two products of uint8 and int8 in 16 bits, which saturate; which two,
+  ONNX Runtime and OpenVINO choose differently where a convolution has an odd number of channels;
 - **accumulator**: the sum of all products is kept in 32 bits, which wrap around;
 - **bias**: int32 codes at the end of their range;
 - **scale**: the product of input and weight scale is too small for a float.
@@ -43,7 +44,8 @@ class LayerSums:
         site: of its weight.
         op: operator type.
         risky: share of pairs of weights that some input can saturate.
-        touched: share of outputs in which a pair did, of those that were looked at.
+        touched: share of outputs in which a pair did, of those that were looked at; of two runtimes that pair otherwise the
+            larger one.
         off: how far that moves an output at most, in steps of its grid; relative to the largest output where it has none.
         largest: largest absolute sum that was seen.
         bound: largest that any input can make.
@@ -185,7 +187,7 @@ class _Count:
 
     def __init__(self, product: IntegerProduct) -> None:
         self.product = product
-        self.weights = product.matrices()
+        self.weights, self.orders = product.matrices(), product.orders()
         self.seen = self.touched = self.largest = 0
         self.lost = self.peak = 0
 
@@ -200,9 +202,9 @@ class _Count:
             self.peak = self.largest
             self.seen += exact.size
             if product.pairs:
-                lost, _ = saturated(given, weight)
-                self.touched += int((lost != 0).sum())
-                self.lost = max(self.lost, int(np.abs(lost).max(initial=0)))
+                losses = [saturated(order(given), order(weight.T).T)[0] for order in self.orders]
+                self.touched += max(int((lost != 0).sum()) for lost in losses)
+                self.lost = max(self.lost, *(int(np.abs(lost).max(initial=0)) for lost in losses))
 
     def _biases(self) -> list[Array]:
         bias, count = self.product.bias, len(self.weights)
@@ -215,17 +217,17 @@ class _Count:
         product = self.product
         zero = product.input_zero + (128 if product.signed else 0)
         furthest = max(255 - zero, zero)
-        bounds = [largest_pair(w) for w in self.weights]
-        risky = (
-            [float(((b > INT16_MAX) | (b < INT16_MIN)).mean()) for b in bounds] if product.pairs else [0.0]
-        )
+        bounds = [[largest_pair(order(w.T).T) for w in self.weights] for order in self.orders]
+        shares = [
+            float(np.mean([((b > INT16_MAX) | (b < INT16_MIN)).mean() for b in groups])) for groups in bounds
+        ]
         bias = 0 if product.bias is None else int(np.abs(product.bias.astype(np.int64)).max(initial=0))
         step = product.input_scale * float(product.weight_scale.max())
         off = (
             self.lost * step / product.output_scale if product.output_scale else self.lost / max(self.peak, 1)
         )
         return LayerSums(
-            product.site, product.node.op_type, float(np.mean(risky)), self.touched / max(self.seen, 1), off, self.largest,
-            max(int(np.abs(w).sum(0).max(initial=0)) for w in self.weights) * furthest, bias,
+            product.site, product.node.op_type, max(shares) if product.pairs else 0.0, self.touched / max(self.seen, 1), off,
+            self.largest, max(int(np.abs(w).sum(0).max(initial=0)) for w in self.weights) * furthest, bias,
             product.input_scale * float(product.weight_scale.min()), self.seen,
         )  # fmt: skip

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +108,88 @@ def test_pairing_is_that_of_the_runtime_without_dot_products(tmp_path: Path) -> 
     for kind, paired, exact, pairs in lines:
         assert float(paired) == 1.0, f"{kind}: the kernel pairs otherwise"
         assert (float(exact) < 1) == (pairs == "True")
+
+
+_OPENVINO = """
+import sys
+import numpy as np, openvino, onnx_ir as ir
+from onnx import TensorProto as T, helper as h, numpy_helper as nh
+from bitwright.comparison.products import IntegerProduct
+from bitwright.core.numerics.accumulator import paired_product
+rng = np.random.default_rng(0)
+def constant(value, name):
+    return nh.from_array(np.array(value), name)
+def run(op, x, w, signed, zero, attributes):
+    axis, codes = int(op == "MatMul"), np.int8 if signed else np.uint8
+    one = np.ones(w.shape[axis], np.float32)
+    constants = [constant(np.float32(1), "one"), constant(codes(zero), "zx"), constant(w, "w"), constant(one, "sw"),
+                 constant(one.astype(np.int8) * 0, "zw")]
+    nodes = [h.make_node("QuantizeLinear", ["x", "one", "zx"], ["q"]), h.make_node("DequantizeLinear", ["q", "one", "zx"], ["d"]),
+             h.make_node("DequantizeLinear", ["w", "sw", "zw"], ["v"], axis=axis),
+             h.make_node(op, ["d", "v"], ["y"], **attributes)]
+    graph = h.make_graph(nodes, "g", [h.make_tensor_value_info("x", T.FLOAT, list(x.shape))],
+                         [h.make_tensor_value_info("y", T.FLOAT, None)], constants)
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 13)], ir_version=8)
+    core = openvino.Core()
+    compiled = core.compile_model(core.read_model(model.SerializeToString()), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return compiled({"x": x.astype(np.float32) - zero})[0]
+# channels, outputs, kernel, groups, zero point, stride, padding
+for c, m, k, g, z, s, p in ((16, 8, 3, 1, 0, 1, 1), (15, 8, 1, 1, 3, 1, 0), (5, 8, 3, 1, 128, 2, 1), (16, 8, 3, 2, 0, 1, 0),
+                            (16, 16, 3, 16, 0, 1, 1), (3, 32, 5, 1, 128, 2, 2)):
+    for signed in (False, True):
+        shift = 128 if signed else 0
+        x, w = rng.integers(0, 256, (1, c, 12, 12)) - shift, rng.integers(-20, 128, (m, c // g, k, k)).astype(np.int8)
+        attributes = {"group": g, "strides": [s, s], "pads": [p] * 4}
+        product = IntegerProduct(ir.node("Conv", [], attributes), "", "", signed, 1.0, z - shift, w, np.ones(1), None, None)
+        order = product.orders()[-1]
+        parts = list(zip(product.rows(x, 10**9, rng), product.matrices()))
+        pick = (lambda a, b: paired_product(order(a), order(b.T).T)) if product.pairs else (lambda a, b: a @ b)
+        wanted, exact = (np.concatenate([how(a, b) - z * b.sum(0) for a, b in parts], 1) for how in (pick, lambda a, b: a @ b))
+        y = run("Conv", x, w, signed, z - shift, attributes)[0].reshape(m, -1).T
+        print("conv", (wanted == y).mean(), (exact == y).mean(), product.pairs)
+for inner in (64, 65, 576):
+    a, w = rng.integers(0, 256, (9, inner)), rng.integers(-60, 128, (inner, 16)).astype(np.int8)
+    y, w = run("MatMul", a, w, False, 100, {}), w.astype(np.int64)
+    print("matmul", (paired_product(a, w) - 100 * w.sum(0) == y).mean(), (a @ w - 100 * w.sum(0) == y).mean(), True)
+"""
+
+
+@pytest.mark.parametrize("instructions", ["SSE41", "AVX2", "AVX512_CORE"])
+def test_pairing_is_that_of_openvino_without_dot_products(instructions: str) -> None:
+    pytest.importorskip("openvino")
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        pytest.skip("pairs of products are added on x86 alone")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": instructions}
+    run = subprocess.run([sys.executable, "-c", _OPENVINO], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert len(lines) == 15
+    for kind, paired, exact, pairs in lines:
+        assert float(paired) == 1.0, f"{kind}: the kernel pairs otherwise"
+        assert (float(exact) < 1) == (pairs == "True")
+
+
+def test_an_odd_number_of_channels_is_paired_as_either_runtime_does() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3)).eval()
+    with (
+        torch.no_grad()
+    ):  # neighbours within a position, of which the third channel has none, are never both large
+        model[0].weight.zero_()
+        model[0].weight[:, 2] = 1.0
+        model[0].weight[:, 0, :, 1:] = 1.0
+    x = 0.9 + 0.1 * torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x])
+    sums = sim.saturation([x]).layers[0]
+    assert sums.touched == 1.0, "2 of one position and 0 of the next are neighbours in ONNX Runtime"
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].weight[:, :2, 0, 1] = 1.0  # an odd place in a row of 27, an even one in a row of 9 times 4
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x])
+    assert sim.saturation([x]).layers[0].touched == 1.0, (
+        "0 and 1 of the second position are neighbours in OpenVINO"
+    )
 
 
 def net() -> nn.Module:
