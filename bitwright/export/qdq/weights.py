@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -242,7 +243,21 @@ def _width(w: Writing, value: ir.Value, encoding: Encoding) -> int | None:
         return None
     others = (v for node, _ in value.uses() for v in node.inputs if v is not None and v is not value)
     beside = not isinstance(encoding.granularity, PerBlock) and any(v in w.grids for v in others)
-    return w.target.stored_bits(fmt.bits, beside_codes=beside)
+    bits = w.target.stored_bits(fmt.bits, beside_codes=beside)
+    odd = bits < 8 and not w.target.packs_odd_rows and _has_odd_rows(w, value, encoding)
+    return 8 if odd else bits
+
+
+def _has_odd_rows(w: Writing, value: ir.Value, encoding: Encoding) -> bool:
+    """Whether an odd number of codes of the constant ``value`` belongs to an output channel."""
+    shape, granularity = w.weights[value].shape, encoding.granularity
+    if isinstance(granularity, PerTensor) or granularity.axis is None:
+        return any(n % 2 for n in shape)
+    axis = granularity.axis % len(shape)
+    inner = (
+        shape[axis : axis + 1] if isinstance(granularity, PerBlock) else shape[:axis] + shape[axis + 1 :]
+    )
+    return math.prod(inner) % 2 == 1
 
 
 def _folds(w: Writing, value: ir.Value) -> bool:

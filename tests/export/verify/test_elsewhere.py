@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from bitwright.errors import ConfigError
 from bitwright.export.files.origin import read_origin
 from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel as OnnxSim
-from bitwright.torch import quantize
+from bitwright.torch import QuantizationSimModel, quantize
 
 BATCHES = [torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
@@ -49,6 +50,27 @@ def test_layers_in_openvino(folder: Path) -> None:
     assert report["runtime"] == "openvino" and "Convolution u8" in kernels
     sim = OnnxSim(folder / "net.onnx")
     assert sim.verify(runtime="openvino").ok and "in openvino" in str(sim.verify(runtime="openvino"))
+
+
+@pytest.mark.parametrize("preset", ["w4g32", "w4", "w8"])
+def test_weights_beside_float_activations_in_openvino(preset: str, tmp_path: Path) -> None:
+    """Rows of 33 codes do not end with a byte, and data of three axes takes another kernel than that of two."""
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(48, 33), nn.Tanh(), nn.Linear(33, 48), nn.Tanh(), nn.Linear(48, 33)
+    ).eval()
+    for i, shape in enumerate(((2, 4, 48), (4, 48))):
+        x = torch.randn(*shape)
+        sim = QuantizationSimModel(model, x, preset=preset)
+        sim.compute_encodings([x])
+        sim.export(tmp_path / str(i), "net", x, target="openvino_cpu")
+        report = verify_folder(tmp_path / str(i), runtime="openvino")
+        assert report.ok and all(row.as_integer > 100 for row in report.outputs), report.to_text()
+        stored = {t.name: t.data_type for t in onnx.load(tmp_path / str(i) / "net.onnx").graph.initializer}
+        kinds = {kind for name, kind in stored.items() if name.endswith("_q")}
+        eight, four = onnx.TensorProto.INT8, onnx.TensorProto.INT4
+        assert kinds == ({eight} if preset == "w8" else {eight, four}), "rows of even length take 4 bits"
 
 
 def test_a_changed_file_fails_in_openvino(folder: Path, tmp_path: Path) -> None:
