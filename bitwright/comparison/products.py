@@ -66,7 +66,7 @@ class IntegerProduct:
     def orders(self) -> tuple[Callable[[Array], Array], ...]:
         """How runtimes put the last axis of a row, and of a turned weight, in order before they add neighbours.
 
-        ONNX Runtime goes through the channels of all positions in a row. OpenVINO begins every position anew: behind an odd
+        ONNX Runtime goes through the channels of all positions in a row. OpenVINO begins every position anew: after an odd
         number of channels stands a zero.
         """
         if self.node.op_type != "Conv" or self.weight.shape[1] % 2 == 0 or self.weight[0, 0].size == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from bitwright.algorithms.bias_correct import Correctable, QuantParams
 from bitwright.algorithms.channels.trial import Reversible
@@ -14,6 +14,9 @@ from bitwright.core.health.repair import Repair
 from bitwright.core.health.report import HealthReport
 from bitwright.core.simulation.protocols import Array
 from bitwright.errors import ModelError
+
+if TYPE_CHECKING:
+    from bitwright.comparison.saturation import SaturationReport
 
 # Top-level module of a class of models -> the front end that reads it. Classes that users derive from these are found too.
 _FRONT_ENDS = {"torch": "torch", "onnx": "onnx", "onnx_ir": "onnx"}
@@ -106,6 +109,14 @@ class FrontEnd(Protocol):
 
     def repairable(self, sim: Any) -> Repairable:
         """A simulation whose operators' results can be repaired."""
+
+    def saturation_count(
+        self, sim: Any, batches: Sequence[Any], options: dict[str, Any]
+    ) -> Callable[[], SaturationReport]:
+        """What counts saturated sums of the file of a simulation, as its encodings are then; the model is recorded once.
+
+        Raises: as the simulation's ``saturation``.
+        """
 
     def simulated_outputs(self, sim: Any, batch: Any) -> Sequence[Array]:
         """Every floating-point output of a simulation, as float64."""

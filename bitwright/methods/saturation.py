@@ -8,6 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from bitwright.errors import ConfigError, close_matches
+from bitwright.methods.front_end import front_end_of
 from bitwright.tables import Tabular
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def repair_saturation(
         options: of the export that change the file.
     """
     few = list(islice(batches, _BATCHES))
-    before, found = rate(), sim.saturation(few, **options)
+    count = front_end_of(sim).saturation_count(sim, few, options)
+    before, found = rate(), count()
     left, narrowed = found, dict[str, None]()
     for _ in range(_ROUNDS):
         guilty = [site for site in left.guilty if site in sim.quantizers and site not in narrowed]
@@ -87,5 +89,5 @@ def repair_saturation(
                 _BITS, "pairs of its products saturate on CPUs without dot-product instructions"
             )
             narrowed[site] = None
-        left = sim.saturation(few, **options)
+        left = count()
     return SaturationRepair(tuple(narrowed), found, left, before, rate() if narrowed else before)

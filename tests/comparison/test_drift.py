@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -155,7 +159,8 @@ def test_what_was_planted_in_the_file_is_named(
     assert not report.ok
 
 
-def test_another_grid_is_named(exported: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["file", "litert"])
+def test_another_grid_is_named(exported: Path, tmp_path: Path, how: str) -> None:
     site = f"{layer_of(exported)}.bias_scale"
     scale = next(
         t.name
@@ -163,7 +168,7 @@ def test_another_grid_is_named(exported: Path, tmp_path: Path) -> None:
         if t.name.endswith("output[0]_scale") and t.name != site
     )
     file = changed(exported, tmp_path, shift(scale, lambda s: s * 1.5))
-    report = drift(f"{exported}@file", f"{file}@file", data_of(exported))
+    report = drift(f"{exported}@file", f"{file}@{how}", data_of(exported))
     assert report.first is not None and report.first.cause == "grid", report.to_text()
     assert report.first.name in scale
 
@@ -358,6 +363,20 @@ for net in nets:
 @pytest.mark.slow
 def test_saturation_of_kernels_without_dot_products_is_named(tmp_path: Path) -> None:
     assert run_without_vnni(_SATURATED, tmp_path, str(tmp_path / "out")).split() == ["saturation"] * 9
+
+
+@pytest.mark.slow
+def test_saturation_in_openvino_is_named(tmp_path: Path) -> None:
+    """Its instructions can be limited by the environment, on any CPU of this kind."""
+    pytest.importorskip("openvino")
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        pytest.skip("pairs of products are added on x86 alone")
+    code = "import sys" + _SATURATED.replace("sys.argv[2]", "sys.argv[1]").replace("onnxruntime", "openvino")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    run = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["saturation"] * 9
 
 
 def test_command_and_both_front_ends_tell_the_same(one: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from bitwright.core.sums.accumulator import (
     saturated,
 )
 from bitwright.errors import ConfigError, ExportError
+from bitwright.methods.saturation import repair_saturation
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel, quantize
 from tests.support.without_vnni import run_without_vnni
@@ -228,6 +229,17 @@ def test_only_guilty_layers_are_narrowed(tmp_path: Path) -> None:
     assert codes["0.weight"].min() >= -64 and codes["0.weight"].max() <= 63
     (row,) = (row for row in result.sim.coverage() if row.name == "0.weight")
     assert "dot-product" in row.how
+
+
+def test_a_repair_exports_the_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often sums are counted: on networks of many branches an export takes longer than everything else."""
+    sim = QuantizationSimModel(net(), X)
+    sim.compute_encodings([X])
+    exports, export = [], torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *a, **k: exports.append(1) or export(*a, **k))
+    repair = repair_saturation(sim, [X], lambda: 0.0)
+    assert repair.narrowed == ("0.weight",) and len(exports) == 1
+    assert repair.left.guilty == sim.saturation([X]).guilty == ()
 
 
 def test_both_front_ends_and_the_command_count_the_same(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import onnx_ir as ir
 from bitwright.algorithms.bias_correct import QuantParams
 from bitwright.algorithms.channels.trial import Reversible
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.comparison.saturation import SaturationReport
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.traits import TRAITS
 from bitwright.core.health.repair import Repair
@@ -169,6 +170,13 @@ class OnnxRepairable:
 
 
 repairable = OnnxRepairable
+
+
+def saturation_count(
+    sim: QuantizationSimModel, batches: Sequence[Any], options: dict[str, Any]
+) -> Callable[[], SaturationReport]:
+    """See :class:`bitwright.methods.front_end.FrontEnd`."""
+    return lambda: sim.saturation(batches, **options)
 
 
 def simulated_outputs(sim: QuantizationSimModel, batch: Any) -> list[Array]:

@@ -14,6 +14,7 @@ from bitwright.algorithms.bias_correct import QuantParams
 from bitwright.algorithms.channels.trial import Reversible
 from bitwright.algorithms.folding import batch_norm_fold
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.comparison.saturation import SaturationReport
 from bitwright.core.health.repair import Repair
 from bitwright.core.simulation.protocols import Array, sqnr
 from bitwright.errors import ModelError
@@ -165,6 +166,15 @@ class TorchRepairable:
 
 
 repairable = TorchRepairable
+
+
+def saturation_count(
+    sim: QuantizationSimModel, batches: Sequence[Any], options: dict[str, Any]
+) -> Callable[[], SaturationReport]:
+    """See :class:`bitwright.methods.front_end.FrontEnd`."""
+    from bitwright.torch.simulation.export import saturation_count
+
+    return saturation_count(sim, batches, **options)
 
 
 def simulated_outputs(sim: QuantizationSimModel, batch: Any) -> list[Array]:

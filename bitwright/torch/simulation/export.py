@@ -519,12 +519,25 @@ def saturation_sim(sim: QuantizationSimModel, batches: Sequence[Any], **options:
 
     Raises: as :func:`export_sim`; ExportError: there is no batch.
     """
+    return saturation_count(sim, batches, **options)()
+
+
+def saturation_count(
+    sim: QuantizationSimModel, batches: Sequence[Any], **options: Any
+) -> Callable[[], SaturationReport]:
+    """What :func:`saturation_sim` does, as often as it is called, for the encodings of that moment; the model is traced once."""
     from bitwright.comparison.saturation import saturation
 
     if not batches:
         raise ExportError("saturation", "there is no batch to run", "give at least one input")
-    result, _ = _as_qdq(sim, _free_batch(sim, batches[0])[0], options)
-    return saturation(result.model, (_graph_inputs(sim, batch) for batch in batches))
+    marked, _ = _free_batch(sim, batches[0])
+    feeds = [_graph_inputs(sim, batch) for batch in batches]
+
+    def count() -> SaturationReport:
+        sim._simulator.refresh_biases()  # they follow encodings that changed since
+        return saturation(_as_qdq(sim, marked, options)[0].model, feeds)
+
+    return count
 
 
 def _in_memory(
