@@ -509,8 +509,10 @@ def drift_sim(sim: QuantizationSimModel, a: str, b: str, batch: Any, **options: 
     return drift_models(a, b, plain, result.model, kept)
 
 
-def saturation_sim(sim: QuantizationSimModel, batches: Sequence[Any], **options: Any) -> SaturationReport:
-    """Export in memory and take the sums of integer products apart; see :func:`bitwright.comparison.saturation.saturation`.
+def saturation_count(
+    sim: QuantizationSimModel, batches: Sequence[Any], **options: Any
+) -> Callable[[], SaturationReport]:
+    """What takes the sums of integer products apart, for the encodings of the moment of its call; the model is traced once.
 
     Args:
         sim: calibrated.
@@ -519,13 +521,6 @@ def saturation_sim(sim: QuantizationSimModel, batches: Sequence[Any], **options:
 
     Raises: as :func:`export_sim`; ExportError: there is no batch.
     """
-    return saturation_count(sim, batches, **options)()
-
-
-def saturation_count(
-    sim: QuantizationSimModel, batches: Sequence[Any], **options: Any
-) -> Callable[[], SaturationReport]:
-    """What :func:`saturation_sim` does, as often as it is called, for the encodings of that moment; the model is traced once."""
     from bitwright.comparison.saturation import saturation
 
     if not batches:

@@ -489,9 +489,9 @@ class QuantizationSimModel(Tabular):
         Raises:
             CalibrationError, ExportError: as :meth:`export`; there is no batch.
         """
-        from bitwright.torch.simulation.export import saturation_sim
+        from bitwright.torch.simulation.export import saturation_count
 
-        return saturation_sim(self, [self.examples[0]] if batches is None else list(batches), **options)
+        return saturation_count(self, [self.examples[0]] if batches is None else list(batches), **options)()
 
     @checks_arguments
     def benchmark(
