@@ -103,7 +103,7 @@ def _open_openvino(path: Path, threads: int, reference: bool) -> Session:
     core = openvino.Core()
     # float operators in float32: CPUs with AMX would compute them in bfloat16, 8 bits of mantissa
     options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-    # what is in float in front of quantized weights stays so: it would be quantized in groups of 32 values, as nobody simulated
+    # what is in float in front of quantized weights stays so: it would be quantized in groups of 32 values, unlike simulated
     options["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0
     if threads:
         options["INFERENCE_NUM_THREADS"] = threads

@@ -254,9 +254,7 @@ def _has_odd_rows(w: Writing, value: ir.Value, encoding: Encoding) -> bool:
     if isinstance(granularity, PerTensor) or granularity.axis is None:
         return any(n % 2 for n in shape)
     axis = granularity.axis % len(shape)
-    inner = (
-        shape[axis : axis + 1] if isinstance(granularity, PerBlock) else shape[:axis] + shape[axis + 1 :]
-    )
+    inner = shape[axis : axis + 1] if isinstance(granularity, PerBlock) else shape[:axis] + shape[axis + 1 :]
     return math.prod(inner) % 2 == 1
 
 
