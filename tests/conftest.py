@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support import data, exporter
+from tests.support import data
 
 # The same examples on every run, and no example fails because the machine was busy.
 settings.register_profile(
@@ -33,7 +33,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # take it from the environment.
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    exporter.read_once()
     for line in _EXPECTED:
         config.addinivalue_line("filterwarnings", line)
 
