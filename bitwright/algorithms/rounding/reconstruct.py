@@ -150,9 +150,8 @@ def optimise(
     """
     groups = [g for r in roundings for g in r.parameters()]
     optimiser = torch.optim.Adam(
-        [{"params": g["params"], "initial_lr": lr * g["factor"]} for g in groups], fused=True
+        [{"params": g["params"], "lr": lr * g["factor"]} for g in groups], fused=True
     )
-    _set_rates(optimiser, 1.0)
     count = sum(r.soft().numel() for r in roundings)
     anneals = all(r.anneals for r in roundings)
     weight, beta = 0.0, 2.0
@@ -166,7 +165,7 @@ def optimise(
         if anneals:
             weight, beta = _regulariser(settings, done, count)
         else:
-            _set_rates(optimiser, 1 - done)
+            _lower_rates(optimiser, 1 - done)
         loss = problem.loss(index[i % _CHECK], [r.soft(weight, beta) for r in roundings]) / scale
         optimiser.zero_grad()
         loss.backward()
@@ -185,10 +184,14 @@ def _regulariser(settings: Settings, done: float, count: int) -> tuple[float, fl
     return (0.0, 2.0) if beta is None else (_REGULARISER * settings.reg_param / count, beta or 2.0)
 
 
-def _set_rates(optimiser: torch.optim.Optimizer, factor: float) -> None:
-    """Learning rates of ``factor`` times the initial ones."""
+def _lower_rates(optimiser: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply the learning rates as they are: over the iterations the factors compound.
+
+    With factors of 1 - i/n the rate after i of n iterations is about exp(-i**2 / 2n) of the first: nearly all that is
+    learned is learned in the first 2 sqrt(n) iterations.
+    """
     for group in optimiser.param_groups:
-        group["lr"] = group["initial_lr"] * factor
+        group["lr"] *= factor
 
 
 def solve(task: Task, variant: Variant, settings: Settings) -> list[Choice]:
