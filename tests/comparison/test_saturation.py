@@ -116,7 +116,7 @@ import sys
 import numpy as np, openvino, onnx_ir as ir
 from onnx import TensorProto as T, helper as h, numpy_helper as nh
 from bitwright.comparison.products import IntegerProduct
-from bitwright.core.numerics.accumulator import paired_product
+from bitwright.core.sums.accumulator import paired_product
 rng = np.random.default_rng(0)
 def constant(value, name):
     return nh.from_array(np.array(value), name)
