@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from bitwright.core.numerics import ranges
+from bitwright.core.numerics import range_search
 from bitwright.core.numerics.affine import encode, fake_quantize, grid, round_to_float
 from bitwright.core.numerics.formats import FloatFormat, IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
@@ -435,20 +435,20 @@ def test_the_choice_between_signed_and_unsigned_changes_nothing_else():
 def test_the_noise_of_a_histogram_is_that_of_its_values(fmt, gamma):
     """Values spread evenly over bins, clipped ones weighted by ``gamma``: on integer grids the integral is exact."""
     random = np.random.default_rng(0)
-    bins = np.sort(random.choice(len(ranges._EDGES) - 1, 12, replace=False))
-    mass = np.zeros((1, len(ranges._EDGES) - 1))
+    bins = np.sort(random.choice(len(range_search._EDGES) - 1, 12, replace=False))
+    mass = np.zeros((1, len(range_search._EDGES) - 1))
     mass[0, bins] = random.integers(1, 9, 12)
     scale, ends = np.array([[17.0, 60.0]]), ((-8.0, 7.0) if isinstance(fmt, IntFormat) else (-448.0, 448.0))
     scale = scale if isinstance(fmt, IntFormat) else scale / 64
-    grids = ranges._Grids(scale, *(np.full_like(scale, end) for end in ends), gamma)
+    grids = range_search._Grids(scale, *(np.full_like(scale, end) for end in ends), gamma)
     if isinstance(fmt, IntFormat):
-        found, points = ranges._binned_noise(mass, grids), (np.arange(20_000) + 0.5) / 20_000
+        found, points = range_search._binned_noise(mass, grids), (np.arange(20_000) + 0.5) / 20_000
     else:
-        found, points = ranges._centred_noise(mass, grids, fmt), np.array([0.5])
+        found, points = range_search._centred_noise(mass, grids, fmt), np.array([0.5])
     for i, step in enumerate(scale[0]):
         expected = 0.0
         for n in bins:
-            x = ranges._EDGES[n] + points * (ranges._EDGES[n + 1] - ranges._EDGES[n])
+            x = range_search._EDGES[n] + points * (range_search._EDGES[n + 1] - range_search._EDGES[n])
             inside = np.clip(x, ends[0] * step, ends[1] * step)
             codes = np.rint(inside / step) if isinstance(fmt, IntFormat) else round_to_float(x / step, fmt)
             error = np.square(x - codes * step) + (gamma - 1) * np.square(x - inside)
