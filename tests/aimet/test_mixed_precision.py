@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,15 @@ def test_requests_on_modules(tmp_path: Path) -> None:
         mmp.set_precision(nn.Conv3d, "int8")
 
 
+def test_a_calibrated_weight_takes_other_bits_without_data() -> None:
+    sim = torch_sim()
+    site = sim.quantizers["stem.weight"]
+    site.spec = replace(site.spec, format=replace(site.spec.format, bits=4))
+    assert site.encoding.format.bits == 4
+    weight = sim.model.stem.weight.detach().flatten(1).numpy()
+    assert np.allclose(site.encoding.scale, np.maximum(weight.min(1) / -8, weight.max(1) / 7))
+
+
 def test_the_pareto_list_of_torch(tmp_path: Path) -> None:
     from bitwright.aimet_torch.mixed_precision import EvalCallbackFactory, choose_mixed_precision
 
@@ -68,6 +78,7 @@ def test_the_pareto_list_of_torch(tmp_path: Path) -> None:
     assert found and json.loads((tmp_path / "pareto_list.json").read_text())[0][0] == found[0][0] <= 1
     assert json.loads((tmp_path / "accuracy_list.json").read_text())
     assert right("torch")(sim.model) >= right("torch")(trained()) - 0.051
+    assert any(bits == "w4a8" for row in found for bits in row[2].values())
     curve = (tmp_path / "pareto_curve.html").read_text()
     assert curve.count("<svg") == 2 and curve.count("<circle") >= 2 * len(found) and "<script" not in curve
     page = (tmp_path / "quantizer_group_sensitivity.html").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -9,7 +10,10 @@ from typing import Any
 
 
 def steps(call: Callable[[], object]) -> int:
-    """Lines of Python that `call` executes on this thread: linear code executes so many per operator."""
+    """Lines of Python that `call` executes on this thread: linear code executes so many per operator.
+
+    Python's collector waits: the finalizers that it runs belong to tests before this one.
+    """
     count = 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
@@ -17,10 +21,13 @@ def steps(call: Callable[[], object]) -> int:
         count += event == "line"
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return count

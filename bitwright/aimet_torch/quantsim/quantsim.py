@@ -125,7 +125,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     def show_quantizers(self) -> None:
         """Put the quantizers of all sites on the modules they belong to."""
-        self.quantizers = Quantizers(dict(self.quantizers))
+        self.quantizers = Quantizers(dict(self.quantizers), self._values_of)
         for site in self.quantizers.values():
             own: Any = site.quantizer
             own.pivot = pivoted
