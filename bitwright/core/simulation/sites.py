@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,16 @@ class Site:
         self._plan, self.quantizer, self._graph = plan, quantizer, graph
         self._values: Callable[[str], Array | None] | None = None
         self.channels = ChannelWatch()  # of this site alone, whoever shares the quantizer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
+        """The copy knows the values of weights where the simulation that holds them is copied too."""
+        memo[id(self)] = made = Site.__new__(type(self))
+        state = dict(self.__dict__)
+        owner = getattr(self._values, "__self__", None)
+        if owner is not None and id(owner) not in memo:
+            state["_values"] = None
+        made.__dict__.update(copy.deepcopy(state, memo))
+        return made
 
     @property
     def name(self) -> str:

@@ -454,6 +454,23 @@ def test_a_simulated_model_is_not_simulated_again(
     assert sim.calibrated and not torch.equal(sim.model(batches[0]), model(batches[0]))
 
 
+def test_a_copy_of_a_simulation_has_its_own_weights_and_one_of_a_site_has_none(
+    sim: QuantizationSimModel, batches: list[Tensor]
+) -> None:
+    sim.compute_encodings(batches)
+    twin = copy.deepcopy(sim)
+    with torch.no_grad():
+        twin.model.conv.weight.mul_(2)
+    sites = [each.quantizers["conv.weight"] for each in (sim, twin)]
+    for site in sites:
+        site.spec = replace(site.spec, format=IntFormat(4, True))
+    assert sites[0].encoding is not None and sites[1].encoding is not None
+    assert np.allclose(sites[1].encoding.scale, 2 * sites[0].encoding.scale)
+    alone = copy.deepcopy(sites[0])  # and not the simulation with it
+    alone.spec = replace(alone.spec, format=IntFormat(8, True))
+    assert alone.encoding is None and sites[0].spec.format.bits == 4
+
+
 def test_copy_of_the_model_alone_has_quantizers_of_its_own(
     sim: QuantizationSimModel, batches: list[Tensor]
 ) -> None:
