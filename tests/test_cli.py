@@ -481,7 +481,6 @@ main()
     assert "from C" in process.stderr
 
 
-@pytest.mark.skipif(os.name == "nt", reason="a program is started without stdout")
 @pytest.mark.parametrize("closed", [1, 2])
 def test_a_program_without_stdout_or_stderr_still_runs(closed: int) -> None:
     code = f"import os, sys; os.close({closed}); os.execv(sys.executable, [sys.executable, '-m', 'bitwright.cli', '--version'])"

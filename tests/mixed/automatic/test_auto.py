@@ -21,6 +21,8 @@ from bitwright.mixed.automatic.auto import AutoResult, auto_quantize
 from bitwright.mixed.automatic.ladder import FIRST, Trial, waves
 from tests.mixed.nets import accuracy, batches, model
 
+ROOT = Path(__file__).parents[3]
+
 SHORT = (FIRST, Trial("w4a8-fast", "w4a8", recipe=("fold",)), Trial("w8a16-fast", "w8a16", recipe=("fold",)))
 
 
@@ -218,24 +220,30 @@ def numbers(result: AutoResult) -> list[Any]:
     return [(r.name, r.metric, r.weight_bytes, r.bit_ops, r.sqnr_db, r.best) for r in result.trials]
 
 
+def let_workers_start(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread each, and the tests, whose metrics they are sent, on their path."""
+    if executor == "ray":
+        pytest.importorskip("ray")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
+
+
 @pytest.mark.slow
 def test_workers_find_what_one_process_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    let_workers_start("local", monkeypatch)
     one, two = search("onnx", tmp_path / "one"), search("onnx", tmp_path / "two", workers=2)
     assert numbers(one) == numbers(two)
 
 
 @pytest.mark.slow
 def test_ray_finds_what_one_process_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[3]), *sys.path]))
+    let_workers_start("ray", monkeypatch)
     one, two = search("onnx", tmp_path / "one"), search("onnx", tmp_path / "two", workers=2, executor="ray")
     assert numbers(one) == numbers(two)
 
 
 class Dies:
-    """A metric whose process is lost the first time it is called in a worker."""
+    """A metric whose process is lost the first ``times`` that it is called in a worker."""
 
     def __init__(self, front: str, marker: Path, parent: int, times: int) -> None:
         self._right, self._marker, self._parent, self._times = Right(front), marker, parent, times
@@ -253,10 +261,7 @@ class Dies:
 def test_trials_of_a_lost_worker_run_again(
     executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if executor == "ray":
-        pytest.importorskip("ray")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[3]), *sys.path]))
+    let_workers_start(executor, monkeypatch)
     (marker := tmp_path / "lost").mkdir()
     dies = Dies("onnx", marker, os.getpid(), 1)
     found = auto_quantize(
@@ -283,12 +288,11 @@ print(watch.seen)
 @pytest.mark.slow
 def test_kill_9_loses_the_running_trial_only(tmp_path: Path) -> None:
     """Before ten of the changes of files, drawn at random; the search then ends with the result of one left alone."""
-    root = Path(__file__).parents[3]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
     def run(folder: Path, at: int) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", KILLED, str(folder), str(at)]
-        return subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
+        return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
 
     done = run(tmp_path / "whole", -1)
     assert done.returncode == 0, done.stderr
@@ -514,10 +518,7 @@ def test_an_error_of_any_kind_is_a_row_of_the_table(tmp_path: Path) -> None:
 def test_a_trial_that_always_loses_its_worker_is_a_failed_one(
     executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if executor == "ray":
-        pytest.importorskip("ray")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]))
+    let_workers_start(executor, monkeypatch)
     (marker := tmp_path / "lost").mkdir()
     dies = Dies("onnx", marker, os.getpid(), 1000)
     found = auto_quantize(
