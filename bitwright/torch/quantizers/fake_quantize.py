@@ -143,16 +143,15 @@ def one_pass(x: torch.Tensor, grid: Grid, out: torch.Tensor | None = None) -> to
     source = None if compiled is None else flat(x)
     if compiled is None or source is None:
         return None
-    if isinstance(grid.scale, float):
-        loop, numbers = compiled.quantize_dequantize, grid_numbers(grid)
-    elif (row_scales := _row_scales(x, grid)) is not None:
-        result, target = _room(x, source, out)
-        compiled.quantize_rows(source, target, row_scales, np.float32(grid.lo), np.float32(grid.hi))
-        return result
-    else:
+    rows = _row_scales(x, grid)
+    if rows is None and not isinstance(grid.scale, float):
         return None
     result, target = _room(x, source, out)
-    in_parts(loop, (source, target), numbers, torch.get_num_threads())
+    if rows is not None:
+        compiled.quantize_rows(source, target, rows, np.float32(grid.lo), np.float32(grid.hi))
+    else:
+        threads = torch.get_num_threads()
+        in_parts(compiled.quantize_dequantize, (source, target), grid_numbers(grid), threads)
     return result
 
 
@@ -192,35 +191,19 @@ def sum_on_grid(x: torch.Tensor, other: torch.Tensor, grid: Grid, *, in_place: b
     return result
 
 
-def clamped_to(
-    x: torch.Tensor, grid: Grid, ends: tuple[float, float], out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """``clamp(x, *ends)`` on its grid without a gradient, in the memory of ``out`` or of a new tensor laid out as ``x``.
-
-    The caller has asked :func:`serves`.
-    """
-    compiled, source = loops(), flat(x)
-    result = torch.empty_like(x) if out is None else out
-    target = flat(result)
-    assert compiled is not None and source is not None and target is not None
-    numbers = (np.float32(ends[0]), np.float32(ends[1]), *grid_numbers(grid))
-    in_parts(compiled.clamp_quantize, (source, target), numbers, torch.get_num_threads())
-    return result
-
-
 def gradient_parts(
     grad: torch.Tensor, x: torch.Tensor, grid: Grid, ends: tuple[float, float]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What :func:`clamped_to` passes on of ``grad``, and the derivative of its results by the scale, both laid out as ``x``.
+    """What :func:`clamp_on_grid` passes on of ``grad``, and the derivative of its results by the scale, both laid out as ``x``.
 
     ``None`` where no compiled loop serves, or a gradient of the gradient is asked for. A grid with a scale per row is without an
     activation in front.
     """
-    compiled, twice = loops(), torch.is_grad_enabled() and grad.requires_grad
+    compiled, twice = _lies_ready(x, grid), torch.is_grad_enabled() and grad.requires_grad
     if twice or compiled is None or not is_plain(grad) or grad.stride() != x.stride():
         return None
-    rows = None if isinstance(grid.scale, float) else _row_scales(x, grid)
-    if _lies_ready(x, grid) is None or (rows is None and not isinstance(grid.scale, float)):
+    rows = _row_scales(x, grid)
+    if rows is None and not isinstance(grid.scale, float):
         return None
     given, source = flat(grad), flat(x)
     if given is None or source is None:
@@ -239,11 +222,9 @@ def gradient_parts(
 
 def _row_scales(x: torch.Tensor, grid: Grid) -> NDArray[np.float32] | None:
     """The scales of a grid with one for every row of ``x``; ``None`` where it is another."""
-    if (
-        grid.view is not None
-        or not x.is_contiguous()
-        or not grid.scale.numel() == grid.scale.shape[0] == x.shape[0]
-    ):
+    if isinstance(grid.scale, float) or grid.view is not None or not x.is_contiguous():
+        return None
+    if not grid.scale.numel() == grid.scale.shape[0] == x.shape[0]:
         return None
     found: NDArray[np.float32] = grid.scale.reshape(-1).numpy()
     return found

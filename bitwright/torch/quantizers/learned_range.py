@@ -34,7 +34,7 @@ from bitwright.errors import ModelError
 from bitwright.torch.quantizers.fake_quantize import (
     EVERYWHERE,
     Grid,
-    clamped_to,
+    clamp_on_grid,
     double,
     gradient_parts,
     is_fast,
@@ -238,7 +238,7 @@ class LearnedRange:
         """
         if self.offset is not None or (in_place and (x.is_leaf or x._is_view())):
             return None
-        if not isinstance(grid.scale, float) or not serves(x, grid):
+        if not serves(x, grid):
             return None
         scaling = self._scaling(x, False)
         out: torch.Tensor = _ClampedOnLearnedGrid.apply(x, self.log_scale, grid, scaling, ends, in_place)
@@ -333,7 +333,8 @@ class _ClampedOnLearnedGrid(torch.autograd.Function):
         kept = x.clone() if in_place else x
         ctx.save_for_backward(kept)
         ctx.grid, ctx.scaling, ctx.ends = grid, scaling, ends
-        result = clamped_to(kept, grid, ends, x if in_place else None)
+        result = clamp_on_grid(x, grid, ends, in_place=in_place)
+        assert result is not None  # `serves` was asked before
         if in_place:
             ctx.mark_dirty(x)
         return result
