@@ -132,6 +132,10 @@ class FlatFile:
         kinds = self.kernels(site)
         return f"{kinds[-1]} {np.dtype(site.dtype).name}" if kinds and kinds[-1] != "QUANTIZE" else "float"
 
+    def maker_of(self, site: _Site) -> int | None:
+        """Place of the operator that writes the tensor of ``site``; ``None`` of an input of the file."""
+        return self._makers.get(site.tensor)
+
     def indices(self, site: _Site) -> list[int]:
         """Places of these operators in the file."""
         ends, makers = {one.tensor for one in self.sites if one is not site}, self._makers
@@ -283,7 +287,9 @@ def _rows(
 ) -> Iterator[Row]:
     facts = {"places": site.places, "format": site.format, "axis": None}
     agreements = [compare(given, one, facts, np.asarray(site.scale)) for one in codes]
-    ops, share = file.kernels(site), specified.share(file.indices(site))
+    ops, share, once = file.kernels(site), specified.share(file.indices(site)), None
+    if agreements[0].equal < 1 and (codes_once := specified.rounded_once(site)) is not None:
+        once = compare(given, site.values(codes_once), facts, np.asarray(site.scale)).equal
     if not all(a.ok for a in agreements):
         allowed = file.bound(site)
         agreements = [
@@ -291,14 +297,14 @@ def _rows(
             for a, one in zip(agreements, codes, strict=True)
         ]
     kernel = file.kernel_of(site)
-    why = _why(ops, agreements, share)
+    why = _why(ops, agreements, share, once)
     for name, run in site.places:
-        yield Row(
-            name, run, site.name, site.format, tuple(ops), kernel, agreements[0], agreements[1], why, share
-        )
+        yield Row(name, run, site.name, site.format, tuple(ops), kernel, *agreements, why, share, once)
 
 
-def _why(ops: Sequence[str], found: Sequence[Agreement], specified: float | None) -> str | None:
+def _why(
+    ops: Sequence[str], found: Sequence[Agreement], specified: float | None, once: float | None
+) -> str | None:
     if all(a.equal == 1 for a in found):
         return None
     named = [kind for kind in ops if kind in FUNCTION_ERRORS]
@@ -310,6 +316,7 @@ def _why(ops: Sequence[str], found: Sequence[Agreement], specified: float | None
         return (
             "reference kernels of LiteRT rescale in fixed point, with two roundings (QUANTIZE: a half away from zero), where the "
             "simulation rounds float sums once, a half to even; computed as they are specified, every code is equal"
+            + ("" if once is None else f"; with one rounding {once:.2%} would be those of the simulation")
         )
     return "kernels of LiteRT rescale in fixed point, where the simulation rounds float sums"
 
@@ -341,17 +348,25 @@ class _Specified:
         moves = self._file.kinds[op.opcodeIndex] in MOVES_CODES
         return not moves and grid is not None and grid.scale is not None and len(grid.scale) > 0
 
+    def rounded_once(self, site: _Site) -> Array | None:
+        """The codes of ``site``, if the operator that makes them rounded once; ``None`` where that cannot be told."""
+        index = self._file.maker_of(site)
+        if index is None or not self._makes_codes(index):
+            return None
+        return specified(*self._call(index, once=True))
+
     def _of(self, index: int) -> float | None:
         if index not in self._found:
-            op = self._file.graph.operators[index]
-            call = Call(
-                tuple(None if i < 0 else self._tensor(int(i)) for i in op.inputs),
-                self._tensor(int(op.outputs[0])),
-                op.builtinOptions,
-            )
-            codes = specified(self._file.kinds[op.opcodeIndex], call)
+            kind, call = self._call(index)
+            codes = specified(kind, call)
             self._found[index] = None if codes is None else float((codes == call.output.values).mean())
         return self._found[index]
+
+    def _call(self, index: int, once: bool = False) -> tuple[str, Call]:
+        op = self._file.graph.operators[index]
+        inputs = tuple(None if i < 0 else self._tensor(int(i)) for i in op.inputs)
+        output = self._tensor(int(op.outputs[0]))
+        return self._file.kinds[op.opcodeIndex], Call(inputs, output, op.builtinOptions, once)
 
     def _tensor(self, index: int) -> Tensor:
         grid = self._file.graph.tensors[index].quantization

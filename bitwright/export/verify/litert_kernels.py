@@ -61,11 +61,13 @@ class Call:
         inputs: ``None`` where one is left out.
         output: its grid; the values are those that the runtime made.
         options: fields of the operator's table.
+        once: rescale with one rounding, a half to even, as the simulation does, instead of as the kernel does.
     """
 
     inputs: tuple[Tensor | None, ...]
     output: Tensor
     options: Any
+    once: bool = False
 
     def read(self, port: int) -> Tensor:
         """An input that must be there."""
@@ -105,16 +107,22 @@ def _away(values: Any) -> Any:
 def _scaled(call: Call, sums: Array, factor: Any) -> Array:
     """Sums on the grid of the output; ``factor`` broadcasts against them from the last axis."""
     wide = call.output.values.dtype == np.int16
-    return (rescaled_wide if wide else rescaled)(sums, *quantize_multiplier(factor))
+    return _times(call, sums, factor, rescaled_wide if wide else rescaled)
+
+
+def _times(call: Call, sums: Array, factor: Any, rescale: Callable[..., Array] = rescaled) -> Array:
+    """``sums * factor``, rounded by ``rescale``, or once where the call asks for that."""
+    if call.once:
+        return np.rint(sums * np.asarray(factor, np.float64)).astype(np.int64)
+    return rescale(sums, *quantize_multiplier(factor))
 
 
 def _quantize(call: Call) -> Array:
     source = call.read(0)
     if not source.scale.size:
-        return np.asarray(_away(source.values.astype(np.float32) / call.output.step)).astype(np.int64)
-    return rescaled(
-        source.centred, *quantize_multiplier(np.float64(source.step) / np.float64(call.output.step))
-    )
+        steps = source.values.astype(np.float32) / call.output.step
+        return np.asarray((np.rint if call.once else _away)(steps)).astype(np.int64)
+    return _times(call, source.centred, np.float64(source.step) / np.float64(call.output.step))
 
 
 def _product_factor(call: Call) -> Any:
@@ -135,7 +143,7 @@ def _fully_connected(call: Call) -> Array:
     if weight.scale.size == 1:  # the kernel multiplies the scales in single precision
         factor = np.float64(data.step * np.float32(weight.scale[0])) / np.float64(call.output.step)
         return _scaled(call, sums, factor).reshape(call.output.values.shape)
-    return rescaled_once(sums, *quantize_multiplier(_product_factor(call))).reshape(call.output.values.shape)
+    return _times(call, sums, _product_factor(call), rescaled_once).reshape(call.output.values.shape)
 
 
 def _exact_product(a: Array, b: Array) -> Array:
@@ -189,18 +197,16 @@ def _depthwise(call: Call) -> Array:
 def _mul(call: Call) -> Array:
     a, b = call.read(0), call.read(1)
     factor = np.float64(a.step * b.step / call.output.step)  # in single precision, as the kernel
-    return rescaled(a.centred * b.centred, *quantize_multiplier(factor))
+    return _times(call, a.centred * b.centred, factor)
 
 
 def _sum(sign: int, call: Call) -> Array:
     a, b = call.read(0), call.read(1)
     bits = _ADD_SHIFT[call.output.values.dtype]
     twice = 2 * np.float64(max(a.step, b.step))
-    one, other = (
-        rescaled(t.centred << bits, *quantize_multiplier(np.float64(t.step) / twice)) for t in (a, b)
-    )
+    one, other = (_times(call, t.centred << bits, np.float64(t.step) / twice) for t in (a, b))
     factor = twice / np.float64(np.float32(1 << bits) * call.output.step)
-    return rescaled(one + sign * other, *quantize_multiplier(factor))
+    return _times(call, one + sign * other, factor)
 
 
 def _leaky_relu(call: Call) -> Array:
@@ -209,7 +215,7 @@ def _leaky_relu(call: Call) -> Array:
     slope = np.float64(np.float32(source.step * np.float32(call.options.alpha))) / np.float64(
         call.output.step
     )
-    kept, bent = (rescaled(source.centred, *quantize_multiplier(f)) for f in (step, slope))
+    kept, bent = (_times(call, source.centred, factor) for factor in (step, slope))
     return np.where(source.centred >= 0, kept, bent)
 
 

@@ -62,6 +62,8 @@ class Row:
         reason: why codes differ, where they do.
         specified: share of codes of the reference kernels that are those of the format's specification, computed in integers;
             ``None`` where that is not told, as in other runtimes than LiteRT.
+        rounded_once: share of codes that would be the simulation's if the reference kernel rounded once, a half to even:
+            what is left of a difference without its roundings. ``None`` where there is none, or it is not told.
     """
 
     site: str
@@ -74,6 +76,7 @@ class Row:
     as_integer: Agreement
     reason: str | None = None
     specified: float | None = None
+    rounded_once: float | None = None
 
     _also = ("ok", "verdict")
 

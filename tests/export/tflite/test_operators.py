@@ -84,7 +84,8 @@ def test_an_encoder(tmp_path: Path) -> None:
     tokens = [torch.randint(0, 11, (4, 9)) for _ in range(3)]
     result = exported(Encoder(), tokens, tmp_path)
     report = verify_folder(tmp_path, runtime="litert")
-    assert report.ok, str(report)
+    assert report.ok and few_differ(report), str(report)
+    assert {row.specified for row in report.rows} <= {1.0, None}
     assert {"BATCH_MATMUL", "SOFTMAX", "GELU", "TANH", "FULLY_CONNECTED"} <= set(kinds(tmp_path))
     told = [note for note in result.exported.notes if "computed in float in the LiteRT file" in note]
     assert told and all("LayerNormalization" in note for note in told)

@@ -1,0 +1,60 @@
+"""Trained networks as LiteRT files, and both as functions of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor
+
+import bitwright.onnx
+import bitwright.torch
+from bitwright.runtimes.adapters import open_file
+from tests.support import data
+from tests.support.tasks import Run, Task
+
+
+def quantized(name: str, front_end: str, task: Task, folder: Path) -> tuple[Run, Path]:
+    """The simulation of a trained network as a function, and its LiteRT file in ``folder``."""
+    options: dict[str, Any] = {"recipe": ["fold"], "path": folder, "target": "litert", "progress": False}
+    batches = task.batches(0)
+    if front_end == "onnx":
+        proto = onnx.load(data.onnx_file(task.file or name))
+        sim = bitwright.onnx.quantize(proto, [batch.numpy() for batch in batches], **options).sim
+        return lambda x: torch.from_numpy(sim.run(x.numpy())[0]), folder / "model.tflite"
+    model = bitwright.torch.quantize(data.trained(name), batches, **options).model
+    return _first(model), folder / "model.tflite"
+
+
+def _first(model: Callable[[Tensor], Any]) -> Run:
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            found = model(x)
+        return found if isinstance(found, Tensor) else found[0]
+
+    return run
+
+
+def deployed(path: Path) -> Run:
+    """The first output of a LiteRT file, with the kernels that it takes by default.
+
+    Where the file has a fixed batch, ``x`` runs in batches of that size; the last is filled with its first sample.
+    """
+    session = open_file("litert", path)
+    interpreter = session.session.interpreter  # type: ignore[attr-defined]
+    given, made = interpreter.get_input_details()[0], interpreter.get_output_details()[0]
+    rows = 0 if given["shape_signature"][0] == -1 else int(given["shape"][0])
+
+    def run(x: Tensor) -> Tensor:
+        found = []
+        for part in x.split(rows or len(x)):
+            missing = max(0, rows - len(part))
+            full = torch.cat([part, part[:1].expand(missing, *part.shape[1:])])
+            outputs = session.run({given["name"]: full.numpy()})
+            found.append(torch.from_numpy(outputs[made["name"]])[: len(part)])
+        return torch.cat(found)
+
+    return run
