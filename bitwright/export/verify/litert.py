@@ -299,7 +299,19 @@ def _rows(
     kernel = file.kernel_of(site)
     why = _why(ops, agreements, share, once)
     for name, run in site.places:
-        yield Row(name, run, site.name, site.format, tuple(ops), kernel, *agreements, why, share, once)
+        yield Row(
+            name,
+            run,
+            site.name,
+            site.format,
+            tuple(ops),
+            kernel,
+            agreements[0],
+            agreements[1],
+            why,
+            share,
+            once,
+        )
 
 
 def _why(
