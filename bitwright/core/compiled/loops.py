@@ -22,6 +22,7 @@ SWITCH = "BITWRIGHT_COMPILED"
 """Environment variable: ``0`` leaves the compiled loops unused."""
 
 _F, _M, _B = "float32[::1]", "float32[:, ::1]", "uint8[::1]"
+_MARKS = "uint8[:, ::1]"
 _READ = "Array({}, 1, 'C', readonly=True)"  # which takes writable arrays too
 _GRID = "float32, float32, float32"
 SIGNATURES: dict[Callable[..., Any], str] = {
@@ -37,6 +38,10 @@ SIGNATURES: dict[Callable[..., Any], str] = {
     recurrent.lstm_gates: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F})",
     recurrent.lstm_cell: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F}, {_GRID})",
     recurrent.lstm_hidden: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F}, {_GRID}, {_GRID})",
+    recurrent.lstm_gates_marked: f"void({_M}, {_M}, {_M}, {_MARKS}, {_F}, {_F}, {_F}, {_F}, {_F})",
+    recurrent.lstm_backward: f"void({_M}, {_M}, {_M}, {_M}, {_MARKS}, {_M}, {_M}, {_M}, {_M}, {_M})",
+    recurrent.lstm_sums: f"void({_M}, {_M}, float32[:, :, :, ::1], int64)",
+    recurrent.lstm_next: "void(float32[:, :, :, ::1], int64, float32[:, :, ::1], int64)",
     counting.key_bounds: f"UniTuple(int32, 2)({_READ.format('int32')})",
     counting.channels_hold: f"void({_READ.format('float32')}, int64, int64, int64[::1], {_F}, {_B})",
     counting.count_bins: (

@@ -7,6 +7,8 @@ per step, with a function to call on each tensor inside it. Nothing inside it is
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,9 @@ Inside = Mapping[str, Callable[[Tensor], Tensor]]
 #: a step on all gates side by side: the input's share and the product with the hidden state, ``[B, gates * H]`` each,
 #: and the state -> the next state
 StackedStep = Callable[[Tensor, Tensor, tuple[Tensor, ...]], tuple[Tensor, ...]]
+#: all steps at once: the input's share ``[T, B, gates * H]``, ``weight_hh`` and its bias, initial states, and whether the last
+#: step is the first -> what :func:`layer` returns
+Sequences = Callable[[Tensor, Tensor, Tensor | None, tuple[Tensor, ...], bool], tuple[Tensor, ...]]
 
 #: gates in the row order of torch's weights
 GATES: dict[str, tuple[str, ...]] = {
@@ -87,7 +92,8 @@ def layer(
         reverse: from the last step to the first.
         place: name of the layer below its module, ``l0.forward``.
         inside: functions for the tensors of a step; ``None`` lets torch's own operator do the work. Where it has a method
-            ``stacked(cell, like)`` that returns a step on all gates at once, that one is taken.
+            ``stacked(cell, like)`` that returns a step on all gates at once, that one is taken, and before it what
+            ``sequence(cell, tensors, steps)`` returns for all steps.
 
     Returns:
         Hidden states of all steps (``[T, B, R]``, or packed like ``input``), the last one, and for LSTM the last cell.
@@ -148,12 +154,22 @@ class _Context:
         self.cell, self.inside = cell, inside
         self.variant = Variant(linear_before_reset=cell == "GRU", projected=weight_hr is not None)
         self.functions = [_FUNCTIONS[name] for name in activations_of(cell, activation)]
-        self.columns = weight_hh.t()
         self.once = once
-        if not once and not (torch.is_grad_enabled() and weight_hh.requires_grad):
-            self.columns = self.columns.contiguous()  # laid out as the product of every step reads it
-        self.bias_hh, self.weight_hr = bias_hh, weight_hr
+        self.weight_hh, self.bias_hh, self.weight_hr = weight_hh, bias_hh, weight_hr
         self.gates = gates
+
+    def reading(self, weight_hh: Tensor, bias_hh: Tensor | None) -> _Context:
+        """The same layer with another weight and bias."""
+        new = copy.copy(self)
+        new.weight_hh, new.bias_hh = weight_hh, bias_hh
+        new.__dict__.pop("columns", None)
+        return new
+
+    @functools.cached_property
+    def columns(self) -> Tensor:
+        """The columns of ``weight_hh``, laid out as the product of every step reads them."""
+        kept = self.once or (torch.is_grad_enabled() and self.weight_hh.requires_grad)
+        return self.weight_hh.t() if kept else self.weight_hh.t().contiguous()
 
     def quantize(self, name: str, x: Tensor) -> Tensor:
         function = self.inside.get(name)
@@ -185,6 +201,28 @@ def _scan(
     ctx: _Context, x: Tensor, initial: tuple[Tensor, ...], batch_sizes: Tensor | None, reverse: bool
 ) -> tuple[Tensor, ...]:
     """Run the steps over ``x``, the input's share of the gates, ``[T, B, gates * H]`` or packed."""
+    whole = None if batch_sizes is not None else _whole(ctx, x, initial, reverse)
+    if whole is not None:
+        return whole(x, ctx.weight_hh, ctx.bias_hh, initial, reverse)
+    return _in_steps(ctx, x, initial, batch_sizes, reverse)
+
+
+def _whole(ctx: _Context, x: Tensor, initial: tuple[Tensor, ...], reverse: bool) -> Sequences | None:
+    """What computes all steps at once, where there is such a thing."""
+    make = getattr(ctx.inside, "sequence", None) if ctx.weight_hr is None and not ctx.once else None
+
+    def steps(x: Tensor, weight_hh: Tensor, bias_hh: Tensor | None, *initial: Tensor) -> tuple[Tensor, ...]:
+        return _in_steps(ctx.reading(weight_hh, bias_hh), x, initial, None, reverse)
+
+    found: Sequences | None = (
+        None if make is None else make(ctx.cell, (x, ctx.weight_hh, ctx.bias_hh, *initial), steps)
+    )
+    return found
+
+
+def _in_steps(
+    ctx: _Context, x: Tensor, initial: tuple[Tensor, ...], batch_sizes: Tensor | None, reverse: bool
+) -> tuple[Tensor, ...]:
     sizes = None if batch_sizes is None else batch_sizes.tolist()
     shares = x.unbind() if sizes is None else x.split(sizes)
     order = range(len(shares))[:: -1 if reverse else 1]

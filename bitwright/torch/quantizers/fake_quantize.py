@@ -215,7 +215,7 @@ def gradient_parts(
     if rows is not None:
         compiled.learned_rows_gradient(*arrays, rows, np.float32(grid.lo), np.float32(grid.hi))
     else:
-        numbers = (np.float32(ends[0]), np.float32(ends[1]), *grid_numbers(grid), *_codes_from_to(grid))
+        numbers = (np.float32(ends[0]), np.float32(ends[1]), *grid_numbers(grid), *codes_from_to(grid))
         in_parts(compiled.learned_gradient, arrays, numbers, torch.get_num_threads())
     return inner, part
 
@@ -243,7 +243,7 @@ def grid_numbers(grid: Grid) -> tuple[np.float32, np.float32, np.float32]:
     return np.float32(grid.scale), np.float32(grid.lo), np.float32(grid.hi)
 
 
-def _codes_from_to(grid: Grid) -> tuple[np.float32, np.float32]:
+def codes_from_to(grid: Grid) -> tuple[np.float32, np.float32]:
     """Where the values begin and end that round to a code of the grid."""
     return np.float32((grid.lo - 0.5) * grid.scale), np.float32((grid.hi + 0.5) * grid.scale)
 
@@ -273,7 +273,7 @@ class _Marked(torch.autograd.Function):
         result = x if in_place else torch.empty_like(x)
         source, target, compiled = flat(x), flat(result), loops()
         assert source is not None and target is not None and compiled is not None
-        numbers = (np.float32(ends[0]), np.float32(ends[1]), *grid_numbers(grid), *_codes_from_to(grid))
+        numbers = (np.float32(ends[0]), np.float32(ends[1]), *grid_numbers(grid), *codes_from_to(grid))
         arrays = (source, target, _in_memory(marks))
         in_parts(compiled.clamp_quantize_marked, arrays, numbers, torch.get_num_threads())
         if in_place:
@@ -296,7 +296,7 @@ class _MarkedSum(torch.autograd.Function):
         source, second, target, compiled = flat(x), flat(other), flat(result), loops()
         assert source is not None and second is not None and target is not None and compiled is not None
         arrays = (source, second, target, _in_memory(marks))
-        numbers = (*grid_numbers(grid), *_codes_from_to(grid))
+        numbers = (*grid_numbers(grid), *codes_from_to(grid))
         in_parts(compiled.add_quantize_marked, arrays, numbers, torch.get_num_threads())
         if in_place:
             ctx.mark_dirty(x)

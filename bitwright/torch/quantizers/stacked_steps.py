@@ -17,9 +17,10 @@ from torch import Tensor
 
 from bitwright.core.compiled.loops import loops
 from bitwright.core.graph.recurrence import ACTIVATION_RANGES, CELL, HIDDEN
-from bitwright.torch.calls.recurrent import ORDER, StackedStep
+from bitwright.torch.calls.recurrent import ORDER, Sequences, StackedStep
 from bitwright.torch.quantizers.fake_quantize import grid_numbers
 from bitwright.torch.quantizers.quantizer import Quantizer, side_by_side
+from bitwright.torch.quantizers.sequences import NAMES, Steps, observed, ready, trained
 
 Function = Callable[[Tensor], Tensor]
 _LEAST = 256  # elements of a state from which compiled loops pay
@@ -76,6 +77,30 @@ class StepFunctions(dict[str, Function]):
         pre = _together([self.get(f"{gate}.pre") for gate in gates], like)
         post = _together([self.get(f"{gate}.gate") for gate in gates], like, [RANGES[gate] for gate in gates])
         return None if pre is None or post is None else make(self, pre, post, like)
+
+    def sequence(self, cell: str, tensors: Sequence[Tensor | None], steps: Steps) -> Sequences | None:
+        """All steps of a layer that is neither projected nor packed in compiled loops.
+
+        Args:
+            cell: ``LSTM``, ``GRU`` or ``RNN``.
+            tensors: all that it reads, initial states at the end.
+            steps: the same layer in single steps.
+
+        Returns:
+            ``None`` where there are no such loops. There are some for an LSTM whose inner tensors are observed and none is
+            moved to a grid, and in training for one of which every inner tensor has a grid with one fixed scale.
+        """
+        like, functions = tensors[-1], [self.get(name) for name in NAMES]
+        if cell != "LSTM" or like is None or like.numel() < _LEAST or (compiled := ready(tensors)) is None:
+            return None
+        kept = {name: f.steps for name, f in zip(NAMES, functions, strict=True) if isinstance(f, Keep)}
+        if not torch.is_grad_enabled():
+            return observed(kept, compiled) if 0 < len(kept) == len(self) else None
+        grids = [f.quantizer.plain_grid(like) for f in functions if isinstance(f, OnGrid)]
+        fixed = [grid for grid in grids if grid is not None]
+        if len(fixed) < len(functions):
+            return None
+        return trained(fixed, like.shape[-1], compiled)(steps)
 
 
 def _same(x: Tensor) -> Tensor:

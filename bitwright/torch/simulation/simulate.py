@@ -346,7 +346,7 @@ class Simulator:
         output = self._planned(plan, row, recurrent.layer, args, {**kwargs, "inside": inside})
         for name, steps in kept.items():
             if name not in tapped:
-                plan.inside[name].observe(torch.cat(steps))
+                plan.inside[name].observe(steps[0] if len(steps) == 1 else torch.cat(steps))
         for name, taken in tapped.items():
             steps = kept[name][::-1] if kwargs.get("reverse") else kept[name]  # in the order of time
             taken.append(torch.cat(steps) if args[4] is not None else torch.stack(steps))

@@ -61,16 +61,23 @@ def test_equal_to_the_gates_one_by_one(
         stacked_steps, "_LEAST", 0
     )  # compiled steps, where they are at hand, of small states too
     x, seen = PACKED if packed else X, []
-    stacked = StepFunctions.stacked
+    stacked, sequence = StepFunctions.stacked, StepFunctions.sequence
 
     def spy(*args: object) -> object:
         seen.append(stacked(*args))
         return seen[-1]
 
+    def whole(*args: object) -> object:
+        found = sequence(*args)
+        seen.extend([] if found is None else [found])
+        return found
+
     monkeypatch.setattr(StepFunctions, "stacked", spy)
+    monkeypatch.setattr(StepFunctions, "sequence", whole)
     fast = results(build(kind, bidirectional=True), x, bits, learned)
     assert len(seen) == 6 and None not in seen  # two directions that calibrate, run and train
     monkeypatch.setattr(StepFunctions, "stacked", lambda *_: None)
+    monkeypatch.setattr(StepFunctions, "sequence", lambda *_: None)
     slow = results(build(kind, bidirectional=True), x, bits, learned)
     forward = next(i for i, one in enumerate(fast) if one.shape == build(kind).weight_ih_l0.shape)
     assert len(fast) == len(slow)
@@ -89,6 +96,7 @@ def test_gates_of_different_widths_stand_side_by_side() -> None:
         with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
             if not stack:
                 patch.setattr(StepFunctions, "stacked", lambda *_: None)
+                patch.setattr(StepFunctions, "sequence", lambda *_: None)
             return sim.model(X)[0]
 
     assert torch.equal(outputs(True), outputs(False))
@@ -116,6 +124,7 @@ def test_a_cell_prepares_nothing_for_many_steps(monkeypatch: pytest.MonkeyPatch)
     sim.compute_encodings([X[0]], progress=False)
     asked: list[int] = []
     monkeypatch.setattr(StepFunctions, "stacked", lambda *_: asked.append(1))
+    monkeypatch.setattr(StepFunctions, "sequence", lambda *_: asked.append(1))
     sim.model(X[0])
     assert not asked
 
@@ -129,6 +138,11 @@ def test_compiled_steps_of_an_lstm_are_those_of_array_functions(
     x = PACKED if packed else X
     fast = results(build("lstm", num_layers=2), x, bits)
     monkeypatch.setattr(stacked_steps, "loops", lambda: None)
+    monkeypatch.setattr(StepFunctions, "sequence", lambda *_: None)
     slow = results(build("lstm", num_layers=2), x, bits)
     assert len(fast) == len(slow)
-    assert all(torch.equal(a, b) for a, b in zip(fast, slow, strict=True))
+    gradients = 0 if packed else 8  # sums over all steps at once, and step by step
+    exact = len(fast) - gradients
+    assert all(torch.equal(a, b) for a, b in zip(fast[:exact], slow[:exact], strict=True))
+    for one, other in zip(fast[exact:], slow[exact:], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,242 @@
+"""An LSTM over a whole sequence in compiled loops: while its inner tensors are observed, and with a gradient.
+
+Sums, products and quantizers of a step are those of :mod:`bitwright.torch.quantizers.stacked_steps`, bit for bit. What the
+gradient needs is kept in one tensor per kind for all steps, where autograd keeps every operation of every step; the gradient
+of the weights is one product over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bitwright.core.compiled.loops import Loops, loops
+from bitwright.core.graph.recurrence import CELL, HIDDEN
+from bitwright.torch.calls.recurrent import ORDER, Sequences
+from bitwright.torch.quantizers.fake_quantize import Grid, codes_from_to, grid_numbers, is_plain
+
+Floats = NDArray[np.float32]
+_PRE, _GATE = ([f"{gate}.{kind}" for gate in ORDER["LSTM"]] for kind in ("pre", "gate"))
+#: the tensors inside a step, in the order in which they are kept
+NAMES = (*_PRE, *_GATE, CELL, "cell.gate", HIDDEN)
+
+
+def ready(tensors: Sequence[Tensor | None]) -> Loops | None:
+    """The compiled loops, where they serve a layer that has these tensors."""
+    given = [x for x in tensors if x is not None]
+    if torch.compiler.is_dynamo_compiling() or any(
+        not is_plain(x) or x.dtype != torch.float32 for x in given
+    ):
+        return None
+    return loops() if all(x.device.type == "cpu" for x in given) else None
+
+
+def observed(kept: Mapping[str, list[Tensor]], compiled: Loops) -> Sequences:
+    """A layer that computes in float and hands over those of :data:`NAMES` that are kept, for all steps: ``[T * B, H]``."""
+    return partial(_observe, kept, compiled)
+
+
+def _observe(
+    kept: Mapping[str, list[Tensor]], compiled: Loops, x: Tensor, weight_hh: Tensor, bias_hh: Tensor | None,
+    initial: tuple[Tensor, ...], reverse: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    steps, (batch, width) = len(x), initial[1].shape
+    # what nobody keeps is written over by the next step
+    places = [steps if any(name in kept for name in names) else 1 for names in (_PRE, _GATE, ("cell.gate",))]
+    pre, post = (torch.empty(4, count, batch, width) for count in places[:2])
+    bent, hidden = (torch.empty(count, batch, width) for count in (places[2], steps))
+    cells = torch.empty(steps + 1, batch, width)
+    cells[0] = initial[1]
+    shares, sums, gates, states = (_array(t) for t in (x, pre, post, cells))
+    product = _Product(weight_hh.detach().t().contiguous(), bias_hh, batch)
+    h = initial[0].detach()
+    views = zip(
+        _order(steps, reverse),
+        *(_each(view, steps) for view in (pre[:3].unbind(1), pre[3], post[:3].unbind(1), post[3], post[2])),
+        *(_each(view, steps) for view in (bent, cells[1:], hidden)),
+        strict=True,
+    )
+    for n, (t, curved, straight, gated, candidate, output, tanh, cell, out) in enumerate(views):
+        compiled.lstm_sums(shares[t], product(h), sums, min(n, places[0] - 1))
+        torch.sigmoid(curved, out=gated)
+        torch.tanh(straight, out=candidate)
+        compiled.lstm_next(gates, min(n, places[1] - 1), states, n)
+        torch.tanh(cell, out=tanh)
+        h = torch.mul(output, tanh, out=out)
+    for name, values in zip(NAMES, (*pre, *post, cells[1:], bent, hidden), strict=True):
+        if name in kept:
+            kept[name].append(values.reshape(steps * batch, width))
+    return _as_returned(hidden, reverse), hidden[-1].clone(), cells[-1].clone()
+
+
+def _each(places: Iterable[Tensor], steps: int) -> list[Tensor]:
+    """What every step writes to: a place of its own, or the one there is."""
+    found = list(places)
+    return found * (steps // len(found))
+
+
+class _Product:
+    """``h R^T + Rb``, each time in the same memory."""
+
+    def __init__(self, columns: Tensor, bias: Tensor | None, batch: int) -> None:
+        self.columns, self.bias = columns, None if bias is None else bias.detach()
+        self.room = torch.empty(batch, columns.shape[1])
+        self.array = _array(self.room)
+
+    def __call__(self, h: Tensor) -> Floats:
+        if self.bias is None:
+            torch.mm(h, self.columns, out=self.room)
+        else:
+            torch.addmm(self.bias, h, self.columns, out=self.room)
+        return self.array
+
+
+def _order(steps: int, reverse: bool) -> range:
+    return range(steps)[:: -1 if reverse else 1]
+
+
+def _as_returned(hidden: Tensor, reverse: bool) -> Tensor:
+    """Hidden states in the order of time, in memory of their own: what is kept must not change with them."""
+    return hidden.flip(0) if reverse else hidden.clone()
+
+
+def _array(x: Tensor) -> Floats:
+    found: Floats = x.detach().contiguous().numpy()
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+#: the same layer step by step in operations that autograd knows: share, ``weight_hh``, its bias, initial states -> its results
+Steps = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class _Grids:
+    """What compiled loops are told of the quantizers inside a layer: before the gates, after them, and of the states."""
+
+    pre: Floats
+    post: Floats
+    states: Floats
+
+
+def trained(grids: Sequence[Grid], width: int, compiled: Loops) -> Callable[[Steps], Sequences]:
+    """A layer with fixed ranges and a gradient.
+
+    Args:
+        grids: of :data:`NAMES`, each with one scale.
+        width: of a state.
+        compiled: the loops.
+
+    Returns:
+        Of the layer in single steps, which a gradient of the gradient is taken of, the function.
+    """
+    numbers = np.array([(*grid_numbers(grid), *codes_from_to(grid)) for grid in grids], np.float32)
+    pre, post = (np.ascontiguousarray(np.repeat(part.T, width, 1)) for part in (numbers[:4], numbers[4:8]))
+    made = _Grids(pre, post, numbers[8:])
+    return lambda steps: partial(_train, made, compiled, steps)
+
+
+def _train(
+    grids: _Grids, compiled: Loops, steps: Steps, x: Tensor, weight_hh: Tensor, bias_hh: Tensor | None,
+    initial: tuple[Tensor, ...], reverse: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    found: tuple[Tensor, ...] = _Trained.apply(
+        x, weight_hh, bias_hh, *initial, grids, compiled, steps, reverse
+    )
+    return found
+
+
+class _Trained(torch.autograd.Function):
+    """All steps of a layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight_hh: Tensor, bias_hh: Tensor | None, h: Tensor, c: Tensor, grids: _Grids,
+        compiled: Loops, steps: Steps, reverse: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        count, (batch, width) = len(x), c.shape
+        gates, marks = (
+            torch.empty(count, batch, 4 * width),
+            torch.empty(count, batch, 4 * width, dtype=torch.uint8),
+        )
+        cells, hidden = (torch.empty(count + 1, batch, width) for _ in range(2))
+        bent = torch.empty(count, batch, width)
+        cells[0], hidden[0] = c, h
+        columns = weight_hh.t()
+        arrays = _array(x), gates.numpy(), marks.numpy(), cells.numpy(), bent.numpy(), hidden.numpy()
+        shares, after, passed, states, tanh, given = arrays
+        product = _Product(columns, bias_hh, batch)
+        cell, tanh_grid, last = (tuple(row[:3]) for row in grids.states)
+        for n, t in enumerate(_order(count, reverse)):
+            compiled.lstm_gates_marked(shares[t], product(hidden[n]), after[n], passed[n], *grids.pre)
+            torch.sigmoid(gates[n, :, : 3 * width], out=gates[n, :, : 3 * width])
+            torch.tanh(gates[n, :, 3 * width :], out=gates[n, :, 3 * width :])
+            compiled.lstm_cell(after[n], states[n], states[n + 1], *grids.post[:3], *cell)
+            torch.tanh(cells[n + 1], out=bent[n])
+            compiled.lstm_hidden(after[n], tanh[n], given[n + 1], *grids.post[:3], *tanh_grid, *last)
+        ctx.save_for_backward(x, weight_hh, bias_hh, h, c, gates, marks, cells, bent, hidden)
+        ctx.made = grids, compiled, steps, reverse
+        return _as_returned(hidden[1:], reverse), hidden[-1].clone(), cells[-1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # a gradient of the gradient is asked for
+            found = _by_steps(ctx, grads)
+        else:
+            found = _gradients(ctx, *grads)
+        return (*found, None, None, None, None)
+
+
+def _gradients(ctx: Any, grad: Tensor, grad_last: Tensor, grad_cell: Tensor) -> tuple[Tensor | None, ...]:
+    """Of the input's share, the weight, its bias and the initial states."""
+    _, weight_hh, bias_hh, _, _, gates, marks, cells, bent, hidden = ctx.saved_tensors
+    grids, compiled, _, reverse = ctx.made
+    inner, carried = grad_last.clone(memory_format=torch.contiguous_format), _array(grad_cell).copy()
+    given = torch.empty_like(gates)
+    arrays = (
+        grad.contiguous().numpy(),
+        gates.numpy(),
+        marks.numpy(),
+        cells.numpy(),
+        bent.numpy(),
+        given.numpy(),
+    )
+    outer, after, passed, states, tanh, result = arrays
+    order = _order(len(gates), reverse)
+    for n in reversed(range(len(gates))):
+        t = order[n]
+        compiled.lstm_backward(
+            outer[t],
+            inner.numpy(),
+            carried,
+            after[n],
+            passed[n],
+            states[n],
+            tanh[n],
+            result[t],
+            grids.post,
+            grids.states,
+        )
+        torch.mm(given[t], weight_hh, out=inner)
+    flat, before = given.flatten(0, 1), (hidden[:-1].flip(0) if reverse else hidden[:-1]).flatten(0, 1)
+    weight = flat.t() @ before if ctx.needs_input_grad[1] else None
+    bias = flat.sum(0) if bias_hh is not None and ctx.needs_input_grad[2] else None
+    return given, weight, bias, inner, torch.from_numpy(carried)
+
+
+def _by_steps(ctx: Any, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """The same, differentiable: by autograd, of the layer in single steps."""
+    given, (_, _, steps, _) = ctx.saved_tensors[:5], ctx.made
+    wanted = [x for x, needed in zip(given, ctx.needs_input_grad, strict=False) if needed]
+    results = steps(*given)
+    found = iter(torch.autograd.grad(results, wanted, grads, create_graph=True, allow_unused=True))
+    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad[:5])

@@ -1,0 +1,135 @@
+"""A whole sequence in compiled loops: results and statistics are those of single steps, gradients too, and theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bitwright.core.compiled.loops import loops
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.spec import QuantSpec
+from bitwright.torch import QuantizationSimModel
+from bitwright.torch.quantizers import stacked_steps
+from bitwright.torch.quantizers.sequences import NAMES
+from bitwright.torch.quantizers.stacked_steps import StepFunctions
+
+pytestmark = pytest.mark.skipif(loops() is None, reason="the extra `fast` is not installed")
+X = torch.randn(7, 3, 6, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def small_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacked_steps, "_LEAST", 0)
+
+
+@pytest.fixture
+def in_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    return lambda: monkeypatch.setattr(StepFunctions, "sequence", lambda *_: None)
+
+
+def lstm(**more: object) -> nn.LSTM:
+    torch.manual_seed(1)
+    return nn.LSTM(6, 10, **more)
+
+
+def simulated(model: nn.Module, x: Tensor = X) -> QuantizationSimModel:
+    sim = QuantizationSimModel(model, x)
+    sim.compute_encodings([x, 2 * x], progress=False)
+    return sim
+
+
+@pytest.mark.parametrize("scheme", ["minmax", "percentile"])
+@pytest.mark.parametrize("on", ["*", "*.gate"], ids=["default", "gates"])
+@pytest.mark.parametrize("bidirectional", [False, True], ids=["forward", "both"])
+def test_statistics_are_those_of_single_steps(
+    scheme: str, on: str, bidirectional: bool, in_steps: Callable[[], None]
+) -> None:
+    def statistics() -> list[object]:
+        sim = QuantizationSimModel(lstm(bidirectional=bidirectional), X, quant_scheme=scheme)
+        for site in sim.quantizers["*.gate"]:  # by themselves they have a fixed range, which needs no data
+            if on == "*.gate":
+                site.spec = QuantSpec(
+                    IntFormat(8, signed=False), symmetry="asymmetric", method=site.spec.method
+                )
+        sim.compute_encodings([X, 2 * X], progress=False)
+        return [quantizer.statistics for quantizer in sim.quantizers.unique()]
+
+    fast = statistics()
+    in_steps()
+    assert fast == statistics()
+    assert sum(found is not None for found in fast) >= (1 + bidirectional) * (6 if on == "*" else len(NAMES))
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("bits", [3, 8])
+def test_gradients_are_those_of_single_steps(bias: bool, bits: int, in_steps: Callable[[], None]) -> None:
+    def gradients() -> list[Tensor]:
+        sim = QuantizationSimModel(lstm(bias=bias), X)
+        for site in sim.quantizers.values():
+            if site.inner is not None:
+                site.spec = QuantSpec(IntFormat(bits))
+        sim.compute_encodings([X / 3], progress=False)  # so that X clips
+        x, h, c = (t.requires_grad_() for t in (X.clone(), torch.rand(1, 3, 10), torch.rand(1, 3, 10)))
+        y, (last_h, last_c) = sim.model(x, (h, c))
+        (y.square().sum() + last_h.sum() - (3 * last_c).sin().sum()).backward()
+        return [
+            y.detach(),
+            last_h.detach(),
+            last_c.detach(),
+            *(p.grad for p in (x, h, c, *sim.model.parameters())),
+        ]
+
+    torch.manual_seed(3)
+    fast = gradients()
+    in_steps()
+    torch.manual_seed(3)
+    slow = gradients()
+    assert all(torch.equal(a, b) for a, b in zip(fast[:3], slow[:3], strict=True))
+    for one, other in zip(fast[3:], slow[3:], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gradient_of_the_gradient(in_steps: Callable[[], None]) -> None:
+    def twice() -> Tensor:
+        sim = simulated(lstm())
+        x = X.clone().requires_grad_()
+        (first,) = torch.autograd.grad(sim.model(x)[0].square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    fast = twice()
+    in_steps()
+    torch.testing.assert_close(fast, twice(), rtol=1e-5, atol=1e-5)
+    assert bool(fast.any())
+
+
+def test_what_is_done_to_the_results_does_not_reach_the_gradient() -> None:
+    def gradient(change: bool) -> Tensor:
+        sim = simulated(lstm())
+        y, (h, _) = sim.model(X)
+        loss = y.square().sum() + h.sum()
+        if change:
+            with torch.no_grad():
+                h.zero_()
+        loss.backward()
+        found = sim.model.weight_hh_l0.grad
+        assert found is not None
+        return found
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
+def test_only_what_is_asked_for_has_a_gradient() -> None:
+    sim = simulated(lstm())
+    sim.model.weight_hh_l0.requires_grad_(False)
+    sim.model(X)[0].sum().backward()
+    assert sim.model.weight_hh_l0.grad is None and bool(sim.model.weight_ih_l0.grad.any())
+
+
+def test_a_range_that_trains_is_left_to_single_steps() -> None:
+    sim = simulated(lstm())
+    sim.learn_ranges("*.cell")
+    sim.model(X)[0].square().sum().backward()
+    assert all(parameter.grad is not None for parameter in sim.range_parameters())
