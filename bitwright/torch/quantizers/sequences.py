@@ -48,7 +48,7 @@ def _observe(
     initial: tuple[Tensor, ...], reverse: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     steps, (batch, width) = len(x), initial[1].shape
-    # what nobody keeps is written over by the next step
+    # what is not kept is written over by the next step
     places = [steps if any(name in kept for name in names) else 1 for names in (_PRE, _GATE, ("cell.gate",))]
     pre, post = (torch.empty(4, count, batch, width) for count in places[:2])
     bent, hidden = (torch.empty(count, batch, width) for count in (places[2], steps))
