@@ -181,8 +181,6 @@ def test_show_prints_an_encodings_file(exported):
     result = run("show", exported / "net.encodings")
     assert result.exit_code == 0
     assert "net.encodings, version 1.0.0" in result.output and "3.weight" in result.output
-    result = run("show", exported / "net.onnx")
-    assert result.exit_code == 2 and "net.onnx" in result.output and "remedy" in result.output
     result = run("show", exported / "gone.encodings")
     assert result.exit_code == 2 and "there is no such file or folder" in result.output
 

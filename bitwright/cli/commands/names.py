@@ -8,7 +8,6 @@ import typer
 from rich.text import Text
 
 from bitwright.cli.app import app, console, table
-from bitwright.cli.commands.show import where
 
 if TYPE_CHECKING:
     from bitwright.core.numerics.spec import QuantSpec
@@ -101,6 +100,8 @@ def check_config(
 
 def _rule_cells(rule: Rule) -> tuple[str, ...]:
     """Which tensors a rule is about, what it sets, and where it was written."""
+    from bitwright.export.contents import where
+
     about = [f"names {rule.name}"] if rule.name != "*" else []
     about += [f"operators {' '.join(rule.types)}"] if rule.types != ("*",) else []
     port = "all" if rule.port == "*" else rule.port
