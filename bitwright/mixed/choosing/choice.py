@@ -125,6 +125,35 @@ class Knapsack:
     def _pick(self, table: Floats) -> Floats:
         return np.stack([table[:, g, c] for g, c in self._at], 1)
 
+    def neighbours(self, choice: Choice, noise: Cost) -> list[Choice]:
+        """Choices with one group at another candidate.
+
+        Where groups are tied, one of them moves alone between candidates of one kind; to another kind they all go, each to the
+        candidate of that kind with the least noise or each to the one with the most.
+
+        Args:
+            choice: a candidate per group.
+            noise: of each group and candidate, estimated.
+        """
+        table = noise.table[0]
+        tied = {g for tie in self._ties for g in tie}
+        alone = (
+            {g: c}
+            for g, c in self._at
+            if c != choice[g] and (g not in tied or self._kinds[c] == self._kinds[choice[g]])
+        )
+        found = (*alone, *(step for tie in self._ties for step in self._steps(tie, choice, table)))
+        return [tuple(step.get(g, c) for g, c in enumerate(choice)) for step in found]
+
+    def _steps(self, tie: Sequence[int], choice: Choice, table: Floats) -> Iterable[dict[int, int]]:
+        """Candidates of the groups of a tie at each other kind that all of them may have."""
+        kinds = dict.fromkeys(self._kinds[c] for c in self.allowed[tie[0]])
+        for kind in kinds:
+            of_kind = {g: [c for c in self.allowed[g] if self._kinds[c] == kind] for g in tie}
+            if kind != self._kinds[choice[tie[0]]] and all(of_kind.values()):
+                for end in (min, max):
+                    yield {g: end(found, key=table[g].__getitem__) for g, found in of_kind.items()}
+
     def front(self, noise: Cost, cost: str, bounds: Mapping[str, float], points: int) -> list[Choice]:
         """Choices of least ``cost`` for bounds on the noise from the quietest to the noisiest, without repetition."""
         quiet = self.quietest(noise, bounds)

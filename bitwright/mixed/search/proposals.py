@@ -18,7 +18,10 @@ _LOST = 3  # bad points after which the quietest one is measured
 _SAFER = 2.0  # how much less noise the next point has, where none is good beyond doubt
 _GAIN = 2e-3  # of the cost, that a point must promise
 _BETWEEN = 10  # bounds on the noise from a good to a bad point, of which the inner ones are tried
-_LAST = (40, 5e-4)  # the same where nothing is left otherwise: bounds, and gain
+_SINGLE = 4  # groups lowered alone from the best point without success, before the search ends
+_OFF = 4.0  # how much less noise such a point may add than was estimated
+_STEPS = 10  # such points at most
+_LITTLE = 1e-4  # of the cost, that one of them must save
 _AIM = 0.9  # share of what is allowed that a point is aimed at
 _STEP = (0.01, 0.7)  # by how much the noise goes down in one step, while no point is good
 _ROOM = 0.8  # share of what is allowed that a good point uses, below which estimates are doubted
@@ -50,6 +53,7 @@ class Proposals:
         if self.book.goal.min_sqnr is not None or not self.book.goal.good(self.book.seen[first]):
             yield from self._between()
         yield from self._safer()
+        yield from self._single()
 
     def _first(self) -> Choice:
         """The cheapest; where a noise is asked for, the cheapest that should have no more."""
@@ -93,11 +97,7 @@ class Proposals:
             choice = self._cheapest(noise, max(aim, floor * (1 + 1e-9)))
             if choice is not None and not self._worth(choice):
                 tries += 1
-                choice = (
-                    self._next(noise, good, bad, floor)
-                    or self._beyond(noise, good, bad)
-                    or self._next(noise, good, bad, floor, *_LAST)
-                )
+                choice = self._next(noise, good, bad, floor) or self._beyond(noise, good, bad)
             if choice is None:
                 return
             yield choice
@@ -134,21 +134,13 @@ class Proposals:
         way = math.log(_AIM / better) / math.log(worse / better) if worse > better else 0.5
         return low * (high / low) ** min(max(way, _INSIDE[0]), _INSIDE[1])
 
-    def _next(
-        self,
-        noise: Cost,
-        good: Seen | None,
-        bad: Seen | None,
-        floor: float,
-        bounds: int = _BETWEEN,
-        gain: float = _GAIN,
-    ) -> Choice | None:
+    def _next(self, noise: Cost, good: Seen | None, bad: Seen | None, floor: float) -> Choice | None:
         """Some choice between two points that was not measured and is worth it."""
         low = floor if good is None else noise.of(good.choice)
         high = max(low * 2, 1.0) if bad is None else noise.of(bad.choice)
-        for most in np.geomspace(low, max(high, low), bounds)[1:-1][::-1]:
+        for most in np.geomspace(low, max(high, low), _BETWEEN)[1:-1][::-1]:
             choice = self._cheapest(noise, float(most))
-            if choice is not None and self._worth(choice, gain):
+            if choice is not None and self._worth(choice):
                 return choice
         return None
 
@@ -167,14 +159,14 @@ class Proposals:
                 return choice
         return None
 
-    def _worth(self, choice: Choice, gain: float = _GAIN) -> bool:
+    def _worth(self, choice: Choice) -> bool:
         """Whether a point was not measured and could become the best one: it costs less, or there is none yet."""
         best, goal = self.book.best, self.book.goal
         if choice in self.book.seen:
             return False
         if best is None or not goal.good(best):
             return True
-        return self.knapsack.costs[goal.cost].of(choice) < best.cost * (1 - gain)
+        return self.knapsack.costs[goal.cost].of(choice) < best.cost * (1 - _GAIN)
 
     def _safer(self) -> Iterable[Choice]:
         """Quieter points, until there is one that samples held back should bear out; those are not looked at here."""
@@ -187,6 +179,52 @@ class Proposals:
                 return
             choice = self._cheapest(noise, max(min(seen) / _SAFER, noise.of(quietest) * (1 + 1e-9)))
             yield quietest if choice is None or choice in self.book.seen else choice
+
+    def _single(self) -> Iterable[Choice]:
+        """The best point with one group lowered: what the estimates of all groups together passed over."""
+        failed = steps = 0
+        while failed < _SINGLE and steps < _STEPS:
+            best = self.book.best
+            if best is None or not self.book.goal.good(best):
+                return
+            should, others = self._lowered(best)
+            if not should and not others:
+                return
+            yield (should or others)[0]
+            steps += 1
+            failed = 0 if self.book.best is not best else failed + 1
+
+    def _lowered(self, best: Seen) -> tuple[list[Choice], list[Choice]]:
+        """Points with one group lowered: those that should be good, the cheapest first, and the others, the quietest first."""
+        goal, noise, costs = self.book.goal, self.correction.noise(), self.knapsack.costs
+        enough = best.cost * (1 - _LITTLE)
+        found = [
+            choice
+            for choice in self.knapsack.neighbours(best.choice, noise)
+            if costs[goal.cost].of(choice) <= enough
+            and not self._hopeless(choice)
+            and all(costs[name].of(choice) <= most for name, most in goal.bounds.items())
+        ]
+        room = best.noise / goal.excess(best) - best.noise
+        found.sort(key=lambda c: (noise.of(c), -self._fine(c)))  # the same for fewer bits is tried last
+        added = {choice: noise.of(choice) - noise.of(best.choice) for choice in found}
+        return (
+            sorted((c for c in found if added[c] <= room), key=costs[goal.cost].of),
+            [c for c in found if room < added[c] <= _OFF * room],
+        )
+
+    def _fine(self, choice: Choice) -> int:
+        """More for candidates that more others are coarser than."""
+        return sum(len(self.correction.coarser[c]) for c in choice) if self.correction.coarser else 0
+
+    def _hopeless(self, choice: Choice) -> bool:
+        """Whether a point was measured, or one was bad that is nowhere coarser."""
+        coarser = self.correction.coarser
+        bad = [p.choice for p in self.book.seen.values() if not self.book.goal.good(p)]
+        return choice in self.book.seen or any(
+            all(mine == other or mine in coarser[other] for mine, other in zip(choice, known, strict=True))
+            for known in (bad if coarser else ())
+        )
 
     def _cheapest(self, noise: Cost, most: float) -> Choice | None:
         return self.knapsack.cheapest(noise, most, self.book.goal.cost, self.book.goal.bounds)

@@ -76,6 +76,15 @@ def test_the_front_holds_no_dominated_choice() -> None:
     assert [cost.of(c) for c in front] == sorted((cost.of(c) for c in front), reverse=True)
 
 
+def test_neighbours_of_a_choice_keep_ties() -> None:
+    """Groups 0 and 1 share the kind of their candidates: both leave it, or one moves within it."""
+    table = np.array([[1.0, 5.0, 2.0, 6.0]] * 3)
+    cost = Cost("bytes", "bytes", table[None], np.zeros(1))
+    knapsack = Knapsack([[0, 1, 2, 3], [0, 1, 2, 3], [0, 3]], {"bytes": cost}, [[0, 1]], ["a", "a", "b", "b"])
+    found = knapsack.neighbours((0, 1, 3), Cost.noise(table))
+    assert sorted(found) == [(0, 0, 3), (0, 1, 0), (1, 1, 3), (2, 2, 3), (3, 3, 3)]
+
+
 def test_equal_costs_are_settled_by_the_noise() -> None:
     noise = Cost.noise(np.array([[1e-2, 1e-3, 1e-5]]))
     knapsack = Knapsack([[0, 1, 2]], {"bytes": Cost("bytes", "bytes", np.ones((1, 1, 3)), np.zeros(1))})
