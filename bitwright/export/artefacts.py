@@ -18,9 +18,10 @@ from bitwright import __version__
 from bitwright.core.graph.recurrence import HIDDEN
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.serialize import encoding_to_json, spec_to_json
+from bitwright.core.simulation.state import Simulation
 from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.encodings.carried import carried_records
-from bitwright.export.encodings.of_simulation import Simulated, quantizer_args
+from bitwright.export.encodings.of_simulation import quantizer_args
 from bitwright.export.encodings.versions import VERSIONS, NamedEncoding, write_encodings
 from bitwright.export.encodings.write import json_lines
 from bitwright.export.files.atomic import atomic_files, check_destination
@@ -105,13 +106,13 @@ def check_encoding_version(version: str) -> None:
         )
 
 
-def bias_form(sim: Simulated, bias: BiasForm) -> BiasForm:
+def bias_form(sim: Simulation, bias: BiasForm) -> BiasForm:
     """Only the biases that the simulation quantizes, where it keeps some in float, so that file and simulation agree."""
     biases = [s for s in sim.quantizers.values() if s.role == "bias"]
     return bias if all(s.enabled for s in biases) or bias == "float" else "marked"
 
 
-def recurrent_form(sim: Simulated, form: RecurrentForm | None, target: str | Target) -> RecurrentForm:
+def recurrent_form(sim: Simulation, form: RecurrentForm | None, target: str | Target) -> RecurrentForm:
     """How recurrent layers are written: as asked for, or as the target has them where no step is quantized inside.
 
     Raises:
@@ -123,13 +124,13 @@ def recurrent_form(sim: Simulated, form: RecurrentForm | None, target: str | Tar
     return "scan" if any(_inside(sim)) else row.recurrent
 
 
-def _inside(sim: Simulated) -> Iterator[str]:
+def _inside(sim: Simulation) -> Iterator[str]:
     """Recurrent layers whose steps are quantized inside, once per site."""
     return (site.op for site in sim.quantizers.values() if site.inner is not None and site.enabled)
 
 
 def _slow_steps(
-    sim: Simulated, form: RecurrentForm, asked: RecurrentForm | None, target: str
+    sim: Simulation, form: RecurrentForm, asked: RecurrentForm | None, target: str
 ) -> Iterator[str]:
     if asked is None and form == "scan" and find_target(target).recurrent == "native":
         for layer in dict.fromkeys(_inside(sim)):
@@ -140,7 +141,7 @@ def _slow_steps(
 
 
 def _told(
-    sim: Simulated, result: QdqResult, encodings: Iterable[str], tensors: Container[str]
+    sim: Simulation, result: QdqResult, encodings: Iterable[str], tensors: Container[str]
 ) -> Iterator[str]:
     """What writing a model has left to say about its sites."""
     for note in result.notes:
@@ -151,13 +152,13 @@ def _told(
             yield f"{name}: not in the exported graph"
 
 
-def _outside_steps(sim: Simulated, sites: Mapping[str, Any]) -> dict[str, Any]:
+def _outside_steps(sim: Simulation, sites: Mapping[str, Any]) -> dict[str, Any]:
     """Without those inside recurrent layers, whose operators compute in float what the simulation rounds at every step."""
     return {name: values for name, values in sites.items() if sim.quantizers[name].inner is None}
 
 
 def write_artefacts(
-    sim: Simulated,
+    sim: Simulation,
     path: str | Path,
     prefix: str,
     marked: ir.Model,
@@ -284,7 +285,7 @@ def _named_inputs(model: ir.Model, data: Sequence[Array]) -> dict[str, Array]:
 
 
 def _origin(
-    sim: Simulated, encodings: Mapping[str, Encoding], target: str, data: Sequence[Array]
+    sim: Simulation, encodings: Mapping[str, Encoding], target: str, data: Sequence[Array]
 ) -> dict[str, str]:
     """What the file tells about where it comes from: equal exports tell the same."""
     text = json.dumps({name: encoding_to_json(e) for name, e in sorted(encodings.items())}, sort_keys=True)
@@ -298,14 +299,14 @@ def _origin(
     }
 
 
-def _health(sim: Simulated) -> dict[str, Any]:
+def _health(sim: Simulation) -> dict[str, Any]:
     """What was repaired, and which batches of the calibration data were not taken as they were."""
     found: dict[str, Any] = {"repairs": [asdict(repair) for repair in sim.repairs]} if sim.repairs else {}
     lines = [] if sim.calibration_log is None else sim.calibration_log.lines()
     return {**found, "non_finite": lines} if lines else found
 
 
-def _tensors_of(sim: Simulated, tensors: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+def _tensors_of(sim: Simulation, tensors: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """Site -> what the encodings file calls it: tensors of the float model, and inside a recurrent layer the site."""
     found = dict(tensors)
     for site in sim.quantizers.values():
@@ -315,7 +316,7 @@ def _tensors_of(sim: Simulated, tensors: Mapping[str, tuple[str, ...]]) -> dict[
 
 
 def _float_insides(
-    sim: Simulated, result: QdqResult, tensors: Mapping[str, tuple[str, ...]]
+    sim: Simulation, result: QdqResult, tensors: Mapping[str, tuple[str, ...]]
 ) -> Iterator[str]:
     """One note for every recurrent layer whose inner sites have no place in the QDQ model."""
     found = Counter(
@@ -327,7 +328,9 @@ def _float_insides(
         yield f"{op}: {count} tensors inside the native operator are in float; their encodings are in the encodings file"
 
 
-def _write_encodings(sim: Simulated, records: Sequence[NamedEncoding], path: Path, version: str) -> list[str]:
+def _write_encodings(
+    sim: Simulation, records: Sequence[NamedEncoding], path: Path, version: str
+) -> list[str]:
     """Write the encodings file; notes on what its version cannot express."""
     written = write_encodings(
         path,
@@ -342,7 +345,7 @@ def _write_encodings(sim: Simulated, records: Sequence[NamedEncoding], path: Pat
 
 
 def _records(
-    sim: Simulated,
+    sim: Simulation,
     encodings: Mapping[str, Encoding],
     tensors: Mapping[str, tuple[str, ...]],
     *,
@@ -362,7 +365,7 @@ def _records(
 
 
 def _sites(
-    sim: Simulated, result: QdqResult, tensors: Mapping[str, tuple[str, ...]], carried: Iterable[str]
+    sim: Simulation, result: QdqResult, tensors: Mapping[str, tuple[str, ...]], carried: Iterable[str]
 ) -> dict[str, Any]:
     return {
         "version": 1,

@@ -225,7 +225,7 @@ def quantize(
         on_harm=on_harm,
         lower_is_better=lower_is_better,
     )
-    runner.sim.origin = origin_of(preset, steps, first, runner.sim.calibration_log)
+    runner.sim.origin = origin_of(preset, [step.name for step in steps], first, runner.sim.calibration_log)
     form = {"weight_only": weight_only, "target": target}
     repaired = None
     if repair is not None:

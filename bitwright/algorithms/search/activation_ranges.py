@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.ranges import find_range_method
 from bitwright.core.simulation.quantizer import Quantizer
-from bitwright.core.simulation.sites import Site
+from bitwright.core.simulation.state import Simulation
 from bitwright.tables import Tabular
-
-
-class Simulation(Protocol):
-    """What both front ends have of a simulation."""
-
-    @property
-    def quantizers(self) -> Mapping[str, Site]:
-        """Its sites."""
 
 
 @dataclass(frozen=True)

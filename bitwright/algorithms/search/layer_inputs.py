@@ -7,33 +7,15 @@ time, do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from bitwright.algorithms.channels.attention import attention_products
 from bitwright.algorithms.channels.layers import holds_layer_weight
-from bitwright.core.graph.graph import Graph
 from bitwright.core.numerics.formats import IntFormat
-from bitwright.core.placement.plan import Plan
 from bitwright.core.simulation.sites import Site
+from bitwright.core.simulation.state import Simulation
 from bitwright.tables import Tabular
-
-
-class Simulation(Protocol):
-    """What both front ends have of a simulation."""
-
-    @property
-    def graph(self) -> Graph:
-        """The data flow it was placed on."""
-
-    @property
-    def plan(self) -> Plan:
-        """Where its sites are, and which values lie on their grids."""
-
-    @property
-    def quantizers(self) -> Mapping[str, Site]:
-        """Its sites."""
 
 
 @dataclass(frozen=True)

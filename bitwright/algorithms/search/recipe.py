@@ -2,7 +2,7 @@
 
 A recipe is a list of steps. Steps of the phase ``float`` change the float model without changing its function; then the
 simulation is made and calibrated; steps of the phase ``simulation`` choose roundings, scales and biases in it. This
-module knows names, order and bookkeeping; a :class:`Runner` of either front end carries the steps out.
+module knows names, order and bookkeeping; a :class:`ModelRunner` carries the steps out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from bitwright.algorithms.options import Options, check_options, keyword_options
 from bitwright.algorithms.search.judge import Judge, weights_in_float
@@ -228,44 +228,6 @@ def integer_bits(spec: QuantSpec | None) -> int:
     return spec.format.bits if spec is not None and isinstance(spec.format, IntFormat) else 64
 
 
-class Runner(Protocol):
-    """A model that steps are carried out on; each front end has one.
-
-    Attributes:
-        judge: says what a step is worth; ``None`` keeps every step.
-        changed: whether the last step did anything.
-    """
-
-    judge: Judge | None
-    changed: bool
-
-    def check(self, step: Step) -> None:
-        """Refuse options the step's function does not have, and values it does not take, before any work is done.
-
-        Raises:
-            ConfigError: see :func:`bitwright.algorithms.options.check_options`.
-        """
-
-    def apply(self, step: Step) -> str:
-        """Carry the step out; returns one line on what it did."""
-
-    def simulate(self) -> None:
-        """Make the calibrated simulation of the float model as it stands."""
-
-    def measure(self) -> float:
-        """The metric of the simulation, or of the one the float model would have now."""
-
-    def sqnr(self, *, float_weights: bool = False) -> float:
-        """What the judge says of the simulation, or of the one the float model would have now, in dB.
-
-        Args:
-            float_weights: let the simulation's weights be in float meanwhile.
-        """
-
-    def keep(self) -> Undo:
-        """Remember the state; the function returned brings it back."""
-
-
 @dataclass(frozen=True)
 class Action:
     """How a front end carries out one step.
@@ -340,12 +302,13 @@ class FrontEnd:
 
 
 class ModelRunner:
-    """The :class:`Runner` of both front ends.
+    """A model that steps are carried out on, in either front end.
 
     Attributes:
         model: the float model as it stands; its own copy.
         sim: the calibrated simulation, once there is one.
-        judge, changed: see :class:`Runner`.
+        judge: says what a step is worth; ``None`` keeps every step.
+        changed: whether the last step did anything.
     """
 
     def __init__(self, model: Any, front_end: FrontEnd, judge: Judge | None = None) -> None:
@@ -354,27 +317,35 @@ class ModelRunner:
         self.changed = False
 
     def check(self, step: Step) -> None:
-        """See :class:`Runner`."""
+        """Refuse options the step's function does not have, and values it does not take, before any work is done.
+
+        Raises:
+            ConfigError: see :func:`bitwright.algorithms.options.check_options`.
+        """
         check_options(step.name, step.options, self._front.actions[step.name].options())
 
     def apply(self, step: Step) -> str:
-        """See :class:`Runner`."""
+        """Carry the step out; returns one line on what it did."""
         target = self.model if KINDS[step.name].phase == "float" else self.sim
         report = self._front.actions[step.name].run(target, **step.options)
         self.changed = bool(getattr(report, "changed", True))
         return _said(report)
 
     def simulate(self) -> None:
-        """See :class:`Runner`."""
+        """Make the calibrated simulation of the float model as it stands."""
         self.sim = self._front.simulate(self.model)
 
     def measure(self) -> float:
-        """See :class:`Runner`; in the phase ``float`` a simulation is made for it and dropped."""
+        """The metric of the simulation; in the phase ``float``, of one that is made for it and dropped."""
         sim = self._front.simulate(self._front.copy(self.model)) if self.sim is None else self.sim
         return float(self._front.measure(sim))
 
     def sqnr(self, *, float_weights: bool = False) -> float:
-        """See :class:`Runner`."""
+        """What the judge says of the simulation, or of the one the float model would have now, in dB.
+
+        Args:
+            float_weights: let the simulation's weights be in float meanwhile.
+        """
         outputs, trial = self._front.outputs, self._front.trial
         assert self.judge is not None and outputs is not None and trial is not None
         sim = trial(self._front.copy(self.model), self.judge) if self.sim is None else self.sim
@@ -382,7 +353,7 @@ class ModelRunner:
             return self.judge.sqnr(lambda batch: outputs(sim, batch))
 
     def keep(self) -> Undo:
-        """See :class:`Runner`."""
+        """Remember the state; the function returned brings it back."""
         if self.sim is not None:
             return self._front.remember(self.sim)
         saved = self._front.copy(self.model)
@@ -394,7 +365,7 @@ OnHarm = Literal["report", "undo"]
 
 def run_recipe(
     steps: Sequence[Step],
-    runner: Runner,
+    runner: ModelRunner,
     *,
     float_metric: float | None = None,
     on_harm: OnHarm = "report",
@@ -461,7 +432,7 @@ class _Verdict:
 class _Judging:
     """Puts the steps that ask for it before the runner's judge, if it has one."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._before: float | None = None
         self._float_weights = False
@@ -514,7 +485,7 @@ class _Judging:
 class _Run:
     """A recipe under way."""
 
-    runner: Runner
+    runner: ModelRunner
     book: Book
     judging: _Judging
     measured: bool  # with the metric, after each step
@@ -558,7 +529,7 @@ class _Run:
             self.book.take_back()
 
 
-def _check(steps: Sequence[Step], runner: Runner) -> dict[int, BitwrightError]:
+def _check(steps: Sequence[Step], runner: ModelRunner) -> dict[int, BitwrightError]:
     """Refuse what the runner cannot do; of optional steps, say why by their place."""
     impossible = {}
     for index, step in enumerate(steps):

@@ -228,10 +228,6 @@ class Rules:
         """These rules with more after them."""
         return replace(self, rules=(*self.rules, *rules))
 
-    def with_base(self, weight: QuantSpec | None, activation: QuantSpec | None) -> Rules:
-        """These rules over other base specs."""
-        return replace(self, weight=weight, activation=activation)
-
 
 def default_rules(
     weight: QuantSpec | None = PRESETS["w8a8"].weight,

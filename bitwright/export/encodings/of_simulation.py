@@ -6,21 +6,16 @@ import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bitwright.core.graph.ops import block_axes, weight_axes
 from bitwright.core.graph.recurrence import CELLS
-from bitwright.core.health.repair import Repair
 from bitwright.core.numerics.affine import recognized
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.core.numerics.spec import QuantSpec
-from bitwright.core.placement.plan import Plan
-from bitwright.core.placement.rules import Rules
-from bitwright.core.simulation.calibration import CalibrationLog
-from bitwright.core.simulation.protocols import Undo
-from bitwright.core.simulation.sites import Site, SiteMap
-from bitwright.core.simulation.state import all_or_nothing
+from bitwright.core.simulation.sites import Site
+from bitwright.core.simulation.state import Simulation, all_or_nothing
 from bitwright.errors import EncodingsError
 from bitwright.export.encodings.gate_order import GATED, from_onnx_order, gate_order
 from bitwright.export.encodings.sites_file import read_sites
@@ -30,42 +25,7 @@ from bitwright.export.files.atomic import settle
 logger = logging.getLogger("bitwright")
 
 
-class Simulated(Protocol):
-    """What a simulation of either front end offers to whoever reads or writes its encodings."""
-
-    @property
-    def quantizers(self) -> SiteMap:
-        """Every site by name."""
-
-    @property
-    def rules(self) -> Rules:
-        """What was asked for."""
-
-    @property
-    def plan(self) -> Plan:
-        """Where the rules put quantizers, and why not elsewhere."""
-
-    @property
-    def repairs(self) -> Sequence[Repair]:
-        """What keeps the model's operators from handing on NaN and Inf."""
-
-    @property
-    def origin(self) -> Mapping[str, str]:
-        """How the simulation was made, as far as whoever made it says: preset, recipe, data."""
-
-    @property
-    def calibration_log(self) -> CalibrationLog | None:
-        """What became of the batches of the last calibration."""
-
-    def remember(self, *, parameters: bool = False) -> Undo:
-        """Keep its state; the function returned brings it back."""
-
-    @property
-    def output_values(self) -> Mapping[str, str]:
-        """Output of an exported model -> the graph's value after it, where the two have different names."""
-
-
-def quantizer_args(sim: Simulated) -> dict[str, Any]:
+def quantizer_args(sim: Simulation) -> dict[str, Any]:
     """The global settings under the names encodings files use."""
     weight, activation = sim.rules.weight, sim.rules.activation
     spec = weight or activation or QuantSpec()
@@ -79,7 +39,7 @@ def quantizer_args(sim: Simulated) -> dict[str, Any]:
     }
 
 
-def site_records(sim: Simulated) -> list[NamedEncoding]:
+def site_records(sim: Simulation) -> list[NamedEncoding]:
     """One record per calibrated, enabled site; derived biases are left to whoever needs them."""
     return [
         NamedEncoding(
@@ -90,7 +50,7 @@ def site_records(sim: Simulated) -> list[NamedEncoding]:
     ]
 
 
-def save_encodings(sim: Simulated, path: str | Path, version: str = "2.0.0") -> Path:
+def save_encodings(sim: Simulation, path: str | Path, version: str = "2.0.0") -> Path:
     """Write the encodings of ``sim`` under site names; what the version cannot express is logged."""
     disabled = [site.name for site in sim.quantizers.values() if not site.enabled]
     summary = version != "2.0.0"  # which has no place for one; every record of it says these things itself
@@ -107,7 +67,7 @@ def save_encodings(sim: Simulated, path: str | Path, version: str = "2.0.0") -> 
 
 
 def load_encodings(
-    sim: Simulated, source: str | Path | dict[str, Any], strict: bool = True, partial: bool = False
+    sim: Simulation, source: str | Path | dict[str, Any], strict: bool = True, partial: bool = False
 ) -> tuple[str, ...]:
     """Give every site of ``sim`` the encoding the file has for it; sites without one are switched off.
 
@@ -135,7 +95,7 @@ def load_encodings(
     return tuple(name for name in sim.quantizers if name in found)
 
 
-def set_and_freeze_param_encodings(sim: Simulated, source: str | Path | dict[str, Any]) -> None:
+def set_and_freeze_param_encodings(sim: Simulation, source: str | Path | dict[str, Any]) -> None:
     """Take the parameter encodings of the file and protect them from calibration.
 
     Raises (and leaves the simulation as it was):
@@ -149,7 +109,7 @@ def set_and_freeze_param_encodings(sim: Simulated, source: str | Path | dict[str
 
 
 def _matched(
-    sim: Simulated,
+    sim: Simulation,
     source: str | Path | dict[str, Any],
     strict: bool,
     params_only: bool,
@@ -174,7 +134,7 @@ def _matched(
     return found
 
 
-def _served(sim: Simulated, sites: Iterable[Site], found: Iterable[str]) -> list[str]:
+def _served(sim: Simulation, sites: Iterable[Site], found: Iterable[str]) -> list[str]:
     """Names of the sites that are found, or any of whose sharing group is."""
     served = {id(sim.quantizers[name].quantizer) for name in found}
     return [site.name for site in sites if id(site.quantizer) in served]
@@ -185,7 +145,10 @@ def _where(source: str | Path | dict[str, Any]) -> str:
 
 
 def _records_for_sites(
-    sim: Simulated, records: Iterable[NamedEncoding], exported: Mapping[str, Sequence[str]], params_only: bool
+    sim: Simulation,
+    records: Iterable[NamedEncoding],
+    exported: Mapping[str, Sequence[str]],
+    params_only: bool,
 ) -> dict[str, NamedEncoding]:
     """Records by name, without those of biases whose grids follow from others."""
     derived = [site for site in sim.quantizers.values() if site.quantizer.derived]
@@ -207,7 +170,7 @@ def _tell_names(
 
 
 def _by_name(
-    records: Iterable[NamedEncoding], sim: Simulated, sites: Iterable[Site], by_tensor: Container[str]
+    records: Iterable[NamedEncoding], sim: Simulation, sites: Iterable[Site], by_tensor: Container[str]
 ) -> tuple[dict[str, NamedEncoding], list[str]]:
     """Site -> the record of its name or of its tensor's, where it has none ``by_tensor``; and the names that no site has."""
     by_value = _sites_by_value(sim, sites)
@@ -223,7 +186,7 @@ def _by_name(
     return found, unused
 
 
-def _sites_by_value(sim: Simulated, sites: Iterable[Site]) -> dict[str, list[str]]:
+def _sites_by_value(sim: Simulation, sites: Iterable[Site]) -> dict[str, list[str]]:
     """Tensor -> the sites where it is put on a grid, or one that has put it there."""
     found: dict[str, list[str]] = {}
     for site in sites:

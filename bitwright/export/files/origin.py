@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -17,19 +17,13 @@ from bitwright.export.files.manifest import fingerprint
 _PREFIX = "bitwright."
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str:
-        """Of a step."""
-
-
 def origin_of(
-    preset: str | Preset, steps: Iterable[_Named], first: Any, log: CalibrationLog | None
+    preset: str | Preset, steps: Iterable[str], first: Any, log: CalibrationLog | None
 ) -> dict[str, str]:
     """Preset, recipe and calibration data of one call of ``quantize``; data that has no bytes goes without a fingerprint."""
     found = {
         "preset": preset if isinstance(preset, str) else repr(preset),
-        "recipe": ", ".join(step.name for step in steps),
+        "recipe": ", ".join(steps),
     }
     try:
         batches = f"{log.batches} batches, the first " if log is not None else ""

@@ -97,12 +97,6 @@ class Loaded:
     notes: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
 
-    @property
-    def overridable(self) -> tuple[str, ...]:
-        """Initializers that the original lists as inputs too."""
-        kept = {value.name for value in self.model.graph.inputs}
-        return tuple(name for name in self.inputs if name not in kept)
-
 
 def load_model(model: Source) -> Loaded:
     """A private, normalised copy of a model.

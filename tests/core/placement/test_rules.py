@@ -6,8 +6,8 @@ import pytest
 
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel
-from bitwright.core.numerics.spec import PRESETS, QuantSpec, RangeMethod, weight_spec
-from bitwright.core.placement.rules import Resolver, Rule, Rules, Setting, default_rules, name_pattern
+from bitwright.core.numerics.spec import QuantSpec, RangeMethod, weight_spec
+from bitwright.core.placement.rules import Resolver, Rule, Setting, default_rules, name_pattern
 from bitwright.errors import ConfigError, FormatError
 
 WEIGHT = frozenset(("weight", "param"))
@@ -144,5 +144,3 @@ def test_rules_are_values():
     assert rules == default_rules()
     assert rules.extended([Rule("head", quantized=False)]).rules == (Rule("head", quantized=False),)
     assert not rules.rules
-    w4 = rules.with_base(PRESETS["w4a8"].weight, PRESETS["w4a8"].activation)
-    assert isinstance(w4, Rules) and w4.weight == weight_spec("int4")

@@ -88,7 +88,8 @@ def test_the_copy_computes_the_same_and_the_model_stays(name, kind, tmp_path):
         source = tmp_path / "model.onnx"
         onnx.save(proto, source)
     loaded = load_model(source)
-    names = [i.name for i in proto.graph.input if i.name not in loaded.overridable]
+    constants = {initializer.name for initializer in proto.graph.initializer}
+    names = [i.name for i in proto.graph.input if i.name not in constants]
     assert [v.name for v in loaded.model.graph.inputs] == names
     assert [v.name for v in loaded.model.graph.outputs] == [o.name for o in proto.graph.output]
     feeds = feeds_for(proto)
@@ -130,7 +131,6 @@ def test_notes_say_what_was_changed():
     assert load_model(overridable()).notes == (
         "initializers that are listed as inputs too are constants from now on: c.weight",
     )
-    assert load_model(overridable()).overridable == ("c.weight",)
     assert load_model(function_model()).notes == ("functions of the model were inlined: Half",)
     assert load_model(unsorted()).notes == ("nodes were put into execution order",)
     net = Net()
