@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -225,7 +226,7 @@ def quantize(
         on_harm=on_harm,
         lower_is_better=lower_is_better,
     )
-    runner.sim.origin = origin_of(preset, [step.name for step in steps], first, runner.sim.calibration_log)
+    runner.sim.origin = origin_of(preset, map(attrgetter("name"), steps), first, runner.sim.calibration_log)
     form = {"weight_only": weight_only, "target": target}
     repaired = None
     if repair is not None:

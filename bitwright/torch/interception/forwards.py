@@ -87,7 +87,10 @@ class Forward:
             if self.hidden is None:
                 output = self.call(*args, **kwargs)
             else:
-                output = self.hidden[bool(self.module.inplace)](*args, *kwargs.values())
+                place = (
+                    1 if self.module.inplace else 0
+                )  # compilers of older versions do not take a bool for an index
+                output = self.hidden[place](*args, *kwargs.values())
             del here.frames[depth:]
             return output
         try:

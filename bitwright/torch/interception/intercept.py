@@ -259,11 +259,24 @@ class Interceptor:
         handler = here.handler or self.handler
         called, here.called = here.called, None
         replica = None if called is None or forward.path else Replica(called)
-        call = forward.call_of(replica)
         if handler is None:
-            return call(*args, **kwargs)
+            return forward.call_of(replica)(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return self._traced(forward, here, args, kwargs, handler)
+        return self._intercepted(forward, here, replica, args, kwargs, handler)
+
+    @torch.compiler.disable
+    def _intercepted(
+        self,
+        forward: Forward,
+        here: Thread,
+        replica: Replica | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        handler: Handler,
+    ) -> Any:
+        """The same without a compiler: where it gave up on the whole it would take parts, whose calls are not seen."""
+        call = forward.call_of(replica)
         if forward.path:
             self._check_part(forward, handler)
         self._open(here, replica)
@@ -287,12 +300,7 @@ class Interceptor:
         self, forward: Forward, here: Thread, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Handler
     ) -> Any:
         """The same while ``torch.compile`` traces it: what threads and errors need is left out, so that the graph is one."""
-        if (path := self._before_tracing()) and not torch.is_grad_enabled():
-            raise ModelError(
-                path,
-                "torch.compile takes the fused kernel of this attention layer in inference, which has no place for quantizers",
-                "call torch.backends.mha.set_fastpath_enabled(False) and torch._dynamo.reset(), and compile the model anew",
-            )
+        self._before_tracing()
         self._refuse_hidden_functions()
         here.frames = [Frame("", "", self.model)]
         here.mode, here.depth = CallMode(self, here), 1
@@ -306,18 +314,24 @@ class Interceptor:
         return output
 
     @torch.compiler.assume_constant_result
-    def _before_tracing(self) -> str:
-        """Look up what the compiler must find in place; path of a layer that would run as a fused kernel, or nothing.
+    def _before_tracing(self) -> bool:
+        """Look up what the compiler must find in place, and refuse an attention layer that would run as a fused kernel.
 
         (Nothing tells a compiler that the calls of such a layer are intercepted.)
         """
         self.forget_names()
         self._name_parameters()
-        if not torch.backends.mha.get_fastpath_enabled():
-            return ""
+        if torch.is_grad_enabled() or not torch.backends.mha.get_fastpath_enabled():
+            return True
         layers = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
-        found = (path for path, m in walk_modules(self.model) if isinstance(m, layers) and not m.training)
-        return next(found, "")
+        for path, module in walk_modules(self.model):
+            if isinstance(module, layers) and not module.training:
+                raise ModelError(
+                    path,
+                    "torch.compile takes the fused kernel of this attention layer in inference, which has no quantizers",
+                    "call torch.backends.mha.set_fastpath_enabled(False) and torch._dynamo.reset(), and compile the model anew",
+                )
+        return True
 
     @torch.compiler.assume_constant_result
     def _refuse_hidden_functions(self) -> bool:
