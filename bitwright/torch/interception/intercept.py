@@ -45,8 +45,7 @@ from bitwright.torch.interception.scripted import called_from
 
 #: reading and writing attributes of tensors: nothing that a model computes
 ACCESS = ("__get__", "__set__")
-
-
+_FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 _MODULE_TABLES = frozenset(vars(nn.Module()))
 
 #: functions that only ever move data: they hold no quantizer and are not counted
@@ -315,17 +314,13 @@ class Interceptor:
 
     @torch.compiler.assume_constant_result
     def _before_tracing(self) -> bool:
-        """Look up what the compiler must find in place, and refuse an attention layer that would run as a fused kernel.
-
-        (Nothing tells a compiler that the calls of such a layer are intercepted.)
-        """
+        """Look up what the compiler must find in place, and refuse a layer that would run as a fused kernel."""
         self.forget_names()
         self._name_parameters()
         if torch.is_grad_enabled() or not torch.backends.mha.get_fastpath_enabled():
             return True
-        layers = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
         for path, module in walk_modules(self.model):
-            if isinstance(module, layers) and not module.training:
+            if isinstance(module, _FUSED) and not module.training:
                 raise ModelError(
                     path,
                     "torch.compile takes the fused kernel of this attention layer in inference, which has no quantizers",
