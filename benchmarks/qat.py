@@ -6,12 +6,13 @@
     python benchmarks/qat.py --folder runs --only-table --markdown benchmarks/results/qat.md
 
 Nothing is chosen by test data. A part of every network's training data is held out: no calibration and no training step sees
-it. On it, on one draw and at W4A4, a post-training recipe is chosen from ``RECIPES`` and a learning rate for fixed and for
-learned ranges; ranges have ten times the rate of the model, and the other ways of training have the rate of learned ranges.
-Other bits take these choices over. Then three other draws are calibrated and trained with them, and each result is scored on
-the test data once. All trained rows of a network take the same steps on the same batches and start from the chosen recipe's
-simulation, whose rounding freezes the ranges of weights: those of activations are learned. Rows with live batch norms start from
-ranges of least squared error.
+it. On it, on one draw, a post-training recipe is chosen from ``RECIPES`` at W4A4, and at every preset a learning rate for fixed
+and for learned ranges; ranges have ten times the rate of the model. The rows of distillation and of live batch norms have the
+rate of learned ranges. Where the recipe that training starts from is better on the held-out part than all rates are, and than
+distillation is, no training is the choice, and the row says so. Then three other draws are calibrated and trained with these
+choices, and each result is scored on the test data once. All trained rows of a network take the same steps on the same batches
+and start from the chosen recipe's simulation, whose rounding freezes the ranges of weights: those of activations are learned.
+Rows with live batch norms start from ranges of least squared error, and learn all.
 
 Every quantizer has the bits of the preset, the first and the last layer's too: recipes are without the step that widens. A number
 is appended to ``results.jsonl`` of the folder when it is there, and not measured again. What the first draw trained is kept as a
@@ -54,7 +55,8 @@ from bitwright.torch import (
 )
 from tests.support import data
 
-RATES = (1e-4, 3e-4, 1e-3)
+RATES, PICTURE_RATES = (3e-4, 1e-3, 3e-3), (1e-4, 3e-4, 1e-3)
+KEPT_START = -1  # the option of a trained row for which no training is the choice
 RANGE_RATE = 10.0  # times the rate of the model
 # the default recipe without the steps that give sites more bits than the preset or leave them in float, and what may replace gptq
 _BASE: tuple[Any, ...] = ("fold", "smooth", "activation_ranges", "seq_mse")
@@ -71,7 +73,7 @@ PRESETS = {
 }
 DRAWS = (1, 2, 3)
 CHOOSING = 0  # the draw that choices are made on
-CHOSEN_AT = "w4a4"  # the bits that choices are made at
+RECIPE_AT = "w4a4"  # the bits that recipes are chosen at
 TRAINED = ("fixed", "learned", "distilled")
 LIVE = ("live", "re-estimated")
 NAMES = {
@@ -129,7 +131,7 @@ class Subject:
         metric: its name.
         higher: whether more of it is better.
         batch_norms: whether the rows with live batch norms exist.
-        rates: to choose from; where there is one, nothing is chosen.
+        rates: to choose from.
         recipes: so many of ``RECIPES`` are chosen from.
     """
 
@@ -267,7 +269,7 @@ SUBJECTS = {
         "accuracy, %",
         higher=True,
         batch_norms=True,
-        rates=(1e-4, 3e-4),
+        rates=PICTURE_RATES,
         recipes=1,
     ),
     "lstm_char": Subject(
@@ -298,6 +300,7 @@ SUBJECTS = {
         "accuracy, %",
         higher=True,
         batch_norms=True,
+        rates=PICTURE_RATES,
     ),
     "stories260k": Subject(
         functools.partial(data.trained, "stories260k"),
@@ -309,7 +312,6 @@ SUBJECTS = {
         60,
         8,
         "perplexity",
-        rates=(1e-3,),
         recipes=1,
     ),
 }
@@ -371,33 +373,41 @@ class Study:
 
     # -- choices
 
-    def best(self, row: str, count: int) -> int:
-        """The option of ``row`` with the best score on what is held out."""
-        if count == 1:
-            return 0
-        if self.preset != CHOSEN_AT:
-            return Study(self.network, CHOSEN_AT, self.results).best(row, count)
-        scores = []
-        for option in range(count):
-            cell = self.cell(row, CHOOSING, "validation", option)
-            if self.results.find(cell) is None:
-                self.measure(row, CHOOSING, "validation", option)
-            line = self.results.find(cell)
-            assert line is not None
-            scores.append(line["score"])
-        return scores.index((max if self.subject.higher else min)(scores))
+    def held_out(self, row: str, option: int) -> float:
+        """What choices are made by."""
+        cell = self.cell(row, CHOOSING, "validation", option)
+        if self.results.find(cell) is None:
+            self.measure(row, CHOOSING, "validation", option)
+        line = self.results.find(cell)
+        assert line is not None
+        score: float = line["score"]
+        return score if self.subject.higher else -score
 
     def recipe(self) -> int:
-        return self.best("recipe", self.subject.recipes)
+        if self.subject.recipes == 1:
+            return 0
+        if self.preset != RECIPE_AT:
+            return Study(self.network, RECIPE_AT, self.results).recipe()
+        return max(range(self.subject.recipes), key=lambda option: self.held_out("recipe", option))
+
+    def options(self) -> dict[str, int]:
+        """Each way of training with its rate, or :data:`KEPT_START`."""
+        start = self.held_out("recipe", self.recipe())
+        rates = range(len(self.subject.rates))
+        best = {
+            way: max(rates, key=lambda option: self.held_out(way, option)) for way in ("fixed", "learned")
+        }
+        best["distilled"] = best["learned"]
+        chosen = {
+            way: option if self.held_out(way, option) > start else KEPT_START for way, option in best.items()
+        }
+        return chosen | ({"live": best["learned"]} if self.subject.batch_norms else {})
 
     # -- numbers
 
     def run(self, draws: Sequence[int]) -> None:
         """All rows, those of the first draws first."""
-        ways = (*TRAINED, *(("live",) if self.subject.batch_norms else ()))
-        rates = {way: self.best(way, len(self.subject.rates)) for way in ("fixed", "learned")}
-        chosen = {"nearest": 0, "recipe": self.recipe()}
-        chosen |= {way: rates["fixed" if way == "fixed" else "learned"] for way in ways}
+        chosen = {"nearest": 0, "recipe": self.recipe(), **self.options()}
         for draw in draws:
             for row, option in chosen.items():
                 if self.results.find(self.cell(row, draw, "test", option)) is None:
@@ -413,7 +423,8 @@ class Study:
         else:
             sim = copy.deepcopy(self.treated(draw, self.recipe()))
             start = time.process_time()
-            train(sim, self.subject, row, draw, self.subject.rates[option])
+            if option != KEPT_START:
+                train(sim, self.subject, row, draw, self.subject.rates[option])
         self._score(row, sim, draw, split, option, start)
 
     def _measure_live(self, draw: int, split: str, option: int, start: float) -> None:
@@ -547,13 +558,14 @@ def table(results: Results) -> tuple[list[str], list[list[str]]]:
 def _row(results: Results, network: str, preset: str, row: str, lines: list[dict[str, Any]]) -> list[str]:
     subject = SUBJECTS[network]
     places = ".2f" if subject.higher else ".3f"
+    lines = [line for line in lines if line["option"] == lines[-1]["option"]]  # others are of earlier choices
     scores = [line["score"] for line in lines]
     mean, low, high = (format(f(scores), places) for f in (statistics.fmean, min, max))
     spread = mean if low == high else f"{mean} ({low} to {high})"
-    option = lines[0]["option"]
-    chosen = {"float": "", "nearest": "", "recipe": f"{option + 1} of {subject.recipes}"}.get(
-        row, f"{subject.rates[option]:g}"
-    )
+    option = lines[-1]["option"]
+    chosen = {"float": "", "nearest": "", "recipe": f"{option + 1} of {subject.recipes}"}.get(row)
+    if chosen is None:
+        chosen = "not to train" if option == KEPT_START else f"{subject.rates[option]:g}"
     file = results.find(Cell(network, preset, row, DRAWS[0], "file", 0))
     told = "" if file is None else _told(file, places)
     seconds = f"{statistics.fmean(line['seconds'] for line in lines):.0f}"

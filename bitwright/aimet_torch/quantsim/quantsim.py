@@ -174,7 +174,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
     def _learn_if_asked(self) -> None:
         """The schemes ``training_range_learning_...`` train ranges from the calibrated ones on."""
         if learns_ranges(self._scheme):
-            self.learn_ranges()
+            self.learn_ranges(["*"])
 
     def compute_param_encodings(self) -> None:
         """Find the encodings of the parameters alone; the others stay as they are."""
@@ -248,7 +248,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
     def named_quantizer_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """:meth:`quantizer_parameters` with the names of their sites."""
         if not any(True for _ in self.named_range_parameters()):
-            self.learn_ranges()
+            self.learn_ranges(["*"])
         return self.named_range_parameters()
 
     def exclude_layers_from_quantization(self, layers_to_exclude: Sequence[nn.Module]) -> None:
@@ -345,7 +345,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
         """
         load_encodings(self, encodings, strict, partial, allow_overwrite)
         if requires_grad:
-            self.learn_ranges()
+            self.learn_ranges(["*"])
 
     def load_and_freeze_encodings(
         self, encoding_path: str | Path | dict[str, Any], ignore_when_quantizer_disabled: bool = False

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("bitwright")
 
 _FROZEN = "it is frozen"
+_ROUNDED_FOR = (
+    "other weights are frozen, and may be rounded for the values that it has now: name it to learn it"
+)
 Init = Literal["calibrated", "lsq", "lsq+"]
 
 
@@ -64,7 +67,9 @@ def learn_ranges(
 
     Args:
         sim: calibrated.
-        sites: names or globs (``"*.weight"``).
+        sites: names or globs (``"*.weight"``). ``"*"`` is all that can train; where some weights are frozen, as rounding
+            methods leave those that they rounded, all weights stay: what was rounded makes up for the errors that the
+            others have now, and a range that moves by 1 % changes some of those by whole steps.
         offsets: learn the zero points of asymmetric grids too (LSQ+), but for ranges that end at zero, as after ReLU.
         init: where weights start: ``"calibrated"``, ``"lsq"`` (``2 * mean|w| / sqrt(qmax)``) or ``"lsq+"``
             (``max(|mean - 3 std|, |mean + 3 std|)`` is the end of the grid). Activations start where calibration found
@@ -82,9 +87,12 @@ def learn_ranges(
     chosen = _chosen(sim, [sites] if isinstance(sites, str) else list(sites))
     fixed: dict[str, str] = {}
     learned: dict[int, str] = {}
+    rounded = sites == "*" and any(
+        site.role == "weight" and _why_fixed(site, False) == _FROZEN for site in chosen
+    )
     with all_or_nothing(sim):
         for site in chosen:
-            reason = _why_fixed(site)
+            reason = _why_fixed(site, rounded)
             if reason is not None:
                 fixed[site.name] = reason
             elif id(site.quantizer) not in learned:
@@ -106,14 +114,22 @@ def learn_ranges(
 def _tell_frozen(fixed: Mapping[str, str]) -> None:
     """Say which ranges were left because they are frozen: whoever rounded weights before training may not expect it."""
     frozen = [name for name, why in fixed.items() if why == _FROZEN]
-    if frozen:
-        logger.warning(
-            "learn_ranges: %d frozen ranges stay as they are, %s among them: rounding methods such as GPTQ and AdaRound freeze "
-            "those of the weights that they rounded. To train them, set sim.quantizers[name].frozen = False and call "
-            "learn_ranges again",
-            len(frozen),
-            frozen[0],
-        )
+    if not frozen:
+        return
+    others = [name for name, why in fixed.items() if why == _ROUNDED_FOR]
+    more = ", ..." if len(others) > 3 else ""
+    also = (
+        f"; other weights ({', '.join(others[:3])}{more}) keep theirs too, because rounded weights make up for their present "
+        "values: learn_ranges(name) trains one"
+    )
+    logger.warning(
+        "learn_ranges: %d frozen ranges stay as they are, %s among them: rounding methods such as GPTQ and AdaRound freeze "
+        "those of the weights that they rounded%s. To train frozen ones, set sim.quantizers[name].frozen = False and call "
+        "learn_ranges again",
+        len(frozen),
+        frozen[0],
+        also if others else "",
+    )
 
 
 def site_tensor(sim: QuantizationSimModel, site: Site) -> torch.Tensor | None:
@@ -138,7 +154,7 @@ def _chosen(sim: QuantizationSimModel, names: list[str]) -> list[Site]:
     return list(chosen.values())
 
 
-def _why_fixed(site: Site) -> str | None:
+def _why_fixed(site: Site, rounded: bool) -> str | None:
     """Why the range of a site is not learned; ``None`` where it is."""
     quantizer = site.quantizer
     if not quantizer.enabled:
@@ -151,6 +167,8 @@ def _why_fixed(site: Site) -> str | None:
         return "it is a constant"
     if quantizer.is_fixed:
         return "both ends of its range are given"
+    if rounded and site.role == "weight" and getattr(quantizer, "learned", None) is None:
+        return _ROUNDED_FOR
     return unlearnable(quantizer.required)
 
 

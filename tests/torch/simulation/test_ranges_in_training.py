@@ -73,6 +73,24 @@ def test_ranges_that_rounding_froze_are_told_of(caplog):
     assert {"0.weight", "2.weight"} <= set(sim.learn_ranges().learned) and not caplog.records
 
 
+def test_weights_that_others_were_rounded_for_keep_their_ranges(caplog):
+    """At two bits a range of the embedding that moves by 1 % changes codes which the rounded layer after it makes up for."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 4)).eval()
+    tokens = torch.arange(40).reshape(4, 10) % 10
+    sim = QuantizationSimModel(model, tokens, default_param_bw=2)
+    sim.compute_encodings([tokens], progress=False)
+    apply_gptq(sim, [tokens], progress=False)
+    assert sim.quantizers["1.weight"].frozen and not sim.quantizers["0.weight"].frozen
+    with caplog.at_level(logging.WARNING):
+        report = sim.learn_ranges()
+    assert report.learned and "0.weight" not in report.learned
+    assert "name it to learn it" in report.fixed["0.weight"]
+    assert "other weights (0.weight) keep theirs too" in caplog.records[-1].getMessage()
+    assert sim.learn_ranges("0.weight").learned == ("0.weight",)  # as the reason says
+    assert "0.weight" in sim.learn_ranges().learned  # what trains goes on
+
+
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.Adam])
 def test_ranges_train_with_the_optimizers_that_people_use(make_optimizer):
     """A range three times too wide at four bits comes to where the output is nearer to that of the float model."""
