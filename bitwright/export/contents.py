@@ -161,22 +161,25 @@ def _onnx(path: Path) -> list[Table]:
 
 def _dequantized(node: ir.Node) -> Cells:
     """A tensor that a DequantizeLinear makes of codes: a constant, or what a QuantizeLinear rounded."""
-    facts, codes, result = read_metadata(node), node.inputs[0], str(node.outputs[0].name)
+    facts = read_metadata(node) or {"places": (), "role": None, "format": None}
+    name = str(facts["places"][0][0] if facts["places"] else node.outputs[0].name)
+    codes = node.inputs[0]
     stored = codes is not None and codes.const_value is not None
-    kind = "activation" if facts is None and not stored else "constant" if facts is None else facts["role"]
+    kind = str(facts["role"] or ("constant" if stored else "activation"))
     scale, zero = (_array(node, port) for port in (1, 2))
-    dtype = None if codes is None else codes.dtype
-    if dtype is None and zero is not None:
-        dtype = ir.DataType.from_numpy(zero.dtype)
-    name = str(facts["places"][0][0]) if facts is not None and facts["places"] else result
-    told = facts.get("format") if facts is not None else None
-    form = str(told or (dtype.name.lower() if dtype is not None else "codes"))
-    block, axis = (node.attributes.get_int(key, default) for key, default in (("block_size", 0), ("axis", 1)))
+    form = str(facts.get("format") or _type_of(codes, zero))
     if scale is None:
-        return name, str(kind), form, "", "computed", ""
+        return name, kind, form, "", "computed", ""
+    block, axis = (node.attributes.get_int(key, default) for key, default in (("block_size", 0), ("axis", 1)))
     where = _granularity(scale.size, axis, block if scale.ndim > 1 else 0)
     zeros = np.zeros(1) if zero is None else zero.astype(np.float64)
-    return name, str(kind), form, where, _span(scale), _span(zeros)
+    return name, kind, form, where, _span(scale), _span(zeros)
+
+
+def _type_of(codes: ir.Value | None, zero_point: Array | None) -> str:
+    if codes is not None and codes.dtype is not None:
+        return codes.dtype.name.lower()
+    return "codes" if zero_point is None else zero_point.dtype.name
 
 
 def _array(node: ir.Node, port: int) -> Array | None:
