@@ -10,7 +10,7 @@ import measure  # first of ours: it puts the repository on the path
 import torch
 
 from bitwright.export.verify.samples import verify_folder
-from tests.support.litert import deployed, quantized
+from tests.support.deployed import in_litert, quantized
 from tests.support.tasks import TASKS, Task, measured
 
 HELP = """\
@@ -40,9 +40,10 @@ def row(name: str, front_end: str) -> list[str]:
     task: Task = TASKS[name]()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        simulation, path = quantized(name, front_end, task, Path(folder))
+        simulation, _ = quantized(name, front_end, task, Path(folder), target="litert")
+        path = Path(folder, "model.tflite")
         report = verify_folder(folder, runtime="litert")
-        metrics = [task.score(simulation), task.score(deployed(path))]
+        metrics = [task.score(simulation), task.score(in_litert(path))]
         size = path.stat().st_size / 2**20
     plain = measured(name, task, front_end, "w8a8", "float")
     layers = [r for r in report.rows if r.ops != ("QUANTIZE",)]

@@ -23,6 +23,7 @@ from bitwright.cli import app
 from bitwright.comparison.drift import drift
 from bitwright.errors import ConfigError, ExportError
 from bitwright.export.targets import rules_for
+from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
 from tests.support.without_vnni import run_without_vnni
@@ -335,7 +336,7 @@ def test_a_tensor_that_is_rounded_for_one_of_its_readers_alone(runtime: str, tmp
     assert {row.name for row in report.rows} >= {"add.input[0]", "second.input[0]"}
 
 
-_SATURATED = """
+_NETS = """
 import torch
 from torch import nn
 from bitwright import drift
@@ -351,11 +352,14 @@ for net in nets:
     first = next(part for part in net if hasattr(part, "weight"))
     with torch.no_grad():
         first.weight.abs_().add_(0.1)
+"""
+_SATURATED = f"""{_NETS}
+for net in nets:
     sim = QuantizationSimModel(net.eval(), x)
     sim.compute_encodings([x])
     sim.export(sys.argv[2], "net", x)
     for side in ("float", "simulation", "file"):
-        found = drift(f"{sys.argv[2]}@{side}", "onnxruntime").first
+        found = drift(f"{{sys.argv[2]}}@{{side}}", "onnxruntime").first
         print(found and found.cause)
 """
 
@@ -363,6 +367,41 @@ for net in nets:
 @pytest.mark.slow
 def test_saturation_of_kernels_without_dot_products_is_named(tmp_path: Path) -> None:
     assert run_without_vnni(_SATURATED, tmp_path, str(tmp_path / "out")).split() == ["saturation"] * 9
+
+
+_NOT_IN_LITERT = f"""{_NETS}
+from bitwright.export.targets import rules_for
+for net in nets:
+    sim = QuantizationSimModel(net.eval(), x, config_file=rules_for("litert", None))
+    sim.compute_encodings([x])
+    sim.export(sys.argv[2], "net", x, target="litert")
+    one, other = (drift(f"{{sys.argv[2]}}@simulation", runtime) for runtime in ("litert", "onnxruntime"))
+    print(one.ok, other.first.cause)
+"""
+
+
+@pytest.mark.slow
+def test_sums_that_saturate_elsewhere_do_not_in_litert(tmp_path: Path) -> None:
+    """On a CPU without dot products, where ONNX Runtime saturates in the same export."""
+    pytest.importorskip("ai_edge_litert")
+    lines = run_without_vnni(_NOT_IN_LITERT, tmp_path, str(tmp_path / "out")).splitlines()
+    assert lines == ["True saturation"] * 3
+
+
+@pytest.mark.parametrize("preset", ["w8", "w4", "w4g32"])
+def test_litert_quantizes_no_activations_by_itself(preset: str, tmp_path: Path) -> None:
+    pytest.importorskip("ai_edge_litert")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 96), nn.Tanh()).eval()
+    x = torch.randn(2, 5, 64)
+    sim = QuantizationSimModel(model, x, preset=preset, config_file=rules_for("litert", None, preset))
+    sim.compute_encodings([x])
+    sim.export(tmp_path, "net", x, target="litert")
+    for side in ("float", "simulation", "file"):
+        report = drift(f"{tmp_path}@{side}", "litert")
+        assert report.ok and (report.first is None or report.first.cause == "rounding"), report.to_text()
+    outputs = verify_folder(tmp_path, runtime="litert").outputs
+    assert min(min(row.as_float, row.as_integer) for row in outputs) > 100
 
 
 @pytest.mark.slow

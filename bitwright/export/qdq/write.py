@@ -192,6 +192,7 @@ def _write_products(w: Writing) -> None:
         left = [node for node in found if node not in w.narrow_products]
         keep_apart(w.builder, left)
         text = f"{what} computed as simulated, in float" + "".join(_forms(len(w.narrow_products), len(left)))
+        text += f"; {w.target.exact_session}" if w.target.exact_session else ""
     else:
         text = (
             f"{what}, whose activations ONNX Runtime quantizes to 8 bits by itself, as no simulation does; "

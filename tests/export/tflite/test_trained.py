@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bitwright.export.verify.samples import verify_folder
-from tests.support.litert import deployed, quantized
+from tests.support.deployed import in_litert, quantized
 from tests.support.tasks import TASKS
 
 pytest.importorskip("ai_edge_litert")
@@ -34,7 +34,7 @@ def test_reference_kernels_differ_by_their_roundings_alone(
     shared_data: Path, tmp_path: Path, name: str, front_end: str
 ) -> None:
     task = TASKS[name]()
-    simulation, file = quantized(name, front_end, task, tmp_path)
+    simulation, _ = quantized(name, front_end, task, tmp_path, target="litert")
     report = verify_folder(tmp_path, runtime="litert")
     assert report.ok, str(report)
     # every code is the one that the kernel is specified to make of the same codes
@@ -42,4 +42,4 @@ def test_reference_kernels_differ_by_their_roundings_alone(
     # and would be the simulation's if the kernel rescaled with one rounding
     once = [row.rounded_once for row in report.rows if row.rounded_once is not None]
     assert once and min(once) >= 0.9999, min(once)
-    assert abs(task.score(deployed(file)) - task.score(simulation)) <= NOISE[name]
+    assert abs(task.score(in_litert(tmp_path / "model.tflite")) - task.score(simulation)) <= NOISE[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from bitwright import __version__
 from bitwright.cli import app
+from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ConfigError
 from bitwright.export.files.origin import read_origin
 from bitwright.export.verify.samples import verify_folder
@@ -71,6 +73,34 @@ def test_weights_beside_float_activations_in_openvino(preset: str, tmp_path: Pat
         kinds = {kind for name, kind in stored.items() if name.endswith("_q")}
         eight, four = onnx.TensorProto.INT8, onnx.TensorProto.INT4
         assert kinds == ({eight} if preset == "w8" else {eight, four}), "rows of even length take 4 bits"
+
+
+@pytest.mark.parametrize("preset", ["w4", "w8"])
+def test_the_export_says_what_a_session_of_ones_own_needs(preset: str, tmp_path: Path) -> None:
+    openvino = pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 127), nn.Tanh(), nn.Linear(127, 96)).eval()
+    x = torch.randn(2, 5, 64)
+    sim = QuantizationSimModel(model, x, preset=preset)
+    sim.compute_encodings([x])
+    exported = sim.export(tmp_path, "net", x, target="openvino_cpu")
+    (note,) = (note for note in exported.notes if "products of float activations" in note)
+    hint, value = re.search(r'compile the file with {"(\w+)": "(\w+)"}', note).groups()  # type: ignore[union-attr]
+    core = openvino.Core()
+
+    def levels(options: dict[str, object], from_ir: bool = False) -> float:
+        read = core.read_model(tmp_path / "net.onnx")
+        if from_ir:
+            read.set_rt_info(0, ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
+            openvino.save_model(read, tmp_path / "net.xml", compress_to_fp16=False)
+            read = core.read_model(tmp_path / "net.xml")
+        with torch.no_grad():
+            return sqnr(sim.model(x).numpy(), core.compile_model(read, "CPU", options)([x.numpy()])[0])
+
+    in_float = {"INFERENCE_PRECISION_HINT": "f32"}
+    assert levels({hint: value}) > 100 and levels(in_float, from_ir=True) > 100
+    assert levels(in_float) < 60, "the hint is not needed any more"
+    assert not any("compile the file" in note for note in sim.export(tmp_path / "other", "net", x).notes)
 
 
 def test_a_changed_file_fails_in_openvino(folder: Path, tmp_path: Path) -> None:

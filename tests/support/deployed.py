@@ -1,4 +1,4 @@
-"""Trained networks as LiteRT files, and both as functions of a batch."""
+"""Trained networks as exported files, and both as functions of a batch."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.support import data
 from tests.support.tasks import Run, Task
 
 
-def quantized(name: str, front_end: str, task: Task, folder: Path) -> tuple[Run, Path]:
-    """The simulation of a trained network as a function, and its LiteRT file in ``folder``."""
-    options: dict[str, Any] = {"recipe": ["fold"], "path": folder, "target": "litert", "progress": False}
+def quantized(name: str, front_end: str, task: Task, folder: Path, **options: Any) -> tuple[Run, Any]:
+    """The simulation of a trained network as a function, and what ``quantize`` returned; files are in ``folder``."""
+    options = {"recipe": ["fold"], "path": folder, "progress": False, **options}
     batches = task.batches(0)
     if front_end == "onnx":
         proto = onnx.load(data.onnx_file(task.file or name))
-        sim = bitwright.onnx.quantize(proto, [batch.numpy() for batch in batches], **options).sim
-        return lambda x: torch.from_numpy(sim.run(x.numpy())[0]), folder / "model.tflite"
-    model = bitwright.torch.quantize(data.trained(name), batches, **options).model
-    return _first(model), folder / "model.tflite"
+        found = bitwright.onnx.quantize(proto, [batch.numpy() for batch in batches], **options)
+        return lambda x: torch.from_numpy(found.sim.run(x.numpy())[0]), found
+    result = bitwright.torch.quantize(data.trained(name), batches, **options)
+    return _first(result.model), result
 
 
 def _first(model: Callable[[Tensor], Any]) -> Run:
@@ -38,7 +38,15 @@ def _first(model: Callable[[Tensor], Any]) -> Run:
     return run
 
 
-def deployed(path: Path) -> Run:
+def in_onnxruntime(path: Path) -> Run:
+    """The first output of an ONNX file in ONNX Runtime, on one thread."""
+    session = open_file("onnxruntime", path)
+    given, made = (list(ports())[0].name for ports in (
+        session.session.session.get_inputs, session.session.session.get_outputs))  # type: ignore[attr-defined]  # fmt: skip
+    return lambda x: torch.from_numpy(session.run({given: x.numpy()})[made])
+
+
+def in_litert(path: Path) -> Run:
     """The first output of a LiteRT file, with the kernels that it takes by default.
 
     Where the file has a fixed batch, ``x`` runs in batches of that size; the last is filled with its first sample.
