@@ -28,6 +28,7 @@ from bitwright.export.files.atomic import atomic_files, check_destination
 from bitwright.export.files.manifest import earlier_files, fingerprint, write_manifest
 from bitwright.export.files.onnx_file import save_model
 from bitwright.export.files.origin import write_origin
+from bitwright.export.files.spooled import Spooled
 from bitwright.export.files.value_types import load
 from bitwright.export.qdq.markers import strip_sites
 from bitwright.export.qdq.products import ProductForm
@@ -87,9 +88,11 @@ class Samples:
     @property
     def nbytes(self) -> int:
         """Bytes of sites and inputs."""
-        return sum(a.nbytes for kept in self.sites.values() for a in kept) + sum(
-            a.nbytes for a in self.inputs.values()
+        sites = sum(
+            kept.nbytes if isinstance(kept, Spooled) else sum(a.nbytes for a in kept)
+            for kept in self.sites.values()
         )
+        return sites + sum(a.nbytes for a in self.inputs.values())
 
 
 def check_encoding_version(version: str) -> None:

@@ -74,7 +74,7 @@ def converged_factors(
     Returns:
         Per group the factors that its channels are divided by, shape [channels]; and the number of rounds.
     """
-    state = _Ranges(weights)
+    state = _Ranges(weights, groups)
     total = [np.ones(group.channels) for group in groups]
     rounds = 0
     change = np.inf
@@ -93,16 +93,25 @@ def converged_factors(
 
 
 class _Ranges:
-    """Magnitudes of weights with the kernel taken out, under factors of their input and output channels."""
+    """Magnitudes of weights with the kernel taken out, under factors of their input and output channels.
 
-    def __init__(self, weights: Mapping[str, Array]) -> None:
+    Of a layer at one end of its groups only one number per channel is held: quotients and products are in the order of what they
+    are made of, so the largest one is made of the largest.
+    """
+
+    def __init__(self, weights: Mapping[str, Array], groups: Sequence[Group]) -> None:
         self.weights = weights
         self._magnitude: dict[str, Array] = {}
+        self._producers = {layer.op for group in groups for layer in group.producers}
+        self._consumers = {layer.op for group in groups for layer, _ in group.consumers}
 
     def _of(self, layer: Layer) -> Array:
         if layer.op not in self._magnitude:
             split = layer.axes.split(np.abs(self.weights[layer.weight]).astype(np.float64))
-            self._magnitude[layer.op] = split.max(axis=3, keepdims=True, initial=0.0)
+            outputs, inputs = (1, 2) if layer.axes.outputs_first else (2, 1)
+            fixed = (3, *([inputs] if layer.op not in self._consumers else []))
+            fixed += (outputs,) if layer.op not in self._producers else ()
+            self._magnitude[layer.op] = split.max(axis=fixed, keepdims=True, initial=0.0)
         return self._magnitude[layer.op]
 
     def outputs(self, layer: Layer) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,14 @@ def write_samples(
         inputs: graph input -> value.
         outputs: graph output -> what the simulation returned.
     """
-    arrays = {f"site/{i}/{name}": array for name, kept in sites.items() for i, array in enumerate(kept)}
-    arrays |= {f"input/{name}": array for name, array in inputs.items()}
-    arrays |= {f"output/{name}": array for name, array in outputs.items()}
+    arrays = chain(
+        ((f"site/{i}/{name}", array) for name, kept in sites.items() for i, array in enumerate(kept)),
+        ((f"input/{name}", array) for name, array in inputs.items()),
+        ((f"output/{name}", array) for name, array in outputs.items()),
+    )  # one at a time: they may lie in a file
     # as np.savez_compressed, at the lowest level: measured 4.6 times as fast, files 2 % larger
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for name, array in arrays.items():
+        for name, array in arrays:
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, plain(array), allow_pickle=False)
 

@@ -7,6 +7,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,7 @@ from bitwright.export.artefacts import (
 from bitwright.export.deployed import measured
 from bitwright.export.encodings.gate_order import GATED, to_onnx_order
 from bitwright.export.files.atomic import check_destination
+from bitwright.export.files.spooled import Spool, Spooled
 from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.qdq.markers import rename_values, site_names, strip_sites
 from bitwright.export.qdq.ports import rename_ports
@@ -428,21 +430,18 @@ def _computed_sites(model: ir.Model) -> set[str]:
 
 def values_of(
     sim: QuantizationSimModel, batch: Any, result: QdqResult
-) -> tuple[dict[str, list[np.ndarray[Any, Any]]], Arrays]:
+) -> tuple[dict[str, Sequence[np.ndarray[Any, Any]]], Arrays]:
     """The simulation's values at every site that the file has a quantizer for, one per run of its place, and its outputs.
 
-    A constant is among them where the file computes it, as one that is repeated for every sample of a free batch.
+    A constant is among them where the file computes it, as one that is repeated for every sample of a free batch. Those of sites
+    wait in a temporary file, beyond a few MiB.
     """
     live = _computed_sites(result.model)
     enabled = (site for site in sim.quantizers.values() if site.enabled and site.name in result.tensors)
     wanted = [site.name for site in enabled if site.role in ("input", "output") or site.name in live]
-    taps, output = sim._captured(wanted, own_copy(sim, batch))
+    taps, output = sim._captured(wanted, own_copy(sim, batch), partial(Spooled, Spool()))
     # the first step of a loop starts from a constant, which the exporter may have computed away: the last ones remain
-    sites = {
-        name: [t.float().cpu().numpy() for t in kept[-len(result.tensors[name]) :]]
-        for name, kept in taps.items()
-        if kept
-    }
+    sites = {name: kept[-len(result.tensors[name]) :] for name, kept in taps.items() if len(kept)}
     returned = flatten_tensors(output)
     names = output_names([path for path, _ in returned], sim.graph.inputs)
     outputs = {

@@ -410,9 +410,11 @@ class QuantizationSimModel(Tabular):
         """Values at sites or op outputs while ``sim.model`` runs ``batch``; one tensor per run of the place."""
         return self._captured(names, batch)[0]
 
-    def _captured(self, names: Sequence[str], batch: Any) -> tuple[dict[str, list[torch.Tensor]], Any]:
-        """The same, and what ``sim.model`` returned."""
-        taps: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    def _captured(
+        self, names: Sequence[str], batch: Any, make: Callable[[], Any] = list
+    ) -> tuple[dict[str, Any], Any]:
+        """The same, in what ``make`` makes for each of the names, and what ``sim.model`` returned."""
+        taps = {name: make() for name in names}
         args, kwargs = as_call(to_device(batch, model_device(self.model)))
         with self._interceptor.handled_by(self._handler.variant(taps=taps)), self._evaluation("capture"):
             output = self.model(*args, **kwargs)

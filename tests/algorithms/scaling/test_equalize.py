@@ -73,6 +73,42 @@ def test_a_depthwise_triple_gets_the_cube_root_of_the_paper():
     np.testing.assert_allclose(b, middle / r2, rtol=2e-2)
 
 
+def test_factors_are_those_of_whole_weights_to_the_last_bit():
+    """The iteration holds one number per channel of the first and the last layer; here every weight is changed."""
+    torch.manual_seed(0)
+    model = spread(
+        nn.Sequential(
+            *(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.ReLU()),
+            *(
+                nn.Conv2d(6, 8, 1),
+                nn.ReLU(),
+                nn.Conv2d(8, 4, 3, groups=2),
+                nn.ReLU(),
+                nn.ConvTranspose2d(4, 5, 2),
+            ),
+        )
+    )
+    view = TorchView(model, [torch.randn(1, 3, 12, 12)])
+    layers = Layers(view.graph())
+    groups, _ = find_groups(layers, layers.of.values())
+    weights = {layer.weight: view.param(layer.weight) for layer in layers.of.values()}
+    found, rounds = converged_factors(groups, weights)
+    whole = {name: np.asarray(W, np.float64) for name, W in weights.items()}
+    factors = [np.ones(group.channels) for group in groups]
+    for _ in range(rounds):
+        for i, group in enumerate(groups):
+            ((producer,), ((consumer, repeat),)) = group.producers, group.consumers
+            r2 = consumer.input_range(whole[consumer.weight]).reshape(-1, repeat).max(1)
+            s = equalizing_factors(producer.output_range(whole[producer.weight]), r2)
+            W, axes = whole[producer.weight], producer.axes
+            whole[producer.weight] = (axes.split(W) / axes.over_outputs(s)).reshape(W.shape)
+            W = whole[consumer.weight]
+            whole[consumer.weight] = consumer.times_inputs(W, np.repeat(s, repeat))
+            factors[i] = factors[i] * s
+    assert len(groups) == 4 and rounds > 3
+    assert all(np.array_equal(one, other) for one, other in zip(found, factors, strict=True))
+
+
 def test_only_what_lies_three_deviations_above_zero_is_absorbed():
     np.testing.assert_array_equal(
         absorbed_bias(np.array([5.0, 1.0, -4.0]), np.array([1.0, 1.0, 0.5])), [2.0, 0.0, 0.0]

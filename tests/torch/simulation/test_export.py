@@ -423,3 +423,25 @@ def test_an_input_named_output_keeps_its_name(returned: str, tmp_path: Path) -> 
     np.testing.assert_allclose(found, wanted.detach().numpy(), atol=1e-5)
     again = QuantizationSimModel(Named().eval(), data[0])
     again.load_encodings(exported.encodings)
+
+
+def test_samples_wait_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never are all of them in memory: arrays are read when they are written into the archive, one at a time."""
+    from bitwright.export import artefacts
+    from bitwright.export.files.spooled import Spooled
+    from bitwright.export.verify.samples import read_samples
+
+    torch.manual_seed(0)
+    x = torch.randn(6, 5)
+    sim = QuantizationSimModel(torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.ReLU()).eval(), x)
+    sim.compute_encodings([x])
+    seen = []
+    original = artefacts.write_samples
+    monkeypatch.setattr(artefacts, "write_samples", lambda *args: seen.append(args[1]) or original(*args))
+    sim.export(tmp_path, "net", x)
+    (sites,) = seen
+    assert sites and all(isinstance(kept, Spooled) for kept in sites.values())
+    wanted, written = sim.capture(list(sites), x), read_samples(tmp_path / "net_samples.npz")[0]
+    assert {name: [t.tolist() for t in kept] for name, kept in wanted.items()} == {
+        name: [a.tolist() for a in kept] for name, kept in written.items()
+    }
