@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -40,6 +41,27 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(folder / "data.npz", x=x)
     np.savez(folder / "more.npz", x=x * 2)
     return folder
+
+
+def constant(session: Any) -> float:
+    """A metric that does not look at the model."""
+    return 0.5
+
+
+def not_a_number(session: Any) -> float:
+    return float("nan")
+
+
+def right(session: Any) -> float:
+    """The share of answers that are the first model's: higher is better."""
+    random = np.random.default_rng(0)
+    x, w, v = (random.standard_normal(shape).astype(np.float32) for shape in ((32, 6), (6, 8), (8, 3)))
+    return float(np.mean(session.run(None, {"x": x})[0].argmax(1) == (np.maximum(x @ w, 0) @ v).argmax(1)))
+
+
+def lost(session: Any) -> float:
+    """The share of wrong answers, which is to be small."""
+    return 1.0 - right(session)
 
 
 def auto(files: Path, out: Path, *options: object, model: str = "net", data: str = "data") -> object:
@@ -97,9 +119,33 @@ def test_a_folder_of_something_else_is_refused_and_both_remedies_work(files: Pat
         (("--metric", "no_such_module:f"), "it cannot be imported"),
         (("--metric", "agreement", "--lower-is-better"), "the direction of 'agreement' is known"),
         (("--metric", "agreement", "--allowed-drop", "some"), "'some' is not a list of numbers"),
-        (("--cost", "ms"), "'ms' is not a cost of whole models"),
+        (("--cost", "ms"), "milliseconds are wanted and times is None"),
+        (("--cost", "size"), "there is no cost 'size'"),
+        (("--cost", "ms", "--times", "no_such.json"), "the file cannot be read"),
+        (("--metric", "tests.test_cli_auto:constant"), "it is 0.5 for outputs that are mostly noise"),
+        (("--metric", "tests.test_cli_auto:not_a_number"), "of the float model it is NaN"),
+        (("--metric", "tests.test_cli_auto:lost"), "and higher is better"),
+        (("--metric", "tests.test_cli_auto:right", "--lower-is-better"), "and lower is better"),
+        (("--deadline", "-1"), "-1.0 is not a time"),
+        (("--deadline", "nan"), "nan is not a time"),
     ],
-    ids=["drop", "labels", "name", "module", "direction", "number", "cost"],
+    ids=[
+        "drop",
+        "labels",
+        "name",
+        "module",
+        "direction",
+        "number",
+        "no times",
+        "cost",
+        "no file of times",
+        "constant metric",
+        "metric not a number",
+        "an error as the metric",
+        "a score as an error",
+        "negative deadline",
+        "deadline not a number",
+    ],
 )
 def test_what_cannot_be_answered_is_refused(
     options: tuple[str, ...], problem: str, files: Path, tmp_path: Path

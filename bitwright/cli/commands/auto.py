@@ -53,7 +53,15 @@ def auto_command(
         float | None, typer.Option(help="Least SQNR of the outputs in dB; without a metric 20 by default.")
     ] = None,
     deadline: Annotated[float | None, typer.Option(help="Seconds; no trial begins after that.")] = None,
-    cost: Annotated[str, typer.Option(help="What is to be small: bit_ops or weight_bytes.")] = "bit_ops",
+    cost: Annotated[
+        str,
+        typer.Option(
+            help="What is to be small: bit_ops, weight_bytes, activation_bytes, or ms (with --times)."
+        ),
+    ] = "bit_ops",
+    times: Annotated[
+        Path | None, typer.Option(metavar="JSON", help="Milliseconds per layer or operator type and preset.")
+    ] = None,
     config: Annotated[
         str | None, typer.Option(help="Rules: a file, or the name of a shipped configuration.")
     ] = None,
@@ -111,6 +119,7 @@ def auto_command(
             deadline=deadline,
             folder=out,
             cost=cost,
+            times=times,
             labels=None if labels is None else read_labels(labels, feeds),
             config_file=config,
             target=target,

@@ -9,7 +9,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.mixed.automatic.executors import find_executor
 from bitwright.mixed.automatic.ladder import FIRST, Trial, waves
 from bitwright.mixed.automatic.shown import (
-    HEAD,
     Show,
     TrialRow,
     cells,
     front,
     growing_table,
+    head,
     quality,
     write_trials,
 )
@@ -37,7 +37,8 @@ from bitwright.mixed.automatic.trials import (
     remove_partial,
     simulate,
 )
-from bitwright.mixed.choosing.costs import COSTS
+from bitwright.mixed.choosing.costs import COSTS, check_cost, check_rows, table_of_times, timed
+from bitwright.mixed.search.explorer import INTERRUPTED
 from bitwright.mixed.search.search import _batches, check_options
 from bitwright.tables import Tabular, text_table
 
@@ -102,7 +103,8 @@ class AutoResult(Tabular):
         return {"format": "bitwright-auto-result", "version": 1, **found, "front": points}
 
     def __str__(self) -> str:
-        return "\n".join([text_table(HEAD, [cells(row) for row in self.trials]), self.reason])
+        rows = [cells(row, self.cost) for row in self.trials]
+        return "\n".join([text_table(head(self.cost), rows), self.reason])
 
 
 @checks_arguments
@@ -118,6 +120,7 @@ def auto_quantize(
     deadline: float | None = None,
     folder: str | Path | None = None,
     cost: str = "bit_ops",
+    times: Any = None,
     labels: Any = None,
     evaluation_data: Iterable[Any] | None = None,
     confidence: float = 0.9,
@@ -143,9 +146,11 @@ def auto_quantize(
         lower_is_better: for a function such as a perplexity.
         min_sqnr: the least SQNR of the outputs in dB; without a metric 20 by default, with one both have to hold.
         target: the runtime that the files are for, as in ``sim.export``.
-        deadline: seconds; trials that run then are finished, and no other begins. The first one always runs.
+        deadline: seconds; trials that run then are finished, and no other begins. The first one always runs. A search for mixed
+            precision ends then with its best point; a later call with time left runs it again, as a trial of its own.
         folder: of the trials; a temporary one by default, which stays.
-        cost: of good trials the one that costs least is the best: ``bit_ops`` or ``weight_bytes``.
+        cost, times: as for :func:`bitwright.mixed_precision`; of good trials the one that costs least is the best. Presets that
+            a row of ``times`` lacks are not tried.
         labels, evaluation_data, confidence: as for :func:`bitwright.mixed_precision`.
         config_file: rules, as for the simulation.
         workers: trials at a time, each in a process of its own; 1 runs them here.
@@ -165,8 +170,7 @@ def auto_quantize(
         CalibrationError: ``data`` is empty.
     """
     begin = time.monotonic()
-    if cost not in COSTS[:2]:
-        raise ConfigError("cost", f"{cost!r} is not a cost of whole models", "use bit_ops or weight_bytes")
+    check_cost(cost, times)
     find_target(target)
     run = find_executor(executor, workers)
     check_options(
@@ -176,7 +180,8 @@ def auto_quantize(
     given = None if trials is None else _checked(trials)
     batches = _batches(data)
     options: dict[str, Any] = {
-        "metric": metric, "lower_is_better": lower_is_better, "cost": cost, "confidence": confidence, "seed": seed,
+        "metric": metric, "lower_is_better": lower_is_better, "cost": cost, "times": times, "seed": seed,
+        "confidence": confidence,
         "allowed_drop": "1%" if allowed_drop is None and metric is not None else allowed_drop,
         "min_sqnr": _MIN_SQNR if min_sqnr is None and metric is None else min_sqnr, "labels": labels,
         "evaluation_data": None if evaluation_data is None else list(evaluation_data),
@@ -185,9 +190,10 @@ def auto_quantize(
     place = Path(tempfile.mkdtemp(prefix="bitwright-auto-")) if folder is None else Path(folder)
     claim(place, identity(model, batches, options))
     remove_partial(place)
-    job = Job(model, batches, options, place)
+    until = None if deadline is None else time.time() + deadline - (time.monotonic() - begin)
+    job = Job(model, batches, options, place, until)
     search = _Auto(job, begin, deadline, given)
-    with growing_table(progress) as show:
+    with growing_table(progress, cost) as show:
         search.run(run, workers, show)
     return search.result()
 
@@ -217,21 +223,37 @@ class _Auto:
         """Carry out trials that are not finished yet, wave by wave."""
         try:
             self._note_float()
-            for wave in self._waves():
-                self.order += [trial.name for trial in wave]
-                for trial in wave:
-                    self._read(trial)
-                show(self.rows())
-                left = [trial for trial in wave if trial.name not in self.reports]
-                for trial in executor(self._job, self._in_time(left), workers):
-                    self._read(trial)
-                    self._write_state()
-                    show(self.rows())
+            for first in self._waves():
+                self._wave(
+                    [attempt for trial in first for attempt in self._attempts(trial)], executor, workers, show
+                )
                 if self._ended:
                     self.reason = self._why_ended()
                     return
         except KeyboardInterrupt:
             self.reason = "Ctrl-C ended the search; the same call goes on"
+
+    def _wave(self, wave: Sequence[Trial], executor: Any, workers: int, show: Show) -> None:
+        """Carry out the trials of a wave that are not finished yet."""
+        self.order += [trial.name for trial in wave]
+        for trial in wave:
+            self._read(trial)
+        show(self.rows())
+        left = [trial for trial in wave if trial.name not in self.reports]
+        for trial in executor(self._job, self._in_time(left), workers):
+            self._take(trial, show)
+
+    def _take(self, trial: Trial, show: Show) -> None:
+        """Note a trial that finished.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C ended it, with the best point that it had.
+        """
+        self._read(trial)
+        self._write_state()
+        show(self.rows())
+        if self.reports[trial.name].get("cut") == INTERRUPTED:
+            raise KeyboardInterrupt
 
     def _waves(self) -> Iterator[Sequence[Trial]]:
         if self._given is not None:
@@ -239,7 +261,17 @@ class _Auto:
             return
         yield [FIRST]
         causes = self.reports.get(FIRST.name, {}).get("causes", [])
-        yield from waves(causes)
+        yield from waves(causes, *([self._float["presets"]] if "presets" in self._float else []))
+
+    def _attempts(self, trial: Trial) -> Iterator[Trial]:
+        """The trial; where an earlier call cut it short, as one by one its repetitions up to one that nothing did."""
+        attempt, count = trial, 1
+        yield attempt
+        while (found := read_trial(self._job.folder, attempt.name, attempt)) and "cut" in found:
+            count += 1
+            why = "again: an earlier call ended before it did"
+            attempt = replace(trial, name=f"{trial.name}-{count}", why=why)
+            yield attempt
 
     def _why_ended(self) -> str:
         told = "the deadline ended the search"
@@ -269,6 +301,10 @@ class _Auto:
                 "metric": reference.mean, "better": metric.better, "allowed": metric.allowed,
                 "held_back": metric.held_back, "trusted": False,
             }  # fmt: skip
+        if (times := self._job.options["times"]) is not None:
+            sim, times = self._job.float_side.subject.sim, table_of_times(times)
+            self._float["presets"] = timed(sim, times)
+            check_rows(times, sim.graph)
         self._keep_float()
         logger.info("the float model was measured in %.1f s", time.monotonic() - begin)
 
@@ -299,6 +335,7 @@ class _Auto:
         trial, costs = _trial(report["trial"]), report.get("costs", {})
         return TrialRow(
             name, trial.why, "mixed" if trial.mixed else trial.preset, costs.get("weight_bytes"), costs.get("bit_ops"),
+            costs.get("activation_bytes"), costs.get("ms"),
             report.get("sqnr_db"), report.get("metric"), report.get("drop"), report.get("worst_drop"), self._good(name),
             report.get("failed", ""), report["seconds"], best,
         )  # fmt: skip

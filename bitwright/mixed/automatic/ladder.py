@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -38,11 +38,11 @@ _RANGES = tuple(
     Trial(f"w8a8-{scheme}", "w8a8", scheme, ("fold",), why=f"ranges by {scheme}")
     for scheme in ("mse", "percentile")
 )
+_PRESETS = ("w8a8", "w8a16", "w4a8", "w4a16")
 _RECIPES = tuple(
-    Trial(f"{preset}-recipe", preset, why=f"the default recipe of {preset}")
-    for preset in ("w8a8", "w8a16", "w4a8", "w4a16")
+    Trial(f"{preset}-recipe", preset, why=f"the default recipe of {preset}") for preset in _PRESETS
 )
-_MIXED = Trial("mixed", "w8a16", mixed=("w8a8", "w8a16", "w4a8", "w4a16"), why="a precision for every layer")
+_MIXED = Trial("mixed", "w8a16", mixed=_PRESETS, why="a precision for every layer")
 
 # Cause that the analysis of the first trial found -> recipe that is made for it.
 _DIRECTED: dict[str, tuple[str, ...]] = {
@@ -60,10 +60,11 @@ _DIRECTED: dict[str, tuple[str, ...]] = {
 }
 
 
-def waves(causes: Iterable[str]) -> list[list[Trial]]:
+def waves(causes: Iterable[str], presets: Sequence[str] = _PRESETS) -> list[list[Trial]]:
     """Trials in groups; those of one group do not depend on each other.
 
     Args:
+        presets: that trials may have.
         causes: keys of ``bitwright.analysis.causes.causes.CAUSES`` that were found in :data:`FIRST`, most frequent first.
     """
     recipes: dict[tuple[str, ...], str] = {}
@@ -79,4 +80,9 @@ def waves(causes: Iterable[str]) -> list[list[Trial]]:
         )
         for recipe, cause in recipes.items()
     ]
-    return [[*_RECIPES[:1], *_RANGES], directed, [*_RECIPES[1:], _MIXED]]
+    able = tuple(name for name in _PRESETS if name in presets)
+    mixed = []
+    if len(able) > 1:
+        mixed = [replace(_MIXED, preset="w8a16" if "w8a16" in able else able[0], mixed=able)]
+    found = [[*_RECIPES[:1], *_RANGES], directed, [*_RECIPES[1:], *mixed]]
+    return [[trial for trial in wave if trial.preset in presets] for wave in found]

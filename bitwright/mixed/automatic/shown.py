@@ -12,7 +12,18 @@ from pathlib import Path
 
 logger = logging.getLogger("bitwright.trials")
 
-HEAD = ("trial", "weights", "bit operations", "SQNR dB", "metric", "drop", "", "why")
+_ALWAYS = {"weight_bytes": "weights", "bit_ops": "bit operations"}
+_COSTS = {**_ALWAYS, "activation_bytes": "activations", "ms": "ms"}
+
+
+def _shown(cost: str) -> list[str]:
+    """The costs that have a column: the one that is to be small, and those of every model."""
+    return list(dict.fromkeys([*_ALWAYS, cost]))
+
+
+def head(cost: str) -> list[str]:
+    """Names of the columns of the table."""
+    return ["trial", *(_COSTS[name] for name in _shown(cost)), "SQNR dB", "metric", "drop", "", "why"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +34,7 @@ class TrialRow:
         name: of its folder.
         why: what it was for.
         preset: of the simulation, or ``mixed``.
-        weight_bytes, bit_ops: what it costs.
+        weight_bytes, bit_ops, activation_bytes, ms: what it costs; milliseconds where there is a table of times.
         sqnr_db: of the outputs, on data that nothing was chosen on.
         metric: as measured; ``None`` without one.
         drop: against float, on the samples that choose.
@@ -39,6 +50,8 @@ class TrialRow:
     preset: str
     weight_bytes: float | None
     bit_ops: float | None
+    activation_bytes: float | None
+    ms: float | None
     sqnr_db: float | None
     metric: float | None
     drop: float | None
@@ -49,14 +62,13 @@ class TrialRow:
     best: bool = False
 
 
-def cells(row: TrialRow) -> list[str]:
-    """A line of the table, see :data:`HEAD`."""
+def cells(row: TrialRow, cost: str) -> list[str]:
+    """A line of the table, see :func:`head`."""
+    costs = [getattr(row, name) for name in _shown(cost)]
+    values = [*costs, row.sqnr_db, row.metric, row.drop]
     if row.failed:
-        return [row.name, "-", "-", "-", "-", "-", "failed", row.failed]
-    numbers = [
-        f"{v + 0.0:.4g}" if v is not None else "-"  # no negative zero
-        for v in (row.weight_bytes, row.bit_ops, row.sqnr_db, row.metric, row.drop)
-    ]
+        return [row.name, *("-" for _ in values), "failed", row.failed]
+    numbers = [f"{v + 0.0:.4g}" if v is not None else "-" for v in values]  # no negative zero
     return [row.name, *numbers, "best" if row.best else "good" if row.good else "", row.why]
 
 
@@ -79,33 +91,34 @@ Show = Callable[[Sequence[TrialRow]], None]
 
 
 @contextmanager
-def growing_table(wanted: bool) -> Iterator[Show]:
+def growing_table(wanted: bool, cost: str) -> Iterator[Show]:
     """Show trials as they finish: a table that grows on a terminal, elsewhere a line per trial in the log."""
     if not wanted:
         yield lambda rows: None
     elif not sys.stderr.isatty():
-        yield _Log().show
+        yield _Log(cost).show
     else:
-        with _on_terminal() as show:
+        with _on_terminal(cost) as show:
             yield show
 
 
 class _Log:
     """Lines of trials that were not told yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, cost: str) -> None:
         self._told: set[str] = set()
+        self._cost = cost
 
     def show(self, rows: Sequence[TrialRow]) -> None:
         for row in rows:
             if row.name not in self._told:
                 self._told.add(row.name)
-                told = dict(zip(HEAD, cells(row), strict=True))
+                told = dict(zip(head(self._cost), cells(row, self._cost), strict=True))
                 logger.info("%s", ", ".join(f"{name} {cell}".strip() for name, cell in told.items()))
 
 
 @contextmanager
-def _on_terminal() -> Iterator[Show]:
+def _on_terminal(cost: str) -> Iterator[Show]:
     from rich.console import Console
     from rich.live import Live
     from rich.table import Table
@@ -115,10 +128,10 @@ def _on_terminal() -> Iterator[Show]:
 
         def show(rows: Sequence[TrialRow]) -> None:
             table = Table(title="trials", title_justify="left")
-            for name in HEAD:
+            for name in head(cost):
                 table.add_column(name)
             for row in rows:
-                table.add_row(*map(Text, cells(row)))
+                table.add_row(*map(Text, cells(row, cost)))
             live.update(table, refresh=True)
 
         yield show
@@ -146,5 +159,5 @@ def write_trials(path: Path, rows: Sequence[TrialRow], cost: str, metric: bool) 
         "Automatic quantization",
         points_chart(fronts, cost, up, joined=True, title="Pareto front"),
         points_chart(tried, cost, up, title="All trials"),
-        html_table(HEAD, map(cells, rows), title="Trials"),
+        html_table(head(cost), [cells(row, cost) for row in rows], title="Trials"),
     )

@@ -33,6 +33,7 @@ from bitwright.mixed.choosing.costs import present_costs
 from bitwright.mixed.precisions.candidates import as_candidates
 from bitwright.mixed.precisions.library import ruin
 from bitwright.mixed.precisions.start import simulation_of
+from bitwright.mixed.search.explorer import INTERRUPTED, OUT_OF_TIME
 from bitwright.mixed.search.measure import Metric, Noise, Score, one_sided
 from bitwright.mixed.search.result import decibel
 from bitwright.mixed.search.search import mixed_precision
@@ -40,7 +41,7 @@ from bitwright.mixed.search.search import mixed_precision
 logger = logging.getLogger("bitwright")
 
 REPORT = "trial.json"
-_VERSION = 2  # of the files of a search
+_VERSION = 3  # of the files of a search
 _PARTIAL = ".partial-"
 _MAX_BYTES = 64 << 20  # every group and point of a search for precisions is in a report
 _CONFIDENCE = 0.9  # of the interval that is written down
@@ -57,14 +58,16 @@ class Job:
         model: as the user gave it.
         data: batches.
         options: of the metric: ``metric``, ``lower_is_better``, ``allowed_drop``, ``labels``, ``evaluation_data``, ``min_sqnr``,
-            ``seed``, ``cost``, ``confidence``, ``config_file``, ``target``, ``filename_prefix``.
+            ``seed``, ``cost``, ``times``, ``confidence``, ``config_file``, ``target``, ``filename_prefix``.
         folder: of the search.
+        until: of the clock ``time.time``, which processes on other machines have too: when the search has to end.
     """
 
     model: Any
     data: Sequence[Any]
     options: Mapping[str, Any]
     folder: Path
+    until: float | None = None
 
     @cached_property
     def float_side(self) -> FloatSide:
@@ -133,6 +136,8 @@ def run_trial(job: Job, trial: Trial, given_up: str = "") -> None:
             shutil.rmtree(partial)
             partial.mkdir()
             report = {"failed": f"{type(error).__name__}: {error}"}
+            if isinstance(error, ConfigError) and error.site == "deadline":
+                report["cut"] = OUT_OF_TIME
         report.update(trial=trial.to_dict(), seconds=time.monotonic() - begin)
         with atomic_write(partial / REPORT) as temporary:
             temporary.write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
@@ -166,15 +171,21 @@ def _simulated(job: Job, trial: Trial) -> tuple[Any, dict[str, Any]]:
     if trial.mixed:
         quality = {name: options[name] for name in _QUALITY}
         found = mixed_precision(
-            job.model, job.data, trial.mixed, cost=options["cost"], seed=options["seed"],
-            config_file=options["config_file"], **quality,
+            job.model, job.data, trial.mixed, cost=options["cost"], times=options["times"], seed=options["seed"],
+            config_file=options["config_file"], deadline=_left(job), **quality,
         )  # fmt: skip
-        return found.sim, {"mixed_precision": found.to_dict()}
+        cut = [note for note in found.notes if note in (OUT_OF_TIME, INTERRUPTED)]
+        return found.sim, {"mixed_precision": found.to_dict(), **({"cut": cut[-1]} if cut else {})}
     made = quantize(
         job.model, list(job.data), trial.preset, recipe=None if trial.recipe is None else list(trial.recipe),
         quant_scheme=trial.scheme, config_file=options["config_file"], progress=False,
     )  # fmt: skip
     return made.sim, {"recipe": str(made.report)}
+
+
+def _left(job: Job) -> float | None:
+    """Seconds until the search has to end."""
+    return None if job.until is None else max(job.until - time.time(), 0.0)
 
 
 def _carried_out(job: Job, trial: Trial, folder: Path) -> dict[str, Any]:
@@ -186,7 +197,7 @@ def _carried_out(job: Job, trial: Trial, folder: Path) -> dict[str, Any]:
         score = known.metric.measure(subject)
         report.update(_scored(known.metric, score, job.options["confidence"]))
         report["suspicious"] = known.metric.suspicious(score, noise)
-    report.update(costs=present_costs(sim), sqnr_db=_finite(decibel(noise)))
+    report.update(costs=present_costs(sim, job.options["times"]), sqnr_db=_finite(decibel(noise)))
     if trial.recipe == ("fold",) and trial.scheme is None:
         report.update(_causes(sim, job.data))
     sim.export(folder, job.options["filename_prefix"], target=job.options["target"])
@@ -275,8 +286,9 @@ def remove_partial(folder: Path) -> None:
 
 def identity(model: Any, data: Sequence[Any], options: Mapping[str, Any]) -> dict[str, str]:
     """What a folder belongs to: hashes of the model, of the data, and the options that decide results."""
-    plain = {k: _text(v) for k, v in options.items() if k not in ("labels", "evaluation_data", "config_file")}
-    plain["config_file"] = _rules_hash(options["config_file"])
+    files = ("config_file", "times")
+    plain = {k: _text(v) for k, v in options.items() if k not in ("labels", "evaluation_data", *files)}
+    plain.update({name: _rules_hash(options[name]) for name in files})
     if options["labels"] is not None:
         plain["labels"] = fingerprint([np.asarray(options["labels"])])
     if options["evaluation_data"] is not None:
@@ -291,7 +303,7 @@ def _text(value: Any) -> str:
 
 
 def _rules_hash(config_file: Any) -> str:
-    """Rules by what a file says, not by its name."""
+    """Rules, or times, by what a file says, not by its name."""
     if isinstance(config_file, (str, os.PathLike)) and Path(config_file).is_file():
         return hashlib.sha256(Path(config_file).read_bytes()).hexdigest()
     return _text(config_file)

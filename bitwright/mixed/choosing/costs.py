@@ -7,6 +7,7 @@ Pairs of groups may add something together, as a conversion between two kernels 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,15 @@ from numpy.typing import NDArray
 from bitwright.algorithms.search.grids import values_on_grids
 from bitwright.core.files.documents import read_document
 from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.ops import OPS
 from bitwright.core.graph.work import multiplications, size
+from bitwright.core.numerics.spec import PRESETS
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError, close_matches, some_of
-from bitwright.mixed.precisions.candidates import Candidate, bits_of
-from bitwright.mixed.precisions.groups import Group, operands
+from bitwright.mixed.precisions.candidates import Candidate, as_candidates, bits_of
+from bitwright.mixed.precisions.groups import Group, find_groups, operands
+
+logger = logging.getLogger("bitwright")
 
 Floats = NDArray[np.float64]
 _FLOAT = 32
@@ -155,11 +160,48 @@ def bit_ops(bits: Bits, kernels: Mapping[str, Mapping[int, Any]]) -> Cost:
     return Cost("bit_ops", "bit operations", table, np.array([fixed]))
 
 
-def present_costs(sim: Any) -> dict[str, float]:
-    """``weight_bytes`` and ``bit_ops`` of a simulation as it stands."""
-    bits = Bits(sim, (), (), {})
-    kernels = operands(sim, lambda site: site.enabled and site.role != "bias")
-    return {cost.name: float(cost.fixed.max()) for cost in (weight_bytes(bits), bit_ops(bits, kernels))}
+def present_costs(sim: Any, times: Any = None) -> dict[str, float]:
+    """All costs of a simulation as it stands; milliseconds where there is a table of them.
+
+    Raises:
+        ConfigError: the table has no time for the precision of a layer.
+    """
+    bits, kernels = Bits(sim, (), (), {}), operands(sim, _computes)
+    costs = (weight_bytes(bits), bit_ops(bits, kernels), activation_bytes(bits))
+    found = {cost.name: float(cost.fixed.max()) for cost in costs}
+    return found if times is None else {**found, "ms": _present_milliseconds(sim, kernels, times)}
+
+
+def _computes(site: Site) -> bool:
+    return site.enabled and site.role != "bias"
+
+
+def _present_milliseconds(sim: Any, kernels: Mapping[str, Mapping[int, Site]], times: Any) -> float:
+    """Milliseconds with each layer at the candidate whose bits its operands have."""
+    times = table_of_times(times)
+    candidates = as_candidates(timed(sim, times))
+    groups = find_groups(sim, candidates, tied=True, which=_computes)
+    choice = [
+        _present(group.layers[0], kernels[group.layers[0]], candidates) if group.layers else 0
+        for group in groups
+    ]
+    return milliseconds(Bits(sim, groups, candidates, {}), times).of(choice)
+
+
+def _present(layer: str, sites: Mapping[int, Site], candidates: Sequence[Candidate]) -> int:
+    """The place of the candidate that a layer is at."""
+    weight = next((bits_of(s.spec) for s in sites.values() if s.is_stored), None)
+    read = sorted((s for s in sites.values() if not s.is_stored), key=lambda s: s.inner is not None)
+    value = bits_of(read[0].spec) if read else None
+    for i, candidate in enumerate(candidates):
+        if weight in (None, candidate.bits[0]) and value in (None, candidate.bits[1]):
+            return i
+    raise ConfigError(
+        "times",
+        f"{layer} has weights of {weight or _FLOAT} bits and activations of {value or _FLOAT}, and the table has times for "
+        f"{', '.join(c.name for c in candidates)} only",
+        "add this precision to the table, or leave out what asks for it",
+    )
 
 
 def _spans(graph: Graph) -> dict[str, slice]:
@@ -194,7 +236,7 @@ def activation_bytes(bits: Bits) -> Cost:
 
 def _needed(table: Floats, fixed: Floats) -> tuple[Floats, Floats]:
     """Without rows that another one is at least as large as at every choice."""
-    order = np.argsort(-(table.max(2).sum(1) + fixed), kind="stable")
+    order = np.argsort(-(table.max(2, initial=0.0).sum(1) + fixed), kind="stable")
     kept: list[int] = []
     for i in order:
         if not any((table[k] >= table[i]).all() and fixed[k] >= fixed[i] for k in kept):
@@ -212,13 +254,13 @@ def milliseconds(bits: Bits, times: Mapping[str, Any] | str | Path) -> Cost:
             more bits takes as long as one of these bits, and a layer that reads what more bits were computed with converts it.
 
     Raises:
-        ConfigError: the table misses an operator or a candidate, or holds what is not a time.
+        ConfigError: the table misses an operator or a candidate, has a row for what is neither a layer nor an operator type, or
+            holds what is not a time.
     """
-    if not isinstance(times, Mapping):
-        times = _read_times(Path(times))
-    measured = times.get("format") == TIMES_FORMAT
-    rows = times["layers"] if measured else times
+    times = table_of_times(times)
+    rows, measured = _rows_of(times), times.get("format") == TIMES_FORMAT
     graph: Graph = bits.sim.graph
+    check_rows(times, graph, {layer for group in bits.groups for layer in group.layers})
     table = np.zeros((1, len(bits.groups), len(bits.candidates)))
     missing: dict[str, list[str]] = {}
     for i, group in enumerate(bits.groups):
@@ -233,6 +275,59 @@ def milliseconds(bits: Bits, times: Mapping[str, Any] | str | Path) -> Cost:
     if not measured:
         return Cost("ms", "ms", table, np.zeros(1))
     return Cost("ms", "ms", table, np.array([float(times["fixed"])]), tuple(_conversions(bits, times)))
+
+
+def _rows_of(times: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = times["layers"] if times.get("format") == TIMES_FORMAT else times
+    return found
+
+
+def timed(sim: Any, times: Mapping[str, Any]) -> tuple[str, ...]:
+    """The presets that every row of a table has which counts for a simulation.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    graph: Graph = sim.graph
+    rows = _rows_of(times)
+    layers = operands(sim, _computes)
+    used = [row for n in layers if isinstance(row := rows.get(n, rows.get(graph.op(n).type)), Mapping)]
+    found = tuple(name for name in PRESETS if used and all(name in row for row in used))
+    if not found:
+        raise ConfigError(
+            "times",
+            f"the table has no preset that all of its rows have: {some_of([str(key) for key in rows]) or 'it is empty'}",
+            'write a row per layer or operator type, such as {"Conv": {"w8a8": 0.4, "w4a8": 0.3}}',
+        )
+    return found
+
+
+def check_rows(times: Mapping[str, Any], graph: Graph, chosen: set[str] | None = None) -> None:
+    """Refuse rows for what does not exist: most likely a slip of the pen, whose times would count nowhere.
+
+    A table may know operator types that the model does not have.
+
+    Args:
+        times: the table.
+        graph: of the model.
+        chosen: layers that a choice changes; rows of others are told in the log.
+    """
+    rows = _rows_of(times)
+    layers, types = {op.name for op in graph.ops}, {op.type for op in graph.ops}
+    unknown = [str(key) for key in rows if key not in layers and key not in types and key not in OPS]
+    if unknown:
+        known = [*types, *layers, *OPS]
+        told = [f"{key!r}{close_matches(key, known)}" for key in unknown]
+        raise ConfigError(
+            "times",
+            f"the table has rows for what is neither a layer of this model nor an operator type: {some_of(told)}",
+            f"correct or remove them; the operator types of this model are {', '.join(sorted(types))}",
+        )
+    unused = [key for key in rows if chosen is not None and key in layers - chosen]
+    if unused:
+        logger.info(
+            "times of %s count nothing: no choice changes these layers", some_of([str(k) for k in unused])
+        )
 
 
 def _no_times(missing: Mapping[str, Sequence[str]], candidates: Sequence[str]) -> ConfigError:
@@ -292,6 +387,15 @@ def _extra(
     return extra
 
 
+def table_of_times(times: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    """A table of times as it was given, or read from a file.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    return times if isinstance(times, Mapping) else _read_times(Path(times))
+
+
 def _read_times(path: Path) -> Mapping[str, Any]:
     example = 'write {"Conv": {"w8a8": 0.4, ...}, ...}'
     found = read_document(path, ConfigError, remedy=example)
@@ -314,6 +418,26 @@ def _time(layer: str, row: Mapping[str, float], candidate: Candidate) -> float:
 COSTS = ("weight_bytes", "bit_ops", "activation_bytes", "ms")
 
 
+def check_cost(name: str, times: Any) -> None:
+    """Refuse a cost that is not known.
+
+    Raises:
+        ConfigError: there is no such cost, or it is milliseconds and there is no table of them.
+    """
+    if name not in COSTS:
+        raise ConfigError(
+            "cost",
+            f"there is no cost {name!r}{close_matches(str(name), COSTS)}",
+            f"use {', '.join(COSTS)}",
+        )
+    if name == "ms" and times is None:
+        raise ConfigError(
+            "cost",
+            "milliseconds are wanted and times is None",
+            "pass times=..., a table or the path of one as JSON",
+        )
+
+
 def all_costs(
     bits: Bits, kernels: Mapping[str, Mapping[int, Any]], times: Any, wanted: Sequence[str]
 ) -> dict[str, Cost]:
@@ -323,17 +447,6 @@ def all_costs(
         ConfigError: an unknown cost is wanted, or milliseconds without a table.
     """
     for name in wanted:
-        if name not in COSTS:
-            raise ConfigError(
-                "cost",
-                f"there is no cost {name!r}{close_matches(str(name), COSTS)}",
-                f"use {', '.join(COSTS)}",
-            )
-    if "ms" in wanted and times is None:
-        raise ConfigError(
-            "cost",
-            "milliseconds are wanted and times is None",
-            "pass times=..., a table or the path of one as JSON",
-        )
+        check_cost(name, times)
     found = {c.name: c for c in (weight_bytes(bits), bit_ops(bits, kernels), activation_bytes(bits))}
     return found | ({} if times is None else {"ms": milliseconds(bits, times)})

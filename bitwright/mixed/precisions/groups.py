@@ -117,8 +117,9 @@ def can_change(site: Site) -> bool:
 
 
 def find_groups(
-    sim: Any, candidates: Sequence[Candidate], allowed: Any = None, *, tied: bool = False
-) -> tuple[Group, ...]:
+    sim: Any, candidates: Sequence[Candidate], allowed: Any = None, *, tied: bool = False,
+    which: Callable[[Site], bool] | None = None,
+) -> tuple[Group, ...]:  # fmt: skip
     """The groups of a calibrated simulation, in execution order.
 
     Args:
@@ -127,8 +128,10 @@ def find_groups(
         allowed: ``(operator type, candidate) -> None``, or the reason why its kernel cannot; every candidate by default.
         tied: give the weights of every kernel a group of their own where several kernels read one grid; these groups and
             the one of the activations are tied. Otherwise they are one group.
+        which: sites that count; those that a search may change by default.
     """
-    kernels, sets = operands(sim), _Sets()
+    which = can_change if which is None else which
+    kernels, sets = operands(sim, which), _Sets()
     for sites in kernels.values():
         sets.join(list(sites))
     layers: dict[int, list[str]] = {}
@@ -138,7 +141,7 @@ def find_groups(
         layers.setdefault(key, []).append(name)
         members.setdefault(key, {}).update(sites)
     for site in sim.quantizers.values():  # what no kernel reads is a group of its own
-        if can_change(site) and sets.find(id(site.quantizer)) not in members:
+        if which(site) and sets.find(id(site.quantizer)) not in members:
             members[sets.find(id(site.quantizer))] = {id(site.quantizer): site}
     found = []
     for key, sites in members.items():

@@ -328,7 +328,7 @@ def noise_table(
     met: set[str] = set()
     for c in range(len(library.candidates)):
         errors = library.errors(c, batches, samples=samples, seed=seed)
-        made = {**errors.activations, **errors.weights}
+        made = {**errors.activations, **errors.weights, **errors.constants}
         met.update(made)
         quantizers = library.steps.sites()
         by_quantizer = _by_quantizer(made, quantizers)

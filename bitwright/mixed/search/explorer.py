@@ -27,6 +27,9 @@ from bitwright.mixed.search.result import MixedPrecision, Point, alone, decibel
 
 logger = logging.getLogger("bitwright")
 
+#: notes of results that more time could change
+OUT_OF_TIME = "the search ended because time was used up"
+INTERRUPTED = "the search was interrupted; this is the best point it had"
 _SHARE = 1e-3  # of the noise at the most bits, that a group has at least
 _FRONT = 24  # points of the front that is drawn
 
@@ -207,8 +210,8 @@ class Explorer:
         together = self._interactions(correction)
         try:
             for choice in proposals.points():
-                if book.seen and self._spent(goal):
-                    self.notes.append("the search ended because evaluations or time were used up")
+                if book.seen and (why := self._spent(goal)):
+                    self.notes.append(why)
                     break
                 expected = correction.noise().of(choice)
                 if self._measure(choice, book, correction):
@@ -218,7 +221,7 @@ class Explorer:
         except KeyboardInterrupt:
             if book.best is None:
                 raise
-            self.notes.append("the search was interrupted; this is the best point it had")
+            self.notes.append(INTERRUPTED)
         return self._finish(book, correction, save)
 
     def _interactions(self, correction: Correction) -> Interactions:
@@ -244,11 +247,14 @@ class Explorer:
             logger.info("%s", note)
             self.notes.append(note)
 
-    def _spent(self, goal: Goal) -> bool:
+    def _spent(self, goal: Goal) -> str:
+        """Why the search has to end here; empty where it goes on."""
         used = goal.metric.evaluations if goal.metric is not None else self._noise.runs - self._before
         longest = goal.metric.seconds if goal.metric is not None else 0.0
         left = math.inf if self._deadline is None else self._deadline - (time.monotonic() - self._begin)
-        return used > goal.evaluations - 1 + 1e-9 or left < longest
+        if used > goal.evaluations - 1 + 1e-9:
+            return "the search ended because evaluations were used up"
+        return OUT_OF_TIME if left < longest or left < 0 else ""
 
     def _measure(self, choice: Choice, book: Book, correction: Correction) -> bool:
         """Measure one point; whether it is the best so far."""

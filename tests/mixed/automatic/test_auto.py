@@ -204,12 +204,28 @@ def not_a_number(target: Any) -> float:
     [
         ({"executor": "cluster"}, "there is no executor 'cluster'"),
         ({"workers": 0}, "0 is not a number of processes"),
-        ({"cost": "ms"}, "'ms' is not a cost of whole models"),
+        ({"cost": "ms"}, "milliseconds are wanted and times is None"),
+        ({"cost": "size"}, "there is no cost 'size'"),
+        ({"times": {}}, "the table has no preset that all of its rows have: it is empty"),
+        (
+            {"times": {"Conv": {"w8a8": 1}, "Gem": {"w8a8": 1}}},
+            "neither a layer .* nor an operator type: 'Gem' .did you mean",
+        ),
         ({"target": "ort_gpu_x"}, "ort_gpu_x"),
         ({"metric": not_a_number}, "of the float model it is NaN"),
         ({"metric": lambda m: np.ones(9), "workers": 2}, "cannot be sent to another process"),
     ],
-    ids=["executor", "workers", "cost", "target", "NaN", "lambda"],
+    ids=[
+        "executor",
+        "workers",
+        "no times",
+        "cost",
+        "empty times",
+        "slip in times",
+        "target",
+        "NaN",
+        "lambda",
+    ],
 )
 def test_bad_input(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(BitwrightError, match=message):
@@ -392,7 +408,7 @@ def test_weights_in_a_file_beside_the_model_are_part_of_it(tmp_path: Path) -> No
     assert first != trials.identity(path, [], OPTIONS)
 
 
-OPTIONS: dict[str, Any] = {"labels": None, "evaluation_data": None, "config_file": None}
+OPTIONS: dict[str, Any] = {"labels": None, "evaluation_data": None, "config_file": None, "times": None}
 
 
 def test_modules_and_rules_are_part_of_what_a_folder_belongs_to(tmp_path: Path) -> None:
@@ -418,6 +434,108 @@ def test_a_trial_of_the_same_name_has_to_be_the_same(searched: Path, tmp_path: P
         search("onnx", tmp_path, trials=(other,))
     shutil.rmtree(tmp_path / "trials" / FIRST.name)
     assert [row.preset for row in search("onnx", tmp_path, trials=(other,)).trials] == ["w4a8"]
+
+
+# -- what is to be small
+
+CHIP = {
+    "Conv": {"w8a8": 3.0, "w4a8": 2.0, "w4a16": 9.0},
+    "Gemm": {"w8a8": 1.0, "w4a8": 0.5},
+    "Add": {"w8a8": 0.25, "w4a8": 0.25, "w4a16": 0.5},
+}
+
+
+@pytest.mark.parametrize("front", [pytest.param("torch", marks=pytest.mark.slow), "onnx"])
+def test_milliseconds_of_a_chip_choose_among_its_presets(front: str, tmp_path: Path) -> None:
+    """What a row of the table lacks is not tried: 16 bits here."""
+    (tmp_path / "times.json").write_text(json.dumps(CHIP))
+    found = search(
+        front, tmp_path / "out", trials=None, cost="ms", times=tmp_path / "times.json", allowed_drop=0.2
+    )
+    assert {row.preset for row in found.trials} <= {"w8a8", "w4a8", "mixed"} and len(found.trials) > 4
+    tried = {row.name: row for row in found.trials if not row.failed}
+    assert tried["w8a8-fast"].ms == 7.25 and tried["w4a8-recipe"].ms == 4.75  # two convolutions
+    widened = next(row for row in found.trials if row.name == "w8a8-recipe")
+    assert "weights of 8 bits and activations of 16, and the table has times for w8a8, w4a8" in widened.failed
+    assert found.best is not None
+    assert found.best.ms == min(row.ms for row in tried.values() if row.good and row.ms is not None)
+    assert " ms " in str(found) and ">ms<" in (tmp_path / "out" / "report.html").read_text()
+    changed = {**CHIP, "Add": {"w8a8": 0.5, "w4a8": 0.5}}
+    (tmp_path / "times.json").write_text(json.dumps(changed))
+    with pytest.raises(BitwrightError, match="a search with another times"):
+        search(
+            front, tmp_path / "out", trials=None, cost="ms", times=tmp_path / "times.json", allowed_drop=0.2
+        )
+
+
+def test_bytes_of_activations_are_a_cost_too(tmp_path: Path) -> None:
+    found = search("onnx", tmp_path, cost="activation_bytes")
+    by_name = {row.name: row.activation_bytes for row in found.trials}
+    assert by_name["w8a16-fast"] > by_name["w8a8-fast"] == by_name["w4a8-fast"]
+    assert found.best is not None and found.best.name == "w4a8-fast" and "activations" in str(found)
+
+
+MIXED = Trial("mixed", "w8a16", mixed=("w8a8", "w8a16", "w4a8", "w4a16"))
+
+
+def test_the_deadline_ends_a_search_for_mixed_precision_with_its_best_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts in this call, and runs again where a later one has time left."""
+
+    def run(**options: Any) -> AutoResult:
+        return auto_quantize(
+            model("onnx"), batches("onnx"), folder=tmp_path, min_sqnr=40, progress=False, trials=(MIXED,), **options
+        )  # fmt: skip
+
+    monkeypatch.setattr(trials, "_left", lambda job: 0.0)
+    first = run(deadline=0.0)
+    assert [row.name for row in first.trials] == ["mixed"] and not first.trials[0].failed
+    report = json.loads((tmp_path / "trials" / "mixed" / "trial.json").read_text())
+    points = [p for p in report["mixed_precision"]["points"] if p["sqnr_db"] is not None]
+    assert report["cut"] == "the search ended because time was used up" and len(points) == 1
+    monkeypatch.undo()
+    again = run()
+    assert [row.name for row in again.trials] == ["mixed", "mixed-2"]
+    assert again.trials[1].good and again.trials[1].bit_ops <= again.trials[0].bit_ops
+    assert [row.name for row in run().trials] == ["mixed", "mixed-2"]  # which nothing cut short
+
+
+def test_a_deadline_without_time_for_one_point_is_no_failure_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "_left", lambda job: 0.0)
+    first = search("onnx", tmp_path, trials=(FIRST, MIXED), deadline=1e6)
+    assert "one evaluation of the metric takes" in first.trials[1].failed and first.best is not None
+    monkeypatch.undo()
+    again = search("onnx", tmp_path, trials=(FIRST, MIXED))
+    assert [row.name for row in again.trials] == [FIRST.name, "mixed", "mixed-2"]
+    assert again.trials[2].good
+
+
+class Interrupted(Right):
+    """Ctrl-C while the second point of a search for mixed precision is measured."""
+
+    def __init__(self, front: str) -> None:
+        super().__init__(front)
+        self.calls = 0
+
+    def __call__(self, target: Any) -> Any:
+        self.calls += 1
+        if self.calls == 5:  # float, float of the search, its first point, noise in its place
+            raise KeyboardInterrupt
+        return super().__call__(target)
+
+
+def test_ctrl_c_within_a_search_for_mixed_precision_ends_the_whole_one(tmp_path: Path) -> None:
+    """The best point so far is a trial, no other trial begins, and the same call goes on with the search cut short."""
+    given: dict[str, Any] = {"trials": (MIXED, FIRST), "allowed_drop": 0.02}
+    metric = Interrupted("onnx")
+    first = auto_quantize(model("onnx"), batches("onnx"), metric, folder=tmp_path, progress=False, **given)
+    assert metric.calls >= 5 and "Ctrl-C ended the search" in first.reason
+    assert [row.name for row in first.trials] == ["mixed"] and not first.trials[0].failed
+    again = auto_quantize(model("onnx"), batches("onnx"), metric, folder=tmp_path, progress=False, **given)
+    assert [row.name for row in again.trials] == ["mixed", "mixed-2", FIRST.name]
 
 
 # -- what is shown
