@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
-from bitwright import aimet_torch
+from bitwright import PrecisionRequest, aimet_torch, set_precisions
 from bitwright.aimet_common.defs import CallbackFunc, QuantizationDataType
 from bitwright.errors import BitwrightError
 from tests.mixed.nets import accuracy, as_onnx, batches, model, trained
@@ -53,6 +54,37 @@ def test_requests_on_modules(tmp_path: Path) -> None:
     assert "stem" in (tmp_path / "log.txt").read_text()
     with pytest.raises(BitwrightError, match="is not a module of the simulation"):
         mmp.set_precision(nn.Conv3d, "int8")
+
+
+class Ends(nn.Module):
+    """Two inputs and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(x).relu(), self.other(y).relu()
+
+
+def test_a_precision_per_input_and_output() -> None:
+    from bitwright.aimet_torch.mixed_precision import MixedPrecisionConfigurator
+    from bitwright.aimet_torch.quantsim import QuantizationSimModel
+
+    sim = QuantizationSimModel(Ends().eval(), (torch.randn(4, 6), torch.randn(4, 6)))
+    mmp = MixedPrecisionConfigurator(sim)
+    mmp.set_model_input_precision(["int16", None])
+    mmp.set_model_output_precision((None, "int16"))
+    mmp.apply("")
+    found = {name: site.spec.format.bits for name, site in sim.quantizers.items() if not site.is_stored}
+    assert sorted(name.partition(".")[0] for name, bits in found.items() if bits == 16) == ["one", "relu_1"]
+    for wrong in (["int16"], ["int16", "int8", "int8"]):
+        with pytest.raises(BitwrightError, match=f"{len(wrong)} precisions are given, and the model has 2"):
+            mmp.set_model_input_precision(wrong)
+    with pytest.raises(BitwrightError, match="has one precision here.*write one, such as 'int16'"):
+        mmp.set_precision(sim.model.one, ["int16"])
+    with pytest.raises(BitwrightError, match="the model has 2 of these.*count from model_output.0. on"):
+        set_precisions(sim, [PrecisionRequest("model_output[2]", "int16")])
 
 
 def test_a_calibrated_weight_takes_other_bits_without_data() -> None:

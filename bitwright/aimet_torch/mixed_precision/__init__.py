@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,15 +58,21 @@ class MixedPrecisionConfigurator:
                 f"{arg!r} is not a module of the simulation",
                 "pass modules of sim.model, or their type",
             )
+        if activation is not None and not isinstance(activation, str):
+            raise ConfigError(
+                "set_precision",
+                f"activation is {activation!r}, and what a module reads has one precision here",
+                "write one, such as 'int16'; for one of several inputs set sim.quantizers[...].spec",
+            )
         self._requests.append(PrecisionRequest(paths, activation, (param or {}).get("weight")))
 
-    def set_model_input_precision(self, activation: str) -> None:
-        """Ask for a precision of what the model takes."""
-        self._requests.append(PrecisionRequest(MODEL_INPUT, activation))
+    def set_model_input_precision(self, activation: str | Sequence[str | None]) -> None:
+        """Ask for a precision of what the model takes: one of all inputs, or one per input, ``None`` to leave it."""
+        self._requests += _at_ends(MODEL_INPUT, activation, len(self._sim.graph.inputs))
 
-    def set_model_output_precision(self, activation: str) -> None:
-        """Ask for a precision of what the model returns."""
-        self._requests.append(PrecisionRequest(MODEL_OUTPUT, activation))
+    def set_model_output_precision(self, activation: str | Sequence[str | None]) -> None:
+        """Ask for a precision of what the model returns: one of all outputs, or one per output, ``None`` to leave it."""
+        self._requests += _at_ends(MODEL_OUTPUT, activation, len(self._sim.graph.outputs))
 
     def apply(self, log_file: str | IO[str] = "./mmp_log.txt", strict: bool = True) -> PrecisionReport:
         """Carry the requests out, all of them or none.
@@ -82,6 +88,20 @@ class MixedPrecisionConfigurator:
             Path(log_file).write_text(f"{report}\n", encoding="utf-8")
         self._requests = []
         return report
+
+
+def _at_ends(place: str, activation: str | Sequence[str | None], count: int) -> list[PrecisionRequest]:
+    """Requests for the inputs or outputs of a model that has ``count`` of them."""
+    if isinstance(activation, str):
+        return [PrecisionRequest(place, activation)]
+    given = list(activation)
+    if len(given) != count:
+        raise ConfigError(
+            f"set_{place}_precision",
+            f"{len(given)} precisions are given, and the model has {count}",
+            "give one per tensor, None to leave it, or a single one for all",
+        )
+    return [PrecisionRequest(f"{place}[{i}]", text) for i, text in enumerate(given) if text is not None]
 
 
 def _is_a(module: nn.Module, kind: type) -> bool:

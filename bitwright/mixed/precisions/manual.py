@@ -7,6 +7,7 @@ error of it; otherwise the larger precision is taken and said.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from bitwright.mixed.precisions.candidates import spec_at
 from bitwright.tables import Tabular, text_table
 
 MODEL_INPUT, MODEL_OUTPUT = "model_input", "model_output"
+_END = re.compile(rf"({MODEL_INPUT}|{MODEL_OUTPUT})(?:\[(\d+)\])?")
 _ALIASES = {"fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -32,7 +34,8 @@ class PrecisionRequest:
     """What some layers shall have.
 
     Attributes:
-        where: operator, module or pattern, an operator type, ``model_input`` or ``model_output``; or several of them.
+        where: operator, module or pattern, an operator type, ``model_input`` or ``model_output`` (all of them, or one:
+            ``model_input[1]``); or several of these.
         activation: format of what they read (``"int16"``, ``"float16"``); of what the model takes or returns, for the last two.
         weight: format of their weights; ``None`` leaves them.
     """
@@ -178,10 +181,17 @@ def _ask(state: _Requests, op: Op, request: PrecisionRequest) -> None:
 
 
 def _ask_at_an_end(sim: Any, state: _Requests, place: str, request: PrecisionRequest) -> None:
-    """Ask for the precision of the model's inputs or outputs."""
+    """Ask for the precision of the model's inputs or outputs, or of one of them."""
+    found = _END.fullmatch(place)
+    assert found is not None
+    values = list(sim.graph.inputs if found[1] == MODEL_INPUT else sim.graph.outputs)
+    if found[2] is not None and int(found[2]) >= len(values):
+        raise ConfigError(
+            f"request for {place!r}", f"the model has {len(values)} of these", f"count from {found[1]}[0] on"
+        )
     if request.activation is None:
         return
-    for value in sim.graph.inputs if place == MODEL_INPUT else sim.graph.outputs:
+    for value in values if found[2] is None else [values[int(found[2])]]:
         if value in state.on_grid:
             state.ask(state.on_grid[value], _format(request.activation), f"the request for {place}")
 
@@ -196,7 +206,7 @@ def _called(ops: Sequence[Op], place: str) -> list[Op]:
 
 def _matching(sim: Any, state: _Requests, place: str, request: PrecisionRequest) -> Sequence[Op]:
     """Operators that a place names; requests for the model's ends are noted at once."""
-    if place in (MODEL_INPUT, MODEL_OUTPUT):
+    if _END.fullmatch(place):
         _ask_at_an_end(sim, state, place, request)
         return ()
     found = _called(sim.graph.ops, place)
