@@ -84,6 +84,7 @@ def close_matches(name: str, known: Iterable[str]) -> str:
     """``" (did you mean 'a' or 'b'?)"``, or an empty string when nothing is close."""
     short = [word for word in known if len(word) <= _LONGEST_NAME]
     found = difflib.get_close_matches(name[:_LONGEST_NAME], short, n=3, cutoff=0.5)
+    found = found or [word for word in short if word.casefold() == name.casefold()]
     return f" (did you mean {' or '.join(repr(f) for f in found)}?)" if found else ""
 
 

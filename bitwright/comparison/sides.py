@@ -21,6 +21,7 @@ from bitwright.export.verify.outputs import named_arrays
 from bitwright.export.verify.runtime import refusals, run_in, run_model
 from bitwright.export.verify.samples import find_export, read_samples
 from bitwright.runtimes.adapters import RUNTIMES, explained, find_runtime, refusals_of
+from bitwright.runtimes.feeds import check_not_empty
 
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
@@ -278,7 +279,8 @@ def check_feeds(side: Side, feeds: Feeds) -> dict[str, Array]:
     """``feeds`` as ``side`` takes them.
 
     Raises:
-        ExportError: an input has no value, or one of another type or shape: the data is of another model.
+        ExportError: an input has no value, or one of another type or shape: the data is of another model. There is no sample,
+            or NaN where the input is quantized.
     """
     inputs = {str(v.name): v.shape for v in side.model.graph.inputs if not v.is_initializer()}
     missing = next((name for name in inputs if name not in feeds), None)
@@ -289,12 +291,29 @@ def check_feeds(side: Side, feeds: Feeds) -> dict[str, Array]:
             "give the data of this model, with arrays named after its inputs",
         )
     arrays = {name: np.asarray(feeds[name]) for name in inputs}
+    check_not_empty(side.label, arrays)
     for name, shape in inputs.items():
         if shape is not None and not _fits(arrays[name].shape, shape):
             shown, given = _as_text(shape), _as_text(arrays[name].shape)
             problem = f"its input {name!r} is {shown}, and the data has {given}"
             raise ExportError(side.label, problem, "give the data of this model")
+    _refuse_nan(side, arrays)
     return arrays
+
+
+def _refuse_nan(side: Side, arrays: Mapping[str, Array]) -> None:
+    """NaN has no code, and every runtime makes another one of it."""
+    for value in side.model.graph.inputs:
+        array = arrays.get(str(value.name))
+        quantized = any(use.node.op_type == "QuantizeLinear" for use in value.uses())
+        if (
+            quantized
+            and array is not None
+            and np.issubdtype(array.dtype, np.floating)
+            and np.isnan(array).any()
+        ):
+            problem = f"its input {value.name!r} is quantized, and the data holds {int(np.isnan(array).sum())} NaN there"
+            raise ExportError(side.label, problem, "leave these samples out, or repair what makes them")
 
 
 def _as_text(axes: Iterable[object]) -> str:

@@ -54,7 +54,7 @@ def benchmark_export(
     suffix = find_runtime(runtime).suffix
     float_file, feeds = path / f"{stem}_float{suffix}", sample_inputs(path, stem)
     with temporary_room(), tempfile.TemporaryDirectory() as room:
-        if suffix == ".tflite":
+        if suffix == ".tflite" and (path / f"{stem}_float.onnx").is_file():
             float_file = Path(room, float_file.name)
             float_file.write_bytes(to_tflite(load(path / f"{stem}_float.onnx"), feeds).content)
         return benchmark(

@@ -19,7 +19,7 @@ from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.graph.traits import TRAITS
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.core.simulation.sites import Site
-from bitwright.errors import BitwrightError, some_of
+from bitwright.errors import BitwrightError, ExportError, some_of
 from bitwright.export.deployed import benchmark_export, sample_inputs
 from bitwright.export.files.onnx_file import save_model
 from bitwright.export.files.temporary import temporary_room
@@ -31,7 +31,7 @@ from bitwright.export.verify.samples import find_export
 from bitwright.onnx.model.data import input_specs, random_array
 from bitwright.onnx.model.load import load_model
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
-from bitwright.runtimes.adapters import Session, open_file
+from bitwright.runtimes.adapters import Session, find_runtime, open_file
 from bitwright.runtimes.benchmark import BenchmarkReport, benchmark
 from bitwright.runtimes.profile import HAS_INTEGER_KERNEL
 from bitwright.runtimes.timing import Ratio, interleaved, ratio
@@ -65,11 +65,14 @@ def benchmark_path(
         ModelError: the file is not an ONNX model that can be read.
     """
     with temporary_room(), tempfile.TemporaryDirectory() as folder:
+        if path.suffix == ".tflite":
+            path, prefix = _folder_of(path, runtime), path.stem
         if path.is_dir():
             report = benchmark_export(path, prefix, runtime=runtime, threads=threads, seconds=seconds)
             stem = find_export(path, prefix)
             file, plain, feeds = path / f"{stem}.onnx", path / f"{stem}_float.onnx", sample_inputs(path, stem)
         else:
+            _refuse_flat(path, runtime)
             file, plain = path, Path(folder, "float.onnx")
             save_model(strip_sites(QuantizationSimModel(path).marked).model, plain)
             rng = np.random.default_rng(0)
@@ -80,6 +83,24 @@ def benchmark_path(
         return replace(
             report, suggestions=tuple(suggestions(file, plain, feeds, runtime=runtime, seconds=seconds))
         )
+
+
+def _folder_of(file: Path, runtime: str) -> Path:
+    """The folder of the export that wrote a LiteRT file, where ``runtime`` runs such files."""
+    row = find_runtime(runtime)
+    if row.suffix != file.suffix:
+        raise ExportError(str(file), f"{row.name} reads {row.suffix} files", "add runtime='litert'")
+    if not file.with_name(f"{file.stem}_manifest.json").is_file():
+        problem = "no export lies beside it, whose float model and samples it would be measured with"
+        raise ExportError(str(file), problem, "name the folder of an export with target='litert'")
+    return file.parent
+
+
+def _refuse_flat(file: Path, runtime: str) -> None:
+    row = find_runtime(runtime)
+    if row.suffix != ".onnx":
+        problem = f"{row.name} reads {row.suffix} files, and this one is not converted here"
+        raise ExportError(str(file), problem, f"name the folder of an export with target={row.name!r}")
 
 
 @dataclass(frozen=True)

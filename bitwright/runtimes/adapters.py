@@ -56,6 +56,13 @@ class Runtime:
     open: Callable[[Path, int, bool], Session]
 
 
+#: what runtimes say of a file that none of them could read
+_DAMAGED = (
+    "Protobuf parsing failed", "No graph was found in the protobuf", "Unable to read the model", "Model can't be parsed",
+    "not a valid Flatbuffer", "`model_content` must be specified",
+)  # fmt: skip
+
+
 # ------------------------------------------------------------------------------------------------- ONNX Runtime
 
 
@@ -219,7 +226,9 @@ def refusals_of(row: Runtime, file: Path) -> Iterator[None]:
         message = explained(error)
         named = _operator_in(message, file)
         site = f"{file}: {named}" if named else str(file)
-        raise ExportError(site, f"{row.name} refuses the file: {message}", row.remedy) from error
+        damaged = any(words in message for words in _DAMAGED)
+        remedy = "export again, or copy the file anew: it is damaged" if damaged else row.remedy
+        raise ExportError(site, f"{row.name} refuses the file: {message}", remedy) from error
 
 
 def explained(error: BaseException) -> str:

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.errors import ExportError
+from bitwright.errors import ConfigError, ExportError
 from bitwright.runtimes.adapters import find_runtime, open_file
+from bitwright.runtimes.feeds import check_not_empty
 from bitwright.runtimes.profile import Ran, profile
 from bitwright.runtimes.timing import MOST_SPREAD, Ratio, Timing, interleaved, ratio
 from bitwright.tables import Tabular, text_table
@@ -27,6 +28,7 @@ from bitwright.tables import Tabular, text_table
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
 _MOST_ROWS = 12
+_MOST_PER_CORE = 4  # threads
 
 
 @dataclass(frozen=True)
@@ -150,10 +152,11 @@ def benchmark(
         rounds: exactly so many rounds instead.
 
     Raises:
-        ConfigError: the runtime is not installed.
-        ExportError: a file is missing, or the runtime refuses it.
+        ConfigError: the runtime is not installed, or a number of threads is none.
+        ExportError: a file is missing, the runtime refuses it, or the batch holds no sample.
     """
     find_runtime(runtime)
+    check_not_empty("benchmark", feeds)
     files = (
         {"quantized": Path(quantized)}
         if float_file is None
@@ -161,6 +164,7 @@ def benchmark(
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     counts = tuple(dict.fromkeys(threads or (1, cores)))
+    _check_threads(counts, cores)
     times: dict[int, dict[str, Timing]] = {}
     for count in counts:
         opened = {name: open_file(runtime, path, threads=count) for name, path in files.items()}
@@ -170,6 +174,13 @@ def benchmark(
     costs = tuple(file_cost(name, path, feeds, runtime) for name, path in files.items())
     ran = tuple(profile(files["quantized"], feeds)) if runtime == "onnxruntime" else ()
     return BenchmarkReport(runtime, costs, times, speed, ran, tuple(_notes(times, speed, ran)))
+
+
+def _check_threads(counts: Sequence[int], cores: int) -> None:
+    for count in counts:
+        if not isinstance(count, int) or not 0 <= count <= _MOST_PER_CORE * cores:
+            problem = f"{count!r} is not a number of threads for this process, which has {cores} core{'s' * (cores > 1)}"
+            raise ConfigError("threads", problem, f"use 1 to {cores}, or 0 for all")
 
 
 def _step(session: Any, feeds: Feeds) -> Any:

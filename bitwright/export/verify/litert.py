@@ -91,7 +91,7 @@ class FlatFile:
         ExportError: it is another kind of file, or another tool wrote it.
     """
 
-    def __init__(self, content: bytes, name: str = "model") -> None:
+    def __init__(self, content: bytes, name: str = "the LiteRT file") -> None:
         known = schema()
         try:
             self.model = known.ModelT.InitFromObj(known.Model.GetRootAsModel(content, 0))
@@ -279,7 +279,7 @@ def _refused() -> Iterator[None]:
         yield
     except (RuntimeError, ValueError) as error:
         problem = f"LiteRT refuses the file: {' '.join(str(error).split())[:400]}"
-        raise ExportError("model", problem, "export again with target='litert'") from error
+        raise ExportError("the LiteRT file", problem, find_runtime("litert").remedy) from error
 
 
 def _rows(

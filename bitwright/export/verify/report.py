@@ -34,6 +34,7 @@ from bitwright.export.verify.reasons import OTHER_CONSTANT, Evidence, explain, m
 from bitwright.export.verify.runtime import MODES, Mode, refusals, run_in, run_model
 from bitwright.export.verify.steps import side_by_side
 from bitwright.runtimes.adapters import find_runtime
+from bitwright.runtimes.feeds import check_not_empty
 from bitwright.tables import Tabular, html_table
 
 Array = NDArray[Any]
@@ -266,8 +267,8 @@ def verify_layers(
         unchecked.
 
     Raises:
-        ExportError: the file cannot be read or was not written by ``to_qdq``, a graph input is missing, or a
-            value has another shape than its tensor.
+        ExportError: the file cannot be read or was not written by ``to_qdq``, a graph input is missing, the batch holds no
+            sample, or a value has another shape than its tensor.
     """
     loaded = _load(model)
     _check_inputs(loaded, graph_inputs)
@@ -316,6 +317,7 @@ def _read(path: str | os.PathLike[str], site: str) -> ir.Model:
 
 
 def _check_inputs(model: ir.Model, graph_inputs: Mapping[str, Array]) -> None:
+    check_not_empty("verify", graph_inputs)
     for value in model.graph.inputs:
         name = str(value.name)
         if name not in graph_inputs and not value.is_initializer():

@@ -89,6 +89,9 @@ def find_export(folder: str | os.PathLike[str], prefix: str | None = None) -> st
         ExportError: no export there, none of this stem, or several; or see :func:`bitwright.export.files.atomic.settle`.
     """
     path = Path(folder)
+    if path.is_file():
+        problem = "it is a file, and an export is a folder of several"
+        raise ExportError(str(path), problem, f"name the folder that sim.export wrote: {path.parent}")
     settle(path)
     found = sorted(p.name.removesuffix("_manifest.json") for p in path.glob("*_manifest.json"))
     if prefix is not None and prefix in found:

@@ -275,6 +275,7 @@ def marked_onnx(
         raise
     except Exception as error:
         where = sim._interceptor.failed_in
+        _check_runs(sim, args, kwargs)
         raise ExportError(
             f"{type(sim.model).__name__}{f', in {where}' if where else ''}",
             f"the model cannot be exported to ONNX: {_root_cause(error)}",
@@ -293,6 +294,23 @@ def marked_onnx(
     names = {id(t): name for name, t in inputs.items()}
     rename_io(model, [names.get(id(t), f"input.{i}") for i, t in enumerate(tensors)], list(sim.output_values))
     return rename_values(model, _readable(sim, model) | _gate_names(sim, model))
+
+
+def _check_runs(sim: QuantizationSimModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse an example that the model itself cannot take, which the exporter fails on as well.
+
+    Raises:
+        ExportError: with what the model raises.
+    """
+    try:
+        with evaluation(sim.model), torch.no_grad():
+            sim.model(*args, **kwargs)
+    except Exception as error:
+        raise ExportError(
+            type(sim.model).__name__,
+            f"the model does not run on this example: {_root_cause(error)}",
+            "give a batch of this model's own data, as compute_encodings takes it",
+        ) from error
 
 
 def _free_batch(sim: QuantizationSimModel, dummy_input: Any) -> tuple[ir.Model, list[str]]:
