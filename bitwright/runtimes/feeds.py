@@ -15,7 +15,7 @@ def check_not_empty(site: str, feeds: Mapping[str, Any]) -> None:
 
     Args:
         site: for the message.
-        feeds: by name. One empty input beside others is no fault: a cache of length 0.
+        feeds: by name. One empty input beside others is right: a cache of length 0.
 
     Raises:
         ExportError: every input that has axes is empty.

@@ -21,6 +21,7 @@ from bitwright.cli import app
 from bitwright.comparison.products import integer_products
 from bitwright.comparison.saturation import saturation
 from bitwright.comparison.sides import read_model
+from bitwright.core.simulation.protocols import sqnr
 from bitwright.core.sums.accumulator import (
     INT16_MAX,
     INT16_MIN,
@@ -32,6 +33,8 @@ from bitwright.errors import ConfigError, ExportError
 from bitwright.methods.saturation import repair_saturation
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel, quantize
+from tests.support.deployed import quantized
+from tests.support.tasks import TASKS
 from tests.support.without_vnni import run_without_vnni
 
 
@@ -346,3 +349,32 @@ def test_export_says_how_fast_it_is_when_asked(tmp_path: Path, caplog: pytest.Lo
     assert other.export(tmp_path / "onnx", "again", measure_speed=True).speed is not None
     assert sim.export(tmp_path, "none", x, samples=False, measure_speed=True).speed is None
     assert "no samples to run" in caplog.text
+
+
+_OUTPUTS = """
+import numpy as np
+from pathlib import Path
+from tests.support.deployed import in_onnxruntime
+from tests.support.tasks import TASKS
+x = TASKS["resnet20_aux"]().batches(0)[0]
+for name in ("plain", "repaired"):
+    np.save(f"{sys.argv[2]}/{name}.npy", in_onnxruntime(Path(sys.argv[2], name, "model.onnx"))(x).numpy())
+"""
+
+
+@pytest.mark.slow
+def test_a_trained_network_is_brought_back(shared_data: Path, tmp_path: Path) -> None:
+    """In ONNX Runtime's kernels without dot products, against the simulation."""
+    task = TASKS["resnet20_aux"]()
+    runs = {
+        name: quantized("resnet20_aux", "torch", task, tmp_path / name, repair=repair)
+        for name, repair in (("plain", None), ("repaired", "saturation"))
+    }
+    run_without_vnni(_OUTPUTS, tmp_path, str(tmp_path))
+    x = task.batches(0)[0]
+    plain, repaired = (
+        sqnr(run(x).numpy(), np.load(tmp_path / f"{name}.npy")) for name, (run, _) in runs.items()
+    )
+    assert plain < 20 and repaired > 40, (plain, repaired)
+    narrowed = runs["repaired"][1].repair.narrowed
+    assert 1 <= len(narrowed) <= 6, narrowed
