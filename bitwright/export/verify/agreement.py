@@ -19,6 +19,7 @@ LEAST_EQUAL, MOST_LSB = 0.999, 1.0
 # A value of a 16-bit grid lies up to 65,535 steps from zero and is rounded to float32, by up to 2 ** -24 of itself or 0.004
 # steps; two such values are compared, or one and what it was rounded from, which a division by the scale rounded as well.
 SLACK = 2 * 2.0**-24 * 2**16
+_HALF_ROUNDS = 2.0**-11 * (1 + 2.0**-8)  # of itself, a value that becomes float16; numpy has no bfloat16
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,29 @@ def compare(expected: Array, found: Array, facts: Mapping[str, Any], scale: Arra
         )
     if not expected.size:
         return Agreement(1.0, 0.0, 0)
-    one, other = np.asarray(expected, np.float64), np.asarray(found, np.float64)
-    step = step_of(one, other, facts, scale)
+    step = step_of(np.asarray(expected, np.float64), np.asarray(found, np.float64), facts, scale)
+    one, other = in_float64(step, expected, found)
     with np.errstate(invalid="ignore"):
         difference = np.where(one == other, 0.0, np.abs(one - other) / step)
     difference = np.where(np.isnan(difference), np.inf, difference)
     return Agreement(float((difference < 0.5).mean()), float(difference.max()), expected.size)
+
+
+def in_float64(step: Array, *tensors: Array) -> list[Array]:
+    """Dequantized codes of one place as float64.
+
+    Where one of them is of half precision, all were rounded to it, and each value becomes the multiple of ``step`` that it was. A
+    value that this rounding makes of no multiple stays what it is, as on a grid with another scale.
+    """
+    wide = [np.asarray(x, np.float64) for x in tensors]
+    if not any(x.dtype.itemsize == 2 for x in tensors):
+        return wide
+    with np.errstate(invalid="ignore"):
+        nearest = [np.rint(x / step) * step for x in wide]
+        return [
+            np.where(np.abs(n - x) <= _HALF_ROUNDS * np.abs(x), n, x)
+            for n, x in zip(nearest, wide, strict=True)
+        ]
 
 
 def step_of(one: Array, other: Array, facts: Mapping[str, Any], scale: Array | None) -> Array:

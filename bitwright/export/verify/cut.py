@@ -8,6 +8,7 @@ runtime's time to load a model grows faster than its number of inputs and output
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ Values = Mapping[str, Array | Sequence[Array]]
 
 OUTPUT_FORMAT = "float32"  # of graph outputs that end in no quantizer
 OUTPUT_STEP = 1e-3  # what counts as one step there, relative to the largest value
+#: epsilon of the types that round results so far that a step of eight bits is about as small
+_HALF: Mapping[ir.DataType | None, float] = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7}
 _PLACES_AT_ONCE = 100
 _QDQ = frozenset(("QuantizeLinear", "DequantizeLinear"))
 
@@ -41,15 +44,33 @@ class Piece:
         float_params: ``weight``, ``bias``: which of them a Conv or Gemm among them has in float.
         accumulated: the largest sum that an integer kernel among them may have to hold, see
             :mod:`bitwright.core.sums.accumulator`.
+        halves: how many of them compute in float16 or bfloat16.
+        epsilon: of the coarser of these types; 0 where there is none.
     """
 
     ops: list[str] = field(default_factory=list)
     made: list[str] = field(default_factory=list)
     float_params: set[str] = field(default_factory=set)
     accumulated: int = 0
+    halves: int = 0
+    epsilon: float = 0.0
+
+    @property
+    def rounding(self) -> float:
+        """What half precision may add to the results of a piece, in parts of the largest of them.
+
+        Every operator rounds once in the simulation and once in the runtime, by half of ``epsilon`` each, and these errors are
+        independent (Higham and Mary 2019, DOI 10.1137/18M1226312).
+        """
+        return self.epsilon * math.sqrt(self.halves)
 
     def add(self, node: ir.Node) -> None:
         """Take in one operator."""
+        coarse = max(
+            (_HALF.get(v.dtype, 0.0) for v in (*node.inputs, *node.outputs) if v is not None), default=0.0
+        )
+        self.halves += coarse > 0
+        self.epsilon = max(self.epsilon, coarse)
         self.ops.append(node.op_type)
         self.made.extend(str(value.name) for value in node.outputs)
         self.accumulated = max(self.accumulated, accumulated(node))
@@ -83,8 +104,11 @@ class Place:
     @property
     def codes(self) -> str:
         """Name of the tensor that an integer kernel would make: the codes, or the result itself."""
-        value = self.chain[-1].inputs[0] if self.chain else self.result
-        return "" if value is None else str(value.name)
+        if not self.chain:
+            return str(self.result.name)
+        # of half precision the result of DequantizeLinear is cast
+        last = next((node for node in reversed(self.chain) if node.op_type != "Cast"), self.chain[-1])
+        return "" if last.inputs[0] is None else str(last.inputs[0].name)
 
 
 def _makers(node: ir.Node, cuts: Container[ir.Value], static: Container[ir.Node]) -> Iterator[ir.Node]:
@@ -253,6 +277,9 @@ class Cut:
             maker = place.result.producer()
             assert maker is not None
             place.piece = pieces[root_of[maker]]
+            if not place.chain and place.scale is not None:
+                # a step there is a part of the largest value, as what half precision rounds is
+                place.scale = place.scale * max(1.0, 4 * place.piece.rounding / OUTPUT_STEP)
 
     def _joined(self) -> tuple[dict[ir.Node, ir.Node], set[ir.Node]]:
         """Node -> the node that stands for all that it is joined with, and the nodes that read constants alone.

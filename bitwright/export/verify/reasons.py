@@ -57,6 +57,7 @@ class Evidence:
         found: agreement by mode.
         failures: modes the runtime refused.
         accumulated: the largest sum that an integer kernel may have to hold.
+        halves: what half precision may add to its results, in parts of the largest.
     """
 
     ops: frozenset[str]
@@ -67,6 +68,7 @@ class Evidence:
     found: Mapping[Mode, Agreement]
     failures: Mapping[Mode, str]
     accumulated: int = 0
+    halves: float = 0.0
 
     @property
     def wide(self) -> bool:
@@ -100,9 +102,11 @@ class Reason(NamedTuple):
 
 
 _ORDER = "the order of float summation differs"
+_HALVES = "half precision rounds its results, in the simulation and in the runtime"
 # First match wins; float mode first, because integer mode inherits what happens there.
 FLOAT_REASONS: tuple[Reason, ...] = (
     Reason(lambda e: "float" in e.failures, "the runtime refused the model"),
+    Reason(lambda e: e.halves > 0, _HALVES, bounded=True),
     Reason(
         lambda e: bool(e.ops & _SUMS) and e.wide,
         f"{_ORDER}, and a step of this fine grid is about as small",
@@ -121,6 +125,7 @@ INTEGER_REASONS: tuple[Reason, ...] = (
         lambda e: "integer" in e.failures, "the runtime refused the model; try session.qdqisint8allowed=1"
     ),
     Reason(lambda e: not e.found["float"].ok, "as with float kernels", bounded=True),
+    Reason(lambda e: e.halves > 0 and e.kernel == "float", _HALVES, bounded=True),
     Reason(
         lambda e: "MatMulNBits" in e.ops and not e.runtime & {"MatMulNBits"},
         "this runtime quantizes the activations of MatMulNBits by itself; export for it: target='openvino_cpu'",
@@ -192,7 +197,8 @@ def measure(
     Args:
         evidence: of the place.
         mode: which of its two comparisons.
-        expected, found: dequantized codes of the simulation and of the file, float, of one shape.
+        expected, found: dequantized codes of the simulation and of the file, float, of one shape; where half precision rounded
+            them, as :func:`~bitwright.export.verify.agreement.in_float64` gives them.
         exact: the value before rounding, as float kernels make it from the same input, limited to the grid.
         step: one step of the grid, broadcast against ``expected``.
         scale: the scale of the quantizer, for kernels whose table depends on it.
@@ -211,7 +217,7 @@ def measure(
     if not value.size or not np.isfinite(value).all() or not _on_one_grid(evidence, one - other):
         return math.inf, 0.0
     peak = float(np.abs(value).max())
-    rounding = min(_MOST, max(_LEAST, _ULPS * peak, precision * peak))
+    rounding = max(min(_MOST, max(_LEAST, _ULPS * peak, precision * peak)), evidence.halves * peak)
     table = np.abs(value) * _table_error(scale) if mode == "integer" and evidence.by_table else 0.0
     off = np.stack([np.abs(value - one), np.abs(value - other)]) - 0.5
     allowed = np.stack([np.full_like(value, rounding), rounding + error + table * np.ones_like(value)])

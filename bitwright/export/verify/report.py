@@ -26,7 +26,7 @@ from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ExportError, close_matches
 from bitwright.export.files.value_types import load
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
-from bitwright.export.verify.agreement import SLACK, Agreement, compare, spread, step_of
+from bitwright.export.verify.agreement import SLACK, Agreement, compare, in_float64, spread, step_of
 from bitwright.export.verify.bodies import open_bodies, runs_of
 from bitwright.export.verify.cut import Cut, Place
 from bitwright.export.verify.outputs import named_arrays
@@ -409,6 +409,7 @@ class _Compared:
                 found,
                 failures,
                 place.piece.accumulated,
+                place.piece.rounding,
             ),
         )
 
@@ -433,11 +434,14 @@ class _Compared:
         for mode in self._unsettled:
             code = results[mode][name]
             step = step_of(place.expected, code, place.facts, place.scale)
-            # beyond half a step from its own code a value lies outside the grid; on the border float32 may add SLACK
-            outside = np.abs(before - rounded) > (0.5 + SLACK) * step
-            value = np.where(outside, rounded, before).astype(before.dtype)
+            expected, code, rounded = in_float64(step, place.expected, code, results["float"][name])
+            # beyond half a step from its own code a value lies outside the grid; on the border float32 may add SLACK, and half
+            # precision more: a fused kernel does not round in between
+            beyond = self.evidence.halves * float(np.abs(before).max(initial=0.0))
+            outside = np.abs(before - rounded) > (0.5 + SLACK) * step + beyond
+            value = np.where(outside, rounded, before).astype(np.promote_types(before.dtype, np.float32))
             scale = 1.0 if place.scale is None else float(np.max(place.scale))
-            off, allowed = measure(self.evidence, mode, place.expected, code, value, step, scale)
+            off, allowed = measure(self.evidence, mode, expected, code, value, step, scale)
             found[mode] = replace(found[mode], off=off, allowed=allowed)
         return replace(self, evidence=replace(self.evidence, found=found))
 
