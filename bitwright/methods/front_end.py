@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -105,6 +105,14 @@ class FrontEnd(Protocol):
 
         Raises:
             ConfigError: ``forward_fn`` for a front end whose models are called in one way.
+        """
+
+    def batches_of_all(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """The batches of all processes that work together, in an order that does not depend on who had which.
+
+        Raises:
+            ConfigError: a batch holds what cannot be sent.
+            CalibrationError: another process ended, or did not come.
         """
 
     def repairable(self, sim: Any) -> Repairable:

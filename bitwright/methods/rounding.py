@@ -33,6 +33,7 @@ def apply_reconstruction(
     forward_fn: Any = None,
     progress: bool = True,
     inputs: Iterable[Any] | None = None,
+    distributed: bool = True,
     **options: Any,
 ) -> RoundingReport:
     """Choose the weights of a simulation so that its layers or blocks compute what they compute in float.
@@ -67,6 +68,9 @@ def apply_reconstruction(
         forward_fn: ``forward_fn(model, batch)``, when a module is not called as ``model(batch)``; not for ONNX models.
         progress: show a progress bar on a terminal.
         inputs: ``data`` under the name that it had for ONNX simulations.
+        distributed: of PyTorch simulations, where a process group is initialised: work on the batches of all ranks
+            (:func:`bitwright.torch.gather_batches`), so that every rank finds the same weights, bit for bit, however many there
+            are. Each must call this then; ``False`` works on those of this rank alone.
         options: of the method: ``iterations``, ``batch``, ``lr``, ``reg_param``, ``beta_range``, ``warm_start``, ``rows``,
             ``drop`` (learned methods); ``damping``, ``act_order``, ``block``, ``match_float`` (``gptq``);
             ``num_candidates``, ``loss_fn`` (``mse``, ``l1``, ``sqnr``), ``inp_symmetry`` (``symqt``, ``symfp``, ``asym``;
@@ -83,9 +87,10 @@ def apply_reconstruction(
     require_torch(method)
     from bitwright.algorithms.rounding.table import choose_weights
 
+    front_end, batches = front_end_of(sim), _one_of(data, inputs)
     return choose_weights(
-        front_end_of(sim).steppable(sim, forward_fn),
-        _one_of(data, inputs),
+        front_end.steppable(sim, forward_fn),
+        front_end.batches_of_all(batches) if distributed else batches,
         method,
         options,
         num_samples=num_samples,

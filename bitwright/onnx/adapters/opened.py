@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -134,6 +134,11 @@ def correctable(sim: QuantizationSimModel, reference: Source | None = None) -> O
     if reference is None:
         return OnnxCorrectable(sim)
     return OnnxCorrectable(sim, QuantizationSimModel(reference, sim.example(), providers=sim.providers))
+
+
+def batches_of_all(batches: Iterable[Any]) -> Iterable[Any]:
+    """See :class:`bitwright.methods.front_end.FrontEnd`: ONNX models are simulated in one process."""
+    return batches
 
 
 def steppable(sim: QuantizationSimModel, forward_fn: Any) -> Any:

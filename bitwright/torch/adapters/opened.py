@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from bitwright.torch.adapters.program import Forward, TorchSimulation
 from bitwright.torch.adapters.view import TorchView
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, refuse_providers, to_device
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors
+from bitwright.torch.ranks import batches_of_ranks
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
 # dB that the outputs before and after must agree to: what the rounding of the weights' own dtype leaves in a deep network
@@ -142,6 +143,11 @@ def simulated_as(sim: QuantizationSimModel, model: nn.Module) -> QuantizationSim
     )
     found.quantizers.ask_as(sim.quantizers)
     return found
+
+
+def batches_of_all(batches: Iterable[Any]) -> Iterable[Any]:
+    """See :class:`bitwright.methods.front_end.FrontEnd`."""
+    return batches_of_ranks(batches)
 
 
 def steppable(sim: QuantizationSimModel, forward_fn: Forward | None) -> TorchSimulation:

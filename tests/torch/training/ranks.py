@@ -385,14 +385,24 @@ def weights(model: nn.Module) -> str:
 
 
 def gptq(how: str) -> Callable[[int, int], Any]:
+    """Each rank gives what it has; ``"all"``: it has all already."""
+
     def run(rank: int, count: int) -> Any:
         sim = simulation()
-        mine = spread(how, rank, count)
+        mine = spread("turns" if how == "all" else how, rank, count)
         sim.compute_encodings(mine, progress=False)
-        apply_gptq(sim, gather_batches((x,) for x in mine), progress=False)
+        apply_gptq(sim, gather_batches(mine) if how == "all" else mine, progress=False)
         return [weights(sim.model), digest(sim)]
 
     return run
+
+
+def gptq_alone(rank: int, count: int) -> Any:
+    sim = simulation()
+    mine = spread("turns", rank, count)
+    sim.compute_encodings(mine, progress=False)
+    apply_gptq(sim, mine, progress=False, distributed=False)
+    return weights(sim.model)
 
 
 def recipe(rank: int, count: int) -> Any:
@@ -490,6 +500,8 @@ CASES: dict[str, tuple[int, Callable[[int, int], Any]]] = {
     "sharded": (2, functools.partial(perceptron, spread_out=fully_sharded)),
     **{f"gptq {count}": (count, gptq("turns")) for count in (1, 2, 4)},
     "gptq 2 last": (2, gptq("last")),
+    "gptq 2 all": (2, gptq("all")),
+    "gptq alone": (2, gptq_alone),
     "recipe 1": (1, recipe),
     "recipe 2": (2, recipe),
     **{f"norms {count}": (count, norms("turns")) for count in (1, 2, 4)},

@@ -98,7 +98,7 @@ def test_two_ranks_find_the_weights_and_statistics_of_one(calibrations: Found, w
 @pytest.mark.parametrize(
     ("one", "several"),
     [
-        ("gptq 1", ("gptq 4", "gptq 2 last")),
+        ("gptq 1", ("gptq 4", "gptq 2 last", "gptq 2 all")),
         ("recipe 1", ("recipe 2",)),
         ("norms 1", ("norms 4", "norms 2 last")),
     ],
@@ -108,6 +108,12 @@ def test_methods_find_the_same_on_any_number_of_ranks(
 ) -> None:
     for case in several:
         assert all(answer == found[one][0] for answer in found[case]), case
+
+
+@pytest.mark.slow
+def test_a_rank_may_round_by_its_own_data(found: Found) -> None:
+    first, second = found["gptq alone"]
+    assert first != second
 
 
 @pytest.mark.slow
