@@ -45,7 +45,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         "interception": {"calls"},
         "quantizers": {"calls"},
         "simulation": {"calls", "health", "interception", "quantizers", "ranks"},
-        "adapters": {"calls", "interception", "quantizers", "simulation"},
+        "adapters": {"calls", "interception", "quantizers", "ranks", "simulation"},
         "training": {"adapters", "calls", "interception", "quantizers", "ranks", "simulation"},
     },
     "onnx": {
