@@ -402,7 +402,7 @@ class Doubt:
                 f"with {bits} bits less in its weight, on both sides",
                 self._both(lambda model: narrow(model, made, bits)),
             )
-        if self.lockstep.b.how not in _PAIRS:
+        if self.lockstep.b.how not in _PAIRS or not largest:  # no weight is multiplied there
             return
         yield Suspect(
             "saturation",

@@ -82,6 +82,11 @@ class Pair:
         return (self.b if self.b.quantized else self.a).names[0]
 
 
+def run_name(site: str, run: int) -> str:
+    """What a site is called in its ``run``-th run; a module that runs several times has the same sites every time."""
+    return f"{site}, run {run + 1}" if run else site
+
+
 def values_by_name(model: ir.Model) -> dict[str, ir.Value]:
     """Every value of the main graph."""
     graph = model.graph
@@ -143,7 +148,7 @@ def _quantized(node: ir.Node, named: Mapping[str, ir.Value]) -> Point | None:
     result, facts = node.outputs[0], read_metadata(node)
     if facts is not None and facts["role"] == "activation" and str(facts["entry"]) in named:
         entry = str(facts["entry"])
-        sites = [str(site) for site, _ in facts["places"]]
+        sites = [run_name(str(site), int(run)) for site, run in facts["places"]]
         names = tuple(dict.fromkeys((*sites, entry, str(result.name))))
         return Point(
             names,

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.comparison.points import run_name
 from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.artefacts import Samples
 from bitwright.export.files.manifest import read_manifest
@@ -149,7 +150,7 @@ def sides_in_memory(
             raise ConfigError("drift", problem, f"use one of {', '.join((*_FIRST, *_RUNTIMES))}")
         if word in _RUNTIMES:
             find_runtime(word)
-        kept = {**values, **samples.sites} if word == "simulation" else {}
+        kept = {**values, **_by_run(samples.sites)} if word == "simulation" else {}
         sides.append(
             Side(word, word, Path("model.onnx"), float_model if word == "float" else file_model, kept)
         )
@@ -231,7 +232,12 @@ def samples_of(folder: Path, stem: str) -> dict[str, Sequence[Array]]:
         ExportError: it keeps none.
     """
     sites, inputs, outputs = _samples(folder, stem)
-    return {**{name: [array] for name, array in {**outputs, **inputs}.items()}, **sites}
+    return {**{name: [array] for name, array in {**outputs, **inputs}.items()}, **_by_run(sites)}
+
+
+def _by_run(sites: Mapping[str, Sequence[Array]]) -> dict[str, Sequence[Array]]:
+    """The values of every run of a site under its name."""
+    return {run_name(site, i): [array] for site, runs in sites.items() for i, array in enumerate(runs)}
 
 
 def sample_inputs(side: Side) -> dict[str, Array] | None:

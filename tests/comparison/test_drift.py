@@ -311,6 +311,38 @@ def test_a_kernel_that_rounds_in_a_known_way_is_no_fault_and_hides_none(tmp_path
     assert not report.ok and report.first is not None and report.first.cause == "bias", report.to_text()
 
 
+class Twins(nn.Module):
+    """One tower that two inputs go through: its sites run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2), nn.PReLU(8), nn.Conv2d(8, 8, 3), nn.Flatten()
+        )
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.head((self.tower(a) - self.tower(b)).abs())
+
+
+def test_every_run_of_a_module_is_compared_with_its_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    pair = tuple(3**i * torch.randn(2, 3, 8, 8) for i in range(2))
+    sim = QuantizationSimModel(Twins().eval(), pair)
+    sim.compute_encodings([pair])
+    sim.export(tmp_path, "net", pair)
+    for a, b in (("simulation", "onnxruntime"), ("simulation", "file"), ("file", "onnxruntime")):
+        for report in (drift(f"{tmp_path}@{a}", f"{tmp_path}@{b}"), sim.drift(a, b, pair)):
+            names = [row.name for row in report.rows]
+            assert report.ok and report.first is None, report.to_text()
+            assert "tower.0.output[0]" in names and "tower.0.output[0], run 2" in names, names
+    with_bias = changed(tmp_path, tmp_path, shift("head.bias_q", lambda b: b + 60_000))
+    with np.load(tmp_path / "net_samples.npz") as samples:
+        data = {name[6:]: samples[name] for name in samples if name.startswith("input/")}
+    report = drift(f"{tmp_path}@file", f"{with_bias}@onnxruntime", data)
+    assert report.first is not None and report.first.cause == "bias", report.to_text()
+
+
 class PreNorm(nn.Module):
     """Residual additions beside norms: quantizers round what the addition reads, and not what the norm reads."""
 

@@ -37,6 +37,7 @@ _SUMS = {
     "GroupNormalization", "InstanceNormalization", "BatchNormalization", "RMSNormalization", "CumSum", "LRN",
     "Attention", "LSTM", "GRU", "RNN", "ReduceL2", "ReduceL1", "ReduceSumSquare", "LpNormalization", "Sum", "Mean",
 }  # fmt: skip
+_PRODUCTS = frozenset((*TRAITS["bias_port"], "MatMul", "Einsum"))
 _FUNCTIONS = frozenset((
     "Softmax", "LogSoftmax", "Sigmoid", "Tanh", "Erf", "Gelu", "Exp", "Log", "Pow", "Sqrt", "Reciprocal",
     "Div", "Elu", "Softplus", "Mish", "HardSwish", "Selu", "Celu", "Sin", "Cos", "LSTM", "GRU", "RNN",
@@ -155,7 +156,9 @@ INTEGER_REASONS: tuple[Reason, ...] = (
         "parts, or give its weight fewer bits",
     ),
     Reason(
-        lambda e: e.kernel != "float" and e.found["integer"].lsb > MOST_LSB + SLACK,
+        lambda e: (
+            e.kernel != "float" and bool(e.ops & _PRODUCTS) and e.found["integer"].lsb > MOST_LSB + SLACK
+        ),
         "integer sums of uint8 times int8 saturate at 16 bits on CPUs without VNNI",
     ),
     Reason(
