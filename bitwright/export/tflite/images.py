@@ -235,7 +235,7 @@ def weight_tensor(
 
 
 def bias_tensor(low: Lowering, domain: Domain, bias: Held | None, sums: Array, count: int) -> list[int]:
-    """The bias as the last input; of float kernels zeros where the operator has none: some demand one.
+    """The bias as the last input; zeros where the operator has none: kernels demand one, of floats and of codes.
 
     Args:
         low, domain: of the operator.
@@ -248,8 +248,17 @@ def bias_tensor(low: Lowering, domain: Domain, bias: Held | None, sums: Array, c
             return [low.flat.constant("no_bias", np.zeros(count, np.float32))]
         floats = np.broadcast_to(bias.floats().reshape(-1), (count,)).astype(np.float32)
         return [low.flat.tensor(bias.name, (count,), "float32", data=floats)]
+    wide = "int64" if domain.grid is not None and domain.grid.dtype == "int16" else "int32"
+    scale = tuple(float(s) for s in sums.reshape(-1))
+    made = Grid(wide, scale, (0,) * len(scale), None if len(scale) == 1 else 0)
+    codes = np.broadcast_to(_bias_codes(bias, sums), (count,)).astype(wide)
+    name = "no_bias" if bias is None else bias.name
+    return [low.flat.tensor(name, (count,), wide, made, axis=0, data=codes)]
+
+
+def _bias_codes(bias: Held | None, sums: Array) -> Array:
     if bias is None:
-        return []
+        return np.zeros(1, np.int64)
     grid = bias.grid
     if (
         grid is not None
@@ -257,14 +266,8 @@ def bias_tensor(low: Lowering, domain: Domain, bias: Held | None, sums: Array, c
         and np.allclose(np.asarray(grid.scale, np.float32), sums, rtol=1e-5)
     ):
         assert bias.array is not None
-        codes = bias.array.reshape(-1)
-    else:
-        codes = np.rint(bias.floats().reshape(-1).astype(np.float64) / sums)
-    wide = "int64" if domain.grid is not None and domain.grid.dtype == "int16" else "int32"
-    scale = tuple(float(s) for s in sums.reshape(-1))
-    made = Grid(wide, scale, (0,) * len(scale), None if len(scale) == 1 else 0)
-    codes = np.broadcast_to(codes, (count,)).astype(wide)
-    return [low.flat.tensor(bias.name, (count,), wide, made, axis=0, data=codes)]
+        return np.asarray(bias.array.reshape(-1))
+    return np.asarray(np.rint(bias.floats().reshape(-1).astype(np.float64) / sums))
 
 
 def sums_of(domain: Domain, data: Held, weight: Held) -> Array:

@@ -281,6 +281,8 @@ def arithmetic_error(kind: str, inputs: Sequence[Array], output: Array, options:
 
 def _factors(kind: str, inputs: Sequence[Array], output: Array, options: Any) -> list[Array]:
     """The factors that the kernel rescales by; none where it does not, or computes in float."""
+    if kind == "TRANSPOSE_CONV":  # the shape of the output comes first
+        inputs = [*inputs[2:0:-1]]
     if not output.size or not inputs or not inputs[0].size:
         return []
     first = inputs[0] / output[0]

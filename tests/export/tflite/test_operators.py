@@ -116,3 +116,17 @@ def test_activations_of_16_bits(tmp_path: Path) -> None:
     assert report.ok, str(report)
     assert all(row.kernel.endswith("int16") for row in report.rows[1:])
     assert min(min(end.as_float, end.as_integer) for end in report.outputs) > 70
+
+
+@pytest.mark.parametrize("preset", ["w8a8", "w8a16", "w8"])
+def test_convolutions_without_a_bias(tmp_path: Path, preset: str) -> None:
+    """The runtime refuses a CONV_2D of two inputs, on integers too."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8, bias=False), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=2, bias=False), nn.ConvTranspose2d(8, 4, 2, bias=False), nn.Flatten(),
+        nn.Linear(4 * 49, 4, bias=False),
+    )  # fmt: skip
+    exported(net, images(), tmp_path, preset=preset)
+    report = verify_folder(tmp_path, runtime="litert")
+    assert report.ok, str(report)

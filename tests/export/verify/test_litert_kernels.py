@@ -137,3 +137,12 @@ def test_bounds_follow_from_the_factors() -> None:
     assert arithmetic_error("MUL", [one, half], np.array([0.03]), None, wide=False) == pytest.approx(0.02)
     assert arithmetic_error("CONV_2D", [one, half], np.array([1.0]), None, wide=True) <= 1.02 + 0.02
     assert arithmetic_error("RESHAPE", [one], one, None, wide=False) == pytest.approx(0.02)
+
+
+def test_the_bound_of_a_transposed_convolution_is_that_of_its_product() -> None:
+    """Its first input is a shape, which has no scale."""
+    data, weight, output, none = np.array([0.01]), np.array([0.02]), np.array([0.0009]), np.empty(0)
+    for wide in (False, True):
+        plain = arithmetic_error("CONV_2D", [data, weight], output, None, wide)
+        assert plain > 0.02
+        assert arithmetic_error("TRANSPOSE_CONV", [none, weight, data], output, None, wide) == plain
