@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -66,8 +67,14 @@ def _model(row: str, name: str = "mobilenet_v2") -> Callable[[int], Any]:
     return lambda rounds: torch_speed.ROWS[row][0](Models(name, torch_speed.Settings(False, True, rounds, 8)))
 
 
+@functools.cache
+def _layers(rounds: int) -> dict[str, Any]:
+    """All rows of the LSTM, which one run measures."""
+    return Layers("LSTM", 100, 16, 256, rounds).rows()
+
+
 def _layer(row: str) -> Callable[[int], Any]:
-    return lambda rounds: Layers("LSTM", 100, 16, 256, rounds).rows()[row]
+    return lambda rounds: _layers(rounds)[row]
 
 
 ROWS: dict[str, tuple[float, str, Callable[[int], Any]]] = {
