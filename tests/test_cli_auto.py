@@ -75,6 +75,7 @@ def test_the_best_model_is_on_disk_and_every_trial_was_told(files: Path, tmp_pat
     found = auto(files, tmp_path, "--json", tmp_path / "result.json")
     assert found.exit_code == 0, found.output
     assert "trial w8a8-fast" in found.output and "the deadline ended the search" in found.output
+    assert "0 s are less than one trial takes" in " ".join(found.output.split())
     assert f"the best one: {tmp_path / 'trials' / 'w8a8-fast'}" in found.output
     assert (tmp_path / "trials/w8a8-fast/model.onnx").is_file() and (tmp_path / "report.html").is_file()
     assert json.loads((tmp_path / "result.json").read_text())["best"]["name"] == "w8a8-fast"
