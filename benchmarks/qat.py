@@ -539,26 +539,32 @@ def compare_files(study: Study) -> None:
 
 
 def table(results: Results) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: the mean over the draws measured, and the extremes where they differ."""
+    """Columns and rows: the mean over the draws that all rows of a network and preset have, and the extremes."""
     columns = ["network", "metric", "bits", "row", "score", "draws", "chosen", "seconds", "file"]
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for line in results.lines:
         if line["split"] == "test":
-            groups.setdefault((line["network"], line["preset"], line["row"]), []).append(line)
+            found = groups.setdefault((line["network"], line["preset"]), {})
+            found.setdefault(line["row"], []).append(line)
     rows = []
     for network in SUBJECTS:
         for preset in ("float", *PRESETS):
+            group = {row: _of_last_choice(lines) for row, lines in groups.get((network, preset), {}).items()}
+            common = set(DRAWS).intersection(*({line["draw"] for line in lines} for lines in group.values()))
             for row in NAMES:
-                lines = groups.get((network, preset, row))
+                lines = [line for line in group.get(row, ()) if line["draw"] in common]
                 if lines:
                     rows.append(_row(results, network, preset, row, lines))
     return columns, rows
 
 
+def _of_last_choice(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line["option"] == lines[-1]["option"]]
+
+
 def _row(results: Results, network: str, preset: str, row: str, lines: list[dict[str, Any]]) -> list[str]:
     subject = SUBJECTS[network]
     places = ".2f" if subject.higher else ".3f"
-    lines = [line for line in lines if line["option"] == lines[-1]["option"]]  # others are of earlier choices
     scores = [line["score"] for line in lines]
     mean, low, high = (format(f(scores), places) for f in (statistics.fmean, min, max))
     spread = mean if low == high else f"{mean} ({low} to {high})"
@@ -612,7 +618,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 study.run(DRAWS[: options.draws])
     columns, rows = table(results)
     title = (
-        "Training the quantized model against post-training methods: mean over three draws, and the extremes"
+        "Training the quantized model against post-training methods: mean over the draws, and the extremes"
     )
     measure.show(title, columns, rows)
     measure.save(None, options.markdown, title, columns, rows, None)
