@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from bitwright.onnx import quantize
 from bitwright.runtimes.adapters import open_file
 from bitwright.runtimes.timing import interleaved, ratio
 from tests.support.data import cifar, imagenet, mnist, onnx_file, shakespeare, trained
+from tests.support.zoo import Encoder, MobileNetV2, ResNet18, UNet
 
 HELP = """\
 Quantize real models with the same calibration data (32 samples) and run the files in turns with the float model.
@@ -30,27 +31,86 @@ Quantize real models with the same calibration data (32 samples) and run the fil
 Times are CPU time of one thread. Columns: float (ms of one sample of the model as given) and folded (of the float model with its
 batch norms folded, which all that follow are compared with); then for each file how many times as fast as folded it
 is (quartiles of the rounds), and the signal-to-noise ratio of its outputs to float in dB (lowest over outputs, 16 samples):
-  w8a8             quantize(model, data, recipe=["fold"]): first convolutions of large images stay in float
+  default          quantize(model, data): the default export, with the default recipe
+  w8a8             quantize(model, data, recipe=["fold"]): nearest rounding, no activation with more than 8 bits
   all on integers  the same without that
   w4a8             as w8a8, with preset="w4a8"
   quantize_static  ONNX Runtime's tool on the folded model after its own pre-processing: QDQ, per channel, uint8 activations,
                    int8 weights
+
+Models in the second half have random weights and data: their dB say little, their speed is that of the architecture.
+segformer_b0 needs transformers.
 """
 COLUMNS = (
-    "model", "MMAC", "float", "folded", "w8a8", "dB", "all on integers", "dB", "w4a8", "dB", "quantize_static", "dB",
+    "model", "MMAC", "float", "folded", "default", "dB", "w8a8", "dB", "all on integers", "dB", "w4a8", "dB",
+    "quantize_static", "dB",
 )  # fmt: skip
-_FILES = ("w8a8", "integers", "w4a8", "static")
+_FILES = ("default", "w8a8", "integers", "w4a8", "static")
+
+
+class _Words(torch.nn.Module):
+    """An encoder of sentences with the vocabulary of GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.encoder = torch.nn.Embedding(50257, 256), Encoder(layers=2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.encoder(self.words(ids))
+
+
+class _Segformer(torch.nn.Module):
+    """Segformer-B0 for 19 classes, without its wrapper of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+        self.net = SegformerForSemanticSegmentation(SegformerConfig(num_labels=19))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x).logits
+
+
+#: architectures with random weights: what builds them, and the shape of a sample; of token ids the vocabulary beside it
+RANDOM: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...], int | None]] = {
+    "resnet18": (ResNet18, (3, 224, 224), None),
+    "mobilenet_v2": (MobileNetV2, (3, 224, 224), None),
+    "unet_32": (lambda: UNet(32), (3, 128, 128), None),
+    "segformer_b0": (_Segformer, (3, 128, 128), None),
+    "encoder_256": (Encoder, (64, 256), None),
+    "words_50k": (_Words, (64,), 50257),
+}
+
+
+def _built(name: str, x: torch.Tensor) -> torch.nn.Module:
+    """The model; of random weights with the statistics of ``x`` in its batch norms."""
+    if name not in RANDOM:
+        return trained(name).eval()
+    torch.manual_seed(0)
+    model = RANDOM[name][0]()
+    with torch.no_grad():
+        model.train()(x[:8])
+    return model.eval()
 
 
 def _exported(name: str, x: torch.Tensor, folder: Path) -> Path:
     path = folder / f"{name}.onnx"
-    program = torch.onnx.export(trained(name).eval(), (x[:1],), dynamo=True, opset_version=17, verbose=False)
+    program = torch.onnx.export(_built(name, x), (x[:1],), dynamo=True, opset_version=18, verbose=False)
     program.save(str(path))
     return path
 
 
 def _pictures(kind: str) -> np.ndarray:
     """48 samples, of which the first 32 calibrate."""
+    if kind in RANDOM:
+        _, shape, words = RANDOM[kind]
+        rng = np.random.default_rng(0)
+        return (
+            rng.normal(size=(48, *shape)).astype(np.float32)
+            if words is None
+            else rng.integers(0, words, (48, *shape))
+        )
     if kind == "cifar":
         return cifar("train").x[:48].numpy()
     if kind == "imagenet":
@@ -72,6 +132,7 @@ MODELS: dict[str, tuple[str, bool]] = {  # name -> kind of data, and whether it 
     "lstm_char": ("text", False),
     "mnist_cntk": ("mnist_cntk", False),
     "mnist_pytorch": ("mnist_pytorch", False),
+    **{name: (name, True) for name in RANDOM},
 }
 
 
@@ -135,12 +196,15 @@ def row(name: str, seconds: float) -> tuple[list[str], dict[str, Any]]:
         feeds = [{given: data[i : i + 1]} for i in range(len(data))]
         files = {"float": model}
         asked: dict[str, dict[str, Any]] = {
+            "default": {"recipe": None},
             "w8a8": {},
             "integers": {"config_file": rules_for("ort_cpu", None)},
             "w4a8": {"preset": "w4a8"},
         }
-        for key, options in asked.items():
-            made = quantize(model, feeds[:32], recipe=["fold"], path=folder / key, progress=False, **options)
+        for key, given_options in asked.items():
+            made = quantize(
+                model, feeds[:32], path=folder / key, progress=False, **{"recipe": ["fold"], **given_options}
+            )
             files[key] = made.exported.qdq
             files.setdefault("folded", made.exported.float_model)
         try:

@@ -17,6 +17,8 @@ from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.artefacts import Samples
 from bitwright.export.files.manifest import read_manifest
 from bitwright.export.files.value_types import load
+from bitwright.export.qdq.lookups import restore_lookups
+from bitwright.export.qdq.markers import copy_model
 from bitwright.export.verify.litert import run_converted
 from bitwright.export.verify.outputs import named_arrays
 from bitwright.export.verify.runtime import refusals, run_in, run_model
@@ -143,6 +145,8 @@ def sides_in_memory(
         problem = f"both are {words[0]!r}, which does not differ from itself"
         raise ConfigError("drift", problem, "compare it with another execution")
     values = {name: [array] for name, array in {**samples.outputs, **samples.inputs}.items()}
+    file_model = copy_model(file_model)
+    restore_lookups(file_model)
     sides = []
     for word in words:
         if word not in (*_FIRST, *_RUNTIMES):
@@ -258,7 +262,7 @@ def _samples(folder: Path, stem: str) -> tuple[dict[str, list[Array]], dict[str,
 
 
 def read_model(path: Path) -> ir.Model:
-    """The model in a file.
+    """The model in a file, with quantized tables as constants, in front of the operators that look rows up in them.
 
     Raises:
         ExportError: it is missing, or is not an ONNX model.
@@ -273,6 +277,7 @@ def read_model(path: Path) -> ir.Model:
     # files of old exporters list every initializer among the inputs as well
     for value in [v for v in model.graph.inputs if v.is_initializer()]:
         model.graph.inputs.remove(value)
+    restore_lookups(model)
     return model
 
 

@@ -27,6 +27,7 @@ from bitwright.export.files.atomic import file_error
 from bitwright.export.files.manifest import read_manifest
 from bitwright.export.files.origin import read_origin
 from bitwright.export.qdq.forms import read_metadata
+from bitwright.export.qdq.lookups import restore_lookups
 from bitwright.export.tflite.convert import METADATA
 from bitwright.export.tflite.flat import IDENTIFIER, schema
 from bitwright.export.verify.samples import find_export
@@ -155,6 +156,7 @@ def _refused(path: Path) -> list[Table]:
 def _onnx(path: Path) -> list[Table]:
     told = read_origin(path)
     model = ir.load(path)
+    restore_lookups(model)
     rows = tuple(_dequantized(node) for node in model.graph.all_nodes() if node.op_type == "DequantizeLinear")
     return [*_origin(told), Table(f"Quantized tensors of {path.name}", _STORED, rows)]
 

@@ -51,6 +51,8 @@ class Target:
         wide_rules: the same for presets whose activations have more than 8 bits; ``None`` for no difference.
         multiplies_nbits: whether products of float activations with 4-bit weights are written as MatMulNBits, which computes
             what the simulation does; other runtimes have no such operator, or quantize the activations in it.
+        gathers_codes: whether a Gather of a quantized table reads codes, and what it returns is dequantized; else the whole
+            table is, in every run.
         packs_odd_rows: whether 4-bit weights of an odd inner length take 4 bits. OpenVINO 2026.4 reads their rows at wrong places
             where the data has more than two axes: 11 to 24 dB, without a word.
         exact_session: what a session of one's own has to be told to compute products of float activations with quantized weights
@@ -69,6 +71,7 @@ class Target:
     wide_rules: Mapping[str, Any] | None = None
     slow_stem: SlowStem | None = None
     multiplies_nbits: bool = False
+    gathers_codes: bool = False
     packs_odd_rows: bool = True
     exact_session: str = ""
 
@@ -118,7 +121,7 @@ TARGETS: dict[str, Target] = {
     row.name: row
     for row in (
         Target("ort_cpu", "ONNX Runtime on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "onnxruntime",
-               rules=_BOUNDARY, slow_stem=_ORT_STEM, multiplies_nbits=True),
+               rules=_BOUNDARY, slow_stem=_ORT_STEM, multiplies_nbits=True, gathers_codes=True),
         Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino",
                rules=_BOUNDARY, packs_odd_rows=False, exact_session=_OPENVINO_SESSION),
         Target("litert", "LiteRT (TensorFlow Lite): a .tflite file beside the others", _ON_8_BITS, False, "native", "litert",

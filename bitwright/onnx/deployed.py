@@ -17,6 +17,10 @@ from numpy.typing import NDArray
 from bitwright.core.graph.ops import op_row
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.graph.traits import TRAITS
+from bitwright.core.numerics.affine import encode
+from bitwright.core.numerics.encoding import Encoding
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.spec import QuantSpec, Symmetry
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import BitwrightError, ExportError, some_of
@@ -177,29 +181,90 @@ def _changes(sim: QuantizationSimModel) -> Iterator[tuple[str, Callable[[], ir.M
     """What can be tried on this model: how it is asked for, and what writes the file."""
     encodings = {s.name: s.encoding for s in sim.quantizers.values() if s.enabled and s.encoding is not None}
 
-    def write(left_out: Collection[str] = (), recurrent: RecurrentForm = "scan", **options: Any) -> ir.Model:
-        kept = {name: encoding for name, encoding in encodings.items() if name not in left_out}
+    def write(
+        left_out: Collection[str] = (),
+        recurrent: RecurrentForm = "scan",
+        other: Mapping[str, Encoding] | None = None,
+        **options: Any,
+    ) -> ir.Model:
+        given = {**encodings, **(other or {})}
+        kept = {name: encoding for name, encoding in given.items() if name not in left_out}
         marked = write_recurrent(sim.marked, recurrent)
         return to_qdq(marked, kept, **{"target": DEFAULT_TARGET, **options}).model
 
-    yield "signed activations: activation='as_is'", partial(write, activation="as_is")
+    for change, options in _options(sim, encodings):
+        yield change, partial(write, **options)
+
+
+def _options(
+    sim: QuantizationSimModel, encodings: Mapping[str, Encoding]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What can be tried, in words and as options of what writes the file."""
+    yield "signed activations: activation='as_is'", {"activation": "as_is"}
+    yield from ((text, {"other": grids}) for text, grids in _other_grids(sim, encodings))
     islands = _islands(sim)
     if islands:
-        yield (
-            f"islands in float: sim.quantizers[...].enabled = False for {some_of(islands)}",
-            partial(write, islands),
-        )
+        text = f"islands in float: sim.quantizers[...].enabled = False for {some_of(islands)}"
+        yield text, {"left_out": islands}
     ends = [site.name for site in sim.quantizers.values() if site.name in encodings and _is_end(sim, site)]
     if ends:
-        yield (
-            "outputs of the model in float: Rule(..., output=None) for the last layers",
-            partial(write, ends),
-        )
+        yield "outputs of the model in float: Rule(..., output=None) for the last layers", {"left_out": ends}
     notes = to_qdq(expand_recurrent(sim.marked), encodings).notes
     if any(note.kind == "float product" for note in notes):
-        yield "weights of float products fused: weight_only='fused'", partial(write, weight_only="fused")
+        yield "weights of float products fused: weight_only='fused'", {"weight_only": "fused"}
     if any(op.type in CELLS for op in sim.graph.ops):
-        yield "recurrent layers as operators: recurrent='native'", partial(write, recurrent="native")
+        yield "recurrent layers as operators: recurrent='native'", {"recurrent": "native"}
+
+
+def _other_grids(
+    sim: QuantizationSimModel, encodings: Mapping[str, Encoding]
+) -> Iterator[tuple[str, dict[str, Encoding]]]:
+    """Grids that integer kernels take, or take faster, and how they are asked for."""
+    even, narrow = _symmetric_weights(sim, encodings), _narrow_activations(sim, encodings)
+    if even:
+        yield (
+            f"symmetric weights: Rule(..., weight={{'symmetry': 'symmetric'}}) for {some_of(list(even))}",
+            even,
+        )
+    if narrow:
+        yield (
+            f"8 bits: {{'widen': {{'allowance': 0}}}}, or Rule(..., output='uint8') for {some_of(list(narrow))}",
+            narrow,
+        )
+
+
+def _symmetric_weights(sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
+    """Weights whose zero point is not in the middle, on symmetric grids of the same range."""
+    weights = (
+        site.name for site in sim.quantizers.values() if site.role == "weight" and site.name in encodings
+    )
+    uneven = {name: encodings[name] for name in weights if encodings[name].zero_point.any()}
+    return {
+        name: _regridded(encoding, IntFormat(encoding.format.bits), "symmetric")
+        for name, encoding in uneven.items()
+        if isinstance(encoding.format, IntFormat)
+    }
+
+
+def _narrow_activations(sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
+    """Activations of more than 8 bits, on grids of 8 bits with the same range: what integer kernels take."""
+    sites = [s for s in sim.quantizers.values() if s.role in ("input", "output") and s.name in encodings]
+    wide = {s.name: encodings[s.name] for s in sites}
+    return {
+        name: _regridded(encoding, IntFormat(8, signed=encoding.format.signed), "asymmetric")
+        for name, encoding in wide.items()
+        if isinstance(encoding.format, IntFormat) and encoding.format.bits > 8
+    }
+
+
+def _regridded(encoding: Encoding, fmt: IntFormat, symmetry: Symmetry) -> Encoding:
+    """Another grid for the range of ``encoding``."""
+    given = encoding.format
+    assert isinstance(given, IntFormat)
+    lo, hi = (
+        (end - encoding.zero_point) * encoding.scale.astype(np.float64) for end in (given.qmin, given.qmax)
+    )
+    return encode(lo, hi, QuantSpec(fmt, encoding.granularity, symmetry), encoding.granularity)
 
 
 def _is_end(sim: QuantizationSimModel, site: Site) -> bool:

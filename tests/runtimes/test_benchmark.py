@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from bitwright.cli import app
 from bitwright.errors import ConfigError, ExportError
 from bitwright.onnx import QuantizationSimModel as OnnxSim
+from bitwright.onnx.deployed import suggestions
 from bitwright.runtimes.adapters import find_runtime, open_file
 from bitwright.runtimes.benchmark import BenchmarkReport, FileCost, _notes
 from bitwright.runtimes.profile import Ran, profile
@@ -108,6 +109,34 @@ def test_a_bare_model_is_compared_with_itself_without_quantizers(folder: Path) -
     assert result.exit_code in (0, 1), result.output
     assert "float" in result.output and "quantized" in result.output
     assert "islands in float" in result.output and "dB, was" in result.output
+
+
+def test_suggestions_name_wide_activations_and_weights_off_centre(tmp_path: Path) -> None:
+    """Both keep kernels from integers, or slow them down; the range stays, and the accuracy stands beside the speed."""
+    rules = {
+        "rules": [
+            {"op": "Relu", "output": {"format": "uint16"}},
+            {"op": "Gemm", "weight": {"symmetry": "asymmetric"}},
+        ]
+    }
+    quantize(
+        net(),
+        BATCHES,
+        recipe=["fold"],
+        config_file=rules,
+        path=tmp_path,
+        filename_prefix="net",
+        progress=False,
+    )
+    feeds = {"input": BATCHES[0].numpy()}
+    rows = {
+        s.change: s for s in suggestions(tmp_path / "net.onnx", tmp_path / "net_float.onnx", feeds, seconds=0)
+    }
+    narrow = next(s for change, s in rows.items() if change.startswith("8 bits"))
+    even = next(s for change, s in rows.items() if change.startswith("symmetric weights"))
+    assert narrow.accuracy != narrow.before and even.accuracy != even.before
+    assert all(abs(s.accuracy - s.before) < 6 for s in (narrow, even))
+    assert len(narrow.cells()) == 4
 
 
 def test_missing_file_and_missing_samples_are_errors(folder: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ What integer runtimes need in order to recognise a quantized operator, and what 
 - signed activations are written on the same grid counted from zero (``activation="unsigned"``): equal values,
   and the integer kernels that want uint8 accept them;
 - a convolution pads for itself where a Pad with zeros stands in front of it;
+- rows that are looked up in a table are gathered as codes, where the target gains by that;
 - operators that only move data get a pair of the input's grid after them, so that no stretch of the graph
   falls back to float.
 
@@ -32,6 +33,7 @@ from bitwright.export.qdq.forms import (
     write_activation,
     write_follower,
 )
+from bitwright.export.qdq.lookups import write_lookups
 from bitwright.export.qdq.markers import (
     bypass,
     close,
@@ -140,6 +142,8 @@ def _run(w: Writing) -> QdqResult:
     guard_outputs(w.builder, w.model.graph.all_nodes())
     _tidy(w)
     write_nbits(w.builder, w.narrow_products)
+    if w.target.gathers_codes:
+        write_lookups(w.builder)
     version, what = w.builder.opset
     w.check_opset(version, what)
     names = {site: tuple(str(v.name) for v in values) for site, values in w.tensors.items()}

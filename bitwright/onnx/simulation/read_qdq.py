@@ -32,6 +32,7 @@ from bitwright.core.numerics.formats import Format, IntFormat, parse_format
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.errors import ModelError
 from bitwright.export.qdq.forms import folded_parts, read_metadata
+from bitwright.export.qdq.lookups import restore_lookups
 from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.export.qdq.nbits import restore_nbits
 from bitwright.export.qdq.products import join_again
@@ -96,6 +97,7 @@ def take_quantizers(model: ir.Model) -> list[Given]:
         ModelError: the model computes on integers, a scale is not known before it runs, or a grid has no counterpart here.
     """
     restore_nbits(model)
+    restore_lookups(model)
     refuse_integer_operators(model)
     join_again(model)
     if not any(

@@ -32,9 +32,9 @@ from bitwright.export.deployed import measured
 from bitwright.export.encodings.gate_order import GATED, to_onnx_order
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.files.spooled import Spool, Spooled
+from bitwright.export.ports import rename_ports
 from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.qdq.markers import rename_values, site_names, strip_sites
-from bitwright.export.qdq.ports import rename_ports
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.recurrent.write import restore_native, write_recurrent
