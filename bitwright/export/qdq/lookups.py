@@ -1,7 +1,7 @@
 """Rows looked up in a quantized table: gathered as codes, then dequantized.
 
 A DequantizeLinear in front of a Gather is computed whole in every run of ONNX Runtime (1.31): for a vocabulary of 50,000 words
-some milliseconds, whatever the length of the sentence. Behind the Gather it computes the rows that were asked for, and the same
+some milliseconds, whatever the length of the sentence. After the Gather it computes the rows that were asked for, and the same
 numbers:
 
 ==============================  ==================================================================================
@@ -101,7 +101,7 @@ def _is_gather(node: ir.Node) -> bool:
 
 
 def _can_move(node: ir.Node) -> bool:
-    """Whether a DequantizeLinear may stand behind ``node``: not where others read an output of the model that it would make.
+    """Whether a DequantizeLinear may stand after ``node``: not where others read an output of the model that it would make.
 
     See :func:`bitwright.export.qdq.products.guard_outputs`.
     """
@@ -347,7 +347,7 @@ class _Packed:
 
 
 def _packed(table: _Table) -> _Packed | None:
-    """The table in the operator's form; ``None`` where rows are no whole number of its blocks."""
+    """The table in the operator's form; ``None`` where its blocks do not divide a row."""
     codes, scale = _array(table.codes), _array(table.scale)
     if codes is None or scale is None or table.rank != 2 or table.along != 0 or codes.shape[1] % 2:
         return None
