@@ -18,6 +18,7 @@ of parameters:
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Collection, Hashable, Iterator, Sequence
@@ -554,7 +555,8 @@ def _caller() -> str | None:
     """``Class.method`` of the module whose method makes the outermost call; ``None`` where code outside of modules does."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
-        frame.f_code in (*_FORWARDS, *CALLS) or frame.f_globals.get("__name__") == __name__
+        frame.f_code in (*_FORWARDS, *CALLS)
+        or frame.f_globals.get("__name__", "").startswith((__name__, "torch._dynamo."))
     ):
         frame = frame.f_back
     owner = None if frame is None else frame.f_locals.get("self")
@@ -563,7 +565,7 @@ def _caller() -> str | None:
     )
 
 
-OUTERMOST = Interceptor.run.__code__
+OUTERMOST = inspect.unwrap(Interceptor._intercepted).__code__
 """What the outermost forward of a thread runs in."""
 _FORWARDS = (Forward.__call__.__code__, OUTERMOST)
 
