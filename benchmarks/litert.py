@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
@@ -58,23 +57,5 @@ def row(name: str, front_end: str) -> list[str]:
     ]  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", help="models")
-    parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = []
-    for name, front_end in ROWS:
-        if options.only and name not in options.only:
-            continue
-        rows.append(row(name, front_end))
-        print(*rows[-1], sep="  ", flush=True)
-    measure.show("LiteRT files", COLUMNS, rows)
-    raw = [dict(zip(COLUMNS, one, strict=True)) for one in rows]
-    measure.save(options.json, options.markdown, "LiteRT files", COLUMNS, rows, raw)
-
-
 if __name__ == "__main__":
-    main()
+    measure.run_rows("LiteRT files", COLUMNS, ROWS, row, HELP)

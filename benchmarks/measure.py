@@ -6,6 +6,7 @@ from a checkout, and fixes one thread.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import json
@@ -31,6 +32,7 @@ from rich.table import Table  # noqa: E402
 torch.set_num_threads(1)
 
 Step = Callable[[], Any]
+Row = Callable[[str, str], list[str]]
 
 
 def seconds(step: Step) -> float:
@@ -159,3 +161,32 @@ def save(
         write(json_path, json.dumps({"machine": machine(), "results": raw}, indent=2) + "\n")
     if markdown_path is not None:
         write(markdown_path, markdown(title, columns, rows))
+
+
+def run_rows(
+    title: str, columns: Sequence[str], cases: Sequence[tuple[str, str]], row: Row, text: str | None = None
+) -> None:
+    """The command line of a table with one row per model and front end: ``--only``, ``--markdown``, ``--json``.
+
+    Args:
+        title: of the table.
+        columns: heads of its columns.
+        cases: model and front end of each row.
+        row: measures one of them and returns its cells.
+        text: what ``--help`` says.
+    """
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="models")
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for name, front_end in cases:
+        if options.only and name not in options.only:
+            continue
+        rows.append(row(name, front_end))
+        print(*rows[-1], sep="  ", flush=True)
+    show(title, columns, rows)
+    raw = [dict(zip(columns, one, strict=True)) for one in rows]
+    save(options.json, options.markdown, title, columns, rows, raw)

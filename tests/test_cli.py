@@ -168,7 +168,7 @@ def test_show_prints_the_sites_of_a_folder(exported):
     result = run("show", exported)
     assert result.exit_code == 0, result.output
     weight = next(line for line in result.output.splitlines() if "0.weight" in line)
-    assert "int8" in weight and "per channel, axis 0" in weight and " to " in weight
+    assert "int8" in weight and "per channel (axis 0)" in weight and " to " in weight
     assert "inside the supergroup Conv>Relu" in result.output
 
 

@@ -196,3 +196,14 @@ def test_importing_stays_light(statement, kept_out):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "", "these loaded although nobody used them"
+
+
+def test_a_configuration_is_checked_without_torch_and_onnx():
+    code = (
+        "import atexit, sys; from bitwright.cli.app import main; sys.argv[1:] = ['check-config', 'htp_v73']\n"
+        "loaded = lambda: {'torch', 'onnx', 'onnx_ir', 'onnxruntime'} & sys.modules.keys()\n"
+        "atexit.register(lambda: print('loaded:', *loaded())); main()"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert "per channel" in run.stdout and run.stdout.splitlines()[-1].strip() == "loaded:"

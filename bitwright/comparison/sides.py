@@ -17,8 +17,7 @@ from bitwright.errors import ConfigError, ExportError, close_matches
 from bitwright.export.artefacts import Samples
 from bitwright.export.files.manifest import read_manifest
 from bitwright.export.files.value_types import load
-from bitwright.export.qdq.lookups import restore_lookups
-from bitwright.export.qdq.markers import copy_model
+from bitwright.export.qdq.lookups import restore_lookups, with_tables
 from bitwright.export.verify.litert import run_converted
 from bitwright.export.verify.outputs import named_arrays
 from bitwright.export.verify.runtime import refusals, run_in, run_model
@@ -145,8 +144,7 @@ def sides_in_memory(
         problem = f"both are {words[0]!r}, which does not differ from itself"
         raise ConfigError("drift", problem, "compare it with another execution")
     values = {name: [array] for name, array in {**samples.outputs, **samples.inputs}.items()}
-    file_model = copy_model(file_model)
-    restore_lookups(file_model)
+    file_model = with_tables(file_model)
     sides = []
     for word in words:
         if word not in (*_FIRST, *_RUNTIMES):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.files.documents import read_document
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.granularity import Granularity
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, phrase
 from bitwright.core.numerics.serialize import encoding_from_json, spec_from_json
 from bitwright.errors import EncodingsError, ExportError
 from bitwright.export.encodings.sites_file import SavedSites, read_sites
@@ -173,9 +173,9 @@ def _dequantized(node: ir.Node) -> Cells:
     if scale is None:
         return name, kind, form, "", "computed", ""
     block, axis = (node.attributes.get_int(key, default) for key, default in (("block_size", 0), ("axis", 1)))
-    where = _granularity(scale.size, axis, block if scale.ndim > 1 else 0)
+    shared = phrase(_granularity(scale.size, axis, block if scale.ndim > 1 else 0))
     zeros = np.zeros(1) if zero is None else zero.astype(np.float64)
-    return name, kind, form, where, _span(scale), _span(zeros)
+    return name, kind, form, shared, _span(scale), _span(zeros)
 
 
 def _type_of(codes: ir.Value | None, zero_point: Array | None) -> str:
@@ -216,8 +216,8 @@ def _tensor(tensor: Any, site: str | None, types: Mapping[int, str], buffers: An
     scale = np.asarray(grid.scale, np.float32)
     zero = np.zeros(1) if grid.zeroPoint is None else np.asarray(grid.zeroPoint, np.float64)
     kind = "activation" if data is None or not len(data) else "constant"
-    where = _granularity(scale.size, int(grid.quantizedDimension or 0), 0)
-    return site or tensor.name.decode(), kind, types[tensor.type], where, _span(scale), _span(zero)
+    shared = phrase(_granularity(scale.size, int(grid.quantizedDimension or 0), 0))
+    return site or tensor.name.decode(), kind, types[tensor.type], shared, _span(scale), _span(zero)
 
 
 _FILES: tuple[tuple[str, Callable[[Path], list[Table]]], ...] = (
@@ -246,24 +246,17 @@ def _cells(encoding: Encoding | None, form: str = "") -> Cells:
         return form, "", "", "", ""
     return (
         encoding.format.name,
-        where(encoding.granularity),
+        phrase(encoding.granularity),
         _span(encoding.scale),
         _span(encoding.zero_point),
         f"{encoding.min.min():.5g} to {encoding.max.max():.5g}",
     )
 
 
-def where(granularity: Granularity) -> str:
-    """``per channel, axis 0``; no axis while it is open."""
-    size, axis = getattr(granularity, "size", None), getattr(granularity, "axis", None)
-    kind = {"PerTensor": "per tensor", "PerChannel": "per channel", "PerBlock": f"per block of {size}"}
-    return kind[type(granularity).__name__] + ("" if axis is None else f", axis {axis}")
-
-
-def _granularity(scales: int, axis: int, block: int) -> str:
+def _granularity(scales: int, axis: int, block: int) -> Granularity:
     if scales == 1:
-        return "per tensor"
-    return f"per block of {block}, axis {axis}" if block else f"per channel, axis {axis}"
+        return PerTensor()
+    return PerBlock(block, axis) if block else PerChannel(axis)
 
 
 def _span(values: Array) -> str:

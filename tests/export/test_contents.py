@@ -57,13 +57,13 @@ def test_models_tell_their_origin(folder: Path, name: str) -> None:
 
 def test_every_file_tells_the_same_scales(folder: Path) -> None:
     saved = rows(contents(folder), "Sites of net")["0.weight"]
-    assert saved[:4] == ("weight", "quantized", "int8n", "per channel, axis 0")
+    assert saved[:4] == ("weight", "quantized", "int8n", "per channel (axis 0)")
     scales = saved[4:6]
     assert rows(contents(folder / "net_sites.json"), "net_sites.json")["0.weight"] == saved
     assert rows(contents(folder / "checkpoint"), "Quantizers")["0.weight"][3:5] == scales
     assert rows(contents(folder / "net.encodings"), "net.encodings")["0.weight"][3:5] == scales
     stored = rows(contents(folder / "net.onnx"), "Quantized tensors")
-    assert stored["0.weight"] == ("constant", "int8n", "per channel, axis 0", *scales)
+    assert stored["0.weight"] == ("constant", "int8n", "per channel (axis 0)", *scales)
     assert stored["0.bias"][:2] == ("bias", "int32") and stored["0.input[0]"][0] == "activation"
     flat = rows(contents(folder / "net.tflite"), "Quantized tensors")
     assert [row[3] for row in flat.values()].count(scales[0]) == 1
@@ -111,7 +111,7 @@ def test_files_of_other_tools(tmp_path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)]), tmp_path / "m.onnx")
     (table,) = contents(tmp_path / "m.onnx")
     assert table.rows == (
-        ("v", "constant", "int8", "per block of 4, axis 0", "1", "0"),
+        ("v", "constant", "int8", "per block of 4 (axis 0)", "1", "0"),
         ("d", "activation", "uint8", "per tensor", "0.5", "3"),
         ("e", "activation", "uint8", "", "computed", ""),
     )

@@ -100,7 +100,7 @@ def check_config(
 
 def _rule_cells(rule: Rule) -> tuple[str, ...]:
     """Which tensors a rule is about, what it sets, and where it was written."""
-    from bitwright.export.contents import where
+    from bitwright.core.numerics.granularity import phrase
 
     about = [f"names {rule.name}"] if rule.name != "*" else []
     about += [f"operators {' '.join(rule.types)}"] if rule.types != ("*",) else []
@@ -109,5 +109,5 @@ def _rule_cells(rule: Rule) -> tuple[str, ...]:
     for facet in ("quantized", "format", "symmetry", "method", "fixed_range"):
         value = getattr(rule, facet)
         sets += [] if value is None else [f"{facet}={getattr(value, 'name', value)}"]
-    sets += [] if rule.granularity is None else [where(rule.granularity)]
+    sets += [] if rule.granularity is None else [phrase(rule.granularity)]
     return ", ".join(about) or "everything", port, rule.param or "", ", ".join(sets), rule.origin

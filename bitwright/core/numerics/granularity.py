@@ -192,6 +192,22 @@ Granularity = PerTensor | PerChannel | PerBlock
 
 PER_TENSOR = PerTensor()
 
+
+def phrase(granularity: Granularity) -> str:
+    """Which elements share a scale, in words; the axis is named once it is known.
+
+    >>> phrase(PerTensor()), phrase(PerChannel()), phrase(PerChannel(1)), phrase(PerBlock(32, 1, (0, 2)))
+    ('per tensor', 'per channel', 'per channel (axis 1)', 'per block of 32 of each matrix (axis 1)')
+    """
+    if isinstance(granularity, PerTensor):
+        return "per tensor"
+    axis = "" if granularity.axis is None else f" (axis {granularity.axis})"
+    if isinstance(granularity, PerChannel):
+        return f"per channel{axis}"
+    each = " of each matrix" if len(granularity.channel_axes) > 1 else ""
+    return f"per block of {granularity.size}{each}{axis}"
+
+
 #: smaller blocks have no kernels, and spend more on their scales than on their elements
 _SMALLEST_BLOCK = 16
 

@@ -16,7 +16,7 @@ from bitwright.core.numerics.formats import (
     parse_format,
     parse_scale_format,
 )
-from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, phrase
 from bitwright.errors import ConfigError, close_matches
 
 Symmetry = Literal["asymmetric", "symmetric", "strict_symmetric", "unsigned_symmetric"]
@@ -121,18 +121,9 @@ class QuantSpec:
 
     def describe(self) -> str:
         """One short phrase: ``int8 symmetric per channel (axis 0), minmax``."""
-        if isinstance(self.granularity, PerChannel):
-            where = "per channel" + (
-                "" if self.granularity.axis is None else f" (axis {self.granularity.axis})"
-            )
-        elif isinstance(self.granularity, PerBlock):
-            each = " of each matrix" if len(self.granularity.channel_axes) > 1 else ""
-            where = f"per block of {self.granularity.size}{each}"
-        else:
-            where = "per tensor"
         symmetry = f" {self.symmetry.replace('_', ' ')}" if isinstance(self.format, IntFormat) else ""
         scales = "" if self.scale_format == FLOAT32_SCALE else f" ({self.scale_format.name} scales)"
-        return f"{self.format.name}{symmetry} {where}{scales}, {self.method.name}"
+        return f"{self.format.name}{symmetry} {phrase(self.granularity)}{scales}, {self.method.name}"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from bitwright.core.numerics.formats import (
     FloatFormat,
     IntFormat,
 )
-from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, Shape
+from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, Shape, phrase
 from bitwright.errors import EncodingsError, close_matches
 
 Version = Literal["0.6.1", "1.0.0", "2.0.0"]
@@ -216,13 +216,6 @@ def _without_blocks(params: Shape, granularity: Granularity) -> Shape:
 
 def _place(values: NDArray[Any], shape: Shape, turned: bool) -> NDArray[Any]:
     return values.reshape(shape[::-1]).T if turned else values.reshape(shape)
-
-
-def phrase(granularity: Granularity) -> str:
-    """``per tensor``, ``per channel`` or ``per block of 32``, for messages."""
-    if isinstance(granularity, PerBlock):
-        return f"per block of {granularity.size}"
-    return "per channel" if isinstance(granularity, PerChannel) else "per tensor"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from bitwright.core.numerics.formats import (
     Format,
     IntFormat,
 )
-from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
+from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor, phrase
 from bitwright.errors import EncodingsError
 from bitwright.export.encodings.records import (
     FLOATS_2_0_0,
@@ -32,7 +32,6 @@ from bitwright.export.encodings.records import (
     WrittenEncodings,
     channels_come_first,
     check_version,
-    phrase,
 )
 from bitwright.export.files.atomic import AnyPath, atomic_write
 

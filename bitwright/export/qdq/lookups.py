@@ -30,7 +30,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.export.qdq.forms import METADATA, Builder, before, damaged_metadata, read_metadata
-from bitwright.export.qdq.markers import Outputs, remove_unread
+from bitwright.export.qdq.markers import Outputs, copy_model, remove_unread
 
 Array = NDArray[Any]
 D = ir.DataType
@@ -412,6 +412,13 @@ def restore_lookups(model: ir.Model) -> None:
     }
     for node in found:
         _restore(builder, outputs, node, tables)
+
+
+def with_tables(model: ir.Model) -> ir.Model:
+    """A copy of ``model`` in which tables are dequantized before rows are looked up in them."""
+    copy = copy_model(model)
+    restore_lookups(copy)
+    return copy
 
 
 def _restore(builder: Builder, outputs: Outputs, node: ir.Node, tables: dict[str, ir.Value]) -> None:

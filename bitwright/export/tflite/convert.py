@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from bitwright.export.qdq.forms import read_metadata
-from bitwright.export.qdq.lookups import restore_lookups
-from bitwright.export.qdq.markers import copy_model
+from bitwright.export.qdq.lookups import with_tables
 from bitwright.export.tflite import arithmetic, images, movement, norms, pools, products, recurrent
 from bitwright.export.tflite.lowering import SHIFTS, FreeBatchError, Lowering
 from bitwright.export.tflite.trace import trace_model
@@ -70,8 +69,7 @@ def to_tflite(
         ConfigError: ``ai-edge-litert``, whose schema is used, is not installed.
         ExportError: an operator has no form in LiteRT; its site is named.
     """
-    model = copy_model(model)
-    restore_lookups(model)
+    model = with_tables(model)
     RemoveUnusedNodesPass()(model)
     try:
         return _written(model, feeds, origin or {}, fixed, ())

@@ -26,8 +26,7 @@ from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ExportError, close_matches
 from bitwright.export.files.value_types import load
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
-from bitwright.export.qdq.lookups import restore_lookups
-from bitwright.export.qdq.markers import copy_model
+from bitwright.export.qdq.lookups import with_tables
 from bitwright.export.verify.agreement import SLACK, Agreement, compare, in_float64, spread, step_of
 from bitwright.export.verify.bodies import open_bodies, runs_of
 from bitwright.export.verify.cut import Cut, Place
@@ -290,7 +289,7 @@ def verify_layers(
     for part, places, feeds in cut.parts():
         found |= _compare_part(cut, part, places, {**given, **feeds}, failures, runtime)
     rows = [row for place in cut.places for row in found[place]]
-    rows += [row for node in _with_tables(loaded).graph.all_nodes() for row in _constant_rows(node, values)]
+    rows += [row for node in with_tables(loaded).graph.all_nodes() for row in _constant_rows(node, values)]
     ends = _compare_outputs(loaded, outputs or {}, graph_inputs, failures, runtime)
     ran = {row.site for row in rows}
     idle = _without(opened.idle, ran)
@@ -462,13 +461,6 @@ class _Compared:
 
 def _without(held: Mapping[str, T], names: Container[str]) -> dict[str, T]:
     return {name: value for name, value in held.items() if name not in names}
-
-
-def _with_tables(model: ir.Model) -> ir.Model:
-    """A copy of ``model`` in which tables are dequantized before rows are looked up in them."""
-    copy = copy_model(model)
-    restore_lookups(copy)
-    return copy
 
 
 def _constant_rows(node: ir.Node, values: Mapping[str, Array | Sequence[Array]]) -> Iterator[Row]:

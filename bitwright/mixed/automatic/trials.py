@@ -288,7 +288,7 @@ def identity(model: Any, data: Sequence[Any], options: Mapping[str, Any]) -> dic
     """What a folder belongs to: hashes of the model, of the data, and the options that decide results."""
     files = ("config_file", "times")
     plain = {k: _text(v) for k, v in options.items() if k not in ("labels", "evaluation_data", *files)}
-    plain.update({name: _rules_hash(options[name]) for name in files})
+    plain.update({name: _hash_of_file(options[name]) for name in files})
     if options["labels"] is not None:
         plain["labels"] = fingerprint([np.asarray(options["labels"])])
     if options["evaluation_data"] is not None:
@@ -302,11 +302,11 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def _rules_hash(config_file: Any) -> str:
+def _hash_of_file(option: Any) -> str:
     """Rules, or times, by what a file says, not by its name."""
-    if isinstance(config_file, (str, os.PathLike)) and Path(config_file).is_file():
-        return hashlib.sha256(Path(config_file).read_bytes()).hexdigest()
-    return _text(config_file)
+    if isinstance(option, (str, os.PathLike)) and Path(option).is_file():
+        return hashlib.sha256(Path(option).read_bytes()).hexdigest()
+    return _text(option)
 
 
 def _model_hash(model: Any) -> str:

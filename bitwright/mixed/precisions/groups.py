@@ -65,7 +65,16 @@ class _Sets:
             self._parent[self.find(key)] = self.find(keys[0])
 
 
-def operands(sim: Any, which: Callable[[Site], bool] | None = None) -> dict[str, dict[int, Site]]:
+def can_change(site: Site) -> bool:
+    """Whether a search may change the precision of a site: calibrated, not frozen, no int32 bias."""
+    quantizer = site.quantizer
+    return (
+        site.enabled and not quantizer.derived and quantizer.encoding is not None
+        and site.role != "bias" and not site.frozen
+    )  # fmt: skip
+
+
+def operands(sim: Any, which: Callable[[Site], bool] = can_change) -> dict[str, dict[int, Site]]:
     """Operator -> the quantizers of what its kernel computes with, each with one of its sites.
 
     A kernel reads activations and weights on their grids; a recurrent layer has its states and gates beside them. Operators
@@ -76,7 +85,6 @@ def operands(sim: Any, which: Callable[[Site], bool] | None = None) -> dict[str,
         which: sites that count; those that a search may change by default.
     """
     graph: Graph = sim.graph
-    which = can_change if which is None else which
     movable = [site for site in sim.quantizers.values() if which(site)]
     of = {id(site.quantizer): site for site in movable}
     grids = values_on_grids(sim.quantizers, sim.plan.shared)
@@ -107,18 +115,9 @@ def _has_kernel(op: Op) -> bool:
     return row.kind == "compute" or (row.integer and row.activations is None)
 
 
-def can_change(site: Site) -> bool:
-    """Whether a search may change the precision of a site: calibrated, not frozen, no int32 bias."""
-    quantizer = site.quantizer
-    return (
-        site.enabled and not quantizer.derived and quantizer.encoding is not None
-        and site.role != "bias" and not site.frozen
-    )  # fmt: skip
-
-
 def find_groups(
     sim: Any, candidates: Sequence[Candidate], allowed: Any = None, *, tied: bool = False,
-    which: Callable[[Site], bool] | None = None,
+    which: Callable[[Site], bool] = can_change,
 ) -> tuple[Group, ...]:  # fmt: skip
     """The groups of a calibrated simulation, in execution order.
 
@@ -130,7 +129,6 @@ def find_groups(
             the one of the activations are tied. Otherwise they are one group.
         which: sites that count; those that a search may change by default.
     """
-    which = can_change if which is None else which
     kernels, sets = operands(sim, which), _Sets()
     for sites in kernels.values():
         sets.join(list(sites))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from bitwright.torch.quantizers import stacked_steps
 from bitwright.torch.quantizers.sequences import NAMES
 from bitwright.torch.quantizers.stacked_steps import StepFunctions
 
-pytestmark = pytest.mark.skipif(loops() is None, reason="the extra `fast` is not installed")
 X = torch.randn(7, 3, 6, generator=torch.Generator().manual_seed(0))
 
 
@@ -90,6 +90,26 @@ def test_gradients_are_those_of_single_steps(bias: bool, bits: int, in_steps: Ca
     assert all(torch.equal(a, b) for a, b in zip(fast[:3], slow[:3], strict=True))
     for one, other in zip(fast[3:], slow[3:], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["observed", "trained"])
+def test_a_whole_sequence_is_taken_where_there_are_compiled_loops(
+    grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[bool] = []
+    sequence = StepFunctions.sequence
+
+    def spy(*given: Any) -> Any:
+        found = sequence(*given)
+        taken.append(found is not None)
+        return found
+
+    monkeypatch.setattr(StepFunctions, "sequence", spy)
+    sim = simulated(lstm())
+    if grad:
+        taken.clear()
+        sim.model(X)
+    assert taken and all(found == (loops() is not None) for found in taken)
 
 
 def test_a_gradient_of_the_gradient(in_steps: Callable[[], None]) -> None:
