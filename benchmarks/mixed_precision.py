@@ -234,7 +234,9 @@ def ours(trials: Trials, cost: str, goal: str) -> tuple[Choice | None, int]:
     """The result of a search, and its evaluations."""
     metric = None
     if goal == "drop":
+        trials.explorer.library.restore()  # the metric reads the float model, without the weights of an earlier point
         metric = Metric(trials.subject, trials.parts[0], lower_is_better=trials.lower, allowed=trials.allowed)
+        assert metric.reference.mean == trials.float[0]
     before = trials.explorer.measurements
     wanted = Goal(cost, {}, metric, trials.levels.get(goal), 12, 0.9)
     found = trials.explorer.run(wanted, lambda: None)
@@ -245,6 +247,7 @@ def ours(trials: Trials, cost: str, goal: str) -> tuple[Choice | None, int]:
     return tuple(names.index(found.chosen.choice[g.name]) for g in found.groups), count
 
 
+KEYS = ("name", "front", "draw", "cost", "goal")
 GREEDY = ("greedy", "greedy unseen", "greedy points", "uniform", "uniform unseen")
 
 
@@ -252,6 +255,7 @@ def run(
     name: str,
     front: str,
     draw: int,
+    goals: list[tuple[str, str]],
     save: Callable[[dict[str, Any]], None],
     earlier: list[dict[str, Any]],
     only_ours: bool,
@@ -260,12 +264,12 @@ def run(
     start = time.process_time()
     trials = Trials(name, front, draw)
     alone: dict[tuple[int, int], float] = {}
-    for cost, goal in GOALS:
+    for cost, goal in goals:
         row: dict[str, Any] = {"name": name, "front": front, "draw": draw, "cost": cost, "goal": goal}
         row["groups"], row["aimet_groups"] = len(trials.explorer.groups), len(trials.groups())
         choice, row["ours evaluations"] = ours(trials, cost, goal)
         row["ours"], row["ours unseen"] = trials.share(choice, cost), trials.unseen(choice, goal)
-        known = [r for r in earlier if all(r[k] == row[k] for k in ("name", "front", "draw", "cost", "goal"))]
+        known = [r for r in earlier if all(r[key] == row[key] for key in KEYS)]
         level = trials.levels.get(goal)
         if known and (level is None or abs(known[0]["level"] - level) < 1e-6):
             row.update({k: known[0][k] for k in GREEDY})
@@ -343,7 +347,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     rows = measure.read_rows(options.results)
     earlier = measure.read_rows(options.greedy) if options.greedy else []
-    known = {(r["name"], r["front"], r["draw"]) for r in rows if (r["cost"], r["goal"]) == GOALS[-1]}
+    known = {tuple(r[key] for key in KEYS) for r in rows}
 
     def save(row: dict[str, Any]) -> None:
         rows.append(row)
@@ -354,8 +358,9 @@ def main() -> None:
     for draw in options.draws if not options.only_table else ():
         for front in options.fronts:
             for name in options.networks:
-                if (name, front, draw) not in known:
-                    run(name, front, draw, save, earlier, options.ours)
+                goals = [goal for goal in GOALS if (name, front, draw, *goal) not in known]
+                if goals:
+                    run(name, front, draw, goals, save, earlier, options.ours)
     if options.markdown:
         measure.write(options.markdown, table(rows))
     print(table(rows))
