@@ -28,6 +28,19 @@ def value_of_key(key: int) -> float:
     return float(struct.unpack("<f", struct.pack("<I", bits))[0]) + 0.0
 
 
+def values_of_keys(keys: Bits) -> Floats:
+    """The same of an array of keys.
+
+    >>> values_of_keys(np.array([0x3F800000, ~0], np.int32)).tolist()
+    [1.0, 0.0]
+    """
+    return np.where(keys >= 0, keys, keys ^ np.int32(0x7FFFFFFF)).view(np.float32) + np.float32(0)
+
+
+NO_KEY = 2**31 - 1
+"""Above the keys of all numbers; its complement lies below them."""
+
+
 def key_bounds(bits: Bits) -> tuple[np.int32, np.int32]:
     """Least and largest key of an array of at least one float32 given as its bits."""
     lo, hi = np.int32(2147483647), np.int32(-2147483648)

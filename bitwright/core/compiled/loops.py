@@ -41,7 +41,8 @@ SIGNATURES: dict[Callable[..., Any], str] = {
     recurrent.lstm_gates_marked: f"void({_M}, {_M}, {_M}, {_MARKS}, {_F}, {_F}, {_F}, {_F}, {_F})",
     recurrent.lstm_backward: f"void({_M}, {_M}, {_M}, {_M}, {_MARKS}, {_M}, {_M}, {_M}, {_M}, {_M})",
     recurrent.lstm_sums: f"void({_M}, {_M}, float32[:, :, :, ::1], int64)",
-    recurrent.lstm_next: "void(float32[:, :, :, ::1], int64, float32[:, :, ::1], int64)",
+    recurrent.lstm_next: "void(float32[:, :, :, ::1], int64, float32[:, :, ::1], int64, int64)",
+    recurrent.keys_by_column: "void(int32[:, :, :, ::1], int64, int32[:, ::1], int32[:, ::1])",
     counting.key_bounds: f"UniTuple(int32, 2)({_READ.format('int32')})",
     counting.channels_hold: f"void({_READ.format('float32')}, int64, int64, int64[::1], {_F}, {_B})",
     counting.count_bins: (

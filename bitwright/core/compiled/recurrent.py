@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
+Bits = NDArray[np.int32]
 
 
 def lstm_gates(x: Floats, recurrent: Floats, out: Floats, scale: Floats, lo: Floats, hi: Floats) -> None:
@@ -193,10 +194,24 @@ def lstm_sums(x: Floats, recurrent: Floats, out: Floats, place: int) -> None:
                 result[j] = given[j] + added[j]
 
 
-def lstm_next(gates: Floats, place: int, cells: Floats, step: int) -> None:
-    """``cells[step + 1]``, of ``[T + 1, B, H]``, of ``cells[step]`` and ``gates[:, place]``, of ``[4, places, B, H]``."""
+def lstm_next(gates: Floats, place: int, cells: Floats, before: int, after: int) -> None:
+    """``cells[after]``, of ``[places, B, H]``, of ``cells[before]`` and ``gates[:, place]``, of ``[4, places, B, H]``."""
     for row in range(cells.shape[1]):
         into, forget, new = gates[0, place, row], gates[1, place, row], gates[3, place, row]
-        old, result = cells[step, row], cells[step + 1, row]
+        old, result = cells[before, row], cells[after, row]
         for j in range(old.size):
             result[j] = forget[j] * old[j] + into[j] * new[j]
+
+
+def keys_by_column(bits: Bits, place: int, lo: Bits, hi: Bits) -> None:
+    """Move least and largest keys of columns, ``[planes, H]`` each, so far that they hold ``bits[:, place]``.
+
+    The keys are those of :mod:`bitwright.core.compiled.counting`; ``bits`` are the float32 of ``[planes, places, B, H]``.
+    """
+    for plane in range(bits.shape[0]):
+        low, high = lo[plane], hi[plane]
+        for row in range(bits.shape[2]):
+            given = bits[plane, place, row]
+            for j in range(given.size):
+                key = np.int32(given[j] ^ ((given[j] >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+                low[j], high[j] = min(low[j], key), max(high[j], key)

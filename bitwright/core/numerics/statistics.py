@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.core.compiled.counting import value_of_key
+from bitwright.core.compiled.counting import NO_KEY, value_of_key
 from bitwright.core.compiled.loops import Loops, flat, loops
 from bitwright.core.numerics.arrays import (
     Array,
@@ -51,7 +51,6 @@ _CHUNK = 1 << 17  # elements: one chunk and its codes stay in the second-level c
 _LONG = 1 << 14  # elements: from here on a second table of counts is worth its clearing
 _TABLE = _BINS + 1
 _PIECE = 1 << 15  # elements that compiled loops count before they add up their tables
-_NO_KEY = 2**31 - 1
 _PLACES = np.tile(np.array([0, _TABLE], np.int16) + np.int16(HALF_BINS - 1), _CHUNK // 2)
 
 
@@ -389,7 +388,7 @@ class _Counter:
         codes, tables = np.empty(_PIECE, np.uint16), np.zeros((4, _TABLE), np.uint16)
         bits, start = x.view(np.int32), 0
         while start < x.size:
-            counts, found = np.zeros(_TABLE, np.int64), np.array([_NO_KEY, ~_NO_KEY, 0])
+            counts, found = np.zeros(_TABLE, np.int64), np.array([NO_KEY, ~NO_KEY, 0])
             largest = ((self.exponent + _HALF_BITS + 127) << 23) - 1  # bits of the float32 below N w
             inverse, before = np.float32(2.0**-self.exponent), start
             start = compiled.count_bins(x, bits, before, largest, inverse, codes, tables, counts, found)

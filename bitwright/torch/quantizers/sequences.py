@@ -7,7 +7,7 @@ of the weights is one product over all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,13 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bitwright.core.compiled.counting import NO_KEY, values_of_keys
 from bitwright.core.compiled.loops import Loops, loops
 from bitwright.core.graph.recurrence import CELL, HIDDEN
 from bitwright.torch.calls.recurrent import ORDER, Sequences
 from bitwright.torch.quantizers.fake_quantize import Grid, codes_from_to, grid_numbers, is_plain
 
 Floats = NDArray[np.float32]
+Keys = NDArray[np.int32]
 _PRE, _GATE = ([f"{gate}.{kind}" for gate in ORDER["LSTM"]] for kind in ("pre", "gate"))
+_GROUPS = (_PRE, _GATE, [CELL], ["cell.gate"])
 #: the tensors inside a step, in the order in which they are kept
 NAMES = (*_PRE, *_GATE, CELL, "cell.gate", HIDDEN)
 
@@ -38,48 +41,137 @@ def ready(tensors: Sequence[Tensor | None]) -> Loops | None:
     return loops() if all(x.device.type == "cpu" for x in given) else None
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Bounds of every column of a tensor of ``rows`` rows, float32, ``[H]``; all finite."""
+
+    lo: Floats
+    hi: Floats
+    rows: int
+
+
 def observed(kept: Mapping[str, list[Tensor]], compiled: Loops) -> Sequences:
     """A layer that computes in float and hands over those of :data:`NAMES` that are kept, for all steps: ``[T * B, H]``."""
     return partial(_observe, kept, compiled)
+
+
+def bounded(
+    columns: Mapping[str, list[Columns]], kept: Mapping[str, list[Tensor]], compiled: Loops
+) -> Sequences:
+    """The same, of which the bounds of columns are handed over, while a step is in the cache.
+
+    Where a value is not finite, nothing is put into ``columns``, and the tensors themselves into ``kept``.
+    """
+    return partial(_bound, columns, kept, compiled)
 
 
 def _observe(
     kept: Mapping[str, list[Tensor]], compiled: Loops, x: Tensor, weight_hh: Tensor, bias_hh: Tensor | None,
     initial: tuple[Tensor, ...], reverse: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    steps, (batch, width) = len(x), initial[1].shape
-    # what is not kept is written over by the next step
-    places = [steps if any(name in kept for name in names) else 1 for names in (_PRE, _GATE, ("cell.gate",))]
-    pre, post = (torch.empty(4, count, batch, width) for count in places[:2])
-    bent, hidden = (torch.empty(count, batch, width) for count in (places[2], steps))
-    cells = torch.empty(steps + 1, batch, width)
-    cells[0] = initial[1]
-    shares, sums, gates, states = (_array(t) for t in (x, pre, post, cells))
-    product = _Product(weight_hh.detach().t().contiguous(), bias_hh, batch)
-    h = initial[0].detach()
-    views = zip(
-        _order(steps, reverse),
-        *(_each(view, steps) for view in (pre[:3].unbind(1), pre[3], post[:3].unbind(1), post[3], post[2])),
-        *(_each(view, steps) for view in (bent, cells[1:], hidden)),
-        strict=True,
-    )
-    for n, (t, curved, straight, gated, candidate, output, tanh, cell, out) in enumerate(views):
-        compiled.lstm_sums(shares[t], product(h), sums, min(n, places[0] - 1))
-        torch.sigmoid(curved, out=gated)
-        torch.tanh(straight, out=candidate)
-        compiled.lstm_next(gates, min(n, places[1] - 1), states, n)
-        torch.tanh(cell, out=tanh)
-        h = torch.mul(output, tanh, out=out)
-    for name, values in zip(NAMES, (*pre, *post, cells[1:], bent, hidden), strict=True):
+    run = _Run(kept, (), compiled, len(x), initial)
+    run(x, _Product(weight_hh.detach().t().contiguous(), bias_hh, len(initial[1])), reverse)
+    for name, values in run.values().items():
         if name in kept:
-            kept[name].append(values.reshape(steps * batch, width))
-    return _as_returned(hidden, reverse), hidden[-1].clone(), cells[-1].clone()
+            kept[name].append(values.reshape(-1, values.shape[-1]))
+    # in memory of their own: what is kept must not change with them
+    return (run.hidden.flip(0) if reverse else run.hidden.clone()), *run.last()
 
 
-def _each(places: Iterable[Tensor], steps: int) -> list[Tensor]:
-    """What every step writes to: a place of its own, or the one there is."""
-    found = list(places)
-    return found * (steps // len(found))
+def _bound(
+    columns: Mapping[str, list[Columns]], kept: Mapping[str, list[Tensor]], compiled: Loops, x: Tensor,
+    weight_hh: Tensor, bias_hh: Tensor | None, initial: tuple[Tensor, ...], reverse: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    run = _Run((), columns, compiled, len(x), initial)
+    run(x, _Product(weight_hh.detach().t().contiguous(), bias_hh, len(initial[1])), reverse)
+    found = run.columns()
+    if not all(np.isfinite([found[name].lo, found[name].hi]).all() for name in columns):
+        return _observe(kept, compiled, x, weight_hh, bias_hh, initial, reverse)
+    for name, into in columns.items():
+        into.append(found[name])
+    return (run.hidden.flip(0) if reverse else run.hidden), *run.last()
+
+
+class _Run:
+    """A layer in float, once over a sequence.
+
+    Args:
+        kept: which of :data:`NAMES` are wanted for all steps; what is not kept is written over by the next step.
+        seen: of which the bounds of columns are wanted, and nothing kept.
+        compiled: the loops.
+        steps: of the sequence.
+        initial: hidden and cell state, ``[B, H]``.
+
+    Attributes:
+        hidden: hidden states of all steps, ``[T, B, H]``, in the order in which they were computed.
+    """
+
+    def __init__(
+        self, kept: Container[str], seen: Container[str], compiled: Loops, steps: int, initial: tuple[Tensor, ...]
+    ) -> None:  # fmt: skip
+        batch, width = initial[1].shape
+        pre, post, cells, bent = (steps if any(n in kept for n in group) else 1 for group in _GROUPS)
+        self.steps, self.compiled, self.initial, self.seen = steps, compiled, initial[0].detach(), seen
+        self.pre, self.post = (torch.empty(4, places, batch, width) for places in (pre, post))
+        self.cells = torch.empty(cells + 1, batch, width)
+        self.bent, self.hidden = (torch.empty(places, batch, width) for places in (bent, steps))
+        self.cells[0] = initial[1]
+        self.keys = np.full((2, len(NAMES), width), NO_KEY, np.int32)
+        self.keys[1] = ~NO_KEY
+
+    def __call__(self, x: Tensor, product: _Product, reverse: bool) -> None:
+        """Fill the tensors; ``x`` is the input's share of the gates."""
+        shares, sums, gates, states = (_array(t) for t in (x, self.pre, self.post, self.cells))
+        h, compiled, watched, after = self.initial, self.compiled, self._watched(), 0
+        cells = self.cells.unbind()
+        views = zip(
+            _order(self.steps, reverse),
+            *(self._each(view) for view in (self.pre[:3].unbind(1), self.pre[3], self.post[:3].unbind(1))),
+            *(self._each(view) for view in (self.post[3], self.post[2], self.bent, self.hidden)),
+            strict=True,
+        )
+        for n, (t, curved, straight, gated, candidate, output, tanh, out) in enumerate(views):
+            before, after = after, (n + 1) % len(cells)
+            compiled.lstm_sums(shares[t], product(h), sums, min(n, sums.shape[1] - 1))
+            torch.sigmoid(curved, out=gated)
+            torch.tanh(straight, out=candidate)
+            compiled.lstm_next(gates, min(n, gates.shape[1] - 1), states, before, after)
+            torch.tanh(cells[after], out=tanh)
+            h = torch.mul(output, tanh, out=out)
+            for bits, lo, hi in watched:
+                compiled.keys_by_column(bits, after % bits.shape[1], lo, hi)
+        self.final = h, cells[after]
+
+    def _each(self, places: Iterable[Tensor]) -> list[Tensor]:
+        """What every step writes to: a place of its own, or the one there is."""
+        found = list(places)
+        return found * (self.steps // len(found))
+
+    def _watched(self) -> list[tuple[Keys, Keys, Keys]]:
+        """What a step has written that bounds are wanted of, and the keys that these have."""
+        made, found, first = (self.pre, self.post, self.cells[None], self.bent[None]), [], 0
+        for x, group in zip(made, _GROUPS, strict=True):
+            if any(name in self.seen for name in group):
+                part = slice(first, first + len(group))
+                found.append((_array(x).view(np.int32), self.keys[0, part], self.keys[1, part]))
+            first += len(group)
+        return found
+
+    def last(self) -> tuple[Tensor, Tensor]:
+        """The last hidden and the last cell state."""
+        return self.final[0].clone(), self.final[1].clone()
+
+    def values(self) -> dict[str, Tensor]:
+        """The tensors of all steps by name; those that are not kept have one place."""
+        return dict(zip(NAMES, (*self.pre, *self.post, self.cells[1:], self.bent, self.hidden), strict=True))
+
+    def columns(self) -> dict[str, Columns]:
+        """Bounds by name, those that are not wanted without sense."""
+        rows, width = self.hidden.numel() // self.hidden.shape[-1], self.hidden.shape[-1]
+        hidden = _array(self.hidden).view(np.int32).reshape(1, 1, rows, width)
+        self.compiled.keys_by_column(hidden, 0, self.keys[0, -1:], self.keys[1, -1:])
+        lo, hi = values_of_keys(self.keys)
+        return {name: Columns(lo[i], hi[i], rows) for i, name in enumerate(NAMES)}
 
 
 class _Product:

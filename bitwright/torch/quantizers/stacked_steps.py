@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bitwright.core.compiled.loops import loops
+from bitwright.core.compiled.loops import Loops, loops
 from bitwright.core.graph.recurrence import ACTIVATION_RANGES, CELL, HIDDEN
 from bitwright.torch.calls.recurrent import ORDER, Sequences, StackedStep
 from bitwright.torch.quantizers.fake_quantize import grid_numbers
 from bitwright.torch.quantizers.quantizer import Quantizer, side_by_side
-from bitwright.torch.quantizers.sequences import NAMES, Steps, observed, ready, trained
+from bitwright.torch.quantizers.sequences import NAMES, Columns, Steps, bounded, observed, ready, trained
 
 Function = Callable[[Tensor], Tensor]
 _LEAST = 256  # elements of a state from which compiled loops pay
@@ -39,9 +39,15 @@ class OnGrid:
 
 @dataclass(frozen=True)
 class Keep:
-    """What happens to an inner tensor that is observed: it is put with those of the other steps."""
+    """What happens to an inner tensor that is observed: it is put with those of the other steps.
+
+    Attributes:
+        steps: takes the tensors.
+        columns: takes the bounds of their columns in their place, where these say all that is observed.
+    """
 
     steps: list[Tensor]
+    columns: list[Columns] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` itself, kept."""
@@ -93,14 +99,22 @@ class StepFunctions(dict[str, Function]):
         like, functions = tensors[-1], [self.get(name) for name in NAMES]
         if cell != "LSTM" or like is None or like.numel() < _LEAST or (compiled := ready(tensors)) is None:
             return None
-        kept = {name: f.steps for name, f in zip(NAMES, functions, strict=True) if isinstance(f, Keep)}
         if not torch.is_grad_enabled():
-            return observed(kept, compiled) if 0 < len(kept) == len(self) else None
+            return self._observed(compiled)
         grids = [f.quantizer.plain_grid(like) for f in functions if isinstance(f, OnGrid)]
         fixed = [grid for grid in grids if grid is not None]
         if len(fixed) < len(functions):
             return None
         return trained(fixed, like.shape[-1], compiled)(steps)
+
+    def _observed(self, compiled: Loops) -> Sequences | None:
+        """All steps of a layer whose inner tensors are observed and none is moved to a grid."""
+        kept = {name: f for name, f in self.items() if isinstance(f, Keep)}
+        if not 0 < len(kept) == len(self):
+            return None
+        steps = {name: f.steps for name, f in kept.items()}
+        columns = {name: f.columns for name, f in kept.items() if f.columns is not None}
+        return bounded(columns, steps, compiled) if len(columns) == len(kept) else observed(steps, compiled)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from bitwright.core.graph.constant_channels import ChannelWatch
+from bitwright.core.graph.constant_channels import ChannelWatch, channels_within
 from bitwright.core.graph.graph import Graph
+from bitwright.core.numerics.granularity import PerTensor
+from bitwright.core.numerics.statistics import MinMax
 from bitwright.core.simulation.sites import Site
 from bitwright.torch.quantizers.quantizer import Quantizer
+from bitwright.torch.quantizers.sequences import Columns
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,20 @@ class Place:
             self.quantizer.observe(x)
             self.channels.observe(x)
 
+    @property
+    def reads_bounds(self) -> bool:
+        """Whether the bounds of its columns say of a matrix all that is observed."""
+        quantizer, channels = self.quantizer, self.channels.place
+        alone = quantizer.needs == "minmax" and isinstance(quantizer.spec.granularity, PerTensor)
+        return alone and (channels is None or channels.axis == -1)
+
+    def observe_columns(self, seen: Columns) -> None:
+        """Add a matrix that passes, where :attr:`reads_bounds`."""
+        none, count = np.zeros((), np.int64), np.array(seen.lo.size * seen.rows)
+        lo, hi = (np.array(end, np.float64) for end in (seen.lo.min(), seen.hi.max()))
+        self.quantizer.observe_statistics(MinMax(lo, hi, count, none, none, none))
+        self.channels.add(channels_within(seen.lo, seen.hi))
+
 
 @dataclass(frozen=True)
 class CallPlan:
@@ -38,6 +56,17 @@ class CallPlan:
     operands: tuple[Place, ...] = ()
     outputs: tuple[Place, ...] = ()
     inside: Mapping[str, Place] = field(default_factory=dict)
+
+    def observe_steps(
+        self, kept: Mapping[str, Sequence[torch.Tensor]], bounds: Mapping[str, Sequence[Columns]]
+    ) -> None:
+        """Add what was seen inside a recurrent layer, by name: tensors of its steps, or bounds of their columns."""
+        for name, steps in kept.items():
+            if steps:
+                self.inside[name].observe(steps[0] if len(steps) == 1 else torch.cat(list(steps)))
+        for name, columns in bounds.items():
+            for seen in columns:
+                self.inside[name].observe_columns(seen)
 
 
 def call_plans(graph: Graph, sites: Mapping[str, Site]) -> dict[str, CallPlan]:

@@ -29,6 +29,7 @@ from bitwright.torch.interception.frames import Frame, Key
 from bitwright.torch.interception.intercept import ACCESS
 from bitwright.torch.interception.record import refuse_nested
 from bitwright.torch.quantizers.fake_quantize import is_plain
+from bitwright.torch.quantizers.sequences import Columns
 from bitwright.torch.quantizers.stacked_steps import Keep, OnGrid, StepFunctions
 from bitwright.torch.simulation.marks import mark
 from bitwright.torch.simulation.one_pass import clamped_ends, joined, writes
@@ -340,13 +341,12 @@ class Simulator:
             return self._marked_layer(plan, row, args, kwargs)
         self._note_length(plan.op, args)
         kept: dict[str, list[torch.Tensor]] = {}
-        functions = StepFunctions() if self.stage == "float" else self._step_functions(plan, kept)
+        bounds: dict[str, list[Columns]] = {}
+        functions = StepFunctions() if self.stage == "float" else self._step_functions(plan, kept, bounds)
         tapped = self._tap_steps(plan.op, kwargs["cell"], functions, kept) if self.taps is not None else {}
         inside = functions or None  # without a quantizer inside, torch's own operator does the work
         output = self._planned(plan, row, recurrent.layer, args, {**kwargs, "inside": inside})
-        for name, steps in kept.items():
-            if name not in tapped:
-                plan.inside[name].observe(steps[0] if len(steps) == 1 else torch.cat(steps))
+        plan.observe_steps({name: steps for name, steps in kept.items() if name not in tapped}, bounds)
         for name, taken in tapped.items():
             steps = kept[name][::-1] if kwargs.get("reverse") else kept[name]  # in the order of time
             taken.append(torch.cat(steps) if args[4] is not None else torch.stack(steps))
@@ -362,8 +362,10 @@ class Simulator:
         layer = functools.partial(recurrent.marked_layer, mark=mark, weights=weights, sites=sites)
         return self._planned(replace(plan, operands=tuple(operands)), row, layer, args, kwargs)
 
-    def _step_functions(self, plan: CallPlan, kept: dict[str, list[torch.Tensor]]) -> StepFunctions:
-        """What happens at every step to the inner tensors; ``kept`` takes in what is to be observed."""
+    def _step_functions(
+        self, plan: CallPlan, kept: dict[str, list[torch.Tensor]], bounds: dict[str, list[Columns]]
+    ) -> StepFunctions:
+        """What happens at every step to the inner tensors; ``kept`` or ``bounds`` take in what is to be observed."""
         found = StepFunctions()
         for name, place in plan.inside.items():
             quantizer = place.quantizer
@@ -372,7 +374,8 @@ class Simulator:
             if self.stage != "observe" or quantizer.frozen:
                 found[name] = OnGrid(quantizer)
             elif not quantizer.is_fixed:
-                found[name] = Keep(kept.setdefault(name, []))
+                columns = bounds.setdefault(name, []) if place.reads_bounds else None
+                found[name] = Keep(kept.setdefault(name, []), columns)
         return found
 
     def _tap_steps(

@@ -15,7 +15,7 @@ from bitwright.core.numerics.spec import QuantSpec
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.quantizers import stacked_steps
 from bitwright.torch.quantizers.sequences import NAMES
-from bitwright.torch.quantizers.stacked_steps import StepFunctions
+from bitwright.torch.quantizers.stacked_steps import Keep, StepFunctions
 
 X = torch.randn(7, 3, 6, generator=torch.Generator().manual_seed(0))
 
@@ -61,6 +61,49 @@ def test_statistics_are_those_of_single_steps(
     in_steps()
     assert fast == statistics()
     assert sum(found is not None for found in fast) >= (1 + bidirectional) * (6 if on == "*" else len(NAMES))
+
+
+@pytest.mark.parametrize("kind", ["constant", "nan", "inf", "halves"])
+def test_what_is_seen_of_channels_and_of_odd_values(kind: str, in_steps: Callable[[], None]) -> None:
+    def seen() -> list[object]:
+        model, x = lstm(), X.clone()
+        with torch.no_grad():
+            if (
+                kind == "constant"
+            ):  # of the cell and the hidden state of three units nothing moves, one of them at -0.0
+                for weight in (model.weight_ih_l0, model.weight_hh_l0, model.bias_ih_l0, model.bias_hh_l0):
+                    weight.view(4, 10, -1)[:, [2, 5, 7]] = 0.0
+                model.bias_ih_l0[2], model.bias_ih_l0[22] = -0.0, -0.0
+        batches = [x, 2 * x]
+        if kind in ("nan", "inf"):
+            batches[1][3, 1, 2] = float(kind)
+        if kind == "halves":  # what fits the bounds of each batch fits those of both
+            batches = [x[:3], x[3:]]
+        sim = QuantizationSimModel(model, X)
+        sim.compute_encodings(batches, progress=False, non_finite="clamp")
+        found: list[object] = [quantizer.statistics for quantizer in sim.quantizers.unique()]
+        for site in sim.quantizers.values():
+            if site.channels.seen is not None:
+                found += [site.channels.seen.index.tolist(), site.channels.seen.value.tolist()]
+        return found
+
+    fast = seen()
+    in_steps()
+    assert fast == seen()
+
+
+def test_bounds_take_the_place_of_the_tensors_that_have_them() -> None:
+    inside = StepFunctions({name: Keep([], []) for name in NAMES})
+    share, states = X.new_ones(7, 3, 40), (X.new_zeros(3, 10), X.new_zeros(3, 10))
+    tensors = (share, torch.eye(40, 10), None, *states)
+    with torch.no_grad():
+        sequence = inside.sequence("LSTM", tensors, lambda *_: ())
+        assert sequence is not None
+        sequence(share, tensors[1], None, states, False)
+    for name, function in inside.items():
+        assert isinstance(function, Keep) and function.columns is not None and not function.steps, name
+        (found,) = function.columns
+        assert found.rows == 21 and found.lo.shape == (10,) and bool((found.lo <= found.hi).all())
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
