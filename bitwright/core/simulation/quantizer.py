@@ -33,7 +33,7 @@ class Quantizer:
             (other bits, another symmetry, another range method); otherwise encoding and statistics are forgotten.
         enabled: a disabled quantizer lets the tensor through.
         frozen: a frozen encoding survives calibration.
-        derived: the encoding follows from others (an int32 bias) and is never calibrated.
+        derivation: how the encoding follows from others (an int32 bias), so that it is never calibrated.
         masking: its values go to a softmax or the like, to which a large negative number is nothing (``masks``).
         why_float: why calibration switched it off, if it did.
         why_spec: why a step of a recipe changed the spec or switched it off, if one did.
@@ -47,7 +47,8 @@ class Quantizer:
         self._spec = spec
         self._encoding: Encoding | None = None
         self._enabled, self.why_float, self.why_spec = True, "", ""
-        self.frozen, self.derived, self.masking = False, False, False
+        self.frozen, self.masking = False, False
+        self.derivation: DerivedBias | None = None
         self.statistics: statistics.Statistics | None = None
         self.empty = 0
         self.keeps_histogram = False
@@ -65,6 +66,11 @@ class Quantizer:
             self.encoding = encoding
 
         return restore
+
+    @property
+    def derived(self) -> bool:
+        """Whether the encoding follows from others."""
+        return self.derivation is not None
 
     @property
     def enabled(self) -> bool:
@@ -299,6 +305,7 @@ class DerivedBias:
         quantizer: the bias's own; its encoding is kept up to date here.
         source, weight: the quantizers whose scales are multiplied.
         operand: the bias (numpy array or torch tensor, read anew each time); ``None`` where it is not known.
+        computed: the model computes it of its parameters in every run, as another tensor each time.
     """
 
     def __init__(
@@ -308,10 +315,12 @@ class DerivedBias:
         source: Quantizer,
         weight: Quantizer,
         operand: Array | None,
+        *,
+        computed: bool = False,
     ) -> None:
-        self.site, self.quantizer, self.operand = site, quantizer, operand
+        self.site, self.quantizer, self.operand, self.computed = site, quantizer, operand, computed
         self.source, self.weight = source, weight
-        quantizer.derived = True
+        quantizer.derivation = self
         # input's and weight's encodings, and what followed from them
         self._derived_from: tuple[Encoding | None, Encoding | None, Encoding | None] | None = None
         self.reason: str | None = None
@@ -319,6 +328,12 @@ class DerivedBias:
     def replace(self, operand: Array) -> None:
         """The bias has other values; its grid is derived anew when it is next asked for."""
         self.operand, self._derived_from = operand, None
+
+    def see(self, values: Array) -> None:
+        """Take the bias of this run, if the model computes it anew in every run."""
+        if self.computed:
+            # a copy: shards that were put together for the run are freed after it
+            self.replace(to_numpy(values).copy())
 
     def refresh(self) -> None:
         """Derive the grid anew if the input's or the weight's encoding changed; raise the weight's scale where it must be.
@@ -336,8 +351,10 @@ class DerivedBias:
         ):
             return
         self.quantizer.encoding, self.reason = None, None
-        if source is None or weight is None or self.operand is None:
+        if source is None or weight is None:
             self.reason = "its input or its weight is in float"
+        elif self.operand is None:
+            self.reason = "it is computed anew in every run, and not of parameters alone"
         else:
             weight = self._derive(source, weight, np.asarray(to_numpy(self.operand), np.float32))
         self._derived_from = (source, weight, self.quantizer.encoding)

@@ -540,5 +540,8 @@ def derived_biases(sites: Mapping[str, Site], operand: Callable[[str], Any]) -> 
     for site in sites.values():
         if site.role == "bias" and site.follows:
             source, weight = (sites[name].quantizer for name in site.follows)
-            found[site.name] = DerivedBias(site.name, site.quantizer, source, weight, operand(site.name))
+            stored = site._graph.values[site.value].param is not None
+            found[site.name] = DerivedBias(
+                site.name, site.quantizer, source, weight, operand(site.name), computed=not stored
+            )
     return found

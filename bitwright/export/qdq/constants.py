@@ -90,7 +90,7 @@ def _part(model: ir.Model, wanted: list[ir.Value], known: Mapping[ir.Value, ir.T
             continue
         node = value.producer()
         if value in known:
-            tensor = known[value]
+            tensor = _in_memory(known[value])
             made[value] = ir.Value(name=f"v{len(made)}", type=ir.TensorType(tensor.dtype), const_value=tensor)
             made[value].shape = ir.Shape(tensor.shape.numpy())
             initializers.append(made[value])
@@ -106,6 +106,11 @@ def _part(model: ir.Model, wanted: list[ir.Value], known: Mapping[ir.Value, ir.T
     return ir.Graph(
         [], outputs, nodes=nodes, initializers=initializers, opset_imports=opsets, name="constants"
     )
+
+
+def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """``tensor``; one that lies in a file beside the model as a copy, which a session that is made of bytes asks for."""
+    return ir.Tensor(tensor.numpy(), dtype=tensor.dtype) if isinstance(tensor, ir.ExternalTensor) else tensor
 
 
 def _copied(node: ir.Node, made: dict[ir.Value, ir.Value]) -> ir.Node:

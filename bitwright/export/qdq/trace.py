@@ -14,6 +14,7 @@ from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor
+from bitwright.core.sums.int32_bias import bias_entries
 from bitwright.errors import close_matches
 from bitwright.export.qdq.constants import find_constants
 from bitwright.export.qdq.forms import (
@@ -109,8 +110,39 @@ def _drop_float_sites(w: Writing) -> None:
 def _settle_constants(w: Writing) -> None:
     """Find the constants, and let convolutions pad for themselves where a constant says how much."""
     pads = pads_of_convolutions(w.model)
-    w.constants = find_constants(w.model, (value for node in pads for value in node.inputs[1:]))
+    also = [value for node in pads for value in node.inputs[1:]]
+    if w.bias == "int32":  # no marker is needed
+        also += [value for node in w.model.graph.all_nodes() for value in _bias_values(node)]
+    w.constants = find_constants(w.model, also)
     absorb_padding(pads, w.array)
+
+
+def bias_place(node: ir.Node) -> tuple[ir.Node, int] | None:
+    """``(operator, port)``: ``node`` reads there the bias of ``operator``, itself or the MatMul before it."""
+    if node.domain:
+        return None
+    if node.op_type in TRAITS["bias_port"]:
+        return (node, 2) if len(node.inputs) > 2 and node.inputs[2] is not None else None
+    if node.op_type != "Add":
+        return None
+    for port in (0, 1):
+        product = node.inputs[1 - port]
+        operator = product.producer() if product is not None else None
+        if product is None or operator is None or operator.op_type != "MatMul":
+            continue
+        if len(product.uses()) == 1 and not product.is_graph_output() and node.inputs[port] is not None:
+            return operator, port
+    return None
+
+
+def _bias_values(node: ir.Node) -> list[ir.Value]:
+    """What ``node`` may read as a bias: one number per output channel, and no mask of attention."""
+    place = bias_place(node)
+    value = None if place is None else node.inputs[place[1]]
+    shape = (
+        None if value is None or value.shape is None or not value.shape.is_static() else value.shape.numpy()
+    )
+    return [value] if value is not None and shape and bias_entries(shape) is not None else []
 
 
 def _follow(w: Writing) -> None:

@@ -36,7 +36,7 @@ from bitwright.export.qdq.markers import (
     site_of,
 )
 from bitwright.export.qdq.stored import Stored, folded, store_constant, transpose_encoding, unsigned
-from bitwright.export.qdq.trace import permutation
+from bitwright.export.qdq.trace import bias_place, permutation
 from bitwright.export.qdq.writing import Weight, Writing, Written
 
 # Several scales that integer kernels of ONNX Runtime handle: (operator, port) -> any, or (axis, rank).
@@ -105,7 +105,7 @@ def _weight_encoding(w: Writing, bias: _Bias) -> Encoding:
 
 def _biases_of(w: Writing, node: ir.Node) -> Iterator[_Bias]:
     """The bias of ``node`` if it can be int32; where one might expect that, a note."""
-    place = _bias_place(node)
+    place = bias_place(node)
     if place is None:
         return
     operator, port = place
@@ -321,24 +321,6 @@ def _axis_attributes(small: Stored) -> dict[str, int]:
 def _is_weight(value: ir.Value) -> bool:
     """Whether all readers take ``value`` as a weight, of which integer kernels accept either sign."""
     return all(use.idx in _WEIGHT_PORTS.get(use.node.op_type, ()) for use in value.uses())
-
-
-def _bias_place(node: ir.Node) -> tuple[ir.Node, int] | None:
-    """``(operator, port)``: ``node`` reads there the bias of ``operator``, itself or the MatMul before it."""
-    if node.domain:
-        return None
-    if node.op_type in TRAITS["bias_port"]:
-        return (node, 2) if len(node.inputs) > 2 and node.inputs[2] is not None else None
-    if node.op_type != "Add":
-        return None
-    for port in (0, 1):
-        product = node.inputs[1 - port]
-        operator = product.producer() if product is not None else None
-        if product is None or operator is None or operator.op_type != "MatMul":
-            continue
-        if len(product.uses()) == 1 and not product.is_graph_output() and node.inputs[port] is not None:
-            return operator, port
-    return None
 
 
 def _bias_problem(operator: ir.Node, given: Encoding, weight: Weight, array: NDArray[Any]) -> str | None:

@@ -151,7 +151,7 @@ class QuantizationSimModel(Tabular):
             for plan in plans.values()
             if plan.operands or plan.outputs
         )
-        biases = derived_biases(self.quantizers, lambda name: ranges.site_tensor(self, self.quantizers[name]))
+        biases = derived_biases(self.quantizers, ranges.bias_values(self, recorder.constants()))
         self._simulator.biases = list(biases.values())
         self.output_values = recorder.output_values()
         self._simulator.watch = ranges.TrainingWatch(self.model, self.quantizers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -137,6 +137,19 @@ def site_tensor(sim: QuantizationSimModel, site: Site) -> torch.Tensor | None:
     """The parameter of the model that ``site`` quantizes, if it is one."""
     param = sim.graph.values[site.value].param
     return None if param is None else sim._interceptor.named_tensor(param)
+
+
+def bias_values(
+    sim: QuantizationSimModel, computed: Mapping[str, torch.Tensor]
+) -> Callable[[str], torch.Tensor | None]:
+    """Site of a bias -> its values: a parameter, or what the model ``computed`` of parameters when it was recorded."""
+
+    def find(name: str) -> torch.Tensor | None:
+        site = sim.quantizers[name]
+        parameter = site_tensor(sim, site)
+        return computed.get(site.value) if parameter is None else parameter
+
+    return find
 
 
 def _chosen(sim: QuantizationSimModel, names: list[str]) -> list[Site]:

@@ -425,7 +425,8 @@ class Simulator:
             return x
         if quantizer.role in ("input", "output"):  # of a later call whose input another call's output shares
             return self._activation(place, x, overwrite=False)
-        if quantizer.derived and (self.stage == "observe" or quantizer.encoding is None):
+        if quantizer.derivation is not None and (self.stage == "observe" or quantizer.encoding is None):
+            quantizer.derivation.see(x)
             return x  # its grid follows from the input's and the weight's, or it stays in float
         if self.stage == "observe":
             quantizer.observe_once(x.detach())
