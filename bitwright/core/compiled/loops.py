@@ -22,7 +22,7 @@ SWITCH = "BITWRIGHT_COMPILED"
 """Environment variable: ``0`` leaves the compiled loops unused."""
 
 _F, _M, _B = "float32[::1]", "float32[:, ::1]", "uint8[::1]"
-_MARKS = "uint8[:, ::1]"
+_MARKS, _PLANES = "uint8[:, ::1]", "float32[:, :, ::1]"
 _READ = "Array({}, 1, 'C', readonly=True)"  # which takes writable arrays too
 _GRID = "float32, float32, float32"
 SIGNATURES: dict[Callable[..., Any], str] = {
@@ -38,8 +38,14 @@ SIGNATURES: dict[Callable[..., Any], str] = {
     recurrent.lstm_gates: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F})",
     recurrent.lstm_cell: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F}, {_GRID})",
     recurrent.lstm_hidden: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F}, {_GRID}, {_GRID})",
-    recurrent.lstm_gates_marked: f"void({_M}, {_M}, {_M}, {_MARKS}, {_F}, {_F}, {_F}, {_F}, {_F})",
-    recurrent.lstm_backward: f"void({_M}, {_M}, {_M}, {_M}, {_MARKS}, {_M}, {_M}, {_M}, {_M}, {_M})",
+    recurrent.lstm_gates_marked: f"void({_M}, {_M}, {_M}, {_MARKS}, {_PLANES}, {_F}, {_F}, {_F}, {_F}, {_F})",
+    recurrent.lstm_states_backward: (
+        f"void({_M}, {_M}, {_M}, {_M}, {_M}, {_M}, {_PLANES}, {_PLANES}, {_PLANES}, {_PLANES})"
+    ),
+    recurrent.lstm_gates_backward: (
+        f"void({_M}, {_MARKS}, {_M}, {_M}, {_PLANES}, {_PLANES}, {_PLANES}, {_M}, {_M})"
+    ),
+    recurrent.range_by_column: f"void({_M}, {_M}, {_F}, {_F}, {_GRID}, float32, float32)",
     recurrent.lstm_sums: f"void({_M}, {_M}, float32[:, :, :, ::1], int64)",
     recurrent.lstm_next: "void(float32[:, :, :, ::1], int64, float32[:, :, ::1], int64, int64)",
     recurrent.keys_by_column: "void(int32[:, :, :, ::1], int64, int32[:, ::1], int32[:, ::1])",

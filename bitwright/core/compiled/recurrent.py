@@ -95,92 +95,170 @@ def lstm_gates_marked(
     recurrent: Floats,
     out: Floats,
     passed: Bytes,
+    sums: Floats,
     scale: Floats,
     lo: Floats,
     hi: Floats,
     first: Floats,
     last: Floats,
 ) -> None:
-    """:func:`lstm_gates`, and where its gradient passes: 1 where the sum lies between ``first`` and ``last``, else 0."""
+    """:func:`lstm_gates`, and where its gradient passes: 1 where the sum lies between ``first`` and ``last``, else 0.
+
+    ``sums`` takes the sums, each gate in a plane of its own, ``[4, B, H]``.
+    """
+    h = sums.shape[2]
     for row in range(x.shape[0]):
-        given, added, result, marks = x[row], recurrent[row], out[row], passed[row]
-        for i in range(scale.size):
-            total = given[i] + added[i]
-            marks[i] = np.uint8(0) if (total <= first[i]) | (total >= last[i]) else np.uint8(1)
-            v = np.rint(total / scale[i])
-            v = lo[i] if v < lo[i] else v
-            v = hi[i] if v > hi[i] else v
-            result[i] = v * scale[i]
+        for gate in range(4):
+            start, end, total = gate * h, gate * h + h, sums[gate, row]
+            given, added = x[row, start:end], recurrent[row, start:end]
+            marks, low, high = passed[row, start:end], first[start:end], last[start:end]
+            result, unit, least, most = out[row, start:end], scale[start:end], lo[start:end], hi[start:end]
+            for j in range(h):
+                total[j] = given[j] + added[j]
+            for j in range(h):
+                marks[j] = np.uint8(0) if (total[j] <= low[j]) | (total[j] >= high[j]) else np.uint8(1)
+            for j in range(h):
+                v = np.rint(total[j] / unit[j])
+                v = least[j] if v < least[j] else v
+                result[j] = (most[j] if v > most[j] else v) * unit[j]
 
 
-def lstm_backward(
-    grad: Floats,
-    grad_hidden: Floats,
+def lstm_states_backward(
     grad_cell: Floats,
+    gates: Floats,
+    before: Floats,
+    bent: Floats,
+    grids: Floats,
+    state_grids: Floats,
+    on_grid: Floats,
+    received: Floats,
+    moved: Floats,
+    passed_on: Floats,
+) -> None:
+    """The gradients of the states in a step, whose quantizers pass on what lies between the ends of their grid.
+
+    The loops are of few arrays each, which become vector instructions: of many it is not proved that none overlap.
+
+    Args:
+        grad_cell: of the cell state, ``[B, H]``.
+        gates: after their activation functions, off their grids.
+        before: the last cell state.
+        bent: the hyperbolic tangent of the cell state.
+        grids: ``scale``, ``lo``, ``hi``, ``first``, ``last`` of the gates, ``[5, 4 H]``.
+        state_grids: the same of cell state, hyperbolic tangent and hidden state, ``[3, 5]``.
+        on_grid: takes gates and hyperbolic tangent on their grids, ``[5, B, H]``.
+        received: the gradients of what quantizers return, ``[11, B, H]``: of gates before and after their activation functions
+            (which :func:`lstm_gates_backward` finds), cell state, hyperbolic tangent and hidden state (the last is read).
+        moved: takes what the quantizers of cell state and hidden state are given, ``[2, B, H]``.
+        passed_on: takes the gradients of these two, ``[2, B, H]``.
+    """
+    h, one, none = before.shape[1], np.float32(1), np.float32(0)
+    for row in range(before.shape[0]):
+        a, old, tanh = gates[row], before[row], bent[row]
+        i, f, o, g, t = on_grid[0, row], on_grid[1, row], on_grid[2, row], on_grid[3, row], on_grid[4, row]
+        cell, hidden, dc, dh = moved[0, row], moved[1, row], passed_on[0, row], passed_on[1, row]
+        to_cell, to_tanh, to_hidden, carried = (
+            received[8, row],
+            received[9, row],
+            received[10, row],
+            grad_cell[row],
+        )
+        for gate in range(4):
+            values, result = a[gate * h :], on_grid[gate, row]
+            scale, lo, hi = grids[0, gate * h :], grids[1, gate * h :], grids[2, gate * h :]
+            for j in range(h):
+                v = np.rint(values[j] / scale[j])
+                v = lo[j] if v < lo[j] else v
+                result[j] = (hi[j] if v > hi[j] else v) * scale[j]
+        unit, least, most, first, last = state_grids[1]
+        for j in range(h):
+            v = np.rint(tanh[j] / unit)
+            v = least if v < least else v
+            t[j] = (most if v > most else v) * unit
+        for j in range(h):
+            y = o[j] * t[j]
+            hidden[j] = y
+            dh[j] = none if (y <= state_grids[2, 3]) | (y >= state_grids[2, 4]) else to_hidden[j]
+        for j in range(h):
+            to_tanh[j] = dh[j] * o[j]
+        for j in range(h):
+            v = none if (tanh[j] <= first) | (tanh[j] >= last) else to_tanh[j]
+            to_cell[j] = carried[j] + v * (one - tanh[j] * tanh[j])
+        for j in range(h):
+            cell[j] = f[j] * old[j] + i[j] * g[j]
+        first, last = state_grids[0, 3], state_grids[0, 4]
+        for j in range(h):
+            dc[j] = none if (cell[j] <= first) | (cell[j] >= last) else to_cell[j]
+
+
+def lstm_gates_backward(
     gates: Floats,
     passed: Bytes,
     before: Floats,
-    bent: Floats,
-    out: Floats,
     grids: Floats,
-    state_grids: Floats,
+    on_grid: Floats,
+    passed_on: Floats,
+    received: Floats,
+    grad_cell: Floats,
+    out: Floats,
 ) -> None:
-    """The gradients of a step, whose quantizers pass on what lies between the ends of their grid.
+    """The gradients of the gates, of what :func:`lstm_states_backward` made of the states.
 
     Args:
-        grad: of the hidden state as the layer returns it, ``[B, H]``.
-        grad_hidden: of the hidden state as the next step reads it.
-        grad_cell: of the cell state; that of the last cell state takes its place.
-        gates, passed: after their activation functions, off their grids; and what :func:`lstm_gates_marked` says of them.
-        before: the last cell state.
-        bent: the hyperbolic tangent of the cell state.
-        out: takes the gradient of ``x`` and of ``recurrent``, ``[B, 4 H]``.
-        grids: ``scale``, ``lo``, ``hi``, ``first``, ``last`` of the gates, ``[5, 4 H]``.
-        state_grids: the same of cell state, hyperbolic tangent and hidden state, ``[3, 5]``.
+        gates, before, grids, on_grid, received, passed_on: as there.
+        passed: what :func:`lstm_gates_marked` says of the sums.
+        grad_cell: takes the gradient of the last cell state.
+        out: takes that of ``x`` and of ``recurrent``, ``[B, 4 H]``.
     """
     h, one, none = before.shape[1], np.float32(1), np.float32(0)
-    scale, lo, hi, first, last = grids[0], grids[1], grids[2], grids[3], grids[4]
-    bent_scale, bent_lo, bent_hi = state_grids[1, 0], state_grids[1, 1], state_grids[1, 2]
     for row in range(before.shape[0]):
-        a, marks, old, tanh, result = gates[row], passed[row], before[row], bent[row], out[row]
-        outer, inner, carried = grad[row], grad_hidden[row], grad_cell[row]
+        dc, dh, carried, f = passed_on[0, row], passed_on[1, row], grad_cell[row], on_grid[1, row]
+        sources = (dc, on_grid[3, row]), (dc, before[row]), (dh, on_grid[4, row]), (dc, on_grid[0, row])
+        for gate, (state, factor) in enumerate(sources):
+            start, end = gate * h, gate * h + h
+            values, marks, result = gates[row, start:end], passed[row, start:end], out[row, start:end]
+            first, last = grids[3, start:end], grids[4, start:end]
+            to_gate, to_sum = received[4 + gate, row], received[gate, row]
+            for j in range(h):
+                to_gate[j] = state[j] * factor[j]
+            for j in range(h):
+                y = values[j]
+                v = none if (y <= first[j]) | (y >= last[j]) else to_gate[j]
+                # of the sigmoid, and of the hyperbolic tangent
+                to_sum[j] = v * (one - y) * y if gate < 3 else v * (one - y * y)
+            for j in range(h):
+                result[j] = to_sum[j] if marks[j] else none
         for j in range(h):
-            k, m, n = h + j, 2 * h + j, 3 * h + j
-            i = np.rint(a[j] / scale[j])
-            i = lo[j] if i < lo[j] else i
-            i = (hi[j] if i > hi[j] else i) * scale[j]
-            f = np.rint(a[k] / scale[k])
-            f = lo[k] if f < lo[k] else f
-            f = (hi[k] if f > hi[k] else f) * scale[k]
-            o = np.rint(a[m] / scale[m])
-            o = lo[m] if o < lo[m] else o
-            o = (hi[m] if o > hi[m] else o) * scale[m]
-            g = np.rint(a[n] / scale[n])
-            g = lo[n] if g < lo[n] else g
-            g = (hi[n] if g > hi[n] else g) * scale[n]
-            t = np.rint(tanh[j] / bent_scale)
-            t = bent_lo if t < bent_lo else t
-            t = (bent_hi if t > bent_hi else t) * bent_scale
-            y = o * t
-            dh = none if (y <= state_grids[2, 3]) | (y >= state_grids[2, 4]) else outer[j] + inner[j]
-            y = tanh[j]
-            dt = none if (y <= state_grids[1, 3]) | (y >= state_grids[1, 4]) else dh * o
-            y = f * old[j] + i * g
-            dc = carried[j] + dt * (one - tanh[j] * tanh[j])
-            dc = none if (y <= state_grids[0, 3]) | (y >= state_grids[0, 4]) else dc
-            y = a[j]
-            d = none if (y <= first[j]) | (y >= last[j]) else dc * g * (one - y) * y
-            result[j] = d if marks[j] else none
-            y = a[k]
-            d = none if (y <= first[k]) | (y >= last[k]) else dc * old[j] * (one - y) * y
-            result[k] = d if marks[k] else none
-            y = a[m]
-            d = none if (y <= first[m]) | (y >= last[m]) else dh * t * (one - y) * y
-            result[m] = d if marks[m] else none
-            y = a[n]
-            d = none if (y <= first[n]) | (y >= last[n]) else dc * i * (one - y * y)
-            result[n] = d if marks[n] else none
-            carried[j] = dc * f
+            carried[j] = dc[j] * f[j]
+
+
+def range_by_column(
+    grad: Floats,
+    x: Floats,
+    slope: Floats,
+    outside: Floats,
+    scale: np.float32,
+    lo: np.float32,
+    hi: np.float32,
+    first: np.float32,
+    last: np.float32,
+) -> None:
+    """Add to ``slope`` and ``outside``, ``[H]``, the gradients of a scale and of the lower end of its range, column by column.
+
+    Args:
+        grad, x: of what a quantizer returned, and what it was given, ``[B, H]``.
+        scale, lo, hi: of its grid; what does not lie between ``first`` and ``last`` is clipped.
+    """
+    for row in range(x.shape[0]):
+        given, values = grad[row], x[row]
+        for j in range(slope.size):
+            ratio = values[j] / scale
+            v = np.rint(ratio)
+            v = lo if v < lo else v
+            v = hi if v > hi else v
+            clipped = (values[j] <= first) | (values[j] >= last)
+            slope[j] += given[j] * (v if clipped else v - ratio)
+            outside[j] += given[j] if clipped else np.float32(0)
 
 
 def lstm_sums(x: Floats, recurrent: Floats, out: Floats, place: int) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, IntFormat
@@ -225,7 +226,7 @@ class LearnedRange:
         elif x.dtype != torch.float32:
             return self(x.float(), grid, weight=weight).to(x.dtype)
         out: torch.Tensor = _OnLearnedGrid.apply(
-            x, self.log_scale, self.offset, grid, self._scaling(x, weight)
+            x, self.log_scale, self.offset, grid, self.scaling(x, weight)
         )
         return out
 
@@ -240,7 +241,7 @@ class LearnedRange:
             return None
         if not serves(x, grid):
             return None
-        scaling = self._scaling(x, False)
+        scaling = self.scaling(x, False)
         out: torch.Tensor = _ClampedOnLearnedGrid.apply(x, self.log_scale, grid, scaling, ends, in_place)
         return out
 
@@ -249,7 +250,7 @@ class LearnedRange:
         granularity, shape = self.base.granularity, tuple(x.shape)
         view, own = granularity.view_shape(shape), granularity.broadcast_shape(shape)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        scaling, fmt = self._scaling(x, weight), self.base.format
+        scaling, fmt = self.scaling(x, weight), self.base.format
         assert isinstance(fmt, IntFormat)
         base, zero = (given.to(x.device) for given in self._given)
         scale = (base * self.log_scale.detach().double().exp()).clamp(min=_TINY).float()
@@ -266,7 +267,8 @@ class LearnedRange:
         )  # not minimum and maximum, which halve gradients at the ends
         return (codes * scale + 0.0).reshape(shape).to(x.dtype)
 
-    def _scaling(self, x: torch.Tensor, weight: bool) -> Scaling:
+    def scaling(self, x: torch.Tensor, weight: bool) -> Scaling:
+        """What the gradients for the parameters are multiplied by, for tensors of the shape of ``x``."""
         fmt, params = self.base.format, self.base.scale
         assert isinstance(fmt, IntFormat)
         examples = 1 if weight or not x.ndim else max(1, x.shape[0])
@@ -308,6 +310,7 @@ class _OnLearnedGrid(torch.autograd.Function):
         return on_grid(x, grid)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), grid, scaling = ctx.saved_tensors, ctx.grid, ctx.scaling
         dense = grad.to_dense() if grad.is_sparse else grad
@@ -340,6 +343,7 @@ class _ClampedOnLearnedGrid(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), grid, scaling = ctx.saved_tensors, ctx.grid, ctx.scaling
         found = gradient_parts(grad, x, grid, ctx.ends)
@@ -382,7 +386,7 @@ def learned_side_by_side(
     grid = Grid(column([e.scale for e in encodings]), low, high, zero, (-1, count, like.shape[-1]))
     log_scale = torch.stack([r.log_scale for r in ranges])
     offset = torch.stack([r.offset for r in ranges if r.offset is not None]) if first.with_offset else None
-    factor = first._scaling(like, False).factor
+    factor = first.scaling(like, False).factor
     scaling = Scaling(factor, fmt.steps, tuple(log_scale.shape))
 
     def run(x: torch.Tensor) -> torch.Tensor:

@@ -114,11 +114,15 @@ class Quantizer(core.Quantizer):
             return self.learned(x, self._grid(x, encoding), weight=self.role == "weight")
         return fake_quantize(x, encoding, self._grid(x, encoding), overwrite=overwrite)
 
-    def plain_grid(self, x: torch.Tensor) -> Grid | None:
-        """The grid, where calling does nothing but move ``x`` to one with a single scale; ``None`` else."""
+    def plain_grid(self, x: torch.Tensor, *, learned: bool = False) -> Grid | None:
+        """The grid, where calling does nothing but move ``x`` to one with a single scale; ``None`` else.
+
+        With ``learned`` also of a range that trains, whose gradient is then the caller's to compute.
+        """
         if self._encoding is None or self.role == "bias" or not is_plain(x):
             return None
-        if (self.learned is not None or self.pivot is not None) and torch.is_grad_enabled():
+        trains = self.learned is not None and not learned
+        if (trains or self.pivot is not None) and torch.is_grad_enabled():
             return None
         grid = self._grid(x, self.required)
         return grid if grid is not None and isinstance(grid.scale, float) else None

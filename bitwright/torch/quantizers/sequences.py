@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bitwright.core.compiled.counting import NO_KEY, values_of_keys
 from bitwright.core.compiled.loops import Loops, loops
 from bitwright.core.graph.recurrence import CELL, HIDDEN
 from bitwright.torch.calls.recurrent import ORDER, Sequences
 from bitwright.torch.quantizers.fake_quantize import Grid, codes_from_to, grid_numbers, is_plain
+from bitwright.torch.quantizers.learned_range import LearnedRange, Scaling
 
 Floats = NDArray[np.float32]
 Keys = NDArray[np.int32]
@@ -194,11 +196,6 @@ def _order(steps: int, reverse: bool) -> range:
     return range(steps)[:: -1 if reverse else 1]
 
 
-def _as_returned(hidden: Tensor, reverse: bool) -> Tensor:
-    """Hidden states in the order of time, in memory of their own: what is kept must not change with them."""
-    return hidden.flip(0) if reverse else hidden.clone()
-
-
 def _array(x: Tensor) -> Floats:
     found: Floats = x.detach().contiguous().numpy()
     return found
@@ -212,28 +209,63 @@ Steps = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
+class _Learned:
+    """A range inside a layer that trains.
+
+    Attributes:
+        place: in :data:`NAMES`.
+        range: with one scale.
+        numbers: scale and ends of its grid, and where its values begin and end.
+        scaling: of its gradients.
+    """
+
+    place: int
+    range: LearnedRange
+    numbers: tuple[np.float32, ...]
+    scaling: Scaling
+
+
+@dataclass(frozen=True)
 class _Grids:
     """What compiled loops are told of the quantizers inside a layer: before the gates, after them, and of the states."""
 
     pre: Floats
     post: Floats
     states: Floats
+    learned: Sequence[_Learned]
+
+    @property
+    def parameters(self) -> tuple[Tensor | None, Tensor | None]:
+        """Those of the ranges that train: ``log_scale`` of all, ``offset`` of those that have one."""
+        offsets: list[Tensor] = [one.range.offset for one in self.learned if one.range.offset is not None]
+        scales: list[Tensor] = [one.range.log_scale for one in self.learned]
+        return torch.stack(scales) if scales else None, torch.stack(offsets) if offsets else None
 
 
-def trained(grids: Sequence[Grid], width: int, compiled: Loops) -> Callable[[Steps], Sequences]:
-    """A layer with fixed ranges and a gradient.
+def trained(
+    grids: Sequence[Grid], learned: Sequence[LearnedRange | None], like: Tensor, compiled: Loops
+) -> Callable[[Steps], Sequences]:
+    """A layer with a gradient.
 
     Args:
         grids: of :data:`NAMES`, each with one scale.
-        width: of a state.
+        learned: of the same; ``None`` for a fixed range.
+        like: a state, ``[B, H]``.
         compiled: the loops.
 
     Returns:
         Of the layer in single steps, which a gradient of the gradient is taken of, the function.
     """
     numbers = np.array([(*grid_numbers(grid), *codes_from_to(grid)) for grid in grids], np.float32)
-    pre, post = (np.ascontiguousarray(np.repeat(part.T, width, 1)) for part in (numbers[:4], numbers[4:8]))
-    made = _Grids(pre, post, numbers[8:])
+    pre, post = (
+        np.ascontiguousarray(np.repeat(part.T, like.shape[-1], 1)) for part in (numbers[:4], numbers[4:8])
+    )
+    training = [
+        _Learned(place, found, tuple(numbers[place]), found.scaling(like, False))
+        for place, found in enumerate(learned)
+        if found is not None
+    ]
+    made = _Grids(pre, post, numbers[8:], training)
     return lambda steps: partial(_train, made, compiled, steps)
 
 
@@ -241,8 +273,9 @@ def _train(
     grids: _Grids, compiled: Loops, steps: Steps, x: Tensor, weight_hh: Tensor, bias_hh: Tensor | None,
     initial: tuple[Tensor, ...], reverse: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    found: tuple[Tensor, ...] = _Trained.apply(
-        x, weight_hh, bias_hh, *initial, grids, compiled, steps, reverse
+    function = _TrainedOnce if grids.learned else _Trained
+    found: tuple[Tensor, ...] = function.apply(
+        x, weight_hh, bias_hh, *initial, *grids.parameters, grids, compiled, steps, reverse
     )
     return found
 
@@ -252,8 +285,8 @@ class _Trained(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_hh: Tensor, bias_hh: Tensor | None, h: Tensor, c: Tensor, grids: _Grids,
-        compiled: Loops, steps: Steps, reverse: bool,
+        ctx: Any, x: Tensor, weight_hh: Tensor, bias_hh: Tensor | None, h: Tensor, c: Tensor, log_scale: Tensor | None,
+        offset: Tensor | None, grids: _Grids, compiled: Loops, steps: Steps, reverse: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         count, (batch, width) = len(x), c.shape
         gates, marks = (
@@ -262,22 +295,33 @@ class _Trained(torch.autograd.Function):
         )
         cells, hidden = (torch.empty(count + 1, batch, width) for _ in range(2))
         bent = torch.empty(count, batch, width)
+        # ranges in front of the gates read their sums again when they train
+        kept = any(one.place < len(_PRE) for one in grids.learned)
+        sums = torch.empty(count if kept else 1, 4, batch, width)
         cells[0], hidden[0] = c, h
-        columns = weight_hh.t()
-        arrays = _array(x), gates.numpy(), marks.numpy(), cells.numpy(), bent.numpy(), hidden.numpy()
-        shares, after, passed, states, tanh, given = arrays
-        product = _Product(columns, bias_hh, batch)
+        arrays = (
+            _array(x),
+            sums.numpy(),
+            gates.numpy(),
+            marks.numpy(),
+            cells.numpy(),
+            bent.numpy(),
+            hidden.numpy(),
+        )
+        shares, totals, after, passed, states, tanh, given = arrays
+        product = _Product(weight_hh.t(), bias_hh, batch)
         cell, tanh_grid, last = (tuple(row[:3]) for row in grids.states)
         for n, t in enumerate(_order(count, reverse)):
-            compiled.lstm_gates_marked(shares[t], product(hidden[n]), after[n], passed[n], *grids.pre)
+            total = totals[n if kept else 0]
+            compiled.lstm_gates_marked(shares[t], product(hidden[n]), after[n], passed[n], total, *grids.pre)
             torch.sigmoid(gates[n, :, : 3 * width], out=gates[n, :, : 3 * width])
             torch.tanh(gates[n, :, 3 * width :], out=gates[n, :, 3 * width :])
             compiled.lstm_cell(after[n], states[n], states[n + 1], *grids.post[:3], *cell)
             torch.tanh(cells[n + 1], out=bent[n])
             compiled.lstm_hidden(after[n], tanh[n], given[n + 1], *grids.post[:3], *tanh_grid, *last)
-        ctx.save_for_backward(x, weight_hh, bias_hh, h, c, gates, marks, cells, bent, hidden)
+        ctx.save_for_backward(x, weight_hh, bias_hh, h, c, gates, marks, cells, bent, hidden, sums)
         ctx.made = grids, compiled, steps, reverse
-        return _as_returned(hidden[1:], reverse), hidden[-1].clone(), cells[-1].clone()
+        return (hidden[1:].flip(0) if reverse else hidden[1:].clone()), hidden[-1].clone(), cells[-1].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -289,46 +333,86 @@ class _Trained(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad: Tensor, grad_last: Tensor, grad_cell: Tensor) -> tuple[Tensor | None, ...]:
-    """Of the input's share, the weight, its bias and the initial states."""
-    _, weight_hh, bias_hh, _, _, gates, marks, cells, bent, hidden = ctx.saved_tensors
+    """Of the input's share, the weight, its bias, the initial states and the parameters of ranges."""
+    _, weight_hh, bias_hh, _, _, gates, marks, cells, bent, hidden, sums = ctx.saved_tensors
     grids, compiled, _, reverse = ctx.made
     inner, carried = grad_last.clone(memory_format=torch.contiguous_format), _array(grad_cell).copy()
     given = torch.empty_like(gates)
-    arrays = (
-        grad.contiguous().numpy(),
-        gates.numpy(),
-        marks.numpy(),
-        cells.numpy(),
-        bent.numpy(),
-        given.numpy(),
+    outer = grad.contiguous().numpy()
+    after, passed, states, tanh = gates.numpy(), marks.numpy(), cells.numpy(), bent.numpy()
+    result, order = given.numpy(), _order(len(gates), reverse)
+    ranges = _Ranges(grids.learned, bent.shape[-1], compiled)
+    on_grid, received, moved, passed_on = (
+        np.empty((n, *bent.shape[1:]), np.float32) for n in (5, len(NAMES), 2, 2)
     )
-    outer, after, passed, states, tanh, result = arrays
-    order = _order(len(gates), reverse)
     for n in reversed(range(len(gates))):
-        t = order[n]
-        compiled.lstm_backward(
-            outer[t],
-            inner.numpy(),
-            carried,
-            after[n],
-            passed[n],
-            states[n],
-            tanh[n],
-            result[t],
-            grids.post,
-            grids.states,
+        t, known = order[n], (grids.post, grids.states)
+        np.add(outer[t], inner.numpy(), out=received[-1])
+        compiled.lstm_states_backward(
+            carried, after[n], states[n], tanh[n], *known, on_grid, received, moved, passed_on
         )
+        compiled.lstm_gates_backward(
+            after[n], passed[n], states[n], grids.post, on_grid, passed_on, received, carried, result[t]
+        )
+        ranges.add(received, sums[n % len(sums)].numpy(), after[n], moved, tanh[n])
         torch.mm(given[t], weight_hh, out=inner)
     flat, before = given.flatten(0, 1), (hidden[:-1].flip(0) if reverse else hidden[:-1]).flatten(0, 1)
     weight = flat.t() @ before if ctx.needs_input_grad[1] else None
     bias = flat.sum(0) if bias_hh is not None and ctx.needs_input_grad[2] else None
-    return given, weight, bias, inner, torch.from_numpy(carried)
+    return given, weight, bias, inner, torch.from_numpy(carried), *ranges.gradients()
+
+
+class _Ranges:
+    """Gradients of the ranges that train, added up over the steps."""
+
+    def __init__(self, learned: Sequence[_Learned], width: int, compiled: Loops) -> None:
+        self.learned, self.compiled = learned, compiled
+        self.slopes, self.outside = (np.zeros((len(learned), width), np.float32) for _ in range(2))
+
+    def add(self, received: Floats, *given: Floats) -> None:
+        """Those of a step: gradients of what quantizers return, and all that :func:`_given_to` reads."""
+        for one, slope, outside in zip(self.learned, self.slopes, self.outside, strict=True):
+            x = _given_to(one.place, *given)
+            self.compiled.range_by_column(received[one.place], x, slope, outside, *one.numbers)
+
+    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of what :attr:`_Grids.parameters` gives, by the formulas of :mod:`bitwright.torch.quantizers.learned_range`."""
+        to_scale, to_offset = [], []
+        slopes, outside = (sums.sum(1, np.float64) for sums in (self.slopes, self.outside))
+        for one, slope, clipped in zip(self.learned, slopes, outside, strict=True):
+            weight = one.scaling.factor / float(one.numbers[0])
+            to_scale.append(weight * slope)
+            if one.range.offset is not None:
+                to_offset.append(weight / one.scaling.steps * clipped)
+        made = (
+            torch.tensor(found, dtype=torch.float32) if found else None for found in (to_scale, to_offset)
+        )
+        return next(made), next(made)
+
+
+def _given_to(place: int, sums: Floats, gates: Floats, moved: Floats, tanh: Floats) -> Floats:
+    """What a quantizer was given in a step: one of :data:`NAMES`, by its place there."""
+    if place < len(_PRE):
+        return sums[place]
+    if place < len(_PRE) + len(_GATE):
+        first = (place - len(_PRE)) * tanh.shape[1]
+        return np.ascontiguousarray(gates[:, first : first + tanh.shape[1]])
+    return {CELL: moved[0], HIDDEN: moved[1]}.get(NAMES[place], tanh)
 
 
 def _by_steps(ctx: Any, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The same, differentiable: by autograd, of the layer in single steps."""
+    """The same of a layer with fixed ranges, differentiable: by autograd, of the layer in single steps."""
     given, (_, _, steps, _) = ctx.saved_tensors[:5], ctx.made
     wanted = [x for x, needed in zip(given, ctx.needs_input_grad, strict=False) if needed]
     results = steps(*given)
     found = iter(torch.autograd.grad(results, wanted, grads, create_graph=True, allow_unused=True))
-    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad[:5])
+    return *(next(found) if needed else None for needed in ctx.needs_input_grad[:5]), None, None
+
+
+class _TrainedOnce(_Trained):
+    """The same where ranges train, whose gradients are no derivatives that could be derived again."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (*_gradients(ctx, *grads), None, None, None, None)

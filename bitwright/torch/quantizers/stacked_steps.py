@@ -94,18 +94,19 @@ class StepFunctions(dict[str, Function]):
 
         Returns:
             ``None`` where there are no such loops. There are some for an LSTM whose inner tensors are observed and none is
-            moved to a grid, and in training for one of which every inner tensor has a grid with one fixed scale.
+            moved to a grid, and in training for one of which every inner tensor has a grid with one scale, fixed or learned.
         """
         like, functions = tensors[-1], [self.get(name) for name in NAMES]
         if cell != "LSTM" or like is None or like.numel() < _LEAST or (compiled := ready(tensors)) is None:
             return None
         if not torch.is_grad_enabled():
             return self._observed(compiled)
-        grids = [f.quantizer.plain_grid(like) for f in functions if isinstance(f, OnGrid)]
-        fixed = [grid for grid in grids if grid is not None]
-        if len(fixed) < len(functions):
+        quantizers = [f.quantizer for f in functions if isinstance(f, OnGrid)]
+        grids = [q.plain_grid(like, learned=True) for q in quantizers]
+        ready_made = [grid for grid in grids if grid is not None]
+        if len(ready_made) < len(functions):
             return None
-        return trained(fixed, like.shape[-1], compiled)(steps)
+        return trained(ready_made, [q.learned for q in quantizers], like, compiled)(steps)
 
     def _observed(self, compiled: Loops) -> Sequences | None:
         """All steps of a layer whose inner tensors are observed and none is moved to a grid."""

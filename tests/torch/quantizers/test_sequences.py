@@ -191,8 +191,70 @@ def test_only_what_is_asked_for_has_a_gradient() -> None:
     assert sim.model.weight_hh_l0.grad is None and bool(sim.model.weight_ih_l0.grad.any())
 
 
-def test_a_range_that_trains_is_left_to_single_steps() -> None:
+@pytest.mark.parametrize("sites", ["*", "*.cell", "*.pre", "*.gate"])
+@pytest.mark.parametrize("bits", [3, 8, 16])
+@pytest.mark.parametrize("bidirectional", [False, True], ids=["forward", "both"])
+def test_ranges_that_train_get_the_gradients_of_single_steps(
+    sites: str, bits: int, bidirectional: bool, in_steps: Callable[[], None]
+) -> None:
+    def gradients() -> dict[str, Tensor]:
+        sim = QuantizationSimModel(lstm(bidirectional=bidirectional), X)
+        for name, site in sim.quantizers.items():
+            if (
+                site.inner is not None
+            ):  # gates too, which by themselves have fixed ranges; some with a zero point
+                odd = site.inner.endswith("gate") or name.endswith("output[0]")
+                site.spec = QuantSpec(
+                    IntFormat(bits, signed=not odd), symmetry="asymmetric" if odd else "symmetric"
+                )
+        sim.compute_encodings([X / 3], progress=False)  # so that X clips
+        sim.learn_ranges(sites)
+        y, (last_h, last_c) = sim.model(X)
+        (y.square().sum() + last_h.sum() - (3 * last_c).sin().sum()).backward()
+        found = {name: p.grad for name, p in sim.model.named_parameters() if p.grad is not None}
+        for name, site in sim.quantizers.items():
+            if site.quantizer.learned is not None:
+                for part, parameter in site.quantizer.learned.parameters().items():
+                    assert parameter.grad is not None, name
+                    found[f"{name}.{part}"] = parameter.grad
+        return {"output": y.detach(), **found}
+
+    fast = gradients()
+    in_steps()
+    slow = gradients()
+    assert torch.equal(fast.pop("output"), slow.pop("output"))
+    assert sum(name.endswith("log_scale") for name in fast) >= 1 + bidirectional
+    # a gradient of a scale is a sum of terms of either sign: what it loses is measured by the largest of the layer
+    largest = max(float(x.abs().max()) for name, x in slow.items() if "log_scale" in name or "offset" in name)
+    for name, other in slow.items():
+        torch.testing.assert_close(
+            fast[name],
+            other,
+            rtol=1e-5,
+            atol=1e-5 * max(1.0, largest),
+            msg=lambda text, n=name: f"{n}: {text}",
+        )
+
+
+def test_a_range_that_trains_runs_in_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     sim = simulated(lstm())
-    sim.learn_ranges("*.cell")
+    sim.learn_ranges()
+    monkeypatch.setattr(StepFunctions, "stacked", None)  # nothing is left to single steps
     sim.model(X)[0].square().sum().backward()
     assert all(parameter.grad is not None for parameter in sim.range_parameters())
+
+
+def test_ranges_that_train_have_no_gradient_of_the_gradient(in_steps: Callable[[], None]) -> None:
+    def once() -> Tensor:
+        sim = simulated(lstm())
+        sim.learn_ranges()
+        x = X.clone().requires_grad_()
+        loss = sim.model(x)[0].square().sum()
+        (found,) = torch.autograd.grad(loss, [x], create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            found.square().sum().backward()
+        return found.detach()
+
+    fast = once()
+    in_steps()
+    torch.testing.assert_close(fast, once(), rtol=1e-5, atol=1e-5)
