@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.core.compiled import counting, elementwise, recurrent
+from bitwright.core.compiled import counting, elementwise, recurrent, searching
 
 logger = logging.getLogger("bitwright")
 
@@ -23,6 +23,7 @@ SWITCH = "BITWRIGHT_COMPILED"
 
 _F, _M, _B = "float32[::1]", "float32[:, ::1]", "uint8[::1]"
 _MARKS, _PLANES = "uint8[:, ::1]", "float32[:, :, ::1]"
+_D = "float64[::1]"
 _READ = "Array({}, 1, 'C', readonly=True)"  # which takes writable arrays too
 _GRID = "float32, float32, float32"
 SIGNATURES: dict[Callable[..., Any], str] = {
@@ -49,6 +50,7 @@ SIGNATURES: dict[Callable[..., Any], str] = {
     recurrent.lstm_sums: f"void({_M}, {_M}, float32[:, :, :, ::1], int64)",
     recurrent.lstm_next: "void(float32[:, :, :, ::1], int64, float32[:, :, ::1], int64, int64)",
     recurrent.keys_by_column: "void(int32[:, :, :, ::1], int64, int32[:, ::1], int32[:, ::1])",
+    searching.edge_errors: f"void({_D}, {_D}, {_D}, {_D}, {_D}, float64, float64[:, ::1])",
     counting.key_bounds: f"UniTuple(int32, 2)({_READ.format('int32')})",
     counting.channels_hold: f"void({_READ.format('float32')}, int64, int64, int64[::1], {_F}, {_B})",
     counting.count_bins: (

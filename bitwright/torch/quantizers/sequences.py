@@ -410,7 +410,7 @@ def _by_steps(ctx: Any, grads: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
 
 
 class _TrainedOnce(_Trained):
-    """The same where ranges train, whose gradients are no derivatives that could be derived again."""
+    """The same where ranges train: their gradients are estimates, which cannot be differentiated again."""
 
     @staticmethod
     @once_differentiable
