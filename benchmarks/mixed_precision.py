@@ -244,7 +244,9 @@ def ours(trials: Trials, cost: str, goal: str) -> tuple[Choice | None, int]:
     if found.chosen is None:
         return None, count
     names = list(CANDIDATES)
-    return tuple(names.index(found.chosen.choice[g.name]) for g in found.groups), count
+    choice = tuple(names.index(found.chosen.choice[g.name]) for g in found.groups)
+    assert np.isclose(trials.explorer.costs[cost].of(choice), found.chosen.costs[cost])
+    return choice, count
 
 
 KEYS = ("name", "front", "draw", "cost", "goal")

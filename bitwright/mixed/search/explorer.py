@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from bitwright.analysis.subject.subject import Subject
 from bitwright.errors import ConfigError
 from bitwright.mixed.choosing.choice import Choice, Knapsack
@@ -351,10 +353,19 @@ class Explorer:
 
     def _told(self, choice: Choice) -> Choice:
         """``choice`` with the candidates that most groups can be said to have: a sum has 8-bit weights as well as 4-bit ones."""
-        names = range(len(self.candidates))
-        alike = [[o for o in names if o == c or self.library.same(i, o, c)] for i, c in enumerate(choice)]
+        alike = [
+            [o for o in range(len(self.candidates)) if o == c or self._alike(i, o, c)]
+            for i, c in enumerate(choice)
+        ]
         votes = Counter(o for equal in alike for o in equal)
         return tuple(max(equal, key=lambda o: (votes[o], -o)) for equal in alike)
+
+    def _alike(self, group: int, one: int, other: int) -> bool:
+        """Whether two candidates make the same of a group at the same costs: tied weights cost what their inputs are too."""
+        return self.library.same(group, one, other) and all(
+            np.array_equal(cost.table[:, group, one], cost.table[:, group, other])
+            for cost in self.costs.values()
+        )
 
     def _label(self, choice: Choice) -> str:
         names = [self.candidates[c].name for c in choice]

@@ -372,3 +372,27 @@ def test_the_rows_that_a_table_of_times_misses_are_all_named_and_suffice() -> No
     wanted = json.loads("{" + told.value.remedy.partition("operator type: ")[2].replace("...", "1.5") + "}")
     found = mixed_precision(simulation("onnx"), batches("onnx"), ["w8a8", "w4a8"], times=wanted, **options)
     assert len(wanted) >= 3 and found.met and "evaluations of the metric" not in str(found)
+
+
+class Branches(nn.Module):
+    """Three layers that read one grid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).tanh()
+        return self.last(sum(branch(h).relu() for branch in self.branches))
+
+
+def test_the_choice_that_is_told_has_tied_groups_at_one_width_of_activations() -> None:
+    torch.manual_seed(0)
+    data = [torch.randn(16, 6) for _ in range(6)]
+    found = mixed_precision(Branches().eval(), data, cost="bit_ops", min_sqnr=30, evaluations=6)
+    ties = [[g.name for g in found.groups if g.tie == tie] for tie in {g.tie for g in found.groups} - {""}]
+    assert max(map(len, ties)) >= 4
+    for point in found.points:
+        for tie in ties:
+            assert len({point.choice[name].partition("a")[2] for name in tie}) == 1, point.choice
