@@ -68,6 +68,11 @@ class Quantizer:
         return restore
 
     @property
+    def trains_elsewhere(self) -> bool:
+        """Whether the scale follows from numbers that train on another device than the host."""
+        return False
+
+    @property
     def derived(self) -> bool:
         """Whether the encoding follows from others."""
         return self.derivation is not None

@@ -354,6 +354,24 @@ def refuse_nested(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def refuse_transforms() -> None:
+    """Quantizers compute on values, and keep what they computed of weights."""
+    if torch.compiler.is_compiling():  # the compiler's stand-in for the stack of transforms is never None
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ModelError(
+            "QuantizationSimModel",
+            "sim.model was called inside a torch.func transform (vmap, grad, jvp, ...), which quantizers cannot be part of",
+            "call sim.model on the whole batch instead of under vmap, and use loss.backward() instead of torch.func.grad",
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise ModelError(
+            "QuantizationSimModel",
+            "sim.model was called by torch.jit.trace, which would write quantizers down as constants of one run",
+            "call sim.export(folder, name) for an ONNX model with its quantizers, or trace the float model",
+        )
+
+
 def _is_batched(tensor: torch.Tensor | None) -> bool:
     """Whether a float tensor stands for others inside a torch.func transform; masks are often made that way and may be."""
     if tensor is None or not tensor.is_floating_point():

@@ -26,6 +26,7 @@ from bitwright.core.compiled.loops import Loops, flat, in_parts, loops
 from bitwright.core.numerics import affine
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FloatFormat, IntFormat
+from bitwright.torch.quantizers.devices import on_host
 
 Scalar = Any  # float | torch.Tensor; torch's stubs of clamp take the two in separate overloads
 
@@ -57,7 +58,7 @@ def make_grid(encoding: Encoding, shape: tuple[int, ...], device: torch.device) 
     lo = (encoding.format.qmin - encoding.zero_point).astype(np.float32)
     hi = (encoding.format.qmax - encoding.zero_point).astype(np.float32)
     zero = torch.zeros((), device=device)
-    if encoding.scale.ndim == 0 and device.type == "cpu":
+    if encoding.scale.ndim == 0 and on_host(device):
         return Grid(float(encoding.scale), float(lo), float(hi), zero, None)
     if encoding.scale.ndim == 0:
         # a tensor on the device: CUDA divides by a host number through its reciprocal, which is not the same division
@@ -129,7 +130,7 @@ def _lies_ready(x: torch.Tensor, grid: Grid) -> Loops | None:
     """The compiled loops, if they serve ``x``; whether it lies in one piece of memory is left to :func:`flat`."""
     if torch.compiler.is_dynamo_compiling() or x.numel() < LEAST or x.dtype != torch.float32:
         return None
-    return loops() if is_plain(x) and x.device.type == "cpu" and isinstance(grid.lo, float) else None
+    return loops() if is_plain(x) and on_host(x.device) and isinstance(grid.lo, float) else None
 
 
 def serves(x: torch.Tensor, grid: Grid) -> bool:

@@ -28,10 +28,12 @@ import numpy as np
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import FLOAT32_SCALE, IntFormat
 from bitwright.errors import ModelError
+from bitwright.torch.quantizers.devices import on_host
 from bitwright.torch.quantizers.fake_quantize import (
     EVERYWHERE,
     Grid,
@@ -102,6 +104,7 @@ class LearnedRange:
         # as tensors too: a compiler does not read arrays
         scale, zero_point = (np.array(values, np.float64) for values in (encoding.scale, encoding.zero_point))
         self._given = torch.from_numpy(scale), torch.from_numpy(zero_point)
+        self._given_there: tuple[torch.device, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @property
     def with_offset(self) -> bool:
@@ -136,14 +139,20 @@ class LearnedRange:
         """The parameters as arrays, read past the function modes and tracers that may be active."""
         with torch._C.DisableTorchFunction():
             found = [p for p in (self.log_scale, self.offset) if p is not None]
-            if any(p.device.type != "cpu" for p in found):
-                return [p.detach().cpu().numpy() for p in found]
+            if any(not on_host(p.device) for p in found):
+                with _disable_current_modes():  # of an exporter, whose copies would hold no values
+                    return [p.detach().cpu().numpy() for p in found]
             places = [p.data_ptr() for p in found]
             if self._memory[0] != places:
                 self._memory = places, [p.detach().numpy() for p in found]
         return self._memory[1]
 
     def _encode(self) -> Encoding:
+        if self.is_remote:  # what training there rounds with
+            self._check(*(values.astype(np.float64) for values in self.values()))
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                scales, zero_points = (found.cpu().numpy() for found in self._present())
+            return Encoding(self.base.format, scales, zero_points.astype(np.int64), self.base.granularity)
         log_scale, *rest = (values.astype(np.float64) for values in self.values())
         offset = rest[0] if rest else None
         self._check(log_scale, offset)
@@ -158,7 +167,7 @@ class LearnedRange:
         scale = np.clip(base.scale.astype(np.float64) * np.exp(log_scale), _TINY, limit).astype(np.float32)
         return Encoding(fmt, scale, zero_point.astype(np.int64), base.granularity)
 
-    def _check(self, log_scale: np.ndarray[Any, Any], offset: np.ndarray[Any, Any] | None) -> None:
+    def _check(self, log_scale: np.ndarray[Any, Any], offset: np.ndarray[Any, Any] | None = None) -> None:
         """Refuse parameters that are not a range any more."""
         finite = np.isfinite(log_scale).all() and (offset is None or np.isfinite(offset).all())
         if not finite:
@@ -190,6 +199,49 @@ class LearnedRange:
             for parameter in self.parameters().values():
                 parameter.zero_()
         self._known = (self._content(), encoding)
+
+    # -- on another device, without reading anything on the host
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether reading the parameters would wait for the device that they are on."""
+        return not on_host(self.log_scale.device)
+
+    def _present(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scale and zero point, float32, where the parameters are."""
+        return _scale_and_zero(self._there(), self.log_scale, self.offset, self.base)
+
+    def _there(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scale and zero point of :attr:`base`, float64, where the parameters are."""
+        device, known = self.log_scale.device, self._given_there
+        if known is not None and known[0] == device:
+            return known[1]
+        found = self._given[0].to(device), self._given[1].to(device)
+        if not torch.compiler.is_dynamo_compiling():  # what is made of stand-ins must not be kept
+            self._given_there = device, found
+        return found
+
+    def present_scale(self) -> torch.Tensor:
+        """The scale that :attr:`encoding` has, on the device of the parameters."""
+        return self._present()[0]
+
+    def present_grid(self, shape: tuple[int, ...]) -> Grid:
+        """The grid of :attr:`encoding` for tensors of ``shape`` on the device of the parameters."""
+        fmt, granularity, zeros = self.base.format, self.base.granularity, self.base.zero_point
+        assert isinstance(fmt, IntFormat)
+        view, own = granularity.view_shape(shape), granularity.broadcast_shape(shape)
+        scale, zero = (found.reshape(own) if found.ndim else found for found in self._present())
+        low: torch.Tensor | float = fmt.qmin - zero
+        high: torch.Tensor | float = fmt.qmax - zero
+        if self.offset is None and (zeros == zeros.flat[0]).all():
+            low, high = float(fmt.qmin - zeros.flat[0]), float(fmt.qmax - zeros.flat[0])
+        nothing = torch.zeros((), device=scale.device)
+        return Grid(scale, low, high, nothing, None if not scale.ndim or view == shape else view)
+
+    def is_lost(self) -> torch.Tensor:
+        """Whether :attr:`encoding` would be an error, as a tensor where the parameters are."""
+        found = ~(self.log_scale.detach().abs() <= FARTHEST).all()
+        return found if self.offset is None else found | ~self.offset.detach().isfinite().all()
 
     # -- its state
 
@@ -252,12 +304,9 @@ class LearnedRange:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         scaling, fmt = self.scaling(x, weight), self.base.format
         assert isinstance(fmt, IntFormat)
-        base, zero = (given.to(x.device) for given in self._given)
-        scale = (base * self.log_scale.detach().double().exp()).clamp(min=_TINY).float()
+        given = self._given[0].to(x.device), self._given[1].to(x.device)
+        scale, zero = _scale_and_zero(given, self.log_scale, self.offset, self.base)
         if self.offset is not None:
-            zero = (
-                (zero - fmt.steps * self.offset.detach().double()).round().clamp(fmt.qmin, fmt.qmax).float()
-            )
             zero = _with_gradient(zero, -scaling.factor / fmt.steps / scale.double().square(), self.offset)
         scale = _with_gradient(scale, scaling.factor / scale, self.log_scale)
         scale, zero = scale.reshape(own).to(wide), zero.reshape(own).to(wide)
@@ -275,6 +324,21 @@ class LearnedRange:
         shared = max(1.0, x.numel() / examples / max(1, params.size))
         positive = fmt.qmax if fmt.signed and self.offset is None else fmt.steps
         return Scaling(1.0 / math.sqrt(shared * positive), fmt.steps, params.shape)
+
+
+def _scale_and_zero(
+    given: tuple[torch.Tensor, torch.Tensor], log_scale: torch.Tensor, offset: torch.Tensor | None, base: Encoding
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The arithmetic of ``LearnedRange.encoding`` on tensors, float32: from those of ``base``, ``given`` in float64."""
+    fmt = base.format
+    assert isinstance(fmt, IntFormat)
+    scale, zero = (
+        (given[0] * log_scale.detach().double().exp()).clamp(_TINY, _LARGEST / (fmt.steps + 1)),
+        given[1],
+    )
+    if offset is not None:
+        zero = (zero - fmt.steps * offset.detach().double()).round().clamp(fmt.qmin, fmt.qmax)
+    return scale.float(), zero.float()
 
 
 @dataclass(frozen=True)
@@ -355,6 +419,25 @@ class _ClampedOnLearnedGrid(torch.autograd.Function):
             inner = torch.ops.aten.hardtanh_backward(inner, x, low, high)
         to_scale = (scaling.factor / grid.scale * step).reshape(scaling.shape).float()
         return inner, to_scale, None, None, None, None
+
+
+def check_ranges(ranges: Sequence[LearnedRange]) -> None:
+    """Look at the parameters of all ``ranges``, in one reading of each device.
+
+    Raises:
+        ModelError: one is no range any more; it is named.
+    """
+    there: dict[torch.device, list[LearnedRange]] = {}
+    for learned in ranges:
+        if learned.is_remote:
+            there.setdefault(learned.log_scale.device, []).append(learned)
+        else:
+            learned.encoding  # noqa: B018, checks the parameters
+    for group in there.values():
+        lost = torch.stack([learned.is_lost() for learned in group])
+        for learned, found in zip(group, lost.tolist(), strict=True):
+            if found:
+                learned.encoding  # noqa: B018
 
 
 def learned_side_by_side(

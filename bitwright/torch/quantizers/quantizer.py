@@ -17,6 +17,7 @@ from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.placement.plan import Role
 from bitwright.core.simulation import quantizer as core
 from bitwright.core.simulation.protocols import Undo
+from bitwright.torch.quantizers.devices import on_host
 from bitwright.torch.quantizers.fake_quantize import (
     Grid,
     columns,
@@ -29,6 +30,7 @@ from bitwright.torch.quantizers.fake_quantize import (
 )
 from bitwright.torch.quantizers.learned_range import LearnedRange, learned_side_by_side
 
+_INT32 = IntFormat(32)
 logger = logging.getLogger("bitwright")
 
 
@@ -44,6 +46,7 @@ class Quantizer(core.Quantizer):
     def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
         super().__init__(name, role, spec)
         self._grids: dict[tuple[Any, ...], tuple[Encoding, Grid]] = {}
+        self._scales: dict[torch.device, tuple[Encoding, torch.Tensor]] = {}
         self._kept: tuple[torch.Tensor, Encoding, torch.Tensor] | None = None
         self.learned: LearnedRange | None = None
         self.pivot: Callable[[torch.Tensor, Grid], torch.Tensor] | None = None
@@ -72,7 +75,7 @@ class Quantizer(core.Quantizer):
     def _set_encoding(self, encoding: Encoding | None) -> None:
         """Without an encoding the parameters of a learned range wait for the next; one of another kind ends them."""
         super()._set_encoding(encoding)
-        self._grids, self._kept = {}, None
+        self._grids, self._scales, self._kept = {}, {}, None
         if self.learned is None or encoding is None:
             return
         if self.learned.accepts(encoding):
@@ -107,19 +110,68 @@ class Quantizer(core.Quantizer):
         x = self._pivoted(x)
         if self.learned is not None and self._encoding is not None and torch.compiler.is_dynamo_compiling():
             return self.learned.traced(x, weight=self.role == "weight")
+        if self._trains_on(x.device):
+            return self._trained_there(x)
         encoding = self.required
-        if self.role == "bias" and encoding.format == IntFormat(32):
-            return self._bias(x, encoding)
+        if self.role == "bias" and encoding.format == _INT32:
+            return self._bias(x, self._bias_scale(encoding, x.device))
         if self.learned is not None and torch.is_grad_enabled():
             return self.learned(x, self._grid(x, encoding), weight=self.role == "weight")
         return fake_quantize(x, encoding, self._grid(x, encoding), overwrite=overwrite)
+
+    def _trains_on(self, device: torch.device) -> bool:
+        """Whether a forward pass that trains must take the range from where it is: reading it would wait for ``device``."""
+        if on_host(device) or self._encoding is None or not torch.is_grad_enabled():
+            return False
+        if torch.compiler.is_dynamo_compiling():
+            return False  # the graph reads the parameters, and the grids of biases are those of its first run
+        return any(learned is not None and learned.log_scale.device == device for learned in self._sources())
+
+    @property
+    def trains_elsewhere(self) -> bool:
+        """Whether the scale follows from a learned range that is there, where reading it waits."""
+        return any(learned is not None and learned.is_remote for learned in self._sources())
+
+    def _sources(self) -> list[LearnedRange | None]:
+        """The learned ranges that the scale follows from."""
+        if self.derivation is None:
+            return [self.learned]
+        parts = (self.derivation.source, self.derivation.weight)
+        return [part.learned for part in parts if isinstance(part, Quantizer)]
+
+    def _trained_there(self, x: torch.Tensor) -> torch.Tensor:
+        """Calling, in training on another device than the host, with what is learned read there."""
+        if self.learned is not None:
+            return self.learned(x, self.learned.present_grid(tuple(x.shape)), weight=self.role == "weight")
+        assert self.derivation is not None and isinstance(self._encoding, Encoding)
+        scales = []
+        for part in (self.derivation.source, self.derivation.weight):
+            assert isinstance(part, Quantizer)
+            scales.append(part._scale_on(x.device))
+        return self._bias(x, (scales[0] * scales[1]).reshape(self._encoding.scale.shape))
+
+    def _scale_on(self, device: torch.device) -> torch.Tensor:
+        """The float32 scale in effect, on ``device``."""
+        if self.learned is not None and self.learned.log_scale.device == device:
+            return self.learned.present_scale()
+        return self._bias_scale(self.required, device)
+
+    def _bias_scale(self, encoding: Encoding, device: torch.device) -> torch.Tensor:
+        """The scale of a fixed ``encoding`` on ``device``, moved there once."""
+        known = self._scales.get(device)
+        if known is None or known[0] is not encoding:
+            scale = torch.from_numpy(np.array(encoding.scale)).to(device)
+            if torch.compiler.is_dynamo_compiling():
+                return scale
+            self._scales[device] = known = encoding, scale
+        return known[1]
 
     def plain_grid(self, x: torch.Tensor, *, learned: bool = False) -> Grid | None:
         """The grid, where calling does nothing but move ``x`` to one with a single scale; ``None`` else.
 
         With ``learned`` also of a range that trains, whose gradient is then the caller's to compute.
         """
-        if self._encoding is None or self.role == "bias" or not is_plain(x):
+        if self._encoding is None or self.role == "bias" or not is_plain(x) or not on_host(x.device):
             return None
         trains = self.learned is not None and not learned
         if (trains or self.pivot is not None) and torch.is_grad_enabled():
@@ -133,7 +185,7 @@ class Quantizer(core.Quantizer):
         """``clamp(x, *ends)`` on the grid of a range that trains, in one go; ``None`` where they are two calls."""
         if self.learned is None or self._encoding is None or self.pivot is not None or not is_plain(x):
             return None
-        if not torch.is_grad_enabled() or not x.requires_grad:
+        if not on_host(x.device) or not torch.is_grad_enabled() or not x.requires_grad:
             return None
         grid = self._grid(x, self.required)
         return None if grid is None else self.learned.clamped(x, grid, ends, in_place=in_place)
@@ -142,16 +194,14 @@ class Quantizer(core.Quantizer):
         """``x``, with the gradient that :attr:`pivot` makes of its own."""
         if self.pivot is None or not x.requires_grad or not torch.is_grad_enabled():
             return x
+        if self._trains_on(x.device) and self.learned is not None:
+            return self.pivot(x, self.learned.present_grid(tuple(x.shape)))
         grid = self._grid(x, self.required)
         return x if grid is None or self.role == "bias" else self.pivot(x, grid)
 
-    def _bias(self, x: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-        """``core.bias.fake_quantize_bias`` in torch, the arithmetic of the artefact; the gradient is the identity."""
-        assert isinstance(encoding.format, IntFormat)
-        scale = torch.from_numpy(np.array(encoding.scale)).to(x.device)
-        codes = (
-            (x.detach().double() / scale.double()).round().clamp(encoding.format.qmin, encoding.format.qmax)
-        )
+    def _bias(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """``fake_quantize_bias`` of int32 codes in torch, the arithmetic of the artefact; the gradient is the identity."""
+        codes = (x.detach().double() / scale.double()).round().clamp(_INT32.qmin, _INT32.qmax)
         out = (codes.float() * scale).to(x.dtype)
         return x + (out - x).detach() if torch.is_grad_enabled() and x.requires_grad else out
 
@@ -161,7 +211,7 @@ class Quantizer(core.Quantizer):
         return found if self.correction is None else self.correction(found)
 
     def _constant(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or x.device.type != "cpu" or not is_plain(x):
+        if torch.compiler.is_compiling() or not on_host(x.device) or not is_plain(x):
             return self(x)
         if torch.is_grad_enabled() and (x.requires_grad or self.learned is not None):
             return self(x)
@@ -200,7 +250,7 @@ class Quantizer(core.Quantizer):
             self._new_grid(shape, device, encoding)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_grids": {}, "_kept": None}
+        return {**self.__dict__, "_grids": {}, "_scales": {}, "_kept": None}
 
 
 def side_by_side(
@@ -221,9 +271,11 @@ def side_by_side(
     encodings = [quantizer.required for quantizer in quantizers]
     if not is_plain(like) or not all(e.scale.ndim == 0 and is_fast(e) for e in encodings):
         return None
+    if torch.is_grad_enabled() and any(q.pivot is not None or q.trains_elsewhere for q in quantizers):
+        return (
+            None  # the gradients at each are taken apart from the others, or what trains is read where it is
+        )
     learned = [quantizer.learned for quantizer in quantizers if quantizer.learned is not None]
-    if torch.is_grad_enabled() and any(quantizer.pivot is not None for quantizer in quantizers):
-        return None  # the gradients at each are taken apart from the others
     if torch.is_grad_enabled() and learned:
         return learned_side_by_side(learned, encodings, like)
     grid = columns_grid(encodings, like)

@@ -21,7 +21,7 @@ from bitwright.core.simulation.state import all_or_nothing
 from bitwright.errors import ConfigError, ModelError, close_matches
 from bitwright.torch.calls.batches import model_device
 from bitwright.torch.calls.trees import walk_modules
-from bitwright.torch.quantizers.learned_range import LearnedRange, unlearnable
+from bitwright.torch.quantizers.learned_range import LearnedRange, check_ranges, unlearnable
 from bitwright.torch.quantizers.quantizer import Quantizer
 from bitwright.torch.ranks import SharedGradients
 
@@ -359,14 +359,29 @@ class TrainingWatch:
         self._forwards = 0
         self._seen: tuple[list[bytes], int] | None = None
 
-    def __call__(self) -> None:
-        """Look at the modes of batch norms, and every so many training forwards at the ranges."""
+    def __call__(self) -> bool:
+        """Look at the modes of batch norms, and every so many training forwards at the ranges.
+
+        Returns:
+            Whether this forward may read numbers on devices where that waits for them: all without gradients, few with.
+
+        Raises:
+            ModelError: a learned range on another device than the host is no range any more.
+        """
         if not torch.is_grad_enabled():
             self._look_at_modes()
-        elif not self._told_ranges:
-            self._forwards += 1
-            if self._forwards % LOOK_EVERY == 1:
-                self._look_at_ranges()
+            return True
+        self._forwards += 1
+        looks = self._forwards % LOOK_EVERY == 1
+        if looks:
+            learned = [
+                r for r in (getattr(q, "learned", None) for q in self._sites.unique()) if r is not None
+            ]
+            with torch._C.DisableTorchFunction():
+                check_ranges([r for r in learned if r.is_remote])  # others are checked where they are used
+            if not self._told_ranges:
+                self._look_at_ranges(learned)
+        return looks
 
     def _look_at_modes(self) -> None:
         if self._told_mode or not self._norms or not self._model.training:
@@ -380,9 +395,8 @@ class TrainingWatch:
                 count,
             )
 
-    def _look_at_ranges(self) -> None:
+    def _look_at_ranges(self, learned: list[LearnedRange]) -> None:
         """Ranges with gradients that stand still while the model's parameters move are in no optimizer."""
-        learned = [r for r in (getattr(q, "learned", None) for q in self._sites.unique()) if r is not None]
         with torch._C.DisableTorchFunction():
             moved = sum(p._version for p in self._model.parameters() if p.requires_grad)
             now = [b"".join(values.tobytes() for values in r.values()) for r in learned]

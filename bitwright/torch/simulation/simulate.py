@@ -20,14 +20,15 @@ from bitwright.core.simulation.calibration import BatchGate
 from bitwright.core.simulation.occupancy import Lock
 from bitwright.core.simulation.protocols import Undo
 from bitwright.core.simulation.quantizer import DerivedBias
-from bitwright.errors import CalibrationError, ModelError
+from bitwright.errors import CalibrationError
 from bitwright.torch.calls import recurrent
 from bitwright.torch.calls.decompose import EXPORTABLE
 from bitwright.torch.calls.functions import FUNCTIONS, Function, applies_mask
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, tensors_in
 from bitwright.torch.interception.frames import Frame, Key
 from bitwright.torch.interception.intercept import ACCESS
-from bitwright.torch.interception.record import refuse_nested
+from bitwright.torch.interception.record import refuse_nested, refuse_transforms
+from bitwright.torch.quantizers.devices import on_host
 from bitwright.torch.quantizers.fake_quantize import is_plain
 from bitwright.torch.quantizers.sequences import Columns
 from bitwright.torch.quantizers.stacked_steps import Keep, OnGrid, StepFunctions
@@ -80,8 +81,8 @@ class Simulator:
         )
         self.told = False  # whether it did
         self.prepare_grids: Callable[[], None] = _nothing
-        self.watch: Callable[[], None] | None = None  # is told of every simulated forward
-        self._given: dict[int, tuple[Any, Any]] = {}  # thread -> what the model was called with
+        self.watch: Callable[[], bool] | None = None  # is told of every simulated forward
+        self._given: dict[int, tuple[Any, Any, bool]] = {}  # thread -> what the model was called with
         self._lock = Lock()
 
     def variant(
@@ -108,7 +109,7 @@ class Simulator:
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Refuse to simulate before calibration, and where tensors hold no values."""
-        _refuse_transforms()
+        refuse_transforms()
         for name, tensor in flatten_tensors((args, dict(kwargs)), "input"):
             refuse_nested(name, tensor)
         if self.stage == "uncalibrated":
@@ -117,20 +118,20 @@ class Simulator:
                 "the model was run before calibration, so no quantizer has an encoding yet",
                 "call sim.compute_encodings(batches) or sim.load_encodings(path) first",
             )
-        if self.stage in ("simulate", "mark"):
-            self._begin_simulation()
+        looks = self._begin_simulation() if self.stage in ("simulate", "mark") else True
         if self._looks_for_nan():
-            self._given[get_ident()] = (args, kwargs)
+            self._given[get_ident()] = (args, kwargs, looks)
         if self.stage == "observe":
             self._begin_observation((args, kwargs) if args or kwargs else None)
 
-    def _begin_simulation(self) -> None:
+    def _begin_simulation(self) -> bool:
+        """Whether this forward reads numbers on devices where that waits for them."""
         if torch.compiler.is_dynamo_compiling():
             self.prepare_compilation()
-            return
-        self.refresh_biases()
-        if self.watch is not None and self.stage == "simulate":
-            self.watch()
+            return True
+        looks = self.stage != "simulate" or self.watch is None or self.watch()
+        self.refresh_biases(everywhere=looks)
+        return looks
 
     def _begin_observation(self, given: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> None:
         if not self.runs:
@@ -163,17 +164,18 @@ class Simulator:
         self.refresh_biases()
         self.prepare_grids()
 
-    def refresh_biases(self) -> None:
-        """Bring every derived bias grid up to date with the encodings it follows from."""
+    def refresh_biases(self, *, everywhere: bool = True) -> None:
+        """Bring every derived bias grid up to date with the encodings it follows from, but for what trains on other devices."""
         with self._lock:  # another thread must not see one that is being derived
             for bias in self.biases:
-                bias.refresh()
+                if everywhere or not bias.quantizer.trains_elsewhere:
+                    bias.refresh()
 
     def end(self, output: Any) -> None:
         """Count the forwards of a calibration; look for NaN in what a simulation returns, until some was seen."""
         if self._looks_for_nan():
-            args, kwargs = self._given.pop(get_ident(), ((), {}))
-            if (args or kwargs) and _holds_nan(output):
+            args, kwargs, looks = self._given.pop(get_ident(), ((), {}, False))
+            if (args or kwargs) and _holds_nan(output, anywhere=looks):
                 assert self.blame is not None
                 self.told = True
                 self.blame(args, kwargs)
@@ -547,27 +549,9 @@ def _with_copy_of(written: torch.Tensor, operands: Mapping[int, Any]) -> dict[in
     return {port: x.clone() if x is written else x for port, x in operands.items()}
 
 
-def _holds_nan(output: Any) -> bool:
+def _holds_nan(output: Any, *, anywhere: bool) -> bool:
     tensors = [t for t in tensors_in(output) if t.is_floating_point() and is_plain(t)]
-    return any(bool(t.detach().isnan().any()) for t in tensors)
-
-
-def _refuse_transforms() -> None:
-    """Quantizers compute on values, and keep what they computed of weights."""
-    if torch.compiler.is_compiling():  # the compiler's stand-in for the stack of transforms is never None
-        return
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise ModelError(
-            "QuantizationSimModel",
-            "sim.model was called inside a torch.func transform (vmap, grad, jvp, ...), which quantizers cannot be part of",
-            "call sim.model on the whole batch instead of under vmap, and use loss.backward() instead of torch.func.grad",
-        )
-    if torch._C._get_tracing_state() is not None:
-        raise ModelError(
-            "QuantizationSimModel",
-            "sim.model was called by torch.jit.trace, which would write quantizers down as constants of one run",
-            "call sim.export(folder, name) for an ONNX model with its quantizers, or trace the float model",
-        )
+    return any(bool(t.detach().isnan().any()) for t in tensors if anywhere or on_host(t.device))
 
 
 def _is_live(place: Place) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from bitwright.errors import ConfigError, ModelError, checks_arguments
+from bitwright.torch.quantizers.learned_range import check_ranges
 from bitwright.torch.ranks import calibrating_ranks
 from bitwright.torch.simulation.ranges import learned_ranges
 
@@ -107,8 +108,7 @@ class TrainingGuard:
         states = [learned.state() for learned in ranges]
         self.optimizer.step()
         try:
-            for learned in ranges:
-                learned.encoding  # noqa: B018, checks the parameters
+            check_ranges(ranges)
         except ModelError:
             for learned, state in zip(ranges, states, strict=True):
                 learned.put(state)
