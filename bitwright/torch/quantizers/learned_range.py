@@ -425,7 +425,7 @@ def check_ranges(ranges: Sequence[LearnedRange]) -> None:
     """Look at the parameters of all ``ranges``, in one reading of each device.
 
     Raises:
-        ModelError: one is no range any more; it is named.
+        ModelError: one is not finite or far off its tensor; it is named.
     """
     there: dict[torch.device, list[LearnedRange]] = {}
     for learned in ranges:

@@ -366,7 +366,7 @@ class TrainingWatch:
             Whether this forward may read numbers on devices where that waits for them: all without gradients, few with.
 
         Raises:
-            ModelError: a learned range on another device than the host is no range any more.
+            ModelError: a learned range on another device than the host is not finite or far off its tensor.
         """
         if not torch.is_grad_enabled():
             self._look_at_modes()
