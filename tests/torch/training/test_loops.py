@@ -94,6 +94,52 @@ def test_modules_in_half_precision_train_on_the_grid(dtype: torch.dtype) -> None
         assert p.grad is not None and p.grad.dtype == dtype and torch.isfinite(p.grad).all()
 
 
+class Residual(nn.Module):
+    """Sums that write over what a layer, a quantizer or an activation gave them."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.first, self.second, self.norm = (
+            nn.Conv2d(3, 8, 3),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.relu(self.first(x), inplace=self.in_place)
+        out = self.norm(self.second(y))
+        if self.in_place:
+            out += y
+            out = nn.functional.relu_(out)
+            out.add_(y, alpha=0.5)
+        else:
+            out = nn.functional.relu(out + y)
+            out = torch.add(out, y, alpha=0.5)
+        return self.head(out.mean((2, 3)))
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
+@pytest.mark.parametrize("size", [8, 40], ids=["separate passes", "compiled loops"])
+def test_additions_in_place_have_the_gradients_of_others(learned: bool, size: int) -> None:
+    x = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    found = []
+    for in_place in (True, False):
+        torch.manual_seed(0)
+        sim = QuantizationSimModel(Residual(in_place).eval(), x, preset="w4a8")
+        sim.compute_encodings([x], progress=False)
+        if learned:
+            sim.learn_ranges()
+        sim.model.train()
+        out = sim.model(x)
+        out.square().sum().backward()
+        ranges = [p.grad for p in sim.range_parameters()] if learned else []
+        found.append((out, *(p.grad for p in sim.model.parameters()), *ranges))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_step_on_a_gpu_is_that_on_the_cpu() -> None:
