@@ -21,6 +21,8 @@ Bytes = NDArray[np.uint8]
 
 BLOCK = 2048
 """Elements of a block, which stays in the first-level cache."""
+LANES = 256
+"""Sums that are taken side by side, in vector instructions."""
 
 
 def quantize_dequantize(x: Floats, out: Floats, scale: np.float32, lo: np.float32, hi: np.float32) -> None:
@@ -171,7 +173,7 @@ def learned_gradient(
     grad: Floats,
     x: Floats,
     inner: Floats,
-    part: Floats,
+    sums: NDArray[np.float64],
     low: np.float32,
     high: np.float32,
     scale: np.float32,
@@ -180,42 +182,74 @@ def learned_gradient(
     first_value: np.float32,
     last_value: np.float32,
 ) -> None:
-    """Gradient of :func:`clamp_quantize` by ``x``, and its derivative by the scale, which waits for the product with ``grad``.
+    """Gradients of :func:`clamp_quantize` by ``x``, by the scale and by the lower end of the range.
 
     Args:
         inner: takes ``grad`` where neither the activation nor the grid clips, else zero; see :func:`clamp_quantize_marked`.
-        part: takes ``round(y / scale) - y / scale`` of the activation's result ``y``, and the code at the end where the grid
-            clips it.
+        sums: the sum of ``grad`` times the derivative by the scale is added to the first, what ``inner`` leaves out of ``grad``
+            to the second. The derivative is ``round(y / scale) - y / scale`` of the activation's result ``y``, and the code at
+            the end where the grid clips it. Sums are taken in as many lanes as :data:`LANES`.
     """
-    for i in range(x.size):
-        given = x[i]
-        y = low if given < low else given
-        y = high if y > high else y
-        ratio = y / scale
-        v = np.rint(ratio)
-        v = lo if v < lo else v
-        v = hi if v > hi else v
-        outside = (y <= first_value) | (y >= last_value)
-        part[i] = v if outside else v - ratio
-        inner[i] = np.float32(0) if outside | (given <= low) | (given >= high) else grad[i]
-
-
-def learned_rows_gradient(
-    grad: Floats, x: Floats, inner: Floats, part: Floats, scale: Floats, lo: np.float32, hi: np.float32
-) -> None:
-    """The same for ``scale.size`` rows of equal length, one scale for each, and no activation in front.
-
-    Whether the grid clips is decided by ``x / scale``, as for scales per channel in torch.
-    """
-    length = x.size // scale.size
-    first, last = lo - np.float32(0.5), hi + np.float32(0.5)
-    for row in range(scale.size):
-        s = scale[row]
-        for i in range(row * length, (row + 1) * length):
-            ratio = x[i] / s
+    part, slope, left = np.empty(LANES, np.float32), np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
+    for first in range(0, x.size, LANES):
+        values, given, result = (
+            x[first : first + LANES],
+            grad[first : first + LANES],
+            inner[first : first + LANES],
+        )
+        for i in range(values.size):
+            y = low if values[i] < low else values[i]
+            y = high if y > high else y
+            ratio = y / scale
             v = np.rint(ratio)
             v = lo if v < lo else v
             v = hi if v > hi else v
-            outside = (ratio <= first) | (ratio >= last)
+            outside = (y <= first_value) | (y >= last_value)
             part[i] = v if outside else v - ratio
-            inner[i] = np.float32(0) if outside else grad[i]
+            result[i] = np.float32(0) if outside | (values[i] <= low) | (values[i] >= high) else given[i]
+        for i in range(values.size):
+            slope[i] += given[i] * part[i]
+        for i in range(values.size):
+            left[i] += given[i] - result[i]
+    for i in range(LANES):
+        sums[0] += slope[i]
+        sums[1] += left[i]
+
+
+def learned_rows_gradient(
+    grad: Floats,
+    x: Floats,
+    inner: Floats,
+    sums: NDArray[np.float64],
+    scale: Floats,
+    lo: np.float32,
+    hi: np.float32,
+) -> None:
+    """The same for ``scale.size`` rows of equal length, one scale and two sums for each, and no activation in front.
+
+    Whether the grid clips is decided by ``x / scale``, as for scales per channel in torch.
+    """
+    length, part = x.size // scale.size, np.empty(LANES, np.float32)
+    slope, left = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    first_code, last_code = lo - np.float32(0.5), hi + np.float32(0.5)
+    for row in range(scale.size):
+        s, end = scale[row], (row + 1) * length
+        slope[:], left[:] = np.float32(0), np.float32(0)
+        for first in range(row * length, end, LANES):
+            last = min(first + LANES, end)
+            values, given, result = x[first:last], grad[first:last], inner[first:last]
+            for i in range(values.size):
+                ratio = values[i] / s
+                v = np.rint(ratio)
+                v = lo if v < lo else v
+                v = hi if v > hi else v
+                outside = (ratio <= first_code) | (ratio >= last_code)
+                part[i] = v if outside else v - ratio
+                result[i] = np.float32(0) if outside else given[i]
+            for i in range(values.size):
+                slope[i] += given[i] * part[i]
+            for i in range(values.size):
+                left[i] += given[i] - result[i]
+        for i in range(min(LANES, length)):
+            sums[2 * row] += slope[i]
+            sums[2 * row + 1] += left[i]

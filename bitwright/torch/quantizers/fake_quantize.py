@@ -192,11 +192,12 @@ def sum_on_grid(x: torch.Tensor, other: torch.Tensor, grid: Grid, *, in_place: b
     return result
 
 
-def gradient_parts(
+def learned_gradients(
     grad: torch.Tensor, x: torch.Tensor, grid: Grid, ends: tuple[float, float]
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What :func:`clamp_on_grid` passes on of ``grad``, and the derivative of its results by the scale, both laid out as ``x``.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """What :func:`clamp_on_grid` passes on of ``grad``, laid out as ``x``, and two sums of the shape of the grid's scale.
 
+    The sums are of ``grad`` times the derivative of the results by the scale, and of what of ``grad`` is not passed on.
     ``None`` where no compiled loop serves, or a gradient of the gradient is asked for. A grid with a scale per row is without an
     activation in front.
     """
@@ -209,16 +210,32 @@ def gradient_parts(
     given, source = flat(grad), flat(x)
     if given is None or source is None:
         return None
-    inner, part = torch.empty_like(x), torch.empty_like(x)
-    targets = flat(inner), flat(part)
-    assert targets[0] is not None and targets[1] is not None
-    arrays = (given, source, targets[0], targets[1])
+    inner, target = _room(x, source, None)
     if rows is not None:
-        compiled.learned_rows_gradient(*arrays, rows, np.float32(grid.lo), np.float32(grid.hi))
+        sums = np.zeros((rows.size, 2))
+        ends_of_grid = np.float32(grid.lo), np.float32(grid.hi)
+        compiled.learned_rows_gradient(given, source, target, sums.reshape(-1), rows, *ends_of_grid)
+        shape = tuple(grid.scale.shape)
     else:
         numbers = (np.float32(ends[0]), np.float32(ends[1]), *grid_numbers(grid), *codes_from_to(grid))
-        in_parts(compiled.learned_gradient, arrays, numbers, torch.get_num_threads())
-    return inner, part
+        sums, shape = _sums_in_parts(compiled, (given, source, target), numbers), ()
+    step, left = (torch.from_numpy(part.astype(np.float32)).reshape(shape) for part in sums.T)
+    return inner, step, left
+
+
+def _sums_in_parts(
+    compiled: Loops, arrays: Sequence[NDArray[np.float32]], numbers: Sequence[Any]
+) -> NDArray[np.float64]:
+    """The sums of ``learned_gradient``, ``[1, 2]``, the same whichever thread ends first."""
+    found: list[NDArray[np.float64]] = []
+
+    def part(*given: Any) -> None:
+        sums = np.zeros(2)
+        compiled.learned_gradient(*given[:3], sums, *given[3:])
+        found.append(sums)
+
+    in_parts(part, arrays, numbers, torch.get_num_threads())
+    return np.sort(np.stack(found), axis=0).sum(axis=0, keepdims=True)
 
 
 def _row_scales(x: torch.Tensor, grid: Grid) -> NDArray[np.float32] | None:

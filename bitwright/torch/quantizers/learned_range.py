@@ -39,8 +39,8 @@ from bitwright.torch.quantizers.fake_quantize import (
     Grid,
     clamp_on_grid,
     double,
-    gradient_parts,
     is_fast,
+    learned_gradients,
     on_grid,
     pass_on,
     serves,
@@ -410,9 +410,9 @@ class _ClampedOnLearnedGrid(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), grid, scaling = ctx.saved_tensors, ctx.grid, ctx.scaling
-        found = gradient_parts(grad, x, grid, ctx.ends)
+        found = learned_gradients(grad, x, grid, ctx.ends)
         if found is not None:
-            inner, step = found[0], _dot(grad, found[1])
+            inner, step, _ = found
         else:
             low, high = ctx.ends
             inner, step, _ = range_gradients(grad, x.clamp(low, high), grid, scaling, offset=False)
@@ -496,13 +496,11 @@ def range_gradients(
     Returns:
         Of the shape of ``x``, and two of the shape that the scale broadcasts with.
     """
-    parts = gradient_parts(grad, x, grid, EVERYWHERE)
-    if parts is None:
+    found = learned_gradients(grad, x, grid, EVERYWHERE)
+    if found is None:
         return _gradients_in_passes(grad, x, grid, scaling, offset)
-    inner, part = parts
-    axes = _shared_axes(grid, x.shape)
-    step = _dot(grad, part) if axes is None else _sums(part.mul_(grad), axes)
-    return inner, step, _sums(grad, axes) - _sums(inner, axes) if offset else None
+    inner, step, left = found
+    return inner, step, left if offset else None
 
 
 def _gradients_in_passes(
@@ -526,13 +524,6 @@ def _gradients_in_passes(
         back = [order.index(axis) for axis in range(x.ndim)]
         inner = inner.reshape([x.shape[axis] for axis in order]).permute(back)
     return inner.reshape(x.shape), step, outside
-
-
-def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The sum of products of two tensors that lie alike in one piece of memory."""
-    if not a.is_contiguous():
-        a, b = a.permute(0, 2, 3, 1), b.permute(0, 2, 3, 1)
-    return torch.dot(a.reshape(-1), b.reshape(-1))
 
 
 def _for_scale(
