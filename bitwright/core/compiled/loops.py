@@ -47,9 +47,8 @@ SIGNATURES: dict[Callable[..., Any], str] = {
         f"void({_M}, {_MARKS}, {_M}, {_M}, {_PLANES}, {_PLANES}, {_PLANES}, {_M}, {_M})"
     ),
     recurrent.range_by_column: f"void({_M}, {_M}, {_F}, {_F}, {_GRID}, float32, float32)",
-    recurrent.lstm_sums: f"void({_M}, {_M}, float32[:, :, :, ::1], int64)",
-    recurrent.lstm_next: "void(float32[:, :, :, ::1], int64, float32[:, :, ::1], int64, int64)",
-    recurrent.keys_by_column: "void(int32[:, :, :, ::1], int64, int32[:, ::1], int32[:, ::1])",
+    recurrent.lstm_next: f"void({_M}, {_PLANES}, int64, int64)",
+    recurrent.keys_by_column: "void(int32[:, :, ::1], int64, int32[::1], int32[::1])",
     searching.edge_errors: f"void({_D}, {_D}, {_D}, {_D}, {_D}, float64, float64[:, ::1])",
     counting.key_bounds: f"UniTuple(int32, 2)({_READ.format('int32')})",
     counting.channels_hold: f"void({_READ.format('float32')}, int64, int64, int64[::1], {_F}, {_B})",

@@ -261,35 +261,23 @@ def range_by_column(
             outside[j] += given[j] if clipped else np.float32(0)
 
 
-def lstm_sums(x: Floats, recurrent: Floats, out: Floats, place: int) -> None:
-    """``x + recurrent``, each gate in a plane of its own: ``out[gate, place]``, of ``[4, places, B, H]``."""
-    h = out.shape[3]
-    for row in range(x.shape[0]):
-        for gate in range(4):
-            given, added = x[row, gate * h : (gate + 1) * h], recurrent[row, gate * h : (gate + 1) * h]
-            result = out[gate, place, row]
-            for j in range(h):
-                result[j] = given[j] + added[j]
-
-
-def lstm_next(gates: Floats, place: int, cells: Floats, before: int, after: int) -> None:
-    """``cells[after]``, of ``[places, B, H]``, of ``cells[before]`` and ``gates[:, place]``, of ``[4, places, B, H]``."""
+def lstm_next(gates: Floats, cells: Floats, before: int, after: int) -> None:
+    """``cells[after]``, of ``[places, B, H]``, of ``cells[before]`` and the gates after their activation functions."""
+    h = cells.shape[2]
     for row in range(cells.shape[1]):
-        into, forget, new = gates[0, place, row], gates[1, place, row], gates[3, place, row]
+        into, forget, new = gates[row, :h], gates[row, h : 2 * h], gates[row, 3 * h :]
         old, result = cells[before, row], cells[after, row]
-        for j in range(old.size):
+        for j in range(h):
             result[j] = forget[j] * old[j] + into[j] * new[j]
 
 
 def keys_by_column(bits: Bits, place: int, lo: Bits, hi: Bits) -> None:
-    """Move least and largest keys of columns, ``[planes, H]`` each, so far that they hold ``bits[:, place]``.
+    """Move least and largest keys of columns so far that they hold ``bits[place]``.
 
-    The keys are those of :mod:`bitwright.core.compiled.counting`; ``bits`` are the float32 of ``[planes, places, B, H]``.
+    The keys are those of :mod:`bitwright.core.compiled.counting`; ``bits`` are the float32 of ``[places, B, columns]``.
     """
-    for plane in range(bits.shape[0]):
-        low, high = lo[plane], hi[plane]
-        for row in range(bits.shape[2]):
-            given = bits[plane, place, row]
-            for j in range(given.size):
-                key = np.int32(given[j] ^ ((given[j] >> np.int32(31)) & np.int32(0x7FFFFFFF)))
-                low[j], high[j] = min(low[j], key), max(high[j], key)
+    for row in range(bits.shape[1]):
+        given = bits[place, row]
+        for j in range(lo.size):
+            key = np.int32(given[j] ^ ((given[j] >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+            lo[j], hi[j] = min(lo[j], key), max(hi[j], key)

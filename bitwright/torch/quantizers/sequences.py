@@ -7,7 +7,7 @@ of the weights is one product over all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -97,9 +97,11 @@ def _bound(
 class _Run:
     """A layer in float, once over a sequence.
 
+    The gates stand side by side as in single steps: of rows that lie otherwise torch computes other last bits of a sigmoid.
+
     Args:
-        kept: which of :data:`NAMES` are wanted for all steps; what is not kept is written over by the next step.
-        seen: of which the bounds of columns are wanted, and nothing kept.
+        kept: which of :data:`NAMES` are wanted for all steps.
+        seen: of which the bounds of columns are wanted.
         compiled: the loops.
         steps: of the sequence.
         initial: hidden and cell state, ``[B, H]``.
@@ -112,51 +114,64 @@ class _Run:
         self, kept: Container[str], seen: Container[str], compiled: Loops, steps: int, initial: tuple[Tensor, ...]
     ) -> None:  # fmt: skip
         batch, width = initial[1].shape
-        pre, post, cells, bent = (steps if any(n in kept for n in group) else 1 for group in _GROUPS)
-        self.steps, self.compiled, self.initial, self.seen = steps, compiled, initial[0].detach(), seen
-        self.pre, self.post = (torch.empty(4, places, batch, width) for places in (pre, post))
-        self.cells = torch.empty(cells + 1, batch, width)
-        self.bent, self.hidden = (torch.empty(places, batch, width) for places in (bent, steps))
+        self.steps, self.compiled, self.initial = steps, compiled, initial[0].detach()
+        self.sums, self.gates = (torch.empty(batch, 4 * width) for _ in range(2))
+        self.cells, self.bent = torch.empty(2, batch, width), torch.empty(batch, width)
+        self.hidden = torch.empty(steps, batch, width)
         self.cells[0] = initial[1]
-        self.keys = np.full((2, len(NAMES), width), NO_KEY, np.int32)
+        self.keys = np.full((2, len(NAMES) * width), NO_KEY, np.int32)
         self.keys[1] = ~NO_KEY
+        self.wanted = [[any(name in names for name in group) for group in _GROUPS] for names in (kept, seen)]
+        self.kept = [
+            torch.empty(len(group), steps if wanted else 0, batch, width)
+            for group, wanted in zip(_GROUPS, self.wanted[0], strict=True)
+        ]
 
     def __call__(self, x: Tensor, product: _Product, reverse: bool) -> None:
-        """Fill the tensors; ``x`` is the input's share of the gates."""
-        shares, sums, gates, states = (_array(t) for t in (x, self.pre, self.post, self.cells))
-        h, compiled, watched, after = self.initial, self.compiled, self._watched(), 0
-        cells = self.cells.unbind()
-        views = zip(
-            _order(self.steps, reverse),
-            *(self._each(view) for view in (self.pre[:3].unbind(1), self.pre[3], self.post[:3].unbind(1))),
-            *(self._each(view) for view in (self.post[3], self.post[2], self.bent, self.hidden)),
-            strict=True,
+        """Run; ``x`` is the input's share of the gates."""
+        sums, gates, width, shares = self.sums, self.gates, self.bent.shape[1], x.detach().unbind()
+        curved, straight = sums[:, : 3 * width], sums[:, 3 * width :]
+        gated, output, candidate = (
+            gates[:, : 3 * width],
+            gates[:, 2 * width : 3 * width],
+            gates[:, 3 * width :],
         )
-        for n, (t, curved, straight, gated, candidate, output, tanh, out) in enumerate(views):
-            before, after = after, (n + 1) % len(cells)
-            compiled.lstm_sums(shares[t], product(h), sums, min(n, sums.shape[1] - 1))
+        h, compiled, watched, after = self.initial, self.compiled, self._watched(), 0
+        cells, hidden = self.cells.unbind(), self.hidden.unbind()
+        given, states = _array(gates), _array(self.cells)
+        for n, t in enumerate(_order(self.steps, reverse)):
+            before, after = after, 1 - after
+            torch.add(shares[t], product(h), out=sums)
             torch.sigmoid(curved, out=gated)
             torch.tanh(straight, out=candidate)
-            compiled.lstm_next(gates, min(n, gates.shape[1] - 1), states, before, after)
-            torch.tanh(cells[after], out=tanh)
-            h = torch.mul(output, tanh, out=out)
+            compiled.lstm_next(given, states, before, after)
+            torch.tanh(cells[after], out=self.bent)
+            h = torch.mul(output, self.bent, out=hidden[n])
             for bits, lo, hi in watched:
-                compiled.keys_by_column(bits, after % bits.shape[1], lo, hi)
+                compiled.keys_by_column(bits, after % bits.shape[0], lo, hi)
+            if any(self.wanted[0]):
+                self._keep(n, cells[after])
         self.final = h, cells[after]
 
-    def _each(self, places: Iterable[Tensor]) -> list[Tensor]:
-        """What every step writes to: a place of its own, or the one there is."""
-        found = list(places)
-        return found * (self.steps // len(found))
+    def _keep(self, n: int, cell: Tensor) -> None:
+        """Put what a step has made with that of the others."""
+        for x, places, wanted in zip(self._made(cell), self.kept, self.wanted[0], strict=True):
+            if wanted:
+                places[:, n] = x.reshape(len(x), places.shape[0], -1).transpose(0, 1)
+
+    def _made(self, cells: Tensor) -> tuple[Tensor, ...]:
+        """Where a step writes the tensors of each of the groups."""
+        return self.sums, self.gates, cells, self.bent
 
     def _watched(self) -> list[tuple[Keys, Keys, Keys]]:
-        """What a step has written that bounds are wanted of, and the keys that these have."""
-        made, found, first = (self.pre, self.post, self.cells[None], self.bent[None]), [], 0
-        for x, group in zip(made, _GROUPS, strict=True):
-            if any(name in self.seen for name in group):
-                part = slice(first, first + len(group))
-                found.append((_array(x).view(np.int32), self.keys[0, part], self.keys[1, part]))
-            first += len(group)
+        """What a step has written that bounds are wanted of, ``[places, B, columns]``, and the keys that these have."""
+        found, first, width = [], 0, self.bent.shape[1]
+        for x, group, wanted in zip(self._made(self.cells), _GROUPS, self.wanted[1], strict=True):
+            last = first + len(group) * width
+            if wanted:
+                bits = _array(x).view(np.int32).reshape(-1, len(self.bent), last - first)
+                found.append((bits, self.keys[0, first:last], self.keys[1, first:last]))
+            first = last
         return found
 
     def last(self) -> tuple[Tensor, Tensor]:
@@ -164,16 +179,16 @@ class _Run:
         return self.final[0].clone(), self.final[1].clone()
 
     def values(self) -> dict[str, Tensor]:
-        """The tensors of all steps by name; those that are not kept have one place."""
-        return dict(zip(NAMES, (*self.pre, *self.post, self.cells[1:], self.bent, self.hidden), strict=True))
+        """The tensors of all steps by name; those that are not kept are empty."""
+        return dict(zip(NAMES, (*(x for group in self.kept for x in group), self.hidden), strict=True))
 
     def columns(self) -> dict[str, Columns]:
         """Bounds by name, those that are not wanted without sense."""
-        rows, width = self.hidden.numel() // self.hidden.shape[-1], self.hidden.shape[-1]
-        hidden = _array(self.hidden).view(np.int32).reshape(1, 1, rows, width)
-        self.compiled.keys_by_column(hidden, 0, self.keys[0, -1:], self.keys[1, -1:])
-        lo, hi = values_of_keys(self.keys)
-        return {name: Columns(lo[i], hi[i], rows) for i, name in enumerate(NAMES)}
+        width = self.hidden.shape[-1]
+        hidden = _array(self.hidden).view(np.int32).reshape(1, -1, width)
+        self.compiled.keys_by_column(hidden, 0, self.keys[0, -width:], self.keys[1, -width:])
+        lo, hi = values_of_keys(self.keys).reshape(2, len(NAMES), width)
+        return {name: Columns(lo[i], hi[i], hidden.shape[1]) for i, name in enumerate(NAMES)}
 
 
 class _Product:
@@ -182,14 +197,11 @@ class _Product:
     def __init__(self, columns: Tensor, bias: Tensor | None, batch: int) -> None:
         self.columns, self.bias = columns, None if bias is None else bias.detach()
         self.room = torch.empty(batch, columns.shape[1])
-        self.array = _array(self.room)
 
-    def __call__(self, h: Tensor) -> Floats:
+    def __call__(self, h: Tensor) -> Tensor:
         if self.bias is None:
-            torch.mm(h, self.columns, out=self.room)
-        else:
-            torch.addmm(self.bias, h, self.columns, out=self.room)
-        return self.array
+            return torch.mm(h, self.columns, out=self.room)
+        return torch.addmm(self.bias, h, self.columns, out=self.room)
 
 
 def _order(steps: int, reverse: bool) -> range:
@@ -313,7 +325,9 @@ class _Trained(torch.autograd.Function):
         cell, tanh_grid, last = (tuple(row[:3]) for row in grids.states)
         for n, t in enumerate(_order(count, reverse)):
             total = totals[n if kept else 0]
-            compiled.lstm_gates_marked(shares[t], product(hidden[n]), after[n], passed[n], total, *grids.pre)
+            compiled.lstm_gates_marked(
+                shares[t], product(hidden[n]).numpy(), after[n], passed[n], total, *grids.pre
+            )
             torch.sigmoid(gates[n, :, : 3 * width], out=gates[n, :, : 3 * width])
             torch.tanh(gates[n, :, 3 * width :], out=gates[n, :, 3 * width :])
             compiled.lstm_cell(after[n], states[n], states[n + 1], *grids.post[:3], *cell)

@@ -63,6 +63,25 @@ def test_statistics_are_those_of_single_steps(
     assert sum(found is not None for found in fast) >= (1 + bidirectional) * (6 if on == "*" else len(NAMES))
 
 
+@pytest.mark.parametrize("scheme", ["minmax", "percentile"])
+@pytest.mark.parametrize("hidden", [10, 16, 24, 32, 33])
+def test_results_are_those_of_single_steps_while_it_is_observed(
+    scheme: str, hidden: int, in_steps: Callable[[], None]
+) -> None:
+    x = torch.randn(30, 8, 6, generator=torch.Generator().manual_seed(2))
+
+    def results() -> list[Tensor]:
+        torch.manual_seed(1)
+        sim = QuantizationSimModel(nn.LSTM(6, hidden, bidirectional=True), x, quant_scheme=scheme)
+        with sim.calibrating() as model:
+            y, (h, c) = model(x)
+        return [y, h, c]
+
+    fast = results()
+    in_steps()
+    assert all(torch.equal(one, other) for one, other in zip(fast, results(), strict=True))
+
+
 @pytest.mark.parametrize("kind", ["constant", "nan", "inf", "halves"])
 def test_what_is_seen_of_channels_and_of_odd_values(kind: str, in_steps: Callable[[], None]) -> None:
     def seen() -> list[object]:
