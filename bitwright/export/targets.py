@@ -41,9 +41,9 @@ class Target:
         about: one line for the user.
         widens: bits of a weight -> bits its codes are stored in beside a quantized activation, where the runtime has an
             integer kernel for the wider type only.
-        folds: whether weights of recurrent operators are written so that the runtime computes their float value once, when it
-            loads: as Cast and Mul, which every optimiser folds. A DequantizeLinear is computed in every run, and keeps the
-            operator from arranging its weights beforehand.
+        folds: whether weights of recurrent operators and of convolutions that the runtime computes in float are written so that
+            it computes their float value once, when it loads: as Cast and Mul, which every optimiser folds. A DequantizeLinear
+            is computed in every run, and keeps the operator from arranging its weights beforehand.
         recurrent: form of recurrent layers whose steps hold no quantizers.
         runtime: the adapter that runs the file, see :mod:`bitwright.runtimes`.
         format: of the file that is deployed; those of ONNX are written in any case.
@@ -57,6 +57,10 @@ class Target:
             where the data has more than two axes: 11 to 24 dB, without a word.
         exact_session: what a session of one's own has to be told to compute products of float activations with quantized weights
             as simulated, where its defaults do not.
+        float_results: whether integer kernels of convolutions return float as well; else one whose output has no grid is
+            computed in float.
+        wide_bits: what ``quantize`` gives an activation whose 8 bits cost the outputs much, where a layer multiplies it; ``None``
+            for float, where layers on more than 8 bits are computed in float and the conversions would only take time.
         slow_stem: first convolutions that ``quantize`` leaves in float, where the user names no configuration.
     """
 
@@ -74,6 +78,8 @@ class Target:
     gathers_codes: bool = False
     packs_odd_rows: bool = True
     exact_session: str = ""
+    float_results: bool = True
+    wide_bits: int | None = 16
 
     def stored_bits(self, bits: int, *, beside_codes: bool) -> int:
         """Bits in which codes of ``bits`` bits are stored; ``beside_codes`` where an integer kernel may read them."""
@@ -121,9 +127,10 @@ TARGETS: dict[str, Target] = {
     row.name: row
     for row in (
         Target("ort_cpu", "ONNX Runtime on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "onnxruntime",
-               rules=_BOUNDARY, slow_stem=_ORT_STEM, multiplies_nbits=True, gathers_codes=True),
+               rules=_BOUNDARY, slow_stem=_ORT_STEM, multiplies_nbits=True, gathers_codes=True,
+               float_results=False, wide_bits=None),
         Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino",
-               rules=_BOUNDARY, packs_odd_rows=False, exact_session=_OPENVINO_SESSION),
+               rules=_BOUNDARY, packs_odd_rows=False, exact_session=_OPENVINO_SESSION, wide_bits=None),
         Target("litert", "LiteRT (TensorFlow Lite): a .tflite file beside the others", _ON_8_BITS, False, "native", "litert",
                "tflite", _LITERT, _LITERT_WIDE),
         Target("packed", "compilers, and the smallest file: 4-bit weights take 4 bits", (), False, "scan", "onnxruntime"),

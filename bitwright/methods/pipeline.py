@@ -350,7 +350,8 @@ class _Methods:
         """16 bits where 8 cost the output most."""
         from bitwright.algorithms.search.widen import widen
 
-        return widen(front_end_of(sim).steppable(sim, None), self.chosen, **options)
+        wide = {} if self.target is None else {"bits": find_target(self.target).wide_bits}
+        return widen(front_end_of(sim).steppable(sim, None), self.chosen, **{**wide, **options})
 
     def correct_biases(
         self,

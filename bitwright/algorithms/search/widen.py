@@ -1,7 +1,7 @@
 """More bits, or float, for the few activations whose eight bits cost the outputs most, within a stated allowance.
 
-A value that a layer multiplies gets 16 bits. Others, which only elementwise operators and the caller read, stay in float,
-where such operators run anyway.
+A value that a layer multiplies gets 16 bits, or stays in float where the target has no kernel for 16. Others, which only
+elementwise operators and the caller read, stay in float, where such operators run anyway.
 """
 
 from __future__ import annotations
@@ -104,10 +104,11 @@ def widen(
     memory: float = 0.2,
     least: float = 0.05,
     weights: float = 1.0,
+    bits: int | None = 16,
     samples: int = 32,
     seed: int = 0,
 ) -> WidenReport:
-    """Give 16 bits, or float, to the activations whose quantizers make most of the noise in the outputs.
+    """Give more bits, or float, to the activations whose quantizers make most of the noise in the outputs.
 
     Values of fewer than 8 bits that a layer multiplies get 8.
 
@@ -123,6 +124,8 @@ def widen(
         memory: share of the elements of quantized activations that may be raised, 0 to 1; the same.
         least: share of the noise from which on a quantizer is worth it, 0 to 1.
         weights: share of the weights' noise that counts, 0 to 1: less than 1 where they are rounded better later.
+        bits: of a raised value that a layer multiplies, 9 to 16; ``None`` for float, where the target computes such layers in
+            float in any case.
         samples, seed: of the estimate.
 
     Raises:
@@ -132,8 +135,10 @@ def widen(
     for name, value in shares.items():
         if not 0 <= value <= 1:
             raise ConfigError("widen", f"{name} is {value!r}", "use a share from 0 to 1")
+    if bits is not None and not _NARROW < bits <= 16:
+        raise ConfigError("widen", f"bits is {bits!r}", f"use {_NARROW + 1} to 16, or None for float")
     errors = output_errors(model, batches, samples=samples, seed=seed)
-    candidates = _Candidates(model)
+    candidates = _Candidates(model, bits)
     left = sum(errors.activations.values()) + weights * sum(errors.weights.values())
     raised: list[Widened] = []
     too_dear: list[Widened] = []
@@ -161,7 +166,8 @@ def _beyond(share: float, allowance: float, drowned: bool) -> bool:
 class _Candidates:
     """The quantizers that can be raised, and what it costs."""
 
-    def __init__(self, model: SimulatedModel) -> None:
+    def __init__(self, model: SimulatedModel, bits: int | None) -> None:
+        self._bits = bits
         graph, sites = model.graph(), model.sites()
         self._sites = sites
         fixed = {id(site.quantizer) for site in sites.values() if not _can_be_raised(site)}
@@ -206,7 +212,7 @@ class _Candidates:
         """What raising it means."""
         quantizer = self.quantizers[key]
         bits = quantizer.spec.format.bits
-        now = None if key not in self._read else 8 if bits < _NARROW else 16
+        now = None if key not in self._read else _NARROW if bits < _NARROW else self._bits
         return Widened(quantizer.name, (bits, now), share, *self.cost([key]))
 
     def put_in_force(self, key: int, what: Widened) -> None:

@@ -206,7 +206,7 @@ def damaged_metadata(node: ir.Node) -> ExportError:
 def folded_parts(node: ir.Node) -> tuple[ir.Value, ir.Value | None, ir.Value] | None:
     """Codes, zero point and scale of a constant of ours that Cast, Sub and Mul make and ``node`` ends; or ``None``."""
     facts = read_metadata(node) if node.op_type == "Mul" else None
-    if facts is None or facts["role"] != "constant":
+    if facts is None or facts["role"] == "activation":
         return None
     value, zero = node.inputs[0], None
     while value is not None and (maker := value.producer()) is not None:

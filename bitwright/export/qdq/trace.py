@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.graph.ops import is_neutral, op_row
+from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
@@ -66,16 +67,23 @@ def moves_data(node: ir.Node, constant: Callable[[ir.Value], NDArray[Any] | None
     return condition(node, constant) if condition else op_row(node.op_type).kind == "movement"
 
 
+# Layers that arrange a weight which is known when they load, and are slower with one that is not.
+_ARRANGES = frozenset(("Conv", "ConvTranspose", *CELLS))
+
+# Operators of one value that runtimes fuse with the convolution that makes it.
+_FUSED = frozenset((*TRAITS["activation"], "BatchNormalization", "Add", "Sub", "Mul", "Div"))
+
 # Joins of equal grids: which inputs carry data.
 _JOINS: dict[str, slice] = {"Concat": slice(None), "Where": slice(1, 3)}
 
 
 def trace(w: Writing) -> None:
-    """Fill ``places``, ``constants``, ``grids`` and ``weights``; markers without an encoding are taken out."""
+    """Fill ``places``, ``constants``, ``grids``, ``weights`` and ``in_float``; markers without an encoding are taken out."""
     _count_runs(w)
     _drop_float_sites(w)
     _settle_constants(w)
     _follow(w)
+    w.in_float = set(_layers_in_float(w))
 
 
 def _count_runs(w: Writing) -> None:
@@ -213,3 +221,35 @@ def data_outputs(node: ir.Node) -> tuple[ir.Value, ...]:
 def permutation(node: ir.Node, rank: int) -> tuple[int, ...]:
     """The order of axes that a Transpose makes."""
     return tuple(node.attributes.get_ints("perm", tuple(reversed(range(rank)))))
+
+
+def _layers_in_float(w: Writing) -> Iterator[ir.Node]:
+    """Layers that arrange their weight when they load, and that the target computes in float.
+
+    Not so a convolution between two grids, of whatever width: ONNX Runtime quantizes a float weight there by itself (1.31).
+    """
+    nodes = tuple(w.model.graph.all_nodes())
+    rounded = _rounded(w, nodes)
+    for node in nodes:
+        if node.domain or node.op_type not in _ARRANGES:
+            continue
+        given = w.grids.get(node.inputs[0]) if node.inputs[0] is not None else None
+        narrow = given is not None and isinstance(given.format, IntFormat) and given.format.bits <= 8
+        on_integers = node.outputs[0] in rounded or (narrow and w.target.float_results)
+        if node.op_type in CELLS or given is None or not on_integers:
+            yield node
+
+
+def _rounded(w: Writing, nodes: Sequence[ir.Node]) -> set[ir.Value]:
+    """Values that go on a grid, perhaps after operators that the runtime fuses with the layer before them, or moves across it."""
+    found: set[ir.Value] = set()
+    for node in reversed(nodes):
+        if not node.inputs or not (is_site(node) or any(v in found for v in node.outputs)):
+            continue
+        read = [v for v in node.inputs if v is not None]
+        alone = sum(v not in w.constants for v in read) == 1
+        if is_site(node) or (
+            alone and not node.domain and (node.op_type in _FUSED or moves_data(node, w.array))
+        ):
+            found.update(read)
+    return found

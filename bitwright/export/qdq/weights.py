@@ -139,7 +139,8 @@ def _write_bias(w: Writing, bias: _Bias) -> None:
         w.stored[key] = (small, _parameters(w, small, str(source.name)))
     small, values = w.stored[key]
     marker = bias.node.inputs[bias.port]
-    result = _dequantize(w, bias.node, small, values, source)
+    write = _folded if w.target.folds and bias.node in w.in_float else _dequantize
+    result = write(w, bias.node, small, values, source)
     bias.node.replace_input_with(bias.port, result)
     w.heirs.setdefault(source, result)
     maker = None if marker is None else marker.producer()
@@ -259,9 +260,9 @@ def _has_odd_rows(w: Writing, value: ir.Value, encoding: Encoding) -> bool:
 
 
 def _folds(w: Writing, value: ir.Value) -> bool:
-    """Whether all readers of ``value`` are recurrent operators, and the target wants their weights computed when it loads."""
-    readers = [use.node.op_type for use in value.uses()]
-    return w.target.folds and bool(readers) and all(op_type in CELLS for op_type in readers)
+    """Whether all readers of ``value`` are layers computed in float, whose weights the target wants computed when it loads."""
+    readers = [use.node for use in value.uses()]
+    return w.target.folds and bool(readers) and all(node in w.in_float for node in readers)
 
 
 def _folded(w: Writing, at: ir.Node, small: Stored, values: list[ir.Value], source: ir.Value) -> ir.Value:

@@ -96,6 +96,7 @@ class Writing:
     stored: dict[tuple[object, ...], tuple[Stored, list[ir.Value]]] = field(default_factory=dict)
     heirs: dict[ir.Value, ir.Value] = field(default_factory=dict)
     places: dict[ir.Node, tuple[str, int]] = field(default_factory=dict)
+    in_float: set[ir.Node] = field(default_factory=set)  # layers that the target computes in float
     narrow_products: list[ir.Node] = field(default_factory=list)  # that become MatMulNBits
 
     builder: Builder = field(init=False)

@@ -181,18 +181,25 @@ def _present_milliseconds(sim: Any, kernels: Mapping[str, Mapping[int, Site]], t
     times = table_of_times(times)
     candidates = as_candidates(timed(sim, times))
     groups = find_groups(sim, candidates, tied=True, which=_computes)
+    asked = operands(sim, lambda site: site.role != "bias")
     choice = [
-        _present(group.layers[0], kernels[group.layers[0]], candidates) if group.layers else 0
+        _present(group.layers[0], kernels[group.layers[0]], asked[group.layers[0]], candidates)
+        if group.layers
+        else 0
         for group in groups
     ]
     return milliseconds(Bits(sim, groups, candidates, {}), times).of(choice)
 
 
-def _present(layer: str, sites: Mapping[int, Site], candidates: Sequence[Candidate]) -> int:
-    """The place of the candidate that a layer is at."""
+def _present(
+    layer: str, sites: Mapping[int, Site], asked: Mapping[int, Site], candidates: Sequence[Candidate]
+) -> int:
+    """The place of the candidate that a layer is at; ``asked`` has those of its ``sites`` that work and those left in float."""
     weight = next((bits_of(s.spec) for s in sites.values() if s.is_stored), None)
     read = sorted((s for s in sites.values() if not s.is_stored), key=lambda s: s.inner is not None)
     value = bits_of(read[0].spec) if read else None
+    if weight is not None and not read and any(not s.is_stored for s in asked.values()):
+        value = _FLOAT
     for i, candidate in enumerate(candidates):
         if weight in (None, candidate.bits[0]) and value in (None, candidate.bits[1]):
             return i

@@ -6,6 +6,7 @@ from torch import nn
 
 from bitwright.algorithms.search import widen as search
 from bitwright.algorithms.search.output_error import OutputErrors
+from bitwright.errors import ConfigError
 from bitwright.torch import QuantizationSimModel
 from bitwright.torch.adapters.program import TorchSimulation
 
@@ -47,3 +48,16 @@ def test_noise_that_is_lost_in_the_rounding_of_the_sum_is_not_raised(sim, monkey
     report = widened(sim, monkeypatch, {"0.input[0]": 1e20, "1.output[0]": rest})
     assert [w.site for w in report.raised] == ["0.input[0]"]
     assert sim.quantizers["1.output[0]"].encoding.format.bits == 8
+
+
+@pytest.mark.parametrize(("bits", "now"), [(16, "16 bits"), (None, "float")])
+def test_what_a_layer_reads_gets_what_the_target_computes_it_in(sim, monkeypatch, bits, now):
+    report = widened(sim, monkeypatch, {"0.input[0]": 2.0, "4.output[0]": 1.0}, bits=bits)
+    assert [w.now for w in report.raised] == [now, "float"]
+    assert sim.quantizers["0.input[0]"].enabled == (bits is not None)
+
+
+@pytest.mark.parametrize("bits", [8, 0, 33])
+def test_bits_that_raise_nothing_are_refused(sim, monkeypatch, bits):
+    with pytest.raises(ConfigError, match=f"bits is {bits}.*9 to 16, or None for float"):
+        widened(sim, monkeypatch, {"0.input[0]": 2.0}, bits=bits)

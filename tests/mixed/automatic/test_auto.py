@@ -447,7 +447,7 @@ CHIP = {
 
 @pytest.mark.parametrize("front", [pytest.param("torch", marks=pytest.mark.slow), "onnx"])
 def test_milliseconds_of_a_chip_choose_among_its_presets(front: str, tmp_path: Path) -> None:
-    """What a row of the table lacks is not tried: 16 bits here."""
+    """What a row of the table lacks is not tried: activations in float here."""
     (tmp_path / "times.json").write_text(json.dumps(CHIP))
     found = search(
         front, tmp_path / "out", trials=None, cost="ms", times=tmp_path / "times.json", allowed_drop=0.2
@@ -456,7 +456,7 @@ def test_milliseconds_of_a_chip_choose_among_its_presets(front: str, tmp_path: P
     tried = {row.name: row for row in found.trials if not row.failed}
     assert tried["w8a8-fast"].ms == 7.25 and tried["w4a8-recipe"].ms == 4.75  # two convolutions
     widened = next(row for row in found.trials if row.name == "w8a8-recipe")
-    assert "weights of 8 bits and activations of 16, and the table has times for w8a8, w4a8" in widened.failed
+    assert "weights of 8 bits and activations of 32, and the table has times for w8a8, w4a8" in widened.failed
     assert found.best is not None
     assert found.best.ms == min(row.ms for row in tried.values() if row.good and row.ms is not None)
     assert " ms " in str(found) and ">ms<" in (tmp_path / "out" / "report.html").read_text()
