@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from bitwright.core.graph.work import KernelTimes
 from bitwright.core.numerics.spec import Preset, find_preset
 from bitwright.errors import ConfigError, close_matches
 
@@ -61,6 +62,7 @@ class Target:
             computed in float.
         wide_bits: what ``quantize`` gives an activation whose 8 bits cost the outputs much, where a layer multiplies it; ``None``
             for float, where layers on more than 8 bits are computed in float and the conversions would only take time.
+        kernel_times: what its kernels take, by which ``quantize`` weighs what it raises; ``None`` to count multiplications.
         slow_stem: first convolutions that ``quantize`` leaves in float, where the user names no configuration.
     """
 
@@ -80,6 +82,7 @@ class Target:
     exact_session: str = ""
     float_results: bool = True
     wide_bits: int | None = 16
+    kernel_times: KernelTimes | None = None
 
     def stored_bits(self, bits: int, *, beside_codes: bool) -> int:
         """Bits in which codes of ``bits`` bits are stored; ``beside_codes`` where an integer kernel may read them."""
@@ -122,13 +125,22 @@ _OPENVINO_SESSION = (
 )
 #: measured: benchmarks/results/stem_speed.md
 _ORT_STEM = SlowStem(channels=3, depthwise_channels=32, elements=1 << 16)
+#: measured on AVX-512 with VNNI: benchmarks/results/stem_speed.md, conv_profile.md
+_ORT_TIMES = KernelTimes(
+    product=(0.014, 0.005),
+    result=(0.3, 0.2),
+    depthwise=(0.6, 0.7),
+    patch=1.0,
+    conversion=0.35,
+    operator=1500.0,
+)
 
 TARGETS: dict[str, Target] = {
     row.name: row
     for row in (
         Target("ort_cpu", "ONNX Runtime on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "onnxruntime",
                rules=_BOUNDARY, slow_stem=_ORT_STEM, multiplies_nbits=True, gathers_codes=True,
-               float_results=False, wide_bits=None),
+               float_results=False, wide_bits=None, kernel_times=_ORT_TIMES),
         Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino",
                rules=_BOUNDARY, packs_odd_rows=False, exact_session=_OPENVINO_SESSION, wide_bits=None),
         Target("litert", "LiteRT (TensorFlow Lite): a .tflite file beside the others", _ON_8_BITS, False, "native", "litert",

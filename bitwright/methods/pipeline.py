@@ -350,7 +350,8 @@ class _Methods:
         """16 bits where 8 cost the output most."""
         from bitwright.algorithms.search.widen import widen
 
-        wide = {} if self.target is None else {"bits": find_target(self.target).wide_bits}
+        row = None if self.target is None else find_target(self.target)
+        wide = {} if row is None else {"bits": row.wide_bits, "times": row.kernel_times}
         return widen(front_end_of(sim).steppable(sim, None), self.chosen, **{**wide, **options})
 
     def correct_biases(
@@ -402,7 +403,7 @@ def _widen_options() -> Options:
     rounding.require_torch("widen")
     from bitwright.algorithms.search.widen import widen
 
-    return keyword_options(widen)
+    return keyword_options(widen, bound=("times",))
 
 
 def _measured(pipeline: Pipeline, sim: Any, metric: Callable[[Any], float] | None) -> float:

@@ -6,21 +6,23 @@ elementwise operators and the caller read, stay in float, where such operators r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from bitwright.algorithms.rounding.program import SimulatedModel
 from bitwright.algorithms.search.grids import values_on_grids
 from bitwright.algorithms.search.output_error import OutputErrors, output_errors
-from bitwright.core.graph.graph import Graph
-from bitwright.core.graph.work import multiplications, size
+from bitwright.algorithms.search.widening import ByProducts, ByTime, Neighbours
+from bitwright.core.graph.work import KernelTimes, size
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError
 from bitwright.tables import Tabular
 
 _DROWNED, _HALF = 0.1, 0.5  # noise over signal beyond which the allowances are at least a half
+_TRIED, _FREE = 20, 1e-4  # candidates compared at once; a share of the time that is none
 _NARROW = 8  # bits from which upwards nothing is raised
 
 
@@ -32,15 +34,15 @@ class Widened:
         site: its first site.
         bits: before and after; ``None`` is float.
         share: of the noise in the outputs, what it made; of what those before it in the report left.
-        products: share of the model's multiplications in the layers that read or make its values, and no longer run on
-            8-bit kernels.
+        work: share of the model's work that its layers no longer do on 8-bit kernels: of the multiplications, or of the time
+            that the target takes, below zero where it takes less.
         elements: share of the quantized activations' elements; 0 if no layer reads or makes them.
     """
 
     site: str
     bits: tuple[int, int | None]
     share: float
-    products: float
+    work: float
     elements: float
 
     @property
@@ -55,7 +57,7 @@ class Widened:
 
     def __str__(self) -> str:
         return (
-            f"{self.site}: {self.share:.0%} of the outputs' noise, {self.products:.1%} of the multiplications, "
+            f"{self.site}: {self.share:.0%} of the outputs' noise, {self.work:.1%} of the work, "
             f"{self.elements:.1%} of the activations"
         )
 
@@ -105,6 +107,8 @@ def widen(
     least: float = 0.05,
     weights: float = 1.0,
     bits: int | None = 16,
+    times: KernelTimes | None = None,
+    enough: float = 1e-3,
     samples: int = 32,
     seed: int = 0,
 ) -> WidenReport:
@@ -112,107 +116,122 @@ def widen(
 
     Values of fewer than 8 bits that a layer multiplies get 8.
 
-    What each makes is estimated by :func:`output_errors`. From the largest down, a quantizer is raised while it makes
-    ``least`` of the noise that is left, and while the raised ones keep within the allowances. As long as the noise left is
-    more than a tenth of the signal, these are at least a half: no saving is worth outputs that are noise.
+    What each makes is estimated by :func:`output_errors`. From the largest down, or from what costs least time for it, a
+    quantizer is raised while it makes ``least`` of the noise that is left, and while the raised ones keep within the
+    allowances. As long as the noise left is more than a tenth of the signal, these are at least a half: no saving is worth
+    outputs that are noise.
 
     Args:
         model: a calibrated simulation; changed in place.
         batches: data.
-        allowance: share of the model's multiplications in layers that may read or make raised values, 0 to 1; 0 is kept
-            whatever the noise.
+        allowance: share of the model's multiplications in layers that may read or make raised values, 0 to 1; with ``times``
+            the share of the time that the model may take longer. 0 is kept whatever the noise.
         memory: share of the elements of quantized activations that may be raised, 0 to 1; the same.
         least: share of the noise from which on a quantizer is worth it, 0 to 1.
         weights: share of the weights' noise that counts, 0 to 1: less than 1 where they are rounded better later.
         bits: of a raised value that a layer multiplies, 9 to 16; ``None`` for float, where the target computes such layers in
             float in any case.
+        times: of the target's kernels. Those that take most noise away for the time they cost come first then.
+        enough: noise over signal of the outputs below which nothing is raised that costs time, 0 to 1; with ``times``.
         samples, seed: of the estimate.
 
     Raises:
         ConfigError: an option out of its range.
     """
-    shares = {"allowance": allowance, "memory": memory, "least": least, "weights": weights}
+    _check(bits, allowance=allowance, memory=memory, least=least, weights=weights, enough=enough)
+    errors = output_errors(model, batches, samples=samples, seed=seed)
+    candidates = _Candidates(model, bits, times)
+    allowed = _Allowed(allowance, memory, 0.0 if times is None else enough)
+    left = sum(errors.activations.values()) + weights * sum(errors.weights.values())
+    raised: dict[int, Widened] = {}
+    too_dear: dict[int, Widened] = {}
+    waiting = candidates.noises(errors)
+    while left > 0:  # the rest is lost in the rounding of the sum
+        loud = {k: n for k, n in waiting.items() if n and n >= least * left and k not in too_dear}
+        if not loud:
+            break
+        key = candidates.next(list(raised), loud)
+        mine = candidates.widened(key, loud[key] / left)
+        costs = candidates.cost([*raised, key])
+        if mine.elements and allowed.less_than(costs, errors.measured * left / errors.total):
+            too_dear[key] = mine
+            continue
+        left -= waiting.pop(key)
+        raised[key] = mine
+        too_dear = {}  # beside a raised value another may cost less
+        candidates.put_in_force(key, mine)
+    return WidenReport(tuple(raised.values()), tuple(too_dear.values()), errors)
+
+
+def _check(bits: int | None, **shares: float) -> None:
     for name, value in shares.items():
         if not 0 <= value <= 1:
             raise ConfigError("widen", f"{name} is {value!r}", "use a share from 0 to 1")
     if bits is not None and not _NARROW < bits <= 16:
         raise ConfigError("widen", f"bits is {bits!r}", f"use {_NARROW + 1} to 16, or None for float")
-    errors = output_errors(model, batches, samples=samples, seed=seed)
-    candidates = _Candidates(model, bits)
-    left = sum(errors.activations.values()) + weights * sum(errors.weights.values())
-    raised: list[Widened] = []
-    too_dear: list[Widened] = []
-    keys: list[int] = []
-    for key, noise in candidates.ranked(errors):
-        if noise < least * left or not noise or left <= 0:  # the rest is lost in the rounding of the sum
-            break
-        mine = candidates.widened(key, noise / left)
-        drowned = errors.measured * left / errors.total > _DROWNED
-        products, elements = candidates.cost([*keys, key])
-        dear = _beyond(products, allowance, drowned) or _beyond(elements, memory, drowned)
-        if dear and mine.products:
-            too_dear.append(mine)
-            continue
-        keys, left = [*keys, key], left - noise
-        raised.append(mine)
-        candidates.put_in_force(key, mine)
-    return WidenReport(tuple(raised), tuple(too_dear), errors)
 
 
-def _beyond(share: float, allowance: float, drowned: bool) -> bool:
-    return share > (max(allowance, _HALF) if drowned and allowance else allowance)
+@dataclass(frozen=True)
+class _Allowed:
+    """What may be spent: shares of the work and of the elements; of the work nothing below the noise that is ``enough``."""
+
+    allowance: float
+    memory: float
+    enough: float
+
+    def less_than(self, costs: tuple[float, float], noise: float) -> bool:
+        """Whether ``costs`` are more, while the outputs' noise is ``noise`` times their signal."""
+        least = _HALF if noise > _DROWNED else 0.0
+        allowance = self.allowance if noise >= self.enough else 0.0
+        shares = (share and max(share, least) for share in (allowance, self.memory))
+        return any(cost > share for cost, share in zip(costs, shares, strict=True))
 
 
 class _Candidates:
     """The quantizers that can be raised, and what it costs."""
 
-    def __init__(self, model: SimulatedModel, bits: int | None) -> None:
-        self._bits = bits
+    def __init__(self, model: SimulatedModel, bits: int | None, times: KernelTimes | None) -> None:
         graph, sites = model.graph(), model.sites()
-        self._sites = sites
+        self._bits, self._sites = bits, sites
         fixed = {id(site.quantizer) for site in sites.values() if not _can_be_raised(site)}
         movable = [site.quantizer for site in sites.values() if id(site.quantizer) not in fixed]
         self.quantizers = dict(zip(map(id, movable), movable, strict=True))
-        self._work = {op.name: multiplications(graph, op) for op in graph.ops}
-        self._all_work = sum(self._work.values()) or 1.0
-        values = values_on_grids(model.sites(), model.shared())
+        working = {name: site for name, site in sites.items() if site.enabled}
+        values = values_on_grids(working, model.shared())
+        self._around = Neighbours(graph, values)
+        self._work = ByProducts(self._around) if times is None else ByTime(self._around, times)
         sizes = {key: float(sum(size(graph, v) for v in on_grid)) for key, on_grid in values.items()}
         all_sizes = sum(sizes.values()) or 1.0
-        self._read: set[int] = set()  # by layers
-        self._layers: dict[int, set[str]] = {}
-        self._elements: dict[int, float] = {}
-        for key in self.quantizers:
-            readers, makers = self._layers_around(graph, values[key])
-            self._layers[key] = readers | makers
-            self._elements[key] = sizes[key] / all_sizes if self._layers[key] else 0.0
-            if readers:
-                self._read.add(key)
-
-    def _layers_around(self, graph: Graph, values: Iterable[str]) -> tuple[set[str], set[str]]:
-        """The layers that read values, and those that make them."""
-        readers = {op.name for v in values for op, _ in graph.consumers(v) if self._work[op.name]}
-        makers = {op.name for v in values if (op := graph.producer(v)) is not None}
-        return readers, {name for name in makers if self._work[name]}
+        self._elements = {
+            key: sizes[key] / all_sizes if self._around.layers(key) else 0.0 for key in self.quantizers
+        }
 
     def cost(self, keys: Sequence[int]) -> tuple[float, float]:
-        """Shares of the model's multiplications, in layers that read or make their values, and of the elements."""
-        layers = {name for key in keys for name in self._layers[key]}
-        return sum(self._work[name] for name in layers) / self._all_work, sum(self._elements[k] for k in keys)
+        """Shares of the model's work, in layers that read or make their values, and of the elements."""
+        return self._work.share(keys), sum(self._elements[k] for k in keys)
 
-    def ranked(self, errors: OutputErrors) -> list[tuple[int, float]]:
+    def noises(self, errors: OutputErrors) -> dict[int, float]:
         """Quantizers and the noise they make, the most first."""
         made: dict[int, float] = {}
         for name, noise in errors.activations.items():
             key = id(self._sites[name].quantizer)
             if key in self.quantizers:
                 made[key] = made.get(key, 0.0) + noise
-        return sorted(made.items(), key=lambda item: -item[1])
+        return dict(sorted(made.items(), key=lambda item: -item[1]))
+
+    def next(self, raised: Sequence[int], loud: Mapping[int, float]) -> int:
+        """The one to try next: the noisiest, or that which takes most noise away for the time it costs."""
+        if isinstance(self._work, ByProducts):
+            return next(iter(loud))
+        now = self._work.share(raised)
+        noisiest = itertools.islice(loud, _TRIED)
+        return max(noisiest, key=lambda k: loud[k] / max(self._work.share([*raised, k]) - now, _FREE))
 
     def widened(self, key: int, share: float) -> Widened:
         """What raising it means."""
         quantizer = self.quantizers[key]
         bits = quantizer.spec.format.bits
-        now = None if key not in self._read else _NARROW if bits < _NARROW else self._bits
+        now = None if not self._around.is_read(key) else _NARROW if bits < _NARROW else self._bits
         return Widened(quantizer.name, (bits, now), share, *self.cost([key]))
 
     def put_in_force(self, key: int, what: Widened) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from bitwright.core.graph.graph import Graph, Op
@@ -28,3 +30,39 @@ def multiplications(graph: Graph, op: Op) -> float:
         return steps * sum(size(graph, v) for v in op.inputs[1:3] if v is not None)
     inner = read[-1 if not op.attrs.get("transA") else 0] if read else 1
     return made * max(inner, 1)
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """What layers take in float and on 8-bit codes in one runtime, in nanoseconds on one core. Only ratios count.
+
+    Attributes:
+        product: per multiplication of a layer, in float and on codes.
+        result: per number that a layer makes, in float and on codes.
+        depthwise: per number that a depthwise convolution makes, in float and on codes.
+        patch: on codes, per number of the patches that a convolution of fewer than four channels copies.
+        conversion: per number that is quantized or dequantized between the two.
+        operator: for one operator, whatever its size; per sample.
+        layers: the operators that have kernels of either kind.
+    """
+
+    product: tuple[float, float]
+    result: tuple[float, float]
+    depthwise: tuple[float, float]
+    patch: float
+    conversion: float
+    operator: float
+    layers: frozenset[str] = frozenset(("Conv", "Gemm", "MatMul"))
+
+    def layer(self, graph: Graph, op: Op) -> tuple[float, float]:
+        """What ``op`` takes in float and on codes; the same where there is no kernel on codes."""
+        made = size(graph, op.outputs[0]) if op.outputs else 0.0
+        if op.type not in self.layers or not multiplications(graph, op):
+            return (0.0, 0.0)
+        weight = graph.values[str(op.inputs[1])].shape
+        if op.type == "Conv" and weight[1] == 1 and op.attrs.get("group", 1) > 1:
+            return (made * self.depthwise[0], made * self.depthwise[1])
+        products = multiplications(graph, op)
+        in_float, on_codes = (a * products + b * made for a, b in zip(self.product, self.result, strict=True))
+        narrow = op.type == "Conv" and weight[1] < 4
+        return (in_float, on_codes + (self.patch * products / weight[0] if narrow else 0.0))
