@@ -128,10 +128,10 @@ _ORT_STEM = SlowStem(channels=3, depthwise_channels=32, elements=1 << 16)
 #: measured on AVX-512 with VNNI: benchmarks/results/stem_speed.md, conv_profile.md
 _ORT_TIMES = KernelTimes(
     product=(0.014, 0.005),
-    result=(0.3, 0.2),
+    result=(0.35, 0.2),
     depthwise=(0.6, 0.7),
     patch=1.0,
-    conversion=0.35,
+    conversion=0.42,
     operator=1500.0,
 )
 
