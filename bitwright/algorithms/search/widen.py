@@ -22,6 +22,7 @@ from bitwright.errors import ConfigError
 from bitwright.tables import Tabular
 
 _DROWNED, _HALF = 0.1, 0.5  # noise over signal beyond which the allowances are at least a half
+_WHOLE = 1.0  # and that of time: twice as long; conversions weigh more than that share of multiplications in a small network
 _TRIED, _FREE = 20, 1e-4  # candidates compared at once; a share of the time that is none
 _NARROW = 8  # bits from which upwards nothing is raised
 
@@ -118,8 +119,8 @@ def widen(
 
     What each makes is estimated by :func:`output_errors`. From the largest down, or from what costs least time for it, a
     quantizer is raised while it makes ``least`` of the noise that is left, and while the raised ones keep within the
-    allowances. As long as the noise left is more than a tenth of the signal, these are at least a half: no saving is worth
-    outputs that are noise.
+    allowances. As long as the noise left is more than a tenth of the signal, these are at least a half, and that of time is
+    the whole: no saving is worth outputs that are noise.
 
     Args:
         model: a calibrated simulation; changed in place.
@@ -141,7 +142,7 @@ def widen(
     _check(bits, allowance=allowance, memory=memory, least=least, weights=weights, enough=enough)
     errors = output_errors(model, batches, samples=samples, seed=seed)
     candidates = _Candidates(model, bits, times)
-    allowed = _Allowed(allowance, memory, 0.0 if times is None else enough)
+    allowed = _Allowed(allowance, memory, *((0.0, _HALF) if times is None else (enough, _WHOLE)))
     left = sum(errors.activations.values()) + weights * sum(errors.weights.values())
     raised: dict[int, Widened] = {}
     too_dear: dict[int, Widened] = {}
@@ -178,13 +179,14 @@ class _Allowed:
     allowance: float
     memory: float
     enough: float
+    drowned: float  # least share of the work while the outputs are noise
 
     def less_than(self, costs: tuple[float, float], noise: float) -> bool:
         """Whether ``costs`` are more, while the outputs' noise is ``noise`` times their signal."""
-        least = _HALF if noise > _DROWNED else 0.0
-        allowance = self.allowance if noise >= self.enough else 0.0
-        shares = (share and max(share, least) for share in (allowance, self.memory))
-        return any(cost > share for cost, share in zip(costs, shares, strict=True))
+        allowance, memory = self.allowance if noise >= self.enough else 0.0, self.memory
+        if noise > _DROWNED:
+            allowance, memory = allowance and max(allowance, self.drowned), memory and max(memory, _HALF)
+        return costs[0] > allowance or costs[1] > memory
 
 
 class _Candidates:
