@@ -85,11 +85,7 @@ def test_a_site_that_spoils_the_output_is_found_and_raised(front_end, target, te
     step = next(o for o in result.report if o.step.startswith("widen("))
     assert step.kept and text in step.note and step.sqnr[1] > step.sqnr[0] + 20
     wide = [q for q in result.sim.quantizers.unique() if q.spec.format.bits == 16 or not q.enabled]
-    assert (
-        "cat.output[0]" in wide[0].name
-        if target == "packed"
-        else any("cat.output[0]" in q.name for q in wide)
-    )
+    assert any("cat.output[0]" in q.name for q in wide)
     assert len([q for q in wide if q.spec.format.bits == 16]) == (target == "packed")
     reasons = [row.how for row in result.sim.coverage() if "because 8 bits made" in row.how]
     grid = "uint16" if target == "packed" else "disabled"
