@@ -109,7 +109,7 @@ def widen(
     weights: float = 1.0,
     bits: int | None = 16,
     times: KernelTimes | None = None,
-    enough: float = 1e-3,
+    enough: float = 1e-5,
     samples: int = 32,
     seed: int = 0,
 ) -> WidenReport:
