@@ -37,7 +37,7 @@ from tests.support import data
 from tests.support.tasks import TASKS
 
 SPLITS = 20
-ALLOWED = {"lstm_char": (0.01, 0.02, 0.04), "resnet20_aux": (0.02, 0.03, 0.04)}  # nats; share of the pictures
+ALLOWED = {"lstm_char": (0.01, 0.02, 0.04), "resnet20_aux": (0.03,)}  # nats; share of the pictures
 UNITS = {"lstm_char": "nats", "resnet20_aux": "accuracy"}
 PICTURES, ROWS = 1200, 384
 Values = np.ndarray[Any, Any]

@@ -158,20 +158,24 @@ class Library:
 
     def _free(self, names: Iterable[str]) -> list[str]:
         """Weights that may be replaced."""
-        graph = self.steps.graph()
-        return [
-            name
-            for name in names
-            if self.steps.why_fixed(name) is None
-            and graph.values[self._subject.sites[name].value].param is not None
-        ]
+        return [name for name in names if self.steps.why_fixed(name) is None]
 
     def _choose(self, method: str, names: Sequence[str], **options: Any) -> None:
+        """Round ``names``, as far as a method can; all other weights stay, which nothing would bring back."""
+        from bitwright.algorithms.rounding.driver import find_layers
         from bitwright.algorithms.rounding.table import choose_weights
 
-        layers = list(dict.fromkeys(self._subject.sites[name].op for name in names))
+        wanted = {self._subject.sites[name].op for name in names}
+        layers = [layer.op for layer in find_layers(self.steps)[0].values() if layer.op in wanted]
         if layers:
-            choose_weights(self.steps, self._data, method, options, num_samples=self._samples)
+            choose_weights(
+                self.steps,
+                self._data,
+                method,
+                options,
+                num_samples=self._samples,
+                include=dict.fromkeys(layers),
+            )
 
     def fit(self, choice: Sequence[int]) -> None:
         """Set a candidate at every group, and round weights once more, each layer seeing the errors of those before it."""
