@@ -40,6 +40,7 @@ from bitwright.torch.quantizers.fake_quantize import (
     clamp_on_grid,
     double,
     is_fast,
+    is_plain,
     learned_gradients,
     on_grid,
     pass_on,
@@ -217,7 +218,7 @@ class LearnedRange:
         if known is not None and known[0] == device:
             return known[1]
         found = self._given[0].to(device), self._given[1].to(device)
-        if not torch.compiler.is_dynamo_compiling():  # what is made of stand-ins must not be kept
+        if not torch.compiler.is_dynamo_compiling() and is_plain(found[0]):  # nor what is made of stand-ins
             self._given_there = device, found
         return found
 

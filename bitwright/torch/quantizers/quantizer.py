@@ -161,8 +161,8 @@ class Quantizer(core.Quantizer):
         known = self._scales.get(device)
         if known is None or known[0] is not encoding:
             scale = torch.from_numpy(np.array(encoding.scale)).to(device)
-            if torch.compiler.is_dynamo_compiling():
-                return scale
+            if torch.compiler.is_dynamo_compiling() or not is_plain(scale):
+                return scale  # what is made of stand-ins must not be kept
             self._scales[device] = known = encoding, scale
         return known[1]
 
