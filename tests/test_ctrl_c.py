@@ -37,11 +37,14 @@ def test_a_command_that_is_interrupted_has_exit_code_130(
 
 
 def test_handlers_are_those_of_before_when_the_block_ends() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), watched() as interrupts:
-        signal.raise_signal(signal.SIGINT)
-    assert interrupts.seen and signal.getsignal(signal.SIGINT) is before
-    assert signal.set_wakeup_fd(-1) == -1
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt), watched() as interrupts:
+            signal.raise_signal(signal.SIGINT)
+        assert interrupts.seen and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_program_that_ignores_ctrl_c_goes_on_doing_so() -> None:
