@@ -125,7 +125,7 @@ _OPENVINO_SESSION = (
 )
 #: measured: benchmarks/results/stem_speed.md
 _ORT_STEM = SlowStem(channels=3, depthwise_channels=32, elements=1 << 16)
-#: measured on AVX-512 with VNNI: benchmarks/results/stem_speed.md, conv_profile.md
+#: measured on AVX-512 with VNNI, how they were settled: docs/decisions/0011-default-recipe.md
 _ORT_TIMES = KernelTimes(
     product=(0.014, 0.005),
     result=(0.35, 0.2),

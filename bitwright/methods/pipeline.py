@@ -347,7 +347,7 @@ class _Methods:
         return sim
 
     def widen(self, sim: Any, **options: Any) -> Any:
-        """16 bits where 8 cost the output most."""
+        """16 bits, or float, as the target computes, where 8 bits cost the outputs most."""
         from bitwright.algorithms.search.widen import widen
 
         row = None if self.target is None else find_target(self.target)

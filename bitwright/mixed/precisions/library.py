@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bitwright.algorithms.channels.layers import holds_layer_weight
 from bitwright.algorithms.search.output_error import OutputErrors, output_errors
 from bitwright.analysis.subject.subject import Subject
 from bitwright.core.graph.graph import Graph
@@ -162,20 +163,14 @@ class Library:
 
     def _choose(self, method: str, names: Sequence[str], **options: Any) -> None:
         """Round ``names``, as far as a method can; all other weights stay, which nothing would bring back."""
-        from bitwright.algorithms.rounding.driver import find_layers
         from bitwright.algorithms.rounding.table import choose_weights
 
-        wanted = {self._subject.sites[name].op for name in names}
-        layers = [layer.op for layer in find_layers(self.steps)[0].values() if layer.op in wanted]
+        graph, sites = self.steps.graph(), [self._subject.sites[name] for name in names]
+        layers = [s.op for s in sites if holds_layer_weight(graph, s.op, s.role, s.port)]
         if layers:
             choose_weights(
-                self.steps,
-                self._data,
-                method,
-                options,
-                num_samples=self._samples,
-                include=dict.fromkeys(layers),
-            )
+                self.steps, self._data, method, options, num_samples=self._samples, include=dict.fromkeys(layers)
+            )  # fmt: skip
 
     def fit(self, choice: Sequence[int]) -> None:
         """Set a candidate at every group, and round weights once more, each layer seeing the errors of those before it."""

@@ -353,10 +353,8 @@ class Explorer:
 
     def _told(self, choice: Choice) -> Choice:
         """``choice`` with the candidates that most groups can be said to have: a sum has 8-bit weights as well as 4-bit ones."""
-        alike = [
-            [o for o in range(len(self.candidates)) if o == c or self._alike(i, o, c)]
-            for i, c in enumerate(choice)
-        ]
+        names = range(len(self.candidates))
+        alike = [[o for o in names if self._alike(i, o, c)] for i, c in enumerate(choice)]
         votes = Counter(o for equal in alike for o in equal)
         return tuple(max(equal, key=lambda o: (votes[o], -o)) for equal in alike)
 

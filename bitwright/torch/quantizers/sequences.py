@@ -22,6 +22,7 @@ from bitwright.core.compiled.counting import NO_KEY, values_of_keys
 from bitwright.core.compiled.loops import Loops, loops
 from bitwright.core.graph.recurrence import CELL, HIDDEN
 from bitwright.torch.calls.recurrent import ORDER, Sequences
+from bitwright.torch.quantizers.devices import on_host
 from bitwright.torch.quantizers.fake_quantize import Grid, codes_from_to, grid_numbers, is_plain
 from bitwright.torch.quantizers.learned_range import LearnedRange, Scaling
 
@@ -40,7 +41,7 @@ def ready(tensors: Sequence[Tensor | None]) -> Loops | None:
         not is_plain(x) or x.dtype != torch.float32 for x in given
     ):
         return None
-    return loops() if all(x.device.type == "cpu" for x in given) else None
+    return loops() if all(on_host(x.device) for x in given) else None
 
 
 @dataclass(frozen=True)

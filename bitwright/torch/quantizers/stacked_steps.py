@@ -18,6 +18,7 @@ from torch import Tensor
 from bitwright.core.compiled.loops import Loops, loops
 from bitwright.core.graph.recurrence import ACTIVATION_RANGES, CELL, HIDDEN
 from bitwright.torch.calls.recurrent import ORDER, Sequences, StackedStep
+from bitwright.torch.quantizers.devices import on_host
 from bitwright.torch.quantizers.fake_quantize import grid_numbers
 from bitwright.torch.quantizers.quantizer import Quantizer, side_by_side
 from bitwright.torch.quantizers.sequences import NAMES, Columns, Steps, bounded, observed, ready, trained
@@ -171,10 +172,9 @@ def _lstm(inside: Mapping[str, Function], pre: Function, post: Function, like: T
 
 def _lstm_compiled(inside: Mapping[str, Function], like: Tensor) -> StackedStep | None:
     """The same step where every inner tensor has a grid with one scale and no gradient is wanted: three compiled loops."""
-    names = (*(f"{gate}.pre" for gate in ORDER["LSTM"]), *(f"{gate}.gate" for gate in ORDER["LSTM"]))
-    functions = [inside.get(name) for name in (*names, CELL, "cell.gate", HIDDEN)]
+    functions = [inside.get(name) for name in NAMES]
     quantizers = [f.quantizer for f in functions if isinstance(f, OnGrid)]
-    if torch.is_grad_enabled() or len(quantizers) < len(functions) or like.device.type != "cpu":
+    if torch.is_grad_enabled() or len(quantizers) < len(functions) or not on_host(like.device):
         return None
     if torch.compiler.is_dynamo_compiling() or like.numel() < _LEAST or (compiled := loops()) is None:
         return None
