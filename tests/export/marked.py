@@ -17,7 +17,7 @@ from bitwright.core.numerics.formats import parse_format
 from bitwright.core.numerics.granularity import Granularity, PerTensor
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
 from bitwright.core.sums.int32_bias import derive_bias_encoding, fake_quantize_bias
-from bitwright.export.verify.runtime import run_model
+from bitwright.export.verify.runtime import EXACT_SUMS, run_model
 
 Array = np.ndarray[Any, Any]
 
@@ -176,8 +176,8 @@ def evaluate(model: onnx.ModelProto, feeds: Mapping[str, Array]) -> list[Array]:
 
 
 def run_both(model: ir.Model, feeds: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
-    """Outputs by mode: float kernels, and the runtime's default."""
-    return {mode: run_model(model, feeds, mode) for mode in ("float", "integer")}  # type: ignore[arg-type]
+    """Outputs by mode: float kernels, and integer kernels with exact sums."""
+    return {mode: run_model(model, feeds, mode, entries=EXACT_SUMS) for mode in ("float", "integer")}  # type: ignore[arg-type]
 
 
 def types(model: ir.Model) -> list[str]:

@@ -103,13 +103,15 @@ def feeds(v: Variant, seed: int = 1) -> dict[str, NDArray[Any]]:
 
 
 def run_model(model: ir.Model, given: dict[str, NDArray[Any]], *, exact: bool = True) -> list[NDArray[Any]]:
-    """Outputs in ONNX Runtime, with float kernels, or where not ``exact`` in its default mode."""
+    """Outputs in ONNX Runtime, with float kernels, or where not ``exact`` with integer kernels."""
     import onnxruntime as ort
+
+    from bitwright.export.verify.runtime import EXACT_SUMS
 
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 4
-    if exact:
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
+    for key, value in ({"session.disable_quant_qdq": "1"} if exact else EXACT_SUMS).items():
+        options.add_session_config_entry(key, value)
     content = ir.to_proto(model).SerializeToString()
     session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     found: list[NDArray[Any]] = session.run(None, given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,10 @@ MODES: tuple[Mode, ...] = ("float", "integer")
 # part of the integer kernel in front of them, or none
 _AFTER = ("QuantizeLinear", "DequantizeLinear", "Relu", "Clip")
 _ENTRIES: dict[Mode, dict[str, str]] = {"float": {"session.disable_quant_qdq": "1"}, "integer": {}}
+#: of a session whose integer sums are exact on any CPU. On x86 without VNNI it makes int8 weights uint8 when the file loads;
+#: kernels of two unsigned factors add their products in 32 bits. Other CPUs ignore it. ONNX Runtime 1.31 refuses models of which
+#: two products share a weight or its zero point: it adds the uint8 copy twice.
+EXACT_SUMS = {"session.x64quantprecision": "1"}
 # Bytes of weights beyond which a model goes through a file: a message takes three copies of them, and six times as long.
 _ONE_MESSAGE_LIMIT = 1 << 22
 
@@ -47,7 +51,7 @@ def run_model(
     Raises:
         One of :func:`refusals`: the runtime cannot load or run the model.
     """
-    session = _session(model, mode, types, entries or {}, optimized)
+    session = _session_of(model, mode, types, entries or {}, optimized)
     names = {given.name for given in session.get_inputs()}
     wanted = [out.name for out in session.get_outputs()]
     found = session.run(wanted, {name: array for name, array in feeds.items() if name in names})
@@ -55,18 +59,25 @@ def run_model(
 
 
 def run_in(
-    runtime: str, model: ir.Model, feeds: Mapping[str, Array], mode: Mode, types: dict[str, str] | None = None
+    runtime: str,
+    model: ir.Model,
+    feeds: Mapping[str, Array],
+    mode: Mode,
+    types: dict[str, str] | None = None,
+    *,
+    entries: Mapping[str, str] | None = None,
 ) -> dict[str, Array]:
     """:func:`run_model`, whose mode ``"integer"`` is what ``runtime`` does by default.
 
-    Float kernels are ONNX Runtime's in any case: they tell what the file says, and ``runtime`` what becomes of it.
+    Float kernels are ONNX Runtime's in any case: they tell what the file says, and ``runtime`` what becomes of it. ``entries``
+    are for ONNX Runtime alone.
 
     Raises:
         ExportError: ``runtime`` refuses the model.
         One of :func:`refusals`: ONNX Runtime does.
     """
     if runtime == "onnxruntime" or mode == "float":
-        return run_model(model, feeds, mode, types)
+        return run_model(model, feeds, mode, types, entries=entries)
     with temporary_room(), tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
         ir.save(model, path)
@@ -96,6 +107,87 @@ def optimized_types(model: ir.Model) -> dict[str, str]:
     types: dict[str, str] = {}
     _session(model, "integer", types, {}, True)
     return types
+
+
+def takes_exact_sums(model: ir.Model) -> bool:
+    """Whether a session of ``model`` with :data:`EXACT_SUMS` opens on this CPU, and has exact sums in all places.
+
+    ONNX Runtime 1.31 changes no weights that a body reads, of a Loop, Scan or If.
+    """
+    if any(node.graph is not model.graph for node, _ in _dequantized_codes(model)):
+        return False
+    try:
+        _session(model, "integer", None, EXACT_SUMS, True)
+    except refusals():
+        return False
+    return True
+
+
+def _session_of(
+    model: ir.Model,
+    mode: Mode,
+    types: dict[str, str] | None,
+    entries: Mapping[str, str],
+    optimized_graph: bool,
+) -> Any:
+    """:func:`_session`; where exact sums are refused, of the same model with a constant for every reader."""
+    try:
+        return _session(model, mode, types, entries, optimized_graph)
+    except refusals():
+        if not entries.keys() >= EXACT_SUMS.keys() or not _shared(model):
+            raise
+        return _session(_separated(model), mode, types, entries, optimized_graph)
+
+
+def _dequantized_codes(model: ir.Model) -> Iterator[tuple[ir.Node, set[ir.Value]]]:
+    """``(DequantizeLinear, its codes and zero points)`` where these are initializers."""
+    for node in model.graph.all_nodes():
+        if (
+            node.op_type == "DequantizeLinear"
+            and node.inputs[0] is not None
+            and node.inputs[0].is_initializer()
+        ):
+            yield node, {value for i, value in enumerate(node.inputs) if i != 1 and value is not None}
+
+
+def _shared(model: ir.Model) -> list[tuple[ir.Node, list[Any]]]:
+    """``(DequantizeLinear of codes, its readers)`` but for the first reader of every code and zero point."""
+    found = []
+    seen: set[ir.Value] = set()
+    for node, constants in _dequantized_codes(model):
+        readers = [*node.outputs[0].uses()]
+        if readers:
+            found.append((node, readers if constants & seen else readers[1:]))
+            seen |= constants
+    return [(node, readers) for node, readers in found if readers]
+
+
+def _separated(model: ir.Model) -> ir.Model:
+    """A copy in which every reader of a dequantized constant has constants of its own."""
+    copy = model.clone()
+    for node, readers in _shared(copy):
+        made, graph = node.outputs[0], node.graph
+        assert graph is not None
+        for k, (reader, i) in enumerate(readers):
+            inputs = [_own(copy.graph, value, f"{made.name}/{k}") for value in node.inputs]
+            name = f"{node.name}/{k}"
+            out = ir.Value(name=f"{made.name}/{k}", type=made.type, shape=made.shape)
+            own = ir.Node("", node.op_type, inputs, [*node.attributes.values()], outputs=[out], name=name)
+            graph.insert_after(node, own)
+            reader.replace_input_with(i, out)
+        if not made.uses() and not made.is_graph_output():
+            graph.remove(node, safe=True)
+    return copy
+
+
+def _own(graph: ir.Graph, value: ir.Value | None, reader: str) -> ir.Value | None:
+    if value is None or not value.is_initializer():
+        return value
+    own = ir.Value(
+        name=f"{reader}/{value.name}", type=value.type, shape=value.shape, const_value=value.const_value
+    )
+    graph.register_initializer(own)
+    return own
 
 
 def _session(
