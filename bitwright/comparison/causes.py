@@ -25,6 +25,7 @@ from bitwright.core.sums.accumulator import INT32_MAX
 from bitwright.export.verify.agreement import MOST_LSB, SLACK, Agreement, step_of
 from bitwright.export.verify.cut import Place
 from bitwright.export.verify.reasons import Evidence, measure
+from bitwright.export.verify.runtime import offers_exact_sums
 
 Array = NDArray[Any]
 
@@ -407,10 +408,18 @@ class Doubt:
         yield Suspect(
             "saturation",
             "sums of two products of uint8 and int8 saturate at 16 bits: this CPU, or what the runtime sees of it, has no VNNI",
-            "quantize again with repair='saturation', which gives the layers that need it 7-bit weights",
+            self._exact_sums
+            + "quantize again with repair='saturation', which gives the layers that need it 7-bit weights",
             "with 7 bits in its weight, on both sides",
             self._both(lambda model: narrow(model, made, 1)),
         )
+
+    @property
+    def _exact_sums(self) -> str:
+        """The remedy that costs no accuracy, where there is one."""
+        side = self.lockstep.b
+        fits = side.how == "onnxruntime" and offers_exact_sums(side.model)
+        return "open the session with session.x64quantprecision = 1, or " if fits else ""
 
     def _fusion(self, plain: Array) -> Iterator[Suspect]:
         """Kernels that the runtime put in the place of several operators."""

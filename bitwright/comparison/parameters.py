@@ -136,14 +136,19 @@ def narrow(model: ir.Model, outputs: set[str], bits: int) -> bool:
     """
     changed = False
     for node in model.graph:
-        if not outputs.intersection(str(v.name) for v in node.outputs) or node.op_type not in TRAITS["layer"]:
-            continue
-        for port in range(1, len(node.inputs)):
-            value = node.inputs[port]
-            maker = None if value is None else value.producer()
-            if maker is not None and maker.op_type == "DequantizeLinear":
-                changed = _coarser(model, maker, 2.0**bits) or changed
+        if outputs.intersection(str(v.name) for v in node.outputs) and node.op_type in TRAITS["layer"]:
+            for value in (*node.inputs[1:], *_added(node)):
+                maker = None if value is None else value.producer()
+                if maker is not None and maker.op_type == "DequantizeLinear":
+                    changed = _coarser(model, maker, 2.0**bits) or changed
     return changed
+
+
+def _added(layer: ir.Node) -> Iterator[ir.Value | None]:
+    """What an Add behind a product without a bias adds: runtimes make one layer of both."""
+    for reader, port in layer.outputs[0].uses() if layer.op_type == "MatMul" else ():
+        if reader.op_type == "Add":
+            yield reader.inputs[1 - port]
 
 
 def _coarser(model: ir.Model, node: ir.Node, factor: float) -> bool:

@@ -19,11 +19,11 @@ from bitwright.export.files.manifest import read_manifest
 from bitwright.export.files.value_types import load
 from bitwright.export.qdq.lookups import restore_lookups, with_tables
 from bitwright.export.verify.litert import run_converted
-from bitwright.export.verify.outputs import named_arrays
 from bitwright.export.verify.runtime import refusals, run_in, run_model
 from bitwright.export.verify.samples import find_export, read_samples
 from bitwright.runtimes.adapters import RUNTIMES, explained, find_runtime, refusals_of
 from bitwright.runtimes.feeds import check_not_empty
+from bitwright.runtimes.outputs import named_arrays
 
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]

@@ -10,12 +10,12 @@ from typing import Any
 
 from bitwright.core.simulation.protocols import Array
 from bitwright.export.artefacts import Exported
-from bitwright.export.verify.outputs import one_array
 from bitwright.onnx.model.data import as_feeds, input_specs
 from bitwright.onnx.model.load import Loaded, Source, load_model
 from bitwright.onnx.model.session import Providers, open_session
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.runtimes.benchmark import BenchmarkReport
+from bitwright.runtimes.outputs import one_array
 
 
 class OnnxPipeline:

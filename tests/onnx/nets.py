@@ -112,15 +112,19 @@ def body(
 
 
 def run(model: Any, feeds: Mapping[str, Array], *, optimize: bool = False) -> list[Array]:
-    """Outputs of a proto or an ``onnx_ir`` model in ONNX Runtime, as written unless ``optimize``."""
+    """Outputs of a proto or an ``onnx_ir`` model in ONNX Runtime, as written unless ``optimize``: with exact integer sums."""
     import onnx_ir as ir
     import onnxruntime as ort
+
+    from bitwright.export.verify.runtime import EXACT_SUMS
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     if not optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    for key, value in EXACT_SUMS.items():
+        options.add_session_config_entry(key, value)
     proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
     session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return list(session.run(None, dict(feeds)))

@@ -25,10 +25,10 @@ def batches(proto, seeds=range(6)):
     return found
 
 
-def calibrated(build):
+def calibrated(build, **options):
     proto = build()
     data = batches(proto)
-    sim = QuantizationSimModel(proto, data[0])
+    sim = QuantizationSimModel(proto, data[0], **options)
     sim.compute_encodings(data)
     return proto, data, sim
 
@@ -78,7 +78,8 @@ def test_what_an_if_returns_is_what_its_branches_made():
 
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
 def test_the_exported_file_computes_what_the_simulation_does(build, tmp_path):
-    _, data, sim = calibrated(build)
+    # sums of weights of 8 bits saturate inside bodies on CPUs without VNNI, whatever the session's settings
+    _, data, sim = calibrated(build, default_param_bw=7)
     sim.export(tmp_path, "net")
     exported = onnx.load(tmp_path / "net.onnx")
     for feeds in data:

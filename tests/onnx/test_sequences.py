@@ -10,9 +10,9 @@ from onnx import helper
 
 import bitwright.onnx
 from bitwright.errors import ModelError
-from bitwright.export.verify.outputs import arrays_of
 from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel, check_model, fold_all_batch_norms
+from bitwright.runtimes.outputs import arrays_of
 from tests.onnx.nets import BOOL, FLOAT, INT64, Net, run
 
 TENSORS = helper.make_sequence_type_proto(helper.make_tensor_type_proto(FLOAT, None))

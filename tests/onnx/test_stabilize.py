@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 from bitwright.core.health.repair import Repair
@@ -16,6 +15,7 @@ from bitwright.errors import CalibrationError, ConfigError
 from bitwright.onnx import QuantizationSimModel, check_model, progressive, stabilize
 from tests.onnx.faulty import FAULTS, HALF, head, tail
 from tests.onnx.nets import Net
+from tests.support.sessions import integer_session
 
 PLANTED = {fault.name: fault for fault in FAULTS}
 REPAIRED = (
@@ -36,8 +36,7 @@ def planted(name: str) -> tuple[onnx.ModelProto, list[Any], QuantizationSimModel
 
 
 def run(model: onnx.ModelProto | str, feed: Any) -> list[Any]:
-    source = model if isinstance(model, str) else model.SerializeToString()
-    session = ort.InferenceSession(source, providers=["CPUExecutionProvider"])
+    session = integer_session(model)
     return list(session.run(None, {session.get_inputs()[0].name: feed}))
 
 

@@ -104,18 +104,10 @@ def feeds(v: Variant, seed: int = 1) -> dict[str, NDArray[Any]]:
 
 def run_model(model: ir.Model, given: dict[str, NDArray[Any]], *, exact: bool = True) -> list[NDArray[Any]]:
     """Outputs in ONNX Runtime, with float kernels, or where not ``exact`` with integer kernels."""
-    import onnxruntime as ort
+    from bitwright.export.verify import runtime
 
-    from bitwright.export.verify.runtime import EXACT_SUMS
-
-    options = ort.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = 1, 4
-    for key, value in ({"session.disable_quant_qdq": "1"} if exact else EXACT_SUMS).items():
-        options.add_session_config_entry(key, value)
-    content = ir.to_proto(model).SerializeToString()
-    session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    found: list[NDArray[Any]] = session.run(None, given)
-    return found
+    found = runtime.run_model(model, given, "float" if exact else "integer", entries=runtime.EXACT_SUMS)
+    return [*found.values()]
 
 
 def native_outputs(v: Variant, seed: int = 1) -> list[NDArray[Any]]:

@@ -16,6 +16,7 @@ from bitwright.core.simulation.protocols import sqnr
 from bitwright.onnx import QuantizationSimModel as OnnxSimulation
 from bitwright.torch import QuantizationSimModel, apply_gptq, apply_reconstruction, quantize
 from bitwright.torch.adapters.program import TorchSimulation
+from tests.support.sessions import integer_session
 
 EXPERTS, WIDTH, HIDDEN = 4, 8, 16
 
@@ -110,9 +111,7 @@ def test_grouped_products_are_exported_with_a_scale_per_expert_and_column(tmp_pa
     exported = sim.export(tmp_path, "experts")
     report = sim.verify(batch(4))  # rows of one expert stand in the same order in the file
     assert report.ok, str(report)
-    import onnxruntime as ort
-
-    session = ort.InferenceSession(str(exported.qdq), providers=["CPUExecutionProvider"])
+    session = integer_session(exported.qdq)
     with torch.no_grad():
         x, want = batch(0), sim.model(batch(0)).numpy()
     found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 import pytest
 from torch import Tensor
 
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
 from tests.support.data import Images, accuracy, perplexity, trained
+from tests.support.sessions import integer_session
 
 CALIBRATION, TEST = 200, 1000
 
@@ -30,9 +30,7 @@ def simulate(
 
 
 def runtime(path: Path, images: Tensor) -> np.ndarray:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = integer_session(path)
     return np.concatenate(
         [session.run(None, {session.get_inputs()[0].name: b.numpy()})[0] for b in images.split(100)]
     )

@@ -18,6 +18,7 @@ from bitwright.core.health.repair import REPAIRS, Repair, headroom, propose
 from bitwright.core.health.report import Culprit, HealthReport, measure_tensor
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.torch import QuantizationSimModel, check_model, progressive, stabilize
+from tests.support.sessions import integer_session
 
 
 class Net(nn.Module):
@@ -158,7 +159,6 @@ def test_every_repair_answers_a_known_cause() -> None:
 
 
 def test_repairs_go_into_the_artefact_and_its_manifest(tmp_path: Path) -> None:
-    import onnxruntime as ort
 
     middle = MIDDLES["division"]
     sim = simulation(middle)
@@ -167,7 +167,7 @@ def test_repairs_go_into_the_artefact_and_its_manifest(tmp_path: Path) -> None:
     exported = sim.export(tmp_path, "net", batches()[0])
     manifest = json.loads(exported.manifest.read_text())
     assert manifest["settings"]["repairs"][0]["op"] == "div"
-    session = ort.InferenceSession(str(exported.qdq))
+    session = integer_session(exported.qdq)
     x = batches()[1]
     (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     step = float(sim.quantizers["out.output[0]"].encoding.scale)

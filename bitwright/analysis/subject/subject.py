@@ -157,10 +157,10 @@ def _torch_subject(sim: Any) -> Subject:
 
 
 def _onnx_subject(sim: Any) -> Subject:
-    from bitwright.export.verify.outputs import one_array
     from bitwright.onnx.model.data import as_feeds
     from bitwright.onnx.model.session import open_session
     from bitwright.onnx.simulation.simulate import simulation_model
+    from bitwright.runtimes.outputs import one_array
 
     sessions: dict[str, Any] = {}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
@@ -23,7 +24,8 @@ _AFTER = ("QuantizeLinear", "DequantizeLinear", "Relu", "Clip")
 _ENTRIES: dict[Mode, dict[str, str]] = {"float": {"session.disable_quant_qdq": "1"}, "integer": {}}
 #: of a session whose integer sums are exact on any CPU. On x86 without VNNI it makes int8 weights uint8 when the file loads;
 #: kernels of two unsigned factors add their products in 32 bits. Other CPUs ignore it. ONNX Runtime 1.31 refuses models of which
-#: two products share a weight or its zero point: it adds the uint8 copy twice.
+#: two products share a weight or its zero point (it adds the uint8 copy twice), or that have int8 weights with a scale per
+#: block (it gives them a zero point of one value).
 EXACT_SUMS = {"session.x64quantprecision": "1"}
 # Bytes of weights beyond which a model goes through a file: a message takes three copies of them, and six times as long.
 _ONE_MESSAGE_LIMIT = 1 << 22
@@ -51,7 +53,10 @@ def run_model(
     Raises:
         One of :func:`refusals`: the runtime cannot load or run the model.
     """
-    session = _session_of(model, mode, types, entries or {}, optimized)
+    entries = entries or {}
+    if entries.keys() >= EXACT_SUMS.keys() and not _takes_exact_sums(model):
+        model = _separated(model)
+    session = _session(model, mode, types, entries, optimized)
     names = {given.name for given in session.get_inputs()}
     wanted = [out.name for out in session.get_outputs()]
     found = session.run(wanted, {name: array for name, array in feeds.items() if name in names})
@@ -109,34 +114,24 @@ def optimized_types(model: ir.Model) -> dict[str, str]:
     return types
 
 
-def takes_exact_sums(model: ir.Model) -> bool:
-    """Whether a session of ``model`` with :data:`EXACT_SUMS` opens on this CPU, and has exact sums in all places.
+def offers_exact_sums(model: ir.Model) -> bool:
+    """Whether ONNX Runtime runs ``model`` as it stands with :data:`EXACT_SUMS`, and all its sums are exact then.
 
-    ONNX Runtime 1.31 changes no weights that a body reads, of a Loop, Scan or If.
+    Version 1.31 leaves weights that a body of a Loop, Scan or If reads as they are.
     """
-    if any(node.graph is not model.graph for node, _ in _dequantized_codes(model)):
-        return False
-    try:
-        _session(model, "integer", None, EXACT_SUMS, True)
-    except refusals():
-        return False
-    return True
+    in_bodies = any(node.graph is not model.graph for node, _ in _dequantized_codes(model))
+    return not in_bodies and _takes_exact_sums(model)
 
 
-def _session_of(
-    model: ir.Model,
-    mode: Mode,
-    types: dict[str, str] | None,
-    entries: Mapping[str, str],
-    optimized_graph: bool,
-) -> Any:
-    """:func:`_session`; where exact sums are refused, of the same model with a constant for every reader."""
-    try:
-        return _session(model, mode, types, entries, optimized_graph)
-    except refusals():
-        if not entries.keys() >= EXACT_SUMS.keys() or not _shared(model):
-            raise
-        return _session(_separated(model), mode, types, entries, optimized_graph)
+def _takes_exact_sums(model: ir.Model) -> bool:
+    return not _shared(model) and not any(_per_block(node) for node, _ in _dequantized_codes(model))
+
+
+def _per_block(node: ir.Node) -> bool:
+    codes = node.inputs[0]
+    return (
+        codes is not None and codes.dtype == ir.DataType.INT8 and node.attributes.get_int("block_size", 0) > 0
+    )
 
 
 def _dequantized_codes(model: ir.Model) -> Iterator[tuple[ir.Node, set[ir.Value]]]:
@@ -163,8 +158,11 @@ def _shared(model: ir.Model) -> list[tuple[ir.Node, list[Any]]]:
 
 
 def _separated(model: ir.Model) -> ir.Model:
-    """A copy in which every reader of a dequantized constant has constants of its own."""
+    """A copy in which every reader of a dequantized constant has constants of its own, and those per block are uint8."""
     copy = model.clone()
+    for node, _ in [*_dequantized_codes(copy)]:
+        if _per_block(node):
+            _become_unsigned(copy.graph, node)
     for node, readers in _shared(copy):
         made, graph = node.outputs[0], node.graph
         assert graph is not None
@@ -178,6 +176,28 @@ def _separated(model: ir.Model) -> ir.Model:
         if not made.uses() and not made.is_graph_output():
             graph.remove(node, safe=True)
     return copy
+
+
+def _become_unsigned(graph: ir.Graph, node: ir.Node) -> None:
+    """Codes of int8 and their zero points 128 higher, as uint8: the same values."""
+    codes, scale, zero = (*node.inputs, None)[:3]
+    for i, value in ((0, codes), (2, zero)):
+        shape = scale if value is None else value  # no zero point is one of 0 per scale
+        assert shape is not None and shape.const_value is not None
+        held = np.zeros(shape.const_value.shape.numpy(), np.int8) if value is None else _array(value)
+        name = f"{node.outputs[0].name}/unsigned/{i}"
+        tensor = ir.tensor((held.astype(np.int16) + 128).astype(np.uint8), name=name)
+        own = ir.Value(
+            name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(held.shape), const_value=tensor
+        )
+        graph.register_initializer(own)
+        node.resize_inputs(max(len(node.inputs), i + 1))
+        node.replace_input_with(i, own)
+
+
+def _array(value: ir.Value) -> Array:
+    assert value.const_value is not None
+    return value.const_value.numpy()
 
 
 def _own(graph: ir.Graph, value: ir.Value | None, reader: str) -> ir.Value | None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bitwright.export.verify.agreement import Agreement, compare
 from bitwright.export.verify.cut import Cut
-from bitwright.export.verify.runtime import EXACT_SUMS, run_model, takes_exact_sums
+from bitwright.export.verify.runtime import EXACT_SUMS, offers_exact_sums, run_model
 
 Array = NDArray[Any]
 
@@ -25,7 +25,7 @@ class Saturated:
 
     Attributes:
         places: site -> agreement of its codes in both sessions, where they do not agree; the worst run of several.
-        refused: ONNX Runtime refuses the model where sums are to be exact.
+        refused: ONNX Runtime refuses the file where sums are to be exact, or does not make all of them so.
     """
 
     places: dict[str, Agreement]
@@ -63,7 +63,7 @@ def saturated_places(model: ir.Model, cut: Cut, feeds: Mapping[str, Array]) -> S
             for site, _ in place.facts["places"]:
                 if not agreement.ok and (site not in found or agreement.equal < found[site].equal):
                     found[site] = agreement
-    return Saturated(found, not takes_exact_sums(model)) if found else None
+    return Saturated(found, not offers_exact_sums(model)) if found else None
 
 
 def sums_saturate() -> bool:

@@ -20,7 +20,6 @@ from bitwright.core.simulation.protocols import Array, sqnr
 from bitwright.errors import ConfigError, ModelError
 from bitwright.export.files.value_types import restore_types
 from bitwright.export.qdq.markers import strip_sites
-from bitwright.export.verify.outputs import arrays_of
 from bitwright.onnx.adapters.bias_correct import OnnxCorrectable
 from bitwright.onnx.adapters.folding import fold_batch_norms
 from bitwright.onnx.model.data import as_feeds, input_specs, random_feeds
@@ -29,6 +28,7 @@ from bitwright.onnx.model.session import Providers, open_session
 from bitwright.onnx.model.view import OnnxView, measure_shapes, run_measured, tensor_names
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.onnx.simulation.repairs import REPAIRED, float_results, nodes_of, put_in_force
+from bitwright.runtimes.outputs import arrays_of
 
 Model = onnx.ModelProto | ir.Model | Loaded
 _LEAST_AGREEMENT = 60.0  # dB between the outputs before and after: beyond it only rounding differs

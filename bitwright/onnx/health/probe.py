@@ -29,13 +29,13 @@ from numpy.typing import NDArray
 from bitwright.core.health.report import CLEAN, Flags
 from bitwright.errors import BitwrightError, CalibrationError, ModelError
 from bitwright.export.qdq.forms import Builder, after
-from bitwright.export.verify.outputs import arrays_of
 from bitwright.export.verify.runtime import refusals
 from bitwright.onnx.model.data import Feeds
 from bitwright.onnx.model.instrument import Instrument
 from bitwright.onnx.model.load import clone_model
 from bitwright.onnx.model.session import Providers, first_line, open_session
 from bitwright.progress import collector_paused
+from bitwright.runtimes.outputs import arrays_of
 
 Array = NDArray[Any]
 

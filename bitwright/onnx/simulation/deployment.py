@@ -27,13 +27,13 @@ from bitwright.export.qdq.products import show
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.recurrent.write import write_recurrent
 from bitwright.export.targets import FileFormat, Target, target_for
-from bitwright.export.verify.outputs import named_arrays
 from bitwright.export.verify.runtime import refusals
 from bitwright.export.verify.samples import plain
 from bitwright.onnx.model.data import Feeds, as_feeds
 from bitwright.onnx.model.instrument import Instrument
 from bitwright.onnx.model.session import first_line, open_session
 from bitwright.onnx.simulation.simulate import Simulation
+from bitwright.runtimes.outputs import named_arrays
 
 if TYPE_CHECKING:
     from bitwright.onnx.simulation.quantsim import QuantizationSimModel

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -26,6 +25,7 @@ from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel
 from tests.export.marked import Array, Graph, run_both, run_plain, simulate
+from tests.support.sessions import integer_session
 
 INT64 = ir.DataType.INT64
 IDS = np.array([[3, 0, -1], [5, 5, 2]])
@@ -193,7 +193,7 @@ def test_language_models_of_torch(tmp_path: Path, preset: str, tied: bool) -> No
     files, ids, sim = exported(tmp_path, preset, tied)
     shows_no_whole_table(files.qdq)
     assert verify_folder(tmp_path).ok
-    session = onnxruntime.InferenceSession(files.qdq, providers=["CPUExecutionProvider"])
+    session = integer_session(files.qdq)
     wanted = sim.model(ids).detach().numpy()
     found = session.run(None, {"ids": ids.numpy()})[0]
     np.testing.assert_allclose(found, wanted, atol=2e-2 * np.abs(wanted).max())  # two codes of the output

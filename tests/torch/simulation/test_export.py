@@ -20,6 +20,7 @@ from bitwright.export.encodings.versions import read_encodings
 from bitwright.export.verify.report import verify_layers
 from bitwright.export.verify.samples import read_samples, verify_folder
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms, quantize
+from tests.support.sessions import integer_session
 from tests.support.zoo import ZOO, Case
 from tests.torch.test_zoo_simulation import example
 
@@ -73,9 +74,12 @@ def sim(data: list[Tensor]) -> QuantizationSimModel:
 def run(path: Path, feeds: dict[str, np.ndarray], simulate: bool = False) -> dict[str, np.ndarray]:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
-    if simulate:
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    session = (
+        ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        if simulate
+        else integer_session(path)
+    )
     names = [o.name for o in session.get_outputs()]
     return dict(zip(names, session.run(names, feeds), strict=True))
 
@@ -454,7 +458,7 @@ def test_an_input_named_output_keeps_its_name(returned: str, tmp_path: Path) -> 
     sim = quantize(Named().eval(), data, recipe=["fold"], progress=False).sim
     exported = sim.export(tmp_path, "m")
     assert sim.verify(data[0]).ok and verify_folder(tmp_path).ok
-    session = ort.InferenceSession(str(exported.qdq), providers=["CPUExecutionProvider"])
+    session = integer_session(exported.qdq)
     assert [value.name for value in session.get_inputs()] == ["output"]
     (found,) = session.run(None, {"output": data[0].numpy()})
     wanted = sim.model(data[0])
