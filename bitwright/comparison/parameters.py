@@ -145,7 +145,7 @@ def narrow(model: ir.Model, outputs: set[str], bits: int) -> bool:
 
 
 def _added(layer: ir.Node) -> Iterator[ir.Value | None]:
-    """What an Add behind a product without a bias adds: runtimes make one layer of both."""
+    """What an Add adds to a product without a bias: runtimes make one layer of both."""
     for reader, port in layer.outputs[0].uses() if layer.op_type == "MatMul" else ():
         if reader.op_type == "Add":
             yield reader.inputs[1 - port]
