@@ -137,18 +137,18 @@ def narrow(model: ir.Model, outputs: set[str], bits: int) -> bool:
     changed = False
     for node in model.graph:
         if outputs.intersection(str(v.name) for v in node.outputs) and node.op_type in TRAITS["layer"]:
-            for value in (*node.inputs[1:], *_added(node)):
-                maker = None if value is None else value.producer()
-                if maker is not None and maker.op_type == "DequantizeLinear":
-                    changed = _coarser(model, maker, 2.0**bits) or changed
+            for maker in [*_dequantized(node)]:
+                changed = _coarser(model, maker, 2.0**bits) or changed
     return changed
 
 
-def _added(layer: ir.Node) -> Iterator[ir.Value | None]:
-    """What an Add adds to a product without a bias: runtimes make one layer of both."""
+def _dequantized(layer: ir.Node) -> Iterator[ir.Node]:
+    """What dequantizes its weight and bias, also a bias that an Add adds: runtimes make one layer of both."""
+    values = [*layer.inputs[1:]]
     for reader, port in layer.outputs[0].uses() if layer.op_type == "MatMul" else ():
-        if reader.op_type == "Add":
-            yield reader.inputs[1 - port]
+        values += [reader.inputs[1 - port]] if reader.op_type == "Add" else []
+    makers = (value.producer() for value in values if value is not None)
+    yield from (maker for maker in makers if maker is not None and maker.op_type == "DequantizeLinear")
 
 
 def _coarser(model: ir.Model, node: ir.Node, factor: float) -> bool:
