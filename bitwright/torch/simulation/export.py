@@ -47,13 +47,13 @@ from bitwright.torch.interception.forwards import forward_signature
 from bitwright.torch.interception.record import Slot, named_inputs, output_names
 from bitwright.torch.interception.scripted import scripted_code
 from bitwright.torch.simulation.ranges import refuse_corrections
-from bitwright.torch.simulation.translations import TRANSLATIONS
 
 if TYPE_CHECKING:
     from bitwright.comparison.report import DriftReport
     from bitwright.comparison.saturation import SaturationReport
     from bitwright.torch.simulation.quantsim import QuantizationSimModel
 from bitwright.torch.simulation.exported_names import forget_origins, rename_io, rename_params
+from bitwright.torch.simulation.exporter import to_onnx
 
 #: options of an export that change how the file is written, not how the graph is recorded
 _FORMS = ("bias", "activation", "weight_only", "target")
@@ -262,15 +262,7 @@ def marked_onnx(
         ):
             flat = _Flat(sim.model, args, kwargs).eval()
             program = torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
-            exported = torch.onnx.export(
-                program,
-                (),
-                dynamo=True,
-                opset_version=21,
-                optimize=True,
-                verbose=False,
-                custom_translation_table=TRANSLATIONS,
-            )
+            model = to_onnx(program)
     except BusyError:
         raise
     except Exception as error:
@@ -284,8 +276,6 @@ def marked_onnx(
         ) from error
     finally:
         sim._interceptor.forget_names()
-    assert exported is not None
-    model = exported.model
     model.ir_version = 10
     forget_origins(model)
     # an axis that was to vary, and that the model fixes, is a symbol of the name "2"
