@@ -358,11 +358,13 @@ def damaged_folders(folder: Path, target: Path, count: int, rng: np.random.Gener
 
 def test_export_folder(exported: Path, tmp_path: Path) -> None:
     tally, rng, copy = Tally(), np.random.default_rng(11), tmp_path / "copy"
-    for what in damaged_folders(exported, copy, 96, rng):
+    for i, what in enumerate(damaged_folders(exported, copy, 96, rng)):
         tally.note(lambda: read_manifest(copy / "net_manifest.json", check=True), lambda m: None, what)
         tally.note(lambda: read_samples(copy / "net_samples.npz"), lambda s: None, what)
         tally.note(lambda: read_sites(copy / "net_sites.json"), check_sites, what)
         tally.note(lambda: read_encodings(copy / "net.encodings"), check_file, what)
+        if i % 5:  # the command reads all of them, so every file of the folder has its turn
+            continue
         shown = CliRunner().invoke(app, ["show", str(copy)])
         assert shown.exit_code in (0, 2), (what, shown.output, shown.exception)
         assert isinstance(shown.exception, SystemExit | None) and "Traceback" not in shown.output

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from bitwright.comparison.saturation import SaturationReport
     from bitwright.torch.simulation.quantsim import QuantizationSimModel
 from bitwright.torch.simulation.exported_names import forget_origins, rename_io, rename_params
-from bitwright.torch.simulation.exporter import to_onnx
+from bitwright.torch.simulation.translations import to_onnx
 
 #: options of an export that change how the file is written, not how the graph is recorded
 _FORMS = ("bias", "activation", "weight_only", "target")

@@ -1,17 +1,26 @@
 """ONNX for operators of torch that the exporter translates wrongly, or not at all.
 
-Each function is a row for ``custom_translation_table`` of ``torch.onnx.export``; its arguments are those of the operator.
+Each function in :data:`TRANSLATIONS` is a row for ``custom_translation_table`` of ``torch.onnx.export``; its arguments are those
+of the operator.
+
+``torch.onnx.export`` finds out for every model what it can translate: it reads the signatures of some 500 functions from their
+source text, which takes longer than the export of a small network does, and has no setting for it. Where its implementation
+takes a registry of translations as an argument, :func:`to_onnx` gives it one that was made before; elsewhere it calls the
+public function.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import onnx_ir as ir
 import onnxscript
 import torch
 from onnx.defs import OpSchema
+from torch.export import ExportedProgram
 
 import bitwright.torch.simulation.simulate  # noqa: F401, which defines the operator of marks
 from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE
@@ -64,3 +73,66 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.sort.stable: sort_stable,
     torch.ops.bitwright.site.default: site,
 }
+
+OPSET = 21
+#: arguments without which the implementation is another one than this module knows
+_NEEDED = {"registry", "dynamic_shapes", "optimize", "opset_version", "verbose"}
+
+
+def to_onnx(program: ExportedProgram) -> ir.Model:
+    """``program`` as ONNX of opset 21, optimized, with :data:`TRANSLATIONS`.
+
+    Raises:
+        Whatever the exporter raises: an operator without a translation, for one.
+    """
+    if not takes_registry():
+        return by_public_function(program)
+    from torch.onnx._internal.exporter import _core
+
+    registry = _registry(len(torch._C._dispatch_get_all_op_names()))
+    made = _core.export(
+        program,
+        (),
+        registry=registry,
+        dynamic_shapes={},
+        optimize=True,
+        opset_version=OPSET,
+        verbose=False,
+    )
+    return made.model
+
+
+def takes_registry() -> bool:
+    """Whether the implementation is the one that this module knows."""
+    try:
+        from torch.onnx._internal.exporter import _core, _registration
+    except ImportError:
+        return False
+    known = hasattr(_registration, "ONNXRegistry") and hasattr(torch._C, "_dispatch_get_all_op_names")
+    return known and _NEEDED <= inspect.signature(_core.export).parameters.keys()
+
+
+def by_public_function(program: ExportedProgram) -> ir.Model:
+    """The same by ``torch.onnx.export``."""
+    made = torch.onnx.export(
+        program,
+        (),
+        dynamo=True,
+        opset_version=OPSET,
+        optimize=True,
+        verbose=False,
+        custom_translation_table=TRANSLATIONS,
+    )
+    assert made is not None
+    return made.model
+
+
+@lru_cache(maxsize=1)
+def _registry(operators: int) -> Any:
+    """What the exporter can translate while torch has so many operators: a package that brings more brings translations."""
+    from torch.onnx._internal.exporter import _registration
+
+    registry = _registration.ONNXRegistry.from_torchlib(opset_version=OPSET)
+    for target, function in TRANSLATIONS.items():
+        registry.register_op(target, function, is_complex=False)
+    return registry

@@ -92,6 +92,32 @@ def test_linear_layers_in_front_of_linear_layers():
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-5)
 
 
+def test_every_channel_of_a_model_gets_the_range_of_its_weight():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8)).eval(), torch.randn(16, 6)
+    model[0].weight.data *= torch.exp(torch.randn(6))
+    model[1].weight.data *= torch.exp(torch.randn(6))
+    smooth_model(model, [x], alpha=0.5)
+    torch.testing.assert_close(model[0](x).abs().amax(0), model[1].weight.abs().amax(0))
+
+
+class Tokens(nn.Module):
+    """The rows of all samples in one axis, between a norm and its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(6), nn.Linear(6, 8)
+
+    def forward(self, x):
+        return self.fc(self.norm(x).reshape(-1, 6))
+
+
+def test_channels_are_followed_where_other_axes_are_joined():
+    assert [str(group) for group in smooth_model(Tokens().eval(), [torch.randn(3, 5, 6)]).groups] == [
+        "norm -> fc"
+    ]
+
+
 def test_what_is_left_says_why():
     report = smooth_model(Decoder(), [tokens(8)])
     reasons = {line.op: line.reason for line in report.refused}

@@ -34,6 +34,14 @@ def test_parameters_broadcast_against_the_view(granularity, shape, expected):
     assert np.prod(view) == np.prod(shape) and np.prod(params) == np.prod(expected)
 
 
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64, 128])
+def test_the_largest_block_that_divides_is_suggested_and_fits(size):
+    shape = (4, 3 * size)
+    with pytest.raises(GranularityError, match=rf"use PerBlock\({size}\),"):
+        PerBlock(2 * size, 1, 0).param_shape(shape)
+    assert PerBlock(size, 1, 0).param_shape(shape) == (4, 3)
+
+
 def test_channel_axes_have_one_spelling():
     assert PerBlock(32, 1, (2, 0)) == PerBlock(32, 1, (0, 2, 2)) != PerBlock(32, 1, 0)
     assert PerBlock(32, 1, (0,)) == PerBlock(32, 1, 0) and PerBlock(32, 1, ()) == PerBlock(32, 1)

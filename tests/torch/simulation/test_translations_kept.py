@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.torch.simulation import exporter
-from bitwright.torch.simulation.exporter import by_public_function, takes_registry, to_onnx
+from bitwright.torch.simulation import translations
+from bitwright.torch.simulation.translations import by_public_function, takes_registry, to_onnx
 
 
 class Net(nn.Module):
@@ -42,8 +42,8 @@ def test_this_version_of_torch_takes_a_registry() -> None:
 
 def test_another_implementation_is_called_by_the_public_function(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[object] = []
-    monkeypatch.setattr(exporter, "_NEEDED", {"an argument of the future"})
-    monkeypatch.setattr(exporter, "by_public_function", called.append)
+    monkeypatch.setattr(translations, "_NEEDED", {"an argument of the future"})
+    monkeypatch.setattr(translations, "by_public_function", called.append)
     assert not takes_registry()
     to_onnx(captured := program())
     assert called == [captured]
@@ -52,10 +52,10 @@ def test_another_implementation_is_called_by_the_public_function(monkeypatch: py
 def test_translations_are_looked_up_again_where_there_are_new_operators() -> None:
     captured = program()
     to_onnx(captured)
-    before = exporter._registry.cache_info()
+    before = translations._registry.cache_info()
     to_onnx(captured)
-    assert exporter._registry.cache_info().misses == before.misses
+    assert translations._registry.cache_info().misses == before.misses
     library = torch.library.Library("exporter_test", "DEF")
     library.define("twice(Tensor x) -> Tensor")
     to_onnx(captured)
-    assert exporter._registry.cache_info().misses == before.misses + 1
+    assert translations._registry.cache_info().misses == before.misses + 1
