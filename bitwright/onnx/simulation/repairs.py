@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -33,17 +33,6 @@ _D = ir.DataType
 REPAIRED = {_D.FLOAT16: "float16", _D.BFLOAT16: "bfloat16", _D.FLOAT: "float32", _D.DOUBLE: "float64"}
 
 
-class Repaired(Protocol):
-    """What of a simulation repairs change."""
-
-    marked: ir.Model
-    repaired: list[RepairedValue]
-    repairs: tuple[Repair, ...]
-
-    def forget_simulations(self) -> None:
-        """Models made from the marked one are made anew."""
-
-
 @dataclass(frozen=True, eq=False)
 class RepairedValue:
     """A value after which a repair stands.
@@ -57,7 +46,7 @@ class RepairedValue:
     result: ir.Value
 
 
-def nodes_of(sim: Repaired) -> dict[str, ir.Node]:
+def nodes_of(sim: QuantizationSimModel) -> dict[str, ir.Node]:
     """Operator -> its node in the marked model."""
     return {str(node.name): node for node in sim.marked.graph.all_nodes() if not is_site(node)}
 
@@ -73,7 +62,7 @@ def _dtype(value: ir.Value) -> ir.DataType:
     return value.dtype or _D.FLOAT
 
 
-def put_in_force(sim: Repaired, repairs: tuple[Repair, ...]) -> None:
+def put_in_force(sim: QuantizationSimModel, repairs: tuple[Repair, ...]) -> None:
     """Let exactly these repairs be in effect."""
     _take_out(sim)
     builder, nodes = Builder(sim.marked), nodes_of(sim)
@@ -107,7 +96,7 @@ def name_nan(sim: QuantizationSimModel, feeds: Feeds) -> None:
         logger.warning("%s", sim.quantizers.describe_nan(quantized, sim.graph))
 
 
-def _take_out(sim: Repaired) -> None:
+def _take_out(sim: QuantizationSimModel) -> None:
     outputs = Outputs(sim.marked)
     for repaired in reversed(sim.repaired):
         raw, result, name = repaired.raw, repaired.result, repaired.result.name
