@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from bitwright.errors import ExportError
+from bitwright.errors import ConfigError, ExportError
 from bitwright.export.artefacts import Exported
 from bitwright.export.files.temporary import temporary_room
 from bitwright.export.files.value_types import load
@@ -27,6 +29,8 @@ logger = logging.getLogger("bitwright")
 
 Array = NDArray[Any]
 _BRIEF = 0.3  # seconds
+_SLOW = 0.1  # seconds of one run of both files; seven and the loading take about a second
+_LARGE = 1 << 26  # bytes of both files, which load in a second
 
 
 def benchmark_export(
@@ -102,21 +106,51 @@ def measured(exported: Exported, target: str) -> Exported:
     if speed is None:
         logger.warning("%s: its speed cannot be measured: it has no samples to run", exported.qdq)
         return exported
+    return _told(exported, speed)
+
+
+def measured_if_short(exported: Exported, target: str) -> Exported:
+    """What :func:`measured` gives, where that takes about a second at most; nothing fails, as the files are written.
+
+    Left out: files of more than 64 MiB together, runs that take more than a tenth of a second together, files without samples,
+    the target ``packed``, which is for compilers, formats that are not of ONNX, and runtimes that are not installed. A file that
+    its runtime refuses is a warning.
+    """
+    files = (exported.qdq, exported.float_model)
+    size = sum(one.stat().st_size for file in files for one in (file, Path(f"{file}.data")) if one.is_file())
+    runtime = RUNTIMES[find_target(target).runtime]
+    if target == "packed" or runtime.suffix != ".onnx" or size > _LARGE:
+        return exported
+    try:
+        speed = brief_speed(exported, target, slowest=_SLOW)
+    except ConfigError as reason:  # the user may run the files elsewhere
+        logger.info("%s: not compared with float: %s", exported.qdq, reason)
+        return exported
+    except ExportError as reason:
+        logger.warning("%s: not compared with float: %s", exported.qdq, reason)
+        return exported
+    return exported if speed is None else _told(exported, speed, busy=logging.INFO)
+
+
+def _told(exported: Exported, speed: Ratio, *, busy: int = logging.WARNING) -> Exported:
+    """``exported`` with its speed, and a warning where it is slow; of level ``busy`` where the machine is too busy to tell."""
     if speed.high < 1:
         logger.warning(
             "%s: slower than float on this machine: %s; `bitwright benchmark %s` tells why",
             exported.qdq, speed, exported.qdq.parent,
         )  # fmt: skip
     elif not speed.steady:
-        logger.warning("%s: its speed could not be told, the machine is busy: %s", exported.qdq, speed)
+        logger.log(busy, "%s: its speed could not be told, the machine is busy: %s", exported.qdq, speed)
     return replace(exported, speed=speed)
 
 
-def brief_speed(exported: Exported, target: str = DEFAULT_TARGET) -> Ratio | None:
+def brief_speed(
+    exported: Exported, target: str = DEFAULT_TARGET, *, slowest: float = math.inf
+) -> Ratio | None:
     """How many times as fast as float the files of an export are with one thread, in a third of a second or seven rounds.
 
     In the runtime of ``target`` where that reads ONNX files, else in ONNX Runtime. ``None`` where the export has no samples to
-    run.
+    run, or where one run of both files takes longer than ``slowest``, in seconds.
     """
     stem = exported.manifest.name.removesuffix("_manifest.json")
     try:
@@ -128,5 +162,15 @@ def brief_speed(exported: Exported, target: str = DEFAULT_TARGET) -> Ratio | Non
     files = {"float": exported.float_model, "quantized": exported.qdq}
     sessions = {name: open_file(runtime, path) for name, path in files.items()}
     steps = {name: (lambda s=session: s.run(feeds)) for name, session in sessions.items()}
+    if slowest < math.inf and _once(steps.values()) > slowest:
+        return None
     times = interleaved(steps, seconds=_BRIEF)
     return ratio(times["float"], times["quantized"])
+
+
+def _once(steps: Iterable[Callable[[], object]]) -> float:
+    """Seconds that each of ``steps`` takes once, together."""
+    start = time.perf_counter()
+    for step in steps:
+        step()
+    return time.perf_counter() - start

@@ -33,6 +33,7 @@ from bitwright.core.numerics.spec import NonFinite, Preset
 from bitwright.core.placement.rules import Rules
 from bitwright.core.simulation.protocols import Undo, sqnr
 from bitwright.errors import checks_arguments
+from bitwright.export.deployed import measured_if_short
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.files.origin import origin_of
 from bitwright.export.qdq.products import ProductForm, check_weight_only
@@ -129,6 +130,7 @@ def quantize(
     weight_only: ProductForm = "exact",
     target: str = DEFAULT_TARGET,
     benchmark: bool = False,
+    measure_speed: bool = True,
     progress: bool = True,
     non_finite: NonFinite = "error",
     allow_unreached: bool = True,
@@ -159,6 +161,9 @@ def quantize(
         weight_only, target: as for :meth:`QuantizationSimModel.export`. Without a ``config_file`` the target also says what is
             simulated: first convolutions of large images that it computes faster in float stay so, ``result.stem``.
         benchmark: measure the files beside the float model, see :meth:`QuantizationSimModel.benchmark`.
+        measure_speed: run the files that were written beside the float model, and warn where they are slower on this machine;
+            ``result.exported.speed``. It takes about a second at most: files of more than 64 MiB, and those of which one
+            run takes more than a tenth of a second, are not measured; ``benchmark`` measures any.
         progress: show a progress bar on a terminal.
         non_finite: what to do with a batch that gives NaN or Inf: ``"error"``, ``"skip"`` or ``"clamp"``, as for
             :meth:`QuantizationSimModel.compute_encodings`.
@@ -236,9 +241,18 @@ def quantize(
         known = None if repaired is not None and repaired.narrowed else report.metric
         found = pipeline.rate(runner.sim, metric) if known is None else known
         metrics["quantized"] = checked_metric("quantized", found)
-    exported = None if path is None else pipeline.export(runner.sim, path, filename_prefix, first, **form)
+    write = partial(pipeline.export, runner.sim, prefix=filename_prefix, first=first, **form)
+    exported = _written(write, path, target if measure_speed else None)
     measured = pipeline.benchmark(runner.sim, first, **form) if benchmark else None
     return Result(runner.sim, methods.folds, exported, metrics, report, measured, repaired, methods.stem)
+
+
+def _written(write: Callable[..., Any], path: str | Path | None, timed: str | None) -> Any:
+    """What ``write`` wrote into ``path``, with its speed on the target ``timed``; ``None`` without a path."""
+    if path is None:
+        return None
+    exported = write(path=path)
+    return exported if timed is None else measured_if_short(exported, timed)
 
 
 def _accuracy(

@@ -106,6 +106,9 @@ class SimulatedModel(Protocol):
     def graph(self) -> Graph:
         """The data-flow graph."""
 
+    def observed_graph(self) -> Graph:
+        """The same with the shapes of data: those of the first batch of :meth:`program` where the model leaves lengths open."""
+
     def sites(self) -> Mapping[str, Site]:
         """Every quantizer site by name; weights have their encodings."""
 

@@ -193,7 +193,7 @@ class _Candidates:
     """The quantizers that can be raised, and what it costs."""
 
     def __init__(self, model: SimulatedModel, bits: int | None, times: KernelTimes | None) -> None:
-        graph, sites = model.graph(), model.sites()
+        graph, sites = model.observed_graph(), model.sites()
         self._bits, self._sites = bits, sites
         fixed = {id(site.quantizer) for site in sites.values() if not _can_be_raised(site)}
         movable = [site.quantizer for site in sites.values() if id(site.quantizer) not in fixed]

@@ -163,6 +163,7 @@ def quantize_model(
             allow_unreached=allow_unreached,
             memory_budget=None if memory_budget is None else memory_budget << 20,
             repair=repair,
+            measure_speed=False,
         )
     _print_result(result, loaded.notes)
     _print_speed(result, out, target)

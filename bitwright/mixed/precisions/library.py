@@ -281,6 +281,9 @@ class _Rounded:
     def graph(self) -> Graph:
         return self._model.graph()
 
+    def observed_graph(self) -> Graph:
+        return self._model.observed_graph()
+
     def sites(self) -> Mapping[str, Site]:
         return self._model.sites()
 

@@ -25,7 +25,9 @@ from bitwright.export.qdq.markers import Names, is_site, remove_unread, site_of
 from bitwright.onnx.adapters.recurrent import RecurrentLayer
 from bitwright.onnx.adapters.to_torch import as_torch
 from bitwright.onnx.model.data import as_feeds
+from bitwright.onnx.model.graph import UNKNOWN
 from bitwright.onnx.model.session import open_session
+from bitwright.onnx.model.view import measure_shapes
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.onnx.simulation.simulate import simulation_model
 
@@ -60,6 +62,8 @@ class OnnxSimulation:
         self._source_of: dict[str, int] = {}  # site of a constant -> the value in the program
         self._names: Names | None = None
         self._markers = {site_of(node): node for node in sim.marked.graph if is_site(node)}
+        self._first: Mapping[str, NDArray[Any]] | None = None  # batch
+        self._observed: Graph | None = None
         for site in sim.quantizers.values():
             if site.name in sim.constants and site.enabled and not site.quantizer.derived:
                 site.quantizer.observe_once(sim.constants[site.name])
@@ -67,6 +71,26 @@ class OnnxSimulation:
     def graph(self) -> Graph:
         """The graph of the simulation."""
         return self.sim.graph
+
+    def observed_graph(self) -> Graph:
+        """The graph with the lengths of the first batch, or before there was one of the example input, where they are open."""
+        if self._observed is None:
+            graph = self.sim.graph
+            open_ones = {
+                name for name, value in graph.values.items() if value.kind == "activation" or value.kind == "input"
+                if not value.shape or UNKNOWN in value.shape
+            }  # fmt: skip
+            shapes = self._shapes() if open_ones else {}
+            values = {
+                name: replace(value, shape=shapes[name]) if name in open_ones & shapes.keys() else value
+                for name, value in graph.values.items()
+            }
+            self._observed = Graph(graph.ops, values, graph.inputs, graph.outputs)
+        return self._observed
+
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        feeds = self.sim.example() if self._first is None else self._first
+        return measure_shapes(simulation_model(self.sim.marked, {}).model, feeds, self.sim.providers)
 
     def sites(self) -> Mapping[str, Site]:
         """The sites of the simulation."""
@@ -148,6 +172,7 @@ class OnnxSimulation:
             self._inputs[name]: to_tensor(array) for name, array in feeds.items() if name in self._inputs
         }
         if first:
+            self._first = feeds
             self._check(self._program, state, feeds)
         return self._program, state
 

@@ -212,6 +212,10 @@ class TorchSimulation:
         """The graph of the simulation."""
         return self.sim.graph
 
+    def observed_graph(self) -> Graph:
+        """The same: it has the shapes of the run that it was recorded in."""
+        return self.sim.graph
+
     def sites(self) -> Mapping[str, Site]:
         """The sites of the simulation."""
         return self.sim.quantizers
