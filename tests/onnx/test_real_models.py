@@ -19,18 +19,14 @@ from numpy.typing import NDArray
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.onnx import QuantizationSimModel, fold_all_batch_norms, load_model
 from tests.support import data
+from tests.support.sessions import integer_session
 
 Array = NDArray[Any]
 
 
 def session(path: Path) -> Any:
-    """ONNX Runtime as a user opens it: its default optimisations, integer kernels where it has them."""
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    return ort.InferenceSession(str(path), options)
+    """ONNX Runtime as a user opens it, also where the CPU has no VNNI: integer kernels where it has them."""
+    return integer_session(path)
 
 
 @dataclass(frozen=True)

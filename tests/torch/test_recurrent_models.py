@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from bitwright.errors import ExportError
 from bitwright.torch import QuantizationSimModel, prepare_model
 from tests.support import data
 from tests.support.recurrent_zoo import RECURRENT_ZOO, Recurrent, Stateful
+from tests.support.sessions import integer_session
 
 CASES = [pytest.param(case, id=name) for name, case in RECURRENT_ZOO.items()]
 
@@ -209,7 +209,7 @@ def test_files_run_at_any_length_and_batch(form: str, granularity: str, tmp_path
     kinds = {node.op_type for node in ir.load(files.qdq).graph}
     assert ("Scan" if form == "scan" else "LSTM") in kinds
     assert "LSTM" in {node.op_type for node in ir.load(files.float_model).graph}
-    session = onnxruntime.InferenceSession(files.qdq, providers=["CPUExecutionProvider"])
+    session = integer_session(files.qdq)
     for shape in ((6, 3, 5), (1, 2, 5), (11, 4, 5)):
         x = torch.randn(shape)
         (found, *_), expected = session.run(None, {"input": x.numpy()}), sim.model(x)[0].detach().numpy()

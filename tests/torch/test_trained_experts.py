@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from bitwright.torch import quantize
+from tests.support.sessions import integer_session
 from tests.torch.test_experts import EXPERTS, Experts
 
 WIDTH = 32
@@ -76,7 +76,7 @@ def test_the_default_recipe_keeps_what_the_experts_have_learned(
         simulated = result.model(x)
     assert accuracy(simulated, labels) > in_float - (0.5 if bits == 8 else 2)
     result.sim.export(tmp_path, "experts", x)
-    session = onnxruntime.InferenceSession(tmp_path / "experts.onnx", providers=["CPUExecutionProvider"])
+    session = integer_session(tmp_path / "experts.onnx")
     exported = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
     assert accuracy(exported, labels) == pytest.approx(accuracy(simulated, labels), abs=0.2)
     assert result.sim.verify(x).ok
