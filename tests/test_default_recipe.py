@@ -31,7 +31,10 @@ def test_images_over_three_draws_of_calibration_data(shared_data, name):
     task = TASKS[name]()
     float_metric = measured(name, task, "torch", "w8a8", "float")
     found = [measured(name, task, "torch", "w8a8", None, seed) for seed in (0, 1, 2)]
-    assert sum(found) / 3 >= float_metric - POINTS.get(name, 0.3)
+    lost = float_metric - sum(found) / 3
+    assert round(lost, 6) <= POINTS.get(
+        name, 0.3
+    )  # percents have two decimals: the sixth is of their sum in binary
 
 
 def test_photographs_not_seen_come_out_with_far_less_noise(shared_data):
@@ -49,7 +52,10 @@ def test_images_in_onnx(shared_data, name):
         (0, 1, 2) if name in IMAGES else (0,)
     )  # as in torch: draws of the calibration data differ by half a point
     found = [measured(name, task, "onnx", "w8a8", None, seed) for seed in draws]
-    assert sum(found) / len(found) >= float_metric - POINTS.get(name, 0.3)
+    lost = float_metric - sum(found) / len(found)
+    assert round(lost, 6) <= POINTS.get(
+        name, 0.3
+    )  # percents have two decimals: the sixth is of their sum in binary
 
 
 @pytest.mark.parametrize("name", IMAGES)

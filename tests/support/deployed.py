@@ -40,10 +40,13 @@ def _first(model: Callable[[Tensor], Any]) -> Run:
 
 def in_onnxruntime(path: Path) -> Run:
     """The first output of an ONNX file in ONNX Runtime, on one thread."""
-    session = open_file("onnxruntime", path)
-    given, made = (list(ports())[0].name for ports in (
-        session.session.session.get_inputs, session.session.session.get_outputs))  # type: ignore[attr-defined]  # fmt: skip
-    return lambda x: torch.from_numpy(session.run({given: x.numpy()})[made])
+    return first_output(open_file("onnxruntime", path).session.session)  # type: ignore[attr-defined]
+
+
+def first_output(session: Any) -> Run:
+    """The first output of a session of ONNX Runtime for its first input."""
+    given, made = session.get_inputs()[0].name, session.get_outputs()[0].name
+    return lambda x: torch.from_numpy(session.run([made], {given: x.numpy()})[0])
 
 
 def in_litert(path: Path) -> Run:
