@@ -15,7 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright import __version__
-from bitwright.core.graph.recurrence import HIDDEN
+from bitwright.core.graph.recurrence import CELLS, HIDDEN
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.serialize import encoding_to_json, spec_to_json
 from bitwright.core.simulation.state import Simulation
@@ -34,6 +34,7 @@ from bitwright.export.qdq.markers import strip_sites
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.qdq.writing import ActivationForm, BiasForm
+from bitwright.export.recurrent.layers import PROJECTION
 from bitwright.export.recurrent.write import RecurrentForm, restore_native, write_recurrent
 from bitwright.export.targets import DEFAULT_TARGET, Target, find_target
 from bitwright.export.tflite.convert import to_tflite
@@ -132,15 +133,38 @@ def _inside(sim: Simulation) -> Iterator[str]:
     return (site.op for site in sim.quantizers.values() if site.inner is not None and site.enabled)
 
 
-def _slow_steps(
-    sim: Simulation, form: RecurrentForm, asked: RecurrentForm | None, target: str
-) -> Iterator[str]:
-    if asked is None and form == "scan" and find_target(target).recurrent == "native":
-        for layer in dict.fromkeys(_inside(sim)):
+def _steps(sim: Simulation, form: RecurrentForm, asked: RecurrentForm | None, target: str) -> Iterator[str]:
+    """One note per recurrent layer: its form, and what is lost against quantizers inside the steps."""
+    counts = Counter(_inside(sim))
+    for op in sim.graph.ops:
+        if op.type not in CELLS:
+            continue
+        inside, projects = counts[op.name], len(op.inputs) > PROJECTION and op.inputs[PROJECTION] is not None
+        if form == "native" and not projects:
+            yield f"{op.name}: written as {op.type}, {_float_steps(inside)}"
+        elif not inside:
+            yield f"{op.name}: written as Scan, {_float_steps(0)}"
+        elif asked is None and find_target(target).recurrent == "native":
             yield (
-                f"{layer}: written as Scan, because its steps are quantized inside; {target} has no integer kernel for that and "
-                "runs the operator faster: simulate with the rule recurrent: boundary_only, or export with recurrent='native'"
+                f"{op.name}: written as Scan, because its steps are quantized inside; {target} has no integer kernel for that "
+                "and runs the operator faster: simulate with the rule recurrent: boundary_only, or export with "
+                "recurrent='native'"
             )
+        else:
+            yield f"{op.name}: written as Scan, which rounds {inside} tensors in every step, as simulated: nothing is lost"
+
+
+def _float_steps(inside: int) -> str:
+    """What steps in float lose against a simulation with ``inside`` quantizers in them."""
+    if inside:
+        return (
+            f"whose steps are in float: {inside} tensors inside the native operator are in float that the simulation rounds "
+            "in every step; their encodings are in the encodings file"
+        )
+    return (
+        "whose steps are in float, as simulated; what an integer kernel would round inside them is not in these numbers: the "
+        "rule recurrent: inside and target='packed' have it"
+    )
 
 
 def _told(
@@ -148,11 +172,11 @@ def _told(
 ) -> Iterator[str]:
     """What writing a model has left to say about its sites."""
     for note in result.notes:
-        if note.kind != "no place" or note.site not in tensors:
+        if note.kind != "no place":
             yield f"{note.site}: {note.text}"
     for name in encodings:
-        if name not in tensors and not sim.quantizers[name].quantizer.derived:
-            yield f"{name}: not in the exported graph"
+        if name not in tensors:
+            yield f"{name}: not in the exported graph, which holds what the outputs are computed from on this example"
 
 
 def _outside_steps(sim: Simulation, sites: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,8 +233,7 @@ def write_artefacts(
         written, encodings, bias=bias, activation=activation, weight_only=weight_only, target=target
     )
     tensors = _tensors_of(sim, stripped.tensors)
-    notes = [*notes, *_slow_steps(sim, form, recurrent, target), *_told(sim, result, encodings, tensors)]
-    notes += _float_insides(sim, result, tensors)
+    notes = [*notes, *_steps(sim, form, recurrent, target), *_told(sim, result, encodings, tensors)]
     folder = Path(path)
     names = {
         "qdq": f"{prefix}.onnx",
@@ -316,19 +339,6 @@ def _tensors_of(sim: Simulation, tensors: Mapping[str, tuple[str, ...]]) -> dict
         if site.inner is not None and (site.inner != HIDDEN or site.name not in tensors):
             found[site.name] = (*tensors.get(site.name, ()), site.name)
     return found
-
-
-def _float_insides(
-    sim: Simulation, result: QdqResult, tensors: Mapping[str, tuple[str, ...]]
-) -> Iterator[str]:
-    """One note for every recurrent layer whose inner sites have no place in the QDQ model."""
-    found = Counter(
-        site.op
-        for name, site in sim.quantizers.items()
-        if site.inner is not None and site.enabled and name in tensors and name not in result.tensors
-    )
-    for op, count in found.items():
-        yield f"{op}: {count} tensors inside the native operator are in float; their encodings are in the encodings file"
 
 
 def _write_encodings(

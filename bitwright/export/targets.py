@@ -56,6 +56,7 @@ class Target:
             table is, in every run.
         packs_odd_rows: whether 4-bit weights of an odd inner length take 4 bits. OpenVINO 2026.4 reads their rows at wrong places
             where the data has more than two axes: 11 to 24 dB, without a word.
+        closes_scans: whether bodies of Scan nodes hold the constants that they read, which OpenVINO asks for.
         exact_session: what a session of one's own has to be told to compute products of float activations with quantized weights
             as simulated, where its defaults do not.
         float_results: whether integer kernels of convolutions return float as well; else one whose output has no grid is
@@ -79,6 +80,7 @@ class Target:
     multiplies_nbits: bool = False
     gathers_codes: bool = False
     packs_odd_rows: bool = True
+    closes_scans: bool = False
     exact_session: str = ""
     float_results: bool = True
     wide_bits: int | None = 16
@@ -142,9 +144,9 @@ TARGETS: dict[str, Target] = {
                rules=_BOUNDARY, slow_stem=_ORT_STEM, multiplies_nbits=True, gathers_codes=True,
                float_results=False, wide_bits=None, kernel_times=_ORT_TIMES),
         Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino",
-               rules=_BOUNDARY, packs_odd_rows=False, exact_session=_OPENVINO_SESSION, wide_bits=None),
+               rules=_BOUNDARY, packs_odd_rows=False, closes_scans=True, exact_session=_OPENVINO_SESSION, wide_bits=None),
         Target("litert", "LiteRT (TensorFlow Lite): a .tflite file beside the others", _ON_8_BITS, False, "native", "litert",
-               "tflite", _LITERT, _LITERT_WIDE),
+               "tflite", _LITERT, _LITERT_WIDE, wide_bits=None),
         Target("packed", "compilers, and the smallest file: 4-bit weights take 4 bits", (), False, "scan", "onnxruntime"),
     )
 }  # fmt: skip

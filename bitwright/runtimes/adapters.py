@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,6 +57,16 @@ class Runtime:
     open: Callable[[Path, int, bool], Session]
 
 
+#: what runtimes say of an operator that they do not have at all
+_UNKNOWN = (
+    "No conversion rule found for operations",
+    "is not a registered function/op",
+    "No Op registered for",
+)
+_WITHOUT_IT = (
+    "the runtime does not have this operator, not even in float: write that part of the model with other operators, compute it "
+    "outside the file, or deploy to a runtime that has it"
+)
 #: what runtimes say of a file that none of them could read
 _DAMAGED = (
     "Protobuf parsing failed", "No graph was found in the protobuf", "Unable to read the model", "Model can't be parsed",
@@ -226,9 +237,14 @@ def refusals_of(row: Runtime, file: Path) -> Iterator[None]:
         message = explained(error)
         named = _operator_in(message, file)
         site = f"{file}: {named}" if named else str(file)
-        damaged = any(words in message for words in _DAMAGED)
-        remedy = "export again, or copy the file anew: it is damaged" if damaged else row.remedy
-        raise ExportError(site, f"{row.name} refuses the file: {message}", remedy) from error
+        raise ExportError(site, f"{row.name} refuses the file: {message}", _remedy(row, message)) from error
+
+
+def _remedy(row: Runtime, message: str) -> str:
+    """What to change about a file of which ``row`` says ``message``."""
+    if any(words in message for words in _DAMAGED):
+        return "export again, or copy the file anew: it is damaged"
+    return _WITHOUT_IT if any(words in message for words in _UNKNOWN) else row.remedy
 
 
 def explained(error: BaseException) -> str:
@@ -243,7 +259,7 @@ def explained(error: BaseException) -> str:
 
 
 def _operator_in(message: str, file: Path) -> str | None:
-    """``node (Type)`` of the first operator of an ONNX file whose name or type stands in ``message``."""
+    """``node (Type)`` of the first operator of an ONNX file whose name stands in ``message``, or else its type."""
     if file.suffix != ".onnx":
         return None
     import onnx_ir as ir
@@ -252,13 +268,14 @@ def _operator_in(message: str, file: Path) -> str | None:
         nodes = list(ir.load(file).graph.all_nodes())
     except Exception:  # a file that nothing can read has no operators to name
         return None
-    by_length = sorted((n for n in nodes if n.name and n.name in message), key=lambda n: -len(n.name or ""))
-    for node in by_length:
-        return f"{node.name} ({node.op_type})"
-    types = {node.op_type for node in nodes}
-    found = [
-        word
-        for word in message.replace("(", " ").replace(")", " ").replace(":", " ").split()
-        if word in types
-    ]
-    return found[0] if found else None
+    message = message.replace(str(file), "")
+    named = (n for n in nodes if n.name and n.name in message and _stands_alone(n.name, message))
+    of_type = {node.op_type: node for node in reversed(nodes)}
+    typed = (of_type[word] for word in re.findall(r"\w+", message) if word in of_type)
+    node = max(named, key=lambda n: len(n.name or ""), default=None) or next(typed, None)
+    return None if node is None else f"{node.name} ({node.op_type})" if node.name else node.op_type
+
+
+def _stands_alone(name: str, message: str) -> bool:
+    """Whether ``name`` is more than a part of another word: operators are called ``0`` and ``a``, too."""
+    return re.search(rf"(?<![\w/.]){re.escape(name)}(?![\w/])", message) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -121,7 +122,8 @@ class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.rnn, self.head = kind(6, 8, batch_first=True), nn.Linear(8, 3)  # type: ignore[call-arg]
+        sizes = {"hidden_size": 8, **getattr(kind, "keywords", {})}
+        self.rnn, self.head = kind(6, **sizes, batch_first=True), nn.Linear(8, 3)  # type: ignore[call-arg]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.rnn(x)[0])
@@ -195,6 +197,48 @@ def test_steps_that_are_quantized_inside_stay_a_scan_and_the_notes_say_what_is_f
     assert "recurrent: boundary_only" in note and "recurrent='native'" in note
 
 
+@pytest.mark.parametrize(
+    ("inside", "options", "told"),
+    [
+        (
+            False,
+            {},
+            "rnn.l0.forward: written as LSTM, whose steps are in float, as simulated; what an integer kernel",
+        ),
+        (
+            True,
+            {"recurrent": "native"},
+            "rnn.l0.forward: written as LSTM, whose steps are in float: 10 tensors inside",
+        ),
+        (
+            True,
+            {"target": "packed"},
+            "rnn.l0.forward: written as Scan, which rounds 10 tensors in every step",
+        ),
+    ],
+    ids=["boundary", "native", "scan"],
+)
+def test_the_form_of_every_recurrent_layer_is_told_with_what_it_loses(
+    tmp_path: Path, inside: bool, options: dict[str, str], told: str
+) -> None:
+    rules = None if inside else {"recurrent": "boundary_only"}
+    sim = QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0], config_file=rules)
+    sim.compute_encodings(STEPS)
+    notes = sim.export(tmp_path, "net", STEPS[0], **options).notes
+    assert sum("written as" in note for note in notes) == 1 and any(
+        note.startswith(told) for note in notes
+    ), notes
+
+
+def test_states_that_nobody_reads_are_told_once(tmp_path: Path) -> None:
+    sim = QuantizationSimModel(
+        Recurrent(nn.LSTM).eval(), STEPS[0], config_file={"recurrent": "boundary_only"}
+    )
+    sim.compute_encodings(STEPS)
+    notes = [note for note in sim.export(tmp_path, "net", STEPS[0]).notes if "output[1]" in note]
+    assert len(notes) == 1 and "not in the exported graph" in notes[0], notes
+
+
 def test_openvino_loads_recurrent_layers(tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     result = quantize(
@@ -208,6 +252,38 @@ def test_openvino_loads_recurrent_layers(tmp_path: Path) -> None:
     assert result.exported is not None
     (found,) = open_file("openvino", result.exported.qdq).run({"x": STEPS[0].numpy()}).values()
     np.testing.assert_allclose(found, result.sim.model(STEPS[0]).detach().numpy(), atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "rules"),
+    [
+        (nn.LSTM, {}, None),
+        (nn.GRU, {}, None),
+        (nn.LSTM, {"proj_size": 8, "hidden_size": 12}, {"recurrent": "boundary_only"}),
+    ],
+    ids=["lstm", "gru", "projection"],
+)
+def test_openvino_runs_scans_that_hold_their_constants(
+    tmp_path: Path, kind: type[nn.Module], options: dict[str, int], rules: dict[str, str] | None
+) -> None:
+    """It counts what a body reads from outside among the inputs of the Scan, and refuses that."""
+    pytest.importorskip("openvino")
+    model = Recurrent(partial(kind, **options) if options else kind)  # type: ignore[arg-type]
+    sim = QuantizationSimModel(model.eval(), STEPS[0], config_file=rules)
+    sim.compute_encodings(STEPS)
+    found = sim.export(tmp_path, "net", STEPS[0], target="openvino_cpu")
+    kept = ir.load(found.qdq)
+    (scan,) = (node for node in kept.graph if node.op_type == "Scan")
+    body = scan.attributes["body"].as_graph()
+    own = {*body.inputs, *body.initializers.values(), *(v for node in body for v in node.outputs)}
+    assert all(value is None or value in own for node in body for value in node.inputs)
+    expected = sim.model(STEPS[1]).detach().numpy()
+    for runtime in ("onnxruntime", "openvino"):
+        (made,) = open_file(runtime, found.qdq).run({"x": STEPS[1].numpy()}).values()
+        np.testing.assert_allclose(made, expected, atol=1e-5)
+    assert verify_folder(tmp_path).ok
+    read = OnnxSim(found.qdq)
+    np.testing.assert_allclose(read.run({"x": STEPS[1].numpy()})[0], expected, atol=1e-6)
 
 
 def convolutions(

@@ -19,7 +19,7 @@ from bitwright.cli import app
 from bitwright.errors import ConfigError, ExportError
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx.deployed import suggestions
-from bitwright.runtimes.adapters import find_runtime, open_file
+from bitwright.runtimes.adapters import RUNTIMES, find_runtime, open_file, refusals_of
 from bitwright.runtimes.benchmark import BenchmarkReport, FileCost, _notes
 from bitwright.runtimes.profile import Ran, profile
 from bitwright.runtimes.timing import Timing, interleaved, ratio
@@ -158,20 +158,47 @@ def test_missing_runtime_names_the_extra(monkeypatch: pytest.MonkeyPatch, folder
         find_runtime("openvin")
 
 
-def test_refusal_names_message_operator_and_remedy(tmp_path: Path) -> None:
+def one_operator(path: Path, op: str, domain: str = "", **attributes: object) -> Path:
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2]))
-    node = ir.Node("", "NoSuchOperator", [x], name="the_node")
+    node = ir.node(op, [x], attributes, domain=domain, name="the_node")
     node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
-    graph = ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 21}, name="g")
-    ir.save(ir.Model(graph, ir_version=10), tmp_path / "m.onnx")
-    with pytest.raises(
-        ExportError, match="NoSuchOperator.*onnxruntime refuses the file.*leave the layers"
-    ) as caught:
-        open_file("onnxruntime", tmp_path / "m.onnx")
-    assert "NoSuchOperator" in caught.value.site
+    known = {"": 21, domain: 1} if domain else {"": 21}
+    graph = ir.Graph([x], node.outputs, nodes=[node], opset_imports=known, name="g")
+    ir.save(ir.Model(graph, ir_version=10), path / "m.onnx")
+    return path / "m.onnx"
+
+
+def test_refusal_names_message_operator_and_remedy(tmp_path: Path) -> None:
+    file = one_operator(tmp_path, "Softmax", axis=7)
+    with pytest.raises(ExportError, match="onnxruntime refuses the file.*leave the layers") as caught:
+        open_file("onnxruntime", file)
+    assert caught.value.site == f"{file}: the_node (Softmax)"
     (tmp_path / "m.tflite").write_bytes(b"")
     with pytest.raises(ExportError, match="onnxruntime reads .onnx files"):
         open_file("onnxruntime", tmp_path / "m.tflite")
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize(("op", "domain"), [("NoSuchOperator", ""), ("Mine", "my.domain")])
+def test_an_operator_that_a_runtime_lacks_is_not_told_to_be_left_in_float(
+    tmp_path: Path, runtime: str, op: str, domain: str
+) -> None:
+    pytest.importorskip(runtime)
+    with pytest.raises(
+        ExportError, match=f"{op}.*{runtime} refuses the file.*does not have this operator, not even in float"
+    ) as caught:
+        open_file(runtime, one_operator(tmp_path, op, domain))
+    assert caught.value.site.endswith(f": the_node ({op})") and "enabled = False" not in str(caught.value)
+
+
+def test_an_operator_whose_name_is_part_of_a_word_is_not_blamed(tmp_path: Path) -> None:
+    file = one_operator(tmp_path, "NoSuchOperator")
+    model = ir.load(file)
+    model.graph[0].name = "o"
+    ir.save(model, file)
+    with pytest.raises(ExportError) as caught, refusals_of(RUNTIMES["onnxruntime"], file):
+        raise RuntimeError(f"{file} cannot be loaded")
+    assert caught.value.site == str(file)
 
 
 # ------------------------------------------------------------------------------------------------- the numbers

@@ -50,6 +50,7 @@ from bitwright.export.qdq.products import (
     guard_outputs,
     keep_apart,
 )
+from bitwright.export.qdq.scans import close_scans
 from bitwright.export.qdq.stored import unsigned
 from bitwright.export.qdq.trace import carried, data_outputs, trace
 from bitwright.export.qdq.weights import write_biases, write_constant
@@ -144,6 +145,8 @@ def _run(w: Writing) -> QdqResult:
     write_nbits(w.builder, w.narrow_products)
     if w.target.gathers_codes:
         write_lookups(w.builder)
+    if w.target.closes_scans:
+        close_scans(w.builder, w.model)
     version, what = w.builder.opset
     w.check_opset(version, what)
     names = {site: tuple(str(v.name) for v in values) for site, values in w.tensors.items()}

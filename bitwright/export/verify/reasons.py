@@ -41,7 +41,7 @@ _PRODUCTS = frozenset((*TRAITS["bias_port"], "MatMul", "Einsum"))
 _FUNCTIONS = frozenset((
     "Softmax", "LogSoftmax", "Sigmoid", "Tanh", "Erf", "Gelu", "Exp", "Log", "Pow", "Sqrt", "Reciprocal",
     "Div", "Elu", "Softplus", "Mish", "HardSwish", "Selu", "Celu", "Sin", "Cos", "LSTM", "GRU", "RNN",
-    "Resize",
+    "Resize", "HardSigmoid",
 ))  # fmt: skip
 
 
@@ -82,7 +82,9 @@ class Evidence:
     @property
     def uses_integers(self) -> bool:
         """Whether an integer kernel computed the codes, or a product that float operators turn into them."""
-        return self.kernel != "float" or "MatMulIntegerToFloat" in self.runtime
+        return self.kernel != "float" or any(
+            kind == "MatMulIntegerToFloat" or str(kind).endswith((" u8", " i8")) for kind in self.runtime
+        )
 
     @property
     def by_table(self) -> bool:
@@ -95,12 +97,18 @@ class Evidence:
 
 
 class Reason(NamedTuple):
-    """``text`` where ``test`` holds; a ``bounded`` one may make codes agree, see :func:`measure`."""
+    """``text`` where ``test`` holds; a ``bounded`` one may make codes agree, see :func:`measure`, and where codes are farther
+    off than that ``beyond`` has another text.
+    """
 
     test: Callable[[Evidence], bool]
     text: str
     bounded: bool = False
+    beyond: Callable[[Evidence], str] | None = None
 
+
+UNEXPLAINED = "unexplained: the operator computes something else than the simulation"
+_SATURATES = "integer sums of uint8 times int8 saturate at 16 bits on CPUs without VNNI"
 
 _ORDER = "the order of float summation differs"
 _HALVES = "half precision rounds its results, in the simulation and in the runtime"
@@ -123,8 +131,10 @@ FLOAT_REASONS: tuple[Reason, ...] = (
 INTEGER_REASONS: tuple[Reason, ...] = (
     Reason(lambda e: len(e.failures) == 2, "the runtime refused the model"),
     Reason(
-        lambda e: "integer" in e.failures, "the runtime refused the model; try session.qdqisint8allowed=1"
+        lambda e: e.format.startswith("int") and "[ONNXRuntimeError]" in e.failures.get("integer", ""),
+        "the runtime refused the model; try session.qdqisint8allowed=1, or export with activation='unsigned'",
     ),
+    Reason(lambda e: "integer" in e.failures, "the runtime refused the model"),
     Reason(lambda e: not e.found["float"].ok, "as with float kernels", bounded=True),
     Reason(lambda e: e.halves > 0 and e.kernel == "float", _HALVES, bounded=True),
     Reason(
@@ -156,19 +166,23 @@ INTEGER_REASONS: tuple[Reason, ...] = (
         "parts, or give its weight fewer bits",
     ),
     Reason(
-        lambda e: (
-            e.kernel != "float" and bool(e.ops & _PRODUCTS) and e.found["integer"].lsb > MOST_LSB + SLACK
-        ),
-        "integer sums of uint8 times int8 saturate at 16 bits on CPUs without VNNI",
+        lambda e: e.uses_integers and bool(e.ops & _PRODUCTS) and e.found["integer"].lsb > MOST_LSB + SLACK,
+        _SATURATES,
     ),
     Reason(
         lambda e: e.uses_integers and e.found["integer"].lsb <= MOST_LSB + SLACK,
         "the integer kernel rounds exact sums where the simulation rounds float sums",
         bounded=True,
+        beyond=lambda e: _SATURATES if e.ops & _PRODUCTS else UNEXPLAINED,
+    ),
+    Reason(
+        lambda e: e.kernel == "float" and e.found["integer"].lsb <= MOST_LSB + SLACK,
+        "other float operators than those of the comparison with float kernels round in their own way",
+        bounded=True,
+        beyond=lambda e: UNEXPLAINED,
     ),
 )
 OTHER_CONSTANT = "the file holds another value: simulate with the encodings that were written"
-UNEXPLAINED = "unexplained: the operator computes something else than the simulation"
 _REASONS: dict[Mode, tuple[Reason, ...]] = {"float": FLOAT_REASONS, "integer": INTEGER_REASONS}
 
 
@@ -180,8 +194,15 @@ def reason_of(evidence: Evidence, mode: Mode) -> Reason:
 
 def explain(evidence: Evidence) -> str | None:
     """Why codes differ, by mode; ``None`` where none does."""
-    lines = [f"{mode}: {reason_of(evidence, mode).text}" for mode in _REASONS if evidence.differs(mode)]
+    lines = [f"{mode}: {_text(evidence, mode)}" for mode in _REASONS if evidence.differs(mode)]
     return "; ".join(lines) or None
+
+
+def _text(evidence: Evidence, mode: Mode) -> str:
+    """Of the reason, or of what is beyond it where codes were measured to be."""
+    reason, found = reason_of(evidence, mode), evidence.found[mode]
+    is_beyond = not found.ok and found.off is not None and not found.within
+    return reason.beyond(evidence) if is_beyond and reason.beyond is not None else reason.text
 
 
 def measure(

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from bitwright.errors import ExportError
 from bitwright.export.files.temporary import temporary_room
 from bitwright.export.files.value_types import load
 from bitwright.runtimes.adapters import open_file
@@ -86,10 +87,14 @@ def run_in(
     with temporary_room(), tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.onnx")
         ir.save(model, path)
-        session = open_file(runtime, path)
-        if types is not None:
-            types.update(_kernels_by_tensor(model, session.kernels))
-        return session.run(feeds)
+        try:
+            session = open_file(runtime, path)
+            if types is not None:
+                types.update(_kernels_by_tensor(model, session.kernels))
+            return session.run(feeds)
+        except ExportError as error:  # of a file that only this function knows
+            site = error.site.removeprefix(str(path)).removeprefix(": ") or "the model"
+            raise ExportError(site, error.problem, error.remedy) from error
 
 
 def _kernels_by_tensor(model: ir.Model, kernels: Mapping[str, str]) -> dict[str, str]:

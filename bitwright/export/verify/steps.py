@@ -160,6 +160,9 @@ def _lay_out(layer: _Layer, builder: Builder, found: SideBySide) -> None:
     for value, outer in zip(list(body.inputs), [*entering, *rows], strict=True):
         move_uses(value, outer)
     body.outputs.clear()
+    for value in list(body.initializers.values()):
+        body.initializers.pop(str(value.name))
+        builder.graph.register_initializer(value)
     for node in list(body):
         body.remove(node)
         scan.graph.insert_before(scan, node)  # type: ignore[union-attr]

@@ -7,7 +7,9 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
@@ -16,8 +18,9 @@ from typer.testing import CliRunner
 from bitwright import __version__
 from bitwright.cli import app
 from bitwright.core.simulation.protocols import sqnr
-from bitwright.errors import ConfigError
+from bitwright.errors import ConfigError, ExportError
 from bitwright.export.files.origin import read_origin
+from bitwright.export.verify.runtime import run_in
 from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel, quantize
@@ -122,6 +125,17 @@ def test_a_changed_file_fails_in_openvino(folder: Path, tmp_path: Path) -> None:
     shutil.copy(other.qdq, tmp_path / "changed.onnx")
     assert verify_layers(exported.qdq, sites, inputs, outputs=outputs, runtime="openvino").ok
     assert not verify_layers(tmp_path / "changed.onnx", sites, inputs, outputs=outputs, runtime="openvino").ok
+
+
+def test_a_file_that_openvino_refuses_names_the_operator_and_no_file_of_ours(folder: Path) -> None:
+    pytest.importorskip("openvino")
+    x = np.ones((2, 3), np.float32)
+    node = onnx.helper.make_node("NoSuchOperator", ["x"], ["y"], "the_node")
+    shapes = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, 3]) for name in "xy"]
+    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", shapes[:1], shapes[1:]))
+    with pytest.raises(ExportError, match="does not have this operator") as caught:
+        run_in("openvino", ir.from_proto(model), {"x": x}, "integer")
+    assert caught.value.site == "the_node (NoSuchOperator)"
 
 
 def test_missing_and_unfit_runtimes_are_errors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -345,6 +345,25 @@ def evidence(**changes: Any) -> Evidence:
             "integer: integer sums of uint8 times int8 saturate", id="saturation",
         ),
         pytest.param(
+            {"ops": frozenset({"MatMul", "LogSoftmax"}), "runtime": frozenset({"MatMulIntegerToFloat"}),
+             "found": {"float": Agreement(1, 0, 9), "integer": Agreement(0.5, 3, 9)}},
+            "integer: integer sums of uint8 times int8 saturate", id="saturation-in-front-of-float",
+        ),
+        pytest.param(
+            {"ops": frozenset({"Conv"}), "kernel": "QLinearConv",
+             "found": {"float": Agreement(1, 0, 900), "integer": Agreement(0.9, 1, 900, off=0.3, allowed=0.01)}},
+            "integer: integer sums of uint8 times int8 saturate", id="saturation-by-one-step",
+        ),
+        pytest.param(
+            {"ops": frozenset({"Sigmoid"}), "found": {"float": Agreement(1, 0, 9), "integer": Agreement(0.9, 1, 9)}},
+            "integer: other float operators than", id="float-function-elsewhere",
+        ),
+        pytest.param(
+            {"ops": frozenset({"Sigmoid"}),
+             "found": {"float": Agreement(1, 0, 900), "integer": Agreement(0.9, 1, 900, off=0.3, allowed=0.01)}},
+            f"integer: {UNEXPLAINED}", id="float-function-beyond",
+        ),
+        pytest.param(
             {"ops": frozenset({"ReduceMean"}), "kernel": "Reduce u8",
              "found": {"float": Agreement(1, 0, 9), "integer": Agreement(0.5, 3, 9)}},
             f"integer: {UNEXPLAINED}", id="no-product-saturates",
@@ -354,13 +373,20 @@ def evidence(**changes: Any) -> Evidence:
             "integer: the integer kernel rounds exact sums", id="rounding",
         ),
         pytest.param(
-            {"failures": {"integer": "no"}, "found": {"float": Agreement(1, 0, 9), "integer": Agreement(0, np.inf, 9)}},
+            {"failures": {"integer": "[ONNXRuntimeError] : 9"}, "format": "int8",
+             "found": {"float": Agreement(1, 0, 9), "integer": Agreement(0, np.inf, 9)}},
             "integer: the runtime refused the model; try session.qdqisint8allowed=1", id="refused",
         ),
     ],
 )  # fmt: skip
 def test_explanations(changes: dict[str, Any], expected: str) -> None:
     assert str(explain(evidence(**changes))).startswith(expected)
+
+
+def test_an_option_of_one_runtime_is_not_told_of_another() -> None:
+    found = {"float": Agreement(1, 0, 9), "integer": Agreement(0, np.inf, 9)}
+    refused = evidence(failures={"integer": "openvino refuses the file"}, format="int8", found=found)
+    assert explain(refused) == "integer: the runtime refused the model"
 
 
 def test_equal_places_need_no_explanation_and_every_reason_is_a_phrase() -> None:
