@@ -136,12 +136,13 @@ def _inside(sim: Simulation) -> Iterator[str]:
 def _steps(sim: Simulation, form: RecurrentForm, asked: RecurrentForm | None, target: str) -> Iterator[str]:
     """One note per recurrent layer: its form, and what is lost against quantizers inside the steps."""
     counts = Counter(_inside(sim))
+    returned = Counter(site.op for site in sim.quantizers.values() if site.inner == HIDDEN and site.enabled)
     for op in sim.graph.ops:
         if op.type not in CELLS:
             continue
         inside, projects = counts[op.name], len(op.inputs) > PROJECTION and op.inputs[PROJECTION] is not None
         if form == "native" and not projects:
-            yield f"{op.name}: written as {op.type}, {_float_steps(inside)}"
+            yield f"{op.name}: written as {op.type}, {_float_steps(inside - returned[op.name])}"
         elif not inside:
             yield f"{op.name}: written as Scan, {_float_steps(0)}"
         elif asked is None and find_target(target).recurrent == "native":

@@ -213,7 +213,7 @@ def test_steps_that_are_quantized_inside_stay_a_scan_and_the_notes_say_what_is_f
         (
             True,
             {"target": "packed"},
-            "rnn.l0.forward: written as Scan, which rounds 10 tensors in every step",
+            "rnn.l0.forward: written as Scan, which rounds 11 tensors in every step",
         ),
     ],
     ids=["boundary", "native", "scan"],
@@ -270,6 +270,7 @@ def test_openvino_runs_scans_that_hold_their_constants(
     pytest.importorskip("openvino")
     model = Recurrent(partial(kind, **options) if options else kind)  # type: ignore[arg-type]
     sim = QuantizationSimModel(model.eval(), STEPS[0], config_file=rules)
+    sim.quantizers["head.weight"].enabled = False  # sums of integers saturate on CPUs without VNNI
     sim.compute_encodings(STEPS)
     found = sim.export(tmp_path, "net", STEPS[0], target="openvino_cpu")
     kept = ir.load(found.qdq)

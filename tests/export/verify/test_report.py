@@ -391,7 +391,7 @@ def test_an_option_of_one_runtime_is_not_told_of_another() -> None:
 
 def test_equal_places_need_no_explanation_and_every_reason_is_a_phrase() -> None:
     assert explain(evidence(found={mode: Agreement(1.0, 0.0, 5) for mode in MODES})) is None
-    for _, text, _ in (*FLOAT_REASONS, *INTEGER_REASONS):
+    for _, text, *_ in (*FLOAT_REASONS, *INTEGER_REASONS):
         assert text and not text.endswith(".")
 
 
