@@ -120,7 +120,7 @@ _LITERT_WIDE: Mapping[str, Any] = {
         },
     ],
 }
-#: measured with OpenVINO 2026.4: 44 to 50 dB without; metadata of an ONNX file does not reach its options
+#: measured with OpenVINO 2026.4: 44 to 50 dB without, on CPUs that have VNNI; metadata of an ONNX file does not reach its options
 _OPENVINO_SESSION = (
     "OpenVINO's defaults quantize these activations to 8 bits or compute them in bfloat16, as no simulation does: compile the "
     'file with {"EXECUTION_MODE_HINT": "ACCURACY"}'

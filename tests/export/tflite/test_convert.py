@@ -12,6 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from bitwright.cli import app
+from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ConfigError, ExportError
 from bitwright.export.verify.litert import FlatFile
 from bitwright.export.verify.report import VerifyReport, verify_layers
@@ -175,3 +176,17 @@ def test_a_missing_package_names_the_extra(
         sim.export(tmp_path, "net", target="litert")
     with pytest.raises(ConfigError, match=r"not installed.*pip install 'bitwright\[litert\]'"):
         verify_folder(folder, runtime="litert")
+
+
+def test_the_default_recipe_leaves_in_float_what_it_would_widen_with_a_zero_point(tmp_path: Path) -> None:
+    """One input is 1000 times as large as the others: 8 bits for all of them drown the outputs in noise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    with torch.no_grad():
+        model[0].weight[:, 0] = 0.002
+    generator, sizes = torch.Generator().manual_seed(0), torch.tensor([1000.0] + [1.0] * 7)
+    batches = [sizes * (torch.rand(16, 8, generator=generator) - 0.25) for _ in range(3)]
+    result = exported(model, batches, tmp_path, recipe=None, effort="quick")
+    assert "float at 0.input[0]" in str(result.report)
+    (made,) = open_file("litert", tmp_path / "net.tflite").run({"input": batches[0].numpy()}).values()
+    assert sqnr(model(batches[0]).detach().numpy(), made) > 20

@@ -24,6 +24,7 @@ from bitwright.export.verify.runtime import run_in
 from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel, quantize
+from tests.support.without_vnni import lacks_vnni
 
 BATCHES = [torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
@@ -40,7 +41,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         nn.Linear(512, 4),
     ).eval()
     path = tmp_path_factory.mktemp("exported")
-    quantize(model, BATCHES, "w8a8", recipe=["fold"], path=path, filename_prefix="net", progress=False)
+    quantize(
+        model,
+        BATCHES,
+        "w8a8",
+        recipe=["fold"],
+        path=path,
+        filename_prefix="net",
+        repair="saturation",  # sums are exact in OpenVINO on any CPU
+        progress=False,
+    )
     return path
 
 
@@ -102,7 +112,10 @@ def test_the_export_says_what_a_session_of_ones_own_needs(preset: str, tmp_path:
 
     in_float = {"INFERENCE_PRECISION_HINT": "f32"}
     assert levels({hint: value}) > 100 and levels(in_float, from_ir=True) > 100
-    assert levels(in_float) < 60, "the hint is not needed any more"
+    if lacks_vnni():  # the plugin has no kernel there for activations that it quantizes by itself
+        assert levels(in_float) > 100 and levels({}) > 100
+    else:
+        assert levels(in_float) < 60, "the hint is not needed any more"
     assert not any("compile the file" in note for note in sim.export(tmp_path / "other", "net", x).notes)
 
 
