@@ -151,6 +151,10 @@ def brief_speed(
 
     In the runtime of ``target`` where that reads ONNX files, else in ONNX Runtime. ``None`` where the export has no samples to
     run, or where one run of both files takes longer than ``slowest``, in seconds.
+
+    Raises:
+        ConfigError: the runtime is not installed.
+        ExportError: it refuses a file, which the message says is complete.
     """
     stem = exported.manifest.name.removesuffix("_manifest.json")
     try:
@@ -160,11 +164,15 @@ def brief_speed(
     name = find_target(target).runtime
     runtime = name if RUNTIMES[name].suffix == ".onnx" else "onnxruntime"
     files = {"float": exported.float_model, "quantized": exported.qdq}
-    sessions = {name: open_file(runtime, path) for name, path in files.items()}
-    steps = {name: (lambda s=session: s.run(feeds)) for name, session in sessions.items()}
-    if slowest < math.inf and _once(steps.values()) > slowest:
-        return None
-    times = interleaved(steps, seconds=_BRIEF)
+    try:
+        sessions = {name: open_file(runtime, path) for name, path in files.items()}
+        steps = {name: (lambda s=session: s.run(feeds)) for name, session in sessions.items()}
+        if slowest < math.inf and _once(steps.values()) > slowest:
+            return None
+        times = interleaved(steps, seconds=_BRIEF)
+    except ExportError as error:
+        problem = f"the export in {exported.qdq.parent} is complete, but {error.problem}"
+        raise ExportError(error.site, problem, error.remedy) from error
     return ratio(times["float"], times["quantized"])
 
 

@@ -230,6 +230,40 @@ def test_the_form_of_every_recurrent_layer_is_told_with_what_it_loses(
     ), notes
 
 
+def test_every_form_of_recurrent_layers_can_be_compared(tmp_path: Path) -> None:
+    """Steps in float are not those that were simulated, and the comparison says so."""
+    sim = QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0], default_param_bw=7)
+    sim.compute_encodings(STEPS)
+    files = sim.export(tmp_path, "net", STEPS[0])
+    read = OnnxSim(files.float_model, default_param_bw=7)
+    read.compute_encodings([{"x": batch.numpy()} for batch in STEPS])
+    for one in (sim, read):
+        assert one.verify(recurrent="scan").ok and one.verify().ok
+        with pytest.raises(ConfigError, match="recurrent: 'scann' is not a value.*did you mean 'scan'"):
+            one.verify(recurrent="scann")
+        with pytest.raises(ConfigError, match="recurrent: 'scann'"):
+            one.drift(recurrent="scann")
+        with pytest.raises(ConfigError, match="recurrent: 'scann'"):
+            one.saturation(recurrent="scann")
+    in_float = sim.verify(recurrent="native")
+    assert min(row.as_integer for row in in_float.outputs) < min(
+        row.as_integer for row in sim.verify().outputs
+    )
+
+
+def test_an_option_that_a_comparison_does_not_have_is_named() -> None:
+    sim = QuantizationSimModel(net(), BATCHES[0])
+    sim.compute_encodings(BATCHES)
+    with pytest.raises(
+        ConfigError, match=r"verify: 'tarjet' is not an option.*did you mean 'target'.*help\(sim.export\)"
+    ):
+        sim.verify(tarjet="packed")
+    with pytest.raises(ConfigError, match="drift: 'runtime' is not an option"):
+        sim.drift(runtime="openvino")
+    with pytest.raises(ConfigError, match="saturation: 'samples' is not an option"):
+        sim.saturation(samples=True)
+
+
 def test_states_that_nobody_reads_are_told_once(tmp_path: Path) -> None:
     sim = QuantizationSimModel(
         Recurrent(nn.LSTM).eval(), STEPS[0], config_file={"recurrent": "boundary_only"}

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -189,6 +190,29 @@ def test_an_operator_that_a_runtime_lacks_is_not_told_to_be_left_in_float(
     ) as caught:
         open_file(runtime, one_operator(tmp_path, op, domain))
     assert caught.value.site.endswith(f": the_node ({op})") and "enabled = False" not in str(caught.value)
+
+
+def test_a_command_whose_files_the_target_refuses_says_that_they_are_complete(tmp_path: Path) -> None:
+    """OpenVINO has no Det; ONNX Runtime does."""
+    pytest.importorskip("openvino")
+    ports = [onnx.helper.make_tensor_value_info(n, 1, s) for n, s in (("x", [2, 3, 3]), ("y", [2]))]
+    held = [onnx.numpy_helper.from_array(np.eye(3, dtype=np.float32), "w")]
+    nodes = [
+        onnx.helper.make_node("MatMul", ["x", "w"], ["h"]),
+        onnx.helper.make_node("Det", ["h"], ["y"], "det"),
+    ]
+    graph = onnx.helper.make_graph(nodes, "g", ports[:1], ports[1:], held)
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10),
+        tmp_path / "m.onnx",
+    )
+    out = tmp_path / "out"
+    ran = CliRunner().invoke(
+        app, ["quantize", str(tmp_path / "m.onnx"), "--out", str(out), "--target", "openvino_cpu"]
+    )
+    text = " ".join(ran.output.split())
+    assert ran.exit_code == 2 and "Det" in text and "is complete, but openvino refuses the file" in text, text
+    assert "does not have this operator" in text and (out / "m_manifest.json").is_file()
 
 
 def test_an_operator_whose_name_is_part_of_a_word_is_not_blamed(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from bitwright.export.qdq.markers import STATES
 from bitwright.export.qdq.products import show
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.recurrent.write import write_recurrent
-from bitwright.export.targets import FileFormat, Target, target_for
+from bitwright.export.targets import FileFormat, RecurrentForm, Target, target_for
 from bitwright.export.verify.runtime import refusals
 from bitwright.export.verify.samples import plain
 from bitwright.onnx.model.data import Feeds, as_feeds
@@ -84,19 +84,30 @@ def export(
     return measured(exported, target) if measure_speed else exported
 
 
-def as_qdq(sim: QuantizationSimModel, target: str | Target, bias: Any, **options: Any) -> QdqResult:
+def as_qdq(
+    sim: QuantizationSimModel,
+    target: str | Target,
+    bias: Any,
+    recurrent: RecurrentForm | None,
+    **options: Any,
+) -> QdqResult:
     """The file that an export for ``target`` would write."""
-    marked = write_recurrent(sim.marked, recurrent_form(sim, None, target))
+    marked = write_recurrent(sim.marked, recurrent_form(sim, recurrent, target))
     form = bias_form(sim, bias)
     return to_qdq(marked, sim._encodings(), bias=form, target=target, **options)
 
 
 def sampled(
-    sim: QuantizationSimModel, feeds: Any, target: str | Target, bias: Any, **options: Any
+    sim: QuantizationSimModel,
+    feeds: Any,
+    target: str | Target,
+    bias: Any,
+    recurrent: RecurrentForm | None,
+    **options: Any,
 ) -> tuple[QdqResult, Samples]:
     """The file that an export would write, and what the simulation computes on ``feeds``, by default the example."""
     checked = sim.example() if feeds is None else as_feeds(feeds, sim.specs)
-    result = as_qdq(sim, target, bias, **options)
+    result = as_qdq(sim, target, bias, recurrent, **options)
     return result, sample(sim, result, checked)
 
 

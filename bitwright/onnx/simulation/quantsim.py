@@ -463,6 +463,7 @@ class QuantizationSimModel(Tabular):
         *,
         bias: BiasForm = "int32",
         activation: ActivationForm = "unsigned",
+        recurrent: RecurrentForm | None = None,
         weight_only: ProductForm = "exact",
         target: str = DEFAULT_TARGET,
         runtime: str = "onnxruntime",
@@ -473,17 +474,15 @@ class QuantizationSimModel(Tabular):
 
         Args:
             feeds: what to compare on; the example input by default.
-            bias, activation, weight_only, target: as for :meth:`export`.
+            bias, activation, recurrent, weight_only, target: as for :meth:`export`.
             runtime: whose integer kernels are compared: ``"onnxruntime"``, ``"openvino"`` or ``"litert"``.
 
         Raises:
             CalibrationError, ModelError, ExportError: as :meth:`export` and :meth:`run`.
         """
         row = target_in(target, runtime)
-        result, samples = sampled(self, feeds, row, bias, activation=activation, weight_only=weight_only)
-        return verify_layers(
-            result.model, samples.sites, samples.inputs, outputs=samples.outputs, runtime=runtime
-        )
+        result, samples = sampled(self, feeds, row, bias, recurrent, activation=activation, weight_only=weight_only)  # fmt: skip
+        return verify_layers(result.model, samples.sites, samples.inputs, outputs=samples.outputs, runtime=runtime)  # fmt: skip
 
     def drift(
         self,
@@ -493,6 +492,7 @@ class QuantizationSimModel(Tabular):
         *,
         bias: BiasForm = "int32",
         activation: ActivationForm = "unsigned",
+        recurrent: RecurrentForm | None = None,
         weight_only: ProductForm = "exact",
         target: str = DEFAULT_TARGET,
     ) -> DriftReport:
@@ -501,7 +501,7 @@ class QuantizationSimModel(Tabular):
         Args:
             a, b: ``"float"``, ``"simulation"``, ``"file"``, or a runtime.
             feeds: what to compare on; the example input by default.
-            bias, activation, weight_only, target: as for :meth:`export`.
+            bias, activation, recurrent, weight_only, target: as for :meth:`export`.
 
         Returns:
             See :func:`bitwright.comparison.drift.drift`.
@@ -511,7 +511,7 @@ class QuantizationSimModel(Tabular):
             ConfigError: ``a`` or ``b`` is none of these, or both are the same.
         """
         row = target_in(target, a, b)
-        result, samples = sampled(self, feeds, row, bias, activation=activation, weight_only=weight_only)
+        result, samples = sampled(self, feeds, row, bias, recurrent, activation=activation, weight_only=weight_only)  # fmt: skip
         plain_model = strip_sites(restore_native(self.marked)).model
         return drift_models(a, b, plain_model, result.model, samples)
 
@@ -521,6 +521,7 @@ class QuantizationSimModel(Tabular):
         *,
         bias: BiasForm = "int32",
         activation: ActivationForm = "unsigned",
+        recurrent: RecurrentForm | None = None,
         weight_only: ProductForm = "exact",
         target: str = DEFAULT_TARGET,
     ) -> SaturationReport:
@@ -528,13 +529,13 @@ class QuantizationSimModel(Tabular):
 
         Args:
             batches: inputs to count on; the example by default.
-            bias, activation, weight_only, target: as for :meth:`export`.
+            bias, activation, recurrent, weight_only, target: as for :meth:`export`.
 
         Raises:
             CalibrationError, ModelError, ExportError: as :meth:`export`; there is no batch.
         """
         feeds = [self.example()] if batches is None else [as_feeds(batch, self.specs) for batch in batches]
-        result = as_qdq(self, target, bias, activation=activation, weight_only=weight_only)
+        result = as_qdq(self, target, bias, recurrent, activation=activation, weight_only=weight_only)
         return saturation(result.model, feeds)
 
     def benchmark(

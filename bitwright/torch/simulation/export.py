@@ -38,7 +38,7 @@ from bitwright.export.qdq.markers import rename_values, site_names, strip_sites
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.recurrent.write import restore_native, write_recurrent
-from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, target_for, target_in
+from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, listed, target_for, target_in
 from bitwright.export.verify.report import VerifyReport, verify_layers
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.recurrent import WEIGHT_PORTS, onnx_rows
@@ -56,7 +56,8 @@ from bitwright.torch.simulation.exported_names import forget_origins, rename_io,
 from bitwright.torch.simulation.translations import to_onnx
 
 #: options of an export that change how the file is written, not how the graph is recorded
-_FORMS = ("bias", "activation", "weight_only", "target")
+_FORMS = ("bias", "activation", "recurrent", "weight_only", "target")
+_SHAPES = ("dynamic_batch", "dynamic_shapes")
 
 
 def export_sim(
@@ -486,16 +487,24 @@ def verify_sim(sim: QuantizationSimModel, batch: Any, **options: Any) -> VerifyR
     Args:
         sim: calibrated.
         batch: input to compare on.
-        options: of :func:`export_sim` that change the graph: ``bias``, ``activation``, ``weight_only``,
-            ``target``, ``dynamic_batch``; and ``runtime``, whose integer kernels are compared. Recurrent layers whose steps
-            hold quantizers are compared step by step.
+        options: of :func:`export_sim` that change the graph: ``bias``, ``activation``, ``recurrent``, ``weight_only``,
+            ``target``, ``dynamic_batch``, ``dynamic_shapes``; and ``runtime``, whose integer kernels are compared.
+            Recurrent layers whose steps hold quantizers are compared step by step.
 
-    Raises: as :func:`export_sim`.
+    Raises: as :func:`export_sim`; ConfigError: there is no such option.
     """
     runtime = options.pop("runtime", "onnxruntime")
+    _check_options("verify", options, ("runtime", *_FORMS, *_SHAPES))
     options["target"] = target_in(options.get("target", DEFAULT_TARGET), runtime)
     result, _, kept = _in_memory(sim, batch, options)
     return verify_layers(result.model, kept.sites, kept.inputs, outputs=kept.outputs, runtime=runtime)
+
+
+def _check_options(method: str, options: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name in options:
+        if name not in known:
+            problem = f"{name!r} is not an option of it{close_matches(name, known)}"
+            raise ConfigError(method, problem, f"use {listed(known)}; see help(sim.export)")
 
 
 def drift_sim(sim: QuantizationSimModel, a: str, b: str, batch: Any, **options: Any) -> DriftReport:
@@ -511,6 +520,7 @@ def drift_sim(sim: QuantizationSimModel, a: str, b: str, batch: Any, **options: 
     """
     from bitwright.comparison.drift import drift_models
 
+    _check_options("drift", options, (*_FORMS, *_SHAPES))
     options["target"] = target_in(options.get("target", DEFAULT_TARGET), a, b)
     result, plain, kept = _in_memory(sim, batch, options)
     return drift_models(a, b, plain, result.model, kept)
@@ -524,12 +534,13 @@ def saturation_count(
     Args:
         sim: calibrated.
         batches: inputs to count on.
-        options: as for :func:`verify_sim`, without ``runtime``.
+        options: as for :func:`verify_sim`, without ``runtime`` and shapes.
 
-    Raises: as :func:`export_sim`; ExportError: there is no batch.
+    Raises: as :func:`export_sim`; ExportError: there is no batch; ConfigError: there is no such option.
     """
     from bitwright.comparison.saturation import saturation
 
+    _check_options("saturation", options, _FORMS)
     if not batches:
         raise ExportError("saturation", "there is no batch to run", "give at least one input")
     marked, _ = _free_batch(sim, batches[0])
@@ -558,5 +569,5 @@ def _as_qdq(
     _check(sim, "1.0.0")
     forms = {"target": DEFAULT_TARGET, **options}
     bias = bias_form(sim, forms.pop("bias", "int32"))
-    written = write_recurrent(marked, recurrent_form(sim, None, forms["target"]))
+    written = write_recurrent(marked, recurrent_form(sim, forms.pop("recurrent", None), forms["target"]))
     return to_qdq(written, site_encodings(sim), bias=bias, **forms), marked
