@@ -32,14 +32,7 @@ def close_scans(builder: Builder, model: ir.Model) -> None:
 
 def _close(body: ir.Graph, builder: Builder) -> None:
     inside = set(body.all_nodes())
-    own = {
-        value
-        for graph in (body, *body.subgraphs())
-        for value in (*graph.inputs, *graph.initializers.values())
-    }
-    read = dict.fromkeys(value for node in body.all_nodes() for value in node.inputs if value is not None)
-    captured = [value for value in read if value not in own and value.producer() not in inside]
-    leading = {value: nodes for value in captured if (nodes := _leading_to(value)) is not None}
+    leading = {value: nodes for value in _captured(body, inside) if (nodes := _leading_to(value)) is not None}
     made = dict.fromkeys(node for nodes in leading.values() for node in nodes)
     copies: dict[ir.Value, ir.Value] = {}
     first = next(iter(body), None)
@@ -52,10 +45,19 @@ def _close(body: ir.Graph, builder: Builder) -> None:
             node.replace_input_with(i, copy)
         remove_unread(value)
     new_names = {str(old.name): str(_named_as(old, new).name) for old, new in copies.items()}
-    for node in made:
-        _rename_scale(copies[node.outputs[0]].producer(), new_names)
-    for node in inside:
-        _rename_scale(node, new_names)
+    for reader in (*(copies[node.outputs[0]].producer() for node in made), *inside):
+        _rename_scale(reader, new_names)
+
+
+def _captured(body: ir.Graph, inside: set[ir.Node]) -> list[ir.Value]:
+    """What nodes of ``body`` read from the graphs around it, in their order."""
+    own = {
+        value
+        for graph in (body, *body.subgraphs())
+        for value in (*graph.inputs, *graph.initializers.values())
+    }
+    read = dict.fromkeys(value for node in body.all_nodes() for value in node.inputs if value is not None)
+    return [value for value in read if value not in own and value.producer() not in inside]
 
 
 def _named_as(old: ir.Value, new: ir.Value) -> ir.Value:
@@ -79,17 +81,22 @@ def _leading_to(value: ir.Value) -> list[ir.Node] | None:
     while waiting:
         one, entered = waiting.pop()
         node = one.producer()
-        if node is None:
-            if not one.is_initializer() or one.is_graph_input():
-                return None
-        elif entered:
+        if node is not None and entered:
             found[node] = None
-        elif node not in found:
-            if any(attr.type in _GRAPHS for attr in node.attributes.values()):
-                return None
+        elif _depends_on_more(one):
+            return None
+        elif node is not None and node not in found:
             waiting.append((one, True))
             waiting.extend((source, False) for source in node.inputs if source is not None)
     return list(found)
+
+
+def _depends_on_more(value: ir.Value) -> bool:
+    """Whether ``value`` is neither an initializer nor made by an operator without bodies."""
+    node = value.producer()
+    if node is None:
+        return not value.is_initializer() or value.is_graph_input()
+    return any(attr.type in _GRAPHS for attr in node.attributes.values())
 
 
 def _copied(node: ir.Node, body: ir.Graph, builder: Builder, copies: dict[ir.Value, ir.Value]) -> ir.Node:
