@@ -193,57 +193,6 @@ def test_what_was_not_changed_agrees(exported: Path) -> None:
     assert report.first is not None and report.first.cause == "rounding" and "grids" in report.first.text
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.project(x)
-        return torch.softmax(h @ h.transpose(1, 2), -1) @ h
-
-
-@pytest.mark.parametrize("length", [26, 33])
-def test_a_fused_kernel_is_named(length: int) -> None:
-    torch.manual_seed(0)
-    model, x = Attention().eval(), 0.3 * torch.randn(2, length, 16)
-    sim = QuantizationSimModel(model, x, default_param_bw=7)  # no sum saturates, on any CPU
-    sim.compute_encodings([x])
-    report = sim.drift("file", "onnxruntime", x)
-    assert report.first is not None and report.first.cause == "fusion", report.to_text()
-    assert "QLinearSoftmax" in report.first.text and report.first.name == "softmax.output[0]"
-
-
-@pytest.mark.parametrize("layers", [1, 3])
-def test_products_fused_with_activations_that_nobody_quantized_are_named(layers: int, tmp_path: Path) -> None:
-    torch.manual_seed(layers)
-    sizes = [(64, 128), (128, 96), (96, 32)][:layers]
-    model = nn.Sequential(
-        *(part for size in sizes for part in (nn.Linear(*size, bias=False), nn.Tanh()))
-    ).eval()
-    x = torch.randn(2, 5, 64)
-    sim = QuantizationSimModel(model, x, preset="w4g32")
-    sim.compute_encodings([x])
-    sim.export(tmp_path, "fused", x, weight_only="fused", target="packed")
-    for side in ("float", "simulation", "file"):
-        report = drift(f"{tmp_path}@{side}", "onnxruntime")
-        assert report.first is not None and report.first.cause == "4-bit fusion", report.to_text()
-
-
-@pytest.mark.parametrize("inner", [75_000, 140_000])
-def test_an_overflow_of_the_accumulator_is_named(inner: int, tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(inner, 3), nn.ReLU()).eval()
-    with torch.no_grad():
-        model[0].weight.fill_(0.01)
-    x = 0.98 + 0.02 * torch.rand(2, inner, generator=torch.Generator().manual_seed(0))
-    sim = QuantizationSimModel(model, x)
-    sim.compute_encodings([x])
-    sim.export(tmp_path, "long", x)
-    for side in ("simulation", "file"):
-        report = drift(f"{tmp_path}@{side}", "onnxruntime")
-        assert report.first is not None and report.first.cause == "overflow", report.to_text()
-
-
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()
