@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,6 +49,7 @@ class Quantizer(core.Quantizer):
         self._grids: dict[tuple[Any, ...], tuple[Encoding, Grid]] = {}
         self._scales: dict[torch.device, tuple[Encoding, torch.Tensor]] = {}
         self._kept: tuple[torch.Tensor, Encoding, torch.Tensor] | None = None
+        self._columns: tuple[Any, tuple[Encoding, ...], tuple[Grid, bool]] | None = None
         self.learned: LearnedRange | None = None
         self.pivot: Callable[[torch.Tensor, Grid], torch.Tensor] | None = None
         self.correction: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -75,7 +77,7 @@ class Quantizer(core.Quantizer):
     def _set_encoding(self, encoding: Encoding | None) -> None:
         """Without an encoding the parameters of a learned range wait for the next; one of another kind ends them."""
         super()._set_encoding(encoding)
-        self._grids, self._scales, self._kept = {}, {}, None
+        self._grids, self._scales, self._kept, self._columns = {}, {}, None, None
         if self.learned is None or encoding is None:
             return
         if self.learned.accepts(encoding):
@@ -240,6 +242,22 @@ class Quantizer(core.Quantizer):
         self._grids[shape if encoding.scale.ndim else None, device] = encoding, grid
         return grid
 
+    def columns(
+        self, encodings: tuple[Encoding, ...], like: torch.Tensor, within: Sequence[tuple[float, float]]
+    ) -> tuple[Grid, bool]:
+        """The grid of tensors side by side, of which this quantizer's is the first, and whether values have to be clipped.
+
+        Kept as long as the encodings are the same objects: making it reads and writes numbers of the device.
+        """
+        key, known = (like.device, like.shape[-1], tuple(within)), self._columns
+        if known is not None and known[0] == key and all(map(operator.is_, known[1], encodings)):
+            return known[2]
+        grid = columns_grid(encodings, like)
+        found = grid, not _stays_on_grid(grid, like, within)
+        if not torch.compiler.is_dynamo_compiling():  # nor what is made of stand-ins
+            self._columns = key, encodings, found
+        return found
+
     def prepare(self, shape: tuple[int, ...], device: torch.device) -> None:
         """Make the grid for tensors of ``shape``, which a compiler cannot: it needs the values of scales and offsets."""
         encoding = self._encoding
@@ -250,7 +268,7 @@ class Quantizer(core.Quantizer):
             self._new_grid(shape, device, encoding)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_grids": {}, "_scales": {}, "_kept": None}
+        return {**self.__dict__, "_grids": {}, "_scales": {}, "_kept": None, "_columns": None}
 
 
 def side_by_side(
@@ -268,19 +286,17 @@ def side_by_side(
         ``None`` where an encoding has more than one scale or no fast path, or ``like`` is traced; in training also where some
         of the ranges are learned and others are not.
     """
-    encodings = [quantizer.required for quantizer in quantizers]
+    if torch.is_grad_enabled() and any(q.pivot is not None or q.trains_elsewhere for q in quantizers):
+        # the gradients at each are taken apart from the others, or what trains is read where it is: encodings are not
+        return None
+    encodings = tuple(quantizer.required for quantizer in quantizers)
     if not is_plain(like) or not all(e.scale.ndim == 0 and is_fast(e) for e in encodings):
         return None
-    if torch.is_grad_enabled() and any(q.pivot is not None or q.trains_elsewhere for q in quantizers):
-        return (
-            None  # the gradients at each are taken apart from the others, or what trains is read where it is
-        )
     learned = [quantizer.learned for quantizer in quantizers if quantizer.learned is not None]
     if torch.is_grad_enabled() and learned:
         return learned_side_by_side(learned, encodings, like)
-    grid = columns_grid(encodings, like)
+    grid, clamped = quantizers[0].columns(encodings, like, within)
     scale, lo, hi = grid.scale, grid.lo, grid.hi
-    clamped = not _stays_on_grid(grid, like, within)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad and torch.is_grad_enabled():

@@ -73,7 +73,24 @@ def conv() -> nn.Module:
     )
 
 
-MODELS = {"conv": (conv, (4, 3, 8, 8)), "attention": (lambda: Attention("cross"), (6, 5, 8))}
+class Recurrent(nn.Module):
+    """A recurrent layer in both directions, and the last step's classes."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer, self.head = kind(6, 5, batch_first=True, bidirectional=True), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+MODELS = {
+    "conv": (conv, (4, 3, 8, 8)),
+    "attention": (lambda: Attention("cross"), (6, 5, 8)),
+    "lstm": (lambda: Recurrent(nn.LSTM), (4, 7, 6)),
+    "gru": (lambda: Recurrent(nn.GRU), (4, 7, 6)),
+    "rnn": (lambda: Recurrent(nn.RNN), (4, 7, 6)),
+}
 
 
 def simulated(name: str, learned: bool) -> tuple[QuantizationSimModel, Tensor]:
