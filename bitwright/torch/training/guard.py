@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bitwright.errors import ConfigError, ModelError, checks_arguments
-from bitwright.torch.quantizers.learned_range import check_ranges
+from bitwright.torch.quantizers.learned_range import LearnedRange, check_ranges
 from bitwright.torch.ranks import calibrating_ranks
 from bitwright.torch.simulation.ranges import learned_ranges
 
@@ -24,7 +24,9 @@ class TrainingGuard:
 
     Args:
         optimizer: its parameters are those that are trained.
-        max_norm: gradients are scaled down where their common 2-norm is larger; ``None`` leaves them.
+        max_norm: gradients are scaled down where their common 2-norm is larger; ``None`` leaves them. Those of the ranges of
+            ``sim`` have a norm of their own, with the same bound: they are thousands of times larger than the model's where a
+            scale is small, and in one norm with them the model's would vanish.
         patience: so many steps in a row may be left out.
         sim: a simulation whose ranges are learned: a step that moves one far off its tensor, as with too large a learning
             rate, is an error that names the site, and the ranges are what they were before it.
@@ -36,7 +38,7 @@ class TrainingGuard:
         steps: how many were taken.
         skipped: how many were left out.
         reasons: ``"loss"`` or ``"gradient"`` -> how many were left out because of it.
-        norm: of the gradients of the last step taken, before clipping.
+        norm, range_norm: of the gradients of the model and of the ranges of ``sim`` in the last step taken, before clipping.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -64,7 +66,7 @@ class TrainingGuard:
         self.optimizer, self.max_norm, self.patience = optimizer, max_norm, patience
         self.steps = self.skipped = 0
         self.reasons: dict[str, int] = {}
-        self.norm = 0.0
+        self.norm = self.range_norm = 0.0
         self._sim, self._distributed = sim, distributed
         self._in_a_row = 0
 
@@ -80,19 +82,32 @@ class TrainingGuard:
         if where is not None:
             return self._skip("loss", where)
         loss.backward()
-        parameters = [
-            p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
-        bound = float("inf") if self.max_norm is None else self.max_norm
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        where = self._bad(not bool(torch.isfinite(norm)))
+        groups = self._groups()
+        norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
+        where = self._bad(not all(bool(torch.isfinite(norm)) for norm in norms))
         if where is not None:
             return self._skip("gradient", where)
-        nn.utils.clip_grads_with_norm_(parameters, bound, norm)
+        if self.max_norm is not None:
+            for group, norm in zip(groups, norms, strict=True):
+                nn.utils.clip_grads_with_norm_(group, self.max_norm, norm)
         self._take()
-        self.norm, self._in_a_row = float(norm), 0
+        self.norm, self.range_norm = (float(norm) for norm in norms)
+        self._in_a_row = 0
         self.steps += 1
         return True
+
+    def _groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The optimizer's parameters that have a gradient: those of the model, and those of learned ranges."""
+        ranges = {id(p) for learned in self._ranges() for p in learned.parameters().values()}
+        found: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    found[id(p) in ranges].append(p)
+        return found
+
+    def _ranges(self) -> list[LearnedRange]:
+        return [] if self._sim is None else [learned for _, learned in learned_ranges(self._sim)]
 
     def _bad(self, here: bool) -> str | None:
         """Where this step is bad, in words for a message; ``None`` where it is not."""
@@ -104,7 +119,7 @@ class TrainingGuard:
 
     def _take(self) -> None:
         """The optimizer's step; ranges that it breaks are put back before the error."""
-        ranges = [] if self._sim is None else [learned for _, learned in learned_ranges(self._sim)]
+        ranges = self._ranges()
         states = [learned.state() for learned in ranges]
         self.optimizer.step()
         try:

@@ -126,3 +126,23 @@ def test_sparse_gradients_of_embeddings_stay_sparse_and_right(preset: str) -> No
         optimizer.step()
     assert grads[0].is_sparse and torch.equal(grads[0].to_dense(), grads[1])
     assert grads[1].abs().sum() > 0
+
+
+def test_gradients_of_ranges_do_not_take_the_room_of_those_of_the_model() -> None:
+    """Those of small scales are thousands of times larger: in one norm the model would stand still."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    with torch.no_grad():
+        model[2].weight.mul_(1e-3)
+    x = torch.randn(16, 6)
+    sim = QuantizationSimModel(model.eval(), x, preset="w4a8")
+    sim.compute_encodings([x], progress=False)
+    sim.learn_ranges()
+    parameters = list(sim.model.parameters())
+    before = [p.detach().clone() for p in parameters]
+    groups = [{"params": parameters}, {"params": sim.range_parameters(), "lr": 0.0}]
+    guard = TrainingGuard(torch.optim.SGD(groups, lr=1.0), max_norm=0.5, sim=sim)
+    assert guard.step(100 * sim.model(x).square().sum())
+    moved = torch.cat([(p.detach() - q).flatten() for p, q in zip(parameters, before, strict=True)])
+    assert guard.range_norm > 100 * guard.norm > 50
+    assert float(moved.norm()) == pytest.approx(0.5, rel=1e-4)
