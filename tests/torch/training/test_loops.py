@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bitwright.core.numerics.affine import fake_quantize
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
 
 
@@ -81,17 +82,29 @@ def test_a_scaler_of_gradients_and_autocast() -> None:
     assert not torch.equal(before["0.weight"], sim.model.state_dict()["0.weight"])
 
 
+@pytest.mark.parametrize("learned", [False, True], ids=["fixed", "learned"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-def test_modules_in_half_precision_train_on_the_grid(dtype: torch.dtype) -> None:
+def test_modules_in_half_precision_train_on_the_grid_of_float32(dtype: torch.dtype, learned: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
     x = torch.randn(8, 6, dtype=dtype)
     sim = QuantizationSimModel(model.eval(), x, preset="w4a8")
     sim.compute_encodings([x], progress=False)
+    if learned:
+        sim.learn_ranges()
     sim.model.train()
+    ranges = sim.range_parameters() if learned else []
+    optimizer = torch.optim.SGD([*sim.model.parameters(), *ranges], lr=1e-3)
     sim.model(x).float().square().sum().backward()
     for p in sim.model.parameters():
         assert p.grad is not None and p.grad.dtype == dtype and torch.isfinite(p.grad).all()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in ranges)
+    optimizer.step()
+    weight = sim.quantizers["0.weight"]
+    assert weight.encoding is not None
+    on_grid = fake_quantize(model[0].weight.detach().float().numpy(), weight.encoding)
+    found = weight.quantizer(model[0].weight).detach()
+    assert found.dtype == dtype and torch.equal(found, torch.from_numpy(on_grid).to(dtype))
 
 
 class Residual(nn.Module):
