@@ -6,13 +6,13 @@
     python benchmarks/qat.py --folder runs --only-table --markdown benchmarks/results/qat.md
 
 Nothing is chosen by test data. A part of every network's training data is held out: no calibration and no training step sees
-it. On it, on one draw, a post-training recipe is chosen from ``RECIPES`` at W4A4, and at every preset a learning rate for fixed
-and for learned ranges; ranges have ten times the rate of the model. The rows of distillation and of live batch norms have the
-rate of learned ranges. Where the recipe that training starts from is better on the held-out part than all rates are, and than
-distillation is, no training is the choice, and the row says so. Then three other draws are calibrated and trained with these
-choices, and each result is scored on the test data once. All trained rows of a network take the same steps on the same batches
-and start from the chosen recipe's simulation, whose rounding freezes the ranges of weights: those of activations are learned.
-Rows with live batch norms start from ranges of least squared error, and learn all.
+it. On it, on one draw, a post-training recipe is chosen from ``RECIPES`` at W4A4, and at every preset a learning rate for each
+way of training; then, at the rate that is best where ranges have ten times the rate of the model, whether they have the same
+one. The rows of live batch norms have the rates of learned ranges. Where the recipe that training starts from is better on the
+held-out part than all rates are, no training is the choice, and the row says so. Then three other draws are calibrated and
+trained with these choices, and each result is scored on the test data once. All trained rows of a network take the same steps on
+the same batches and start from the chosen recipe's simulation, whose rounding freezes the ranges of weights: those of activations
+are learned. Rows with live batch norms start from ranges of least squared error, and learn all.
 
 Every quantizer has the bits of the preset, the first and the last layer's too: recipes are without the step that widens. A number
 is appended to ``results.jsonl`` of the folder when it is there, and not measured again. What the first draw trained is kept as a
@@ -57,7 +57,7 @@ from tests.support import data
 
 RATES, PICTURE_RATES = (3e-4, 1e-3, 3e-3), (1e-4, 3e-4, 1e-3)
 KEPT_START = -1  # the option of a trained row for which no training is the choice
-RANGE_RATE = 10.0  # times the rate of the model
+RANGE_RATES = (10.0, 1.0)  # of ranges, times the rate of the model
 # the default recipe without the steps that give sites more bits than the preset or leave them in float, and what may replace gptq
 _BASE: tuple[Any, ...] = ("fold", "smooth", "activation_ranges", "seq_mse")
 RECIPES: tuple[tuple[Any, ...], ...] = (
@@ -157,13 +157,16 @@ def _pictures_of(split: str) -> data.Images:
 
 
 def _pictures(seed: int, steps: int, batch: int) -> Iterator[Batch]:
-    """Training pictures in random order, mirrored and moved by up to two pixels at random."""
+    """Training pictures in random order, each mirrored and moved by up to two pixels at random."""
     images, generator = _pictures_of("train"), torch.Generator().manual_seed(seed)
     for _ in range(steps):
         chosen = torch.randint(len(images), (batch,), generator=generator)
-        flip, dy, dx = (int(torch.randint(n, (), generator=generator)) for n in (2, 5, 5))
-        x = F.pad(images.x[chosen], (2, 2, 2, 2))[:, :, dy : dy + 32, dx : dx + 32]
-        yield (x.flip(-1) if flip else x).contiguous(), images.y[chosen]
+        flips, tops, lefts = (torch.randint(n, (batch,), generator=generator).tolist() for n in (2, 5, 5))
+        moved = []
+        for x, flip, top, left in zip(F.pad(images.x[chosen], (2, 2, 2, 2)), flips, tops, lefts, strict=True):
+            part = x[:, top : top + 32, left : left + 32]
+            moved.append(part.flip(-1) if flip else part)
+        yield torch.stack(moved), images.y[chosen]
 
 
 @functools.cache
@@ -264,7 +267,7 @@ SUBJECTS = {
         _pictures,
         _calibration(lambda: _pictures_of("train").x, 256, 32),
         lambda model, split: data.accuracy(model, _pictures_of(split)),
-        80,
+        240,
         32,
         "accuracy, %",
         higher=True,
@@ -277,7 +280,7 @@ SUBJECTS = {
         _characters,
         _calibration(lambda: _rows("train", 64)[:, :-1], 64, 16),
         _perplexity(lambda split: _rows(split, 128)[:160]),
-        100,
+        300,
         32,
         "perplexity",
     ),
@@ -286,7 +289,7 @@ SUBJECTS = {
         _characters,
         _calibration(lambda: _rows("train", 64)[:, :-1], 64, 16),
         _perplexity(lambda split: _rows(split, 64)[:320]),
-        120,
+        360,
         32,
         "perplexity",
     ),
@@ -295,7 +298,7 @@ SUBJECTS = {
         _pictures,
         _calibration(lambda: _pictures_of("train").x, 256, 32),
         lambda model, split: data.accuracy(model, _pictures_of(split)),
-        100,
+        300,
         32,
         "accuracy, %",
         higher=True,
@@ -309,7 +312,7 @@ SUBJECTS = {
         _perplexity(
             lambda split: data.stories("test")[:64] if split == "test" else data.stories("calib")[24:]
         ),
-        60,
+        180,
         8,
         "perplexity",
         recipes=1,
@@ -328,7 +331,7 @@ class Cell:
         network, preset, row: what is measured.
         draw: seed of calibration and of training.
         split: what it is scored on.
-        option: index into ``RECIPES`` or the rates of the network; of rows that have neither, 0.
+        option: index into ``RECIPES``, or into :func:`rates_of` of the network; of rows that have neither, 0.
     """
 
     network: str
@@ -393,15 +396,20 @@ class Study:
     def options(self) -> dict[str, int]:
         """Each way of training with its rate, or :data:`KEPT_START`."""
         start = self.held_out("recipe", self.recipe())
-        rates = range(len(self.subject.rates))
-        best = {
-            way: max(rates, key=lambda option: self.held_out(way, option)) for way in ("fixed", "learned")
-        }
-        best["distilled"] = best["learned"]
+        best = {way: self._best_rates(way) for way in TRAINED}
         chosen = {
             way: option if self.held_out(way, option) > start else KEPT_START for way, option in best.items()
         }
         return chosen | ({"live": best["learned"]} if self.subject.batch_norms else {})
+
+    def _best_rates(self, way: str) -> int:
+        """The best rate, and with it the best of the rates of ranges."""
+        count = len(self.subject.rates)
+        best = max(range(count), key=lambda option: self.held_out(way, option))
+        if way == "fixed":
+            return best
+        others = range(best, count * len(RANGE_RATES), count)
+        return max(others, key=lambda option: self.held_out(way, option))
 
     # -- numbers
 
@@ -424,13 +432,13 @@ class Study:
             sim = copy.deepcopy(self.treated(draw, self.recipe()))
             start = time.process_time()
             if option != KEPT_START:
-                train(sim, self.subject, row, draw, self.subject.rates[option])
+                train(sim, self.subject, row, draw, *rates_of(self.subject)[option])
         self._score(row, sim, draw, split, option, start)
 
     def _measure_live(self, draw: int, split: str, option: int, start: float) -> None:
         """One training, scored with the statistics that it left and with new ones."""
         sim = self._with_batch_norms(draw)
-        train(sim, self.subject, "live", draw, self.subject.rates[option])
+        train(sim, self.subject, "live", draw, *rates_of(self.subject)[option])
         other = copy.deepcopy(sim)
         shown = [x for x, _ in self.subject.batches(draw + 1000, 20, self.subject.batch)]
         reestimate_bn_stats(other.model, shown, num_batches=20)
@@ -476,12 +484,19 @@ class Study:
         return QuantizationSimModel(model, example, preset=PRESETS[self.preset], config_file=rules)
 
 
-def train(sim: QuantizationSimModel, subject: Subject, way: str, draw: int, rate: float) -> None:
-    """The same steps for every way: Adam on a cosine, gradients clipped to a norm of 1."""
+def rates_of(subject: Subject) -> list[tuple[float, float]]:
+    """Rates of the model and of its ranges to choose from; the first so many serve for fixed ranges."""
+    return [(rate, factor * rate) for factor in RANGE_RATES for rate in subject.rates]
+
+
+def train(
+    sim: QuantizationSimModel, subject: Subject, way: str, draw: int, rate: float, range_rate: float
+) -> None:
+    """The same steps for every way: Adam on a cosine, gradients of model and ranges clipped to a norm of 1 each."""
     groups: list[dict[str, Any]] = [{"params": list(sim.model.parameters())}]
     if way != "fixed":
         sim.learn_ranges()
-        groups.append({"params": sim.range_parameters(), "lr": RANGE_RATE * rate})
+        groups.append({"params": sim.range_parameters(), "lr": range_rate})
     optimizer = torch.optim.Adam(groups, lr=rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, subject.steps)
     guard = TrainingGuard(optimizer, sim=sim)
@@ -571,11 +586,16 @@ def _row(results: Results, network: str, preset: str, row: str, lines: list[dict
     option = lines[-1]["option"]
     chosen = {"float": "", "nearest": "", "recipe": f"{option + 1} of {subject.recipes}"}.get(row)
     if chosen is None:
-        chosen = "not to train" if option == KEPT_START else f"{subject.rates[option]:g}"
+        chosen = "not to train" if option == KEPT_START else _rates_told(subject, row, option)
     file = results.find(Cell(network, preset, row, DRAWS[0], "file", 0))
     told = "" if file is None else _told(file, places)
     seconds = f"{statistics.fmean(line['seconds'] for line in lines):.0f}"
     return [network, subject.metric, preset, NAMES[row], spread, str(len(scores)), chosen, seconds, told]
+
+
+def _rates_told(subject: Subject, row: str, option: int) -> str:
+    rate, range_rate = rates_of(subject)[option]
+    return f"{rate:g}" if row == "fixed" else f"{rate:g}, ranges {range_rate:g}"
 
 
 def _told(file: dict[str, Any], places: str) -> str:
