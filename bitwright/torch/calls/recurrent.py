@@ -99,7 +99,8 @@ def layer(
         Hidden states of all steps (``[T, B, R]``, or packed like ``input``), the last one, and for LSTM the last cell.
     """
     tensors = (input, weight_ih, weight_hh, bias_ih, initial_h, initial_c, weight_hr, bias_hh)
-    if has_torch_function(tensors):
+    # a compiler's has_torch_function asks of the tensors alone, and then the fused call below is decomposed without end
+    if has_torch_function(tensors) or torch._C._is_torch_function_mode_enabled():
         return handle_torch_function(
             layer, tensors, input, weight_ih, weight_hh, bias_ih, batch_sizes, initial_h, initial_c, peephole, weight_hr,
             bias_hh, cell=cell, activation=activation, reverse=reverse, place=place, inside=inside,
@@ -392,6 +393,7 @@ def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Stack:
 
 
 def _stacked(cell: str, activation: str, fused: Callable[..., Any]) -> Callable[..., Any]:
+    @torch.compiler.disable(reason="recurrent layers run eagerly, as torch's own do")
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         call = _read(args, kwargs)
         time = 1 if call.batch_first else 0

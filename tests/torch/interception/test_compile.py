@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ MODELS = {
 }
 
 
-def simulated(kind: type[nn.Module], shape: tuple[int, ...]) -> tuple[QuantizationSimModel, Tensor]:
+def simulated(kind: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[QuantizationSimModel, Tensor]:
     torch.manual_seed(0)
     x = torch.randn(shape)
     sim = QuantizationSimModel(kind().eval(), x, preset="w4a8")
@@ -159,6 +159,34 @@ def test_code_that_a_compiler_generates_rounds_as_we_do() -> None:
     x = (torch.arange(64 * 7).reshape(64, 7) - 224.0) * step_size / 2  # every second one is a tie
     with torch.no_grad():
         assert torch.equal(torch.compile(sim.model, fullgraph=True)(x), sim.model(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: str, layers: int, bidirectional: bool) -> None:
+        super().__init__()
+        self.layers = getattr(nn, kind)(3, 2, layers, bidirectional=bidirectional)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)[0]
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(
+    ("kind", "layers", "bidirectional", "backend"),
+    [("GRU", 1, False, "eager"), ("GRU", 1, False, "aot_eager"), ("LSTM", 2, False, "eager"), ("RNN", 1, True, "eager")],
+)  # fmt: skip
+def test_recurrent_layers_are_compiled_with_the_numbers_of_eager(
+    kind: str, layers: int, bidirectional: bool, backend: str, grad: bool
+) -> None:
+    sim, x = simulated(lambda: Recurrent(kind, layers, bidirectional), (2, 2, 3))
+    run = torch.compile(sim.model, backend=backend)
+    if grad:
+        other = copy.deepcopy(sim)
+        for found, expected in zip(step(sim, run, x), step(other, other.model, x), strict=True):
+            assert torch.equal(found, expected)
+    else:
+        with torch.no_grad():
+            assert torch.equal(run(x), sim.model(x))
 
 
 class Hidden(nn.Module):
