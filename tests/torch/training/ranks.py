@@ -235,14 +235,16 @@ def gradients(sim: QuantizationSimModel, rank: int, count: int, passes: int) -> 
         x, y = (part.chunk(count)[rank] for part in data_of_step(step))
         quiet = isinstance(call, DistributedDataParallel) and step < passes - 1
         with call.no_sync() if quiet else nullcontext():
-            nn.functional.cross_entropy(call(x), y).backward()
+            nn.functional.cross_entropy(call(x.double()), y).backward()
     return {name: p.grad.flatten().tolist() for name, p in sim.named_range_parameters() if p.grad is not None}
 
 
 def gradients_of_ranges(rank: int, count: int) -> Any:
-    """After one pass, after two, and of a copy."""
+    """After one pass, after two, and of a copy; in float64, where it does not matter in which order a batch is summed."""
     first, second = learning(rank, count)[0], learning(rank, count)[0]
     third = copy.deepcopy(first)
+    for sim in (first, second, third):
+        sim.model.double()
     return [gradients(sim, rank, count, passes) for sim, passes in ((first, 1), (second, 2), (third, 1))]
 
 
@@ -462,10 +464,10 @@ def unused_parameters(rank: int) -> None:
 
 
 CASES: dict[str, tuple[int, Callable[[int, int], Any]]] = {
-    **{f"{s} 1": (1, calibrate("turns", s)) for s in ("min_max", "tf_enhanced", "percentile")},
-    **{f"{s} 2": (2, calibrate("blocks", s)) for s in ("min_max", "tf_enhanced", "percentile")},
+    **{f"{s} 1": (1, calibrate("turns", s)) for s in ("min_max", "tf_enhanced", "percentile", "mse")},
+    **{f"{s} 2": (2, calibrate("blocks", s)) for s in ("min_max", "tf_enhanced", "percentile", "mse")},
     "tf_enhanced 2 last": (2, calibrate("last", "tf_enhanced")),
-    "tf_enhanced 4": (4, calibrate("turns", "tf_enhanced")),
+    **{f"{s} 4": (4, calibrate("turns", s)) for s in ("tf_enhanced", "mse")},
     "in parts 1": (1, in_parts),
     "in parts 2": (2, in_parts),
     "counts 1": (1, resumed_calibration_counts_once),
