@@ -99,8 +99,7 @@ def layer(
         Hidden states of all steps (``[T, B, R]``, or packed like ``input``), the last one, and for LSTM the last cell.
     """
     tensors = (input, weight_ih, weight_hh, bias_ih, initial_h, initial_c, weight_hr, bias_hh)
-    # a compiler's has_torch_function asks of the tensors alone, and then the fused call below is decomposed without end
-    if has_torch_function(tensors) or torch._C._is_torch_function_mode_enabled():
+    if _is_seen(tensors):
         return handle_torch_function(
             layer, tensors, input, weight_ih, weight_hh, bias_ih, batch_sizes, initial_h, initial_c, peephole, weight_hr,
             bias_hh, cell=cell, activation=activation, reverse=reverse, place=place, inside=inside,
@@ -116,6 +115,14 @@ def layer(
     b, rb = (None if rows is None else in_order(rows, GATES[cell], gates) for rows in (bias_ih, bias_hh))
     ctx = _Context(cell, gates, activation, r, rb, weight_hr, inside or {}, once)
     return _scan(ctx, F.linear(input, w, b), states, batch_sizes, reverse)
+
+
+def _is_seen(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether a mode or a tensor wants to see the call; a compiler's ``has_torch_function`` does not ask for modes.
+
+    Without that question a compiled :func:`layer` would run the fused call, which is decomposed to :func:`layer` again.
+    """
+    return has_torch_function(tensors) or torch._C._is_torch_function_mode_enabled()
 
 
 def in_order(rows: Tensor, have: Sequence[str], want: Sequence[str]) -> Tensor:
