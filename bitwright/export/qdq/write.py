@@ -50,7 +50,7 @@ from bitwright.export.qdq.products import (
     guard_outputs,
     keep_apart,
 )
-from bitwright.export.qdq.scans import close_scans
+from bitwright.export.qdq.rewrites import close_scans
 from bitwright.export.qdq.stored import unsigned
 from bitwright.export.qdq.trace import carried, data_outputs, trace
 from bitwright.export.qdq.weights import write_biases, write_constant
