@@ -26,15 +26,18 @@ DIGITS = ("mnist_cntk", "mnist_pytorch")
 POINTS = {"mobilenet_v1_025": 100 * math.sqrt(0.07 * 400) / 400}
 
 
+def assert_within_the_points(lost: float, name: str) -> None:
+    """Percents have two decimals: the sixth is of their sum in binary."""
+    assert round(lost, 6) <= POINTS.get(name, 0.3)
+
+
 @pytest.mark.parametrize("name", IMAGES)
 def test_images_over_three_draws_of_calibration_data(shared_data, name):
     task = TASKS[name]()
     float_metric = measured(name, task, "torch", "w8a8", "float")
     found = [measured(name, task, "torch", "w8a8", None, seed) for seed in (0, 1, 2)]
     lost = float_metric - sum(found) / 3
-    assert round(lost, 6) <= POINTS.get(
-        name, 0.3
-    )  # percents have two decimals: the sixth is of their sum in binary
+    assert_within_the_points(lost, name)
 
 
 def test_photographs_not_seen_come_out_with_far_less_noise(shared_data):
@@ -48,14 +51,11 @@ def test_photographs_not_seen_come_out_with_far_less_noise(shared_data):
 def test_images_in_onnx(shared_data, name):
     task = TASKS[name]()
     float_metric = measured(name, task, "onnx", "w8a8", "float")
-    draws = (
-        (0, 1, 2) if name in IMAGES else (0,)
-    )  # as in torch: draws of the calibration data differ by half a point
+    # as in torch: draws of the calibration data differ by half a point
+    draws = (0, 1, 2) if name in IMAGES else (0,)
     found = [measured(name, task, "onnx", "w8a8", None, seed) for seed in draws]
     lost = float_metric - sum(found) / len(found)
-    assert round(lost, 6) <= POINTS.get(
-        name, 0.3
-    )  # percents have two decimals: the sixth is of their sum in binary
+    assert_within_the_points(lost, name)
 
 
 @pytest.mark.parametrize("name", IMAGES)
