@@ -216,6 +216,7 @@ class Quantizer(core.Quantizer):
         if torch.compiler.is_compiling() or not on_host(x.device) or not is_plain(x):
             return self(x)
         if torch.is_grad_enabled() and (x.requires_grad or self.learned is not None):
+            self._kept = None  # the next step changes the weight: two copies of it would be held for nothing
             return self(x)
         encoding, kept = self.required, self._kept  # read once: other threads exchange them
         if kept is None or kept[1] is not encoding or not _same(kept[0], x):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -186,6 +187,18 @@ def test_elements_exchanged_through_data_are_seen(
             weight[3, 1, 0, 0].clone(),
         )
         assert torch.equal(sim.model(batches[0]), copy.deepcopy(sim).model(batches[0]))
+
+
+def test_a_training_step_gives_back_what_an_evaluation_kept_of_the_weights(
+    sim: QuantizationSimModel, batches: list[Tensor]
+) -> None:
+    """A copy of every weight and its values on the grid: as much again as model and gradients."""
+    weight, quantizer = sim.model.conv.weight, sim.quantizers["conv.weight"].quantizer
+    with torch.no_grad():
+        kept = weakref.ref(quantizer.constant(weight))
+        assert kept() is quantizer.constant(weight)
+    sim.model(batches[0]).sum().backward()
+    assert kept() is None
 
 
 def test_a_weight_that_is_a_view_with_gaps_is_followed(batches: list[Tensor]) -> None:
