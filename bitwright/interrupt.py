@@ -9,9 +9,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended, as shells report it
+
+_CAN_WAIT = hasattr(signal, "setitimer")  # not on Windows
+_AGAIN = 0.05  # seconds between two looks whether an import has ended
 
 
 class Interrupts:
@@ -24,10 +28,22 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.seen = False
+        self._imports = _imports(sys._getframe())
+        self._alarm: Any = None  # the handler that the clock had, where one waits for an import
 
-    def _raise(self, number: int, frame: object) -> None:
+    def _raise(self, number: int, frame: FrameType | None) -> None:
         self.seen = True
+        if _CAN_WAIT and _imports(frame) > self._imports:
+            former = signal.signal(signal.SIGALRM, self._raise)
+            self._alarm = former if self._alarm is None else self._alarm
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+            return
         raise KeyboardInterrupt
+
+    def _end(self) -> None:
+        if self._alarm is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._alarm)
 
 
 @contextmanager
@@ -36,7 +52,8 @@ def watched() -> Iterator[Interrupts]:
 
     Python acts on a signal only between two of its own instructions. While C code runs (a large product, a session), the
     first Ctrl-C waits; the second is seen by a thread and ends the process with code 130. That is safe for files: they
-    appear whole or not at all. Where Ctrl-C is ignored or handled elsewhere, nothing is watched.
+    appear whole or not at all. An import that began inside the block ends first: C++ extensions abort the process where they
+    meet a KeyboardInterrupt while they are loaded. Where Ctrl-C is ignored or handled elsewhere, nothing is watched.
     """
     found = Interrupts()
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -53,9 +70,19 @@ def watched() -> Iterator[Interrupts]:
     finally:
         signal.set_wakeup_fd(wakeup)
         signal.signal(signal.SIGINT, handler)
+        found._end()
         far.close()
         thread.join()
         near.close()
+
+
+def _imports(frame: FrameType | None) -> int:
+    """How many of the calls that led to ``frame`` are imports."""
+    count = 0
+    while frame is not None:
+        count += frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+        frame = frame.f_back
+    return count
 
 
 def _watch(signals: socket.socket) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,27 @@ def test_handlers_are_those_of_before_when_the_block_ends() -> None:
         assert signal.set_wakeup_fd(-1) == -1
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_an_import_ends_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ extensions abort the process where they meet a KeyboardInterrupt while they are loaded."""
+    (tmp_path / "long_import.py").write_text(
+        "import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(0.2)\nwhole = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    clock = signal.getsignal(signal.SIGALRM)
+    try:
+        with pytest.raises(KeyboardInterrupt), watched() as interrupts:
+            import long_import  # type: ignore[import-not-found]
+
+            assert interrupts.seen and long_import.whole
+            while True:
+                time.sleep(0.01)
+        assert signal.getsignal(signal.SIGALRM) == clock and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+        sys.modules.pop("long_import", None)
 
 
 def test_a_program_that_ignores_ctrl_c_goes_on_doing_so() -> None:
