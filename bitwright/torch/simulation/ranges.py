@@ -34,6 +34,11 @@ _FROZEN = "it is frozen"
 _ROUNDED_FOR = (
     "other weights are frozen, and may be rounded for the values that it has now: name it to learn it"
 )
+_MOST_LEARNED_BITS = 8
+_WIDE = (
+    f"its grid has more than {_MOST_LEARNED_BITS} bits, whose rounding leaves nothing to win, and the gradient of a range grows "
+    "with the number of codes: name it to learn it"
+)
 Init = Literal["calibrated", "lsq", "lsq+"]
 
 
@@ -67,10 +72,10 @@ def learn_ranges(
 
     Args:
         sim: calibrated.
-        sites: names or globs (``"*.weight"``). ``"*"`` is all that can train; where some weights are frozen, as rounding
-            methods leave those that they rounded, all weights stay: what was rounded makes up for the errors that the
-            others have now, and a range that moves by 1 % changes some of those by whole steps. A list is taken
-            literally: ``["*"]`` trains the weights that are not frozen beside those that are.
+        sites: names or globs (``"*.weight"``). ``"*"`` is all that gains by training: not grids of more than 8 bits, and where
+            some weights are frozen, as rounding methods leave those that they rounded, no weights: what was rounded makes up
+            for the errors that the others have now, and a range that moves by 1 % changes some of those by whole steps. A list
+            is taken literally: ``["*"]`` trains wide grids, and the weights that are not frozen beside those that are.
         offsets: learn the zero points of asymmetric grids too (LSQ+), but for ranges that end at zero, as after ReLU.
         init: where weights start: ``"calibrated"``, ``"lsq"`` (``2 * mean|w| / sqrt(qmax)``) or ``"lsq+"``
             (``max(|mean - 3 std|, |mean + 3 std|)`` is the end of the grid). Activations start where calibration found
@@ -93,7 +98,7 @@ def learn_ranges(
     )
     with all_or_nothing(sim):
         for site in chosen:
-            reason = _why_fixed(site, rounded)
+            reason = _why_fixed(site, rounded) or (_why_left(site) if sites == "*" else None)
             if reason is not None:
                 fixed[site.name] = reason
             elif id(site.quantizer) not in learned:
@@ -184,6 +189,13 @@ def _why_fixed(site: Site, rounded: bool) -> str | None:
     if rounded and site.role == "weight" and getattr(quantizer, "learned", None) is None:
         return _ROUNDED_FOR
     return unlearnable(quantizer.required)
+
+
+def _why_left(site: Site) -> str | None:
+    """Why the range of a site is learned only where it is named."""
+    wide = site.quantizer.required.format.bits > _MOST_LEARNED_BITS
+    learns = getattr(site.quantizer, "learned", None) is not None
+    return _WIDE if wide and not learns else None
 
 
 def _start(sim: QuantizationSimModel, site: Site, offsets: bool, init: Init) -> None:
