@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -329,7 +330,7 @@ def entropy_range(stats: Histogram | Samples, fmt: Format, symmetry: Symmetry) -
     kept = np.full(lo.size, HALF_BINS)
     for count in np.unique(levels[levels < HALF_BINS]):
         chosen = np.flatnonzero(levels == count)
-        for part in row_chunks(chosen.size, 16 * HALF_BINS):
+        for part in row_chunks(chosen.size, max(16 * HALF_BINS, 128 * int(count))):
             rows = chosen[part]
             magnitudes = counts[rows, HALF_BINS - 1 :]
             magnitudes[:, 1:] += counts[rows, HALF_BINS - 2 :: -1]
@@ -404,28 +405,41 @@ def _levels(fmt: Format, symmetry: Symmetry, lo: Float64s, hi: Float64s) -> NDAr
 
 def _least_divergence(magnitudes: NDArray[np.int64], levels: int) -> NDArray[np.int64]:
     """For every row the number of bins kept below the best threshold; ties go to the widest."""
-    rows, bins = magnitudes.shape
-    mass = np.pad(np.cumsum(magnitudes, axis=1), ((0, 0), (1, 0))).astype(np.float64)
-    filled = np.pad(np.cumsum(magnitudes > 0, axis=1, dtype=np.int64), ((0, 0), (1, 0)))
-    best, kept = np.full(rows, np.inf), np.full(rows, bins)
+    bins = magnitudes.shape[1]
     first = max(levels, bins // 16)
-    for size in range(bins, first - 1, -max(1, (bins - first) // 100)):
-        divergence = _divergence(magnitudes[:, :size], mass, filled, levels)
-        better = divergence < best
-        best, kept = np.where(better, divergence, best), np.where(better, size, kept)
-    return kept
+    sizes = np.arange(bins, first - 1, -max(1, (bins - first) // 100))
+    divergence = _divergences(magnitudes, sizes, levels)
+    # what only rounding tells apart is a tie
+    least = divergence <= divergence.min(axis=1, keepdims=True) + 1e-12
+    return np.asarray(sizes[least.argmax(axis=1)])
 
 
-def _divergence(head: NDArray[np.int64], mass: Float64s, filled: NDArray[np.int64], levels: int) -> Float64s:
-    """KL(reference || merged into ``levels``) of every row, in nats."""
-    size, total = head.shape[1], mass[:, -1:]
-    edges = np.arange(levels + 1) * size // levels
-    level = np.diff(mass[:, edges], axis=1) / np.maximum(np.diff(filled[:, edges], axis=1), 1)
-    merged = np.repeat(level, np.diff(edges), axis=1) * (head > 0)
-    reference = head.astype(np.float64)
-    reference[:, -1] += total[:, 0] - mass[:, size]
+def _divergences(magnitudes: NDArray[np.int64], sizes: NDArray[np.int64], levels: int) -> Float64s:
+    """KL(reference || merged into ``levels``), in nats, of every row and number of bins kept.
+
+    The logarithm of a quotient is taken apart: what the reference adds comes from sums over bins that are made once, and all bins
+    of a level have one merged mass, so that a threshold costs its levels and not its bins.
+    """
+    mass, filled, own = (
+        np.pad(np.cumsum(values, axis=1), ((0, 0), (1, 0)))
+        for values in (magnitudes.astype(np.float64), magnitudes > 0, _times_log(magnitudes))
+    )
+    total, kept, last = mass[:, -1:], mass[:, sizes], magnitudes[:, sizes - 1]
+    edges = np.arange(levels + 1) * sizes[:, None] // levels
+    held = np.diff(mass[:, edges], axis=2)
+    level = _log(held / np.maximum(np.diff(filled[:, edges], axis=2), 1))
+    clipped = total - kept  # counts into the last bin
     # a last bin that holds only clipped data has no mass on the grid: a small one keeps the divergence finite
-    merged = np.maximum(merged, 1e-4 * (reference > 0))
-    ratio = np.divide(reference, merged, out=np.ones_like(reference), where=reference > 0)
-    spread = (reference * np.log(ratio)).sum(1) / total[:, 0]
-    return np.asarray(spread + np.log(merged.sum(1) / total[:, 0]))
+    bare = (last == 0) & (clipped > 0)
+    reference = own[:, sizes - 1] + _times_log(last + clipped)
+    merged = (held * level).sum(2) + clipped * np.where(bare, np.log(1e-4), level[:, :, -1])
+    return np.asarray((reference - merged) / total + np.log((kept + 1e-4 * bare) / total))
+
+
+def _log(values: Float64s) -> Float64s:
+    """Natural logarithms; zero for zeros."""
+    return np.log(values, out=np.zeros(values.shape), where=values > 0)
+
+
+def _times_log(values: NDArray[Any]) -> Float64s:
+    return values * _log(values)

@@ -23,7 +23,7 @@ from bitwright.core.numerics.ranges import (
     needs,
 )
 from bitwright.core.numerics.spec import SYMMETRIES, QuantSpec, RangeMethod
-from bitwright.core.numerics.statistics import measure, merge, start, update
+from bitwright.core.numerics.statistics import HALF_BINS, measure, merge, start, update
 from bitwright.errors import CalibrationError, ConfigError, GranularityError
 
 SEARCHES = ("mse", "sqnr")
@@ -324,6 +324,34 @@ def test_entropy_clips_the_tails_and_keeps_a_compact_distribution():
     uniform = np.random.default_rng(0).uniform(-1, 1, 100_000).astype(np.float32)
     _, hi = choose_range(measure("histogram", uniform), spec_of("entropy"))
     assert hi > 0.95
+
+
+@pytest.mark.parametrize("bits", [4, 8, 11])
+def test_the_entropy_threshold_is_the_one_of_the_definition(bits: int) -> None:
+    """Bin by bin: the merged distribution of every threshold that is tried, and its divergence."""
+    generator = np.random.default_rng(bits)
+    for values in (heavy_tailed(), generator.laplace(size=3000), generator.integers(-3, 4, 500) * 0.25):
+        stats = measure("histogram", values.astype(np.float32))
+        bins = stats.counts[..., HALF_BINS - 1 :].reshape(-1).astype(np.float64)
+        bins[1:] += stats.counts[..., HALF_BINS - 2 :: -1].reshape(-1)
+        levels = 2 ** (bits - 1)
+        first = max(levels, HALF_BINS // 16)
+        tried = {}
+        for size in range(HALF_BINS, first - 1, -max(1, (HALF_BINS - first) // 100)):
+            held, merged = bins[:size].copy(), np.zeros(size)
+            for part in np.split(np.arange(size), np.arange(1, levels) * size // levels):
+                merged[part[held[part] > 0]] = held[part].sum() / max((held[part] > 0).sum(), 1)
+            held[-1] += bins[size:].sum()
+            some = held > 0
+            merged[some] = np.maximum(merged[some], 1e-4)
+            p, q = held[some] / held.sum(), merged[some] / merged.sum()
+            tried[size] = (p * np.log(p / q)).sum()
+        best = max(size for size in tried if tried[size] <= min(tried.values()) + 1e-12)
+        lo, hi = choose_range(stats, spec_of("entropy", f"int{bits}"))
+        bounds, threshold = stats.bounds, np.ldexp(best, int(stats.exponent.item()))
+        full = best == HALF_BINS
+        assert hi == (bounds.hi if full else min(bounds.hi, threshold))
+        assert lo == (bounds.lo if full else max(bounds.lo, -threshold))
 
 
 # ---- names, options, refusals
