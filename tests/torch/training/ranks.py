@@ -557,6 +557,13 @@ def main(names: list[str]) -> Iterator[tuple[str, list[Any]]]:
             yield name, [json.loads(file.read_text()) if file.exists() else None for file in files]
 
 
+def warm_up() -> None:
+    """Load what a first simulation loads (compiled loops, torch's own parts) before the ranks are forked, and not in each."""
+    sim, _ = learning(0, 1)
+    nn.functional.cross_entropy(sim.model(data_of_step(0)[0]), data_of_step(0)[1]).backward()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    warm_up()
     print(json.dumps(dict(main(sys.argv[1:] or list(CASES)))))
