@@ -329,9 +329,9 @@ torch.manual_seed(1)
 x = torch.randn(4, 20, 12)
 sim = QuantizationSimModel(PreNorm().eval(), x)
 sim.compute_encodings([x])
-sim.export(sys.argv[2], "net", x)
+sim.export(sys.argv[1], "net", x)
 for side in ("float", "simulation", "file"):
-    first = drift(f"{sys.argv[2]}@{side}", "onnxruntime").first
+    first = drift(f"{sys.argv[1]}@{side}", "onnxruntime").first
     print(first.name, first.cause)
     assert "open the session with session.x64quantprecision = 1" in first.remedy, first.remedy
 """
@@ -364,9 +364,9 @@ _SATURATED = f"""{_NETS}
 for net in nets:
     sim = QuantizationSimModel(net.eval(), x)
     sim.compute_encodings([x])
-    sim.export(sys.argv[2], "net", x)
+    sim.export(sys.argv[1], "net", x)
     for side in ("float", "simulation", "file"):
-        found = drift(f"{{sys.argv[2]}}@{{side}}", "onnxruntime").first
+        found = drift(f"{{sys.argv[1]}}@{{side}}", "onnxruntime").first
         print(found and found.cause)
 """
 
@@ -381,8 +381,8 @@ from bitwright.export.targets import rules_for
 for net in nets:
     sim = QuantizationSimModel(net.eval(), x, config_file=rules_for("litert", None))
     sim.compute_encodings([x])
-    sim.export(sys.argv[2], "net", x, target="litert")
-    one, other = (drift(f"{{sys.argv[2]}}@simulation", runtime) for runtime in ("litert", "onnxruntime"))
+    sim.export(sys.argv[1], "net", x, target="litert")
+    one, other = (drift(f"{{sys.argv[1]}}@simulation", runtime) for runtime in ("litert", "onnxruntime"))
     print(one.ok, other.first.cause)
 """
 
@@ -417,7 +417,7 @@ def test_saturation_in_openvino_is_named(tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     if platform.machine().lower() not in ("x86_64", "amd64"):
         pytest.skip("pairs of products are added on x86 alone")
-    code = "import sys" + _SATURATED.replace("sys.argv[2]", "sys.argv[1]").replace("onnxruntime", "openvino")
+    code = "import sys" + _SATURATED.replace("onnxruntime", "openvino")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     command = [sys.executable, "-c", code, str(tmp_path / "out")]
     run = subprocess.run(command, capture_output=True, text=True, env=env)

@@ -283,7 +283,7 @@ def test_repaired_files_compute_the_simulation_without_dot_products(tmp_path: Pa
     code = """
 from bitwright import drift
 for name in ("plain", "repaired"):
-    report = drift(f"{sys.argv[2]}/{name}@simulation", "onnxruntime")
+    report = drift(f"{sys.argv[1]}/{name}@simulation", "onnxruntime")
     print(name, report.first and report.first.cause, report.ok)
 """
     lines = run_without_vnni(code, tmp_path, str(tmp_path)).splitlines()
@@ -358,7 +358,7 @@ from tests.support.deployed import in_onnxruntime
 from tests.support.tasks import TASKS
 x = TASKS["resnet20_aux"]().batches(0)[0]
 for name in ("plain", "repaired"):
-    np.save(f"{sys.argv[2]}/{name}.npy", in_onnxruntime(Path(sys.argv[2], name, "model.onnx"))(x).numpy())
+    np.save(f"{sys.argv[1]}/{name}.npy", in_onnxruntime(Path(sys.argv[1], name, "model.onnx"))(x).numpy())
 """
 
 

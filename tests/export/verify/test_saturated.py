@@ -38,7 +38,7 @@ text = str(report)
 assert "this CPU has no VNNI: with the default settings of a session" in text, text
 assert "open the session with session.x64quantprecision = 1, or quantize with repair='saturation'" in text, text
 assert text in report._repr_html_() or "session.x64quantprecision = 1" in report._repr_html_()
-path = sim.export(sys.argv[2], "net", x).qdq
+path = sim.export(sys.argv[1], "net", x).qdq
 step = float(max(e.scale for e in [sim.quantizers["2.output[0]"].encoding]))
 expected = sim.model(x).detach().numpy()
 assert np.abs(deployed(path) - expected).max() > 3 * step
@@ -57,7 +57,7 @@ sim = simulated(net)
 report = sim.verify(x)
 assert report.ok and report.saturated.refused, str(report)
 assert "x64quantprecision" not in str(report) and "quantize with repair='saturation'" in str(report)
-path = sim.export(sys.argv[2], "net", x).qdq
+path = sim.export(sys.argv[1], "net", x).qdq
 try:
     deployed(path, x64quantprecision="1")
 except Exception as error:
