@@ -87,24 +87,26 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 (He et al. 2015, arXiv:1512.03385), ImageNet layout; ``width`` 64 is the original."""
+    """ResNet-18 (He et al. 2015, arXiv:1512.03385), ImageNet layout; ``width`` 64 and 4 ``stages`` are the original."""
 
-    def __init__(self, width: int = 64, classes: int = 1000) -> None:
+    def __init__(self, width: int = 64, classes: int = 1000, stages: int = 4) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, 2, 1)
-        widths = [width, width, 2 * width, 4 * width, 8 * width]
+        widths = [width, width, 2 * width, 4 * width, 8 * width][: stages + 1]
         for i, (cin, cout) in enumerate(zip(widths, widths[1:], strict=False), 1):
             stage = nn.Sequential(BasicBlock(cin, cout, 1 if i == 1 else 2), BasicBlock(cout, cout, 1))
             self.add_module(f"layer{i}", stage)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(8 * width, classes)
+        self.fc = nn.Linear(widths[-1], classes)
+        self.stages = stages
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        for i in range(1, self.stages + 1):
+            x = getattr(self, f"layer{i}")(x)
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
@@ -136,7 +138,7 @@ class MobileNetV2(nn.Module):
         (6, 320, 1, 1),
     )
 
-    def __init__(self, width: float = 1.0, classes: int = 1000) -> None:
+    def __init__(self, width: float = 1.0, classes: int = 1000, stages: int = 7) -> None:
         super().__init__()
 
         def channels(c: int) -> int:
@@ -144,7 +146,7 @@ class MobileNetV2(nn.Module):
 
         c = channels(32)
         features: list[nn.Module] = [conv_bn(3, c, 3, 2, act=nn.ReLU6(inplace=True))]
-        for expand, out, repeats, stride in self.STAGES:
+        for expand, out, repeats, stride in self.STAGES[:stages]:
             for i in range(repeats):
                 features.append(InvertedResidual(c, channels(out), stride if i == 0 else 1, expand))
                 c = channels(out)
@@ -280,11 +282,13 @@ def _depthwise_separable() -> nn.Module:
     )  # fmt: skip
 
 
-_add("resnet18", lambda: ResNet18(8, 10), inputs(floats(2, 3, 64, 64)), "cnn", "residual", "inplace")
+_add(
+    "resnet18", lambda: ResNet18(8, 10, stages=2), inputs(floats(2, 3, 32, 32)), "cnn", "residual", "inplace"
+)
 _add(
     "mobilenet-v2",
-    lambda: MobileNetV2(0.25, 10),
-    inputs(floats(2, 3, 64, 64)),
+    lambda: MobileNetV2(0.25, 10, stages=3),
+    inputs(floats(2, 3, 32, 32)),
     "cnn",
     "residual",
     "depthwise",
@@ -1088,7 +1092,7 @@ _add("embedding-bag", lambda: nn.EmbeddingBag(20, 6), inputs(ints(20, 3, 4)), "o
 for _dtype, _word in ((torch.float16, "half"), (torch.bfloat16, "bfloat16")):
     _add(
         f"resnet18-{_word}",
-        lambda: ResNet18(8, 10),
+        lambda: ResNet18(8, 10, stages=2),
         inputs(floats(2, 3, 32, 32, dtype=_dtype)),
         "cnn",
         "residual",
