@@ -17,7 +17,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.comparison.lockstep import Feeds, Lockstep, unchanged
-from bitwright.comparison.parameters import Key, Parameter, give, narrow
+from bitwright.comparison.parameters import Key, Parameter, clear, give, narrow
 from bitwright.comparison.points import Pair, values_by_name
 from bitwright.comparison.report import CauseName, Finding, Retry
 from bitwright.core.graph.traits import TRAITS
@@ -372,19 +372,19 @@ class Doubt:
 
     def _bias(self) -> Iterator[Suspect]:
         """A bias that the runtime rounds, or that its accumulator does not hold."""
-        keys = {
+        zeros = {
             key: np.zeros_like(b.value)
             for key, b in self.lockstep.parameters[1].items()
             if key[0] in self.place.piece.made and b.role == "bias"
         }
-        if keys:
+        if zeros:
             yield Suspect(
                 "bias",
                 "the runtime does not add the bias that the file holds: it quantizes a float bias by itself, and an int32 bias "
                 "beyond the accumulator wraps around",
                 "export with bias='int32', which raises the weight's scale where the bias needs it",
                 "without the bias, on both sides",
-                self._both(lambda model: give(model, keys)),
+                self._both(lambda model: clear(model, zeros)),
             )
 
     def _saturation(self, plain: Array) -> Iterator[Suspect]:

@@ -208,7 +208,7 @@ class Lockstep:
         for part, _, more in parts:
             found.update(execute(part, {**feeds, **more}, types) or {})
         values = {pair: found[str(p.result.name)] for pair, p in names.items() if str(p.result.name) in found}
-        return values, {pair: types.get(p.codes, "float") for pair, p in names.items()}
+        return values, {pair: p.kernel(types) for pair, p in names.items()}
 
     # ------------------------------------------------------------------------------------------- comparing
 

@@ -128,6 +128,26 @@ def give(model: ir.Model, values: Mapping[Key, Array]) -> None:
         node.replace_input_with(port, builder.initializer(f"{old.name}_given", array.astype(dtype)))
 
 
+def clear(model: ir.Model, zeros: Mapping[Key, Array]) -> None:
+    """Let operators of ``model`` read zeros, in floats of the shape that is given, or as codes where they read codes.
+
+    A runtime picks its kernels by what stands in the graph. With a float bias in the place of codes it may compute in float
+    what it computes on integers, and a difference is gone that the bias had no part in.
+    """
+    builder, stored = Builder(model), set[Key]()
+    by_output = {str(node.outputs[0].name): node for node in model.graph if node.outputs}
+    for name, port in zeros:
+        value = by_output[name].inputs[port] if name in by_output else None
+        maker = None if value is None else value.producer()
+        codes = maker.inputs[0] if maker is not None and maker.op_type == "DequantizeLinear" else None
+        if maker is not None and codes is not None and codes.const_value is not None:
+            cleared = np.broadcast_to(_zero_point(maker), codes.const_value.shape.numpy())
+            held = cleared.astype(codes.const_value.numpy().dtype)
+            maker.replace_input_with(0, builder.initializer(f"{codes.name}_cleared", held))
+            stored.add((name, port))
+    give(model, {key: array for key, array in zeros.items() if key not in stored})
+
+
 def narrow(model: ir.Model, outputs: set[str], bits: int) -> bool:
     """Store the weights of the operators that make ``outputs`` with ``bits`` bits less, their biases to match.
 
@@ -156,14 +176,19 @@ def _coarser(model: ir.Model, node: ir.Node, factor: float) -> bool:
     codes, scale = (value.const_value if value is not None else None for value in node.inputs[:2])
     if codes is None or scale is None:
         return False
-    given = node.inputs[2].const_value if len(node.inputs) > 2 and node.inputs[2] is not None else None
-    whole = codes.numpy().astype(np.float64)
-    zero = (
-        np.float64(0) if given is None else spread(given.numpy(), node.attributes.get_int("axis", 1), whole)
-    )
+    whole, zero = codes.numpy().astype(np.float64), _zero_point(node)
     less = (np.rint((whole - zero) / factor) + zero).astype(codes.numpy().dtype)
     builder = Builder(model)
     node.replace_input_with(0, builder.initializer("coarser_q", less))
     more = (scale.numpy() * np.float32(factor)).astype(np.float32)
     node.replace_input_with(1, builder.initializer("coarser_scale", more))
     return True
+
+
+def _zero_point(node: ir.Node) -> Array:
+    """The codes that stand for zero in what a DequantizeLinear reads, so that they broadcast against it."""
+    codes, given = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
+    if codes is None or codes.const_value is None or given is None or given.const_value is None:
+        return np.zeros(())
+    axis = node.attributes.get_int("axis", 1)
+    return np.asarray(spread(given.const_value.numpy(), axis, codes.const_value.numpy()))

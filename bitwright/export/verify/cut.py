@@ -31,6 +31,12 @@ OUTPUT_STEP = 1e-3  # what counts as one step there, relative to the largest val
 #: epsilon of the types that round results so far that a step of eight bits is about as small
 _HALF: Mapping[ir.DataType | None, float] = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7}
 _PLACES_AT_ONCE = 100
+# what turns floats into codes, or stands for its limits: no integer kernel
+_FLOAT_MAKERS = frozenset(("QuantizeLinear", "Cast", "Clip", "Mul", "Min"))
+#: integer kernels of ONNX Runtime whose results are floats
+ENDS_IN_FLOATS = frozenset(("MatMulIntegerToFloat", "QGemm"))
+#: operators that only move values; runtimes put them on either side of a quantizer
+MOVES = frozenset((*TRAITS["reshape"], "Transpose"))
 _QDQ = frozenset(("QuantizeLinear", "DequantizeLinear"))
 
 
@@ -109,6 +115,20 @@ class Place:
         # of half precision the result of DequantizeLinear is cast
         last = next((node for node in reversed(self.chain) if node.op_type != "Cast"), self.chain[-1])
         return "" if last.inputs[0] is None else str(last.inputs[0].name)
+
+    def kernel(self, kernels: Mapping[str, str]) -> str:
+        """What made it: the integer kernel of its codes, one that ends in floats in front of its quantizer, or ``float``.
+
+        Args:
+            kernels: tensor -> what a runtime's default mode made it with.
+        """
+        last = kernels.get(self.codes, "float")
+        moved = last in MOVES and not MOVES.issuperset(self.piece.ops)  # what was quantized in front of it
+        if self.chain and last not in _FLOAT_MAKERS and not moved:
+            return last
+        return next(
+            (kernels[name] for name in self.piece.made if kernels.get(name) in ENDS_IN_FLOATS), "float"
+        )
 
 
 def _makers(node: ir.Node, cuts: Container[ir.Value], static: Container[ir.Node]) -> Iterator[ir.Node]:

@@ -47,7 +47,6 @@ _OTHER_COLUMNS = 86  # of a printed report, beside the names of sites
 _MOST_OPS = 8
 _SAME_OUTPUT = 60.0  # dB, of a model without anything quantized
 _VERDICTS: dict[Verdict, str] = {"agrees": "", "within": "within ", "fails": "FAILS "}
-_FLOAT_MAKERS = frozenset(("QuantizeLinear", "Cast", "Clip", "Mul", "Min"))
 
 
 @dataclass(frozen=True)
@@ -400,8 +399,6 @@ class _Compared:
     ) -> _Compared:
         """Compare a place in both modes; a mode that the runtime refused agrees in nothing."""
         name, facts, expected = str(place.result.name), place.facts, place.expected
-        last = kernels.get(place.codes, "float")
-        kernel = "float" if not place.chain or last in _FLOAT_MAKERS else last
         found = {
             mode: compare(expected, results[mode][name], facts, place.scale)
             if mode in results
@@ -413,7 +410,7 @@ class _Compared:
             place,
             Evidence(
                 frozenset(place.piece.ops),
-                kernel,
+                place.kernel(kernels),
                 runtime,
                 fmt,
                 params,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from bitwright.errors import ExportError
 from bitwright.export.files.temporary import temporary_room
 from bitwright.export.files.value_types import load
+from bitwright.export.verify.cut import MOVES
 from bitwright.runtimes.adapters import open_file
 
 Array = NDArray[Any]
@@ -112,7 +113,7 @@ def _kernels_by_tensor(model: ir.Model, kernels: Mapping[str, str]) -> dict[str,
 def optimized_types(model: ir.Model) -> dict[str, str]:
     """Tensor name -> type of the operator that makes it after the runtime's default optimisation.
 
-    A Transpose that the runtime put after a kernel of another layout counts as that kernel.
+    A Transpose or Reshape that the runtime put after a kernel, of another layout or of two axes, counts as that kernel.
     """
     types: dict[str, str] = {}
     _session(model, "integer", types, {}, True)
@@ -277,8 +278,9 @@ def _source(model: ir.Model, path: Path) -> bytes | str:
 def _types(optimized: ir.Model) -> dict[str, str]:
     types: dict[str, str] = {}
     for node in optimized.graph.all_nodes():
-        source = node.inputs[0] if node.op_type == "Transpose" else None
-        kind = types.get(str(source.name), node.op_type) if source is not None else node.op_type
+        source = node.inputs[0] if node.op_type in MOVES else None
+        kind = node.op_type if source is None else types.get(str(source.name), node.op_type)
+        kind = node.op_type if kind in ("QuantizeLinear", "DequantizeLinear") else kind
         types.update((str(value.name), kind) for value in node.outputs)
     return types
 
