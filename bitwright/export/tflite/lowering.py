@@ -344,9 +344,12 @@ class Lowering:
         grids = [one.grid for one in held]
         target = self._target(result)
         inputs = [grid for grid in grids if grid is not None]
+        floats = [one for one in held if one.grid is None]
         wanted, why = False, unless
-        if target is not None and len(inputs) == len(grids):
+        if target is not None and not floats:
             wanted, why = True, unless or _unfit(target, inputs) or accepts(target, inputs)
+        elif target is not None and inputs and all(one.constant for one in floats):
+            wanted, why = True, unless or f"its constant {floats[0].name} is in float"
         if last is not None:
             self.done.add(last)
         name = str(result.name)
@@ -432,8 +435,8 @@ class Lowering:
     # ------------------------------------------------------------------------------------------------- messages
 
     def site(self, node: ir.Node) -> str:
-        """What the user knows ``node`` as: the site after it, else its own name."""
-        uses = chain.from_iterable(value.uses() for value in node.outputs)
+        """What the user knows ``node`` as: the site after it, perhaps after a change of shape, else its own name."""
+        uses = chain.from_iterable(_last(value).uses() for value in node.outputs)
         codes = (use.node.outputs[0] for use in uses if use.node.op_type == "QuantizeLinear")
         for reader in chain.from_iterable(value.uses() for value in codes):
             facts = read_metadata(reader.node)
@@ -504,6 +507,13 @@ def clip_bounds(low: Lowering, node: ir.Node) -> tuple[float, float]:
         elif key in node.attributes:
             bounds[i] = float(node.attributes.get_float(key))
     return bounds[0], bounds[1]
+
+
+def _last(value: ir.Value) -> ir.Value:
+    """What comes of ``value`` along single readers that change no grid."""
+    while (passed := _passed_on(value)) is not None:
+        value = passed
+    return value
 
 
 def _passed_on(value: ir.Value) -> ir.Value | None:

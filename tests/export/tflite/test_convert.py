@@ -165,6 +165,27 @@ def test_what_litert_cannot_say_names_the_site(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_refused_operator_is_named_by_the_site_behind_a_change_of_shape(tmp_path: Path) -> None:
+    """A GRU has an axis of directions, which a Squeeze takes away in front of its quantizer."""
+    with pytest.raises(
+        ExportError, match=r"^0\.l0\.forward\.output\[0\] \(GRU\): it has no form in LiteRT files"
+    ):
+        exported(nn.Sequential(nn.GRU(4, 4), First()), [torch.randn(3, 2, 4)], tmp_path)
+
+
+class First(nn.Module):
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return pair[0]
+
+
+def test_operators_in_float_because_of_a_constant_are_noted(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4), nn.Conv2d(4, 4, 1))
+    notes = exported(model, images(), tmp_path).exported.notes
+    assert "DEQUANTIZE" in kinds(tmp_path)[:-1]
+    (told,) = [note for note in notes if note.startswith("1.output[0]: PRelu is computed in float")]
+    assert told.endswith(" is in float") and "its constant" in told
+
+
 def test_a_missing_package_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
 ) -> None:
