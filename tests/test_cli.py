@@ -233,6 +233,26 @@ def test_quantize_follows_a_recipe_and_shows_what_each_step_did(tmp_path, monkey
     assert result.exit_code == 2 and "there are no data to choose by" in result.output
 
 
+def test_a_file_that_its_target_refuses_is_one_warning_and_no_error_of_quantize(
+    tmp_path, monkeypatch, caplog
+):
+    def refuse(*_, **__):
+        raise ExportError("net.onnx", "onnxruntime refuses the file: no kernel", "leave it in float")
+
+    net = Net()
+    onnx.save(net.model(net.conv(net.input("x", (1, 3, 8, 8)), 3, 8, name="c1")), tmp_path / "net.onnx")
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).standard_normal((8, 3, 8, 8), np.float32))
+    common = ("quantize", tmp_path / "net.onnx", "--data", tmp_path / "data.npz", "--recipe", "fold")
+    result = run(*common, "--out", tmp_path / "one")
+    assert result.exit_code == 0 and "speed against float in onnxruntime, 1 thread" in result.output
+    monkeypatch.setattr("bitwright.export.deployed.open_file", refuse)
+    caplog.clear()
+    result = run(*common, "--out", tmp_path / "two")
+    assert result.exit_code == 0 and "speed against float" not in result.output
+    assert [record.message.count("refuses the file: no kernel") for record in caplog.records] == [1]
+    assert (tmp_path / "two" / "net_manifest.json").is_file()
+
+
 def test_quantize_says_what_to_do_about_a_branch_that_the_data_do_not_take(tmp_path, monkeypatch):
     then, other, net = Net(1), Net(2), Net()
     then("MatMul", "x", then.weights(4, 4), name="mt", out="t1")

@@ -113,6 +113,9 @@ def quantize_model(
       bitwright quantize model.onnx --data mypackage.data:feeds --out exported/
       bitwright quantize model.onnx --data samples.npz --preset w4a8 \\
           --recipe fold,equalize,adaround --metric mypackage.test:accuracy --out exported/
+
+    Exit code 0 when the files are written. A target that refuses them, or runs
+    them slower than float on this machine, is a warning.
     """
     from itertools import islice
 
@@ -163,10 +166,10 @@ def quantize_model(
             allow_unreached=allow_unreached,
             memory_budget=None if memory_budget is None else memory_budget << 20,
             repair=repair,
-            measure_speed=False,
         )
     _print_result(result, loaded.notes)
-    _print_speed(result, out, target)
+    assert result.exported is not None
+    _print_speed(result.exported.speed, target)
 
 
 @contextmanager
@@ -189,18 +192,13 @@ def _tells_what_is_kept(folder: Path, manifest: Path) -> Iterator[None]:
         raise
 
 
-def _print_speed(result: Any, folder: Path, target: str) -> None:
-    """How fast the files are beside the float model on this machine, in a few runs; a warning where they are slower."""
-    from bitwright.export.deployed import brief_speed
+def _print_speed(speed: Any, target: str) -> None:
+    """How fast the files are beside the float model, where that was measured; what is wrong with it is in the log."""
+    from bitwright.export.targets import find_target
 
-    speed = brief_speed(result.exported, target) if target != "packed" else None
-    if speed is None:
-        return
-    out = console()
-    text = f"speed against float in ONNX Runtime, 1 thread: {speed}"
-    if speed.high < 1:
-        text = f"warning: slower than float on this machine: {text}; `bitwright benchmark {folder}` tells why"
-    out.print(Text(text), soft_wrap=True)
+    if speed is not None:
+        runtime = find_target(target).runtime
+        console().print(Text(f"speed against float in {runtime}, 1 thread: {speed}"), soft_wrap=True)
 
 
 def _print_result(result: Any, notes: Iterable[str]) -> None:
