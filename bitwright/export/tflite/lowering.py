@@ -341,15 +341,8 @@ class Lowering:
         """
         result, activation, last = self._fused(node) if fuses else (node.outputs[0], NO_ACTIVATION, None)
         held = [self.get(v) for v in data if v is not None]
-        grids = [one.grid for one in held]
         target = self._target(result)
-        inputs = [grid for grid in grids if grid is not None]
-        floats = [one for one in held if one.grid is None]
-        wanted, why = False, unless
-        if target is not None and not floats:
-            wanted, why = True, unless or _unfit(target, inputs) or accepts(target, inputs)
-        elif target is not None and inputs and all(one.constant for one in floats):
-            wanted, why = True, unless or f"its constant {floats[0].name} is in float"
+        wanted, why = (False, unless) if target is None else _on_codes(target, held, accepts, unless)
         if last is not None:
             self.done.add(last)
         name = str(result.name)
@@ -507,6 +500,22 @@ def clip_bounds(low: Lowering, node: ir.Node) -> tuple[float, float]:
         elif key in node.attributes:
             bounds[i] = float(node.attributes.get_float(key))
     return bounds[0], bounds[1]
+
+
+def _on_codes(
+    target: Grid,
+    held: Sequence[Held],
+    accepts: Callable[[Grid, Sequence[Grid]], str | None],
+    unless: str | None,
+) -> tuple[bool, str | None]:
+    """Whether an operator lies between codes, and what is against its being computed on them."""
+    grids = [one.grid for one in held if one.grid is not None]
+    floats = [one for one in held if one.grid is None]
+    if not floats:
+        return True, unless or _unfit(target, grids) or accepts(target, grids)
+    if grids and all(one.constant for one in floats):
+        return True, unless or f"its constant {floats[0].name} is in float"
+    return False, unless
 
 
 def _last(value: ir.Value) -> ir.Value:
