@@ -421,8 +421,7 @@ def _divergences(magnitudes: NDArray[np.int64], sizes: NDArray[np.int64], levels
     of a level have one merged mass, so that a threshold costs its levels and not its bins.
     """
     mass, filled, own = (
-        np.pad(np.cumsum(values, axis=1), ((0, 0), (1, 0)))
-        for values in (magnitudes.astype(np.float64), magnitudes > 0, _times_log(magnitudes))
+        _sums_before(values) for values in (magnitudes, magnitudes > 0, _times_log(magnitudes))
     )
     total, kept, last = mass[:, -1:], mass[:, sizes], magnitudes[:, sizes - 1]
     edges = np.arange(levels + 1) * sizes[:, None] // levels
@@ -436,10 +435,17 @@ def _divergences(magnitudes: NDArray[np.int64], sizes: NDArray[np.int64], levels
     return np.asarray((reference - merged) / total + np.log((kept + 1e-4 * bare) / total))
 
 
-def _log(values: Float64s) -> Float64s:
+def _sums_before(values: NDArray[Any]) -> Float64s:
+    """Sums over the first 0, 1, ... of every row."""
+    return np.asarray(np.pad(np.cumsum(values, axis=1), ((0, 0), (1, 0))), np.float64)
+
+
+def _log(values: NDArray[Any]) -> Float64s:
     """Natural logarithms; zero for zeros."""
-    return np.log(values, out=np.zeros(values.shape), where=values > 0)
+    found: Float64s = np.log(values, out=np.zeros(values.shape), where=values > 0)
+    return found
 
 
 def _times_log(values: NDArray[Any]) -> Float64s:
-    return values * _log(values)
+    found: Float64s = values * _log(values)
+    return found

@@ -338,9 +338,10 @@ def test_the_entropy_threshold_is_the_one_of_the_definition(bits: int) -> None:
         first = max(levels, HALF_BINS // 16)
         tried = {}
         for size in range(HALF_BINS, first - 1, -max(1, (HALF_BINS - first) // 100)):
-            held, merged = bins[:size].copy(), np.zeros(size)
-            for part in np.split(np.arange(size), np.arange(1, levels) * size // levels):
-                merged[part[held[part] > 0]] = held[part].sum() / max((held[part] > 0).sum(), 1)
+            edges = np.arange(levels + 1) * size // levels
+            held, filled = bins[:size].copy(), bins[:size] > 0
+            level = np.add.reduceat(held, edges[:-1]) / np.maximum(np.add.reduceat(filled * 1, edges[:-1]), 1)
+            merged = np.where(filled, np.repeat(level, np.diff(edges)), 0.0)
             held[-1] += bins[size:].sum()
             some = held > 0
             merged[some] = np.maximum(merged[some], 1e-4)
