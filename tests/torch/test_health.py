@@ -340,12 +340,12 @@ def test_ctrl_c_leaves_the_report_so_far() -> None:
 
 def test_a_loop_of_many_steps_is_followed_in_linear_time() -> None:
     def forward(net: Net, x: Tensor) -> Tensor:
-        for _ in range(2000):
+        for _ in range(1100):  # more than calls may be nested
             x = torch.where(x > 0, x / 0 * 0, x) if x.isnan().any() else torch.nan_to_num(x / 0, 1, 1, 1)
         return x
 
     report = look(forward, batches(1))
-    assert report.ok and report.calls > 4000 and len(report.notes) < 20
+    assert report.ok and report.calls > 2200 and len(report.notes) < 20
 
 
 def test_a_simulated_model_can_be_checked() -> None:
