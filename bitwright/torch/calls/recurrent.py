@@ -8,7 +8,6 @@ per step, with a function to call on each tensor inside it. Nothing inside it is
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -165,19 +164,29 @@ class _Context:
         self.once = once
         self.weight_hh, self.bias_hh, self.weight_hr = weight_hh, bias_hh, weight_hr
         self.gates = gates
+        self._columns: Tensor | None = None
+
+    @property
+    def together(self) -> bool:
+        """Whether all gates, or all steps, may be quantized in one call, which reads numbers that a compiler does not know."""
+        return self.weight_hr is None and not self.once and not torch.compiler.is_dynamo_compiling()
 
     def reading(self, weight_hh: Tensor, bias_hh: Tensor | None) -> _Context:
         """The same layer with another weight and bias."""
         new = copy.copy(self)
         new.weight_hh, new.bias_hh = weight_hh, bias_hh
-        new.__dict__.pop("columns", None)
+        new._columns = None
         return new
 
-    @functools.cached_property
     def columns(self) -> Tensor:
-        """The columns of ``weight_hh``, laid out as the product of every step reads them."""
-        kept = self.once or (torch.is_grad_enabled() and self.weight_hh.requires_grad)
-        return self.weight_hh.t() if kept else self.weight_hh.t().contiguous()
+        """The columns of ``weight_hh``, laid out once as the product of every step reads them.
+
+        No ``cached_property``: its lock breaks the graph of a compiler inside a step.
+        """
+        if self._columns is None:
+            kept = self.once or (torch.is_grad_enabled() and self.weight_hh.requires_grad)
+            self._columns = self.weight_hh.t() if kept else self.weight_hh.t().contiguous()
+        return self._columns
 
     def quantize(self, name: str, x: Tensor) -> Tensor:
         function = self.inside.get(name)
@@ -195,7 +204,8 @@ class _Context:
 
     def product(self, h: Tensor) -> Tensor:
         """``h R^T + Rb`` of all gates, ``[B, gates * H]``."""
-        return h @ self.columns if self.bias_hh is None else torch.addmm(self.bias_hh, h, self.columns)
+        columns = self.columns()
+        return h @ columns if self.bias_hh is None else torch.addmm(self.bias_hh, h, columns)
 
     def by_gate(self, x: Tensor) -> dict[str, Tensor]:
         """The columns of each gate."""
@@ -217,7 +227,7 @@ def _scan(
 
 def _whole(ctx: _Context, x: Tensor, initial: tuple[Tensor, ...], reverse: bool) -> Sequences | None:
     """What computes all steps at once, where there is such a thing."""
-    make = getattr(ctx.inside, "sequence", None) if ctx.weight_hr is None and not ctx.once else None
+    make = getattr(ctx.inside, "sequence", None) if ctx.together else None
 
     def steps(x: Tensor, weight_hh: Tensor, bias_hh: Tensor | None, *initial: Tensor) -> tuple[Tensor, ...]:
         return _in_steps(ctx.reading(weight_hh, bias_hh), x, initial, None, reverse)
@@ -256,8 +266,8 @@ def _in_steps(
 
 def _gates_at_once(ctx: _Context, like: Tensor) -> StackedStep | None:
     """A step that quantizes its gates side by side, where there is one."""
-    together = getattr(ctx.inside, "stacked", None) if ctx.weight_hr is None and not ctx.once else None
-    return None if together is None else together(ctx.cell, like)
+    make = getattr(ctx.inside, "stacked", None) if ctx.together else None
+    return None if make is None else make(ctx.cell, like)
 
 
 def _first_rows(state: tuple[Tensor, ...], size: int) -> tuple[Tensor, ...]:
@@ -400,7 +410,6 @@ def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Stack:
 
 
 def _stacked(cell: str, activation: str, fused: Callable[..., Any]) -> Callable[..., Any]:
-    @torch.compiler.disable(reason="recurrent layers run eagerly, as torch's own do")
     def run(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         call = _read(args, kwargs)
         time = 1 if call.batch_first else 0

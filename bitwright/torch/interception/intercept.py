@@ -38,6 +38,13 @@ from bitwright.torch.calls.functions import FUNCTIONS, function_of, settled
 from bitwright.torch.calls.operators import ONE_HIDDEN_CALL, SHOWN, as_function, hidden_call, results
 from bitwright.torch.calls.trees import ATOMS, flatten_tensors, named_state, walk_modules
 from bitwright.torch.interception.checkpointing import frame_of_region, region_of_call
+from bitwright.torch.interception.compilers import (
+    compile_only_inside_others,
+    compiler_gave_up,
+    refuse_fused_layers,
+    refuse_hidden_functions,
+    tell_broken,
+)
 from bitwright.torch.interception.forwards import CallMode, Forward, ReplicaHook, interceptions, interleaved
 from bitwright.torch.interception.frames import Frame, Handler, Key, Replica, Thread, running_task
 from bitwright.torch.interception.loops import CALLS, Where, line_of_code
@@ -46,7 +53,6 @@ from bitwright.torch.interception.scripted import called_from
 
 #: reading and writing attributes of tensors: nothing that a model computes
 ACCESS = ("__get__", "__set__")
-_FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 _MODULE_TABLES = frozenset(vars(nn.Module()))
 
 #: functions that only ever move data: they hold no quantizer and are not counted
@@ -100,6 +106,7 @@ class Interceptor:
         self.lines: dict[Where, dict[Where, int]] = {}
         self.trace: Trace | None = None
         self.hidden: dict[str, tuple[str, str]] = {}
+        self._told_broken = False
 
     # -- attaching
 
@@ -263,6 +270,9 @@ class Interceptor:
             return forward.call_of(replica)(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             return self._traced(forward, here, args, kwargs, handler)
+        if not self._told_broken and compiler_gave_up():
+            self._told_broken = True
+            tell_broken(self.model)
         return self._intercepted(forward, here, replica, args, kwargs, handler)
 
     @torch.compiler.disable
@@ -315,29 +325,15 @@ class Interceptor:
 
     @torch.compiler.assume_constant_result
     def _before_tracing(self) -> bool:
-        """Look up what the compiler must find in place, and refuse a layer that would run as a fused kernel."""
+        """Look up what the compiler must find in place, and refuse what it would not show."""
         self.forget_names()
         self._name_parameters()
-        if torch.is_grad_enabled() or not torch.backends.mha.get_fastpath_enabled():
-            return True
-        for path, module in walk_modules(self.model):
-            if isinstance(module, _FUSED) and not module.training:
-                raise ModelError(
-                    path,
-                    "torch.compile takes the fused kernel of this attention layer in inference, which has no quantizers",
-                    "call torch.backends.mha.set_fastpath_enabled(False) and torch._dynamo.reset(), and compile the model anew",
-                )
+        refuse_fused_layers(self.model)
         return True
 
     @torch.compiler.assume_constant_result
     def _refuse_hidden_functions(self) -> bool:
-        """Refuse a model that was recorded with a function which a compiler does not show."""
-        for path, (name, instead) in self.hidden.items():
-            raise ModelError(
-                path or type(self.model).__name__,
-                f"torch.compile does not show {name} to a simulation, so its output would have no quantizer",
-                f"use {instead} there, or run the simulation without compiling",
-            )
+        refuse_hidden_functions(self.model, self.hidden)
         return True
 
     def _refuse_shared_statistics(self) -> None:
@@ -564,6 +560,8 @@ def _caller() -> str | None:
         f"{type(owner).__name__}.{frame.f_code.co_name}" if frame and isinstance(owner, nn.Module) else None
     )
 
+
+compile_only_inside_others(Interceptor.run.__code__)
 
 OUTERMOST = inspect.unwrap(Interceptor._intercepted).__code__
 """What the outermost forward of a thread runs in."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,10 +54,25 @@ class Steps(nn.Module):
         return h
 
 
+class Cells(nn.Module):
+    """A recurrent cell of torch over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[0], 4)
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h).clamp(-0.9, 0.9)
+        return h
+
+
 MODELS = {
     "conv": (Conv, (3, 2, 6, 6)),
     "attention": (Attention, (2, 3, 8)),
     "steps": (Steps, (2, 3, 4)),
+    "cells": (Cells, (2, 2, 4)),
 }
 
 
@@ -87,7 +103,9 @@ def no_fused_attention() -> Iterator[None]:
 def test_training_and_inference_are_one_graph_each_and_bit_equal(name: str) -> None:
     sim, x = simulated(*MODELS[name])
     compiled = copy.deepcopy(sim)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("eager" if name == "steps" else "aot_eager")
+    counter = torch._dynamo.testing.CompileCounterWithBackend(
+        "eager" if name in ("steps", "cells") else "aot_eager"
+    )
     run = torch.compile(compiled.model, backend=counter, fullgraph=True)
     with torch.no_grad():
         for _ in range(3):
@@ -162,31 +180,57 @@ def test_code_that_a_compiler_generates_rounds_as_we_do() -> None:
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: str, layers: int, bidirectional: bool) -> None:
+    """Layers one after the other, and a linear layer."""
+
+    def __init__(self, *kinds: str, **options: Any) -> None:
         super().__init__()
-        self.layers = getattr(nn, kind)(3, 2, layers, bidirectional=bidirectional)
+        self.layers = nn.ModuleList(getattr(nn, kind)(2, 2, **options) for kind in kinds)
+        self.fc = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)[0]
+        for layer in self.layers:
+            x = layer(x)[0][..., :2]
+        return self.fc(x)
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize(
-    ("kind", "layers", "bidirectional", "backend"),
-    [("GRU", 1, False, "eager"), ("GRU", 1, False, "aot_eager"), ("LSTM", 2, False, "eager"), ("RNN", 1, True, "eager")],
-)  # fmt: skip
+    ("net", "backend"),
+    [
+        (lambda: Recurrent("GRU", "LSTM"), "eager"),
+        (lambda: Recurrent("GRU"), "aot_eager"),
+        (lambda: Recurrent("LSTM", num_layers=2), "eager"),
+        (lambda: Recurrent("RNN", bidirectional=True), "eager"),
+    ],
+    ids=["gru-lstm", "gru-aot", "two-layers", "two-ways"],
+)
 def test_recurrent_layers_are_compiled_with_the_numbers_of_eager(
-    kind: str, layers: int, bidirectional: bool, backend: str, grad: bool
+    net: Callable[[], nn.Module], backend: str, grad: bool
 ) -> None:
-    sim, x = simulated(lambda: Recurrent(kind, layers, bidirectional), (2, 2, 3))
-    run = torch.compile(sim.model, backend=backend)
-    if grad:
-        other = copy.deepcopy(sim)
-        for found, expected in zip(step(sim, run, x), step(other, other.model, x), strict=True):
-            assert torch.equal(found, expected)
-    else:
-        with torch.no_grad():
-            assert torch.equal(run(x), sim.model(x))
+    sim, x = simulated(net, (2, 2, 2))
+    run = torch.compile(sim.model, backend=backend, fullgraph=True)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        if grad:
+            other = copy.deepcopy(sim)
+            for found, expected in zip(step(sim, run, x), step(other, other.model, x), strict=True):
+                assert torch.equal(found, expected)
+        else:
+            with torch.no_grad():
+                assert torch.equal(run(x), sim.model(x))
+
+
+def test_a_model_that_breaks_the_graph_runs_whole_without_the_compiler(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In parts, what quantizers compute would be taken for calls of the model."""
+    sim, x = simulated(lambda: Recurrent("GRU"), (2, 2, 2))
+    other, run = copy.deepcopy(sim), torch.compile(sim.model, backend="eager")
+    for _ in range(2):
+        found = step(sim, run, x), step(other, other.model, x)
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not sim._simulator.unseen
+    (told,) = [record.message for record in caplog.records if record.name == "bitwright"]
+    assert "Recurrent: torch.compile breaks its graph" in told and "allow_rnn = True" in told
 
 
 class Hidden(nn.Module):
