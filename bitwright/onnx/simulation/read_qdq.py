@@ -33,7 +33,7 @@ from bitwright.core.numerics.granularity import PerTensor
 from bitwright.errors import ModelError
 from bitwright.export.qdq.forms import folded_parts, read_metadata
 from bitwright.export.qdq.lookups import restore_lookups
-from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
+from bitwright.export.qdq.markers import STATES, Names, Outputs, bypass, move_uses, remove_unread
 from bitwright.export.qdq.nbits import restore_nbits
 from bitwright.export.qdq.products import join_again
 from bitwright.export.qdq.stored import is_small_float, transpose_encoding
@@ -104,6 +104,10 @@ def take_quantizers(model: ir.Model) -> list[Given]:
         _is(node, "QuantizeLinear", "DequantizeLinear") or _own(node) for node in model.graph.all_nodes()
     ):
         return []
+    for node in model.graph.all_nodes():
+        node.metadata_props.pop(
+            STATES, None
+        )  # of sites of the simulation that wrote it; here it is a loop like any other
     return _Taker(model).take()
 
 

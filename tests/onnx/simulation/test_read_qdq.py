@@ -16,11 +16,14 @@ from onnx import TensorProto, numpy_helper
 from bitwright.core.numerics.formats import parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.errors import ModelError
+from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel
 from tests.onnx import flow
 from tests.onnx.nets import BOOL, FLOAT, Array, Net, body, feeds_for, run
 from tests.onnx.simulation.test_quantsim import DATA, net
 from tests.support.cost import steps
+from tests.support.recurrent_nets import Variant, layer_model
+from tests.support.recurrent_nets import feeds as layer_feeds
 
 Feeds = dict[str, Array]
 
@@ -613,3 +616,16 @@ def test_weight_only_products_are_read_back_with_their_encodings(tmp_path):
         np.asarray(again.quantizers["w"].encoding.scale),
         np.asarray(sim.quantizers["w"].encoding.scale),
     )
+
+
+def test_a_recurrent_layer_written_as_a_scan_is_verified_when_it_is_read_again(tmp_path):
+    """The file notes the sites of the simulation that wrote it; in the one that reads it its steps are those of any loop."""
+    v = Variant("GRU")
+    sim = QuantizationSimModel(layer_model(v), layer_feeds(v), threads=1)
+    sim.compute_encodings([layer_feeds(v)])
+    again = QuantizationSimModel(sim.export(tmp_path, "m", recurrent="scan").qdq, threads=1)
+    report = again.verify(layer_feeds(v))
+    assert report.ok and not report.unchecked, str(report)
+    assert max(row.run for row in report.rows) > 0
+    again.export(tmp_path, "again")
+    assert verify_folder(tmp_path, prefix="again").ok
