@@ -189,6 +189,11 @@ def test_command_line_imports_heavy_modules_inside_its_commands():
         ("import bitwright; bitwright.QuantSpec", {"torch", "onnx", "onnxruntime"}),
         ("import bitwright.export", {"torch", "onnx", "onnxruntime"}),
         ("import bitwright.onnx, bitwright.torch", {"numpy", "torch", "onnx", "onnxruntime", "rich"}),
+        (
+            "import torch; from bitwright.torch import QuantizationSimModel as Sim; x = torch.ones(1, 2); "
+            "sim = Sim(torch.nn.Linear(2, 2), x); sim.compute_encodings([x], progress=False); sim.model(x)",
+            {"torch._dynamo"},  # the compiler takes longer to load than the package
+        ),
     ],
 )
 def test_importing_stays_light(statement, kept_out):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import CodeType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,7 +16,25 @@ from bitwright.torch.calls.trees import walk_modules
 
 logger = logging.getLogger("bitwright")
 
+Call = TypeVar("Call", bound=Callable[..., Any])
+
 _FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+# What torch.compiler offers for the next two loads the whole compiler, which takes longer than the rest of this package.
+
+
+def without_compiler(function: Call) -> Call:
+    """``function`` runs without a compiler, and with it all that it calls; as ``torch.compiler.disable``."""
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
+def constant_for_compilers(function: Call) -> Call:
+    """A compiler calls ``function`` while it reads, and keeps the result; as ``torch.compiler.assume_constant_result``."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def compile_only_inside_others(code: CodeType) -> None:

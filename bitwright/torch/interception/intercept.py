@@ -41,9 +41,11 @@ from bitwright.torch.interception.checkpointing import frame_of_region, region_o
 from bitwright.torch.interception.compilers import (
     compile_only_inside_others,
     compiler_gave_up,
+    constant_for_compilers,
     refuse_fused_layers,
     refuse_hidden_functions,
     tell_broken,
+    without_compiler,
 )
 from bitwright.torch.interception.forwards import CallMode, Forward, ReplicaHook, interceptions, interleaved
 from bitwright.torch.interception.frames import Frame, Handler, Key, Replica, Thread, running_task
@@ -275,7 +277,7 @@ class Interceptor:
             tell_broken(self.model)
         return self._intercepted(forward, here, replica, args, kwargs, handler)
 
-    @torch.compiler.disable
+    @without_compiler
     def _intercepted(
         self,
         forward: Forward,
@@ -323,7 +325,7 @@ class Interceptor:
         here.frames, here.mode, here.depth = [], None, 0
         return output
 
-    @torch.compiler.assume_constant_result
+    @constant_for_compilers
     def _before_tracing(self) -> bool:
         """Look up what the compiler must find in place, and refuse what it would not show."""
         self.forget_names()
@@ -331,7 +333,7 @@ class Interceptor:
         refuse_fused_layers(self.model)
         return True
 
-    @torch.compiler.assume_constant_result
+    @constant_for_compilers
     def _refuse_hidden_functions(self) -> bool:
         refuse_hidden_functions(self.model, self.hidden)
         return True

@@ -25,6 +25,7 @@ from bitwright.torch.calls import recurrent
 from bitwright.torch.calls.decompose import EXPORTABLE
 from bitwright.torch.calls.functions import FUNCTIONS, Function, applies_mask
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, tensors_in
+from bitwright.torch.interception.compilers import constant_for_compilers
 from bitwright.torch.interception.frames import Frame, Key
 from bitwright.torch.interception.intercept import ACCESS
 from bitwright.torch.interception.record import refuse_nested, refuse_transforms
@@ -158,7 +159,7 @@ class Simulator:
                 )
         return True
 
-    @torch.compiler.assume_constant_result
+    @constant_for_compilers
     def prepare_compilation(self) -> None:
         """Make grids of all weights, which needs values; those that are made while a compiler traces are made anew each time."""
         self.refresh_biases()
