@@ -264,11 +264,25 @@ def _expand(low: Lowering, node: ir.Node) -> None:
         _identity(low, node)
         return
     domain = low.carried(node, node.inputs[0])
-    argument = _shape_of(low, node, shape, free)
+    argument = _whole_shape(low, node, shape, free)
     out = low.write(domain, tuple(range(len(shape))))
     low.flat.op(
         "BROADCAST_TO", [low.read(domain, held.name), argument], [out], {"table": "BroadcastToOptions"}
     )
+
+
+def _whole_shape(low: Lowering, node: ir.Node, shape: Sequence[int], free: Sequence[bool]) -> int:
+    """The shape of the output of an Expand: where ``node`` asks for 1 it keeps the input's length, which BROADCAST_TO refuses."""
+    argument = _shape_of(low, node, shape, free)
+    if not any(free):
+        return argument
+    _, per_row = low.trace.linear[str(node.inputs[1].name)]
+    if not all(np.asarray(per_row).ravel()[np.asarray(free)]):
+        low.refuse_batch(node, "it keeps the batch of what it expands")
+    kept = low.flat.constant("kept", np.where(free, 1, shape).astype(np.int32))
+    made = low.scratch(f"{node.outputs[0].name}_shape", (len(shape),), (False,), "int32")
+    low.flat.op("MAXIMUM", [argument, kept], [made], {"table": "MaximumMinimumOptions"})
+    return made
 
 
 def _shape_of(low: Lowering, node: ir.Node, shape: Sequence[int], free: Sequence[bool]) -> int:

@@ -116,6 +116,28 @@ def test_the_batch_is_free(folder: Path, tmp_path: Path) -> None:
     del sim, tmp_path
 
 
+class Shifted(nn.Module):
+    """A mask of every picture is repeated for its heads, as attention in windows does: lengths that stay are given as -1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.mask = nn.Parameter(torch.randn(1, 4, 1, 10, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.conv(x)
+        return (found.unsqueeze(2) * self.mask.expand(x.shape[0], -1, -1, -1, -1)).sum((1, 2))
+
+
+def test_what_is_repeated_for_every_row_keeps_its_other_lengths(tmp_path: Path) -> None:
+    exported(Shifted(), images(), tmp_path)
+    report = verify_folder(tmp_path, runtime="litert")
+    assert report.ok, str(report)
+    session = open_file("litert", tmp_path / "net.tflite")
+    (found,) = session.run({"x": images(1, 5)[0].numpy()}).values()
+    assert found.shape == (5, 10, 10)
+
+
 def test_onnx_models_and_the_format_option(folder: Path, tmp_path: Path) -> None:
     _, inputs, _ = read_samples(folder / "net_samples.npz")
     sim = OnnxSim(folder / "net_float.onnx")
