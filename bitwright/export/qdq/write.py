@@ -197,8 +197,11 @@ def _write_products(w: Writing) -> None:
         chosen = w.weight_only == "nbits" or w.target.multiplies_nbits
         w.narrow_products = [node for node in found if chosen and can_say(node)]
         left = [node for node in found if node not in w.narrow_products]
+        could = 0 if chosen else sum(map(can_say, left))
         keep_apart(w.builder, left)
-        text = f"{what} computed as simulated, in float" + "".join(_forms(len(w.narrow_products), len(left)))
+        text = f"{what} computed as simulated, in float" + "".join(
+            _forms(len(w.narrow_products), len(left), could)
+        )
         text += f"; {w.target.exact_session}" if w.target.exact_session else ""
     else:
         text = (
@@ -236,15 +239,14 @@ def _tidy(w: Writing) -> None:
     w.model.ir_version = IR_VERSION if newest <= 21 else max(IR_VERSION, w.model.ir_version)
 
 
-def _forms(narrow: int, left: int) -> Iterator[str]:
-    """How products with quantized weights are written: as MatMulNBits, or with a DequantizeLinear."""
+def _forms(narrow: int, left: int, could: int) -> Iterator[str]:
+    """How products with quantized weights are written: ``narrow`` as MatMulNBits, ``left`` not, though ``could`` of these be."""
     if narrow:
         yield f"; {narrow} written as MatMulNBits"
     if left:
         yield f"; the weights of {left} are dequantized in every run of ONNX Runtime"
-        yield " (MatMulNBits has no form for them)" if narrow else ""
         yield (
-            ": 4 bits in blocks run as MatMulNBits with target='ort_cpu' or weight_only='nbits'"
-            if not narrow
-            else ""
+            f": with target='ort_cpu' or weight_only='nbits', {could} run as MatMulNBits"
+            if could
+            else " (MatMulNBits has no form for them)"
         )

@@ -83,6 +83,22 @@ def test_the_target_decides(tmp_path: Path) -> None:
     assert counts["ort_cpu"] > 0 and not sum(counts.values()) - counts["ort_cpu"], counts
 
 
+@pytest.mark.parametrize(
+    ("preset", "target", "said"),
+    [
+        ("w4g32", "packed", "with target='ort_cpu' or weight_only='nbits', 2 run as MatMulNBits"),
+        ("w8", "packed", "(MatMulNBits has no form for them)"),
+        ("w8", "ort_cpu", "(MatMulNBits has no form for them)"),
+    ],
+)
+def test_the_note_offers_the_operator_only_where_it_helps(
+    tmp_path: Path, preset: str, target: str, said: str
+) -> None:
+    sim, x = simulated((2, 3, 64), preset)
+    (note,) = [note for note in sim.export(tmp_path, "net", x, target=target).notes if "MatMulNBits" in note]
+    assert said in note and note.count("MatMulNBits") == 1, note
+
+
 def test_a_runtime_is_compared_with_the_form_for_it(tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     pytest.importorskip("ai_edge_litert")
