@@ -273,10 +273,11 @@ def _expand(low: Lowering, node: ir.Node) -> None:
 
 def _whole_shape(low: Lowering, node: ir.Node, shape: Sequence[int], free: Sequence[bool]) -> int:
     """The shape of the output of an Expand: where ``node`` asks for 1 it keeps the input's length, which BROADCAST_TO refuses."""
-    argument = _shape_of(low, node, shape, free)
+    argument, asked = _shape_of(low, node, shape, free), node.inputs[1]
     if not any(free):
         return argument
-    _, per_row = low.trace.linear[str(node.inputs[1].name)]
+    assert asked is not None
+    _, per_row = low.trace.linear[str(asked.name)]
     if not all(np.asarray(per_row).ravel()[np.asarray(free)]):
         low.refuse_batch(node, "it keeps the batch of what it expands")
     kept = low.flat.constant("kept", np.where(free, 1, shape).astype(np.int32))
