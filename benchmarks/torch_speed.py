@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
 import json
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 import measure  # first of ours: it puts the repository on the path
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from bitwright.core.numerics.ranges import choose_range_of
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
@@ -46,6 +48,8 @@ rows of the table:
                     the imported program taken off; each in a process of its own
   memory, training  the same for training steps
   memory, learned   the same with learned ranges
+  tensors, training the same of tensors alone, without what an allocator keeps from calibration
+  tensors, learned  the same with learned ranges
 
 examples:
   python benchmarks/torch_speed.py                        the whole table, about ten minutes
@@ -254,27 +258,41 @@ def _simulated(bench: Bench) -> QuantizationSimModel:
     return sim
 
 
-def _train_float(bench: Bench) -> None:
+def _float_step(bench: Bench) -> measure.Step:
     del bench.original
-    _train(bench.model, bench.x)
+    return training(bench.model, bench.x)
 
 
-def _train_learned(bench: Bench) -> None:
+def _fixed_step(bench: Bench) -> measure.Step:
+    return training(_simulated(bench).model, bench.x)
+
+
+def _learned_step(bench: Bench) -> measure.Step:
     sim = _simulated(bench)
     sim.learn_ranges()
-    _train(sim.model, bench.x, sim.range_parameters())
+    return training(sim.model, bench.x, sim.range_parameters())
 
 
-PHASES: dict[str, Callable[[Bench], None]] = {
-    "float": _float_phase,
-    "sim": _sim_phase,
-    "float-training": _train_float,
-    "sim-training": lambda bench: _train(_simulated(bench).model, bench.x),
-    "learned-training": _train_learned,
-}
+STEPS = {"float": _float_step, "sim": _fixed_step, "learned": _learned_step}
+PHASES = ("float", "sim", *(f"{kind}-{what}" for kind in STEPS for what in ("training", "tensors")))
 
 
-_TRAINING = ("float-training", "sim-training", "learned-training")
+def _live_tensors(step: measure.Step) -> float:
+    """MiB of all tensors at the fullest moment of a step: those that stay after it, and what it adds at most."""
+    step()
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if type(found) in (Tensor, nn.Parameter):
+            storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    recorder = recorded.profiler
+    assert recorder is not None
+    events = [e for e in recorder.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    added = max(itertools.accumulate(event.nbytes() for event in events))
+    return (sum(storages.values()) + added) / 2**20
 
 
 class _Small(nn.Module):
@@ -302,14 +320,22 @@ def _load_program() -> None:
 
 
 def run_phase(name: str, phase: str, settings: Settings) -> float:
-    """MiB that ``phase`` needed above the program with its compiled loops."""
-    if phase in _TRAINING:
+    """MiB that ``phase`` needed above the program with its compiled loops, or those of its tensors."""
+    kind, _, what = phase.partition("-")
+    if what == "tensors":
+        return _live_tensors(STEPS[kind](Bench(name, settings)))
+    if what:
         _load_program()
         measure.forget_peak()
     imported = measure.peak_mib()
     bench = Bench(name, settings)
     measure.forget_peak()  # folding is not part of the phase
-    PHASES[phase](bench)
+    if what:
+        step = STEPS[kind](bench)
+        step()
+        step()
+    else:
+        {"float": _float_phase, "sim": _sim_phase}[kind](bench)
     return measure.peak_mib() - imported
 
 
@@ -343,6 +369,8 @@ MEMORY_ROWS = {
     "memory": ("float", "sim"),
     "memory, training": ("float-training", "sim-training"),
     "memory, learned": ("float-training", "learned-training"),
+    "tensors, training": ("float-tensors", "sim-tensors"),
+    "tensors, learned": ("float-tensors", "learned-tensors"),
 }
 
 
