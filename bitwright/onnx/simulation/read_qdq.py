@@ -105,9 +105,8 @@ def take_quantizers(model: ir.Model) -> list[Given]:
     ):
         return []
     for node in model.graph.all_nodes():
-        node.metadata_props.pop(
-            STATES, None
-        )  # of sites of the simulation that wrote it; here it is a loop like any other
+        # of sites of the simulation that wrote it; here it is a loop like any other
+        node.metadata_props.pop(STATES, None)
     return _Taker(model).take()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -37,14 +36,15 @@ def constant_for_compilers(function: Call) -> Call:
     return function
 
 
-def compile_only_inside_others(code: CodeType) -> None:
-    """Let the compiler read ``code`` where a function that it compiles calls it, and begin no graph there.
+def compiled_only_inside_others(function: Call) -> Call:
+    """Let the compiler read ``function`` where one that it compiles calls it, and begin no graph there.
 
-    Where a graph breaks further inside, the compiler would begin anew in ``code`` and run parts of the graph while calls are
+    Where a graph breaks further inside, the compiler would begin anew in ``function`` and run parts of the graph while calls are
     intercepted: what quantizers compute in a part would be taken for calls of the model.
     """
     strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
-    eval_frame.set_code_exec_strategy(code, strategy)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def compiler_gave_up() -> bool:

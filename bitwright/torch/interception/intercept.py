@@ -18,7 +18,6 @@ of parameters:
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 from collections.abc import Collection, Hashable, Iterator, Sequence
@@ -39,7 +38,7 @@ from bitwright.torch.calls.operators import ONE_HIDDEN_CALL, SHOWN, as_function,
 from bitwright.torch.calls.trees import ATOMS, flatten_tensors, named_state, walk_modules
 from bitwright.torch.interception.checkpointing import frame_of_region, region_of_call
 from bitwright.torch.interception.compilers import (
-    compile_only_inside_others,
+    compiled_only_inside_others,
     compiler_gave_up,
     constant_for_compilers,
     refuse_fused_layers,
@@ -263,6 +262,7 @@ class Interceptor:
             here.forget_error()
             self.occupancy.leave()
 
+    @compiled_only_inside_others
     def run(self, forward: Forward, here: Thread, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outermost forward of a thread: that of the model, or of a module that is called on its own."""
         handler = here.handler or self.handler
@@ -563,9 +563,7 @@ def _caller() -> str | None:
     )
 
 
-compile_only_inside_others(Interceptor.run.__code__)
-
-OUTERMOST = inspect.unwrap(Interceptor._intercepted).__code__
+OUTERMOST = Interceptor._intercepted.__code__
 """What the outermost forward of a thread runs in."""
 _FORWARDS = (Forward.__call__.__code__, OUTERMOST)
 

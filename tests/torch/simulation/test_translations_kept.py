@@ -6,6 +6,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import library as definitions
 
 from bitwright.torch.simulation import translations
 from bitwright.torch.simulation.translations import by_public_function, takes_registry, to_onnx
@@ -55,7 +56,7 @@ def test_translations_are_looked_up_again_where_there_are_new_operators() -> Non
     before = translations._registry.cache_info()
     to_onnx(captured)
     assert translations._registry.cache_info().misses == before.misses
-    library = torch.library.Library("bitwright_kept", "DEF")
-    library.define("twice(Tensor x) -> Tensor")
+    operators = definitions.Library("bitwright_kept", "DEF")
+    operators.define("twice(Tensor x) -> Tensor")
     to_onnx(captured)
     assert translations._registry.cache_info().misses == before.misses + 1
