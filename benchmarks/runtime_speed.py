@@ -206,7 +206,8 @@ def row(name: str, seconds: float) -> tuple[list[str], dict[str, Any]]:
                 model, feeds[:32], path=folder / key, progress=False, **{"recipe": ["fold"], **given_options}
             )
             files[key] = made.exported.qdq
-            files.setdefault("folded", made.exported.float_model)
+            if key == "w8a8":
+                files["folded"] = made.exported.float_model
         try:
             theirs = _by_their_tool(files["folded"], feeds[:32], folder)
             open_file("onnxruntime", theirs)

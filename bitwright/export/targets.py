@@ -135,6 +135,8 @@ _ORT_TIMES = KernelTimes(
     patch=1.0,
     conversion=0.42,
     operator=1500.0,
+    transpose=0.08,
+    pool=15.0,
 )
 
 TARGETS: dict[str, Target] = {

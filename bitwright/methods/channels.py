@@ -34,6 +34,7 @@ def equalize_model(
     *,
     data: Iterable[Any] | None = None,
     absorb_bias: bool = False,
+    keep_bounds: bool = False,
     providers: Any = None,
     progress: bool = True,
 ) -> EqualizeReport:
@@ -54,6 +55,9 @@ def equalize_model(
             measured on it; without it the factors of these layers look at weights only.
         absorb_bias: also move high biases into the next layer, where batch norm or data tell how high they are. This
             changes the function a little (one activation in 740).
+        keep_bounds: let a ReLU6 cut all channels at 6, as integer kernels do without an operator of its own; needs ``data``.
+            Channels then only grow, at most to half of the bound where they came less near to it on ``data``, so that values
+            twice as large as any that was seen are cut as well.
         providers: of ONNX Runtime, for an ONNX model; the CPU by default.
         progress: show a progress bar on a terminal.
 
@@ -64,6 +68,7 @@ def equalize_model(
         ModelError: a module without ``input_shapes`` and ``dummy_input``, a path, or a model that cannot be read or run
             on the input.
         CalibrationError: ``data`` holds no batch, or gives NaN or infinite values.
+        ConfigError: ``keep_bounds`` without ``data``.
 
     Where batch norms or data tell what a layer's values are, the factors are those of the least rounding noise, of weights
     and activations, at one scale per tensor; elsewhere they give both weights the same ranges.
@@ -72,7 +77,8 @@ def equalize_model(
     """
     opened = front_end_of(model).open_model(model, input_shapes, dummy_input, "equalize_model", providers)
     moments = opened.fold(progress).moments
-    return _equalize(opened, moments, data, absorb_bias, progress)
+    options = {"data": data, "absorb_bias": absorb_bias, "keep_bounds": keep_bounds}
+    return _equalize(opened, moments, progress, **options)
 
 
 @checks_arguments
@@ -84,19 +90,20 @@ def equalize_bn_folded_model(
     *,
     data: Iterable[Any] | None = None,
     absorb_bias: bool = False,
+    keep_bounds: bool = False,
     providers: Any = None,
     progress: bool = True,
 ) -> EqualizeReport:
     """As :func:`equalize_model`, for a model whose batch norms are folded.
 
     Args:
-        model, input_shapes, dummy_input, data, absorb_bias, providers, progress: as for :func:`equalize_model`. For an ONNX
-            model ``folded_pairs`` and ``dummy_input`` may be the second and the third argument.
+        model, input_shapes, dummy_input, data, absorb_bias, keep_bounds, providers, progress: as for :func:`equalize_model`.
+            For an ONNX model ``folded_pairs`` and ``dummy_input`` may be the second and the third argument.
         folded_pairs: what ``fold_all_batch_norms`` returned, or layer -> mean and standard deviation of its output. Without
             it and without ``data`` the factors look at weights only, and ``absorb_bias`` moves nothing.
 
     Raises:
-        ModelError, CalibrationError: as for :func:`equalize_model`.
+        ModelError, CalibrationError, ConfigError: as for :func:`equalize_model`.
     """
     front_end = front_end_of(model)
     if front_end.knows_shapes and (input_shapes is not None or _is_example(folded_pairs)):
@@ -104,7 +111,8 @@ def equalize_bn_folded_model(
         input_shapes = None
     opened = front_end.open_model(model, input_shapes, dummy_input, "equalize_bn_folded_model", providers)
     moments = folded_pairs.moments if isinstance(folded_pairs, FoldReport) else folded_pairs
-    return _equalize(opened, moments, data, absorb_bias, progress)
+    options = {"data": data, "absorb_bias": absorb_bias, "keep_bounds": keep_bounds}
+    return _equalize(opened, moments, progress, **options)
 
 
 def _is_example(given: Any) -> bool:
@@ -115,19 +123,10 @@ def _is_example(given: Any) -> bool:
 
 
 def _equalize(
-    opened: Opened,
-    moments: Mapping[str, tuple[Array, Array]] | None,
-    data: Iterable[Any] | None,
-    absorb_bias: bool,
-    progress: bool,
+    opened: Opened, moments: Mapping[str, tuple[Array, Array]] | None, progress: bool, **options: Any
 ) -> EqualizeReport:
     report = equalization.equalize(
-        opened.view,
-        opened.changed,
-        statistics=moments,
-        data=data,
-        absorb_bias=absorb_bias,
-        bar=partial(bar, enabled=progress),
+        opened.view, opened.changed, statistics=moments, bar=partial(bar, enabled=progress), **options
     )
     opened.finish(report)
     return report

@@ -312,7 +312,7 @@ class _Methods:
     def _folded(self, work: Any) -> FoldReport:
         return fold_all_batch_norms(work, None, self.first, providers=self.providers, progress=self.progress)
 
-    def equalize(self, work: Any, *, absorb_bias: bool = False) -> EqualizeReport:
+    def equalize(self, work: Any, *, absorb_bias: bool = False, keep_bounds: bool = False) -> EqualizeReport:
         """Equalize with what batch norms said that this step or one before folded."""
         folds = self._folded(work)
         moments = {**self.folds.moments, **folds.moments}
@@ -323,6 +323,7 @@ class _Methods:
             self.first,
             data=self.chosen,
             absorb_bias=absorb_bias,
+            keep_bounds=keep_bounds,
             providers=self.providers,
             progress=self.progress,
         )

@@ -8,7 +8,9 @@ from math import prod
 from typing import Any
 
 from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.layouts import Layouts
 from bitwright.core.graph.traits import TRAITS
+from bitwright.core.graph.work import KernelTimes
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site
 from bitwright.export.targets import SlowStem, find_target
@@ -43,7 +45,8 @@ def leave_stem_in_float(sim: Any, target: str = "ort_cpu") -> StemReport:
 
     Integer kernels of ONNX Runtime on CPUs copy the pixels of an image of three channels byte by byte, and depthwise ones of few
     channels leave most of a vector empty: both take two to four times as long as float ones. The value after the last of these
-    layers is quantized as before.
+    layers is quantized as before. Where it is pooled or added to, integer kernels after it find the channels of their images
+    first instead of last, which may cost more than is saved: then nothing is left in float.
 
     Args:
         sim: a simulation of either front end; changed in place. Other presets than 8-bit weights and activations, images below
@@ -62,7 +65,11 @@ def leave_stem_in_float(sim: Any, target: str = "ort_cpu") -> StemReport:
     ops, last = _stem(sim.graph, row.slow_stem)
     inside = _sites_of(sim, ops, last)
     off = [site for site in inside if site.enabled]
-    if not _computed_on_8_bits(off) or _shared_beyond(sim, inside):
+    if (
+        not _computed_on_8_bits(off)
+        or _shared_beyond(sim, inside)
+        or _lost_after(sim.graph, ops, row.kernel_times)
+    ):
         return StemReport()
     for site in off:
         site.quantizer.release(f"{row.name} computes the first convolutions of large images faster in float")
@@ -136,6 +143,16 @@ def _computed_on_8_bits(sites: list[Site]) -> bool:
     formats = [site.quantizer.spec.format for site in sites if not site.quantizer.derived]
     narrow = all(isinstance(fmt, IntFormat) and fmt.bits <= 8 for fmt in formats)
     return narrow and any(site.role == "input" for site in sites)
+
+
+def _lost_after(graph: Graph, ops: list[Op], times: KernelTimes | None) -> bool:
+    """Whether the kernels after the stem lose more by the layout of what it makes in float than it saves."""
+    if times is None:
+        return False
+    layouts, stem = Layouts(graph), {op.name for op in ops}
+    saved = sum(codes - in_float for in_float, codes in (times.layer(graph, op) for op in ops))
+    before, after = layouts.moved(lambda op: True), layouts.moved(lambda op: op.name not in stem)
+    return layouts.time(after, times) - layouts.time(before, times) > saved
 
 
 def _shared_beyond(sim: Any, sites: list[Site]) -> bool:

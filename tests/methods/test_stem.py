@@ -132,3 +132,23 @@ def test_a_simulation_of_ones_own_takes_it_too() -> None:
     sim.compute_encodings(pictures())
     assert np.isfinite(sim.model(pictures()[0]).detach().numpy()).all()
     assert str(leave_stem_in_float(sim)) == "no first convolution is faster in float"
+
+
+class Pooled(nn.Module):
+    """As a ResNet begins: a first convolution, a pool, and sums."""
+
+    def __init__(self, pool: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3, padding=1)
+        self.pool = nn.MaxPool2d(2) if pool else nn.Identity()
+        self.second = nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(torch.relu(self.first(x)))
+        return x + self.second(x)
+
+
+def test_what_is_pooled_stays_on_integers() -> None:
+    """A pool on integers is fast where the channels come last, as an integer convolution makes them."""
+    assert not quantized(Pooled(), pictures()).stem.layers
+    assert quantized(Pooled(pool=False), pictures()).stem.layers == ("first",), "a sum costs three transposes"

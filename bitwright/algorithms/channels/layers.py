@@ -509,7 +509,7 @@ def _same(one: int, other: int) -> bool:
 
 
 def rescaling(
-    view: FloatModel, groups: Sequence[Group], factors: Sequence[Array]
+    view: FloatModel, groups: Sequence[Group], factors: Sequence[Array], *, bounds: bool = True
 ) -> tuple[list[Edit], dict[str, Array]]:
     """The edits that divide the channels of each group's value by its factors, and undo that in its consumers.
 
@@ -517,6 +517,7 @@ def rescaling(
         view: asked for the parameters; not changed.
         groups: a layer may be producer in one and consumer in another.
         factors: per group, positive, shape [channels].
+        bounds: whether those of activations that cut are divided too.
 
     Returns:
         The edits, each parameter set once; and by what the output channels of each producer were multiplied.
@@ -534,15 +535,20 @@ def rescaling(
                 edits.append(SetParam(layer.bias, (b.reshape(-1) / s).reshape(b.shape)))
         for layer, repeat in group.consumers:
             weights[layer.weight] = layer.times_inputs(weights[layer.weight], group.spread(s, repeat))
-        for op, axis in group.clips:
-            low, high = _bound(op.attrs.get("min"), -np.inf), _bound(op.attrs.get("max"), np.inf)
-            edits.append(Clamp(op.name, low / s, high / s, axis))
+        edits.extend(_divided_bounds(group, s) if bounds else ())
     edits.extend(SetParam(name, W) for name, W in weights.items())
     return edits, multiplied
 
 
-def _bound(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else float(value)
+def _divided_bounds(group: Group, s: Array) -> list[Edit]:
+    bounds = [(op, axis, *bounds_of(op)) for op, axis in group.clips]
+    return [Clamp(op.name, low / s, high / s, axis) for op, axis, low, high in bounds]
+
+
+def bounds_of(op: Op) -> tuple[float, float]:
+    """Where an activation cuts; infinite where it does not."""
+    low, high = (op.attrs.get(end) for end in ("min", "max"))
+    return (-np.inf if low is None else float(low)), (np.inf if high is None else float(high))
 
 
 def batch_norm_moments(view: FloatModel, graph: Graph | None = None) -> dict[str, tuple[Array, Array]]:

@@ -29,6 +29,7 @@ from bitwright.algorithms.scaling.channel_noise import (
     measured_moments,
     quietest_factors,
 )
+from bitwright.algorithms.scaling.kept_bounds import Extremes, measured_extremes, within_bounds
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.traits import TRAITS
 from bitwright.core.simulation.protocols import AddBias, Clamp, Edit, FloatModel, SetParam, Undo
@@ -213,6 +214,7 @@ def equalize(
     data: Iterable[Any] | None = None,
     absorb_bias: bool = False,
     only: Set[tuple[str, str]] | None = None,
+    keep_bounds: bool = False,
     bar: Bar = no_bar,
 ) -> EqualizeReport:
     """Equalize every group of layers that can be, leaving the function of the model as it is.
@@ -227,6 +229,9 @@ def equalize(
         data: batches to measure the statistics of the other layers on; not run where there are none.
         absorb_bias: also absorb high biases, where the statistics of the layer are known. That changes the function a little.
         only: (layer, the layer that reads it) of the groups that are equalized; all with ``None``.
+        keep_bounds: let activations cut where they do, as one number for all channels, which integer kernels do without an
+            operator of its own. Factors are then limited to those under which nothing on ``data`` is cut that was not:
+            :mod:`bitwright.algorithms.scaling.kept_bounds`.
         bar: shows checks and rounds.
 
     Returns:
@@ -234,15 +239,16 @@ def equalize(
 
     Raises:
         CalibrationError: no batch in ``data``, or a value on it that is NaN or infinite.
+        ConfigError: ``keep_bounds`` without ``data``.
     """
     layers = Layers(view.graph())
-    groups, refused = equalizable(view, layers)
+    groups, refused = equalizable(view, layers, clamps=not keep_bounds)
     if only is not None:
         groups = [group for group in groups if not only.isdisjoint(_links(group))]
-    known = dict(statistics or {})
-    if data is not None:
-        known |= _measured_where_unknown(view, layers.graph, groups, known, data, bar)
-    planner = _Planner(view, layers.graph, groups, known, bar)
+    batches = list(data) if keep_bounds and data is not None else data  # which are run twice
+    known = _measured_where_unknown(view, layers.graph, groups, statistics or {}, batches, bar)
+    extremes = measured_extremes(view, groups, batches, bar) if keep_bounds else None
+    planner = _Planner(view, layers.graph, groups, known, extremes, bar)
     kept, rejected = sift(groups, lambda some: view.edit(planner.plan(some).edits), check, bar)
     refused += [Refused(group.producers[0].op, reason) for group, reason in rejected]
     done = planner.plan(kept)
@@ -250,8 +256,8 @@ def equalize(
     order = {op.name: i for i, op in enumerate(layers.graph.ops)}
     report = EqualizeReport(
         tuple(kept), tuple(sorted(refused, key=lambda r: order[r.op])), tuple(done.factors), done.rounds,
-        tuple(op.name for group in kept for op, _ in group.clips), spread=done.spread, noise=done.noise,
-        statistics=_divided(known, kept, done.factors), view=view, _undos=[undo],
+        done.clamped, spread=done.spread, noise=done.noise, statistics=_divided(known, kept, done.factors), view=view,
+        _undos=[undo],
     )  # fmt: skip
     for line in report.refused:
         logger.info("not equalized: %s", line)
@@ -265,11 +271,18 @@ def equalize(
 
 
 def _measured_where_unknown(
-    view: FloatModel, graph: Graph, groups: Sequence[Group], known: Moments, data: Iterable[Any], bar: Bar
+    view: FloatModel,
+    graph: Graph,
+    groups: Sequence[Group],
+    known: Moments,
+    data: Iterable[Any] | None,
+    bar: Bar,
 ) -> Moments:
-    """The moments of groups of one producer that ``known`` does not have; the data is not run where there are none."""
+    """``known``, and of groups of one producer that it does not have what ``data`` says; not run where there are none."""
     unknown = [g for g in groups if len(g.producers) == 1 and channels_of(graph, g, known) is None]
-    return measured_moments(view, unknown, bar(data, "equalize: measuring activations")) if unknown else {}
+    if data is None or not unknown:
+        return dict(known)
+    return {**known, **measured_moments(view, unknown, bar(data, "equalize: measuring activations"))}
 
 
 def _links(group: Group) -> list[tuple[str, str]]:
@@ -293,8 +306,16 @@ def absorb_biases(
     _absorb(view, Layers(view.graph()), report)
 
 
-def equalizable(view: FloatModel, layers: Layers) -> tuple[list[Group], list[Refused]]:
-    """The groups that ``view`` lets us rescale, and why the other layers begin none."""
+def equalizable(
+    view: FloatModel, layers: Layers, *, clamps: bool = True
+) -> tuple[list[Group], list[Refused]]:
+    """The groups that ``view`` lets us rescale, and why the other layers begin none.
+
+    Args:
+        view: the model.
+        layers: of its graph.
+        clamps: whether activations that cut are changed, which not all can be.
+    """
     found, refused = find_groups(layers, [layer for layer in layers.of.values() if layer.kind == "layer"])
     refused += [
         Refused(op, reason)
@@ -303,9 +324,8 @@ def equalizable(view: FloatModel, layers: Layers) -> tuple[list[Group], list[Ref
     ]
     groups = []
     for group in found:
-        reason = next(
-            (r for op, axis in group.clips if (r := _why_no_clamp(view, op.name, group, axis))), None
-        )
+        clips = group.clips if clamps else ()
+        reason = next((r for op, axis in clips if (r := _why_no_clamp(view, op.name, group, axis))), None)
         if reason is None:
             groups.append(group)
         else:
@@ -329,14 +349,26 @@ class _Plan:
     spread: tuple[float, float]
     noise: tuple[float, float] | None
 
+    @property
+    def clamped(self) -> tuple[str, ...]:
+        """Activations that get a bound per channel."""
+        return tuple(edit.op for edit in self.edits if isinstance(edit, Clamp))
+
 
 class _Planner:
     """Plans of groups that are tried together."""
 
     def __init__(
-        self, view: FloatModel, graph: Graph, groups: Sequence[Group], statistics: Moments, bar: Bar
+        self,
+        view: FloatModel,
+        graph: Graph,
+        groups: Sequence[Group],
+        statistics: Moments,
+        extremes: Extremes | None,
+        bar: Bar,
     ) -> None:
         self._view, self._statistics, self._bar = view, statistics, bar
+        self._extremes = extremes  # where bounds are kept
         self._channels = {g.producers[0].op: channels_of(graph, g, statistics) for g in groups}
         self._last: tuple[tuple[str, ...], _Plan] | None = None
 
@@ -352,7 +384,11 @@ class _Planner:
         weights = {name: self._view.param(name) for name in names}
         channels = [self._channels[group.producers[0].op] for group in groups]
         factors, rounds, noise = _factors(groups, weights, channels, self._statistics, self._bar)
-        edits, _ = rescaling(self._view, groups, factors)
+        if self._extremes is not None:
+            factors = [
+                within_bounds(group, s, self._extremes) for group, s in zip(groups, factors, strict=True)
+            ]
+        edits, _ = rescaling(self._view, groups, factors, bounds=self._extremes is None)
         before = _spread(groups, weights)
         weights.update(
             {edit.name: edit.value for edit in edits if isinstance(edit, SetParam) and edit.name in weights}

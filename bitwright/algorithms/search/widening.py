@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.layouts import Layouts
 from bitwright.core.graph.ops import op_row
 from bitwright.core.graph.work import KernelTimes, multiplications, size
 
@@ -76,14 +78,18 @@ class ByTime:
 
     An operator that reads or makes a raised value works in float: what it reads on a grid is dequantized for it, and what it
     makes on one is quantized. A raised value between two such operators is converted no more, so that a share may be below
-    that of fewer keys, and below zero.
+    that of fewer keys, and below zero. What the runtime transposes between convolutions in float and on codes, and around the
+    additions after them, is in it.
     """
 
     def __init__(self, around: Neighbours, times: KernelTimes) -> None:
         graph = around.graph
         self._around, self._times = around, times
         self._rows = max(1, *(graph.values[v].shape[0] for v in graph.inputs if graph.values[v].shape))
-        self._all = sum(times.layer(graph, op)[1] + self._start(1) for op in graph.ops) or 1.0
+        self._layouts = Layouts(graph)
+        self._known: dict[frozenset[str], float] = {}  # convolutions on codes -> what their layouts take
+        layers = sum(times.layer(graph, op)[1] + self._start(1) for op in graph.ops)
+        self._all = layers + self._moving(set()) or 1.0
 
     def _start(self, operators: int) -> float:
         return operators * self._rows * self._times.operator
@@ -93,8 +99,25 @@ class ByTime:
         raised = set(keys)
         found = (op for key in keys for op in (*self._around.readers[key], *self._makers(key)))
         ops = {op.name: op for op in found}
-        longer = sum(self._longer(op, raised) for op in ops.values())
+        longer = (
+            sum(self._longer(op, raised) for op in ops.values()) + self._moving(raised) - self._moving(set())
+        )
         return (longer - sum(self._saved(key) for key in keys)) / self._all
+
+    def _moving(self, raised: set[int]) -> float:
+        """What transposes take, and pools on codes that have the channels first."""
+        codes = frozenset(op.name for op in self._layouts.convolutions if self._on_codes(op, raised))
+        if codes not in self._known:
+            moved = self._layouts.moved(lambda op: op.name in codes)
+            on_codes = tuple(op for op in moved.slow_pools if op.inputs[0] in self._around.key_of)
+            moved = replace(moved, slow_pools=on_codes)
+            self._known[codes] = self._layouts.time(moved, self._times, self._rows)
+        return self._known[codes]
+
+    def _on_codes(self, op: Op, raised: set[int]) -> bool:
+        """Whether it reads and makes values on grids, none of them raised."""
+        keys = [self._around.key_of.get(value) for value in (str(op.inputs[0]), *self._made(op))]
+        return all(key is not None and key not in raised for key in keys)
 
     def _saved(self, key: int) -> float:
         """The conversion of what the model is given, or returns."""

@@ -43,6 +43,8 @@ class KernelTimes:
         patch: on codes, per number of the patches that a convolution of fewer than four channels copies.
         conversion: per number that is quantized or dequantized between the two.
         operator: for one operator, whatever its size; per sample.
+        transpose: per number that is transposed between kernels which want the channels of images last, and others.
+        pool: per number that a MaxPool on codes makes while the channels come first, beyond what it takes while they come last.
         layers: the operators that have kernels of either kind.
     """
 
@@ -52,6 +54,8 @@ class KernelTimes:
     patch: float
     conversion: float
     operator: float
+    transpose: float = 0.0
+    pool: float = 0.0
     layers: frozenset[str] = frozenset(("Conv", "Gemm", "MatMul"))
 
     def layer(self, graph: Graph, op: Op) -> tuple[float, float]:

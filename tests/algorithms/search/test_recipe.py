@@ -241,8 +241,12 @@ def test_an_optional_step_that_cannot_be_done_is_left_out_and_said():
 @pytest.mark.parametrize(
     ("preset", "own_rules", "steps"),
     [
-        ("w8a8", False, ["fold", "smooth", "layer_inputs", "activation_ranges", "widen", "gptq"]),
-        ("w8a8", True, ["fold", "smooth", "gptq"]),
+        (
+            "w8a8",
+            False,
+            ["fold", "equalize", "smooth", "layer_inputs", "activation_ranges", "widen", "gptq"],
+        ),
+        ("w8a8", True, ["fold", "equalize", "smooth", "gptq"]),
         ("w8a16", False, ["fold", "gptq"]),
         (
             "w8a8_per_tensor",

@@ -1,0 +1,99 @@
+"""Where a runtime transposes images whose integer kernels want the channels last, while all others have them first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.ops import op_row
+from bitwright.core.graph.work import KernelTimes, size
+
+_IMAGE = 4  # axes of a batch of images
+# operators that compute the same whichever axis holds the channels, beside those that are pointwise and merge
+_ANY_LAYOUT = frozenset((
+    "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "Pad", "Slice", "Identity", "Dropout", "Contiguous", "Clone",
+    "ReduceMean",
+))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What the layouts of one choice of kernels cost.
+
+    Attributes:
+        transposed: values that are transposed, as the layout they are made in is not the one in which they are read.
+        slow_pools: MaxPool operators with the channels first, whose kernels on codes are slow then.
+    """
+
+    transposed: tuple[str, ...] = ()
+    slow_pools: tuple[Op, ...] = ()
+
+
+class Layouts:
+    """The layout in which each image of a graph is held, for any choice of convolutions on codes.
+
+    A convolution on codes reads and makes images with the channels last, in float with the channels first. ONNX Runtime moves a
+    transpose past an operator that works in either layout where all of the images that it reads are transposed: one
+    image with the channels first keeps a sum, and what is read from it, so.
+
+    Args:
+        graph: in execution order.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self.convolutions = [op for op in graph.ops if op.type == "Conv" and self._images(op)]
+        self._ops = [op for op in graph.ops if self._images(op)] if self.convolutions else []
+
+    def moved(self, on_codes: Callable[[Op], bool]) -> Moved:
+        """What is transposed where the convolutions for which ``on_codes`` holds have integer kernels."""
+        last: set[str] = set()
+        wanted: dict[str, set[bool]] = {}  # value -> whether its readers want the channels last
+        pools: list[Op] = []
+        for op in self._ops:
+            reads, makes = self._layouts(op, last, on_codes)
+            for value in self._images(op):
+                wanted.setdefault(value, set()).add(reads)
+            if makes:
+                last.update(op.outputs)
+            elif op.type == "MaxPool":
+                pools.append(op)
+        for value in self._graph.outputs:
+            wanted.setdefault(value, set()).add(False)
+        moved = (value for value, layouts in wanted.items() if (value not in last) in layouts)
+        return Moved(tuple(moved), tuple(pools))
+
+    def _layouts(self, op: Op, last: set[str], on_codes: Callable[[Op], bool]) -> tuple[bool, bool]:
+        """Whether ``op`` reads and makes images with the channels last."""
+        if op.type == "Conv":
+            return (on_codes(op),) * 2
+        row = op_row(op.type)
+        either = op.type in _ANY_LAYOUT or row.kind in ("pointwise", "merge")
+        same = either and all(value in last for value in self._images(op))
+        return (same,) * 2
+
+    def _images(self, op: Op) -> list[str]:
+        """The images that it reads."""
+        return [value for value in _read(op) if self._is_image(value)]
+
+    def _is_image(self, value: str) -> bool:
+        found = self._graph.values[value]
+        return not found.is_static and len(found.shape) == _IMAGE
+
+    def time(self, moved: Moved, times: KernelTimes, rows: int = 1) -> float:
+        """What ``moved`` takes, in nanoseconds.
+
+        Args:
+            moved: of this graph.
+            times: of the runtime's kernels.
+            rows: samples in the recorded run.
+        """
+        transposed = sum(size(self._graph, value) for value in moved.transposed)
+        pooled = sum(size(self._graph, op.outputs[0]) for op in moved.slow_pools)
+        started = rows * len(moved.transposed) * times.operator
+        return started + transposed * times.transpose + pooled * times.pool
+
+
+def _read(op: Op) -> Iterable[str]:
+    return dict.fromkeys(value for _, value in op.sources())
