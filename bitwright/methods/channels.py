@@ -78,7 +78,7 @@ def equalize_model(
     opened = front_end_of(model).open_model(model, input_shapes, dummy_input, "equalize_model", providers)
     moments = opened.fold(progress).moments
     options = {"data": data, "absorb_bias": absorb_bias, "keep_bounds": keep_bounds}
-    return _equalize(opened, moments, progress, **options)
+    return equalize_opened(opened, moments, progress, **options)
 
 
 @checks_arguments
@@ -112,7 +112,7 @@ def equalize_bn_folded_model(
     opened = front_end.open_model(model, input_shapes, dummy_input, "equalize_bn_folded_model", providers)
     moments = folded_pairs.moments if isinstance(folded_pairs, FoldReport) else folded_pairs
     options = {"data": data, "absorb_bias": absorb_bias, "keep_bounds": keep_bounds}
-    return _equalize(opened, moments, progress, **options)
+    return equalize_opened(opened, moments, progress, **options)
 
 
 def _is_example(given: Any) -> bool:
@@ -122,9 +122,10 @@ def _is_example(given: Any) -> bool:
     return not (isinstance(given, Mapping) and all(isinstance(pair, tuple) for pair in given.values()))
 
 
-def _equalize(
+def equalize_opened(
     opened: Opened, moments: Mapping[str, tuple[Array, Array]] | None, progress: bool, **options: Any
 ) -> EqualizeReport:
+    """:func:`bitwright.algorithms.scaling.equalize.equalize` of a model that is open, with its ``options``."""
     report = equalization.equalize(
         opened.view, opened.changed, statistics=moments, bar=partial(bar, enabled=progress), **options
     )

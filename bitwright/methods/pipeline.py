@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bitwright.algorithms.bias_correct import BiasReport
+from bitwright.algorithms.channels.attention import attention_products
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.algorithms.options import Options, keyword_options
 from bitwright.algorithms.scaling.equalize import EqualizeReport
@@ -312,20 +313,26 @@ class _Methods:
     def _folded(self, work: Any) -> FoldReport:
         return fold_all_batch_norms(work, None, self.first, providers=self.providers, progress=self.progress)
 
-    def equalize(self, work: Any, *, absorb_bias: bool = False, keep_bounds: bool = False) -> EqualizeReport:
-        """Equalize with what batch norms said that this step or one before folded."""
+    def equalize(
+        self,
+        work: Any,
+        *,
+        absorb_bias: bool = False,
+        keep_bounds: bool = False,
+        only_without_attention: bool = False,
+    ) -> EqualizeReport:
+        """Equalize with what batch norms said that this step or one before folded; with an attention not, if so asked."""
         folds = self._folded(work)
-        moments = {**self.folds.moments, **folds.moments}
-        return channels.equalize_bn_folded_model(
-            work,
-            None,
-            moments,
-            self.first,
+        opened = front_end_of(work).open_model(work, None, self.first, "equalize", self.providers)
+        if only_without_attention and next(attention_products(opened.view.graph()), None) is not None:
+            return EqualizeReport(left_alone="left alone, as the model has an attention")
+        return channels.equalize_opened(
+            opened,
+            {**self.folds.moments, **folds.moments},
+            self.progress,
             data=self.chosen,
             absorb_bias=absorb_bias,
             keep_bounds=keep_bounds,
-            providers=self.providers,
-            progress=self.progress,
         )
 
     def simulate(self, work: Any) -> Any:

@@ -169,6 +169,7 @@ class EqualizeReport(Tabular, Reversible):
         noise: expected of rounding weights and activations to 8 bits with one scale per tensor, before and after: the
             power of each tensor's rounding over that of the signal, summed over the tensors of groups whose values are
             known. ``None`` where those of none are.
+        left_alone: why nothing was tried; empty where something was.
         view: the model.
     """
 
@@ -183,6 +184,7 @@ class EqualizeReport(Tabular, Reversible):
     statistics: dict[str, tuple[Array, Array]] = field(default_factory=dict, repr=False)
     spread: tuple[float, float] = (1.0, 1.0)
     noise: tuple[float, float] | None = None
+    left_alone: str = ""
     _undos: list[Undo] = field(default_factory=list, repr=False)
     view: FloatModel | None = field(default=None, repr=False)
 
@@ -192,6 +194,8 @@ class EqualizeReport(Tabular, Reversible):
         return bool(self.groups or self.absorbed)
 
     def __str__(self) -> str:
+        if self.left_alone:
+            return self.left_alone
         count = len(self.groups)
         lines = [
             f"{count} group{'s' * (count != 1)} of layers equalized in {self.rounds} rounds, {len(self.refused)} layers "

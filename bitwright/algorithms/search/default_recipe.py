@@ -110,7 +110,10 @@ def default_recipe(
             (Step("fold"), True),
             (Step("equalize", optional=True), coarse),
             # channels that fill the range of their tensor lose less to its one scale
-            (Step("equalize", {"keep_bounds": True}, optional=True), narrow and not coarse),
+            (
+                Step("equalize", {"keep_bounds": True, "only_without_attention": True}, optional=True),
+                narrow and not coarse,
+            ),
             (Step("smooth", optional=True), narrow),
             (Step("layer_inputs", {"only_with_attention": True}), narrow and not own_rules),
             # at four bits of activations the ranges are most of the result, whatever the effort

@@ -133,3 +133,26 @@ def test_a_generator_of_batches_is_gone_through_once():
     model, batches = block(), (batch for batch in data(0).split(4))
     report = equalize_model(model, dummy_input=data(0)[:1], data=batches, keep_bounds=True, progress=False)
     assert len(report.groups) == 2
+
+
+class Attending(nn.Module):
+    """An attention, and two layers that can be equalized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+        self.after = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.query(x) @ self.key(x).transpose(-2, -1)
+        return self.after(torch.softmax(scores, dim=-1) @ self.value(x))
+
+
+def test_the_default_recipe_leaves_models_with_an_attention_alone_and_says_so():
+    torch.manual_seed(0)
+    batches = [torch.randn(4, 5, 8) for _ in range(6)]
+    result = bitwright.torch.quantize(Attending().eval(), batches, progress=False)
+    (note,) = [str(line) for line in str(result.report).splitlines() if line.startswith("equalize")]
+    assert note.endswith("left alone, as the model has an attention")
+    report = bitwright.torch.equalize_model(Attending().eval(), dummy_input=batches[0], progress=False)
+    assert len(report.groups) == 1, "by itself it is equalized"
