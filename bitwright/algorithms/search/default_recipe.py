@@ -76,8 +76,9 @@ def default_recipe(
 ) -> tuple[Step, ...]:
     """What is done when no recipe is given: no labels, no settings, seconds to minutes.
 
-    Batch norms are folded; for one scale per tensor channels are equalized; where activations have at most 8 bits,
-    transformers are smoothed and only what their layers read is quantized, ranges are chosen by least squared error, and the
+    Batch norms are folded; for one scale per tensor channels are equalized. Where activations have at most 8 bits, channels of
+    models without an attention are equalized with the bounds of activations kept, transformers are smoothed and only what their
+    layers read is quantized, ranges are chosen by least squared error, and the
     few activations that cost the output most get 16 bits. Integer weights are rounded with error feedback; those of 8 bits
     with one scale per tensor have their biases corrected instead. A judge decides which of these steps stay.
 
@@ -93,7 +94,7 @@ def default_recipe(
     Example:
         >>> from bitwright.core.numerics.spec import find_preset
         >>> [step.name for step in default_recipe(find_preset("w8a8"))]
-        ['fold', 'smooth', 'layer_inputs', 'activation_ranges', 'widen', 'gptq']
+        ['fold', 'equalize', 'smooth', 'layer_inputs', 'activation_ranges', 'widen', 'gptq']
         >>> default_recipe(find_preset("w8"), effort="quick")[-1].options
         {'num_samples': 32, 'rows_per_input': 8, 'damping': 0.1}
     """
