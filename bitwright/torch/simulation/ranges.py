@@ -277,9 +277,9 @@ def shared_gradients(sim: QuantizationSimModel) -> SharedGradients:
 
 
 def share_gradients(sim: QuantizationSimModel) -> None:
-    """Let the gradients of all ranges that train be averaged over ranks, those of new parameters too."""
+    """Let the gradients of all ranges that train be of one step and averaged over ranks, those of new parameters too."""
     for _, learned in learned_ranges(sim):
-        learned.call_after_gradients(sim._shared.note)
+        learned.call_with_gradients(sim._shared.arrive, sim._shared.note)
 
 
 def _contents(sim: QuantizationSimModel) -> dict[str, bytes]:
