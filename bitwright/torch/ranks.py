@@ -438,7 +438,10 @@ def _unpacked(content: bytes) -> Any:
 
 
 class SharedGradients:
-    """Gradients of parameters beside the model, averaged over the ranks at the end of every backward pass.
+    """Gradients of parameters beside the model: of one step each, and averaged over the ranks at the end of every backward pass.
+
+    Loops that clear ``model.zero_grad()`` alone do not reach them. A gradient that an optimizer has used, which is one that its
+    parameter changed after, is dropped when the next one arrives.
 
     One call to the process group carries all of them, so that it does not matter in which order the ranks reach them; a parameter
     that a rank did not use counts as zero there, as in ``DistributedDataParallel``. Gradients that accumulate over several
@@ -461,9 +464,26 @@ class SharedGradients:
         self._parameters, self._contents = parameters, contents
         self._due = False
         self._agreed: list[str] = []
+        self._versions: dict[
+            int, int
+        ] = {}  # id of a parameter -> its version when a gradient accumulated in it
 
-    def note(self, _: torch.Tensor) -> None:
+    def arrive(self, parameter: torch.Tensor) -> None:
+        """A hook before a gradient accumulates in ``parameter``."""
+        with torch._C.DisableTorchFunction():
+            if self._is_used(parameter):
+                for _, other in self._parameters():
+                    if self._is_used(other):
+                        other.grad = None
+
+    def _is_used(self, parameter: torch.Tensor) -> bool:
+        version = parameter._version
+        return parameter.grad is not None and self._versions.get(id(parameter), version) != version
+
+    def note(self, parameter: torch.Tensor) -> None:
         """A hook after gradients accumulated in one of the parameters."""
+        with torch._C.DisableTorchFunction():
+            self._versions[id(parameter)] = parameter._version
         if calibrating_ranks(self.wanted) is not None:
             self._due = True
             torch.autograd.Variable._execution_engine.queue_callback(self._average)
@@ -489,6 +509,7 @@ class SharedGradients:
                 parameter.grad.copy_(mean.reshape(parameter.shape))
             elif unused is not None and unused[i]:
                 parameter.grad = mean.reshape(parameter.shape).clone()
+                self._versions[id(parameter)] = parameter._version
 
     def _require_equal(self, ranks: Ranks) -> None:
         ranks.require_equal(

@@ -155,7 +155,7 @@ def _multiplied_mask() -> Any:
 @fault("two infinite masks that meet", "infinity minus infinity", batch=0)
 def _meeting_masks() -> Any:
     net = Net()
-    h = head(net)
+    h = net("Relu", head(net), name="before")  # behind a product it would be a bias
     one = net.const(np.float32([0, 0, 0, -np.inf]), "padding")
     masked = net("Add", h, one, name="masked")
     h = net("Sub", masked, net("ReduceMax", masked, name="peak", axes=[0], keepdims=1), name="culprit")

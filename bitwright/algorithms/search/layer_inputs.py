@@ -88,11 +88,16 @@ def _needed(sim: Simulation) -> Iterator[Site]:
     # a value that was only moved (heads put together again after an attention) lies on the grid of another's site
     grids = {sim.plan.shared[value] for value in read if value in sim.plan.shared}
     for site in sites:
-        of_layer = site.op in layers and site.role != "output"
+        of_layer = _layer_of(sim, site) in layers and site.role != "output"
         if of_layer or site.role == "weight" or site.inner is not None:
             yield site
         elif site.value in read or site.name in grids:
             yield site
+
+
+def _layer_of(sim: Simulation, site: Site) -> str:
+    """The operator that reads ``site``; of a bias, the one with the weight, behind which an Add may bring it."""
+    return sim.quantizers[site.follows[1]].op if site.follows else site.op
 
 
 def _is_narrow_activation(site: Site) -> bool:

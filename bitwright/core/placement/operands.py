@@ -45,23 +45,18 @@ class Operands:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.facts = ledger, ledger.facts
+        self._grids: dict[
+            str, dict[int, str]
+        ] = {}  # product -> port -> group: an addition may bring its bias
 
     def decide(self, op: Op) -> None:
         """Decide what ``op`` reads; a bias last, as it follows from the others."""
         row = op_row(op.type)
-        by_port: dict[int, list[str]] = {}
-        for port, value in op.sources():
-            if value not in self.facts.float_values:
-                continue
-            if 0 in self.facts.graph.values[value].shape:  # a cache before its first entry
-                self.ledger.why.setdefault(value, _EMPTY)
-            else:
-                by_port.setdefault(port, []).append(value)
         grids: dict[int, str] = {}  # port -> group of what arrives there
         biases: list[tuple[int, list[str]]] = []
-        for port in sorted(by_port):
-            values = list(dict.fromkeys(by_port[port]))
-            if row.bias == port and values[0] in self.facts.static:
+        product = self._product_before(op)
+        for port, values in self._read(op):
+            if (row.bias == port or product is not None) and values[0] in self.facts.static:
                 biases.append((port, values))
             elif op.type in CELLS and port in STATE_PORTS:
                 self._initial_state(op, port, values, grids)
@@ -69,8 +64,30 @@ class Operands:
                 self._constants(op, row, port, values, grids)
             elif row.kind != "movement":
                 self._activation(op, row, port, values, grids)
+        if op.type == "MatMul":
+            self._grids[op.name] = grids
         for port, values in biases:
-            self._bias(op, port, values, grids)
+            self._bias(op, port, values, grids if product is None else self._grids[product.name])
+
+    def _read(self, op: Op) -> list[tuple[int, list[str]]]:
+        """What ``op`` reads that can be quantized: per port, the values of all runs."""
+        by_port: dict[int, dict[str, None]] = {}
+        for port, value in op.sources():
+            if value not in self.facts.float_values:
+                continue
+            if 0 in self.facts.graph.values[value].shape:  # a cache before its first entry
+                self.ledger.why.setdefault(value, _EMPTY)
+            else:
+                by_port.setdefault(port, {})[value] = None
+        return [(port, list(by_port[port])) for port in sorted(by_port)]
+
+    def _product_before(self, op: Op) -> Op | None:
+        """The MatMul whose bias ``op`` adds, with nothing in between: integer kernels add it before they round."""
+        match = self.facts.match_of.get(op.name)
+        if match is None or match.pattern.kind != "bias_add" or op is not match.ops[1]:
+            return None
+        product = match.ops[0]
+        return product if product.outputs[0] in op.inputs else None
 
     def _initial_state(self, op: Op, port: int, values: list[str], grids: dict[int, str]) -> None:
         """What a layer starts from is on the grid of the state it becomes, unless its producer has quantized it."""
@@ -311,7 +328,7 @@ class Operands:
         if setting.quantized is True:
             self._plain_bias(op, port, value, site, setting)
             return
-        reason = self._no_int32_reason(op, value, grids)
+        reason = self._no_int32_reason(self._product_before(op) or op, value, grids)
         wanted = setting.quantized is not False and not reason
         spec = _INT32
         if not self.ledger.verdict(setting, wanted, spec, site, reason, name, NO_WEIGHTS):
@@ -336,7 +353,7 @@ class Operands:
 
     def _no_int32_reason(self, op: Op, bias: Value, grids: dict[int, str]) -> str:
         """Why no int32 bias follows from input and weight; empty if one does."""
-        if op.type not in ("Conv", "ConvTranspose", "Gemm"):
+        if op.type not in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
             return FLOAT_OP.format(f"the bias of {op.type}")
         if 0 not in grids or 1 not in grids:
             return "float: its input or weight is not quantized"
@@ -351,6 +368,8 @@ class Operands:
         if data.format.bits > _MOST_INPUT_BITS or weight.spec.format.bits > _MOST_WEIGHT_BITS:
             return "float: its input has more than 16 bits or its weight more than 8"
         shape = self.facts.graph.values[weight.value].shape
+        if len(shape) < 2:
+            return "float: its weight has no output channels"
         if bias_entries(bias.shape) != _output_channels(op, shape):
             return f"float: integer kernels add one number per output channel, and it has shape {bias.shape}"
         if not _scales_follow_channels(op, weight.spec.granularity, shape):

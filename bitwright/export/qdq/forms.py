@@ -11,12 +11,12 @@ float4, float6         Div, Round at the local spacing, Clip, Mul  int8 or int16
 float16, bfloat16      Clip, Cast, Cast back                       half, Cast
 =====================  ==========================================  ==================================
 
-Next to Relu, Clip and operators that move data, activations of 4 bits take the form of odd widths, and float8
-becomes Div, Clip, Cast, Cast back, Mul: ONNX Runtime (1.31) drops a Relu in front of such a QuantizeLinear
-whatever its zero point, and fails to load when it moves these types across MaxPool, Slice or Unsqueeze. Up
-to 8 bits with several scales (per channel, in blocks) become 16 bits wherever an integer kernel would take
-them for one scale: activations always, constants beside a quantized input unless the kernel knows their
-axis.
+Next to Relu, Clip and operators that move data, and in front of Conv, activations of 4 bits take the form of odd
+widths, and float8 becomes Div, Clip, Cast, Cast back, Mul: ONNX Runtime (1.31) drops a Relu in front of such a
+QuantizeLinear whatever its zero point, fails to load when it moves these types across MaxPool, Slice or Unsqueeze,
+and makes QLinearConv of a convolution between two of them, which it cannot load either. Up to 8 bits with several
+scales (per channel, in blocks) become 16 bits wherever an integer kernel would take them for one scale: activations
+always, constants beside a quantized input unless the kernel knows their axis.
 
 Each form gives what ``core.affine.fake_quantize`` gives, bit for bit (the sign of zero aside, for float4
 and float6 constants). A float Clip before a wider pair is exact because rounding is monotone: what lies beyond the
@@ -317,7 +317,7 @@ def _narrow_is_safe(marker: ir.Node) -> bool:
     # Other markers of the same tensor may end in the same quantizer, so their readers count too.
     marked = [use.node.outputs[0] for use in source.uses() if is_site(use.node)]
     readers = (use.node for value in marked for use in value.uses())
-    return all(op_row(node.op_type).kind != "movement" for node in readers)
+    return all(op_row(node.op_type).kind != "movement" and node.op_type != "Conv" for node in readers)
 
 
 def _write_pair(

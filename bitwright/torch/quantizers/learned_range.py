@@ -20,8 +20,10 @@ scale, and lose the balance with the weights' gradients that the papers' factor 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,6 +64,14 @@ def unlearnable(encoding: Encoding) -> str | None:
     return None
 
 
+def _call_with(
+    parameter: weakref.ref[torch.Tensor], hook: Callable[[torch.Tensor], None], _: torch.Tensor
+) -> None:
+    present = parameter()  # a hook that holds its own tensor would keep it
+    if present is not None:
+        hook(present)
+
+
 class LearnedRange:
     """The trained range of one quantizer.
 
@@ -87,12 +97,15 @@ class LearnedRange:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_memory": ([], []), "_hooked": False}
 
-    def call_after_gradients(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Call ``hook`` when a gradient has accumulated in a parameter; a range has one, and its copies have none."""
+    def call_with_gradients(
+        self, before: Callable[[torch.Tensor], None], after: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Call these with a parameter in which a gradient accumulates; a range has one of each, and its copies have none."""
         if not self._hooked:
             self._hooked = True
             for parameter in self.parameters().values():
-                parameter.register_post_accumulate_grad_hook(hook)
+                parameter.register_hook(partial(_call_with, weakref.ref(parameter), before))
+                parameter.register_post_accumulate_grad_hook(after)
 
     @property
     def base(self) -> Encoding:

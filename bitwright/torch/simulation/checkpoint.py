@@ -135,7 +135,8 @@ def load_state_dict(sim: QuantizationSimModel, state: Mapping[str, Any]) -> None
         loaded = _parsed({}, state["simulation"])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise EncodingsError("load_state_dict", f"no readable state: {error!r:.300}", _OTHER) from error
-    settings = _settings(sim, where, loaded)
+    remedy = _remedy(sim, state["model"])
+    settings = _settings(sim, where, loaded, remedy)
     with all_or_nothing(sim, parameters=True):
         try:
             sim.model.load_state_dict(state["model"])
@@ -143,7 +144,7 @@ def load_state_dict(sim: QuantizationSimModel, state: Mapping[str, Any]) -> None
             raise EncodingsError(
                 "load_state_dict",
                 f"the tensors do not fit the model: {error}",
-                "build the simulation from the same model",
+                remedy,
             ) from error
         _put(sim, loaded, settings)
 
@@ -164,8 +165,9 @@ def load_checkpoint(sim: QuantizationSimModel, folder: str | Path) -> None:
     first: dict[int, str] = {}
     for name, tensor in own.items():
         first.setdefault(id(tensor), name)
-    _check_names(folder / _TENSORS, first.values(), loaded.tensors)
-    settings = _settings(sim, folder / _QUANTIZERS, loaded)
+    remedy = _remedy(sim, loaded.tensors)
+    _check_names(folder / _TENSORS, first.values(), loaded.tensors, remedy)
+    settings = _settings(sim, folder / _QUANTIZERS, loaded, remedy)
     for name, tensor in loaded.tensors.items():
         _check_tensor(folder, name, tensor, own[name])
     with all_or_nothing(sim, parameters=True):
@@ -189,17 +191,31 @@ def _put(sim: QuantizationSimModel, loaded: _Checkpoint, settings: Mapping[str, 
     sim.calibration_log = None
 
 
-def _check_names(where: Path, expected: Iterable[str], found: Iterable[str]) -> None:
+def _remedy(sim: QuantizationSimModel, saved: Iterable[str]) -> str:
+    """What to do where the names ``saved`` of tensors are not those of the model; often one of the two is folded."""
+    here, there = (
+        {name for name in names if name.endswith(".running_mean")}
+        for names in ((name for name, _ in named_state(sim.model)), saved)
+    )
+    if here != there:
+        return (
+            "fold the batch norms as before it was saved: fold_all_batch_norms(model, dummy_input=...) before the simulation is "
+            "built, or compute_encodings and fold_all_batch_norms_to_scale(sim) after it, or neither"
+        )
+    return "build the simulation from the same model and rules"
+
+
+def _check_names(where: Path, expected: Iterable[str], found: Iterable[str], remedy: str) -> None:
     mismatch = names_error(str(where), expected, found)
     if mismatch:
-        raise EncodingsError(
-            mismatch.site, mismatch.problem, "build the simulation from the same model and rules"
-        )
+        raise EncodingsError(mismatch.site, mismatch.problem, remedy)
 
 
-def _settings(sim: QuantizationSimModel, where: Path, loaded: _Checkpoint) -> dict[str, _Setting]:
+def _settings(
+    sim: QuantizationSimModel, where: Path, loaded: _Checkpoint, remedy: str
+) -> dict[str, _Setting]:
     """What a checkpoint says of every quantizer, checked against the simulation."""
-    _check_names(where, sim.quantizers, loaded.quantizers)
+    _check_names(where, sim.quantizers, loaded.quantizers, remedy)
     settings = {
         name: _setting(where, sim.quantizers[name], saved) for name, saved in loaded.quantizers.items()
     }

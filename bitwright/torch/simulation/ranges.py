@@ -18,7 +18,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site, SiteMap
 from bitwright.core.simulation.state import all_or_nothing
-from bitwright.errors import ConfigError, ModelError, close_matches
+from bitwright.errors import CalibrationError, ConfigError, ModelError, close_matches
 from bitwright.torch.calls.batches import model_device
 from bitwright.torch.calls.trees import walk_modules
 from bitwright.torch.quantizers.learned_range import LearnedRange, check_ranges, unlearnable
@@ -86,10 +86,13 @@ def learn_ranges(
 
     Raises:
         ConfigError: there is no such init or site, or no range of them can be learned.
-        CalibrationError: a site has no encoding yet.
+        CalibrationError: nothing is calibrated, or one site is not.
     """
     if init not in ("calibrated", "lsq", "lsq+"):
         raise ConfigError("learn_ranges", f"there is no init {init!r}", "use 'calibrated', 'lsq' or 'lsq+'")
+    if not sim.calibrated:
+        problem = "the simulation is not calibrated, so that no range has a value to start from"
+        raise CalibrationError("learn_ranges", problem, "call sim.compute_encodings(batches) first")
     chosen = _chosen(sim, [sites] if isinstance(sites, str) else list(sites))
     fixed: dict[str, str] = {}
     learned: dict[int, str] = {}
@@ -277,9 +280,9 @@ def shared_gradients(sim: QuantizationSimModel) -> SharedGradients:
 
 
 def share_gradients(sim: QuantizationSimModel) -> None:
-    """Let the gradients of all ranges that train be averaged over ranks, those of new parameters too."""
+    """Let the gradients of all ranges that train be of one step and averaged over ranks, those of new parameters too."""
     for _, learned in learned_ranges(sim):
-        learned.call_after_gradients(sim._shared.note)
+        learned.call_with_gradients(sim._shared.arrive, sim._shared.note)
 
 
 def _contents(sim: QuantizationSimModel) -> dict[str, bytes]:

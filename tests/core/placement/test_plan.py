@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -612,10 +613,27 @@ def test_the_bias_of_a_matrix_product_is_added_in_the_accumulator():
     b = Build()
     y = b.op("MatMul", b.input(shape=(1, 8)), b.param("w", (8, 4)), name="matmul", shape=(1, 4))
     made = plan(b.graph(b.op("Add", y, b.param("b", (4,)), name="add", shape=(1, 4))))
-    assert made.floats == {
-        "matmul.output[0]": "inside the supergroup MatMul>Add, quantized at add.output[0]",
-        "b": "bias of matmul, added to the accumulator inside the supergroup MatMul>Add",
-    }
+    assert made.floats == {"matmul.output[0]": "inside the supergroup MatMul>Add, quantized at add.output[0]"}
+    bias = made.sites["b"]
+    assert (bias.role, bias.op, bias.port, bias.follows) == ("bias", "add", 1, ("matmul.input[0]", "w"))
+    assert bias.spec == replace(bias.spec, format=IntFormat(32), granularity=PerChannel(0))
+
+
+@pytest.mark.parametrize(
+    "weight, bias, reason",
+    [
+        pytest.param((8,), (1,), "its weight has no output channels", id="vector"),
+        pytest.param((8, 4), (1,), "integer kernels add one number per output channel", id="one-number"),
+        pytest.param(None, (4,), "its weight is not the same in every run", id="no-weight"),
+    ],
+)
+def test_what_is_added_to_a_matrix_product_without_a_grid_that_follows_stays_in_float(weight, bias, reason):
+    b = Build()
+    other = b.input("other", (8, 4)) if weight is None else b.param("w", weight)
+    shape = (1, 4) if weight != (8,) else (1,)
+    y = b.op("MatMul", b.input(shape=(1, 8)), other, name="matmul", shape=shape)
+    made = plan(b.graph(b.op("Add", y, b.param("b", bias), name="add", shape=shape)))
+    assert reason in made.floats["b"] and "b" not in made.sites
 
 
 # ---- loops

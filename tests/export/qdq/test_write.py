@@ -497,6 +497,22 @@ def test_an_activation_before_the_quantizer_is_not_lost(maker: str, fmt: str) ->
     assert_same(model, g, {"x": normal(64)}, to_qdq(model, g.encodings))
 
 
+@pytest.mark.parametrize("target", ["packed", "ort_cpu"])
+@pytest.mark.parametrize("weight", ["int8", "int4"])
+@pytest.mark.parametrize("fmt", ["uint4", "int4", "uint5", "float8_e4m3"])
+def test_a_convolution_between_two_narrow_grids_loads(fmt: str, weight: str, target: str) -> None:
+    """ONNX Runtime makes QLinearConv of one between grids of any type that 8-bit weights stand beside, and has none of 4 bits."""
+    g = Graph()
+    symmetry: Any = "symmetric" if fmt.startswith("f") else "asymmetric"
+    x = g.mark(g.op("Neg", g.input("x", 1, 3, 6, 6)), "x", fmt, (-3, 3), None, symmetry)
+    w = g.weight(g.param("w", normal(4, 3, 3, 3)), weight, PerChannel(0))
+    y = g.mark(g.op("Conv", x, w), "y", fmt, (-9, 9), None, symmetry)
+    model, feeds = g.model(g.op("Neg", y, name="z")), {"x": normal(1, 3, 6, 6)}
+    expected = simulate(model, g.encodings, feeds)[1]["z"]
+    for mode, found in run_both(to_qdq(model, g.encodings, target=target).model, feeds).items():
+        assert (found["z"] != expected).mean() < 0.02, mode
+
+
 @pytest.mark.parametrize("fmt", ["float8_e4m3", "float8_e5m2"])
 def test_float8_is_limited_before_it_is_cast(fmt: str) -> None:
     """ONNX Runtime's Cast saturates by itself; a runtime whose Cast does not makes NaN or infinity."""

@@ -573,4 +573,25 @@ def test_a_bias_with_an_axis_of_length_one_in_front_is_a_bias():
     h = net("MatMul", net.input("x", (4, 6)), net.weights(6, 5, name="w"), name="m")
     proto = net.model(net("Relu", net("Add", h, net.weights(1, 5, name="b"), name="a"), name="r", out="y"))
     sim = QuantizationSimModel(proto, feeds_for(proto))
-    assert list(sim.quantizers) == ["m.input[0]", "w", "r.output[0]"]
+    assert list(sim.quantizers) == ["m.input[0]", "w", "b", "r.output[0]"]
+
+
+@pytest.mark.parametrize("preset", ["w8a8", "w4a8"])
+@pytest.mark.parametrize("row", [(24,), (1, 24)], ids=str)
+def test_the_bias_behind_a_product_is_simulated_as_the_file_has_it(preset, row, tmp_path):
+    """ONNX Runtime adds it in int32 whatever the file says: in float, codes were off by one at 1 % of the places at W4A8."""
+    net = Net(seed=4)
+    x = net.input("x", (3, 7, 16))
+    for i, widths in enumerate(((16, 24), (24, 24))):
+        product = net("MatMul", x, net.weights(*widths, name=f"w{i}"), name=f"m{i}")
+        x = net("Relu", net("Add", product, net.weights(*row, name=f"b{i}"), name=f"a{i}"), name=f"r{i}")
+    proto = net.model(x)
+    feeds = [{"x": np.random.default_rng(i).standard_normal((3, 7, 16)).astype(np.float32)} for i in range(3)]
+    sim = QuantizationSimModel(proto, feeds[0], preset=preset)
+    sim.compute_encodings(feeds, progress=False)
+    assert sim.quantizers["b1"].role == "bias" and sim.quantizers["b1"].encoding.format.name == "int32"
+    report = sim.verify(feeds[0])
+    assert report.ok and all(row.as_float == np.inf for row in report.outputs), report
+    # a model that is read again has the same
+    again = QuantizationSimModel(sim.export(tmp_path, "net").qdq)
+    np.testing.assert_array_equal(again.run(feeds[1])[0], sim.run(feeds[1])[0])

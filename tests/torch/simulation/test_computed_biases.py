@@ -1,4 +1,4 @@
-"""Biases that a model computes of its parameters in every run: the packed ones of attention, and scaled ones."""
+"""Biases that are computed in every run (packed ones of attention, scaled ones), and that are added behind a product."""
 
 from __future__ import annotations
 
@@ -43,6 +43,21 @@ class Scaled(nn.Module):
         return self.head(F.relu(F.linear(x, self.weight, self.bias * self.gain)))
 
 
+class ByHand(nn.Module):
+    """Products and additions without ``linear``; one of the biases is a row, one is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.randn(n, 16) * 0.3) for n in (8, 16, 16))
+        self.bias, self.row = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(1, 16))
+        self.gain = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(x @ self.first + self.bias)
+        y = F.relu(torch.matmul(y, self.second) + self.row)
+        return y @ self.third + self.bias * self.gain
+
+
 def integer_biases(path: Path) -> int:
     """How many biases of a file are int32; no operator reads one that is computed in float."""
     graph = onnx.load(str(path)).graph
@@ -55,6 +70,7 @@ def integer_biases(path: Path) -> int:
 MODELS = {
     **{sources: (lambda sources=sources: Attention(sources)) for sources in ("self", "cross", "three")},
     "scaled": Scaled,
+    "by-hand": ByHand,
 }
 X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -57,6 +58,41 @@ def test_right_loops_are_not_told_of(caplog):
         everything = [*sim.model.parameters(), *sim.range_parameters()]
         train(sim, everything, 2 * LOOK_EVERY + 2, accumulate=4 * LOOK_EVERY)  # no step was taken yet
     assert not caplog.records
+
+
+class Branch(nn.Module):
+    """Two layers, of which the second is left out now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = nn.Linear(4, 4), nn.Linear(4, 4), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second(y) if self.both else y
+
+
+@pytest.mark.parametrize("form", ["made", "copied", "compiled"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_loops_that_clear_the_gradients_of_the_model_alone_train_as_others(form, accumulate):
+    """As the Trainer of transformers does: gradients of ranges had summed up over all steps."""
+    found = []
+    for clears in ("optimizer", "model"):
+        torch.manual_seed(0)
+        sim = make(Branch())
+        sim.learn_ranges()
+        sim = copy.deepcopy(sim) if form == "copied" else sim
+        model = torch.compile(sim.model, backend="aot_eager") if form == "compiled" else sim.model
+        branch = sim.model[0]
+        optimizer = torch.optim.Adam([*sim.model.parameters(), *sim.range_parameters()], lr=1e-2)
+        for i in range(4 * accumulate):
+            branch.both = i // accumulate != 2
+            model(X * (i + 1)).square().mean().backward()
+            if i % accumulate == accumulate - 1:
+                optimizer.step()
+                (optimizer if clears == "optimizer" else sim.model).zero_grad()
+        found.append([p.detach() for p in (*sim.model.parameters(), *sim.range_parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_ranges_that_rounding_froze_are_told_of(caplog):

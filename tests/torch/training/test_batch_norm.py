@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitwright.errors import CalibrationError, ConfigError, ModelError
+from bitwright.errors import CalibrationError, ConfigError, EncodingsError, ModelError
 from bitwright.torch import (
     QuantizationSimModel,
+    fold_all_batch_norms,
     fold_all_batch_norms_to_scale,
     freeze_batch_norms,
     reestimate_bn_stats,
@@ -209,6 +210,36 @@ def test_the_folded_simulation_exports_and_verifies():
         sim.quantizers["conv1.bias"].quantizer.derived and sim.quantizers["conv1.bias"].encoding is not None
     )
     assert sim.verify(X).ok
+
+
+@pytest.mark.parametrize("through", ["checkpoint", "state"])
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_folded_simulation_goes_on_in_a_fresh_one_that_is_folded_in_either_way(learned, through, tmp_path):
+    sim = make()
+    if learned:
+        sim.learn_ranges()
+        with torch.no_grad():
+            for p in sim.range_parameters():
+                p.add_(0.05)
+    fold_all_batch_norms_to_scale(sim)
+
+    def load(fresh):
+        if through == "state":
+            return fresh.load_state_dict(sim.state_dict())
+        return fresh.load_checkpoint(sim.save_checkpoint(tmp_path / "saved"))
+
+    with pytest.raises(EncodingsError, match="Remedy: fold the batch norms as before it was saved"):
+        load(make(seed=1))
+    calibrated = make(seed=1)
+    fold_all_batch_norms_to_scale(calibrated)
+    model = Net().eval()
+    fold_all_batch_norms(model, dummy_input=X)
+    for fresh in (calibrated, QuantizationSimModel(model, X)):
+        load(fresh)
+        assert torch.equal(output(fresh), output(sim))
+    if not learned:
+        with pytest.raises(EncodingsError, match="Remedy: fold the batch norms as before it was saved"):
+            sim.load_checkpoint(make().save_checkpoint(tmp_path / "live"))
 
 
 def test_what_scales_cannot_take_stays_with_a_reason():

@@ -279,3 +279,95 @@ def test_the_trainer_of_transformers_with_checkpointing_trains_as_without(tmp_pa
         name for name, value in found[0].items() if not torch.equal(value, sim.model.state_dict()[name])
     ]
     assert changed and all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def stepper(sim: QuantizationSimModel) -> torch.optim.Optimizer:
+    return torch.optim.Adam(
+        [{"params": [*sim.model.parameters()]}, {"params": sim.range_parameters()}], lr=3e-3
+    )
+
+
+def everything(sim: QuantizationSimModel) -> list[Tensor]:
+    return [p.detach().clone() for p in (*sim.model.parameters(), *sim.range_parameters())]
+
+
+class WithLoss(nn.Module):
+    """A network as trainers want it: ``x`` and ``labels`` by name, and the loss in front of the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        y = self.body(x)
+        return y if labels is None else (nn.functional.cross_entropy(y, labels), y)
+
+
+def learning() -> tuple[QuantizationSimModel, Rows]:
+    rows = Rows(make()[1])
+    torch.manual_seed(0)
+    sim = QuantizationSimModel(WithLoss().eval(), rows.x, preset="w4a8")
+    sim.compute_encodings([rows.x], progress=False)
+    sim.learn_ranges()
+    return sim, rows
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers_goes_on_with_learned_ranges(tmp_path: Path) -> None:
+    """With the callback of docs/training-with.md: three steps and three more are six, bit for bit."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    class KeepRanges(transformers.TrainerCallback):
+        def __init__(self, sim: QuantizationSimModel) -> None:
+            self.sim = sim
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.sim.save_checkpoint(Path(args.output_dir, f"checkpoint-{state.global_step}", "sim"))
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step:
+                self.sim.load_checkpoint(Path(args.output_dir, f"checkpoint-{state.global_step}", "sim"))
+
+    def trained(start: str | None) -> list[Tensor]:
+        sim, rows = learning()
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=6, per_device_train_batch_size=8, use_cpu=True, report_to=[],
+            save_strategy="steps", save_steps=3, disable_tqdm=True, seed=0,
+        )  # fmt: skip
+        transformers.Trainer(
+            model=sim.model, args=arguments, train_dataset=rows, optimizers=(stepper(sim), None), callbacks=[KeepRanges(sim)]
+        ).train(resume_from_checkpoint=start)  # fmt: skip
+        return everything(sim)
+
+    whole = trained(None)
+    again = trained(str(tmp_path / "checkpoint-3"))
+    assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
+
+
+@pytest.mark.slow
+def test_accelerate_goes_on_with_learned_ranges(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    def prepared() -> tuple[Any, ...]:
+        sim, rows = learning()
+        accelerator = accelerate.Accelerator(cpu=True)
+        accelerator.register_for_checkpointing(sim)
+        loader = torch.utils.data.DataLoader(rows, 8)
+        return sim, accelerator, *accelerator.prepare(sim.model.train(), stepper(sim), loader)
+
+    def train(sim: Any, accelerator: Any, model: Any, optimizer: Any, loader: Any) -> list[Tensor]:
+        torch.manual_seed(1)  # of the dropout
+        for batch in loader:
+            optimizer.zero_grad()
+            accelerator.backward(model(**batch)[0])
+            optimizer.step()
+        return everything(sim)
+
+    first = prepared()
+    train(*first)
+    first[1].save_state(str(tmp_path / "state"))
+    whole = train(*first)
+    second = prepared()
+    second[1].load_state(str(tmp_path / "state"))
+    assert all(torch.equal(one, other) for one, other in zip(whole, train(*second), strict=True))
