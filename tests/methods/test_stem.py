@@ -152,3 +152,15 @@ def test_what_is_pooled_stays_on_integers() -> None:
     """A pool on integers is fast where the channels come last, as an integer convolution makes them."""
     assert not quantized(Pooled(), pictures()).stem.layers
     assert quantized(Pooled(pool=False), pictures()).stem.layers == ("first",), "a sum costs three transposes"
+
+
+class Sound(Mobile):
+    """One channel, stored without an axis of its own: what Keras makes a Reshape of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(x.shape[0], 1, *x.shape[1:3]))
+
+
+def test_a_reshape_may_stand_between_the_input_and_the_first_convolution() -> None:
+    result = quantized(Sound(1), [x.permute(0, 2, 3, 1) for x in pictures(1)])
+    assert result.stem.layers == ("first", "depthwise")
