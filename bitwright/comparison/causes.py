@@ -222,7 +222,15 @@ class Doubt:
     def _evidence(self) -> Evidence:
         kernel = self.lockstep.kernels[self.pair]
         return Evidence(
-            frozenset(self.ops), kernel, frozenset((kernel,)), self.pair.b.format, frozenset(), {}, {}, 0
+            frozenset(self.ops),
+            kernel,
+            frozenset((kernel,)),
+            self.pair.b.format,
+            frozenset(),
+            {},
+            {},
+            0,
+            bias=self.place.piece.bias,
         )
 
     def _parameters(self) -> Iterator[Suspect]:

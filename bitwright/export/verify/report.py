@@ -418,6 +418,7 @@ class _Compared:
                 failures,
                 place.piece.accumulated,
                 place.piece.rounding,
+                place.piece.bias,
             ),
         )
 
