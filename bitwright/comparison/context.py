@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.comparison.causes import close
-from bitwright.comparison.lockstep import Feeds, Lockstep
+from bitwright.comparison.lockstep import Lockstep
 from bitwright.comparison.points import Pair
 from bitwright.comparison.report import Finding, Retry
+from bitwright.export.files.free_axes import fix_lengths, free_inputs
 from bitwright.export.verify.agreement import MOST_LSB, SLACK, Agreement
 
 Array = NDArray[Any]
@@ -34,7 +34,9 @@ def in_context(both: Lockstep, most: int) -> list[Finding]:
     apart = _apart(both, both.in_the_whole())
     if not apart:
         return []
-    fixed = both.in_the_whole(lambda model: _fix(model, both.feeds_b)) if any(_free(both.b.model)) else {}
+    fixed = (
+        both.in_the_whole(lambda model: fix_lengths(model, both.feeds_b)) if free_inputs(both.b.model) else {}
+    )
     return [_finding(both, pair, before, fixed.get(pair)) for pair, before in list(apart.items())[:most]]
 
 
@@ -60,20 +62,3 @@ def _finding(both: Lockstep, pair: Pair, before: Agreement, fixed: tuple[Array, 
             shapes = {name: list(array.shape) for name, array in both.feeds_b.items()}
             remedy = _FREE.format(shapes=shapes)
     return Finding(pair.name, tuple(both.places[pair].piece.ops), "fusion", _TEXT, remedy, retries)
-
-
-def _free(model: ir.Model) -> Iterator[ir.Value]:
-    """Inputs with an axis of any length."""
-    for value in model.graph.inputs:
-        if value.shape is None or not value.shape.is_static():
-            yield value
-
-
-def _fix(model: ir.Model, feeds: Feeds) -> None:
-    """Give inputs the lengths of what is fed, and forget what was known of the tensors behind them."""
-    for value in _free(model):
-        if value.name is not None and value.name in feeds:
-            value.shape = ir.Shape(feeds[value.name].shape)
-    for node in model.graph:
-        for value in node.outputs:
-            value.shape = None
