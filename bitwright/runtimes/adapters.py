@@ -67,7 +67,7 @@ _WITHOUT_IT = (
     "the runtime does not have this operator, not even in float: write that part of the model with other operators, compute it "
     "outside the file, or deploy to a runtime that has it"
 )
-#: what runtimes say of inputs and outputs that are no tensors
+#: what runtimes say of inputs and outputs other than tensors
 _NO_TENSOR = ("Unsupported value_info type",)
 _TENSORS_ALONE = (
     "the runtime takes tensors alone: give the model outputs that are tensors (skl2onnx: options={'zipmap': False}), or deploy "

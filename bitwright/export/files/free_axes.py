@@ -48,7 +48,7 @@ def free_inputs(model: ir.Model) -> list[ir.Value]:
 
 
 def fix_lengths(model: ir.Model, feeds: Mapping[str, Array]) -> None:
-    """Give inputs the lengths of what is fed, and forget what was known of the tensors behind them."""
+    """Give inputs the lengths of what is fed, and forget what was known of the tensors after them."""
     for value in free_inputs(model):
         if value.name is not None and value.name in feeds:
             value.shape = ir.Shape(feeds[value.name].shape)
