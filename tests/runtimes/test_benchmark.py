@@ -232,8 +232,10 @@ def test_an_operator_that_a_runtime_lacks_is_not_told_to_be_left_in_float(
     assert caught.value.site.endswith(f": the_node ({op})") and "enabled = False" not in str(caught.value)
 
 
-def test_a_command_whose_files_the_target_refuses_says_that_they_are_complete(tmp_path: Path) -> None:
-    """OpenVINO has no Det; ONNX Runtime does."""
+def test_a_command_whose_files_the_target_refuses_says_that_they_are_complete(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OpenVINO has no Det; ONNX Runtime does. The files may be for another machine: a warning, and exit code 0."""
     pytest.importorskip("openvino")
     ports = [onnx.helper.make_tensor_value_info(n, 1, s) for n, s in (("x", [2, 3, 3]), ("y", [2]))]
     held = [onnx.numpy_helper.from_array(np.eye(3, dtype=np.float32), "w")]
@@ -250,8 +252,8 @@ def test_a_command_whose_files_the_target_refuses_says_that_they_are_complete(tm
     ran = CliRunner().invoke(
         app, ["quantize", str(tmp_path / "m.onnx"), "--out", str(out), "--target", "openvino_cpu"]
     )
-    text = " ".join(ran.output.split())
-    assert ran.exit_code == 2 and "Det" in text and "is complete, but openvino refuses the file" in text, text
+    text = " ".join(f"{ran.output} {caplog.text}".split())
+    assert ran.exit_code == 0 and "Det" in text and "is complete, but openvino refuses the file" in text, text
     assert "does not have this operator" in text and (out / "m_manifest.json").is_file()
 
 
