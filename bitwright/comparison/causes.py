@@ -57,6 +57,12 @@ def close(agreement: Agreement) -> bool:
     return agreement.ok or (agreement.lsb <= MOST_LSB + SLACK and agreement.equal >= _ENOUGH)
 
 
+def removes(before: Agreement, after: Agreement) -> bool:
+    """Whether a run without a suspected cause has no difference left: not where most of the codes that differed still do."""
+    fewer = after.lsb < before.lsb / 2 or 2 * (1 - after.equal) <= 1 - before.equal
+    return close(after) and fewer
+
+
 @dataclass
 class Doubt:
     """One tensor at which two executions differ although they are fed the same.
@@ -88,8 +94,9 @@ class Doubt:
             if values is None:
                 continue
             after = self.lockstep.agreement(self.pair, *values)
-            self._retries.append(Retry(suspect.cause, suspect.without, before, after, close(after)))
-            if close(after):
+            removed = removes(before, after)
+            self._retries.append(Retry(suspect.cause, suspect.without, before, after, removed))
+            if removed:
                 said = (suspect.cause, suspect.text, suspect.remedy)
                 return Finding(self.pair.name, self.ops, *said, tuple(self._retries))
         return None
@@ -222,7 +229,15 @@ class Doubt:
     def _evidence(self) -> Evidence:
         kernel = self.lockstep.kernels[self.pair]
         return Evidence(
-            frozenset(self.ops), kernel, frozenset((kernel,)), self.pair.b.format, frozenset(), {}, {}, 0
+            frozenset(self.ops),
+            kernel,
+            frozenset((kernel,)),
+            self.pair.b.format,
+            frozenset(),
+            {},
+            {},
+            0,
+            bias=self.place.piece.bias,
         )
 
     def _parameters(self) -> Iterator[Suspect]:

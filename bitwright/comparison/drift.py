@@ -10,6 +10,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.comparison.causes import Doubt, close
+from bitwright.comparison.context import in_context
 from bitwright.comparison.lockstep import Lockstep
 from bitwright.comparison.points import Pair
 from bitwright.comparison.report import DriftReport, DriftRow, Finding, Retry
@@ -108,6 +109,10 @@ def compare_sides(a: Side, b: Side, feeds: Feeds, *, diagnoses: int = 3) -> Drif
     rows = {pair: _row(both, pair) for pair in both.pairs}
     parted = [pair for pair, row in rows.items() if not row.own.ok]
     findings, notes = _findings(both, parted, diagnoses)
+    known = {found.name for found in findings}
+    findings += [found for found in in_context(both, diagnoses) if found.name not in known]
+    order = {row.name: place for place, row in enumerate(rows.values())}
+    findings.sort(key=lambda found: order[found.name])
     return DriftReport(
         a.label, b.label, tuple(rows.values()), tuple(findings or _carried(rows, a)), tuple(notes)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -177,6 +177,20 @@ class Lockstep:
     def _own_b(self) -> tuple[dict[Pair, Array], dict[Pair, str]]:
         return self.locally(self.b, self.feeds_b, run=partial(self.b.run, errors=self.errors))
 
+    def in_the_whole(self, edit: Edit = unchanged) -> dict[Pair, tuple[Array, Array]]:
+        """What operators of ``b`` make alone, fed what lies in front of them when it is run as a whole, and what they make then.
+
+        Args:
+            edit: changes a copy of the graph before.
+        """
+        side, free = self.b, self.free_b
+        if edit is not unchanged:
+            side = replace(side, model=copy_model(side.model))
+            edit(side.model)
+            free = self._free(side, self.feeds_b, {pair: pair.b for pair in self.pairs})
+        alone, _ = self.locally(side, self.feeds_b, source=free)
+        return {pair: (alone[pair], free[pair]) for pair in self.pairs if pair in alone}
+
     def locally(
         self,
         side: Side,
@@ -184,6 +198,7 @@ class Lockstep:
         pairs: Sequence[Pair] | None = None,
         *,
         edit: Edit = unchanged,
+        source: Mapping[Pair, Array] | None = None,
         run: Callable[[ir.Model, Feeds, dict[str, str]], Mapping[str, Array] | None] | None = None,
     ) -> tuple[dict[Pair, Array], dict[Pair, str]]:
         """What the operators of ``side`` make of what they are fed, and which kernels did.
@@ -193,12 +208,13 @@ class Lockstep:
             feeds: of its graph.
             pairs: only these; all by default.
             edit: changes a copy of the side's graph before.
+            source: what they are fed; by default what ``a`` has there.
             run: runs a model instead of the side; empty results where it gives ``None``.
         """
         model = copy_model(side.model)
         edit(model)
         mine = {pair: pair.a if side is self.a else pair.b for pair in self.pairs}
-        source = self.fed if side is self.a else self.free_a
+        source = source or (self.fed if side is self.a else self.free_a)
         cut, places = cut_at(model, {point: source[pair] for pair, point in mine.items()})
         names = {pair: places[mine[pair]] for pair in (self.pairs if pairs is None else pairs)}
         parts = cut.parts() if pairs is None else [_one(cut, list(names.values()))]

@@ -11,7 +11,7 @@ A static bound of pairs or of the accumulator says what no data can do; the coun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from bitwright.comparison.points import values_by_name
 from bitwright.comparison.products import IntegerProduct, integer_products
 from bitwright.core.sums.accumulator import INT16_MAX, INT16_MIN, INT32_MAX, largest_pair, saturated
-from bitwright.errors import ExportError
+from bitwright.errors import ExportError, some_of
 from bitwright.export.qdq.markers import copy_model
 from bitwright.export.verify.runtime import run_model
 from bitwright.tables import Tabular, html_table, text_table
@@ -143,6 +143,14 @@ def _cells(layer: LayerSums) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _left_out(model: ir.Model, known: Container[ir.Node]) -> Iterator[str]:
+    """A note on the products that were not taken apart."""
+    layers = (node for node in model.graph if node.op_type in ("Conv", "Gemm", "MatMul"))
+    left = [node.name or str(node.outputs[0].name) for node in layers if node not in known]
+    if left:
+        yield f"not counted, as not of 8-bit codes or without a stored weight: {some_of(left)}"
+
+
 def saturation(model: ir.Model, batches: Iterable[Feeds], *, rows: int = _ROWS) -> SaturationReport:
     """Take the sums of every integer product of an exported model apart.
 
@@ -165,8 +173,7 @@ def saturation(model: ir.Model, batches: Iterable[Feeds], *, rows: int = _ROWS) 
             count.add(found[count.product.codes], rows, rng)
     if not ran:
         raise ExportError("saturation", "there is no batch to run", "give at least one input")
-    left = sum(n.op_type in ("Conv", "Gemm", "MatMul") for n in model.graph) - len(products)
-    notes = (f"{left} products are not of 8-bit codes, or their weight is not stored",) if left else ()
+    notes = tuple(_left_out(model, {product.node for product in products}))
     return SaturationReport(tuple(count.layer() for count in counts), notes)
 
 

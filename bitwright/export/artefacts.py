@@ -173,11 +173,20 @@ def _told(
 ) -> Iterator[str]:
     """What writing a model has left to say about its sites."""
     for note in result.notes:
-        if note.kind != "no place":
+        if note.kind == "float site":
+            yield f"{note.site}: {_why_in_float(sim, note.site) or note.text}"
+        elif note.kind != "no place":
             yield f"{note.site}: {note.text}"
     for name in encodings:
         if name not in tensors:
             yield f"{name}: not in the exported graph, which holds what the outputs are computed from on this example"
+
+
+def _why_in_float(sim: Simulation, site: str) -> str:
+    """What left it in float: a calibration, or a step of a recipe; nothing where the user did."""
+    quantizer = sim.quantizers[site].quantizer if site in sim.quantizers else None
+    why = (quantizer.why_float or quantizer.why_spec) if quantizer is not None else ""
+    return why and f"in float, because {why}"
 
 
 def _outside_steps(sim: Simulation, sites: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from bitwright.export.targets import SlowStem, find_target
 from bitwright.tables import Tabular
 
 # what brings an image into the form that the first convolution reads
-_PREPARES = frozenset(("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Transpose", "Pad"))
+_PREPARES = frozenset(("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Transpose", "Reshape", "Pad"))
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _chain(graph: Graph, value: str, takes: Callable[[Op], bool]) -> tuple[list[
 
 
 def _prepares(graph: Graph, op: Op) -> bool:
-    """Whether ``op`` brings the input of the model into the form that the network reads: its scale, its order of axes."""
+    """Whether ``op`` brings the input of the model into the form that the network reads: its scale, its axes and their order."""
     others = [value for port, value in op.sources() if port and not graph.values[value].is_static]
     return op.calls == 1 and op.type in _PREPARES and not others
 

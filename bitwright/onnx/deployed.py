@@ -15,7 +15,6 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.graph.ops import op_row
-from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.affine import encode
 from bitwright.core.numerics.encoding import Encoding
@@ -29,8 +28,8 @@ from bitwright.export.files.onnx_file import save_model
 from bitwright.export.files.temporary import temporary_room
 from bitwright.export.qdq.markers import strip_sites
 from bitwright.export.qdq.write import to_qdq
-from bitwright.export.recurrent.write import expand_recurrent, write_recurrent
-from bitwright.export.targets import DEFAULT_TARGET, RecurrentForm
+from bitwright.export.recurrent.write import write_recurrent
+from bitwright.export.targets import DEFAULT_TARGET
 from bitwright.export.verify.samples import find_export
 from bitwright.onnx.model.data import input_specs, random_array
 from bitwright.onnx.model.load import load_model
@@ -180,17 +179,16 @@ def _level(wanted: Mapping[str, Array], found: Mapping[str, Array]) -> float:
 def _changes(sim: QuantizationSimModel) -> Iterator[tuple[str, Callable[[], ir.Model]]]:
     """What can be tried on this model: how it is asked for, and what writes the file."""
     encodings = {s.name: s.encoding for s in sim.quantizers.values() if s.enabled and s.encoding is not None}
+    layers = _as_it_is(sim)
 
     def write(
         left_out: Collection[str] = (),
-        recurrent: RecurrentForm = "scan",
         other: Mapping[str, Encoding] | None = None,
         **options: Any,
     ) -> ir.Model:
         given = {**encodings, **(other or {})}
         kept = {name: encoding for name, encoding in given.items() if name not in left_out}
-        marked = write_recurrent(sim.marked, recurrent)
-        return to_qdq(marked, kept, **{"target": DEFAULT_TARGET, **options}).model
+        return to_qdq(layers, kept, **{"target": DEFAULT_TARGET, **options}).model
 
     for change, options in _options(sim, encodings):
         yield change, partial(write, **options)
@@ -209,11 +207,14 @@ def _options(
     ends = [site.name for site in sim.quantizers.values() if site.name in encodings and _is_end(sim, site)]
     if ends:
         yield "outputs of the model in float: Rule(..., output=None) for the last layers", {"left_out": ends}
-    notes = to_qdq(expand_recurrent(sim.marked), encodings).notes
+    notes = to_qdq(_as_it_is(sim), encodings).notes
     if any(note.kind == "float product" for note in notes):
         yield "weights of float products fused: weight_only='fused'", {"weight_only": "fused"}
-    if any(op.type in CELLS for op in sim.graph.ops):
-        yield "recurrent layers as operators: recurrent='native'", {"recurrent": "native"}
+
+
+def _as_it_is(sim: QuantizationSimModel) -> ir.Model:
+    """The marked graph, with its recurrent layers as the operators that the file has: a Scan there is one here, too."""
+    return write_recurrent(sim.marked, "native")
 
 
 def _other_grids(

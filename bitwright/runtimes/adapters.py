@@ -67,6 +67,12 @@ _WITHOUT_IT = (
     "the runtime does not have this operator, not even in float: write that part of the model with other operators, compute it "
     "outside the file, or deploy to a runtime that has it"
 )
+#: what runtimes say of inputs and outputs other than tensors
+_NO_TENSOR = ("Unsupported value_info type",)
+_TENSORS_ALONE = (
+    "the runtime takes tensors alone: give the model outputs that are tensors (skl2onnx: options={'zipmap': False}), or deploy "
+    "to ONNX Runtime"
+)
 #: what runtimes say of a file that none of them could read
 _DAMAGED = (
     "Protobuf parsing failed", "No graph was found in the protobuf", "Unable to read the model", "Model can't be parsed",
@@ -156,7 +162,8 @@ RUNTIMES: dict[str, Runtime] = {
         ),
         Runtime(
             "litert", "ai_edge_litert", "litert", ".tflite",
-            "export again with target='litert'; the operators that LiteRT has no kernel for are named there", open_litert,
+            "update ai-edge-litert; if it has no kernel for the operator that it names, leave that in float "
+            "(sim.quantizers[...].enabled = False) and export anew", open_litert,
         ),
     )
 }  # fmt: skip
@@ -244,6 +251,8 @@ def _remedy(row: Runtime, message: str) -> str:
     """What to change about a file of which ``row`` says ``message``."""
     if any(words in message for words in _DAMAGED):
         return "export again, or copy the file anew: it is damaged"
+    if any(words in message for words in _NO_TENSOR):
+        return _TENSORS_ALONE
     return _WITHOUT_IT if any(words in message for words in _UNKNOWN) else row.remedy
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from bitwright import drift
+from bitwright.comparison.causes import close, removes
+from bitwright.export.verify.agreement import Agreement
 from bitwright.torch import QuantizationSimModel
 
 
@@ -125,3 +127,12 @@ def test_an_overflow_of_the_accumulator_is_named(
     for side in ("simulation", "file"):
         report = drift(f"{tmp_path}@{side}", "onnxruntime")
         assert report.first is not None and report.first.cause == "overflow", report.to_text()
+
+
+def test_a_run_that_leaves_most_differences_has_not_removed_them() -> None:
+    """98.9 % of equal codes without a suspected bias became 99.1 %, which alone would count as agreement."""
+    before = Agreement(0.989, 1.0, 10_000)
+    assert close(Agreement(0.991, 1.0, 10_000)) and not removes(before, Agreement(0.991, 1.0, 10_000))
+    assert removes(before, Agreement(0.996, 1.0, 10_000)) and removes(before, Agreement(1.0, 0.0, 10_000))
+    assert removes(Agreement(0.995, 40.0, 10_000), Agreement(0.994, 1.0, 10_000))
+    assert not removes(before, Agreement(0.996, 2.0, 10_000))

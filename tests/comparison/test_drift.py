@@ -25,7 +25,7 @@ from bitwright.errors import ConfigError, ExportError
 from bitwright.export.targets import rules_for
 from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel as OnnxSim
-from bitwright.torch import QuantizationSimModel
+from bitwright.torch import QuantizationSimModel, quantize
 from tests.support.without_vnni import run_without_vnni
 
 
@@ -505,3 +505,47 @@ def test_files_of_old_exporters_are_compared(one: Path, tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "old.onnx")
     report = drift(tmp_path / "old.onnx", f"{one}@file", data_of(one))
     assert report.ok and len(report.rows) > 3
+
+
+class Lines(nn.Module):
+    """Its input gives the batch of an LSTM's zero state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.steps = nn.LSTM(16, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.max_pool2d(torch.relu(self.first(x)), 2)
+        return self.steps(torch.relu(self.second(x)).mean(2).transpose(1, 2))[0]
+
+
+def test_a_runtime_that_computes_the_whole_file_otherwise_than_its_parts_is_not_rounding(
+    tmp_path: Path,
+) -> None:
+    openvino = pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    x = torch.rand(1, 1, 8, 16)
+    result = quantize(
+        Lines().eval(), [x], recipe=["fold"], path=tmp_path, progress=False, target="openvino_cpu"
+    )
+    assert result.exported is not None
+    core = openvino.Core()
+    model = core.read_model(result.exported.qdq)
+    free = core.compile_model(model, "CPU")(x.numpy())[0]
+    model.reshape(list(x.shape))
+    fixed = core.compile_model(model, "CPU")(x.numpy())[0]
+    report = drift(f"{tmp_path}@simulation", f"{tmp_path}@openvino")
+    if np.abs(free - fixed).max() < 1e-4:
+        assert report.ok, "this version of OpenVINO computes the same"
+        return
+    first = report.first
+    assert first is not None and not report.ok
+    assert (first.name, first.cause) == ("relu.output[0]", "fusion"), str(report)
+    assert first.retries[-1].removed and "model.reshape({'x': [1, 1, 8, 16]})" in first.remedy
+    verified = verify_folder(tmp_path, runtime="openvino")
+    assert all(row.ok for row in verified.rows) and not verified.ok
+    assert verified.free_axes is not None and verified.free_axes.fixed > 100
+    assert "fixed to {'x': [1, 1, 8, 16]}" in str(verified)
+    result.sim.export(tmp_path / "fixed", "net", x, target="openvino_cpu", dynamic_batch=False)
+    assert verify_folder(tmp_path / "fixed", runtime="openvino").ok, "the remedy helps"

@@ -71,8 +71,11 @@ def test_the_stem_of_a_module_is_in_float_and_the_rest_on_integers(tmp_path: Pat
 def test_the_stem_of_an_onnx_model(tmp_path: Path) -> None:
     quantized(Mobile(), pictures(), path=tmp_path, filename_prefix="net", target="packed")
     data = [x.numpy() for x in pictures()]
-    result = bitwright.onnx.quantize(tmp_path / "net_float.onnx", data, recipe=["fold"], progress=False)
+    options = {"recipe": ["fold"], "progress": False, "path": tmp_path / "again"}
+    result = bitwright.onnx.quantize(tmp_path / "net_float.onnx", data, **options)
     assert len(result.stem.layers) == 2
+    why = "in float, because ort_cpu computes the first convolutions of large images faster in float"
+    assert f"{result.stem.in_float[0]}: {why}" in result.exported.notes
     report = result.sim.verify(data[1])
     assert report.ok and [row.kernel for row in report.rows] == ["float", "QLinearConv"], str(report)
 
@@ -152,3 +155,15 @@ def test_what_is_pooled_stays_on_integers() -> None:
     """A pool on integers is fast where the channels come last, as an integer convolution makes them."""
     assert not quantized(Pooled(), pictures()).stem.layers
     assert quantized(Pooled(pool=False), pictures()).stem.layers == ("first",), "a sum costs three transposes"
+
+
+class Sound(Mobile):
+    """One channel, stored without an axis of its own: what Keras makes a Reshape of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.reshape(x.shape[0], 1, *x.shape[1:3]))
+
+
+def test_a_reshape_may_stand_between_the_input_and_the_first_convolution() -> None:
+    result = quantized(Sound(1), [x.permute(0, 2, 3, 1) for x in pictures(1)])
+    assert result.stem.layers == ("first", "depthwise")

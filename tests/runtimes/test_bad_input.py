@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -152,7 +153,7 @@ def test_a_litert_operator_that_cannot_run_is_named(folder: Path) -> None:
     write_manifest(folder / "net_manifest.json")
     for command in ("verify", "benchmark"):
         said = refused(command, folder, "--runtime", "litert")
-        assert "(GELU) failed to prepare" in said and "remedy: export again with target='litert'" in said
+        assert "(GELU) failed to prepare" in said and "remedy: update ai-edge-litert" in said
 
 
 # ------------------------------------------------------------------------------------------------------------ options
@@ -169,3 +170,22 @@ def test_numbers_of_threads_that_are_none(folder: Path, threads: int) -> None:
 def test_the_name_of_a_runtime_in_capitals(folder: Path) -> None:
     assert "did you mean 'litert'?" in refused("verify", folder, "--runtime", "LITERT")
     assert "did you mean 'onnxruntime'?" in refused("benchmark", folder, "--runtime", "OnnxRuntime")
+
+
+def test_a_runtime_of_tensors_alone_asks_for_tensors(tmp_path: Path) -> None:
+    """What skl2onnx writes by default: the probabilities of every sample as a map."""
+    pytest.importorskip("openvino")
+    types = onnx.TensorProto
+    maps = onnx.helper.make_sequence_type_proto(
+        onnx.helper.make_map_type_proto(types.INT64, onnx.helper.make_tensor_type_proto(types.FLOAT, None))
+    )
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("ZipMap", ["x"], ["y"], domain="ai.onnx.ml", classlabels_int64s=[0, 1])],
+        "net",
+        [onnx.helper.make_tensor_value_info("x", types.FLOAT, ["n", 2])],
+        [onnx.helper.make_value_info("y", maps)],
+    )
+    opsets = [onnx.helper.make_opsetid("", 17), onnx.helper.make_opsetid("ai.onnx.ml", 3)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "net.onnx")
+    with pytest.raises(ExportError, match="openvino refuses the file.*the runtime takes tensors alone"):
+        open_file("openvino", tmp_path / "net.onnx")

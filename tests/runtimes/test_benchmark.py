@@ -20,7 +20,7 @@ from bitwright.cli import app
 from bitwright.errors import ConfigError, ExportError
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx.deployed import suggestions
-from bitwright.runtimes.adapters import RUNTIMES, find_runtime, open_file, refusals_of
+from bitwright.runtimes.adapters import RUNTIMES, Session, find_runtime, open_file, refusals_of
 from bitwright.runtimes.benchmark import BenchmarkReport, FileCost, _notes
 from bitwright.runtimes.profile import Ran, profile
 from bitwright.runtimes.timing import Timing, interleaved, ratio
@@ -140,6 +140,46 @@ def test_suggestions_name_wide_activations_and_weights_off_centre(tmp_path: Path
     assert len(narrow.cells()) == 4
 
 
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.gru(x)[0])
+
+
+@pytest.mark.parametrize("target", ["ort_cpu", "packed"])
+def test_a_suggestion_changes_one_thing_and_keeps_the_form_of_recurrent_layers(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 8)
+    quantize(
+        Steps().eval(),
+        [x],
+        recipe=["fold"],
+        path=tmp_path,
+        filename_prefix="net",
+        progress=False,
+        target=target,
+    )
+    kinds: list[set[str]] = []
+
+    def opened(runtime: str, path: Path) -> Session:
+        kinds.append({node.op_type for node in onnx.load(path).graph.node})
+        return open_file(runtime, path)
+
+    monkeypatch.setattr("bitwright.onnx.deployed.open_file", opened)
+    feeds = {"x": x.numpy()}
+    found = list(suggestions(tmp_path / "net.onnx", tmp_path / "net_float.onnx", feeds, seconds=0))
+    _, now, *changed = kinds
+    form = {"GRU", "Scan"} & now
+    assert len(form) == 1 and found
+    assert {frozenset({"GRU", "Scan"} & kind) for kind in changed} == {frozenset(form)}
+    assert not any("recurrent" in one.change for one in found), "it is so already, or nothing can make it so"
+
+
 def test_missing_file_and_missing_samples_are_errors(folder: Path, tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["benchmark", str(tmp_path / "nothing")]).exit_code == 2
     sim = QuantizationSimModel(net(), BATCHES[0])
@@ -192,8 +232,10 @@ def test_an_operator_that_a_runtime_lacks_is_not_told_to_be_left_in_float(
     assert caught.value.site.endswith(f": the_node ({op})") and "enabled = False" not in str(caught.value)
 
 
-def test_a_command_whose_files_the_target_refuses_says_that_they_are_complete(tmp_path: Path) -> None:
-    """OpenVINO has no Det; ONNX Runtime does."""
+def test_a_command_whose_files_the_target_refuses_says_that_they_are_complete(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OpenVINO has no Det; ONNX Runtime does. The files may be for another machine: a warning, and exit code 0."""
     pytest.importorskip("openvino")
     ports = [onnx.helper.make_tensor_value_info(n, 1, s) for n, s in (("x", [2, 3, 3]), ("y", [2]))]
     held = [onnx.numpy_helper.from_array(np.eye(3, dtype=np.float32), "w")]
@@ -210,8 +252,8 @@ def test_a_command_whose_files_the_target_refuses_says_that_they_are_complete(tm
     ran = CliRunner().invoke(
         app, ["quantize", str(tmp_path / "m.onnx"), "--out", str(out), "--target", "openvino_cpu"]
     )
-    text = " ".join(ran.output.split())
-    assert ran.exit_code == 2 and "Det" in text and "is complete, but openvino refuses the file" in text, text
+    text = " ".join(f"{ran.output} {caplog.text}".split())
+    assert ran.exit_code == 0 and "Det" in text and "is complete, but openvino refuses the file" in text, text
     assert "does not have this operator" in text and (out / "m_manifest.json").is_file()
 
 

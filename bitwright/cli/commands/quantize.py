@@ -102,7 +102,7 @@ def quantize_model(
     """Fold, calibrate and export an ONNX model.
 
     Data may be a .npz file (arrays named after the inputs, samples along the
-    first axis), a folder of .npy files, a folder per input, a folder of .npz
+    first axis), a .npy file, a folder of them, a folder per input, a folder of .npz
     files, a folder of pictures, or module:function that yields inputs.
 
     \b

@@ -52,6 +52,7 @@ class Piece:
             :mod:`bitwright.core.sums.accumulator`.
         halves: how many of them compute in float16 or bfloat16.
         epsilon: of the coarser of these types; 0 where there is none.
+        bias: the most that the int32 grid of a bias moves it, where the simulation has that bias in float.
     """
 
     ops: list[str] = field(default_factory=list)
@@ -60,6 +61,7 @@ class Piece:
     accumulated: int = 0
     halves: int = 0
     epsilon: float = 0.0
+    bias: float = 0.0
 
     @property
     def rounding(self) -> float:
@@ -80,10 +82,22 @@ class Piece:
         self.ops.append(node.op_type)
         self.made.extend(str(value.name) for value in node.outputs)
         self.accumulated = max(self.accumulated, accumulated(node))
+        self.bias += sum(map(_off_grid, node.inputs))
         for port, name in ((1, "weight"), (2, "bias")) if node.op_type in TRAITS["bias_port"] else ():
             value = node.inputs[port] if len(node.inputs) > port else None
             if value is not None and value.is_initializer():
                 self.float_params.add(name)
+
+
+def _off_grid(value: ir.Value | None) -> float:
+    """Half a step of an int32 bias that no site of the simulation stands for; 0 of other values."""
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "DequantizeLinear" or read_metadata(node) is not None:
+        return 0.0
+    codes, scale = node.inputs[:2]
+    if codes is None or scale is None or codes.dtype != ir.DataType.INT32 or scale.const_value is None:
+        return 0.0
+    return float(np.abs(scale.const_value.numpy()).max(initial=0.0)) / 2
 
 
 @dataclass(eq=False)

@@ -59,6 +59,7 @@ class Evidence:
         failures: modes the runtime refused.
         accumulated: the largest sum that an integer kernel may have to hold.
         halves: what half precision may add to its results, in parts of the largest.
+        bias: what the int32 grid of a bias may add, which the simulation has in float.
     """
 
     ops: frozenset[str]
@@ -70,6 +71,7 @@ class Evidence:
     failures: Mapping[Mode, str]
     accumulated: int = 0
     halves: float = 0.0
+    bias: float = 0.0
 
     @property
     def wide(self) -> bool:
@@ -119,6 +121,11 @@ FLOAT_REASONS: tuple[Reason, ...] = (
     Reason(
         lambda e: bool(e.ops & _SUMS) and e.wide,
         f"{_ORDER}, and a step of this fine grid is about as small",
+        bounded=True,
+    ),
+    Reason(
+        lambda e: e.bias > 0 and e.found["float"].lsb <= MOST_LSB + SLACK,
+        "a bias that the simulation has in float is on the int32 grid of its accumulator",
         bounded=True,
     ),
     Reason(lambda e: bool(e.ops & _SUMS) and e.found["float"].lsb <= MOST_LSB + SLACK, _ORDER, bounded=True),
@@ -237,6 +244,7 @@ def measure(
     one, other, value, step = (np.asarray(a, np.float64) for a in (expected, found, exact, step))
     differ = one != other
     step = np.broadcast_to(step, one.shape)[differ]
+    bias = evidence.bias / step  # of the simulation alone: the value before rounding is the file's
     one, other, value = (a[differ] / step for a in (one, other, value))
     if not value.size or not np.isfinite(value).all() or not _on_one_grid(evidence, one - other):
         return math.inf, 0.0
@@ -244,7 +252,7 @@ def measure(
     rounding = max(min(_MOST, max(_LEAST, _ULPS * peak, precision * peak)), evidence.halves * peak)
     table = np.abs(value) * _table_error(scale) if mode == "integer" and evidence.by_table else 0.0
     off = np.stack([np.abs(value - one), np.abs(value - other)]) - 0.5
-    allowed = np.stack([np.full_like(value, rounding), rounding + error + table * np.ones_like(value)])
+    allowed = np.stack([rounding + bias, rounding + error + table * np.ones_like(value)])
     at = np.unravel_index(int(np.argmax(np.nan_to_num(off - allowed, nan=np.inf))), off.shape)
     return float(off[at]), float(allowed[at])
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -24,9 +24,11 @@ from numpy.typing import NDArray
 
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ExportError, close_matches
+from bitwright.export.files.free_axes import FreeAxes, computed_otherwise, fix_lengths, free_inputs
 from bitwright.export.files.value_types import load
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.qdq.lookups import with_tables
+from bitwright.export.qdq.markers import copy_model
 from bitwright.export.verify.agreement import SLACK, Agreement, compare, in_float64, spread, step_of
 from bitwright.export.verify.bodies import open_bodies, runs_of
 from bitwright.export.verify.cut import Cut, Place
@@ -123,6 +125,7 @@ class VerifyReport(Tabular):
         runtime: whose kernels the mode ``integer`` is of.
         saturated: where a session of ONNX Runtime with default settings does not have the sums of ``as_integer`` on this
             CPU, which are exact; ``None`` if nowhere.
+        free_axes: an output that another runtime makes otherwise while axes of the inputs are free; ``None`` if none.
     """
 
     _rows = "rows"
@@ -135,6 +138,7 @@ class VerifyReport(Tabular):
     idle: dict[str, str] = field(default_factory=dict)
     runtime: str = "onnxruntime"
     saturated: Saturated | None = None
+    free_axes: FreeAxes | None = None
 
     @property
     def ok(self) -> bool:
@@ -144,7 +148,7 @@ class VerifyReport(Tabular):
         are exact: what a CPU without VNNI makes of them by default is in ``saturated`` and does not count.
         """
         compared = all(r.ok for r in self.rows) if self.rows else self._outputs_agree
-        return compared and not self.unchecked and not self.failures
+        return compared and not self.unchecked and not self.failures and self.free_axes is None
 
     @property
     def _outputs_agree(self) -> bool:
@@ -239,6 +243,8 @@ class VerifyReport(Tabular):
             yield f"does not run with {mode} kernels: {why}"
         if self.saturated is not None:
             yield str(self.saturated)
+        if self.free_axes is not None:
+            yield str(self.free_axes)
         good = sum(row.verdict == "agrees" for row in self.rows)
         within = sum(row.verdict == "within" for row in self.rows)
         more = f", {within} within what their kernel may do" if within else ""
@@ -277,17 +283,17 @@ def verify_layers(
         ExportError: the file cannot be read or was not written by ``to_qdq``, a graph input is missing, the batch holds no
             sample, or a value has another shape than its tensor.
     """
-    loaded = _load(model)
+    loaded, expected = _load(model), outputs or {}
     _check_inputs(loaded, graph_inputs)
     if find_runtime(runtime).suffix == ".tflite":
         from bitwright.export.tflite.convert import to_tflite
         from bitwright.export.verify.litert import verify_litert
 
         content = to_tflite(loaded, graph_inputs).content if flat is None else flat
-        return verify_litert(content, loaded, values, graph_inputs, outputs or {})
+        return verify_litert(content, loaded, values, graph_inputs, expected)
     opened = open_bodies(loaded, values)
     laid_out = side_by_side(opened.model, opened.values, graph_inputs)
-    open_outputs = _without(outputs or {}, laid_out.settled)
+    open_outputs = _without(expected, laid_out.settled)
     cut = Cut(laid_out.model, laid_out.values, open_outputs)
     failures: dict[Mode, str] = {}
     found: dict[Place, list[Row]] = {}
@@ -296,13 +302,38 @@ def verify_layers(
         found |= _compare_part(cut, part, places, {**given, **feeds}, failures, runtime)
     rows = [row for place in cut.places for row in found[place]]
     rows += [row for node in with_tables(loaded).graph.all_nodes() for row in _constant_rows(node, values)]
-    ends = _compare_outputs(loaded, outputs or {}, graph_inputs, failures, runtime)
+    ends = _compare_outputs(loaded, expected, graph_inputs, failures, runtime)
     ran = {row.site for row in rows}
     idle = _without(opened.idle, ran)
     unchecked = _without(cut.unchecked, idle)
     compares = runtime == "onnxruntime" and not failures
     saturated = saturated_places(loaded, cut, given) if compares else None
-    return VerifyReport(tuple(rows), ends, unchecked, failures, idle, runtime, saturated)
+    free = _with_free_axes(loaded, graph_inputs, expected, ends, failures, runtime)
+    return VerifyReport(tuple(rows), ends, unchecked, failures, idle, runtime, saturated, free)
+
+
+def _with_free_axes(
+    model: ir.Model,
+    feeds: Mapping[str, Array],
+    outputs: Mapping[str, Array],
+    ends: Sequence[OutputRow],
+    failures: Mapping[Mode, str],
+    runtime: str,
+) -> FreeAxes | None:
+    """An output that a runtime other than ONNX Runtime makes otherwise while axes of the inputs are free."""
+    if runtime == "onnxruntime" or failures or not free_inputs(model):
+        return None
+
+    def fixed() -> Callable[[str], float]:
+        copied = copy_model(model)
+        fix_lengths(copied, feeds)
+        try:
+            found = named_arrays(run_in(runtime, copied, feeds, "integer"))
+        except _refusals():  # a model that states lengths of its own
+            found = {}
+        return lambda name: level(outputs[name], found.get(name))
+
+    return computed_otherwise([(end.name, end.as_integer) for end in ends], feeds, fixed, runtime)
 
 
 def _load(model: ir.Model | str | os.PathLike[str]) -> ir.Model:
@@ -418,6 +449,7 @@ class _Compared:
                 failures,
                 place.piece.accumulated,
                 place.piece.rounding,
+                place.piece.bias,
             ),
         )
 

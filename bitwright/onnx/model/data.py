@@ -207,6 +207,7 @@ def load_data(
     ``source``             feeds
     =====================  ===========================================================================
     ``file.npz``           arrays named after the inputs, samples along axis 0
+    ``file.npy``           samples along axis 0, or one sample (one input)
     folder of ``.npy``     one sample or batch per file, in the order of their names (one input)
     folder of folders      a folder per input, named after it, with equally many files
     folder of ``.npz``     one feed per file
@@ -234,7 +235,8 @@ def load_data(
     elif path.is_file() and path.suffix == ".npz":
         yield from _from_archive(path, specs, batch_size)
     elif path.is_file() and path.suffix == ".npy":
-        yield from _batches(_one(specs, path).name, [_load(path)], specs, batch_size)
+        spec = _one(specs, path)
+        yield from _cut({spec.name: _with_batch(_load(path), spec)}, specs, batch_size, text)
     elif ":" in text and not path.exists():
         for i, feeds in enumerate(load_entry_point(text)()):
             yield as_feeds(feeds, specs, f"{text}, item {i}")

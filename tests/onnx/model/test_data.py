@@ -50,6 +50,14 @@ def test_folder_of_batches(tmp_path):
     assert np.array_equal(stacked(tmp_path / "a.npy"), X[:2])
 
 
+def test_one_array_is_cut_into_samples_like_an_archive(tmp_path):
+    np.save(tmp_path / "all.npy", X)
+    assert [len(f["image"]) for f in load_data(tmp_path / "all.npy", IMAGE)] == [1] * 5
+    assert [len(f["image"]) for f in load_data(tmp_path / "all.npy", IMAGE, batch_size=2)] == [2, 2, 1]
+    np.save(tmp_path / "one.npy", X[0])
+    assert np.array_equal(stacked(tmp_path / "one.npy"), X[:1])
+
+
 def test_folder_per_input(tmp_path):
     for name, dtype in (("ids", np.int64), ("mask", np.float32)):
         (tmp_path / name).mkdir()
