@@ -41,6 +41,7 @@ def test_what_the_int32_grid_of_a_bias_moves_is_measured_and_a_wrong_bias_fails(
         [x],
         "w4a8",
         recipe=["fold"],
+        config_file={"rules": [{"match": "*", "bias": {"quantized": False}}]},
         path=tmp_path,
         filename_prefix="net",
         progress=False,
