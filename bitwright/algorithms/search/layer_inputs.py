@@ -96,7 +96,7 @@ def _needed(sim: Simulation) -> Iterator[Site]:
 
 
 def _layer_of(sim: Simulation, site: Site) -> str:
-    """The operator that reads ``site``; of a bias, the one with the weight, behind which an Add may bring it."""
+    """The operator that reads ``site``; of a bias, the one with the weight, after which an Add may bring it."""
     return sim.quantizers[site.follows[1]].op if site.follows else site.op
 
 
