@@ -64,6 +64,7 @@ RECIPES: tuple[tuple[Any, ...], ...] = (
     (*_BASE, "gptq"),
     (*_BASE, "gptq", "bias_correction"),
     (*_BASE, {"adaround": {"iterations": 300, "seed": 0}}),
+    (_BASE[0], {"equalize": {"keep_bounds": True}}, *_BASE[1:], "gptq"),
 )
 PRESETS = {
     "w4a4": Preset(weight_spec("int4"), activation_spec("uint4")),
