@@ -151,8 +151,12 @@ def _lost_after(graph: Graph, ops: list[Op], times: KernelTimes | None) -> bool:
         return False
     layouts, stem = Layouts(graph), {op.name for op in ops}
     saved = sum(codes - in_float for in_float, codes in (times.layer(graph, op) for op in ops))
-    before, after = layouts.moved(lambda op: True), layouts.moved(lambda op: op.name not in stem)
-    return layouts.time(after, times) - layouts.time(before, times) > saved
+    rows = graph.values[ops[0].outputs[0]].shape[0]
+    before, after = (
+        layouts.time(layouts.moved(where), times, rows)
+        for where in (lambda op: True, lambda op: op.name not in stem)
+    )
+    return after - before > saved
 
 
 def _shared_beyond(sim: Any, sites: list[Site]) -> bool:

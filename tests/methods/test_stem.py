@@ -167,3 +167,10 @@ class Sound(Mobile):
 def test_a_reshape_may_stand_between_the_input_and_the_first_convolution() -> None:
     result = quantized(Sound(1), [x.permute(0, 2, 3, 1) for x in pictures(1)])
     assert result.stem.layers == ("first", "depthwise")
+
+
+def test_the_choice_does_not_depend_on_the_size_of_batches() -> None:
+    """Its costs are all of one sample."""
+    for pool in (False, True):
+        one, many = (quantized(Pooled(pool), [torch.cat(pictures() * size)]).stem.layers for size in (1, 4))
+        assert one == many
