@@ -77,8 +77,9 @@ def equalize_model(
     """
     opened = front_end_of(model).open_model(model, input_shapes, dummy_input, "equalize_model", providers)
     moments = opened.fold(progress).moments
-    options = {"data": data, "absorb_bias": absorb_bias, "keep_bounds": keep_bounds}
-    return equalize_opened(opened, moments, progress, **options)
+    return equalize_opened(
+        opened, moments, progress, data=data, absorb_bias=absorb_bias, keep_bounds=keep_bounds
+    )
 
 
 @checks_arguments
@@ -111,8 +112,9 @@ def equalize_bn_folded_model(
         input_shapes = None
     opened = front_end.open_model(model, input_shapes, dummy_input, "equalize_bn_folded_model", providers)
     moments = folded_pairs.moments if isinstance(folded_pairs, FoldReport) else folded_pairs
-    options = {"data": data, "absorb_bias": absorb_bias, "keep_bounds": keep_bounds}
-    return equalize_opened(opened, moments, progress, **options)
+    return equalize_opened(
+        opened, moments, progress, data=data, absorb_bias=absorb_bias, keep_bounds=keep_bounds
+    )
 
 
 def _is_example(given: Any) -> bool:

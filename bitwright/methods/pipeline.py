@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bitwright.algorithms.bias_correct import BiasReport
-from bitwright.algorithms.channels.attention import attention_products
+from bitwright.algorithms.channels.attention import has_attention
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.algorithms.options import Options, keyword_options
 from bitwright.algorithms.scaling.equalize import EqualizeReport
@@ -324,7 +324,7 @@ class _Methods:
         """Equalize with what batch norms said that this step or one before folded; with an attention not, if so asked."""
         folds = self._folded(work)
         opened = front_end_of(work).open_model(work, None, self.first, "equalize", self.providers)
-        if only_without_attention and next(attention_products(opened.view.graph()), None) is not None:
+        if only_without_attention and has_attention(opened.view.graph()):
             return EqualizeReport(left_alone="left alone, as the model has an attention")
         return channels.equalize_opened(
             opened,

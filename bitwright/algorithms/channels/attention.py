@@ -79,6 +79,11 @@ def attention_products(graph: Graph) -> Iterator[tuple[Op, Op]]:
                 yield scores, product
 
 
+def has_attention(graph: Graph) -> bool:
+    """Whether there is one."""
+    return next(attention_products(graph), None) is not None
+
+
 def _product_before(graph: Graph, value: str) -> Op | None:
     """The product of two activations that scaling and masking lead to ``value`` from."""
     op = graph.producer(value)

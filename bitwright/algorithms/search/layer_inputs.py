@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bitwright.algorithms.channels.attention import attention_products
+from bitwright.algorithms.channels.attention import has_attention
 from bitwright.algorithms.channels.layers import holds_layer_weight
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.simulation.sites import Site
@@ -73,7 +73,7 @@ def between_layers(sim: Simulation, *, only_with_attention: bool = False) -> tup
 def _divided(sim: Simulation, only_with_attention: bool) -> tuple[list[Site], list[Site]]:
     """The sites of narrow activations that stay, and those that do not."""
     narrow = list(filter(_is_narrow_activation, sim.quantizers.values()))
-    if only_with_attention and next(attention_products(sim.graph), None) is None:
+    if only_with_attention and not has_attention(sim.graph):
         return narrow, []
     needed = {id(site.quantizer) for site in _needed(sim)}
     kept = [site for site in narrow if id(site.quantizer) in needed]

@@ -89,7 +89,8 @@ class ByTime:
         self._layouts = Layouts(graph)
         self._known: dict[frozenset[str], float] = {}  # convolutions on codes -> what their layouts take
         layers = sum(times.layer(graph, op)[1] + self._start(1) for op in graph.ops)
-        self._all = layers + self._moving(set()) or 1.0
+        self._moved = self._moving(set())
+        self._all = layers + self._moved or 1.0
 
     def _start(self, operators: int) -> float:
         return operators * self._rows * self._times.operator
@@ -99,9 +100,7 @@ class ByTime:
         raised = set(keys)
         found = (op for key in keys for op in (*self._around.readers[key], *self._makers(key)))
         ops = {op.name: op for op in found}
-        longer = (
-            sum(self._longer(op, raised) for op in ops.values()) + self._moving(raised) - self._moving(set())
-        )
+        longer = sum(self._longer(op, raised) for op in ops.values()) + self._moving(raised) - self._moved
         return (longer - sum(self._saved(key) for key in keys)) / self._all
 
     def _moving(self, raised: set[int]) -> float:

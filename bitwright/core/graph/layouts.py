@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bitwright.core.graph.graph import Graph, Op
@@ -43,19 +43,20 @@ class Layouts:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self.convolutions = [op for op in graph.ops if op.type == "Conv" and self._images(op)]
-        self._ops = [op for op in graph.ops if self._images(op)] if self.convolutions else []
+        read = ((op, self._images(op)) for op in graph.ops)
+        self._ops = [(op, images) for op, images in read if images]
+        self.convolutions = [op for op, _ in self._ops if op.type == "Conv"]
 
     def moved(self, on_codes: Callable[[Op], bool]) -> Moved:
         """What is transposed where the convolutions for which ``on_codes`` holds have integer kernels."""
-        last: set[str] = set()
+        last: set[str] = set()  # values with the channels last
         wanted: dict[str, set[bool]] = {}  # value -> whether its readers want the channels last
         pools: list[Op] = []
-        for op in self._ops:
-            reads, makes = self._layouts(op, last, on_codes)
-            for value in self._images(op):
-                wanted.setdefault(value, set()).add(reads)
-            if makes:
+        for op, images in self._ops if self.convolutions else ():
+            here = on_codes(op) if op.type == "Conv" else _in_any_layout(op) and last.issuperset(images)
+            for value in images:
+                wanted.setdefault(value, set()).add(here)
+            if here:
                 last.update(op.outputs)
             elif op.type == "MaxPool":
                 pools.append(op)
@@ -64,18 +65,9 @@ class Layouts:
         moved = (value for value, layouts in wanted.items() if (value not in last) in layouts)
         return Moved(tuple(moved), tuple(pools))
 
-    def _layouts(self, op: Op, last: set[str], on_codes: Callable[[Op], bool]) -> tuple[bool, bool]:
-        """Whether ``op`` reads and makes images with the channels last."""
-        if op.type == "Conv":
-            return (on_codes(op),) * 2
-        row = op_row(op.type)
-        either = op.type in _ANY_LAYOUT or row.kind in ("pointwise", "merge")
-        same = either and all(value in last for value in self._images(op))
-        return (same,) * 2
-
     def _images(self, op: Op) -> list[str]:
         """The images that it reads."""
-        return [value for value in _read(op) if self._is_image(value)]
+        return [value for value in dict.fromkeys(v for _, v in op.sources()) if self._is_image(value)]
 
     def _is_image(self, value: str) -> bool:
         found = self._graph.values[value]
@@ -95,5 +87,5 @@ class Layouts:
         return started + transposed * times.transpose + pooled * times.pool
 
 
-def _read(op: Op) -> Iterable[str]:
-    return dict.fromkeys(value for _, value in op.sources())
+def _in_any_layout(op: Op) -> bool:
+    return op.type in _ANY_LAYOUT or op_row(op.type).kind in ("pointwise", "merge")
