@@ -109,7 +109,7 @@ def widen(
     weights: float = 1.0,
     bits: int | None = 16,
     times: KernelTimes | None = None,
-    enough: float = 1e-5,
+    enough: float = 1e-2,
     samples: int = 32,
     seed: int = 0,
 ) -> WidenReport:
@@ -133,7 +133,8 @@ def widen(
         bits: of a raised value that a layer multiplies, 9 to 16; ``None`` for float, where the target computes such layers in
             float in any case.
         times: of the target's kernels. Those that take most noise away for the time they cost come first then.
-        enough: noise over signal of the outputs below which nothing is raised that costs time, 0 to 1; with ``times``.
+        enough: noise over signal of the outputs, 0 to 1, below which the allowance of time falls in proportion to the noise, so
+            that what is hardly noisy is not made slower; with ``times``.
         samples, seed: of the estimate.
 
     Raises:
@@ -174,7 +175,7 @@ def _check(bits: int | None, **shares: float) -> None:
 
 @dataclass(frozen=True)
 class _Allowed:
-    """What may be spent: shares of the work and of the elements; of the work nothing below the noise that is ``enough``."""
+    """What may be spent: shares of the work and of the elements; of the work less where the noise is below ``enough``."""
 
     allowance: float
     memory: float
@@ -183,7 +184,9 @@ class _Allowed:
 
     def less_than(self, costs: tuple[float, float], noise: float) -> bool:
         """Whether ``costs`` are more, while the outputs' noise is ``noise`` times their signal."""
-        allowance, memory = self.allowance if noise >= self.enough else 0.0, self.memory
+        allowance, memory = self.allowance, self.memory
+        if noise < self.enough:
+            allowance *= noise / self.enough
         if noise > _DROWNED:
             allowance, memory = allowance and max(allowance, self.drowned), memory and max(memory, _HALF)
         return costs[0] > allowance or costs[1] > memory

@@ -113,6 +113,14 @@ def test_clean_outputs_get_only_what_costs_no_time(monkeypatch, measured, sites)
     assert len(report.raised) == sites and "4.output[0]" in {w.site for w in report.raised}
 
 
+@pytest.mark.parametrize(("measured", "changed"), [(0.0051, True), (0.0049, False)])
+def test_the_allowance_of_time_is_in_proportion_to_noise_that_is_little(monkeypatch, measured, changed):
+    """The first layer in float takes 96 of 1,248 more: of an allowance of twice that, half is left at half of ``enough``."""
+    options = {"measured": measured, "allowance": 2 * 96 / 1248, "enough": 0.01}
+    report = raised(simulated(nn.Sequential(*WIDE), 6), monkeypatch, {"0.input[0]": 1.0}, **options)
+    assert report.changed == changed and len(report.too_dear) == (not changed)
+
+
 def test_no_allowance_is_kept_whatever_the_noise(monkeypatch):
     model = simulated(nn.Sequential(*WIDE), 6)
     report = raised(model, monkeypatch, {"0.input[0]": 1.0}, measured=10.0, allowance=0.0)
