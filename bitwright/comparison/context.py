@@ -11,7 +11,7 @@ from bitwright.comparison.causes import close
 from bitwright.comparison.lockstep import Lockstep
 from bitwright.comparison.points import Pair
 from bitwright.comparison.report import Finding, Retry
-from bitwright.export.files.free_axes import fix_lengths, free_inputs
+from bitwright.export.files.free_axes import fix_lengths, free_inputs, how_to_fix
 from bitwright.export.verify.agreement import MOST_LSB, SLACK, Agreement
 
 Array = NDArray[Any]
@@ -19,10 +19,6 @@ Array = NDArray[Any]
 _TEXT = (
     "the runtime computes something else there in the whole file than in these operators alone, although both are fed the same "
     "values"
-)
-_FREE = (
-    "fix the lengths of the inputs in the session (OpenVINO: model.reshape({shapes}) before compile_model), or write the file "
-    "so: dynamic_batch=False, or an ONNX model without free axes"
 )
 _OTHER = "leave the layer in float: sim.quantizers[...].enabled = False, or show the runtime's maintainers this file"
 
@@ -59,6 +55,5 @@ def _finding(both: Lockstep, pair: Pair, before: Agreement, fixed: tuple[Array, 
         without = "with the lengths of this input instead of free axes"
         retries = (Retry("fusion", without, before, after, _alike(after)),)
         if _alike(after):
-            shapes = {name: list(array.shape) for name, array in both.feeds_b.items()}
-            remedy = _FREE.format(shapes=shapes)
+            remedy = how_to_fix({name: array.shape for name, array in both.feeds_b.items()})
     return Finding(pair.name, tuple(both.places[pair].piece.ops), "fusion", _TEXT, remedy, retries)

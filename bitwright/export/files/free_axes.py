@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,18 @@ class FreeAxes:
     def __str__(self) -> str:
         return (
             f"{self.runtime} computes the whole file otherwise with free axes than with lengths: output {self.output} is "
-            f"{self.free:.1f} dB from the simulation, and {self.fixed:.1f} dB with the inputs fixed to "
-            f"{ {name: list(shape) for name, shape in self.shapes.items()} }: fix them in the session (OpenVINO: model.reshape "
-            f"before compile_model), or export with dynamic_batch=False; `bitwright drift` names the operator"
+            f"{self.free:.1f} dB from the simulation, and {self.fixed:.1f} dB with the lengths of this input: "
+            f"{how_to_fix(self.shapes)}; `bitwright drift` names the operator"
         )
+
+
+def how_to_fix(shapes: Mapping[str, Sequence[int]]) -> str:
+    """What a user does to give inputs the ``shapes``."""
+    given = {name: list(shape) for name, shape in shapes.items()}
+    return (
+        f"fix the lengths of the inputs in the session (OpenVINO: model.reshape({given}) before compile_model), or write the "
+        f"file so: dynamic_batch=False, or an ONNX model without free axes"
+    )
 
 
 def free_inputs(model: ir.Model) -> list[ir.Value]:
