@@ -82,9 +82,12 @@ class Pair:
         return (self.b if self.b.quantized else self.a).names[0]
 
 
-def run_name(site: str, run: int) -> str:
-    """What a site is called in its ``run``-th run; a module that runs several times has the same sites every time."""
-    return f"{site}, run {run + 1}" if run else site
+def run_name(site: str, run: int, *, pooled: bool = False) -> str:
+    """What a site is called in its ``run``-th run; a module that runs several times has the same sites every time.
+
+    ``pooled`` where it is rounded after the pool that reads it: another tensor than where it is rounded at once.
+    """
+    return f"{site}{f', run {run + 1}' if run else ''}{', pooled' if pooled else ''}"
 
 
 def values_by_name(model: ir.Model) -> dict[str, ir.Value]:
@@ -148,7 +151,8 @@ def _quantized(node: ir.Node, named: Mapping[str, ir.Value]) -> Point | None:
     result, facts = node.outputs[0], read_metadata(node)
     if facts is not None and facts["role"] == "activation" and str(facts["entry"]) in named:
         entry = str(facts["entry"])
-        sites = [run_name(str(site), int(run)) for site, run in facts["places"]]
+        late = facts["pooled"] > 0
+        sites = [run_name(str(site), int(run), pooled=late) for site, run in facts["places"]]
         names = tuple(dict.fromkeys((*sites, entry, str(result.name))))
         return Point(
             names,

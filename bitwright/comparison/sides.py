@@ -19,6 +19,7 @@ from bitwright.export.files.manifest import read_manifest
 from bitwright.export.files.value_types import load
 from bitwright.export.qdq.lookups import restore_lookups, with_tables
 from bitwright.export.verify.litert import run_converted
+from bitwright.export.verify.pooled import after_pools, pooled_places
 from bitwright.export.verify.runtime import refusals, run_in, run_model
 from bitwright.export.verify.samples import find_export, read_samples
 from bitwright.runtimes.adapters import RUNTIMES, explained, find_runtime, refusals_of
@@ -152,7 +153,7 @@ def sides_in_memory(
             raise ConfigError("drift", problem, f"use one of {', '.join((*_FIRST, *_RUNTIMES))}")
         if word in _RUNTIMES:
             find_runtime(word)
-        kept = {**values, **_by_run(samples.sites)} if word == "simulation" else {}
+        kept = {**values, **_by_run(samples.sites, file_model)} if word == "simulation" else {}
         sides.append(
             Side(word, word, Path("model.onnx"), float_model if word == "float" else file_model, kept)
         )
@@ -200,8 +201,9 @@ def _open(text: str, how: str, prefix: str | None) -> Side:
         return Side(f"{text}@{how}", how, path, model)
     stem, how = find_export(path, prefix), how or "file"
     file = path / (f"{stem}_float.onnx" if how == "float" else f"{stem}.onnx")
-    values = samples_of(path, stem) if how == "simulation" else {}
-    return Side(f"{text}@{how}", how, file, read_model(file), values)
+    model = read_model(file)
+    values = samples_of(path, stem, model) if how == "simulation" else {}
+    return Side(f"{text}@{how}", how, file, model, values)
 
 
 def _open_flat(path: Path, how: str) -> Side:
@@ -227,19 +229,24 @@ def _check_flat(folder: Path, stem: str) -> None:
         raise ExportError(str(folder / names[0]), "; ".join(told), remedy)
 
 
-def samples_of(folder: Path, stem: str) -> dict[str, Sequence[Array]]:
-    """Site, graph input or graph output -> the simulation's values that an export keeps.
+def samples_of(folder: Path, stem: str, model: ir.Model) -> dict[str, Sequence[Array]]:
+    """Site, graph input or graph output -> the simulation's values that the export of ``model`` keeps.
 
     Raises:
         ExportError: it keeps none.
     """
     sites, inputs, outputs = _samples(folder, stem)
-    return {**{name: [array] for name, array in {**outputs, **inputs}.items()}, **_by_run(sites)}
+    return {**{name: [array] for name, array in {**outputs, **inputs}.items()}, **_by_run(sites, model)}
 
 
-def _by_run(sites: Mapping[str, Sequence[Array]]) -> dict[str, Sequence[Array]]:
-    """The values of every run of a site under its name."""
-    return {run_name(site, i): [array] for site, runs in sites.items() for i, array in enumerate(runs)}
+def _by_run(sites: Mapping[str, Sequence[Array]], model: ir.Model) -> dict[str, Sequence[Array]]:
+    """The values of every run of a site under its name, as ``model`` has them."""
+    late = pooled_places(model)
+    return {
+        run_name(site, i, pooled=(site, i) in late): [array]
+        for site, runs in after_pools(model, sites).items()
+        for i, array in enumerate(runs)
+    }
 
 
 def sample_inputs(side: Side) -> dict[str, Array] | None:

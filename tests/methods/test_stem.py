@@ -151,10 +151,58 @@ class Pooled(nn.Module):
         return x + self.second(x)
 
 
-def test_what_is_pooled_stays_on_integers() -> None:
-    """A pool on integers is fast where the channels come last, as an integer convolution makes them."""
-    assert not quantized(Pooled(), pictures()).stem.layers
-    assert quantized(Pooled(pool=False), pictures()).stem.layers == ("first",), "a sum costs three transposes"
+@pytest.mark.parametrize("pool", [False, True], ids=["plain", "pooled"])
+def test_a_pool_costs_nothing_in_float_and_a_sum_three_transposes(pool: bool) -> None:
+    result = quantized(Pooled(pool), pictures())
+    assert result.stem.layers == ("first",)
+    report = result.sim.verify(pictures()[1])
+    assert report.ok and not report.unchecked, str(report)
+    assert ("MaxPool" in report.rows[0].ops) == pool
+
+
+class Read(Pooled):
+    """What the first convolution makes is read by a pool and by another convolution."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        return self.pool(x).mean((2, 3)) + self.second(x).mean((2, 3))
+
+
+def test_what_is_pooled_on_codes_stays_on_integers() -> None:
+    """Such a pool is fast where the channels come last, as an integer convolution makes them."""
+    assert not quantized(Read(), pictures()).stem.layers
+
+
+def test_the_first_convolution_of_a_resnet_stays_on_integers() -> None:
+    """Its patches are copied in few, long rows."""
+    net = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(64, 16, 3))
+    assert not quantized(net, pictures(size=128)).stem.layers
+
+
+class Keyword(nn.Module):
+    """As Keras sample code begins for sound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 32, 5, padding=2), nn.Conv2d(32, 32, 3)
+        self.pool, self.head = nn.MaxPool2d(2), nn.Linear(32, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(torch.relu(self.first(x)))
+        return self.head(self.pool(torch.relu(self.second(x))).mean((2, 3)))
+
+
+def test_sound_of_one_channel_is_pooled_in_float_by_both_front_ends(tmp_path: Path) -> None:
+    data = [x[..., :40] for x in pictures(1)]
+    result = quantized(Keyword(), data, path=tmp_path)
+    assert result.stem.layers == ("first",)
+    reports = [result.sim.verify(data[1])]
+    options = {"recipe": ["fold"], "progress": False, "path": tmp_path / "again"}
+    again = bitwright.onnx.quantize(result.exported.float_model, [x.numpy() for x in data], **options)
+    assert len(again.stem.layers) == 1
+    for report in (*reports, again.sim.verify(data[1].numpy())):
+        assert report.ok and not report.unchecked, str(report)
+        assert report.rows[0].ops == ("Conv", "Relu", "MaxPool")
 
 
 class Sound(Mobile):

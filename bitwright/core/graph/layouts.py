@@ -23,7 +23,7 @@ class Moved:
 
     Attributes:
         transposed: values that are transposed, as the layout they are made in is not the one in which they are read.
-        slow_pools: MaxPool operators with the channels first, whose kernels on codes are slow then.
+        slow_pools: MaxPool operators on codes with the channels first, whose kernels are slow then.
     """
 
     transposed: tuple[str, ...] = ()
@@ -35,7 +35,8 @@ class Layouts:
 
     A convolution on codes reads and makes images with the channels last, in float with the channels first. ONNX Runtime moves a
     transpose past an operator that works in either layout where all of the images that it reads are transposed: one
-    image with the channels first keeps a sum, and what is read from it, so.
+    image with the channels first keeps a sum, and what is read from it, so. A MaxPool that alone reads what a convolution in
+    float makes is in float too: see :mod:`bitwright.export.qdq.pools`.
 
     Args:
         graph: in execution order.
@@ -46,6 +47,7 @@ class Layouts:
         read = ((op, self._images(op)) for op in graph.ops)
         self._ops = [(op, images) for op, images in read if images]
         self.convolutions = [op for op, _ in self._ops if op.type == "Conv"]
+        self._before = {op.name: self._convolution_before(op) for op, _ in self._ops if op.type == "MaxPool"}
 
     def moved(self, on_codes: Callable[[Op], bool]) -> Moved:
         """What is transposed where the convolutions for which ``on_codes`` holds have integer kernels."""
@@ -58,12 +60,26 @@ class Layouts:
                 wanted.setdefault(value, set()).add(here)
             if here:
                 last.update(op.outputs)
-            elif op.type == "MaxPool":
+            elif op.type == "MaxPool" and not self._pools_floats(op, on_codes):
                 pools.append(op)
         for value in self._graph.outputs:
             wanted.setdefault(value, set()).add(False)
         moved = (value for value, layouts in wanted.items() if (value not in last) in layouts)
         return Moved(tuple(moved), tuple(pools))
+
+    def _pools_floats(self, pool: Op, on_codes: Callable[[Op], bool]) -> bool:
+        before = self._before[pool.name]
+        return before is not None and not on_codes(before)
+
+    def _convolution_before(self, pool: Op) -> Op | None:
+        """The convolution whose result ``pool`` alone reads, perhaps after operators on each number of it."""
+        op: Op | None = pool
+        while op is not None and op.type != "Conv":
+            read = self._images(op)
+            fits = len(read) == 1 and (op.type == "MaxPool" or op_row(op.type).kind in ("pointwise", "merge"))
+            alone = fits and self._graph.sole_consumer(read[0]) is op
+            op = self._graph.producer(read[0]) if alone else None
+        return op
 
     def _images(self, op: Op) -> list[str]:
         """The images that it reads."""

@@ -40,7 +40,7 @@ class KernelTimes:
         product: per multiplication of a layer, in float and on codes.
         result: per number that a layer makes, in float and on codes.
         depthwise: per number that a depthwise convolution makes, in float and on codes.
-        patch: on codes, per number of the patches that a convolution of fewer than four channels copies.
+        patch: on codes, per row of the patches that a convolution of fewer than four channels copies: some numbers at a time.
         conversion: per number that is quantized or dequantized between the two.
         operator: for one operator, whatever its size; per sample.
         transpose: per number that is transposed between kernels which want the channels of images last, and others.
@@ -67,6 +67,7 @@ class KernelTimes:
         if op.type == "Conv" and weight[1] == 1 and op.attrs.get("group", 1) > 1:
             return (made * self.depthwise[0], made * self.depthwise[1])
         products = multiplications(graph, op)
+        rows = made / weight[0] * float(np.prod(weight[2:-1]))
         in_float, on_codes = (a * products + b * made for a, b in zip(self.product, self.result, strict=True))
         narrow = op.type == "Conv" and weight[1] < 4
-        return (in_float, on_codes + (self.patch * products / weight[0] if narrow else 0.0))
+        return (in_float, on_codes + (self.patch * rows if narrow else 0.0))

@@ -189,9 +189,10 @@ def read_metadata(node: ir.Node) -> dict[str, Any] | None:
     try:
         facts: dict[str, Any] = json.loads(text)
         places = [[str(site), int(run)] for site, run in facts["places"]]
+        pooled = int(facts.get("pooled", 0))
     except (ValueError, TypeError, KeyError) as error:
         raise damaged_metadata(node) from error
-    return {**dict.fromkeys(("role", "scale", "entry")), **facts, "places": places}
+    return {**dict.fromkeys(("role", "scale", "entry")), **facts, "places": places, "pooled": pooled}
 
 
 def damaged_metadata(node: ir.Node) -> ExportError:

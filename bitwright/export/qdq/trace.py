@@ -71,7 +71,7 @@ def moves_data(node: ir.Node, constant: Callable[[ir.Value], NDArray[Any] | None
 _ARRANGES = frozenset(("Conv", "ConvTranspose", *CELLS))
 
 # Operators of one value that runtimes fuse with the convolution that makes it.
-_FUSED = frozenset((*TRAITS["activation"], "BatchNormalization", "Add", "Sub", "Mul", "Div"))
+FUSED = frozenset((*TRAITS["activation"], "BatchNormalization", "Add", "Sub", "Mul", "Div"))
 
 # Joins of equal grids: which inputs carry data.
 _JOINS: dict[str, slice] = {"Concat": slice(None), "Where": slice(1, 3)}
@@ -249,7 +249,7 @@ def _rounded(w: Writing, nodes: Sequence[ir.Node]) -> set[ir.Value]:
         read = [v for v in node.inputs if v is not None]
         alone = sum(v not in w.constants for v in read) == 1
         if is_site(node) or (
-            alone and not node.domain and (node.op_type in _FUSED or moves_data(node, w.array))
+            alone and not node.domain and (node.op_type in FUSED or moves_data(node, w.array))
         ):
             found.update(read)
     return found

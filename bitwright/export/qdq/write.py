@@ -10,6 +10,7 @@ What integer runtimes need in order to recognise a quantized operator, and what 
   and the integer kernels that want uint8 accept them;
 - a convolution pads for itself where a Pad with zeros stands in front of it;
 - rows that are looked up in a table are gathered as codes, where the target gains by that;
+- what is computed in float and then pooled goes on its grid after the pool, where the target gains by that;
 - operators that only move data get a pair of the input's grid after them, so that no stretch of the graph
   falls back to float.
 
@@ -43,6 +44,7 @@ from bitwright.export.qdq.markers import (
     site_of,
 )
 from bitwright.export.qdq.nbits import can_say, write_nbits
+from bitwright.export.qdq.pools import keep_after_pool, round_after_pools
 from bitwright.export.qdq.products import (
     ProductForm,
     check_weight_only,
@@ -133,6 +135,8 @@ def _run(w: Writing) -> QdqResult:
     """All steps, in order."""
     w.check_opset(OLDEST_OPSET, "per-channel DequantizeLinear")
     trace(w)
+    if w.target.pools_floats:
+        round_after_pools(w)
     if w.bias != "float":
         write_biases(w)
     for node in site_nodes(w.model):
@@ -166,12 +170,16 @@ def _write_activation(w: Writing, node: ir.Node, site: str) -> None:
         w.written[twin].places.append(place)
         w.tensors.setdefault(site, []).append(twin)
         return
+    if node in w.pooled:
+        keep_after_pool(w, node)
     shown = unsigned(encoding) if w.activation == "unsigned" else encoding
     found = write_activation(w.builder, node, encoding, shown, site)
     if found.pair is not None:
         w.pairs[result] = found.pair
     w.quantized[source, encoding, graph] = w.quantized[result, encoding, graph] = result
-    written = Written([place], "activation", encoding, found.scale, found.axis, entry=source)
+    written = Written(
+        [place], "activation", encoding, found.scale, found.axis, source, pooled=w.pooled.get(node, 0)
+    )
     w.record(result, written)
 
 
@@ -232,6 +240,7 @@ def _tidy(w: Writing) -> None:
             axis=written.axis,
             entry=written.entry.name if written.entry is not None else None,
             perm=list(written.perm),
+            **({"pooled": written.pooled} if written.pooled else {}),
         )
     close(w.model)
     w.model.metadata_props[METADATA] = "qdq"  # a model may have no quantizer to tell it by

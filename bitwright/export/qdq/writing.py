@@ -36,6 +36,7 @@ NoteKind = Literal[
     "float bias",
     "replaced bias",
     "stored in float",
+    "after pool",
 ]
 
 
@@ -59,7 +60,10 @@ class Weight:
 
 @dataclass(eq=False)
 class Written:
-    """What one quantizer became, kept until names are final; ``places`` are its sites and their runs."""
+    """What one quantizer became, kept until names are final; ``places`` are its sites and their runs.
+
+    ``pooled`` is the number of pools between what the sites mark and ``entry``.
+    """
 
     places: list[tuple[str, int]]
     role: Literal["activation", "constant", "bias"]
@@ -68,6 +72,7 @@ class Written:
     axis: int | None = None
     entry: ir.Value | None = None
     perm: tuple[int, ...] = ()
+    pooled: int = 0
 
 
 @dataclass(eq=False)
@@ -97,6 +102,7 @@ class Writing:
     heirs: dict[ir.Value, ir.Value] = field(default_factory=dict)
     places: dict[ir.Node, tuple[str, int]] = field(default_factory=dict)
     in_float: set[ir.Node] = field(default_factory=set)  # layers that the target computes in float
+    pooled: dict[ir.Node, int] = field(default_factory=dict)  # markers -> how many pools they were moved past
     narrow_products: list[ir.Node] = field(default_factory=list)  # that become MatMulNBits
 
     builder: Builder = field(init=False)

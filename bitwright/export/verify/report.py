@@ -32,6 +32,7 @@ from bitwright.export.qdq.markers import copy_model
 from bitwright.export.verify.agreement import SLACK, Agreement, compare, in_float64, spread, step_of
 from bitwright.export.verify.bodies import open_bodies, runs_of
 from bitwright.export.verify.cut import Cut, Place
+from bitwright.export.verify.pooled import after_pools
 from bitwright.export.verify.reasons import OTHER_CONSTANT, Evidence, explain, measure, reason_of
 from bitwright.export.verify.runtime import EXACT_SUMS, MODES, Mode, refusals, run_in, run_model
 from bitwright.export.verify.saturated import Saturated, saturated_places
@@ -268,7 +269,8 @@ def verify_layers(
             float; a list of arrays, in execution order, for a site that ran several times. Weights and
             biases may be given too and are then compared with what the file stores. Of a site inside a recurrent
             layer all steps, ``[length, batch, hidden]``, in the order of time; inside another Loop or Scan all
-            iterations along a first axis; inside a branch that was not taken an empty array.
+            iterations along a first axis; inside a branch that was not taken an empty array. Of a site that the file
+            rounds after a pool what the pool reads.
         graph_inputs: name -> value of every graph input.
         outputs: name -> what the simulation returned, for the comparison end to end.
         runtime: whose kernels are compared, a row of :data:`bitwright.runtimes.adapters.RUNTIMES`.
@@ -285,6 +287,7 @@ def verify_layers(
     """
     loaded, expected = _load(model), outputs or {}
     _check_inputs(loaded, graph_inputs)
+    values = after_pools(loaded, values)
     if find_runtime(runtime).suffix == ".tflite":
         from bitwright.export.tflite.convert import to_tflite
         from bitwright.export.verify.litert import verify_litert

@@ -18,7 +18,8 @@ def test_notes_are_read_as_they_were_written() -> None:
     assert read_metadata(noted) is None
     note_metadata(noted, places=[("conv.weight", 0)], role="weight", scale=None)
     facts = read_metadata(noted)
-    assert facts == {"places": [["conv.weight", 0]], "role": "weight", "scale": None, "entry": None}
+    unset = {"scale": None, "entry": None, "pooled": 0}
+    assert facts == {"places": [["conv.weight", 0]], "role": "weight", **unset}
 
 
 @pytest.mark.parametrize(
