@@ -19,12 +19,14 @@ from typer.testing import CliRunner, Result
 from bitwright import __version__
 from bitwright.algorithms.search.recipe import KINDS
 from bitwright.cli import app
+from bitwright.cli.commands.quantize import _gathered
 from bitwright.core.numerics.ranges import RANGE_METHODS
 from bitwright.core.numerics.spec import PRESETS
 from bitwright.core.placement.aimet_config import SHIPPED
 from bitwright.errors import ExportError
 from bitwright.export.files.manifest import write_manifest
 from bitwright.export.verify.samples import read_samples, write_samples
+from bitwright.runtimes.timing import Ratio
 from bitwright.torch import QuantizationSimModel
 from tests.onnx.nets import Net, body
 
@@ -233,6 +235,12 @@ def test_quantize_follows_a_recipe_and_shows_what_each_step_did(tmp_path, monkey
     assert result.exit_code == 2 and "there are no data to choose by" in result.output
 
 
+def test_notes_of_many_places_with_one_text_are_one_line():
+    notes = [*(f"{place}: in float, because of it" for place in "abcde"), "f: alone", "a remark"]
+    assert list(_gathered(notes)) == ["a, b, c and 2 more: in float, because of it", "f: alone", "a remark"]
+    assert list(_gathered(notes[2:])) == notes[2:]
+
+
 def test_a_file_that_its_target_refuses_is_one_warning_and_no_error_of_quantize(
     tmp_path, monkeypatch, caplog
 ):
@@ -245,6 +253,10 @@ def test_a_file_that_its_target_refuses_is_one_warning_and_no_error_of_quantize(
     common = ("quantize", tmp_path / "net.onnx", "--data", tmp_path / "data.npz", "--recipe", "fold")
     result = run(*common, "--out", tmp_path / "one")
     assert result.exit_code == 0 and "speed against float in onnxruntime, 1 thread" in result.output
+    for high, told in ((1.1, False), (1.9, True)):
+        monkeypatch.setattr("bitwright.export.deployed.ratio", lambda *_, high=high: Ratio(1.0, 0.95, high))
+        result = run(*common, "--out", tmp_path / "one")
+        assert ("tells little: the machine is busy" in result.output) is told
     monkeypatch.setattr("bitwright.export.deployed.open_file", refuse)
     caplog.clear()
     result = run(*common, "--out", tmp_path / "two")

@@ -183,9 +183,13 @@ def _told(
 
 
 def _why_in_float(sim: Simulation, site: str) -> str:
-    """What left it in float: a calibration, or a step of a recipe; nothing where the user did."""
-    quantizer = sim.quantizers[site].quantizer if site in sim.quantizers else None
-    why = (quantizer.why_float or quantizer.why_spec) if quantizer is not None else ""
+    """What left it in float: a calibration, a step of a recipe, or what its grid follows from; nothing where the user did."""
+    if site not in sim.quantizers:
+        return ""
+    quantizer = sim.quantizers[site].quantizer
+    why = quantizer.why_float or quantizer.why_spec
+    if not why and quantizer.enabled and quantizer.derivation is not None:
+        why = quantizer.derivation.reason or ""
     return why and f"in float, because {why}"
 
 

@@ -55,6 +55,7 @@ class Target:
         gathers_codes: whether a Gather of a quantized table reads codes, and what it returns is dequantized; else the whole
             table is, in every run.
         pools_floats: whether what is made in float goes on its grid after the MaxPool that alone reads it; else before.
+        measures_codes: whether Shape and Size read codes, where every reader of a DequantizeLinear gets one of its own.
         packs_odd_rows: whether 4-bit weights of an odd inner length take 4 bits. OpenVINO 2026.4 reads their rows at wrong places
             where the data has more than two axes: 11 to 24 dB, without a word.
         closes_scans: whether bodies of Scan nodes hold the constants that they read, which OpenVINO asks for.
@@ -81,6 +82,7 @@ class Target:
     multiplies_nbits: bool = False
     gathers_codes: bool = False
     pools_floats: bool = False
+    measures_codes: bool = False
     packs_odd_rows: bool = True
     closes_scans: bool = False
     exact_session: str = ""
@@ -145,8 +147,8 @@ TARGETS: dict[str, Target] = {
     row.name: row
     for row in (
         Target("ort_cpu", "ONNX Runtime on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "onnxruntime",
-               rules=_BOUNDARY, slow_stem=_ORT_STEM, multiplies_nbits=True, gathers_codes=True, pools_floats=True,
-               float_results=False, wide_bits=None, kernel_times=_ORT_TIMES),
+               rules=_BOUNDARY, slow_stem=_ORT_STEM, multiplies_nbits=True, gathers_codes=True, measures_codes=True,
+               pools_floats=True, float_results=False, wide_bits=None, kernel_times=_ORT_TIMES),
         Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino",
                rules=_BOUNDARY, packs_odd_rows=False, closes_scans=True, exact_session=_OPENVINO_SESSION, wide_bits=None),
         Target("litert", "LiteRT (TensorFlow Lite): a .tflite file beside the others", _ON_8_BITS, False, "native", "litert",

@@ -61,7 +61,7 @@ def layer_inputs(sim: Simulation, *, only_with_attention: bool = False) -> Layer
     """
     kept, off = _divided(sim, only_with_attention)
     for site in off:
-        site.enabled = False
+        site.quantizer.release("no layer with a stored weight reads it")
     return LayerInputsReport(tuple(site.name for site in kept), tuple(site.name for site in off))
 
 

@@ -25,6 +25,8 @@ from bitwright.cli.options import (
     read_pictures,
 )
 
+_MOST_ALIKE = 3  # notes of one text that are told one by one
+
 
 @app.command("quantize")
 def quantize_model(
@@ -198,14 +200,32 @@ def _print_speed(speed: Any, target: str) -> None:
 
     if speed is not None:
         runtime = find_target(target).runtime
-        console().print(Text(f"speed against float in {runtime}, 1 thread: {speed}"), soft_wrap=True)
+        busy = (
+            ""
+            if speed.steady
+            else ", which tells little: the machine is busy; run `bitwright benchmark` when it is not"
+        )
+        console().print(Text(f"speed against float in {runtime}, 1 thread: {speed}{busy}"), soft_wrap=True)
+
+
+def _gathered(notes: Iterable[str]) -> Iterator[str]:
+    """The notes, each text once where many places have it; the manifest has all of them."""
+    places: dict[str, list[str]] = {}
+    for note in notes:
+        place, _, text = note.partition(": ")
+        places.setdefault(text, []).append(place)
+    for text, several in places.items():
+        if text and len(several) > _MOST_ALIKE:
+            yield f"{', '.join(several[:_MOST_ALIKE])} and {len(several) - _MOST_ALIKE} more: {text}"
+        else:
+            yield from (f"{place}: {text}" if text else place for place in several)
 
 
 def _print_result(result: Any, notes: Iterable[str]) -> None:
     """What a conversion did, and the files that it wrote."""
     assert result.exported is not None and result.sim.calibration_log is not None
     counts = ", ".join(f"{n} {status}" for status, n in result.sim.coverage().counts.items())
-    lines = [f"note: {note}" for note in (*notes, *result.exported.notes)]
+    lines = [f"note: {note}" for note in _gathered((*notes, *result.exported.notes))]
     lines += [f"{len(list(result.folds))} batch norms folded; values: {counts}"]
     lines += [*result.sim.calibration_log.lines(), str(result.report)]
     lines += [] if result.repair is None else [str(result.repair)]

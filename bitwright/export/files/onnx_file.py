@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,28 +61,33 @@ def save_model(model: ir.Model, path: str | os.PathLike[str], *, external: bool 
 
 
 def save_in_one_file(model: ir.Model, path: Path) -> None:
-    """Write ``model`` with all its tensors inside, of which one at a time is in memory twice.
+    """Write ``model`` with all its tensors inside, of which one large one at a time is in memory twice.
 
     Messages hold a copy of the tensors and serialising them another. The file is what ``ir.save`` writes, but for the
     order of fields, which has no meaning in protobuf.
 
     Args:
-        model: below the 2 GiB that a message can have; its large initializers are taken out meanwhile.
+        model: below the 2 GiB that a message can have; its large initializers, and those that lie in other files, are taken
+            out meanwhile.
         path: of the file.
 
     Raises:
         OSError: the file cannot be written.
     """
-    values = [v for v in model.graph.initializers.values() if _is_large(v.const_value)]
+    values = [v for v in model.graph.initializers.values() if _is_apart(v.const_value)]
     tensors = {str(value.name): value.const_value for value in values}
+    inner = [v for v in _initializers_of_bodies(model) if isinstance(v.const_value, ir.ExternalTensor)]
+    kept = [value.const_value for value in (*values, *inner)]
     try:
         for value in values:
             value.const_value = _placeholder(value)
+        for value in inner:
+            value.const_value = _in_memory(value)
         proto = ir.to_proto(model)
         restore_types(proto)
     finally:
-        for value in values:
-            value.const_value = tensors[str(value.name)]
+        for value, tensor in zip((*values, *inner), kept, strict=True):
+            value.const_value = tensor
     initializers = list(proto.graph.initializer)
     del proto.graph.initializer[:]
     graph = proto.graph.SerializeToString()
@@ -120,8 +126,25 @@ def save_in_two_files(model: ir.Model, path: Path) -> None:
     restore_types_of_file(path)
 
 
-def _is_large(tensor: ir.TensorProtocol | None) -> bool:
-    return tensor is not None and tensor.dtype != ir.DataType.STRING and tensor.nbytes >= _LARGE
+def _is_apart(tensor: ir.TensorProtocol | None) -> bool:
+    """Whether the elements are written without a message: of large tensors, and of those that lie in another file."""
+    if tensor is None or tensor.dtype == ir.DataType.STRING:
+        return False
+    return isinstance(tensor, ir.ExternalTensor) or tensor.nbytes >= _LARGE
+
+
+def _initializers_of_bodies(model: ir.Model) -> Iterator[ir.Value]:
+    """Those of the bodies of ``If``, ``Loop`` and ``Scan``, and of functions."""
+    return (
+        value for graph in model.graphs() if graph is not model.graph for value in graph.initializers.values()
+    )
+
+
+def _in_memory(value: ir.Value) -> ir.Tensor:
+    """The tensor of ``value`` with its elements."""
+    tensor = value.const_value
+    assert tensor is not None
+    return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=value.name, doc_string=tensor.doc_string)
 
 
 def _placeholder(value: ir.Value) -> ir.ExternalTensor:

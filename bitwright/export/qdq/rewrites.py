@@ -4,6 +4,9 @@ Zeros around the image of a convolution: a Pad in front of it becomes the convol
 computed in float by ONNX Runtime, with a DequantizeLinear before and a QuantizeLinear after it, which together cost more than the
 convolution; a convolution pads with zeros as it reads. Both give the same numbers.
 
+Shape and Size of what was dequantized read the codes, which are as many. ONNX Runtime gives every reader of a DequantizeLinear
+one of its own: a Shape in front of a Reshape, as exporters write it where the batch is free, dequantized the whole tensor.
+
 Scan nodes whose bodies hold their constants themselves, as OpenVINO demands. ONNX lets a body read values of the graphs
 around it. OpenVINO 2026.4 counts these among the inputs of the Scan and refuses it ("num_scan_outputs can't be negative"); of a
 body that reads nothing from outside it computes what ONNX Runtime does.
@@ -85,6 +88,28 @@ def _widths(node: ir.Node, known: Known) -> list[int] | None:
     if whole[:, :2].any() or (whole < 0).any():
         return None
     return [int(n) for n in whole[:, 2:].reshape(-1)]
+
+
+# ---------------------------------------------------------------------------------- lengths of codes
+
+_CODES = frozenset((ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16))
+
+
+def measure_codes(model: ir.Model) -> None:
+    """Let Shape and Size read codes instead of what a DequantizeLinear makes of them.
+
+    Args:
+        model: changed in place; computes the same. Codes of other types than of 8 and 16 bits stay unread.
+    """
+    for node in model.graph.all_nodes():
+        if node.op_type not in ("Shape", "Size") or node.domain or node.inputs[0] is None:
+            continue
+        made_by = node.inputs[0].producer()
+        if made_by is None or made_by.op_type != "DequantizeLinear":
+            continue
+        codes = made_by.inputs[0]
+        if codes is not None and codes.dtype in _CODES:
+            node.replace_input_with(0, codes)
 
 
 # ---------------------------------------------------------------------------------- bodies of Scan nodes

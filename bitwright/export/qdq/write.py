@@ -9,7 +9,7 @@ What integer runtimes need in order to recognise a quantized operator, and what 
 - signed activations are written on the same grid counted from zero (``activation="unsigned"``): equal values,
   and the integer kernels that want uint8 accept them;
 - a convolution pads for itself where a Pad with zeros stands in front of it;
-- rows that are looked up in a table are gathered as codes, where the target gains by that;
+- rows that are looked up in a table are gathered as codes, and shapes asked of codes, where the target gains by that;
 - what is computed in float and then pooled goes on its grid after the pool, where the target gains by that;
 - operators that only move data get a pair of the input's grid after them, so that no stretch of the graph
   falls back to float.
@@ -52,7 +52,7 @@ from bitwright.export.qdq.products import (
     guard_outputs,
     keep_apart,
 )
-from bitwright.export.qdq.rewrites import close_scans
+from bitwright.export.qdq.rewrites import close_scans, measure_codes
 from bitwright.export.qdq.stored import unsigned
 from bitwright.export.qdq.trace import carried, data_outputs, trace
 from bitwright.export.qdq.weights import write_biases, write_constant
@@ -149,6 +149,8 @@ def _run(w: Writing) -> QdqResult:
     write_nbits(w.builder, w.narrow_products)
     if w.target.gathers_codes:
         write_lookups(w.builder)
+    if w.target.measures_codes:
+        measure_codes(w.model)
     if w.target.closes_scans:
         close_scans(w.builder, w.model)
     version, what = w.builder.opset

@@ -206,6 +206,7 @@ class _Taker:
         self.values = {str(v.name): v for node in self.model.graph.all_nodes() for v in node.outputs}
         self.values.update((str(v.name), v) for graph in self.model.graphs() for v in graph.inputs)
         self.values.update((name, v) for g in self.model.graphs() for name, v in g.initializers.items())
+        self._measure_values()
         self._take_constants()
         self._find_static()
         self._find()
@@ -224,6 +225,13 @@ class _Taker:
         ]
 
     # -- activations
+
+    def _measure_values(self) -> None:
+        """Let what asks for the shape of codes ask for that of the values."""
+        for node in self.model.graph.all_nodes():
+            maker = node.inputs[0].producer() if _asks_shape(node) and node.inputs[0] is not None else None
+            if maker is not None and _is(maker, "QuantizeLinear"):
+                node.replace_input_with(0, maker.inputs[0])
 
     def _find(self) -> None:
         """Every quantizer of an activation, and which of them repeat one that is there already."""

@@ -147,3 +147,23 @@ def test_a_bias_is_float_where_its_input_is():
     assert row.status == "float"
     assert row.how == "2.bias: disabled, because 1.output[0] is in float"
     assert sim.coverage().find("0.bias").status == "quantized"
+
+
+def test_the_notes_of_an_export_say_why(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8)
+    program = torch.onnx.export(Attending().eval(), (x,), dynamo=True, verbose=False)
+    assert program is not None
+    sim = OnnxSim(program.model_proto, x.numpy())
+    sim.compute_encodings([x.numpy()])
+    found = layer_inputs(sim)
+    by_hand = sim.quantizers["fc.bias"].follows[0]
+    sim.quantizers[by_hand].enabled = False
+    notes = sim.export(tmp_path, "net").notes
+    assert found.in_float
+    for site in found.in_float:
+        assert f"{site}: in float, because no layer with a stored weight reads it" in notes
+    assert "fc.bias: in float, because its input or its weight is in float" in notes
+    assert [note for note in notes if "has no encoding" in note] == [
+        f"{by_hand}: has no encoding and stays in float"
+    ]

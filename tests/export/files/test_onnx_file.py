@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx.external_data_helper import set_external_data
 
-from bitwright.export.files.onnx_file import save_in_one_file
+from bitwright.export.files.onnx_file import save_in_one_file, save_model
 
 W = np.random.default_rng(0).standard_normal((160, 160)).astype(np.float32)
 
@@ -58,3 +60,43 @@ def test_a_model_that_cannot_be_written_keeps_its_tensors(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="absent"):
         save_in_one_file(kept, tmp_path / "absent" / "m.onnx")
     assert np.array_equal(kept.graph.initializers["large"].const_value.numpy(), W)
+
+
+def branching() -> onnx.ModelProto:
+    """A sum and a product of a body with weights of 40 bytes, as ``torch.onnx.export`` puts them into a second file."""
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [10]) for name in ("x", "y", "inside")]
+    outer, inner = (numpy_helper.from_array(W[0, at : at + 10], name) for at, name in ((0, "w"), (10, "v")))
+    body = [
+        helper.make_graph([helper.make_node("Mul", ["h", "v"], ["inside"])], "then", [], values[2:], [inner]),
+        helper.make_graph([helper.make_node("Identity", ["h"], ["inside"])], "else", [], values[2:]),
+    ]
+    nodes = [
+        helper.make_node("Add", ["x", "w"], ["h"]),
+        helper.make_node("If", ["take"], ["y"], then_branch=body[0], else_branch=body[1]),
+    ]
+    take = helper.make_tensor_value_info("take", TensorProto.BOOL, [])
+    graph = helper.make_graph(nodes, "g", [values[0], take], values[1:2], [outer])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.parametrize("external", [False, True], ids=["one file", "two files"])
+def test_small_tensors_of_another_file_come_along(tmp_path: Path, external: bool) -> None:
+    given, path = tmp_path / "given", tmp_path / "written"
+    for folder in (given, path):
+        folder.mkdir()
+    proto = branching()
+    (body,) = (attribute.g for attribute in proto.graph.node[1].attribute if attribute.name == "then_branch")
+    for tensor in (proto.graph.initializer[0], body.initializer[0]):
+        set_external_data(tensor, "m.data")
+    onnx.save(proto, given / "m.onnx")
+    model = ir.load(given / "m.onnx")
+    before = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
+    assert [type(tensor) for tensor in before] == [ir.ExternalTensor] * 2
+    save_model(model, path / "m.onnx", external=external)
+    after = [value.const_value for graph in model.graphs() for value in graph.initializers.values()]
+    assert all(one is other for one, other in zip(before, after, strict=True))
+    shutil.rmtree(given)
+    onnx.checker.check_model(path / "m.onnx", full_check=True)
+    session = ort.InferenceSession(path / "m.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"x": W[1, :10], "take": np.array(True)})
+    np.testing.assert_allclose(found, (W[1, :10] + W[0, :10]) * W[0, 10:20], rtol=1e-6)

@@ -1,4 +1,4 @@
-"""A Pad with zeros in front of a convolution is the convolution's own padding; every other Pad stays."""
+"""A Pad with zeros in front of a convolution is its own padding; every other Pad stays. Shapes are asked of codes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from bitwright.export.qdq.write import to_qdq
 from bitwright.export.verify.runtime import optimized_types
-from tests.export.marked import Array, Graph, run_both, simulate, types
+from bitwright.onnx import QuantizationSimModel
+from tests.export.marked import Array, Graph, run_both, run_plain, simulate, types
 
 RNG = np.random.default_rng(3)
 X = RNG.normal(size=(1, 4, 9, 8)).astype(np.float32)
@@ -103,3 +104,29 @@ def test_what_others_read_stays() -> None:
     y = g.op("Conv", wide, g.weight(g.param("w", (5, 4, 3, 3))))
     result = to_qdq(g.model(y, g.op("Relu", wide)), g.encodings).model
     assert types(result).count("Pad") == 1
+
+
+@pytest.mark.parametrize("target", ["ort_cpu", "packed"])
+def test_shapes_are_asked_of_codes(target: str) -> None:
+    g = Graph()
+    x = g.mark(g.input("x", "n", *X.shape[1:]), "x", "uint8", X)
+    y = g.mark(g.op("Conv", x, g.weight(g.param("w", (4, 4, 3, 3)))), "y", "uint8", (-9, 9))
+    batch = g.op("Shape", y, start=0, end=1)
+    batch.type = ir.TensorType(ir.DataType.INT64)
+    lengths = g.op("Concat", batch, g.param("flat", np.array([-1])), axis=0)
+    lengths.type = ir.TensorType(ir.DataType.INT64)
+    flat = g.op("Reshape", y, lengths)
+    z = g.op("MatMul", flat, g.weight(g.param("v", (4 * 7 * 6, 5))))
+    model = g.model(g.mark(z, "z", "uint8", (-30, 30), name="out"))
+    result = to_qdq(model, g.encodings, target=target).model
+    (shape,) = (node for node in result.graph if node.op_type == "Shape")
+    assert (shape.inputs[0].producer().op_type == "QuantizeLinear") is (target == "ort_cpu")
+    kernels = list(optimized_types(result).values())
+    assert kernels.count("DequantizeLinear") == (1 if target == "ort_cpu" else 2), kernels
+    for batches in (1, 3):
+        feeds = {"x": RNG.normal(size=(batches, *X.shape[1:])).astype(np.float32)}
+        wanted = simulate(model, g.encodings, feeds, {})[1]["out"]
+        for outputs in run_both(result, feeds).values():
+            assert np.abs(outputs["out"] - wanted).max() <= 1.01 * g.encodings["z"].scale
+    sim = QuantizationSimModel(result, X)  # what the file holds is read as it was
+    np.testing.assert_array_equal(sim.run(X)[0], run_plain(result, {"x": X})[0])
