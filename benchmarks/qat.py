@@ -191,7 +191,7 @@ def _rows(split: str, length: int) -> Tensor:
     return text[: len(text) // (length + 1) * (length + 1)].reshape(-1, length + 1)
 
 
-SAMPLED, LENGTH = 48, 128  # stories and their tokens
+SAMPLED, LENGTH = 1440, 128  # stories and their tokens: one for each that a step of training sees
 
 
 @torch.no_grad()

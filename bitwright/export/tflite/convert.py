@@ -192,5 +192,5 @@ def _output(low: Lowering, value: ir.Value) -> int:
         low.reshape(tensor, copied, [-1 if f else n for n, f in zip(held.shape, held.free, strict=True)])
         tensor = copied
     low.ends.add(tensor)
-    low.flat.rename(tensor, held.name)
+    low.flat.rename(tensor, held.name, low.ends)
     return tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,10 +143,13 @@ class FlatModel:
         self.tensors.append(found)
         return len(self.tensors) - 1
 
-    def rename(self, tensor: int, name: str) -> None:
-        """Give ``tensor`` exactly this name; one that has it already gets another."""
-        for other in self.tensors:
-            if other.name == name.encode() and other is not self.tensors[tensor]:
+    def rename(self, tensor: int, name: str, ends: Collection[int] = ()) -> None:
+        """Give ``tensor`` exactly this name; one that has it already gets another, but for the inputs and outputs ``ends``.
+
+        An input that the model returns as it is has one name on both sides.
+        """
+        for i, other in enumerate(self.tensors):
+            if other.name == name.encode() and i != tensor and i not in ends:
                 other.name = self.unique(f"{name}_inner").encode()
         self.tensors[tensor].name = name.encode()
 

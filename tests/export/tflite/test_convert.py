@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -150,6 +151,23 @@ def test_onnx_models_and_the_format_option(folder: Path, tmp_path: Path) -> None
         sim.export(tmp_path, "net", target="openvino_cpu", format="tflite")
     with pytest.raises(ConfigError, match="'tflit' is not a format.*did you mean 'tflite'"):
         sim.export(tmp_path, "net", format="tflit")  # type: ignore[arg-type]
+
+
+def test_an_input_that_is_returned_as_it_is_has_one_name(folder: Path, tmp_path: Path) -> None:
+    model = onnx.load(folder / "net_float.onnx")
+    batch = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    tag = onnx.helper.make_tensor_value_info("tag", onnx.TensorProto.FLOAT, [batch, 4])
+    model.graph.input.append(tag)
+    model.graph.output.insert(0, tag)
+    _, inputs, _ = read_samples(folder / "net_samples.npz")
+    rows = len(next(iter(inputs.values())))
+    given = {**inputs, "tag": np.arange(4 * rows, dtype=np.float32).reshape(rows, 4)}
+    sim = OnnxSim(model)
+    sim.compute_encodings([given])
+    sim.export(tmp_path, "net", format="tflite")
+    session = open_file("litert", tmp_path / "net.tflite")
+    assert np.array_equal(session.run(given)["tag"], given["tag"])
+    assert verify_folder(tmp_path, runtime="litert").ok
 
 
 def test_commands(folder: Path, tmp_path: Path) -> None:
