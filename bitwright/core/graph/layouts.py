@@ -36,7 +36,7 @@ class Layouts:
     A convolution on codes reads and makes images with the channels last, in float with the channels first. ONNX Runtime moves a
     transpose past an operator that works in either layout where all of the images that it reads are transposed: one
     image with the channels first keeps a sum, and what is read from it, so. A MaxPool that alone reads what a convolution in
-    float makes is in float too: see :mod:`bitwright.export.qdq.pools`.
+    float makes is in float too: see :mod:`bitwright.export.qdq.rewrites.pools`.
 
     Args:
         graph: in execution order.

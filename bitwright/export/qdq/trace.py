@@ -27,7 +27,7 @@ from bitwright.export.qdq.markers import (
     site_nodes,
     site_of,
 )
-from bitwright.export.qdq.rewrites import absorb_padding, pads_of_convolutions
+from bitwright.export.qdq.rewrites.padding import absorb_padding, pads_of_convolutions
 from bitwright.export.qdq.stored import transpose_encoding
 from bitwright.export.qdq.writing import Weight, Writing
 

@@ -44,7 +44,6 @@ from bitwright.export.qdq.markers import (
     site_of,
 )
 from bitwright.export.qdq.nbits import can_say, write_nbits
-from bitwright.export.qdq.pools import keep_after_pool, round_after_pools
 from bitwright.export.qdq.products import (
     ProductForm,
     check_weight_only,
@@ -52,7 +51,9 @@ from bitwright.export.qdq.products import (
     guard_outputs,
     keep_apart,
 )
-from bitwright.export.qdq.rewrites import close_scans, measure_codes
+from bitwright.export.qdq.rewrites.lengths import measure_codes
+from bitwright.export.qdq.rewrites.pools import keep_after_pool, round_after_pools
+from bitwright.export.qdq.rewrites.scans import close_scans
 from bitwright.export.qdq.stored import unsigned
 from bitwright.export.qdq.trace import carried, data_outputs, trace
 from bitwright.export.qdq.weights import write_biases, write_constant

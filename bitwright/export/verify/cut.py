@@ -18,9 +18,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.core.graph.traits import TRAITS
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.sums.accumulator import largest_sum
 from bitwright.export.qdq.forms import damaged_metadata, read_metadata
 from bitwright.export.qdq.markers import Names, copy_model, move_uses
-from bitwright.export.verify.accumulated import accumulated
 from bitwright.export.verify.bodies import BORDER
 
 Array = NDArray[Any]
@@ -38,6 +39,9 @@ ENDS_IN_FLOATS = frozenset(("MatMulIntegerToFloat", "QGemm"))
 #: operators that only move values; runtimes put them on either side of a quantizer
 MOVES = frozenset((*TRAITS["reshape"], "Transpose"))
 _QDQ = frozenset(("QuantizeLinear", "DequantizeLinear"))
+# operator -> axis of the output channels in its weight, where no attribute moves it
+_AXES = {"Conv": 0, "ConvTranspose": 1, "MatMul": -1, "Gemm": 1}
+_WIDE = 16  # bits; wider inputs have no integer kernel
 
 
 @dataclass(eq=False)
@@ -81,7 +85,7 @@ class Piece:
         self.epsilon = max(self.epsilon, coarse)
         self.ops.append(node.op_type)
         self.made.extend(str(value.name) for value in node.outputs)
-        self.accumulated = max(self.accumulated, accumulated(node))
+        self.accumulated = max(self.accumulated, _accumulated(node))
         self.bias += sum(map(_off_grid, node.inputs))
         for port, name in ((1, "weight"), (2, "bias")) if node.op_type in TRAITS["bias_port"] else ():
             value = node.inputs[port] if len(node.inputs) > port else None
@@ -98,6 +102,53 @@ def _off_grid(value: ir.Value | None) -> float:
     if codes is None or scale is None or codes.dtype != ir.DataType.INT32 or scale.const_value is None:
         return 0.0
     return float(np.abs(scale.const_value.numpy()).max(initial=0.0)) / 2
+
+
+def _accumulated(node: ir.Node) -> int:
+    """The bound of :func:`~bitwright.core.sums.accumulator.largest_sum` for ``node``; 0 where no int32 sum is made."""
+    if node.op_type not in _AXES or len(node.inputs) < 2:
+        return 0
+    weight, furthest = _centred_codes(node.inputs[1]), _furthest(node.inputs[0])
+    if weight is None or not furthest or weight.ndim < 2:
+        return 0
+    axis = 0 if node.op_type == "Gemm" and node.attributes.get_int("transB", False) else _AXES[node.op_type]
+    groups = node.attributes.get_int("group", 1) if node.op_type == "ConvTranspose" else 1
+    return largest_sum(weight, axis, groups, furthest=furthest)
+
+
+def _centred_codes(value: ir.Value | None) -> Array | None:
+    """The codes that a DequantizeLinear reads from an initializer, minus their zero point; ``None`` for other values."""
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "DequantizeLinear":
+        return None
+    codes = _constant(node.inputs[0])
+    if codes is None:
+        return None
+    zero = _constant(node.inputs[2]) if len(node.inputs) > 2 else None
+    whole = codes.astype(np.int64)
+    if zero is None or not zero.astype(np.int64).any():
+        return whole
+    if zero.size > 1:  # by channel: the furthest of all keeps the bound a bound
+        return np.abs(whole) + np.abs(zero.astype(np.int64)).max()
+    return whole - zero.astype(np.int64).reshape(())
+
+
+def _furthest(value: ir.Value | None) -> int:
+    """Largest absolute code minus zero point of an activation on an integer grid; 0 for other values."""
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "DequantizeLinear" or len(node.inputs) < 3:
+        return 0
+    zero, kind = _constant(node.inputs[2]), None if node.inputs[2] is None else node.inputs[2].dtype
+    name = "" if kind is None else kind.name
+    if zero is None or "INT" not in name or kind is None or kind.bitwidth > _WIDE:
+        return 0
+    fmt = IntFormat(int(kind.bitwidth), signed=not name.startswith("U"))
+    whole = zero.astype(np.int64)
+    return int(max((fmt.qmax - whole).max(), (whole - fmt.qmin).max()))
+
+
+def _constant(value: ir.Value | None) -> Array | None:
+    return None if value is None or value.const_value is None else value.const_value.numpy()
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """Values of sites that the file rounds after the pools that read them, as they are after these pools.
 
-See :mod:`bitwright.export.qdq.pools`. The largest of quantized numbers is one of them, so that pools of the simulation's values
-give what it has there.
+See :mod:`bitwright.export.qdq.rewrites.pools`. The largest of quantized numbers is one of them, so that pools of the simulation's
+values give what it has there.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Changes of a graph that runtimes ask for, and that compute the same."""
