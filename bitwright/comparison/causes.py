@@ -29,6 +29,7 @@ from bitwright.export.verify.runtime import offers_exact_sums
 
 Array = NDArray[Any]
 
+_QDQ = frozenset(("QuantizeLinear", "DequantizeLinear"))
 _PAIRS = ("onnxruntime", "openvino")  # whose kernels multiply uint8 by int8, in pairs where there is no VNNI
 _ENOUGH = 0.99  # equal codes of a tensor where others are one step off: what summation order may do
 
@@ -131,9 +132,16 @@ class Doubt:
 
     def unexplained(self) -> tuple[str, str]:
         """What to say where no run removes the difference."""
-        made = self._made_by_a()
-        more = [kind for kind in made.values() if kind not in self.ops]
-        less = [kind for kind in self.ops if kind not in made.values()] if made else []
+        if self.lockstep.a.how == "float" and (inside := self._rounded_inside()):
+            remedy = "compare with the simulation, which rounds there too: @simulation in the place of @float"
+            return (
+                f"quantizers in the body of {inside} round what {self.lockstep.a.label} has in float",
+                remedy,
+            )
+        made = [node.op_type for maker in self._makers_in_a().values() for node in _with_bodies(maker)]
+        made = [kind for kind in made if kind not in _QDQ]
+        more = [kind for kind in made if kind not in self.ops]
+        less = [kind for kind in self.ops if kind not in made] if made else []
         told = "; ".join(
             f"only {side.label} has {', '.join(dict.fromkeys(kinds))}"
             for side, kinds in ((self.lockstep.a, more), (self.lockstep.b, less))
@@ -342,24 +350,37 @@ class Doubt:
         found = self.lockstep.own_b[self.pair]
         return self.lockstep.on_grid({self.pair: np.clip(found, low, high)})[self.pair]
 
+    def _rounded_inside(self) -> str:
+        """An operator in ``b`` on the way to this tensor whose bodies hold quantizers of activations, by type and name."""
+        made = set(self.place.piece.made)
+        for node in self.lockstep.b.model.graph:
+            if made.intersection(str(value.name) for value in node.outputs):
+                bodies = list(_with_bodies(node))[1:]
+                if any(one.op_type == "QuantizeLinear" for one in bodies):
+                    return f"{node.op_type} {node.outputs[0].name}"
+        return ""
+
     def _made_by_a(self) -> dict[str, str]:
         """Tensors that the operators of ``a`` make on the way to this one -> operator type; empty for a simulation."""
+        made = {name: node.op_type for name, node in self._makers_in_a().items()}
+        return {name: kind for name, kind in made.items() if kind not in _QDQ}
+
+    def _makers_in_a(self) -> dict[str, ir.Node]:
+        """The same with the operators themselves, and with quantizers."""
         if self.lockstep.a.values:
             return {}
         named = values_by_name(self.lockstep.a.model)
         borders = {p.a.result for p in self.lockstep.pairs} - {self.pair.a.result}
-        found: dict[str, str] = {}
+        found: dict[str, ir.Node] = {}
         stack = [named[self.pair.a.entry]]
         while stack:
             value = stack.pop()
             node = value.producer()
             if node is None or str(value.name) in found or (str(value.name) in borders and found):
                 continue
-            found[str(value.name)] = node.op_type
+            found[str(value.name)] = node
             stack.extend(v for v in node.inputs if v is not None)
-        return {
-            name: kind for name, kind in found.items() if kind not in ("QuantizeLinear", "DequantizeLinear")
-        }
+        return found
 
     # ------------------------------------------------------------------------------------------ the runtime
 
@@ -461,6 +482,14 @@ class Doubt:
             "with float kernels, every quantizer as it stands",
             self._beside(lambda: plain),
         )
+
+
+def _with_bodies(node: ir.Node) -> Iterator[ir.Node]:
+    """``node``, and what its bodies consist of."""
+    yield node
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield from attribute.as_graph().all_nodes()
 
 
 def _grid_of(model: ir.Model, result: str) -> tuple[Array, Array] | None:

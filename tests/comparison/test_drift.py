@@ -26,6 +26,7 @@ from bitwright.export.targets import rules_for
 from bitwright.export.verify.samples import verify_folder
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.torch import QuantizationSimModel, quantize
+from tests.onnx.nets import Net, body
 from tests.support.without_vnni import run_without_vnni
 
 
@@ -468,6 +469,26 @@ def test_data_of_another_model(one: Path) -> None:
         drift(f"{one}@float", "onnxruntime", {name: np.zeros((1, 1, 28, 28), np.float32)})
     with pytest.raises(ConfigError, match="its own samples.*sim.drift"):
         drift(f"{one}@simulation", "onnxruntime", {name: np.zeros((1, 3, 8, 8), np.float32)})
+
+
+def test_what_quantizers_inside_a_body_round_is_told(tmp_path: Path) -> None:
+    net, branches = Net(), {}
+    x, flag = net.input("x", (2, 3, 8, 8)), net.input("flag", (), onnx.TensorProto.BOOL)
+    h = net.conv(x, 3, 4, name="c")
+    for branch, kind in (("then_branch", "Relu"), ("else_branch", "HardSigmoid")):
+        inner = Net()
+        branches[branch] = body(inner(kind, h), net=inner)
+    model = net.model(net("If", flag, name="choice", **branches))
+    pictures = np.random.default_rng(0).standard_normal((2, 2, 3, 8, 8)).astype(np.float32)
+    feeds = [{"x": x, "flag": np.bool_(on)} for x, on in zip(pictures, (0, 1), strict=True)]
+    sim = OnnxSim(model, feeds[0])
+    sim.compute_encodings(feeds)
+    sim.export(tmp_path / "out", "net")
+    report = drift(f"{tmp_path / 'out'}@float", f"{tmp_path / 'out'}@file")
+    (found,) = [one for one in report.findings if one.cause == "operators"]
+    assert "quantizers in the body of If" in found.text and "only" not in found.text
+    assert "@simulation" in found.remedy
+    assert drift(f"{tmp_path / 'out'}@simulation", f"{tmp_path / 'out'}@file").ok
 
 
 def test_models_without_a_common_tensor(one: Path, tmp_path: Path) -> None:
