@@ -57,6 +57,14 @@ class Runtime:
     open: Callable[[Path, int, bool], Session]
 
 
+# OpenVINO 2026.4, where the batch is free: products on integers whose result is reshaped into the heads of an attention
+_LENGTHS = ("src/core/shape_inference",)
+_FIXED_LENGTHS = (
+    "fix the lengths of the inputs: a session of your own does it with model.reshape({'input': [1, 3, 8, 8]}) before "
+    "compile_model, or export a model without free axes; or leave the layer in float (sim.quantizers[...].enabled = False)"
+)
+_OTHER_INPUTS = ("are missing from input feed",)
+
 #: what runtimes say of an operator that they do not have at all
 _UNKNOWN = (
     "No conversion rule found for operations",
@@ -253,6 +261,10 @@ def _remedy(row: Runtime, message: str) -> str:
         return "export again, or copy the file anew: it is damaged"
     if any(words in message for words in _NO_TENSOR):
         return _TENSORS_ALONE
+    if any(words in message for words in _OTHER_INPUTS):
+        return "give data of this model, or export again: what it was run on belongs to another file"
+    if any(words in message for words in _LENGTHS):
+        return _FIXED_LENGTHS
     return _WITHOUT_IT if any(words in message for words in _UNKNOWN) else row.remedy
 
 

@@ -21,7 +21,7 @@ from bitwright.export.files.manifest import write_manifest
 from bitwright.export.tflite.flat import pack, schema
 from bitwright.onnx import QuantizationSimModel as OnnxSim
 from bitwright.onnx.deployed import benchmark_path
-from bitwright.runtimes.adapters import open_file
+from bitwright.runtimes.adapters import RUNTIMES, open_file, refusals_of
 from bitwright.torch import QuantizationSimModel, quantize
 
 pytest.importorskip("ai_edge_litert")
@@ -189,3 +189,27 @@ def test_a_runtime_of_tensors_alone_asks_for_tensors(tmp_path: Path) -> None:
     onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "net.onnx")
     with pytest.raises(ExportError, match="openvino refuses the file.*the runtime takes tensors alone"):
         open_file("openvino", tmp_path / "net.onnx")
+
+
+@pytest.mark.parametrize(
+    ("runtime", "message", "remedy"),
+    [
+        (
+            "onnxruntime",
+            "Required inputs (['x']) are missing from input feed (['y']).",
+            "give data of this model",
+        ),
+        (
+            "openvino",
+            "Check 'in_out_elements_equal' failed at src/core/shape_inference/include/reshape_shape_inference.hpp:360",
+            "fix the lengths of the inputs",
+        ),
+    ],
+    ids=["inputs of another file", "free axes"],
+)
+def test_the_remedy_of_a_refusal_is_that_of_its_message(
+    tmp_path: Path, runtime: str, message: str, remedy: str
+) -> None:
+    with pytest.raises(ExportError) as caught, refusals_of(RUNTIMES[runtime], tmp_path / "net.onnx"):
+        raise RuntimeError(message)
+    assert caught.value.problem.startswith(f"{runtime} refuses the file: ") and remedy in caught.value.remedy
