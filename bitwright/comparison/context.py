@@ -11,7 +11,7 @@ from bitwright.comparison.causes import close
 from bitwright.comparison.lockstep import Lockstep
 from bitwright.comparison.points import Pair
 from bitwright.comparison.report import Finding, Retry
-from bitwright.export.files.free_axes import fix_lengths, free_inputs, how_to_fix
+from bitwright.export.files.whole import fix_lengths, free_inputs, how_to_fix
 from bitwright.export.verify.agreement import MOST_LSB, SLACK, Agreement
 
 Array = NDArray[Any]

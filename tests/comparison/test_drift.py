@@ -566,7 +566,7 @@ def test_a_runtime_that_computes_the_whole_file_otherwise_than_its_parts_is_not_
     assert first.retries[-1].removed and "model.reshape({'x': [1, 1, 8, 16]})" in first.remedy
     verified = verify_folder(tmp_path, runtime="openvino")
     assert all(row.ok for row in verified.rows) and not verified.ok
-    assert verified.free_axes is not None and verified.free_axes.fixed > 100
+    assert verified.otherwise is not None and verified.otherwise.other > 100
     assert "model.reshape({'x': [1, 1, 8, 16]})" in str(verified)
     result.sim.export(tmp_path / "fixed", "net", x, target="openvino_cpu", dynamic_batch=False)
     assert verify_folder(tmp_path / "fixed", runtime="openvino").ok, "the remedy helps"

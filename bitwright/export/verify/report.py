@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.errors import ExportError, close_matches
-from bitwright.export.files.free_axes import FreeAxes, computed_otherwise, fix_lengths, free_inputs
 from bitwright.export.files.value_types import load
+from bitwright.export.files.whole import Edit, Otherwise, computed_otherwise
 from bitwright.export.qdq.forms import METADATA, folded_parts, read_metadata
 from bitwright.export.qdq.lookups import with_tables
 from bitwright.export.qdq.markers import copy_model
@@ -126,7 +126,7 @@ class VerifyReport(Tabular):
         runtime: whose kernels the mode ``integer`` is of.
         saturated: where a session of ONNX Runtime with default settings does not have the sums of ``as_integer`` on this
             CPU, which are exact; ``None`` if nowhere.
-        free_axes: an output that another runtime makes otherwise while axes of the inputs are free; ``None`` if none.
+        otherwise: an output that another runtime makes otherwise of the whole file than of its operators; ``None`` if none.
     """
 
     _rows = "rows"
@@ -139,7 +139,7 @@ class VerifyReport(Tabular):
     idle: dict[str, str] = field(default_factory=dict)
     runtime: str = "onnxruntime"
     saturated: Saturated | None = None
-    free_axes: FreeAxes | None = None
+    otherwise: Otherwise | None = None
 
     @property
     def ok(self) -> bool:
@@ -149,7 +149,7 @@ class VerifyReport(Tabular):
         are exact: what a CPU without VNNI makes of them by default is in ``saturated`` and does not count.
         """
         compared = all(r.ok for r in self.rows) if self.rows else self._outputs_agree
-        return compared and not self.unchecked and not self.failures and self.free_axes is None
+        return compared and not self.unchecked and not self.failures and self.otherwise is None
 
     @property
     def _outputs_agree(self) -> bool:
@@ -244,8 +244,8 @@ class VerifyReport(Tabular):
             yield f"does not run with {mode} kernels: {why}"
         if self.saturated is not None:
             yield str(self.saturated)
-        if self.free_axes is not None:
-            yield str(self.free_axes)
+        if self.otherwise is not None:
+            yield str(self.otherwise)
         good = sum(row.verdict == "agrees" for row in self.rows)
         within = sum(row.verdict == "within" for row in self.rows)
         more = f", {within} within what their kernel may do" if within else ""
@@ -311,32 +311,32 @@ def verify_layers(
     unchecked = _without(cut.unchecked, idle)
     compares = runtime == "onnxruntime" and not failures
     saturated = saturated_places(loaded, cut, given) if compares else None
-    free = _with_free_axes(loaded, graph_inputs, expected, ends, failures, runtime)
-    return VerifyReport(tuple(rows), ends, unchecked, failures, idle, runtime, saturated, free)
+    otherwise = _as_a_whole(loaded, graph_inputs, expected, ends, failures, runtime)
+    return VerifyReport(tuple(rows), ends, unchecked, failures, idle, runtime, saturated, otherwise)
 
 
-def _with_free_axes(
+def _as_a_whole(
     model: ir.Model,
     feeds: Mapping[str, Array],
     outputs: Mapping[str, Array],
     ends: Sequence[OutputRow],
     failures: Mapping[Mode, str],
     runtime: str,
-) -> FreeAxes | None:
-    """An output that a runtime other than ONNX Runtime makes otherwise while axes of the inputs are free."""
-    if runtime == "onnxruntime" or failures or not free_inputs(model):
+) -> Otherwise | None:
+    """An output that a runtime other than ONNX Runtime makes otherwise than the operators do."""
+    if runtime == "onnxruntime" or failures:
         return None
 
-    def fixed() -> Callable[[str], float]:
+    def changed(edit: Edit) -> Callable[[str], float]:
         copied = copy_model(model)
-        fix_lengths(copied, feeds)
+        edit(copied)
         try:
             found = named_arrays(run_in(runtime, copied, feeds, "integer"))
         except _refusals():  # a model that states lengths of its own
             found = {}
         return lambda name: level(outputs[name], found.get(name))
 
-    return computed_otherwise([(end.name, end.as_integer) for end in ends], feeds, fixed, runtime)
+    return computed_otherwise(model, [(end.name, end.as_integer) for end in ends], feeds, changed, runtime)
 
 
 def _load(model: ir.Model | str | os.PathLike[str]) -> ir.Model:

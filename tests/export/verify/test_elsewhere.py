@@ -151,6 +151,37 @@ def test_a_file_that_openvino_refuses_names_the_operator_and_no_file_of_ours(fol
     assert caught.value.site == "the_node (NoSuchOperator)"
 
 
+class Residual(nn.Module):
+    """A block of a vocoder: a convolution, upsampled, and the sum with two more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up = nn.Conv1d(8, 16, 7, padding=3), nn.ConvTranspose1d(16, 16, 4, 2, 1)
+        self.second, self.third = nn.Conv1d(16, 16, 3, padding=1), nn.Conv1d(16, 16, 3, padding=1)
+        self.last = nn.Conv1d(16, 1, 7, padding=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(nn.functional.leaky_relu(self.first(x), 0.1))
+        hidden = nn.functional.leaky_relu(self.second(nn.functional.leaky_relu(x, 0.1)), 0.1)
+        return torch.tanh(self.last(nn.functional.leaky_relu(x + self.third(hidden))))
+
+
+def test_a_file_whose_layers_agree_and_whose_output_is_wrong_fails(tmp_path: Path) -> None:
+    """OpenVINO 2026.4 makes something else of a residual sum while nothing observes the values around it."""
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    batches = [torch.randn(1, 8, 24) for _ in range(2)]
+    quantize(Residual().eval(), batches, recipe=["fold"], path=tmp_path, progress=False)
+    report = verify_folder(tmp_path, runtime="openvino")
+    (end,) = report.outputs
+    if end.as_integer > 60:
+        assert report.ok, "this version computes the same"
+        return
+    assert all(row.ok for row in report.rows) and not report.ok
+    assert report.otherwise is not None and report.otherwise.other > end.as_integer + 20
+    assert "computes the whole file otherwise than its operators" in str(report)
+
+
 def test_missing_and_unfit_runtimes_are_errors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(ConfigError, match=r"not installed.*pip install 'bitwright\[openvino\]'"):
