@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from bitwright.cli import app
-from bitwright.interrupt import watched
 
 
 @pytest.mark.slow
@@ -37,46 +34,66 @@ def test_a_command_that_is_interrupted_has_exit_code_130(
     assert result.exit_code == 130 and "interrupted" in result.stderr
 
 
-def test_handlers_are_those_of_before_when_the_block_ends() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    try:
-        with pytest.raises(KeyboardInterrupt), watched() as interrupts:
-            signal.raise_signal(signal.SIGINT)
-        assert interrupts.seen and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert signal.set_wakeup_fd(-1) == -1
-    finally:
-        signal.signal(signal.SIGINT, before)
+_HANDLERS = """
+import signal
+from bitwright.interrupt import watched
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+try:
+    with watched() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    assert interrupts.seen and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.set_wakeup_fd(-1) == -1
+    print("as before")
+"""
+_LONG_IMPORT = "import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(0.2)\nwhole = True\n"
+_IMPORTS = """
+import signal, time
+from bitwright.interrupt import watched
+signal.signal(signal.SIGINT, signal.default_int_handler)
+clock = signal.getsignal(signal.SIGALRM)
+try:
+    with watched() as interrupts:
+        import long_import
+        assert interrupts.seen and long_import.whole
+        while True:
+            time.sleep(0.01)
+except KeyboardInterrupt:
+    assert signal.getsignal(signal.SIGALRM) == clock and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    print("as before")
+"""
+_IGNORED = """
+import signal
+from bitwright.interrupt import watched
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+with watched() as interrupts:
+    signal.raise_signal(signal.SIGINT)
+assert not interrupts.seen
+print("as before")
+"""
 
 
-def test_an_import_ends_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The result of ``code`` in a process of its own: what other tests have loaded may handle signals too."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(Path(__file__).parents[1])))}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+
+
+def test_handlers_are_those_of_before_when_the_block_ends(tmp_path: Path) -> None:
+    ran = alone(_HANDLERS, tmp_path)
+    assert (ran.returncode, ran.stdout) == (0, "as before\n"), ran.stderr
+
+
+def test_an_import_ends_first(tmp_path: Path) -> None:
     """C++ extensions abort the process where they meet a KeyboardInterrupt while they are loaded."""
-    (tmp_path / "long_import.py").write_text(
-        "import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(0.2)\nwhole = True\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    clock = signal.getsignal(signal.SIGALRM)
-    try:
-        with pytest.raises(KeyboardInterrupt), watched() as interrupts:
-            import long_import  # type: ignore[import-not-found]
-
-            assert interrupts.seen and long_import.whole
-            while True:
-                time.sleep(0.01)
-        assert signal.getsignal(signal.SIGALRM) == clock and signal.getitimer(signal.ITIMER_REAL)[0] == 0
-    finally:
-        signal.signal(signal.SIGINT, before)
-        sys.modules.pop("long_import", None)
+    (tmp_path / "long_import.py").write_text(_LONG_IMPORT)
+    ran = alone(_IMPORTS, tmp_path)
+    assert (ran.returncode, ran.stdout) == (0, "as before\n"), ran.stderr
 
 
-def test_a_program_that_ignores_ctrl_c_goes_on_doing_so() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with watched() as interrupts:
-            signal.raise_signal(signal.SIGINT)
-        assert not interrupts.seen
-    finally:
-        signal.signal(signal.SIGINT, before)
+def test_a_program_that_ignores_ctrl_c_goes_on_doing_so(tmp_path: Path) -> None:
+    ran = alone(_IGNORED, tmp_path)
+    assert (ran.returncode, ran.stdout) == (0, "as before\n"), ran.stderr
 
 
 @pytest.mark.parametrize("prefix", ["../../up", "", "a/b"])

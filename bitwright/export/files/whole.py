@@ -79,7 +79,7 @@ def fix_lengths(model: ir.Model, feeds: Mapping[str, Array]) -> None:
 def observe(model: ir.Model) -> None:
     """Make every quantized activation an output too.
 
-    What layers make before it is rounded is no output: OpenVINO 2026.4 computes zeros then of a network that is right without.
+    What layers make before it is rounded stays inside: OpenVINO 2026.4 computes zeros then of a network that is right without.
     """
     known = set(model.graph.outputs)
     pairs = (node for node in model.graph if node.op_type == "DequantizeLinear")
