@@ -23,13 +23,12 @@ from bitwright.comparison.report import CauseName, Finding, Retry
 from bitwright.core.graph.traits import TRAITS
 from bitwright.core.sums.accumulator import INT32_MAX
 from bitwright.export.verify.agreement import MOST_LSB, SLACK, Agreement, step_of
-from bitwright.export.verify.cut import Place
+from bitwright.export.verify.cut import QDQ, Place
 from bitwright.export.verify.reasons import Evidence, measure
 from bitwright.export.verify.runtime import offers_exact_sums
 
 Array = NDArray[Any]
 
-_QDQ = frozenset(("QuantizeLinear", "DequantizeLinear"))
 _PAIRS = ("onnxruntime", "openvino")  # whose kernels multiply uint8 by int8, in pairs where there is no VNNI
 _ENOUGH = 0.99  # equal codes of a tensor where others are one step off: what summation order may do
 
@@ -139,7 +138,7 @@ class Doubt:
                 remedy,
             )
         made = [node.op_type for maker in self._makers_in_a().values() for node in _with_bodies(maker)]
-        made = [kind for kind in made if kind not in _QDQ]
+        made = [kind for kind in made if kind not in QDQ]
         more = [kind for kind in made if kind not in self.ops]
         less = [kind for kind in self.ops if kind not in made] if made else []
         told = "; ".join(
@@ -363,7 +362,7 @@ class Doubt:
     def _made_by_a(self) -> dict[str, str]:
         """Tensors that the operators of ``a`` make on the way to this one -> operator type; empty for a simulation."""
         made = {name: node.op_type for name, node in self._makers_in_a().items()}
-        return {name: kind for name, kind in made.items() if kind not in _QDQ}
+        return {name: kind for name, kind in made.items() if kind not in QDQ}
 
     def _makers_in_a(self) -> dict[str, ir.Node]:
         """The same with the operators themselves, and with quantizers."""
@@ -520,7 +519,7 @@ def _set_grid(model: ir.Model, result: str, grid: tuple[Array, Array]) -> None:
     builder = Builder(model)
     scale, zero = builder.initializer("given_scale", grid[0]), builder.initializer("given_zero", grid[1])
     for node in (last, last.inputs[0].producer()):
-        if node is not None and node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+        if node is not None and node.op_type in QDQ:
             node.replace_input_with(1, scale)
             node.replace_input_with(2, zero)
 

@@ -30,7 +30,6 @@ from bitwright.export.verify.cut import (
 Array = NDArray[Any]
 
 _FLOATS = frozenset((ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16))
-_QDQ = frozenset(("QuantizeLinear", "DequantizeLinear"))
 Read = tuple[str, int]  # the first tensor that a reader makes, and the port at which it reads
 
 

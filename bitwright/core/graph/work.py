@@ -67,7 +67,7 @@ class KernelTimes:
         if op.type == "Conv" and weight[1] == 1 and op.attrs.get("group", 1) > 1:
             return (made * self.depthwise[0], made * self.depthwise[1])
         products = multiplications(graph, op)
-        rows = made / weight[0] * float(np.prod(weight[2:-1]))
         in_float, on_codes = (a * products + b * made for a, b in zip(self.product, self.result, strict=True))
-        narrow = op.type == "Conv" and weight[1] < 4
-        return (in_float, on_codes + (self.patch * rows if narrow else 0.0))
+        if op.type == "Conv" and weight[1] < 4:
+            on_codes += self.patch * made / weight[0] * float(np.prod(weight[2:-1]))
+        return (in_float, on_codes)

@@ -109,10 +109,13 @@ def computed_otherwise(
         runtime: its name.
     """
     doubtful = [(name, whole) for name, whole in levels if whole < _NEAR]
-    shapes = {given: array.shape for given, array in feeds.items()}
-    for edit, fixed in ((lambda copied: fix_lengths(copied, feeds), shapes), (observe, None)):
-        if not doubtful or (fixed is not None and not free_inputs(model)):
-            continue
+    if not doubtful:
+        return None
+    tried: list[tuple[Edit, Mapping[str, tuple[int, ...]] | None]] = [(observe, None)]
+    if free_inputs(model):
+        shapes = {given: array.shape for given, array in feeds.items()}
+        tried.insert(0, (lambda copied: fix_lengths(copied, feeds), shapes))
+    for edit, fixed in tried:
         level = changed(edit)
         for name, whole in doubtful:
             if level(name) - whole > _NEARER:

@@ -71,7 +71,7 @@ def moves_data(node: ir.Node, constant: Callable[[ir.Value], NDArray[Any] | None
 _ARRANGES = frozenset(("Conv", "ConvTranspose", *CELLS))
 
 # Operators of one value that runtimes fuse with the convolution that makes it.
-FUSED = frozenset((*TRAITS["activation"], "BatchNormalization", "Add", "Sub", "Mul", "Div"))
+_FUSED = frozenset((*TRAITS["activation"], "BatchNormalization", "Add", "Sub", "Mul", "Div"))
 
 # Joins of equal grids: which inputs carry data.
 _JOINS: dict[str, slice] = {"Concat": slice(None), "Where": slice(1, 3)}
@@ -234,10 +234,19 @@ def _layers_in_float(w: Writing) -> Iterator[ir.Node]:
         if node.domain or node.op_type not in _ARRANGES:
             continue
         given = w.grids.get(node.inputs[0]) if node.inputs[0] is not None else None
-        narrow = given is not None and isinstance(given.format, IntFormat) and given.format.bits <= 8
-        on_integers = node.outputs[0] in rounded or (narrow and w.target.float_results)
+        on_integers = node.outputs[0] in rounded or (is_narrow(given) and w.target.float_results)
         if node.op_type in CELLS or given is None or not on_integers:
             yield node
+
+
+def is_narrow(encoding: Encoding | None) -> bool:
+    """Whether integer kernels read such codes."""
+    return encoding is not None and isinstance(encoding.format, IntFormat) and encoding.format.bits <= 8
+
+
+def is_fused(w: Writing, node: ir.Node) -> bool:
+    """Whether runtimes fuse ``node``, which reads one value, with the layer before it, or move quantizers across it."""
+    return not node.domain and (node.op_type in _FUSED or moves_data(node, w.array))
 
 
 def _rounded(w: Writing, nodes: Sequence[ir.Node]) -> set[ir.Value]:
@@ -248,8 +257,6 @@ def _rounded(w: Writing, nodes: Sequence[ir.Node]) -> set[ir.Value]:
             continue
         read = [v for v in node.inputs if v is not None]
         alone = sum(v not in w.constants for v in read) == 1
-        if is_site(node) or (
-            alone and not node.domain and (node.op_type in FUSED or moves_data(node, w.array))
-        ):
+        if is_site(node) or (alone and is_fused(w, node)):
             found.update(read)
     return found

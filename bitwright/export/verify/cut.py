@@ -38,7 +38,8 @@ _FLOAT_MAKERS = frozenset(("QuantizeLinear", "Cast", "Clip", "Mul", "Min"))
 ENDS_IN_FLOATS = frozenset(("MatMulIntegerToFloat", "QGemm"))
 #: operators that only move values; runtimes put them on either side of a quantizer
 MOVES = frozenset((*TRAITS["reshape"], "Transpose"))
-_QDQ = frozenset(("QuantizeLinear", "DequantizeLinear"))
+#: operators of a quantizer in a file
+QDQ = frozenset(("QuantizeLinear", "DequantizeLinear"))
 # operator -> axis of the output channels in its weight, where no attribute moves it
 _AXES = {"Conv": 0, "ConvTranspose": 1, "MatMul": -1, "Gemm": 1}
 _WIDE = 16  # bits; wider inputs have no integer kernel
@@ -356,7 +357,7 @@ class Cut:
         pieces: dict[ir.Node, Piece] = {}
         for node, root in root_of.items():
             piece = pieces.setdefault(root, Piece())
-            if node not in apart and BORDER not in node.metadata_props and node.op_type not in _QDQ:
+            if node not in apart and BORDER not in node.metadata_props and node.op_type not in QDQ:
                 piece.add(node)
         for place in self.places:
             maker = place.result.producer()

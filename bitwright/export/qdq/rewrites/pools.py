@@ -18,11 +18,11 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerTensor
 from bitwright.export.qdq.forms import after, before
 from bitwright.export.qdq.markers import is_site, move_uses, site_nodes, site_of
-from bitwright.export.qdq.trace import FUSED, moves_data
+from bitwright.export.qdq.trace import is_fused, is_narrow
 from bitwright.export.qdq.writing import Writing
 
 _POOLS = frozenset(("MaxPool", "GlobalMaxPool"))
-_KERNELS, _CODES = 8, 16  # most bits of what integer kernels read and make; of codes that pairs stand for
+_CODES = 16  # most bits of codes that pairs stand for
 
 
 def round_after_pools(w: Writing) -> None:
@@ -82,10 +82,10 @@ def _is_made_in_float(w: Writing, made: ir.Value, encoding: Encoding) -> bool:
     """Whether no integer kernel makes ``made``, with the operators that runtimes fuse with it."""
     value = made
     while (node := value.producer()) is not None and value not in w.constants:
-        if value in w.grids or node in w.in_float or not _is_narrow(encoding):
-            return not _is_narrow(w.grids.get(value))
+        if value in w.grids or node in w.in_float or not is_narrow(encoding):
+            return not is_narrow(w.grids.get(value))
         read, wide = _read(w, node)
-        if read != 1 or not wide or not _is_fused(w, node):
+        if read != 1 or not wide or not is_fused(w, node):
             return bool(wide)
         value = wide[0]
     return value is not made and value not in w.constants
@@ -94,18 +94,7 @@ def _is_made_in_float(w: Writing, made: ir.Value, encoding: Encoding) -> bool:
 def _read(w: Writing, node: ir.Node) -> tuple[int, list[ir.Value]]:
     """How many tensors ``node`` reads that are not constant, and those of them that no integer kernel reads."""
     read = [v for v in node.inputs if v is not None and v not in w.constants and v not in w.weights]
-    return len(read), [v for v in read if not _is_narrow(w.grids.get(v))]
-
-
-def _is_fused(w: Writing, node: ir.Node) -> bool:
-    return not node.domain and (node.op_type in FUSED or moves_data(node, w.array))
-
-
-def _is_narrow(encoding: Encoding | None) -> bool:
-    """Whether integer kernels read such codes."""
-    return (
-        encoding is not None and isinstance(encoding.format, IntFormat) and encoding.format.bits <= _KERNELS
-    )
+    return len(read), [v for v in read if not is_narrow(w.grids.get(v))]
 
 
 def _swap(w: Writing, marker: ir.Node, pool: ir.Node) -> None:
