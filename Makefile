@@ -8,6 +8,8 @@ PIP_FLAGS ?=
 VENV := .venv
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
+# The examples of the documentation and of docstrings are run by `make check`.
+PYTEST := -n 2 --dist worksteal tests --ignore tests/test_docs.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # Threads of one test would only fight with those of its neighbour.
@@ -22,7 +24,7 @@ check docs: export NO_MKDOCS_2_WARNING = 1
 help:
 	@echo "make demo    train a small network on real digits, quantize it, run it on integer kernels"
 	@echo "make test    the test suite without the slow tests"
-	@echo "make test-all  the test suite, then the slow tests: trained models, notebooks, scaling"
+	@echo "make test-all  the test suite, then the slow tests: trained models, notebooks, scaling, long variants"
 	@echo "make check   format, lint, types, examples in documentation and docstrings"
 	@echo "make format  let ruff format and fix what it can"
 	@echo "make docs    the documentation site, in build/docs"
@@ -42,10 +44,10 @@ demo: $(STAMP)
 	$(BIN)/python examples/quickstart.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest $(PYTEST) -m "not slow"
 
 test-all: test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+	$(BIN)/python -m pytest $(PYTEST) -m slow
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

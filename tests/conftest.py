@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import zlib
@@ -35,6 +36,16 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     for line in _EXPECTED:
         config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Trained models and real pictures are slow tests, and so are the variants that ``tools/test_time.py`` found long."""
+    table = json.loads((Path(__file__).parent / "support/long_variants.json").read_text())
+    long = {f"{test}[{variant}]" for test, variants in table.items() for variant in variants}
+    for item in items:
+        if item.nodeid in long or "shared_data" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -41,6 +41,7 @@ def test_rounds_alternate_after_one_run_of_each(measure):
     assert "".join(order) == "ababba"
 
 
+@pytest.mark.slow
 def test_peak_is_that_of_the_phase(measure, tmp_path):
     script = tmp_path / "child.py"
     lines = [

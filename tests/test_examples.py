@@ -36,6 +36,7 @@ def test_training_and_test_digits_are_apart(quickstart):
     assert not train_images & test_images
 
 
+@pytest.mark.slow
 def test_network_learns_the_digits(quickstart):
     torch.manual_seed(0)
     training, test = quickstart.digits()

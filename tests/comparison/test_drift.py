@@ -278,6 +278,7 @@ class Twins(nn.Module):
         return self.head((self.tower(a) - self.tower(b)).abs())
 
 
+@pytest.mark.slow
 def test_every_run_of_a_module_is_compared_with_its_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
     pair = tuple(3**i * torch.randn(2, 3, 8, 8) for i in range(2))
@@ -541,6 +542,7 @@ class Lines(nn.Module):
         return self.steps(torch.relu(self.second(x)).mean(2).transpose(1, 2))[0]
 
 
+@pytest.mark.slow
 def test_a_runtime_that_computes_the_whole_file_otherwise_than_its_parts_is_not_rounding(
     tmp_path: Path,
 ) -> None:

@@ -230,6 +230,7 @@ def test_the_form_of_every_recurrent_layer_is_told_with_what_it_loses(
     ), notes
 
 
+@pytest.mark.slow
 def test_every_form_of_recurrent_layers_can_be_compared(tmp_path: Path) -> None:
     """Steps in float are not those that were simulated, and the comparison says so."""
     sim = QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0], default_param_bw=7)
@@ -273,6 +274,7 @@ def test_states_that_nobody_reads_are_told_once(tmp_path: Path) -> None:
     assert len(notes) == 1 and "not in the exported graph" in notes[0], notes
 
 
+@pytest.mark.slow
 def test_openvino_loads_recurrent_layers(tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     result = quantize(

@@ -527,6 +527,7 @@ class Interrupted(Right):
         return super().__call__(target)
 
 
+@pytest.mark.slow
 def test_ctrl_c_within_a_search_for_mixed_precision_ends_the_whole_one(tmp_path: Path) -> None:
     """The best point so far is a trial, no other trial begins, and the same call goes on with the search cut short."""
     given: dict[str, Any] = {"trials": (MIXED, FIRST), "allowed_drop": 0.02}

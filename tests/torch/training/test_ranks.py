@@ -44,6 +44,7 @@ def found() -> Found:
     return run()
 
 
+@pytest.mark.slow
 def test_two_ranks_find_the_encodings_of_one(calibrations: Found) -> None:
     assert set(calibrations["tf_enhanced 2"]) == set(calibrations["tf_enhanced 1"])
 
