@@ -198,6 +198,18 @@ def test_how_far_a_need_reaches_back() -> None:
     )  # a sum of two signed values is one of its own
 
 
+def test_an_input_of_the_model_may_have_either_sign() -> None:
+    b = Build()
+    divided = b.op(
+        "Div",
+        b.input("x"),
+        b.op("Add", b.op("Relu", b.input("y"), name="relu"), b.input("z"), name="sum"),
+        name="div",
+    )
+    found = {value for value, (need, _) in exact_values(b.graph(divided), set()).items() if need == "divisor"}
+    assert found == {"sum.output[0]"}  # a small sum need not be one of small values
+
+
 def test_the_matrix_that_makes_angles_of_positions_stays_in_float_and_others_do_not() -> None:
     b = Build()
     first = b.op("Gemm", b.input(shape=(4, 2)), b.param("first", (8, 2)), name="a", shape=(4, 8), transB=1)

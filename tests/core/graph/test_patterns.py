@@ -132,6 +132,7 @@ def test_other_reasons():
     assert reason(graph, "conv") == "a Split, split, follows conv"
     assert reason(graph, "relu") == "it is a Relu"
     assert reason(graph, "split", Pattern(("Split", "Relu"))) == "split has 2 outputs"
+    assert reason(graph, "conv", Pattern(("Conv", "Split"))) == "split has 2 outputs"
     b.conv("x", "alone", inputs=3)
     assert reason(b.graph("relu.output[0]"), "alone") == "nothing reads alone.output[0]"
 

@@ -257,7 +257,7 @@ def test_weights_follow_their_output_on_newer_hardware():
     b = Build()
     ids = b.input("ids", (4,), "int64")
     graph = b.graph(b.op("Embedding", b.param("table", (10, 8)), ids, name="embed", shape=(4, 8)))
-    old = placed(config(defaults__hw_version="V69"), graph, "w8a16").sites["table"].spec
+    old = placed(config(defaults__hw_version="V72"), graph, "w8a16").sites["table"].spec
     new = placed(config(defaults__hw_version="V73"), graph, "w8a16").sites["table"].spec
     assert (old.format, old.symmetry) == (IntFormat(8), "symmetric")
     assert (new.format, new.symmetry) == (IntFormat(16, signed=False), "asymmetric")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bitwright.core.graph.graph import Graph
+from bitwright.core.graph.graph import Graph, Value
 from bitwright.core.graph.ops import OPS
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
@@ -537,6 +537,15 @@ def test_masks_stay_in_float(mask):
         assert made.floats["mask"] == "inside the supergroup Div>Add>Softmax, as its mask or factor"
 
 
+def test_scores_that_are_given_stay_in_float_with_what_is_computed_of_them():
+    b = Build()
+    scaled = b.op("Div", b.input("scores", (1, 4, 4)), None, name="div")
+    masked = b.op("Add", scaled, b.input("mask", (4, 4)), name="masked")
+    made = plan(b.graph(b.op("Softmax", masked, name="softmax")))
+    assert list(made.sites) == ["softmax.output[0]"]
+    assert made.floats["scores"] == "inside the supergroup Div>Add>Softmax"
+
+
 def test_a_sum_of_two_products_before_a_softmax_has_no_mask():
     b = Build()
     x = b.input(shape=(1, 8))
@@ -851,6 +860,17 @@ def test_rules_with_effect_and_optional_rules_are_not_reported():
         Rule(op="LSTM", optional=True),
     ]
     assert plan(conv_chain(1), *rules).unused == ()
+
+
+def test_a_format_inside_a_recurrent_layer_makes_the_spec_of_an_activation():
+    b = Build()
+    weights = b.param("w", (1, 16, 3)), b.param("r", (1, 16, 4))
+    made = b.op("LSTM", b.input(shape=(5, 2, 3)), *weights, name="lstm", shape=(5, 1, 2, 4))
+    b.values["cell"] = Value("cell", "activation", (5, 1, 2, 4))
+    b.ops[-1] = replace(b.ops[-1], inner={"cell": "cell"})
+    made = plan(b.graph(made), Rule("lstm", port="inner", format="int8"), base=default_rules(activation=None))
+    inner = [site.spec for site in made.sites.values() if site.inner]
+    assert inner and all(spec.granularity == PerTensor() and spec.symmetry == "asymmetric" for spec in inner)
 
 
 def test_a_movement_operator_cannot_have_another_format():

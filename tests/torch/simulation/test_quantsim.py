@@ -591,30 +591,6 @@ def test_use_before_calibration(model: Net, batches: list[Tensor], tmp_path: Pat
         sim.export(tmp_path, "net")
 
 
-def test_sites_that_calibration_never_reached(caplog: pytest.LogCaptureFixture) -> None:
-    class Branch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(x) if x.sum() > 0 else self.b(x)
-
-    x = torch.ones(1, 2)
-    model = Branch()
-    sim = QuantizationSimModel(model, x, examples=[-x])
-    with caplog.at_level(logging.WARNING, "bitwright"):
-        sim.compute_encodings([x])
-    assert any("never reached" in r.message and "b.output[0]" in r.message for r in caplog.records)
-    with pytest.raises(
-        CalibrationError,
-        match=r"b\.output\[0\]: the quantizer has no encoding: calibration never reached",
-    ):
-        sim.model(-x)
-    sim.compute_encodings([x], allow_unreached=True)
-    assert torch.isfinite(sim.model(-x)).all()
-
-
 class Cached(nn.Module):
     """Keys behind those of a cache, which is empty at first."""
 
