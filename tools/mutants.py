@@ -3,8 +3,9 @@
 A sample of one-line faults (another comparison, another operator, a number changed by one, a condition negated) over
 ``bitwright/core`` and the closed-form parts of ``bitwright/algorithms``, drawn with a fixed seed. Each is written into a copy
 of the checkout, where those tests run that run its line (one run without a fault, under coverage, says which): those of its own
-module first. What no test sees is listed with its line. The faults come from cosmic-ray; the sample, the copy and the choice
-of tests are made here, because its own runs go through every fault with one command.
+module first, then the quickest of all, two minutes of them at most. What no test sees is listed with its line. The faults come
+from cosmic-ray; the sample, the copies and the choice of tests are made here, because its own runs go through every fault with
+one command. Every core has a copy of its own.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ PARTS = (
     "algorithms/channels",
     "algorithms/bias_correct.py",
 )
-#: tests that are to see the faults: of the parts themselves, and what both front ends do alike
+#: tests that are to see the faults: of the parts themselves, of both front ends, and of what these do alike
 TESTS = (
     "bitwright/core",
     "bitwright/algorithms",
@@ -64,7 +65,14 @@ TESTS = (
     "tests/algorithms",
     "tests/methods",
     "tests/conformance",
+    "tests/torch",
+    "tests/onnx",
 )
+#: compiled functions run without their lines being traced; these tests call them
+UNTRACED = "bitwright/core/compiled"
+CALLERS = ("tests/core/compiled", "tests/core/numerics", "tests/torch/quantizers")
+#: CPU seconds of tests that may look at one fault, beside those of its own module
+ENOUGH = 120.0
 _PAIRS = ("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Div", "Pow_Mul", "Mod_Mul", "BitAnd_BitOr")
 _COMPARED = ("Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Eq_NotEq", "NotEq_Eq", "Is_IsNot", "IsNot_Is")
 OPERATORS = (
@@ -133,17 +141,28 @@ class Coverage:
     What a fixture of a file or of the session runs counts for every test of the file that asked first.
     """
 
-    def __init__(self, tests_of: dict[str, dict[int, list[str]]], seconds: dict[str, float]) -> None:
+    def __init__(self, tests_of: dict[str, dict[int, set[str]]], seconds: dict[str, float]) -> None:
         self.tests_of, self.seconds = tests_of, seconds
 
     @classmethod
-    def of(cls, copy: Path) -> Coverage:
-        """Run the tests on the copy, in a process of their own."""
-        found = copy.parent / "coverage.json"
-        run = _FORK.Process(target=_record, args=(copy, found))
-        run.start()
-        run.join()
-        return cls(*_read(found))
+    def of(cls, copies: list[Path]) -> Coverage:
+        """Run the tests, in a process for every copy."""
+        runs = []
+        for index, copy in enumerate(copies):
+            share = _Share(index, len(copies))
+            runs.append(_FORK.Process(target=_record, args=(copy, share, copy.parent / "coverage.json")))
+            runs[-1].start()
+        tests_of: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        seconds: dict[str, float] = {}
+        for copy, run in zip(copies, runs, strict=True):
+            run.join()
+            taken, found = json.loads((copy.parent / "coverage.json").read_text(encoding="utf-8"))
+            names = list(taken)
+            seconds |= taken
+            for module, lines in found.items():
+                for line, tests in lines.items():
+                    tests_of[module][int(line)] |= {t if isinstance(t, str) else names[t] for t in tests}
+        return cls(tests_of, seconds)
 
     def selection(self, module: Path, lines: range) -> list[str]:
         """Tests that pass and run one of ``lines``, or what the import of ``module`` runs there; quick files first."""
@@ -152,7 +171,12 @@ class Coverage:
         if "" in contexts:
             contexts |= {each for line in tests_of for each in tests_of[line]}
         files = {each for each in contexts if "::" not in each}
-        chosen = [test for test in self.seconds if test in contexts or _file(test) in files]
+        untraced = CALLERS if module.is_relative_to(UNTRACED) else ()
+        chosen = [
+            test
+            for test in self.seconds
+            if test in contexts or _file(test) in files or test.startswith(untraced or ("-",))
+        ]
         together: defaultdict[str, float] = defaultdict(float)
         for test in chosen:
             together[_file(test)] += self.seconds[test]
@@ -162,11 +186,6 @@ class Coverage:
         """All tests of the files that ``tests`` are of."""
         files = dict.fromkeys(_file(test) for test in tests)
         return [test for test in self.seconds if _file(test) in files]
-
-
-def _read(found: Path) -> tuple[dict[str, dict[int, list[str]]], dict[str, float]]:
-    seconds, tests_of = json.loads(found.read_text(encoding="utf-8"))
-    return {m: {int(n): t for n, t in lines.items()} for m, lines in tests_of.items()}, seconds
 
 
 def _file(test: str) -> str:
@@ -206,20 +225,36 @@ class _Recorder:
             self.failed.add(report.nodeid)
 
 
-def _record(copy: Path, found: Path) -> None:
-    """Run ``TESTS`` and write, as JSON, CPU seconds by test and tests by line and module."""
+class _Share:
+    """A plugin of pytest: of all files with tests, every n-th."""
+
+    def __init__(self, index: int, count: int) -> None:
+        self.index, self.count = index, count
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        files = {file: n for n, file in enumerate(dict.fromkeys(_file(item.nodeid) for item in items))}
+        items[:] = [item for item in items if files[_file(item.nodeid)] % self.count == self.index]
+
+
+def _record(copy: Path, share: _Share, found: Path) -> None:
+    """Run a share of ``TESTS`` and write, as JSON, CPU seconds by test and the places of tests in it by line and module."""
     measured = coverage.Coverage(
         data_file=None, config_file=False, include=[str(copy / module) for module in modules()]
     )
     recorder = _Recorder(measured)
     measured.start()
-    _pytest(copy, list(TESTS), recorder)
+    _pytest(copy, list(TESTS), recorder, share)
     measured.stop()
     data = measured.get_data()
-    tests_of = {
-        str(Path(name).relative_to(copy)): data.contexts_by_lineno(name) for name in data.measured_files()
-    }
     seconds = {test: time for test, time in recorder.seconds.items() if test not in recorder.failed}
+    places = {test: n for n, test in enumerate(seconds)}
+    tests_of = {
+        str(Path(name).relative_to(copy)): {
+            line: [places.get(test, test) for test in tests]
+            for line, tests in data.contexts_by_lineno(name).items()
+        }
+        for name in data.measured_files()
+    }
     found.write_text(json.dumps([seconds, tests_of]), encoding="utf-8")
     os._exit(0)  # no clean-up of what belongs to the parent
 
@@ -241,9 +276,20 @@ def seen_by(copy: Path, module: Path, lines: range, known: Coverage) -> str | No
     others = [test for test in covering if test not in set(own)]
     rest = [test for test in known.files(covering) if test not in set(covering)]
     for name, tests in (("own tests", own), ("tests that run it", others), ("tests of their files", rest)):
-        if tests and (end := _fails(copy, tests, sum(known.seconds[test] for test in tests))):
+        quick = list(tests) if name == "own tests" else list(_enough(tests, known.seconds))
+        if quick and (end := _fails(copy, quick, sum(known.seconds[test] for test in quick))):
             return f"{name}, {end}"
     return None
+
+
+def _enough(tests: list[str], seconds: dict[str, float]) -> Iterator[str]:
+    """The first tests, as far as ``ENOUGH`` reaches."""
+    taken = 0.0
+    for test in tests:
+        taken += seconds[test]
+        if taken > ENOUGH:
+            return
+        yield test
 
 
 def _fails(copy: Path, tests: list[str], seconds: float) -> str | None:
@@ -267,14 +313,16 @@ def _run(copy: Path, tests: list[str], limit: int) -> None:
     os._exit(_pytest(copy, ["-x", *files], _Selection(tests)))
 
 
-def _pytest(copy: Path, arguments: list[str], plugin: object) -> int:
+def _pytest(copy: Path, arguments: list[str], *plugins: object) -> int:
     os.chdir(copy)
     sys.path.insert(0, str(copy))
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(copy)}
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    return int(pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *arguments], plugins=[plugin]))
+    return int(
+        pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *arguments], plugins=[*plugins])
+    )
 
 
 def changed_lines(before: str, after: str) -> range:
@@ -312,15 +360,38 @@ def main() -> int:
     for library in LIBRARIES:
         importlib.import_module(library)
     end, survived, count = time.monotonic() + 60 * options.minutes, 0, 0
+    cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, "checkout")
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__"))
-        known = Coverage.of(copy)
+        copies = [Path(folder, str(index), "checkout") for index in range(cores)]
+        for copy in copies:
+            shutil.copytree(
+                ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
+            )
+        known = Coverage.of(copies)
         print(
             f"{len(known.seconds)} tests pass without a fault, in {sum(known.seconds.values()):.0f} s",
             flush=True,
         )
-        for number, mutant in enumerate(islice(sample(options.seed), options.skip, None)):
+        told = _FORK.SimpleQueue()
+        for index, copy in enumerate(copies):
+            mutants = islice(sample(options.seed), options.skip + index, None, cores)
+            _FORK.Process(target=_plant_all, args=(copy, mutants, known, end, told)).start()
+        running = cores
+        while running:
+            line = told.get()
+            if line is None:
+                running -= 1
+                continue
+            count, survived = count + 1, survived + line.startswith("SURVIVED")
+            print(line, flush=True)
+    print(f"{count - survived} of {count} faults seen: {100 * (count - survived) / max(count, 1):.0f} %")
+    return 0 if count - survived >= options.least / 100 * count else 1
+
+
+def _plant_all(copy: Path, mutants: Iterator[Mutant], known: Coverage, end: float, told: Any) -> None:
+    """Plant faults in a copy until the time is up; tell a line of each, and ``None`` at the end."""
+    try:
+        for number, mutant in enumerate(mutants):
             if time.monotonic() > end:
                 break
             before = (copy / mutant.module).read_text(encoding="utf-8")
@@ -328,13 +399,11 @@ def main() -> int:
             if after is None or after == before:
                 continue
             seen = _planted(copy, mutant.module, before, after, known, stamp=2 * number)
-            count, survived = count + 1, survived + (seen is None)
-            print(
-                f"{f'seen by {seen}' if seen else 'SURVIVED'}  {mutant.module}: {line_of(before, after)}",
-                flush=True,
+            told.put(
+                f"{f'seen by {seen}' if seen else 'SURVIVED'}  {mutant.module}: {line_of(before, after)}"
             )
-    print(f"{count - survived} of {count} faults seen: {100 * (count - survived) / max(count, 1):.0f} %")
-    return 0 if count - survived >= options.least / 100 * count else 1
+    finally:
+        told.put(None)
 
 
 def _planted(copy: Path, module: Path, before: str, after: str, known: Coverage, stamp: int) -> str | None:

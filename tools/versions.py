@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SETS = ("oldest", "pinned", "newest")
 COMBINATIONS = ("3.11:oldest", "3.12:pinned", "3.13:newest")
 #: extras that users install; their lower bounds are claims
-EXTRAS = ("torch", "onnx", "analysis", "fast")
+EXTRAS = ("torch", "onnx", "analysis", "fast", "litert")
 #: what runs the tests; its versions are no claim
 RUNNERS = ("pytest>=8.2", "pytest-xdist>=3.6", "pytest-benchmark>=5.0", "hypothesis>=6.100", "pillow>=11.0")
 TESTS = (

@@ -245,6 +245,25 @@ def test_groups_of_which_nothing_is_known_get_equal_ranges():
     assert report.noise is not None and report.noise[1] < report.noise[0]
 
 
+def test_errors_are_handed_on_where_an_activation_has_a_slope_however_narrow_the_channel():
+    model = nn.Sequential(nn.Conv2d(3, 5, 1), nn.ReLU6(), nn.Conv2d(5, 2, 1)).eval()
+    view = TorchView(model, [X[:, :3]])
+    layers = Layers(view.graph())
+    (group, *_), _ = equalizable(view, layers)
+    mean, narrow = np.array([3.0, -3.0, 9.0, 0.0, 6.0]), np.full(5, 1e-4)
+    found = channels_of(layers.graph, group, {"0": (mean, narrow)})
+    np.testing.assert_allclose(found.passed, [1, 0, 0, 0.5, 0.5], atol=1e-3)
+    np.testing.assert_allclose(found.mean, [3, 0, 6, 0, 6], atol=1e-3)
+
+
+def test_rounds_are_those_of_the_search_where_all_groups_are_known():
+    groups, weights, channels, moments = parts(network())
+    ones = [np.ones(group.channels) for group in groups]
+    assert all(known is not None for known in channels)
+    _, descents, _ = quietest_factors(groups, weights, channels, moments, ones)
+    assert bt.equalize_model(network(), dummy_input=X).rounds == descents
+
+
 def test_statistics_of_another_size_say_nothing():
     model = network()
     bt.fold_all_batch_norms(model, dummy_input=X)

@@ -116,11 +116,31 @@ class Bare(nn.Module):
         return self.wiring(self, self.embed(x))
 
 
+def scaled_norm():
+    norm = nn.RMSNorm(8)
+    norm.weight.data.uniform_(0.5, 2)
+    return norm
+
+
+def test_a_norm_without_a_weight_is_passed():
+    torch.manual_seed(0)
+    model = Bare(lambda m, x: m.last(m.norm(x)), norm=nn.RMSNorm(8, elementwise_affine=False)).eval()
+    x = tokens()
+    before, table = model(x), model.embed.weight.detach().clone()
+    report = rotate_model(model, dummy_input=x)
+    assert len(report.streams) == 1 and not torch.allclose(model.embed.weight, table, atol=0.1)
+    torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-4)
+
+
 # name -> model, what the refusal of the embedding says
 REFUSED = {
     "layer-norm": (
         lambda: Bare(lambda m, x: m.last(m.norm(x)), norm=nn.LayerNorm(8)),
         "norm (LayerNormalization) reads it, which subtracts the mean: a rotation does not keep it",
+    ),
+    "norm-that-is-returned": (
+        lambda: Bare(lambda m, x: (m.last(m.norm(x)), torch.relu(m.norm(x))), norm=scaled_norm()),
+        "the weight of the norm norm is not folded into the layers after it",
     ),
     "activation": (lambda: Bare(lambda m, x: m.last(torch.relu(x))), "relu (Relu) reads it"),
     "returned": (

@@ -9,7 +9,14 @@ import pytest
 
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.ops import resolve_granularity
-from bitwright.core.graph.recurrence import CELLS, Variant, inner_names, inner_values, variant_of
+from bitwright.core.graph.recurrence import (
+    CELLS,
+    Variant,
+    activation_range,
+    inner_names,
+    inner_values,
+    variant_of,
+)
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerGate, PerTensor
 from bitwright.core.numerics.spec import PRESETS
@@ -230,3 +237,24 @@ def test_last_states_put_together_keep_their_grids():
         found.floats[cells] == "last states of several layers, each on its own grid, put together by Concat"
     )
     assert "both.output[0]" in found.sites
+
+
+SIGMOID, TANH = (0.0, 1.0), (-1.0, 1.0)
+
+
+def test_gates_lie_where_their_activation_functions_do():
+    ranges = {
+        op: {i.name: found for i in cell.inner if (found := activation_range(op, {}, i.name)) is not None}
+        for op, cell in CELLS.items()
+    }
+    assert ranges == {
+        "RNN": {"hidden": TANH},
+        "GRU": {"update.gate": SIGMOID, "reset.gate": SIGMOID, "candidate.gate": TANH},
+        "LSTM": {
+            **{f"{gate}.gate": SIGMOID for gate in ("input", "forget", "output")},
+            **{f"{gate}.gate": TANH for gate in ("candidate", "cell")},
+        },
+    }
+    others = {"activations": ("HardSigmoid", "Relu", "Tanh")}
+    assert activation_range("LSTM", others, "forget.gate") == SIGMOID
+    assert activation_range("LSTM", others, "candidate.gate") is None
