@@ -69,7 +69,8 @@ def requirements(project: dict[str, object]) -> list[str]:
     section = project["project"]
     assert isinstance(section, dict)
     extras = section["optional-dependencies"]
-    return [*section["dependencies"], *(each for extra in EXTRAS for each in extras[extra])]
+    wanted = [*section["dependencies"], *(each for extra in EXTRAS for each in extras[extra])]
+    return [line for line in wanted if not line.startswith(f"{section['name']}[")]
 
 
 def lower_bounds(lines: list[str]) -> list[str]:
