@@ -200,6 +200,8 @@ def _parse_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error)
+        if "nesting depth" in problem:  # the limit of the library's own, from PyYAML 6.0.4 on
+            raise _Limit(_TOO_DEEP) from error
         raise _LineError(mark.line + 1 if mark else 1, problem, _QUOTE) from error
 
 

@@ -438,13 +438,16 @@ def test_a_fault_behind_a_kernel_with_a_table_is_not_excused(fault: str) -> None
 
 
 def test_softmax_that_overflows_its_table_is_named_and_fails() -> None:
-    """Probabilities that are all about 1/30: the runtime's integer kernel overflows to zero."""
+    """Probabilities that are all about 1/30: the integer kernel of ONNX Runtime before 1.32 overflows to zero."""
     g = Graph()
     x = g.mark(g.input("x", 400, 30), "in", "uint8", (-0.05, 0.05))
     model = g.model(g.mark(g.op("Softmax", x), "out", "uint8", (0, 0.0356), name="y"))
     feeds = {"x": normal(400, 30) / 60}
     report = verify_layers(to_qdq(model, g.encodings).model, simulate(model, g.encodings, feeds)[0], feeds)
     row = next(row for row in report.rows if row.site == "out")
+    if row.as_integer.lsb <= 3:  # as every other value of its table
+        assert row.kernel == "QLinearSoftmax" and report.ok
+        return
     assert row.as_float.ok and row.verdict == "fails"
     assert row.reason is not None and "QLinearSoftmax overflows" in row.reason
 
