@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -223,11 +224,12 @@ def missing_biases(view: FloatModel) -> list[AddBias]:
     return [edit for edit in zeros if view.can_edit(edit) is None]
 
 
-class Correctable(Protocol):
+class Correctable(ABC):
     """A simulation as bias correction sees it: float and quantized in one."""
 
     graph: Graph
 
+    @abstractmethod
     def errors(self, layers: Sequence[Layer], batch: object) -> dict[str, tuple[Array, float]]:
         """Run one batch in float, then quantized with each layer's output shifted to its float mean.
 
@@ -235,12 +237,15 @@ class Correctable(Protocol):
             Layer -> the shift taken off its output, float64, shape [outputs], and how many values it is the mean of.
         """
 
+    @abstractmethod
     def weight(self, layer: Layer) -> tuple[Array, Array]:
         """The weight of a layer, in float and as the simulation computes with it."""
 
+    @abstractmethod
     def bias(self, layer: Layer) -> Array:
         """The float bias of a layer that has one."""
 
+    @abstractmethod
     def set_bias(self, layer: Layer, value: Array) -> None:
         """Replace it; the grid of the bias follows."""
 

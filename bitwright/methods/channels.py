@@ -11,6 +11,7 @@ from bitwright.algorithms.channels.layers import Array
 from bitwright.algorithms.folding import norm_fold
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.algorithms.folding.norm_fold import NormReport
+from bitwright.algorithms.front_ends import Opened
 from bitwright.algorithms.scaling import awq
 from bitwright.algorithms.scaling import equalize as equalization
 from bitwright.algorithms.scaling import rotate as rotation
@@ -22,7 +23,7 @@ from bitwright.algorithms.scaling.smooth import SmoothReport
 from bitwright.core.numerics.spec import Preset, QuantSpec, RangeMethod
 from bitwright.core.placement.user_scheme import QuantScheme
 from bitwright.errors import checks_arguments
-from bitwright.methods.front_end import Opened, front_end_of
+from bitwright.methods.front_end import front_end_of
 from bitwright.progress import progress as bar
 
 

@@ -1,133 +1,18 @@
-"""Which front end a model belongs to, and what methods ask of it."""
+"""Which front end a model belongs to."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, cast
 
-from bitwright.algorithms.bias_correct import Correctable, QuantParams
-from bitwright.algorithms.channels.trial import Reversible
-from bitwright.algorithms.folding.batch_norm_fold import FoldReport
-from bitwright.core.health.repair import Repair
+from bitwright.algorithms.front_ends import FrontEnd, Pipeline
 from bitwright.core.health.report import HealthReport
-from bitwright.core.simulation.protocols import Array
 from bitwright.errors import ModelError
-
-if TYPE_CHECKING:
-    from bitwright.comparison.saturation import SaturationReport
 
 # Top-level module of a class of models -> the front end that reads it. Classes that users derive from these are found too.
 _FRONT_ENDS = {"torch": "torch", "onnx": "onnx", "onnx_ir": "onnx"}
-
-
-class Opened(Protocol):
-    """A model opened for a change.
-
-    Attributes:
-        view: how algorithms read and change it.
-    """
-
-    view: Any  # a FloatModel; both front ends have more
-
-    def changed(self) -> str | None:
-        """What the model computes differently on its example input since it was opened; ``None`` for nothing."""
-
-    def fold(self, progress: bool) -> FoldReport:
-        """Fold batch norms for good; ``view`` shows the folded model then."""
-
-    def finish(self, report: Reversible) -> None:
-        """Write a change into what the caller gave; where that cannot be undone, ``report`` says so by being kept."""
-
-    def give_back(self) -> None:
-        """Write the model as it stands into what the caller gave."""
-
-    def simulation(self, params: QuantParams) -> Any:
-        """A simulation of the model as it stands."""
-
-
-class Repairable(Protocol):
-    """A simulation whose operators' results can be repaired.
-
-    Attributes:
-        ops: names of its operators.
-    """
-
-    ops: set[str]
-
-    def obstacle(self, op: str) -> str | None:
-        """Why the result of an operator cannot be repaired; ``None`` when it can."""
-
-    def put_in_force(self, repairs: Sequence[Repair]) -> None:
-        """Apply exactly these repairs, none of them ``float``, and no other."""
-
-
-class FrontEnd(Protocol):
-    """The module of a front end that opens models and simulations for methods.
-
-    Attributes:
-        knows_shapes: whether models say what shape their inputs have.
-    """
-
-    knows_shapes: bool
-
-    def open_model(self, model: Any, shapes: Any, dummy_input: Any, function: str, providers: Any) -> Opened:
-        """Open a model for the method ``function``.
-
-        Args:
-            model: as its users hold it.
-            shapes: of random inputs; or, for a front end whose models know their shapes, the example input itself.
-            dummy_input: the example input.
-            function: named in errors.
-            providers: where a runtime computes.
-
-        Raises:
-            ModelError: the model cannot be read or run, or the input does not fit.
-        """
-
-    def fold(
-        self, model: Any, shapes: Any, dummy_input: Any, function: str, providers: Any, progress: bool
-    ) -> FoldReport:
-        """Fold batch norms for good."""
-
-    def float_model(self, sim: Any) -> Any:
-        """The float model of a simulation, as a copy that may be changed."""
-
-    def simulated_as(self, sim: Any, model: Any) -> Any:
-        """A simulation of ``model`` under the rules of ``sim`` and with what its sites are asked for; not calibrated."""
-
-    def correctable(self, sim: Any, reference: Any = None) -> Correctable:
-        """A simulation as bias correction sees it; ``reference`` is the float model that is its goal."""
-
-    def steppable(self, sim: Any, forward_fn: Any) -> Any:
-        """A simulation as the methods that choose weights see it.
-
-        Raises:
-            ConfigError: ``forward_fn`` for a front end whose models are called in one way.
-        """
-
-    def batches_of_all(self, batches: Iterable[Any]) -> Iterable[Any]:
-        """The batches of all processes that work together, in an order that does not depend on who had which.
-
-        Raises:
-            ConfigError: a batch holds what cannot be sent.
-            CalibrationError: another process ended, or did not come.
-        """
-
-    def repairable(self, sim: Any) -> Repairable:
-        """A simulation whose operators' results can be repaired."""
-
-    def saturation_count(
-        self, sim: Any, batches: Sequence[Any], options: dict[str, Any]
-    ) -> Callable[[], SaturationReport]:
-        """What counts saturated sums of the file of a simulation, as its encodings are then; the model is recorded once.
-
-        Raises: as the simulation's ``saturation``.
-        """
-
-    def simulated_outputs(self, sim: Any, batch: Any) -> Sequence[Array]:
-        """Every floating-point output of a simulation, as float64."""
 
 
 def front_end_of(model: Any) -> FrontEnd:
@@ -136,7 +21,9 @@ def front_end_of(model: Any) -> FrontEnd:
     Raises:
         ModelError: it is of neither.
     """
-    return cast(FrontEnd, importlib.import_module(f"bitwright.{_name_of(model)}.adapters.opened"))
+    name = _name_of(model)
+    module = importlib.import_module(f"bitwright.{name}.adapters.opened")
+    return cast(FrontEnd, getattr(module, f"{name.title()}FrontEnd")())
 
 
 def health_check_of(model: Any) -> Callable[..., HealthReport]:
@@ -149,7 +36,7 @@ def health_check_of(model: Any) -> Callable[..., HealthReport]:
     return cast(Callable[..., HealthReport], module.check_health)
 
 
-def pipeline_of(model: Any, providers: Any, memory_budget: int | None) -> Any:
+def pipeline_of(model: Any, providers: Any, memory_budget: int | None) -> Pipeline:
     """A model of either front end on its way through :func:`bitwright.quantize`.
 
     Raises:
@@ -158,7 +45,7 @@ def pipeline_of(model: Any, providers: Any, memory_budget: int | None) -> Any:
     """
     name = _name_of(model)
     module = importlib.import_module(f"bitwright.{name}.pipeline")
-    return getattr(module, f"{name.title()}Pipeline")(model, providers, memory_budget)
+    return cast(Pipeline, getattr(module, f"{name.title()}Pipeline")(model, providers, memory_budget))
 
 
 def _name_of(model: Any) -> str:

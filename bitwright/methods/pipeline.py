@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bitwright.algorithms.bias_correct import BiasReport
 from bitwright.algorithms.channels.attention import has_attention
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.algorithms.front_ends import Pipeline
 from bitwright.algorithms.options import Options, keyword_options
 from bitwright.algorithms.scaling.equalize import EqualizeReport
 from bitwright.algorithms.search.activation_ranges import activation_ranges, keep_histograms
@@ -45,40 +46,6 @@ from bitwright.methods.front_end import front_end_of, pipeline_of
 from bitwright.methods.saturation import SaturationRepair, check_repair, repair_saturation
 from bitwright.methods.stem import StemReport, leave_stem_in_float
 from bitwright.report.result import Reported
-
-
-class Pipeline(Protocol):
-    """A model of one front end on its way through :func:`quantize`."""
-
-    def work(self) -> Any:
-        """What the steps change in the place of the model that was given."""
-
-    def copied(self, work: Any) -> Any:
-        """A copy of what the steps change."""
-
-    def float_outputs(self, batch: Any) -> Sequence[Any]:
-        """What the model as given returns."""
-
-    def rate_float(self, metric: Callable[[Any], float]) -> float:
-        """The metric of the model as given."""
-
-    def rate(self, sim: Any, metric: Callable[[Any], float]) -> float:
-        """The metric of the simulated model."""
-
-    def reference(self, work: Any) -> Any:
-        """The float model that a simulation is about to be made of, as bias correction takes it."""
-
-    def simulation(self, work: Any, first: Any, rules: Mapping[str, Any]) -> Any:
-        """A simulation of it."""
-
-    def outputs(self, sim: Any, batch: Any) -> Sequence[Any]:
-        """What the simulated model returns."""
-
-    def export(self, sim: Any, path: str | Path, prefix: str, first: Any, **options: Any) -> Any:
-        """Write the files."""
-
-    def benchmark(self, sim: Any, first: Any, **options: Any) -> Any:
-        """Measure them."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +148,7 @@ def quantize(
         KeyboardInterrupt: Ctrl-C, at any step; ``model`` and an earlier export in ``path`` are as they were.
         ModelError: the model cannot be read or run, or a batch does not fit.
     """
-    pipeline: Pipeline = pipeline_of(model, providers, memory_budget)
+    pipeline = pipeline_of(model, providers, memory_budget)
     check_weight_only(weight_only)
     check_repair(repair)
     find_target(target)

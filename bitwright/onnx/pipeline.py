@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from bitwright.algorithms.front_ends import Pipeline
 from bitwright.core.simulation.protocols import Array
 from bitwright.export.artefacts import Exported
 from bitwright.onnx.model.data import as_feeds, input_specs
@@ -18,8 +19,8 @@ from bitwright.runtimes.benchmark import BenchmarkReport
 from bitwright.runtimes.outputs import one_array
 
 
-class OnnxPipeline:
-    """See :class:`bitwright.methods.pipeline.Pipeline`.
+class OnnxPipeline(Pipeline):
+    """A model of this front end.
 
     Raises:
         ModelError: the model cannot be read.

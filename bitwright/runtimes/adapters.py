@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,20 +20,18 @@ from bitwright.runtimes.litert import open_litert
 Array = NDArray[Any]
 
 
-class Session(Protocol):
+@dataclass(frozen=True)
+class Session:
     """A loaded file.
 
     Attributes:
+        run: inputs by name -> outputs by name; inputs that the file does not have are left out.
         kernels: operator name -> what computes it in this runtime, where the runtime tells; integer kernels of OpenVINO
             end in ``i8`` or ``u8``.
     """
 
-    @property
-    def kernels(self) -> Mapping[str, str]:
-        """What computes which operator, if the runtime tells."""
-
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Outputs by name; inputs that the file does not have are left out."""
+    run: Callable[[Mapping[str, Array]], dict[str, Array]]
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,18 +89,6 @@ _DAMAGED = (
 # ------------------------------------------------------------------------------------------------- ONNX Runtime
 
 
-@dataclass
-class _OrtSession:
-    session: Any
-    kernels: Mapping[str, str] = field(default_factory=dict)
-
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        names = {given.name for given in self.session.get_inputs()}
-        wanted = [out.name for out in self.session.get_outputs()]
-        found = self.session.run(wanted, {name: array for name, array in feeds.items() if name in names})
-        return dict(zip(wanted, found, strict=True))
-
-
 def _open_ort(path: Path, threads: int, reference: bool) -> Session:
     import onnxruntime as ort
 
@@ -111,22 +97,18 @@ def _open_ort(path: Path, threads: int, reference: bool) -> Session:
     options.log_severity_level = 4  # refusals arrive as exceptions
     if reference:
         options.add_session_config_entry("session.disable_quant_qdq", "1")
-    return _OrtSession(ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]))
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    names = {given.name for given in session.get_inputs()}
+    wanted = [out.name for out in session.get_outputs()]
+
+    def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
+        found = session.run(wanted, {name: array for name, array in feeds.items() if name in names})
+        return dict(zip(wanted, found, strict=True))
+
+    return Session(run)
 
 
 # ----------------------------------------------------------------------------------------------------- OpenVINO
-
-
-@dataclass
-class _OpenvinoSession:
-    compiled: Any
-    kernels: Mapping[str, str]
-
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        names = {port.get_any_name() for port in self.compiled.inputs}
-        found = self.compiled({name: array for name, array in feeds.items() if name in names})
-        # one tensor has several names where the plugin made one operator of two
-        return {name: np.array(found[port]) for port in self.compiled.outputs for name in port.get_names()}
 
 
 def _open_openvino(path: Path, threads: int, reference: bool) -> Session:
@@ -140,7 +122,14 @@ def _open_openvino(path: Path, threads: int, reference: bool) -> Session:
     if threads:
         options["INFERENCE_NUM_THREADS"] = threads
     compiled = core.compile_model(core.read_model(str(path)), "CPU", options)
-    return _OpenvinoSession(compiled, dict(_openvino_kernels(compiled)))
+    names = {port.get_any_name() for port in compiled.inputs}
+
+    def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
+        found = compiled({name: array for name, array in feeds.items() if name in names})
+        # one tensor has several names where the plugin made one operator of two
+        return {name: np.array(found[port]) for port in compiled.outputs for name in port.get_names()}
+
+    return Session(run, dict(_openvino_kernels(compiled)))
 
 
 def _openvino_kernels(compiled: Any) -> Iterator[tuple[str, str]]:
@@ -152,6 +141,15 @@ def _openvino_kernels(compiled: Any) -> Iterator[tuple[str, str]]:
         )
         for name in kept.split(","):
             yield name, f"{kind} {precision}"
+
+
+# ------------------------------------------------------------------------------------------------------- LiteRT
+
+
+def _open_litert(path: Path, threads: int, reference: bool) -> Session:
+    return Session(
+        open_litert(path, threads, reference).run
+    )  # the interpreter does not tell what computes an operator
 
 
 # ----------------------------------------------------------------------------------------------------- the table
@@ -171,7 +169,7 @@ RUNTIMES: dict[str, Runtime] = {
         Runtime(
             "litert", "ai_edge_litert", "litert", ".tflite",
             "update ai-edge-litert; if it has no kernel for the operator that it names, leave that in float "
-            "(sim.quantizers[...].enabled = False) and export anew", open_litert,
+            "(sim.quantizers[...].enabled = False) and export anew", _open_litert,
         ),
     )
 }  # fmt: skip
@@ -221,24 +219,12 @@ def open_file(
         raise ExportError(str(file), problem, f"name the {row.suffix} file of the export")
     with refusals_of(row, file):
         session = row.open(file, threads, reference)
-    return _Guarded(session, row, file)
 
+    def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
+        with refusals_of(row, file):
+            return session.run(feeds)
 
-@dataclass
-class _Guarded:
-    """A session whose refusals at run time are explained too."""
-
-    session: Session
-    row: Runtime
-    file: Path
-
-    @property
-    def kernels(self) -> Mapping[str, str]:
-        return self.session.kernels
-
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        with refusals_of(self.row, self.file):
-            return self.session.run(feeds)
+    return Session(run, session.kernels)
 
 
 @contextmanager

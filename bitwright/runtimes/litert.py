@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,9 @@ class LitertSession:
 
     Attributes:
         interpreter: of ``ai_edge_litert``.
-        kernels: always empty: the interpreter does not tell what computes an operator.
     """
 
     interpreter: Any
-    kernels: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, feeds: Mapping[str, Array], outputs: Collection[str] | None = None) -> dict[str, Array]:
         """Outputs by name; inputs that the file does not have are left out.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from bitwright.algorithms.front_ends import Pipeline
 from bitwright.errors import ConfigError
 from bitwright.runtimes.benchmark import BenchmarkReport
 from bitwright.torch.calls.batches import outputs_of, refuse_providers
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from bitwright.export.artefacts import Exported
 
 
-class TorchPipeline:
-    """See :class:`bitwright.methods.pipeline.Pipeline`.
+class TorchPipeline(Pipeline):
+    """A model of this front end.
 
     Raises:
         ModelError: ``model`` is not a module that can be simulated.

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,14 +113,17 @@ Units = Callable[[Walk, Sequence[str]], Sequence[Unit]]
 """Layers -> which of them are treated together, given the programs of all batches."""
 
 
-class Cache(Protocol):
-    """Where finished layers are kept between runs."""
+@dataclass(frozen=True)
+class Cache:
+    """Where finished layers are kept between runs.
 
-    def get(self, key: str) -> dict[str, NDArray[Any]] | None:
-        """What was kept under ``key``."""
+    Attributes:
+        get: key -> what was kept under it; ``None`` where nothing was.
+        put: keeps arrays under a key, whole or not at all.
+    """
 
-    def put(self, key: str, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Keep ``arrays`` under ``key``, whole or not at all."""
+    get: Callable[[str], dict[str, NDArray[Any]] | None]
+    put: Callable[[str, Mapping[str, NDArray[Any]]], None]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,22 +34,8 @@ _EVALUATE = 4096  # rows at once when an error is measured
 _REGULARISER = 1000.0
 
 
-class Rounding(Protocol):
-    """A weight matrix on its way to the grid."""
-
-    anneals: bool
-
-    def parameters(self) -> list[dict[str, Any]]:
-        """What the optimiser moves: parameter groups with a ``factor`` of the learning rate."""
-
-    def soft(self, weight: float = 0.0, beta: float = 2.0) -> Tensor:
-        """The weights as they are now, differentiable."""
-
-    def undecided(self) -> float:
-        """Fraction of the weights that are between two codes."""
-
-    def hard(self) -> tuple[Tensor, Grid]:
-        """Codes and their grid."""
+#: a weight matrix on its way to the grid
+Rounding = AdaptiveRounding | LearnedDivision
 
 
 @dataclass(frozen=True)
@@ -116,24 +102,11 @@ class Settings:
                 raise ConfigError(name, f"it is {getattr(self, name)!r}", remedy)
 
 
-class Problem(Protocol):
-    """What is to be reconstructed."""
-
-    size: int
-    batch: int
-
-    def loss(self, index: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Sum of the squared errors of the rows ``index``, per row."""
-
-    def error(self, weights: Sequence[Tensor]) -> float:
-        """The same over all rows, with every quantizer in place."""
-
-
 # ---------------------------------------------------------------------------------------------------------- the loop
 
 
 def optimise(
-    problem: Problem,
+    problem: LayerProblem | BlockProblem,
     roundings: Sequence[Rounding],
     settings: Settings,
     lr: float,
@@ -220,7 +193,7 @@ def solve(task: Task, variant: Variant, settings: Settings) -> list[Choice]:
     ]
 
 
-def _problem(task: Task, variant: Variant, settings: Settings) -> Problem:
+def _problem(task: Task, variant: Variant, settings: Settings) -> LayerProblem | BlockProblem:
     layers = list(task.layers.values())
     if len(layers) == 1 and (variant.together == "layer" or not _is_block(task)):
         return layer_problem(task, layers[0], task.weight(layers[0]), settings)

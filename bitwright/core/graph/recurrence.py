@@ -7,9 +7,10 @@ and ``LSTM``; ``W``, ``R``, ``P`` are input weights, recurrent weights and peeph
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from bitwright.core.graph.graph import Value
 
@@ -102,21 +103,26 @@ ACTIVATION_RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-class Context(Protocol):
+class Context(ABC):
     """How a step computes where it is run: with numpy, torch, or by writing nodes."""
 
+    @abstractmethod
     def quantize(self, name: str, x: Any) -> Any:
         """``x`` on the grid of the inner tensor ``name``, or as it is."""
 
+    @abstractmethod
     def activate(self, index: int, x: Any) -> Any:
         """Activation function ``f``, ``g`` or ``h`` (0, 1, 2) of ``x``."""
 
     def clip(self, x: Any) -> Any:
         """``x`` within the operator's ``clip`` threshold, if it has one."""
+        return x
 
+    @abstractmethod
     def recur(self, h: Any, gates: Sequence[str]) -> Sequence[Any]:
         """``h R_g^T + Rb_g`` for each gate named, ``h`` of shape ``[batch, hidden]``."""
 
+    @abstractmethod
     def project(self, h: Any) -> Any:
         """The projected hidden state, for an LSTM with a projection; ``h`` itself otherwise."""
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from bitwright.core.graph.recurrence import CELLS, step
+from bitwright.core.graph.recurrence import CELLS, Context, step
 from bitwright.export.qdq.forms import Builder, before
 from bitwright.export.qdq.markers import (
     move_uses,
@@ -42,8 +42,8 @@ from bitwright.export.recurrent.symbols import Block, NodeWriter, Symbol
 
 
 @dataclass
-class _Context:
-    """Writes the body of a Scan; see :class:`bitwright.core.graph.recurrence.Context`."""
+class _Context(Context):
+    """Writes the body of a Scan."""
 
     pen: NodeWriter
     recurrent: Mapping[tuple[str, ...], ir.Value]  # gates -> R^T of these gates, [hidden, gates * hidden]

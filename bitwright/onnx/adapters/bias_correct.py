@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from bitwright.algorithms.bias_correct import Correctable
 from bitwright.algorithms.channels.layers import Array, Layer
 from bitwright.core.graph.graph import Graph
 from bitwright.core.numerics.affine import fake_quantize
@@ -18,8 +19,8 @@ from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.onnx.simulation.simulate import simulation_model
 
 
-class OnnxCorrectable:
-    """See :class:`bitwright.algorithms.bias_correct.Correctable`.
+class OnnxCorrectable(Correctable):
+    """An ONNX simulation and its float model.
 
     The float model returns the mean of every layer's channels; the quantized one takes them as inputs, subtracts the
     difference from the layer's output and returns it. Both are made once.
@@ -35,7 +36,7 @@ class OnnxCorrectable:
         self._sessions: tuple[Any, Any] | None = None
 
     def errors(self, layers: Sequence[Layer], batch: object) -> dict[str, tuple[Array, float]]:
-        """As the protocol says; a session each."""
+        """As the base class says; a session each."""
         if self._sessions is None:
             sim = self.sim
             reference = _with_means(simulation_model(self.reference.marked, {}).model, layers, shift=False)

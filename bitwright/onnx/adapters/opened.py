@@ -12,6 +12,7 @@ import onnx_ir as ir
 from bitwright.algorithms.bias_correct import QuantParams
 from bitwright.algorithms.channels.trial import Reversible
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.algorithms.front_ends import FrontEnd, Opened, Repairable
 from bitwright.comparison.saturation import SaturationReport
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.traits import TRAITS
@@ -34,11 +35,9 @@ Model = onnx.ModelProto | ir.Model | Loaded
 _LEAST_AGREEMENT = 60.0  # dB between the outputs before and after: beyond it only rounding differs
 _LEAST_IN_HALF = 30.0
 
-knows_shapes = True
 
-
-class OnnxOpened:
-    """See :class:`bitwright.methods.front_end.Opened`."""
+class OnnxOpened(Opened):
+    """A model of this front end."""
 
     def __init__(self, model: Model, dummy_input: Any, function: str, providers: Providers | None) -> None:
         self._given, self._providers = model, providers
@@ -92,72 +91,8 @@ class OnnxOpened:
         )  # fmt: skip
 
 
-def open_model(model: Model, shapes: Any, dummy_input: Any, function: str, providers: Any) -> OnnxOpened:
-    """See :class:`bitwright.methods.front_end.FrontEnd`; ``shapes`` may be the example input.
-
-    Raises:
-        ModelError: the model cannot be read or run, ``dummy_input`` does not fit, or ``model`` is a path.
-    """
-    return OnnxOpened(model, shapes if dummy_input is None else dummy_input, function, providers)
-
-
-def fold(
-    model: Model, shapes: Any, dummy_input: Any, function: str, providers: Any, progress: bool
-) -> FoldReport:
-    """See :class:`bitwright.methods.front_end.FrontEnd`; without an example input the outputs are not compared."""
-    loaded = _loaded(model, function)
-    example = shapes if dummy_input is None else dummy_input
-    feeds = None if example is None else as_feeds(example, input_specs(loaded.model), "dummy_input")
-    report = _folded(loaded, feeds, providers, progress)
-    give_back(loaded, model)
-    return report
-
-
-def float_model(sim: QuantizationSimModel) -> ir.Model:
-    """See :class:`bitwright.methods.front_end.FrontEnd`; the arrays of weights are shared until they change."""
-    return strip_sites(sim.marked).model
-
-
-def simulated_as(sim: QuantizationSimModel, model: Source) -> QuantizationSimModel:
-    """See :class:`bitwright.methods.front_end.FrontEnd`."""
-    rules: Any = sim.rules
-    found = QuantizationSimModel(
-        model, sim.example(), config_file=rules, providers=sim.providers,
-        memory_budget=sim.memory_budget, threads=sim.threads,
-    )  # fmt: skip
-    found.quantizers.ask_as(sim.quantizers)
-    return found
-
-
-def correctable(sim: QuantizationSimModel, reference: Source | None = None) -> OnnxCorrectable:
-    """See :class:`bitwright.methods.front_end.FrontEnd`."""
-    if reference is None:
-        return OnnxCorrectable(sim)
-    return OnnxCorrectable(sim, QuantizationSimModel(reference, sim.example(), providers=sim.providers))
-
-
-def batches_of_all(batches: Iterable[Any]) -> Iterable[Any]:
-    """See :class:`bitwright.methods.front_end.FrontEnd`: ONNX models are simulated in one process."""
-    return batches
-
-
-def steppable(sim: QuantizationSimModel, forward_fn: Any) -> Any:
-    """See :class:`bitwright.methods.front_end.FrontEnd`.
-
-    Raises:
-        ConfigError: ``forward_fn`` is given.
-    """
-    from bitwright.onnx.adapters.program import OnnxSimulation  # on torch, which not every user of ONNX has
-
-    if forward_fn is not None:
-        raise ConfigError(
-            "forward_fn", "it is given for an ONNX model, which is called in one way", "leave it out"
-        )
-    return OnnxSimulation(sim)
-
-
-class OnnxRepairable:
-    """See :class:`bitwright.methods.front_end.Repairable`."""
+class OnnxRepairable(Repairable):
+    """A simulation of this front end."""
 
     def __init__(self, sim: QuantizationSimModel) -> None:
         self._sim, self._nodes = sim, nodes_of(sim)
@@ -174,19 +109,85 @@ class OnnxRepairable:
         put_in_force(self._sim, tuple(repairs))
 
 
-repairable = OnnxRepairable
+class OnnxFrontEnd(FrontEnd):
+    """Models and simulations of this front end."""
 
+    knows_shapes = True
 
-def saturation_count(
-    sim: QuantizationSimModel, batches: Sequence[Any], options: dict[str, Any]
-) -> Callable[[], SaturationReport]:
-    """See :class:`bitwright.methods.front_end.FrontEnd`."""
-    return lambda: sim.saturation(batches, **options)
+    def open_model(
+        self, model: Model, shapes: Any, dummy_input: Any, function: str, providers: Any
+    ) -> OnnxOpened:
+        """As the base class says; ``shapes`` may be the example input.
 
+        Raises:
+            ModelError: the model cannot be read or run, ``dummy_input`` does not fit, or ``model`` is a path.
+        """
+        return OnnxOpened(model, shapes if dummy_input is None else dummy_input, function, providers)
 
-def simulated_outputs(sim: QuantizationSimModel, batch: Any) -> list[Array]:
-    """See :class:`bitwright.methods.front_end.FrontEnd`."""
-    return [np.asarray(y, np.float64) for y in sim.run(batch) if _is_float(y)]
+    def fold(
+        self, model: Model, shapes: Any, dummy_input: Any, function: str, providers: Any, progress: bool
+    ) -> FoldReport:
+        """As the base class says; without an example input the outputs are not compared."""
+        loaded = _loaded(model, function)
+        example = shapes if dummy_input is None else dummy_input
+        feeds = None if example is None else as_feeds(example, input_specs(loaded.model), "dummy_input")
+        report = _folded(loaded, feeds, providers, progress)
+        give_back(loaded, model)
+        return report
+
+    def float_model(self, sim: QuantizationSimModel) -> ir.Model:
+        """As the base class says; the arrays of weights are shared until they change."""
+        return strip_sites(sim.marked).model
+
+    def simulated_as(self, sim: QuantizationSimModel, model: Source) -> QuantizationSimModel:
+        """As the base class says."""
+        rules: Any = sim.rules
+        found = QuantizationSimModel(
+            model, sim.example(), config_file=rules, providers=sim.providers,
+            memory_budget=sim.memory_budget, threads=sim.threads,
+        )  # fmt: skip
+        found.quantizers.ask_as(sim.quantizers)
+        return found
+
+    def correctable(self, sim: QuantizationSimModel, reference: Source | None = None) -> OnnxCorrectable:
+        """As the base class says."""
+        if reference is None:
+            return OnnxCorrectable(sim)
+        return OnnxCorrectable(sim, QuantizationSimModel(reference, sim.example(), providers=sim.providers))
+
+    def batches_of_all(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """As the base class says: ONNX models are simulated in one process."""
+        return batches
+
+    def steppable(self, sim: QuantizationSimModel, forward_fn: Any) -> Any:
+        """As the base class says.
+
+        Raises:
+            ConfigError: ``forward_fn`` is given.
+        """
+        from bitwright.onnx.adapters.program import (
+            OnnxSimulation,
+        )  # on torch, which not every user of ONNX has
+
+        if forward_fn is not None:
+            raise ConfigError(
+                "forward_fn", "it is given for an ONNX model, which is called in one way", "leave it out"
+            )
+        return OnnxSimulation(sim)
+
+    def repairable(self, sim: QuantizationSimModel) -> OnnxRepairable:
+        """The results of its operators."""
+        return OnnxRepairable(sim)
+
+    def saturation_count(
+        self, sim: QuantizationSimModel, batches: Sequence[Any], options: dict[str, Any]
+    ) -> Callable[[], SaturationReport]:
+        """As the base class says."""
+        return lambda: sim.saturation(batches, **options)
+
+    def simulated_outputs(self, sim: QuantizationSimModel, batch: Any) -> list[Array]:
+        """As the base class says."""
+        return [np.asarray(y, np.float64) for y in sim.run(batch) if _is_float(y)]
 
 
 def _is_float(output: Any) -> bool:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bitwright.algorithms.rounding.program import Quantize
-from bitwright.core.graph.recurrence import CELLS, Variant, step, variant_of
+from bitwright.core.graph.recurrence import CELLS, Context, Variant, step, variant_of
 from bitwright.export.qdq.markers import DOMAIN
 from bitwright.export.recurrent.activations import Activation, layer_activations, unknown_activation
 from bitwright.export.recurrent.layers import (
@@ -135,8 +135,8 @@ class RecurrentLayer:
         return [torch.stack(hidden)[:, None], *(last[None] for last in state)]
 
 
-class _Context:
-    """The arithmetic of one run of a layer; see :class:`bitwright.core.graph.recurrence.Context`."""
+class _Context(Context):
+    """The arithmetic of one run of a layer."""
 
     def __init__(
         self, layer: RecurrentLayer, given: Sequence[Any], inside: Mapping[str, Callable[[Tensor], Tensor]]

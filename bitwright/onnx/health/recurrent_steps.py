@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.core.graph.recurrence import CELLS, step, variant_of
+from bitwright.core.graph.recurrence import CELLS, Context, step, variant_of
 
 Array = NDArray[Any]
 
@@ -43,7 +43,7 @@ class Inside(NamedTuple):
 
 
 @dataclass
-class _Context:
+class _Context(Context):
     """Computes a step in float32 and notes the first inner tensor that is not finite."""
 
     weights: Array

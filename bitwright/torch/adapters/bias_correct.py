@@ -8,29 +8,42 @@ from typing import Any
 import numpy as np
 import torch
 
+from bitwright.algorithms.bias_correct import Correctable
 from bitwright.algorithms.channels.layers import Array, Layer
 from bitwright.core.graph.graph import Graph
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.functions import Function
-from bitwright.torch.interception.frames import Frame, Key
+from bitwright.torch.interception.frames import Frame, Handler, Key
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 from bitwright.torch.simulation.simulate import Simulator, Stage
 
 Watch = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Watching:
+class Watching(Handler):
     """A simulator whose calls at some operators hand their raw result through a function."""
 
     def __init__(self, simulator: Simulator, watches: Mapping[str, Watch]) -> None:
         self._simulator, self._watches = simulator, watches
-        self.begin, self.end, self.other, self.part = (
-            simulator.begin,
-            simulator.end,
-            simulator.other,
-            simulator.part,
-        )
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """As the simulator."""
+        self._simulator.begin(args, kwargs)
+
+    def part(self, path: str, caller: str | None) -> bool:
+        """As the simulator."""
+        return self._simulator.part(path, caller)
+
+    def end(self, output: Any) -> None:
+        """As the simulator."""
+        self._simulator.end(output)
+
+    def other(
+        self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """As the simulator."""
+        return self._simulator.other(frame, func, args, kwargs)
 
     def call(
         self,
@@ -55,8 +68,8 @@ class Watching:
         return self._simulator.call(frame, key, row, raw, args, kwargs)
 
 
-class TorchCorrectable:
-    """See :class:`bitwright.algorithms.bias_correct.Correctable`.
+class TorchCorrectable(Correctable):
+    """A torch simulation and its float model.
 
     Args:
         sim: calibrated.

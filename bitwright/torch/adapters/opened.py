@@ -14,6 +14,7 @@ from bitwright.algorithms.bias_correct import QuantParams
 from bitwright.algorithms.channels.trial import Reversible
 from bitwright.algorithms.folding import batch_norm_fold
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
+from bitwright.algorithms.front_ends import FrontEnd, Opened, Repairable
 from bitwright.comparison.saturation import SaturationReport
 from bitwright.core.health.repair import Repair
 from bitwright.core.simulation.protocols import Array, sqnr
@@ -30,11 +31,9 @@ from bitwright.torch.simulation.quantsim import QuantizationSimModel
 # dB that the outputs before and after must agree to: what the rounding of the weights' own dtype leaves in a deep network
 _FLOORS = {torch.float16: 30.0, torch.bfloat16: 12.0}
 
-knows_shapes = False
 
-
-class TorchOpened:
-    """See :class:`bitwright.methods.front_end.Opened`."""
+class TorchOpened(Opened):
+    """A model of this front end."""
 
     def __init__(self, model: nn.Module, shapes: Any, dummy_input: Any, function: str) -> None:
         self.model = model
@@ -105,58 +104,8 @@ class TorchOpened:
         )  # fmt: skip
 
 
-def open_model(model: nn.Module, shapes: Any, dummy_input: Any, function: str, providers: Any) -> TorchOpened:
-    """See :class:`bitwright.methods.front_end.FrontEnd`.
-
-    Raises:
-        ConfigError: ``providers`` are given.
-        ModelError: neither ``shapes`` nor ``dummy_input``, or the model fails on the input.
-    """
-    refuse_providers(providers)
-    return TorchOpened(model, shapes, dummy_input, function)
-
-
-def fold(
-    model: nn.Module, shapes: Any, dummy_input: Any, function: str, providers: Any, progress: bool
-) -> FoldReport:
-    """See :class:`bitwright.methods.front_end.FrontEnd`."""
-    return open_model(model, shapes, dummy_input, function, providers).fold_last(progress)
-
-
-def correctable(sim: QuantizationSimModel, reference: nn.Module | None = None) -> TorchCorrectable:
-    """See :class:`bitwright.methods.front_end.FrontEnd`."""
-    if reference is None:
-        return TorchCorrectable(sim)
-    return TorchCorrectable(sim, QuantizationSimModel(reference, sim.examples[0], examples=sim.examples[1:]))
-
-
-def float_model(sim: QuantizationSimModel) -> nn.Module:
-    """See :class:`bitwright.methods.front_end.FrontEnd`."""
-    return copy.deepcopy(sim).remove()
-
-
-def simulated_as(sim: QuantizationSimModel, model: nn.Module) -> QuantizationSimModel:
-    """See :class:`bitwright.methods.front_end.FrontEnd`; ``model`` is simulated in place."""
-    rules: Any = sim.rules
-    found = QuantizationSimModel(
-        model, sim.examples[0], in_place=True, config_file=rules, examples=sim.examples[1:]
-    )
-    found.quantizers.ask_as(sim.quantizers)
-    return found
-
-
-def batches_of_all(batches: Iterable[Any]) -> Iterable[Any]:
-    """See :class:`bitwright.methods.front_end.FrontEnd`."""
-    return batches_of_ranks(batches)
-
-
-def steppable(sim: QuantizationSimModel, forward_fn: Forward | None) -> TorchSimulation:
-    """See :class:`bitwright.methods.front_end.FrontEnd`."""
-    return TorchSimulation(sim, forward_fn)
-
-
-class TorchRepairable:
-    """See :class:`bitwright.methods.front_end.Repairable`."""
+class TorchRepairable(Repairable):
+    """A simulation of this front end."""
 
     def __init__(self, sim: QuantizationSimModel) -> None:
         self._simulator = sim._simulator
@@ -171,24 +120,76 @@ class TorchRepairable:
         self._simulator.repairs = {repair.op: repair for repair in repairs}
 
 
-repairable = TorchRepairable
+class TorchFrontEnd(FrontEnd):
+    """Models and simulations of this front end."""
 
+    knows_shapes = False
 
-def saturation_count(
-    sim: QuantizationSimModel, batches: Sequence[Any], options: dict[str, Any]
-) -> Callable[[], SaturationReport]:
-    """See :class:`bitwright.methods.front_end.FrontEnd`."""
-    from bitwright.torch.simulation.export import saturation_count
+    def open_model(
+        self, model: nn.Module, shapes: Any, dummy_input: Any, function: str, providers: Any
+    ) -> TorchOpened:
+        """As the base class says.
 
-    return saturation_count(sim, batches, **options)
+        Raises:
+            ConfigError: ``providers`` are given.
+            ModelError: neither ``shapes`` nor ``dummy_input``, or the model fails on the input.
+        """
+        refuse_providers(providers)
+        return TorchOpened(model, shapes, dummy_input, function)
 
+    def fold(
+        self, model: nn.Module, shapes: Any, dummy_input: Any, function: str, providers: Any, progress: bool
+    ) -> FoldReport:
+        """As the base class says."""
+        return self.open_model(model, shapes, dummy_input, function, providers).fold_last(progress)
 
-def simulated_outputs(sim: QuantizationSimModel, batch: Any) -> list[Array]:
-    """See :class:`bitwright.methods.front_end.FrontEnd`."""
-    args, kwargs = as_call(to_device(batch, model_device(sim.model)))
-    with torch.no_grad(), evaluation(sim.model):
-        outputs = flatten_tensors(sim.model(*args, **kwargs))
-    return [t.double().cpu().numpy() for _, t in outputs if t.is_floating_point()]
+    def float_model(self, sim: QuantizationSimModel) -> nn.Module:
+        """As the base class says."""
+        return copy.deepcopy(sim).remove()
+
+    def simulated_as(self, sim: QuantizationSimModel, model: nn.Module) -> QuantizationSimModel:
+        """As the base class says; ``model`` is simulated in place."""
+        rules: Any = sim.rules
+        found = QuantizationSimModel(
+            model, sim.examples[0], in_place=True, config_file=rules, examples=sim.examples[1:]
+        )
+        found.quantizers.ask_as(sim.quantizers)
+        return found
+
+    def correctable(self, sim: QuantizationSimModel, reference: nn.Module | None = None) -> TorchCorrectable:
+        """As the base class says."""
+        if reference is None:
+            return TorchCorrectable(sim)
+        return TorchCorrectable(
+            sim, QuantizationSimModel(reference, sim.examples[0], examples=sim.examples[1:])
+        )
+
+    def batches_of_all(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """As the base class says."""
+        return batches_of_ranks(batches)
+
+    def steppable(self, sim: QuantizationSimModel, forward_fn: Forward | None) -> TorchSimulation:
+        """As the base class says."""
+        return TorchSimulation(sim, forward_fn)
+
+    def repairable(self, sim: QuantizationSimModel) -> TorchRepairable:
+        """The results of its operators."""
+        return TorchRepairable(sim)
+
+    def saturation_count(
+        self, sim: QuantizationSimModel, batches: Sequence[Any], options: dict[str, Any]
+    ) -> Callable[[], SaturationReport]:
+        """As the base class says."""
+        from bitwright.torch.simulation.export import saturation_count
+
+        return saturation_count(sim, batches, **options)
+
+    def simulated_outputs(self, sim: QuantizationSimModel, batch: Any) -> list[Array]:
+        """As the base class says."""
+        args, kwargs = as_call(to_device(batch, model_device(sim.model)))
+        with torch.no_grad(), evaluation(sim.model):
+            outputs = flatten_tensors(sim.model(*args, **kwargs))
+        return [t.double().cpu().numpy() for _, t in outputs if t.is_floating_point()]
 
 
 def example_input(model: nn.Module, shapes: Any, function: str) -> Any:

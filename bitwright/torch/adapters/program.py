@@ -23,7 +23,7 @@ from bitwright.torch.calls import recurrent
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
 from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function
 from bitwright.torch.calls.trees import map_tensors, tensors_in
-from bitwright.torch.interception.frames import Frame, Key
+from bitwright.torch.interception.frames import Frame, Handler, Key
 from bitwright.torch.interception.record import Slot
 from bitwright.torch.quantizers.quantizer import Quantizer
 from bitwright.torch.simulation.plans import CallPlan
@@ -35,7 +35,7 @@ Forward = Callable[[nn.Module, Any], Any]
 _EXACT_ENOUGH = 80.0  # dB between a model and its steps; they make the same calls on the same tensors
 
 
-class _Tracer:
+class _Tracer(Handler):
     """A handler that carries out every call unchanged and writes it down as a :class:`Step`."""
 
     def __init__(self, plans: Mapping[Key, CallPlan], parameters: frozenset[int]) -> None:
@@ -53,10 +53,6 @@ class _Tracer:
         for tensor in tensors_in((args, kwargs)):
             if self._known(tensor) is None:
                 self.inputs[self._bind(tensor)] = tensor
-
-    def part(self, path: str, caller: str | None) -> bool:
-        """Only whole forwards can be repeated."""
-        return False
 
     def end(self, output: Any) -> None:
         """Note what the model returned."""

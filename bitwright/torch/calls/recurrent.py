@@ -18,7 +18,7 @@ import torch.onnx.ops
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from bitwright.core.graph.recurrence import CELLS, Variant, step
+from bitwright.core.graph.recurrence import CELLS, Context, Variant, step
 from bitwright.errors import ExportError, ModelError
 from bitwright.export.encodings.gate_order import gate_order
 
@@ -151,8 +151,8 @@ def attributes(bound: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- the scan
 
 
-class _Context:
-    """:class:`bitwright.core.graph.recurrence.Context` on tensors."""
+class _Context(Context):
+    """A step on tensors."""
 
     def __init__(
         self, cell: str, gates: tuple[str, ...], activation: str, weight_hh: Tensor, bias_hh: Tensor | None,
@@ -194,9 +194,6 @@ class _Context:
 
     def activate(self, index: int, x: Tensor) -> Tensor:
         return self.functions[index](x)
-
-    def clip(self, x: Tensor) -> Tensor:
-        return x
 
     def recur(self, h: Tensor, gates: Sequence[str]) -> Sequence[Tensor]:
         found = self.by_gate(self.product(h))

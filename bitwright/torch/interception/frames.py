@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -64,8 +64,8 @@ class Frame:
         return replace(self, counts=dict(self.counts), turns=dict(self.turns))
 
 
-class Handler(Protocol):
-    """What happens to the calls: recording, calibration, simulation, export."""
+class Handler:
+    """What happens to the calls: recording, calibration, simulation, export. By itself it carries them out."""
 
     def call(
         self,
@@ -77,17 +77,20 @@ class Handler(Protocol):
         kwargs: dict[str, Any],
     ) -> Any:
         """Carry out a call of a function of the table."""
+        return func(*args, **kwargs)
 
     def other(
         self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Carry out a call of any other torch function."""
+        return func(*args, **kwargs)
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model's forward starts; without arguments, something of it that is called on its own."""
 
     def part(self, path: str, caller: str | None) -> bool:
         """Whether a module below the model may be called on its own, by the method ``caller`` of ``"Class.method"``."""
+        return False
 
     def end(self, output: Any) -> None:
         """The model's forward returned ``output``."""

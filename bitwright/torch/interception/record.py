@@ -25,7 +25,7 @@ from bitwright.torch.calls.batches import as_call, evaluation
 from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function
 from bitwright.torch.calls.trees import flatten_tensors, map_arguments, named_state, tensors_in
 from bitwright.torch.interception.forwards import forward_signature
-from bitwright.torch.interception.frames import Frame, Key
+from bitwright.torch.interception.frames import Frame, Handler, Key
 from bitwright.torch.interception.intercept import ACCESS, Interceptor
 from bitwright.torch.interception.loops import Where, find_loops, find_turns
 from bitwright.torch.interception.repeats import Trace, find_repeats
@@ -74,7 +74,7 @@ class _Tensor:
 AnyRecorder = TypeVar("AnyRecorder", bound="Recorder")
 
 
-class Recorder:
+class Recorder(Handler):
     """A handler that carries out every call unchanged and notes what it read and wrote."""
 
     def __init__(
@@ -113,10 +113,6 @@ class Recorder:
             if path not in self.inputs:
                 self.inputs[path] = self._new("input", tensor, path)
             self._bind(tensor, self.inputs[path])
-
-    def part(self, path: str, caller: str | None) -> bool:
-        """Only whole forwards are recorded."""
-        return False
 
     def end(self, output: Any) -> None:
         """Note which values the model returns."""

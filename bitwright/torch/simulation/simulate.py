@@ -26,7 +26,7 @@ from bitwright.torch.calls.decompose import EXPORTABLE
 from bitwright.torch.calls.functions import FUNCTIONS, Function, applies_mask
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, tensors_in
 from bitwright.torch.interception.compilers import constant_for_compilers
-from bitwright.torch.interception.frames import Frame, Key
+from bitwright.torch.interception.frames import Frame, Handler, Key
 from bitwright.torch.interception.intercept import ACCESS
 from bitwright.torch.interception.record import refuse_nested, refuse_transforms
 from bitwright.torch.quantizers.devices import on_host
@@ -50,7 +50,7 @@ _UNSEEN_MASK = f"{_UNSEEN}; it applies a mask, which takes no quantizer"
 Stage = Literal["uncalibrated", "observe", "simulate", "mark", "float"]
 
 
-class Simulator:
+class Simulator(Handler):
     """The handler of a :class:`QuantizationSimModel`.
 
     Threads share it in the stages ``simulate`` and ``float``: what is written meanwhile is written whole. A thread with

@@ -1,0 +1,80 @@
+"""What algorithms ask of models is three protocols, and all of it is used."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tests.test_imports import FILES, ROOT
+
+#: protocol -> files that define or fill it, in which a use of a member may be its own
+THREE = {
+    "FloatModel": ("core/simulation/protocols.py", "torch/adapters/view.py", "onnx/model/view.py"),
+    "Simulation": (
+        "core/simulation/state.py",
+        "torch/simulation/quantsim.py",
+        "onnx/simulation/quantsim.py",
+    ),
+    "SimulatedModel": (
+        "algorithms/rounding/program.py",
+        "torch/adapters/program.py",
+        "onnx/adapters/program.py",
+    ),
+}
+
+
+def protocols(source: str) -> Iterator[ast.ClassDef]:
+    """Classes that derive from ``Protocol``, however it was imported."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and any(
+            re.match(r"(?:typing\.)?Protocol\b", ast.unparse(base)) for base in node.bases
+        ):
+            yield node
+
+
+def members(protocol: ast.ClassDef) -> Iterator[str]:
+    """What a protocol asks for."""
+    for node in protocol.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+def unused(names: Iterable[str], sources: Iterable[str]) -> set[str]:
+    """Names that no source reads as an attribute."""
+    left = set(names)
+    for source in sources:
+        left -= {name for name in left if re.search(rf"\.{name}\b", source)}
+    return left
+
+
+def found() -> dict[str, ast.ClassDef]:
+    return {
+        node.name: node
+        for path in FILES
+        if "Protocol" in (text := path.read_text())
+        for node in protocols(text)
+    }
+
+
+def test_there_are_three() -> None:
+    assert found().keys() == THREE.keys()
+
+
+def test_a_fourth_would_be_seen() -> None:
+    (node,) = protocols("import typing\nclass More(typing.Protocol[int]):\n    x: int\n    def f(self): ...")
+    assert node.name == "More" and list(members(node)) == ["x", "f"]
+
+
+def test_every_member_is_used() -> None:
+    for name, node in found().items():
+        own = {ROOT / "bitwright" / path for path in THREE[name]}
+        assert all(Path(path).is_file() for path in own)
+        assert not unused(members(node), (path.read_text() for path in FILES if path not in own))
+
+
+def test_a_member_without_a_use_is_seen() -> None:
+    assert unused(["used", "dead"], ["x.used()", "dead = x.deadly"]) == {"dead"}
