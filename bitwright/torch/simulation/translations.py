@@ -6,7 +6,8 @@ of the operator.
 ``torch.onnx.export`` finds out for every model what it can translate: it reads the signatures of some 500 functions from their
 source text, which takes longer than the export of a small network does, and has no setting for it. Where its implementation
 takes a registry of translations as an argument, :func:`to_onnx` gives it one that was made before; elsewhere it calls the
-public function.
+public function. What the exporter does for every program alike before it translates is kept as well, see
+:mod:`bitwright.torch.calls.decompositions`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.export import ExportedProgram
 
 import bitwright.torch.simulation.simulate  # noqa: F401, which defines the operator of marks
 from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE
+from bitwright.torch.calls.decompositions import decomposed, knows_steps
 
 op: Any = onnxscript.opset21  # its annotations are those of a script, in which numbers are tensors
 #: types that TopK of ONNX Runtime has a kernel for
@@ -87,9 +89,24 @@ def to_onnx(program: ExportedProgram) -> ir.Model:
     """
     if not takes_registry():
         return by_public_function(program)
+    registry = _registry(len(torch._C._dispatch_get_all_op_names()))
+    return by_steps(program, registry) if knows_steps() else by_registry(program, registry)
+
+
+def by_steps(program: ExportedProgram, registry: Any) -> ir.Model:
+    """The steps of torch's exporter one by one, with ``registry``; the first is :func:`decomposed`."""
     from torch.onnx._internal.exporter import _core
 
-    registry = _registry(len(torch._C._dispatch_get_all_op_names()))
+    made = _core._exported_program_to_onnx_program(decomposed(program, registry), registry=registry)
+    made.model = _core.onnxscript_apis.convert_version(made.model, OPSET)
+    made.optimize()
+    return made.model
+
+
+def by_registry(program: ExportedProgram, registry: Any) -> ir.Model:
+    """The same by the implementation of ``torch.onnx.export``, which takes the translations from ``registry``."""
+    from torch.onnx._internal.exporter import _core
+
     made = _core.export(
         program,
         (),
