@@ -151,3 +151,34 @@ def test_folders_are_rooms_not_corridors() -> None:
     found = {init.parent: len(list(init.parent.glob("*.py"))) - 1 for init in package.rglob("__init__.py")}
     long = {folder.relative_to(package).as_posix() for folder, count in found.items() if count > 12}
     assert long == MIRRORS
+
+
+MOST_PRIVATE = 20
+
+
+def crowded(source: str) -> list[str]:
+    """Classes with more than ``MOST_PRIVATE`` private methods: these are a function's local variables under another name."""
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    private = {
+        node.name: sum(
+            isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
+            and part.name.startswith("_")
+            and not (part.name.startswith("__") and part.name.endswith("__"))
+            for part in node.body
+        )
+        for node in classes
+    }
+    return [f"{name} has {count}" for name, count in private.items() if count > MOST_PRIVATE]
+
+
+def test_classes_have_few_private_methods() -> None:
+    found = [f"{path.relative_to(ROOT)}: {one}" for path in FILES for one in crowded(path.read_text())]
+    assert not found, "make functions over small data classes of these, each returning what it adds"
+
+
+def test_a_crowded_class_is_seen() -> None:
+    methods = [f"    def _step_{i}(self): ..." for i in range(MOST_PRIVATE)]
+    full = "\n".join(["class Search:", "    def __init__(self): ...", "    def run(self): ...", *methods])
+    assert not crowded(full)
+    assert crowded(f"{full}\n    async def _one_more(self): ...") == ["Search has 21"]
+    assert crowded(f"{full}\n    def __mangled(self): ...") == ["Search has 21"]

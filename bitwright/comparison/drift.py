@@ -9,8 +9,9 @@ from typing import Any
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.comparison.causes import Doubt, close
+from bitwright.comparison.causes import close, diagnose, settled
 from bitwright.comparison.context import in_context
+from bitwright.comparison.doubt import Doubt
 from bitwright.comparison.lockstep import Lockstep
 from bitwright.comparison.points import Pair
 from bitwright.comparison.report import DriftReport, DriftRow, Finding, Retry
@@ -125,12 +126,12 @@ def _findings(both: Lockstep, parted: list[Pair], most: int) -> tuple[list[Findi
     ordered: list[Finding] = []
     for pair in parted:
         doubt = Doubt(both, pair)
-        harmless = doubt.settled()
-        kind = harmless is not None
+        harmless = settled(doubt)
+        kind = isinstance(harmless, Finding)
         if len(found[kind]) == most:
             left[kind] += 1
             continue
-        found[kind].append(harmless or doubt.diagnose())
+        found[kind].append(harmless if isinstance(harmless, Finding) else diagnose(doubt, harmless))
         ordered.append(found[kind][-1])
     texts = {False: "more tensors differ on their own", True: "more tensors round differently"}
     return ordered, [f"{left[kind]} {text}" for kind, text in texts.items() if left[kind]]

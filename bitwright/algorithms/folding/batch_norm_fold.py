@@ -29,9 +29,10 @@ from bitwright.algorithms.channels.batch_norm_affine import (
 )
 from bitwright.algorithms.channels.layers import batch_norm_moments, moments_of_layers
 from bitwright.algorithms.channels.trial import Bar, Reversible, no_bar
-from bitwright.algorithms.folding.batch_norm_search import find_folds, operand
+from bitwright.algorithms.folding.batch_norm_search import find_folds
 from bitwright.algorithms.folding.channel_map import filled, moved
 from bitwright.algorithms.folding.folds import Chain, Fold, Refusal, in_execution_order
+from bitwright.algorithms.folding.neighbours import operand
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.simulation.protocols import AddBias, Bypass, Edit, FloatModel, SetParam, Undo
 from bitwright.tables import Tabular

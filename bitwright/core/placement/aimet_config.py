@@ -9,6 +9,7 @@ by the kind of hardware, is added where a rule can say it; the rest is told in `
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from bitwright.core.graph.ops import OPS
@@ -92,20 +93,83 @@ def read_aimet_config(
     return _Reader(data, preset, source).rules()
 
 
+@dataclass(frozen=True)
+class _Section:
+    """An object of the file, with its place there for messages and for the origin of rules."""
+
+    data: Mapping[str, Any]
+    at: str
+    source: str
+
+    def path(self, key: str) -> str:
+        return f"{self.at}.{key}" if self.at else key
+
+    def error(self, key: str, problem: str, remedy: str) -> ConfigError:
+        return ConfigError(f"{self.source}: {self.path(key)}", problem, remedy)
+
+    def rule(self, key: str, value: bool, **facets: Any) -> Rule:
+        """The rule that the value of ``key`` stands for."""
+        return Rule(**facets, origin=f"{self.path(key)}={value} ({self.source})", optional=True)
+
+    def part(self, key: str, known: tuple[str, ...] | None, required: tuple[str, ...] = ()) -> _Section:
+        """The object at ``key``, see :func:`_section`; an empty one where there is none."""
+        return _section(self.data.get(key, {}), self.path(key), self.source, known, required)
+
+    def number(self, key: str) -> float | None:
+        value = self.data.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise self.error(key, f"{value!r} is not a number", "write a number, such as 0.0")
+        return None if value is None else float(value)
+
+    def flag(self, key: str, *, only: bool | None = None) -> bool | None:
+        """The boolean at ``key``, ``None`` where there is none; ``only`` is the value the schema allows."""
+        if key not in self.data:
+            return None
+        raw = self.data[key]
+        if not isinstance(raw, (str, bool)) or raw not in _BOOLEANS:
+            raise self.error(key, f"{raw!r} is not a boolean", 'write the string "True" or "False"')
+        value = _BOOLEANS[raw]
+        if only is not None and value is not only:
+            raise self.error(key, f'it may only be "{only}"', "leave the key out to get the opposite")
+        return value
+
+
+def _section(
+    value: Any, at: str, source: str, known: tuple[str, ...] | None, required: tuple[str, ...] = ()
+) -> _Section:
+    """``value`` as an object with none but the ``known`` keys (``None``: any) and all ``required`` ones."""
+    where = f"{source}: {at}" if at else source
+    if not isinstance(value, Mapping):
+        raise ConfigError(where, f"it is a {type(value).__name__}, not an object", "write {...}")
+    for key in value if known is not None else ():
+        if key not in (known or ()):
+            near = close_matches(str(key), known or ())
+            raise ConfigError(where, f"unknown key {key!r}{near}", f"use {', '.join(known or ())}")
+    missing = [key for key in required if key not in value]
+    if missing:
+        raise ConfigError(where, f"the key {missing[0]!r} is missing", f'add "{missing[0]}"; it may be empty')
+    return _Section(value, at, source)
+
+
 class _Reader:
     def __init__(self, data: Mapping[str, Any], preset: Preset, source: str) -> None:
         self.preset, self.source = preset, source
         self.notes: list[str] = []
         self.kernels: dict[str, tuple[Kernel, ...]] = {}
-        self.data = self._section(data, "", SECTIONS, REQUIRED)
-        self.defaults = self._section(self.data["defaults"], "defaults", _DEFAULTS, ("ops", "params"))
-        self.word = self._symmetric_word()
+        self.top = _section(data, "", source, SECTIONS, REQUIRED)
+        self.defaults = self.top.part("defaults", _DEFAULTS, ("ops", "params"))
+        strict, unsigned = self.defaults.flag("strict_symmetric"), self.defaults.flag("unsigned_symmetric")
+        if strict and unsigned:
+            self.notes.append("defaults.unsigned_symmetric has no effect beside defaults.strict_symmetric")
+        self.word: Symmetry = (
+            "strict_symmetric" if strict else "unsigned_symmetric" if unsigned else "symmetric"
+        )
 
     def rules(self) -> Rules:
         found = [
             BOUNDARY_ONLY,  # AIMET quantizes what enters and leaves a recurrent layer
             *self._default_rules(),
-            *self._param_rules(self.data["params"], "params", "*"),
+            *self._param_rules(self.top.part("params", None), "*"),
             *self._op_type_rules(),
             *self._model_rules("model_input", "is_input_quantized"),
             *self._model_rules("model_output", "is_output_quantized"),
@@ -126,84 +190,72 @@ class _Reader:
     # ---- sections, in the order of application
 
     def _default_rules(self) -> Iterator[Rule]:
-        ops = self._section(self.defaults["ops"], "defaults.ops", _OPS_KEYS)
-        params = self._section(self.defaults["params"], "defaults.params", _PARAM_KEYS)
-        output = self._flag(ops, "defaults.ops", "is_output_quantized", only=True) or False
-        yield self._rule("defaults.ops.is_output_quantized", output, port="output", quantized=output)
-        reads = self._flag(ops, "defaults.ops", "is_input_quantized", only=True) or False
-        yield self._rule("defaults.ops.is_input_quantized", reads, port="input", quantized=reads)
-        symmetric = self._flag(ops, "defaults.ops", "is_symmetric") or False
+        ops = self.defaults.part("ops", _OPS_KEYS)
+        params = self.defaults.part("params", _PARAM_KEYS)
+        for port in ("output", "input"):
+            key = f"is_{port}_quantized"
+            quantized = ops.flag(key, only=True) or False
+            yield ops.rule(key, quantized, port=port, quantized=quantized)
+        symmetric = ops.flag("is_symmetric") or False
         for port in ("output", "input", "constant"):
-            yield self._rule(
-                "defaults.ops.is_symmetric", symmetric, port=port, symmetry=self._symmetry(symmetric)
-            )
-        quantized = self._flag(params, "defaults.params", "is_quantized") or False
-        yield self._rule("defaults.params.is_quantized", quantized, port="param", quantized=quantized)
-        symmetric = self._flag(params, "defaults.params", "is_symmetric") or False
-        symmetry = self._symmetry(symmetric)
-        yield self._rule("defaults.params.is_symmetric", symmetric, port="param", symmetry=symmetry)
-        yield from self._per_channel(self.defaults, "defaults", "*", default=False)
-        self._kernels(self.defaults, "defaults", "defaults")
+            yield ops.rule("is_symmetric", symmetric, port=port, symmetry=self._symmetry(symmetric))
+        quantized = params.flag("is_quantized") or False
+        yield params.rule("is_quantized", quantized, port="param", quantized=quantized)
+        symmetric = params.flag("is_symmetric") or False
+        yield params.rule("is_symmetric", symmetric, port="param", symmetry=self._symmetry(symmetric))
+        yield from self._per_channel(self.defaults, "*", default=False)
+        self._note_kernels(self.defaults, "defaults")
 
-    def _param_rules(self, params: Any, at: str, op: str) -> Iterator[Rule]:
-        for name, entry in self._section(params, at, None).items():
-            where = f"{at}.{name}"
-            section = self._section(entry, where, _PARAM_KEYS)
-            quantized = self._flag(section, where, "is_quantized")
+    def _param_rules(self, params: _Section, op: str) -> Iterator[Rule]:
+        for name in params.data:
+            section = params.part(name, _PARAM_KEYS)
+            quantized = section.flag("is_quantized")
             bias = name == "bias"
             selector: dict[str, Any] = {"op": op, "port": "bias" if bias else "param"}
             if not bias:
                 selector["param"] = name
             if quantized is not None:
                 value = "derived" if bias and not quantized else quantized
-                yield self._rule(f"{where}.is_quantized", quantized, **selector, quantized=value)
-            symmetric = self._flag(section, where, "is_symmetric")
+                yield section.rule("is_quantized", quantized, **selector, quantized=value)
+            symmetric = section.flag("is_symmetric")
             if symmetric is not None:
-                symmetry = self._symmetry(symmetric)
-                yield self._rule(f"{where}.is_symmetric", symmetric, **selector, symmetry=symmetry)
+                yield section.rule("is_symmetric", symmetric, **selector, symmetry=self._symmetry(symmetric))
 
     def _op_type_rules(self) -> Iterator[Rule]:
-        for name, entry in self._section(self.data["op_type"], "op_type", None).items():
-            at, op = f"op_type.{name}", self._type(name, "op_type")
-            section = self._section(entry, at, _OP_TYPE_KEYS)
-            output = self._flag(section, at, "is_output_quantized")
+        types = self.top.part("op_type", None)
+        for name in types.data:
+            op = self._type(name, "op_type")
+            section = types.part(name, _OP_TYPE_KEYS)
+            output = section.flag("is_output_quantized")
             if output is not None:
-                yield self._rule(f"{at}.is_output_quantized", output, op=op, port="output", quantized=output)
-            if self._flag(section, at, "is_input_quantized", only=True):
-                yield self._rule(f"{at}.is_input_quantized", True, op=op, port="input", quantized=True)
-            symmetric = self._flag(section, at, "is_symmetric")
+                yield section.rule("is_output_quantized", output, op=op, port="output", quantized=output)
+            if section.flag("is_input_quantized", only=True):
+                yield section.rule("is_input_quantized", True, op=op, port="input", quantized=True)
+            symmetric = section.flag("is_symmetric")
             if symmetric is not None:
-                yield from self._op_symmetry(at, op, symmetric)
-            yield from self._param_rules(section.get("params", {}), f"{at}.params", op)
-            yield from self._per_channel(section, at, op, default=None)
-            yield from self._constraints(section, at, op)
-            self._kernels(section, at, op)
+                # of what an operator writes and of what it reads, wherever that is quantized
+                asked = {"op": op, "symmetry": self._symmetry(symmetric)}
+                yield section.rule("is_symmetric", symmetric, **asked, port="output")
+                yield section.rule("is_symmetric", symmetric, **asked, port="input")
+                yield section.rule("is_symmetric", symmetric, **asked, port="input", reaches_producer=True)
+            yield from self._param_rules(section.part("params", None), op)
+            yield from self._per_channel(section, op, default=None)
+            yield from self._constraints(section, op)
+            self._note_kernels(section, op)
 
-    def _op_symmetry(self, at: str, op: str, symmetric: bool) -> Iterator[Rule]:
-        """The symmetry of an operator is that of what it writes and of what it reads, wherever that is
-        quantized."""
-        origin, symmetry = f"{at}.is_symmetric", self._symmetry(symmetric)
-        yield self._rule(origin, symmetric, op=op, port="output", symmetry=symmetry)
-        yield self._rule(origin, symmetric, op=op, port="input", symmetry=symmetry)
-        yield self._rule(origin, symmetric, op=op, port="input", symmetry=symmetry, reaches_producer=True)
-
-    def _per_channel(
-        self, section: Mapping[str, Any], at: str, op: str, default: bool | None
-    ) -> Iterator[Rule]:
-        value = self._flag(section, at, "per_channel_quantization")
+    def _per_channel(self, section: _Section, op: str, default: bool | None) -> Iterator[Rule]:
+        value = section.flag("per_channel_quantization")
         value = default if value is None else value
         if value is None or isinstance(self.preset.weight and self.preset.weight.granularity, PerBlock):
             return
         granularity = PerChannel() if value else PerTensor()
-        origin = f"{at}.per_channel_quantization"
-        yield self._rule(origin, value, op=op, port="weight", granularity=granularity)
+        yield section.rule("per_channel_quantization", value, op=op, port="weight", granularity=granularity)
 
-    def _constraints(self, section: Mapping[str, Any], at: str, op: str) -> Iterator[Rule]:
-        if "encoding_constraints" not in section:
+    def _constraints(self, section: _Section, op: str) -> Iterator[Rule]:
+        if "encoding_constraints" not in section.data:
             return
-        where = f"{at}.encoding_constraints"
-        ends = self._section(section["encoding_constraints"], where, ("min", "max"), ("min",))
-        lo, hi = (self._number(ends, where, key) for key in ("min", "max"))
+        ends = section.part("encoding_constraints", ("min", "max"), ("min",))
+        lo, hi = ends.number("min"), ends.number("max")
         symmetry: Symmetry | None = None
         if lo is not None and hi is not None and lo == -hi:
             symmetry = self._symmetry(True)  # both ends equally far from zero ask for a symmetric grid
@@ -212,29 +264,29 @@ class _Reader:
             port="output",
             fixed_range=(lo, hi),
             symmetry=symmetry,
-            origin=f"{where} ({self.source})",
+            origin=f"{ends.at} ({self.source})",
             optional=True,
         )
 
     def _supergroups(self) -> Iterator[Pattern]:
-        groups = self.data["supergroups"]
+        groups = self.top.data["supergroups"]
         if not isinstance(groups, list):
             problem = f"it is a {type(groups).__name__}"
-            raise self._error("supergroups", problem, 'write a list of {"op_list": [...]}')
+            raise self.top.error("supergroups", problem, 'write a list of {"op_list": [...]}')
         for i, entry in enumerate(groups):
-            at = f"supergroups[{i}]"
-            types = self._section(entry, at, ("op_list",), ("op_list",))["op_list"]
+            section = _section(entry, f"supergroups[{i}]", self.source, ("op_list",), ("op_list",))
+            types = section.data["op_list"]
             if not isinstance(types, list) or len(types) < 2 or not all(isinstance(t, str) for t in types):
-                raise self._error(
-                    f"{at}.op_list", f"{types!r} is not a chain", "list at least two operator types"
+                raise section.error(
+                    "op_list", f"{types!r} is not a chain", "list at least two operator types"
                 )
-            yield Pattern(tuple(self._type(t, f"{at}.op_list") for t in types), plain_only=True)
+            at = section.path("op_list")
+            yield Pattern(tuple(self._type(t, at) for t in types), plain_only=True)
 
-    def _model_rules(self, section: str, key: str) -> Iterator[Rule]:
-        entry = self._section(self.data[section], section, (key,))
-        if self._flag(entry, section, key, only=True):
-            port = "model_input" if section == "model_input" else "model_output"
-            yield self._rule(f"{section}.{key}", True, port=port, quantized=True)
+    def _model_rules(self, name: str, key: str) -> Iterator[Rule]:
+        section = self.top.part(name, (key,))
+        if section.flag(key, only=True):
+            yield section.rule(key, True, port=name, quantized=True)
 
     def _hardware_rules(self) -> Iterator[Rule]:
         """What AIMET decides in code: normalisation scales, and weights that follow their output on newer
@@ -247,17 +299,16 @@ class _Reader:
             yield Rule(
                 op="LayerNormalization", param="weight", symmetry=symmetry, origin=origin, optional=True
             )
-        version = self._version()
+        version = _version(self.defaults)
         if version is None:
             return
         if version >= 73 and activation is not None:
-            ops = self.defaults["ops"]
-            symmetry = self._symmetry(self._flag(ops, "defaults.ops", "is_symmetric") or False)
+            ops = self.defaults.part("ops", _OPS_KEYS)
             yield Rule(
                 op=("Embedding", "GroupNormalization"),
                 param="weight",
                 format=activation.format,
-                symmetry=symmetry,
+                symmetry=self._symmetry(ops.flag("is_symmetric") or False),
                 granularity=PerTensor(),
                 origin=f"AIMET's rule for weights that follow their output (V{version})",
                 optional=True,
@@ -268,10 +319,10 @@ class _Reader:
         )
 
     def _passes(self) -> Iterator[Pattern]:
-        names = self.data.get("supergroup_pass_list", [])
+        names = self.top.data.get("supergroup_pass_list", [])
         if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
             problem = f"{names!r} is not a list of names"
-            raise self._error("supergroup_pass_list", problem, "write a list of strings")
+            raise self.top.error("supergroup_pass_list", problem, "write a list of strings")
         for name in names:
             if name in _PASSES:
                 yield from _PASSES[name]
@@ -281,56 +332,21 @@ class _Reader:
 
     # ---- values
 
-    def _rule(self, at: str, value: bool, **facets: Any) -> Rule:
-        return Rule(**facets, origin=f"{at}={value} ({self.source})", optional=True)
-
-    def _symmetric_word(self) -> Symmetry:
-        strict = self._flag(self.defaults, "defaults", "strict_symmetric")
-        unsigned = self._flag(self.defaults, "defaults", "unsigned_symmetric")
-        if strict and unsigned:
-            self.notes.append("defaults.unsigned_symmetric has no effect beside defaults.strict_symmetric")
-        return "strict_symmetric" if strict else "unsigned_symmetric" if unsigned else "symmetric"
-
     def _symmetry(self, symmetric: bool) -> Symmetry:
         return self.word if symmetric else "asymmetric"
 
-    def _version(self) -> int | None:
-        version = self.defaults.get("hw_version")
-        if version is None:
-            return None
-        digits = str(version).upper().removeprefix("V")
-        if not isinstance(version, str) or not digits.isdigit():
-            raise self._error("defaults.hw_version", f"{version!r} is not a version", 'write it like "V73"')
-        return int(digits)
-
-    def _kernels(self, section: Mapping[str, Any], at: str, op: str) -> None:
-        kernels = section.get("supported_kernels")
+    def _note_kernels(self, section: _Section, op: str) -> None:
+        kernels = section.data.get("supported_kernels")
         if kernels is None:
             return
         if not isinstance(kernels, list) or not kernels or not all(isinstance(k, Mapping) for k in kernels):
             problem = f"{kernels!r} is not a list of kernels"
             remedy = 'write [{"activation": {"bitwidth": 8, "dtype": "int"}}]'
-            raise self._error(f"{at}.supported_kernels", problem, remedy)
-        self.kernels[op] = tuple(self._kernel(k, f"{at}.supported_kernels") for k in kernels)
+            raise section.error("supported_kernels", problem, remedy)
+        self.kernels[op] = tuple(_kernel(section, kernel) for kernel in kernels)
         self.notes.append(
-            f"{at}.supported_kernels is for mixed precision: widths of a simulation come from the preset and from rules"
+            f"{section.at}.supported_kernels is for mixed precision: widths of a simulation come from the preset and from rules"
         )
-
-    def _kernel(self, kernel: Mapping[str, Any], at: str) -> Kernel:
-        found: dict[str, tuple[int, str] | None] = {}
-        for key in ("activation", "param"):
-            width = kernel.get(key)
-            if width is None:
-                found[key] = None
-                continue
-            bits, kind = (
-                (width.get("bitwidth"), width.get("dtype")) if isinstance(width, Mapping) else (None, None)
-            )
-            if type(bits) is not int or kind not in ("int", "float"):
-                remedy = 'write {"bitwidth": 8, "dtype": "int"}, with "int" or "float"'
-                raise self._error(f"{at}.{key}", f"{width!r} names no bits and kind", remedy)
-            found[key] = (bits, kind)
-        return Kernel(found["activation"], found["param"])
 
     def _type(self, name: str, at: str) -> str:
         canonical = _CANONICAL.get(name.lower())
@@ -338,50 +354,31 @@ class _Reader:
             self.notes.append(f"{at}: no operator of type {name!r} is known{close_matches(name, OPS)}")
         return canonical or name
 
-    def _number(self, section: Mapping[str, Any], at: str, key: str) -> float | None:
-        value = section.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise self._error(f"{at}.{key}", f"{value!r} is not a number", "write a number, such as 0.0")
-        return None if value is None else float(value)
 
-    def _flag(
-        self, section: Mapping[str, Any], at: str, key: str, *, only: bool | None = None
-    ) -> bool | None:
-        """The boolean at ``key``, ``None`` where there is none; ``only`` is the value the schema allows."""
-        if key not in section:
-            return None
-        raw = section[key]
-        if not isinstance(raw, (str, bool)) or raw not in _BOOLEANS:
-            raise self._error(
-                f"{at}.{key}", f"{raw!r} is not a boolean", 'write the string "True" or "False"'
-            )
-        value = _BOOLEANS[raw]
-        if only is not None and value is not only:
-            raise self._error(
-                f"{at}.{key}", f'it may only be "{only}"', "leave the key out to get the opposite"
-            )
-        return value
+def _version(defaults: _Section) -> int | None:
+    version = defaults.data.get("hw_version")
+    if version is None:
+        return None
+    digits = str(version).upper().removeprefix("V")
+    if not isinstance(version, str) or not digits.isdigit():
+        raise defaults.error("hw_version", f"{version!r} is not a version", 'write it like "V73"')
+    return int(digits)
 
-    def _section(
-        self, value: Any, at: str, known: tuple[str, ...] | None, required: tuple[str, ...] = ()
-    ) -> Mapping[str, Any]:
-        """``value`` as an object with none but the ``known`` keys (``None``: any) and all ``required``
-        ones."""
-        if not isinstance(value, Mapping):
-            raise self._error(at, f"it is a {type(value).__name__}, not an object", "write {...}")
-        for key in value if known is not None else ():
-            if key not in (known or ()):
-                near = close_matches(str(key), known or ())
-                raise self._error(at, f"unknown key {key!r}{near}", f"use {', '.join(known or ())}")
-        missing = [key for key in required if key not in value]
-        if missing:
-            raise self._error(
-                at, f"the key {missing[0]!r} is missing", f'add "{missing[0]}"; it may be empty'
-            )
-        return value
 
-    def _error(self, at: str, problem: str, remedy: str) -> ConfigError:
-        return ConfigError(f"{self.source}: {at}" if at else self.source, problem, remedy)
+def _kernel(section: _Section, kernel: Mapping[str, Any]) -> Kernel:
+    found: dict[str, tuple[int, str] | None] = dict.fromkeys(("activation", "param"))
+    for key in found:
+        width = kernel.get(key)
+        if width is None:
+            continue
+        bits, kind = (
+            (width.get("bitwidth"), width.get("dtype")) if isinstance(width, Mapping) else (None, None)
+        )
+        if type(bits) is not int or kind not in ("int", "float"):
+            remedy = 'write {"bitwidth": 8, "dtype": "int"}, with "int" or "float"'
+            raise section.error(f"supported_kernels.{key}", f"{width!r} names no bits and kind", remedy)
+        found[key] = (bits, kind)
+    return Kernel(found["activation"], found["param"])
 
 
 # ---- shipped targets

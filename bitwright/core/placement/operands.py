@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bitwright.core.graph.graph import Op, Value
-from bitwright.core.graph.ops import STATISTICS, OpRow, is_addend, op_row, resolve_granularity, weight_axes
-from bitwright.core.graph.patterns import Match, folds_into
+from bitwright.core.graph.ops import STATISTICS, OpRow, is_addend, op_row, resolve_granularity
+from bitwright.core.graph.patterns import folds_into
 from bitwright.core.graph.recurrence import CELLS, RETURNS, STATE_PORTS
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import Granularity, PerChannel, PerTensor, fitted
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.placement.ledger import (
-    FLOAT_OP,
-    MOVED,
     NO_ACTIVATIONS,
     NO_WEIGHTS,
     Ledger,
@@ -21,22 +19,14 @@ from bitwright.core.placement.ledger import (
     with_granularity,
 )
 from bitwright.core.placement.plan import Role, SitePlan
+from bitwright.core.placement.reasons import constant_reason, is_table, no_input_reason, no_int32_reason
 from bitwright.core.placement.rules import Rule, Setting
-from bitwright.core.sums.int32_bias import bias_entries
 
-_ADDED = "added to the product of {} before anything is rounded"
-_NORM = "normalisation parameters stay in float"
 _STATISTICS = "statistics of a normalisation stay in float unless a rule names them"
 _PARAM, _CONSTANT, _BIAS = frozenset(("param",)), frozenset(("constant",)), frozenset(("bias", "param"))
 _PARAM_PORTS = {"bias": _BIAS, "weight": frozenset(("weight", "param"))}
-# they read the shape of a tensor and none of its values
-_SHAPE_ONLY = frozenset(
-    "Shape Size RandomNormalLike RandomUniformLike EyeLike zeros_like ones_like full_like empty_like "
-    "rand_like randn_like new_zeros new_ones new_full new_empty".split()
-)
 _EMPTY = "it has no elements"
 _INT32 = QuantSpec(IntFormat(32), PerTensor(), "symmetric")
-_MOST_INPUT_BITS, _MOST_WEIGHT_BITS = 16, 8  # what int32 accumulators are made for
 _PLAIN = OpRow("pointwise")
 
 
@@ -130,7 +120,6 @@ class Operands:
     ) -> None:
         """Quantize what arrives at ``port`` in some runs without a grid; ``groups`` are those of the other runs."""
         ledger, facts = self.ledger, self.facts
-        match = facts.match_of.get(op.name)
         value = next((v for v in loose if v not in facts.static), loose[0])
         origin = ledger.origin.get(value, value)
         from_model = facts.graph.values[origin].kind == "input"
@@ -138,7 +127,7 @@ class Operands:
         ports = frozenset(("input", "model_input") if from_model else ("input",))
         setting = ledger.setting(op, ports, None, site, *((origin,) if from_model else ()))
         spec = ledger.activation_spec(setting, op, _PLAIN, origin)
-        reason = self._no_input_reason(op, row, port, match, value)
+        reason = no_input_reason(ledger, op, row, port, value)
         wanted = False
         if not reason:
             reason = "" if groups else facts.exact_reason(value, spec)
@@ -175,36 +164,17 @@ class Operands:
             return site
         return self.ledger.operand_groups.setdefault((origin, spec), site)
 
-    def _no_input_reason(self, op: Op, row: OpRow, port: int, match: Match | None, value: str) -> str:
-        """Why a float operand is left in float whatever the operator; empty if it need not be."""
-        if op.type in _SHAPE_ONLY:
-            return f"{op.name} reads only its shape"
-        if (origin := self.ledger.origin.get(value, value)) in self.ledger.picked:
-            return self.ledger.picked[origin]
-        if not any(self.facts.is_float(v) for v in op.outputs):
-            return f"{op.name} makes no floating-point result of it"
-        masked = match is not None and match.pattern.kind == "masked_softmax"
-        if (op.name in self.facts.mask_ops or masked) and value in self.facts.mask_values:
-            return f"mask of the softmax {self.facts.mask_values[value]}"
-        if match is not None and masked:
-            return f"inside the supergroup {match.pattern}"
-        if is_addend(op.type, port):
-            return _ADDED.format(op.name)
-        if row.activations is not None and port not in row.activations:
-            return f"a setting of {op.name}, not data"
-        return ""
-
     def _constants(self, op: Op, row: OpRow, port: int, values: list[str], grids: dict[int, str]) -> None:
         """Quantize what is the same in every run: weights, other parameters, constants."""
         ledger, several = self.ledger, len(values) > 1
         value = self.facts.graph.values[values[0]]
-        param = "weight" if self._is_table(op, row, port) else self._param_name(op, row, port, value)
+        param = "weight" if is_table(self.facts, op, row, port) else self._param_name(op, row, port, value)
         site = self._constant_name(op, port, value, param, several=several)
         ports = _CONSTANT if param is None else _PARAM_PORTS.get(param, _PARAM)
         setting = ledger.setting(op, ports, param, site, value.param or value.name)
         rules = self.facts.rules
         spec = setting.apply(rules.weight if param else rules.activation, weight=param is not None)
-        reason = self._constant_reason(op, row, port, value, param)
+        reason = constant_reason(ledger, op, row, port, value, param)
         wanted, reason = self._constant_wanted(
             op, setting, param, value, reason or self.facts.exact_reason(value.name, spec)
         )
@@ -250,9 +220,6 @@ class Operands:
             return fitted(granularity, value.shape)
         return granularity if param else self.facts.concrete(setting.granularity, op, value.name), ""
 
-    def _is_table(self, op: Op, row: OpRow, port: int) -> bool:
-        return port == 0 and self.facts.looks_up(op, row)
-
     def _param_name(self, op: Op, row: OpRow, port: int, value: Value) -> str | None:
         """The parameter that a constant at ``port`` is; ``None`` for an operand that is none."""
         if is_addend(op.type, port):
@@ -278,45 +245,6 @@ class Operands:
                 return candidate
         return f"{name}@{op.name}[{port}]"
 
-    def _constant_reason(self, op: Op, row: OpRow, port: int, value: Value, param: str | None) -> str:
-        """Why a constant stays in float when no rule speaks; empty if it does not."""
-        if not param:
-            return self._operand_reason(op, row, port, value)
-        weighs = row.weight == port or row.kind == "compute" or self._is_table(op, row, port)
-        return self._parameter_reason(op, row, value, param, param == "weight" and weighs)
-
-    def _parameter_reason(self, op: Op, row: OpRow, value: Value, param: str, weight: bool) -> str:
-        if row.kind == "norm":
-            return _NORM
-        if row.kind == "float":
-            return FLOAT_OP.format(op.type)
-        if weight and (row.kind == "compute" or _size(value.shape) > 1 or self.facts.looks_up(op, row)):
-            return ""
-        if op.type in CELLS:
-            return f"{param} of {op.name}, added within a step before anything is rounded"
-        return f"scalar parameter of {op.name}"
-
-    def _operand_reason(self, op: Op, row: OpRow, port: int, value: Value) -> str:
-        match = self.facts.match_of.get(op.name)
-        if match is not None and match.pattern.kind == "masked_softmax":
-            return f"inside the supergroup {match.pattern}, as its mask or factor"
-        if match is not None and match.pattern.kind == "bias_add" and op is match.ops[1]:
-            return (
-                f"bias of {match.ops[0].name}, added to the accumulator inside the supergroup {match.pattern}"
-            )
-        if op.name in self.facts.mask_ops:
-            return "part of a softmax mask"
-        if is_addend(op.type, port):
-            return _ADDED.format(op.name)
-        if row.activations is not None and port not in row.activations:
-            return f"a setting of {op.name}, not data"
-        if row.kind == "movement":
-            return MOVED
-        if _size(value.shape) == 1:
-            return "scalar"
-        integer = row.integer and op.name not in self.ledger.float_ops
-        return "" if integer else f"operand of {op.name}, which runs in float"
-
     def _bias(self, op: Op, port: int, values: list[str], grids: dict[int, str]) -> None:
         name = values[0]
         value = self.facts.graph.values[name]
@@ -328,7 +256,7 @@ class Operands:
         if setting.quantized is True:
             self._plain_bias(op, port, value, site, setting)
             return
-        reason = self._no_int32_reason(self._product_before(op) or op, value, grids)
+        reason = no_int32_reason(self.ledger, self._product_before(op) or op, value, grids)
         wanted = setting.quantized is not False and not reason
         spec = _INT32
         if not self.ledger.verdict(setting, wanted, spec, site, reason, name, NO_WEIGHTS):
@@ -351,31 +279,6 @@ class Operands:
         group = self.ledger.operand_groups.setdefault((value.name, spec), site)
         self.ledger.add(SitePlan(site, spec, "bias", op.name, port, value.name, group))
 
-    def _no_int32_reason(self, op: Op, bias: Value, grids: dict[int, str]) -> str:
-        """Why no int32 bias follows from input and weight; empty if one does."""
-        if op.type not in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
-            return FLOAT_OP.format(f"the bias of {op.type}")
-        if 0 not in grids or 1 not in grids:
-            return "float: its input or weight is not quantized"
-        weight = self.ledger.sites.get(grids[1])
-        if weight is None or weight.role != "weight":
-            return "float: its weight is not the same in every run"
-        data = self.ledger.spec_of[grids[0]]
-        if not isinstance(data.granularity, PerTensor):
-            return "float: its input has several scales"
-        if not isinstance(data.format, IntFormat) or not isinstance(weight.spec.format, IntFormat):
-            return "float: its input or weight is not on an integer grid"
-        if data.format.bits > _MOST_INPUT_BITS or weight.spec.format.bits > _MOST_WEIGHT_BITS:
-            return "float: its input has more than 16 bits or its weight more than 8"
-        shape = self.facts.graph.values[weight.value].shape
-        if len(shape) < 2:
-            return "float: its weight has no output channels"
-        if bias_entries(bias.shape) != _output_channels(op, shape):
-            return f"float: integer kernels add one number per output channel, and it has shape {bias.shape}"
-        if not _scales_follow_channels(op, weight.spec.granularity, shape):
-            return "float: its weight has scales that do not belong to one output channel each"
-        return ""
-
 
 def _names(rule: Rule | None, param: str, value: Value) -> bool:
     """Whether a rule means this parameter and not all of a kind."""
@@ -385,25 +288,3 @@ def _names(rule: Rule | None, param: str, value: Value) -> bool:
 def _wants_grid(row: OpRow) -> bool:
     """Whether integer runtimes need this operator's operands on a grid: products, sums and joins."""
     return row.kind == "compute" or (row.integer and row.activations is None)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
-
-
-def _output_channels(op: Op, shape: tuple[int, ...]) -> int:
-    """How many output channels an operator with a weight of ``shape`` has."""
-    axis, _ = weight_axes(op.type, op.attrs, 1, len(shape))
-    assert axis is not None, op.type
-    return shape[axis] * (int(op.attrs.get("group", 1)) if op.type == "ConvTranspose" else 1)
-
-
-def _scales_follow_channels(op: Op, granularity: Granularity, shape: tuple[int, ...]) -> bool:
-    """Whether the weight has one scale, or one per output channel."""
-    if isinstance(granularity, PerChannel) and granularity.axis is not None:
-        granularity = PerChannel(granularity.axis % len(shape))
-    natural = resolve_granularity(op.type, op.attrs, 1, PerChannel(), shape)
-    return isinstance(granularity, PerTensor) or granularity == natural

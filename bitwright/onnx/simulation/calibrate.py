@@ -23,7 +23,7 @@ iteration, and a branch that was not taken contributes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -85,6 +85,78 @@ class _Session:
 
 
 @dataclass(eq=False)
+class _Sessions:
+    """Sessions that are kept for the batches to come, their weights in a quarter of the budget.
+
+    Attributes:
+        budget: bytes of activations and of these weights.
+        weights: bytes in one session.
+        kept: what a run fetches -> its session.
+    """
+
+    budget: int
+    weights: int
+    kept: dict[tuple[Any, ...], _Session] = field(default_factory=dict)
+
+    @property
+    def _room(self) -> int:
+        """The part of the budget for the weights of sessions that are kept beside the one that runs."""
+        part = self.budget // 4
+        return part if self.weights <= part else 0
+
+    def make_room(self, runs: int) -> None:
+        """Let sessions go until one more may come: those of other shapes first, then the one that ran last.
+
+        Groups come round in the same order with every batch, so what ran last is needed last.
+        """
+        beside = min(self._room // max(1, self.weights), _KEPT - 1)
+        if len(self.kept) <= beside:
+            return
+        for key in [key for key, session in self.kept.items() if session.used < runs - 1]:
+            del self.kept[key]
+        while len(self.kept) > beside:
+            self.kept.popitem()
+        return_memory()
+
+    def groups(self, sizes: Mapping[Tap, int]) -> list[tuple[Tap, ...]]:
+        """The taps in runs that stay within the budget together with the sessions that are kept; at least one run."""
+        groups: list[list[Tap]] = [[]]
+        held, room = 0, self.budget
+        if sum(sizes.values()) > room:
+            room -= self._room
+        for tap, size in sizes.items():
+            if held and held + size > room:
+                groups.append([])
+                held = 0
+            groups[-1].append(tap)
+            held += size
+        return [tuple(group) for group in groups]
+
+
+@dataclass(eq=False)
+class _Sizes:
+    """Bytes that fetching a tensor takes, by the shapes of the feeds."""
+
+    instrument: Instrument
+    open: Callable[[ir.Model], Any]
+    known: dict[tuple[Any, ...], dict[Tap, int]] = field(default_factory=dict)
+
+    def of(self, taps: Sequence[Tap], feeds: Feeds) -> dict[Tap, int]:
+        """From the shapes in the model, else measured in a run of its own. An input takes none, it is there already."""
+        known = self.known.setdefault(tuple((name, array.shape) for name, array in feeds.items()), {})
+        new = [tap for tap in taps if tap not in known]
+        symbols = self.instrument.symbols(feeds)
+        static = {tap: 0 if tap.value.is_graph_input() else static_bytes(tap.value, symbols) for tap in new}
+        unknown = [tap for tap, size in static.items() if size is None]
+        known.update((tap, size) for tap, size in static.items() if size is not None)
+        if unknown:
+            counts = self.instrument.sizing([tap.value for tap in unknown], self.open).run(None, feeds)
+            sizes = (int(n) * itemsize(tap.value) for n, tap in zip(counts, unknown, strict=True))
+            known.update(zip(unknown, sizes, strict=True))
+        return {tap: known[tap] for tap in taps}
+
+
+@dataclass(eq=False)
 class Calibrator:
     """Runs batches and fills the statistics of quantizers.
 
@@ -106,15 +178,13 @@ class Calibrator:
     channels: Mapping[str, ChannelWatch] = field(default_factory=dict)
     runs: int = 0
     specs: tuple[InputSpec, ...] = field(init=False)
-    _sessions: dict[tuple[Any, ...], _Session] = field(default_factory=dict)
-    _sizes: dict[tuple[Any, ...], dict[Tap, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         model = self.simulation.model
         self.specs = input_specs(model)
         self._outputs = [str(v.name) for v in model.graph.outputs]
         self._instrument = Instrument(model)
-        self.taps = self._find_taps()
+        self.taps = _find_taps(self.simulation, self.quantizers, self.channels, self._instrument)
         self._reduced = [tap for tap in self.taps if tap.scalars]
         self._fetched = [tap for tap in self.taps if not tap.scalars]
         self._summed = [i for i, tap in enumerate(self._reduced) if tap.total is not None]
@@ -122,44 +192,20 @@ class Calibrator:
         self._joined = self._instrument.join(
             [*zip(*(tap.scalars for tap in self._reduced), strict=True), totals]
         )
-        self._in_order = self._graph_order()
+        place = {value: i for i, node in enumerate(model.graph.all_nodes()) for value in node.outputs}
+        # as the model runs: what a proof rests on comes before it
+        self._in_order = sorted(
+            range(len(self._reduced)), key=lambda i: place.get(self._reduced[i].value, -1)
+        )
         self._bounds = _Bounds.of(len(self._reduced))
         self._followed = dict.fromkeys((tap for tap in self.taps if tap.followed), True)
         self._changes = 0  # how often a tap was told to look at more
         self._settled = False  # whether a batch has shown which channels may be constant
-        self._weights = weight_bytes(model)
-
-    def _find_taps(self) -> list[Tap]:
-        main = self.simulation.model.graph
-        entered = list(self._entered())
-        bounded = finite_proofs(
-            main, {v for _, q, v, graph in entered if graph is main and is_reducible(q, v)}
+        self._sessions = _Sessions(self.budget, weight_bytes(model))
+        self._sizes = _Sizes(
+            self._instrument,
+            partial(open_session, providers=self.providers, threads=self.threads, order="frugal"),
         )
-        found: dict[tuple[int, ir.Value, ir.Graph], Tap] = {}
-        for site, quantizer, value, graph in entered:
-            key = (id(quantizer), value, graph)
-            watch = self.channels.get(site, ChannelWatch())
-            if key in found:
-                found[key].times += 1
-            else:
-                axis = None if watch.place is None else watch.place.axis
-                proof = bounded.get(value) if graph is main else None
-                found[key] = self._instrument.tap(quantizer, value, graph, axis, proof)
-            found[key].watches.append(watch)
-        return list(found.values())
-
-    def _entered(self) -> Iterator[tuple[str, Quantizer, ir.Value, ir.Graph]]:
-        """Every watched site, its quantizer, and a tensor that enters it with the graph in which it stands."""
-        for site, places in self.simulation.taps.items():
-            quantizer = self.quantizers.get(site)
-            if quantizer is not None and _is_watched(quantizer):
-                yield from ((site, quantizer, value, graph) for value, graph in places)
-
-    def _graph_order(self) -> list[int]:
-        """The reduced taps as the model runs: what a proof rests on comes before it."""
-        nodes = self.simulation.model.graph.all_nodes()
-        place = {value: i for i, node in enumerate(nodes) for value in node.outputs}
-        return sorted(range(len(self._reduced)), key=lambda i: place.get(self._reduced[i].value, -1))
 
     def _settle(self) -> None:
         """From now on look at those channels only of which another batch can still tell something, if looking costs much."""
@@ -214,14 +260,14 @@ class Calibrator:
     def _watch(self, feeds: Feeds, where: str) -> list[Array]:
         outputs: list[Array] = []
         try:
-            groups = self._groups(self._tap_sizes(feeds))
+            groups = self._sessions.groups(self._sizes.of(self._fetched, feeds))
             for i, group in enumerate(groups):
                 found = self._session(group, first=i == 0, arena=len(groups) == 1).run(feeds)
                 if i == 0:
                     outputs, found = found[: len(self._outputs)], found[len(self._outputs) :]
                     scalars, found = found[: len(self._joined)], found[len(self._joined) :]
                     ends, found = self._split(found)
-                self._read_arrays(group, found, feeds)
+                _count(group, found, feeds, Tap.observe)
             odd = self._read_scalars(scalars, feeds)  # may take runs of its own
             self._read_channels({t: ends[t] for t in ends.keys() - set(odd)}, scalars, feeds)
         except BitwrightError:
@@ -303,62 +349,28 @@ class Calibrator:
         """Fetch reduced tensors of the same batch."""
         for tap in taps:
             tap.settle()
-        for group in self._groups(self._tap_sizes(feeds, taps)) if taps else ():
+        for group in self._sessions.groups(self._sizes.of(taps, feeds)) if taps else ():
             given = all(
                 tap.value.is_graph_input() for tap in group
             )  # no run needed: they came with the batch
             found = [] if given else self._session(group, first=False, arena=False, whole=True).run(feeds)
-            self._read_arrays(group, found, feeds, see)
+            _count(group, found, feeds, see)
 
-    def _read_arrays(
-        self,
-        group: Sequence[Tap],
-        found: list[Array],
-        feeds: Feeds,
-        see: Callable[[Tap, Array], None] | None = None,
-    ) -> None:
-        """Count the tensors of one run; ``found`` gives up each once it is counted, so that nothing waits for the next."""
-        found.reverse()
-        for tap in group:
-            name = str(tap.value.name)
-            (see or Tap.observe)(tap, feeds[name] if name in feeds else found.pop())
-        assert not found, "more was fetched than is watched"
-
-    # -- sessions and memory
+    # -- sessions
 
     def _session(self, arrays: Sequence[Tap], *, first: bool, arena: bool, whole: bool = False) -> _Session:
         """The session for a run; a few are kept for the batches to come. ``whole``: channels are looked at in the tensors."""
         key = (tuple(map(id, arrays)), first, arena, whole)
-        found = self._sessions.pop(key, None)
+        found = self._sessions.kept.pop(key, None)
         if found is None or found.state != (self._changes, self._followed):
             narrowed = found is not None and found.state[0] == self._changes
             before = replace(found.watching, session=None) if found is not None and narrowed else None
             found = None  # its memory goes before another one takes its own
-            self._make_room()
+            self._sessions.make_room(self.runs)
             found = self._open(arrays, first=first, arena=arena, whole=whole, before=before)
         found.used = self.runs
-        self._sessions[key] = found
+        self._sessions.kept[key] = found
         return found
-
-    def _make_room(self) -> None:
-        """Let sessions go until one more may come: those of other shapes first, then the one that ran last.
-
-        Groups come round in the same order with every batch, so what ran last is needed last.
-        """
-        beside = min(self._kept_bytes // max(1, self._weights), _KEPT - 1)
-        if len(self._sessions) <= beside:
-            return
-        for key in [key for key, session in self._sessions.items() if session.used < self.runs - 1]:
-            del self._sessions[key]
-        while len(self._sessions) > beside:
-            self._sessions.popitem()
-        return_memory()
-
-    @property
-    def _kept_bytes(self) -> int:
-        """The part of the budget for the weights of sessions that are kept beside the one that runs."""
-        part = self.budget // 4
-        return part if self._weights <= part else 0
 
     def _open(
         self,
@@ -402,46 +414,47 @@ class Calibrator:
         free = {str(tap.value.name) for tap in fetched if tap.value not in ordered}
         return free.difference(self._outputs)
 
-    def _groups(self, sizes: Mapping[Tap, int]) -> list[tuple[Tap, ...]]:
-        """The taps in runs that stay within the budget together with the sessions that are kept; at least one run."""
-        groups: list[list[Tap]] = [[]]
-        held, room = 0, self.budget
-        if sum(sizes.values()) > room:
-            room -= self._kept_bytes
-        for tap, size in sizes.items():
-            if held and held + size > room:
-                groups.append([])
-                held = 0
-            groups[-1].append(tap)
-            held += size
-        return [tuple(group) for group in groups]
 
-    def _tap_sizes(self, feeds: Feeds, taps: Sequence[Tap] | None = None) -> dict[Tap, int]:
-        """Bytes that fetching every tensor takes: from the shapes in the model, else measured in a run of its own.
+def _find_taps(
+    simulation: Simulation,
+    quantizers: Mapping[str, Quantizer],
+    channels: Mapping[str, ChannelWatch],
+    instrument: Instrument,
+) -> list[Tap]:
+    """A tap for every tensor that enters a watched site, one for all sites of a quantizer."""
+    main, entered = simulation.model.graph, _entered(simulation, quantizers)
+    bounded = finite_proofs(main, {v for _, q, v, graph in entered if graph is main and is_reducible(q, v)})
+    found: dict[tuple[int, ir.Value, ir.Graph], Tap] = {}
+    for site, quantizer, value, graph in entered:
+        key = (id(quantizer), value, graph)
+        watch = channels.get(site, ChannelWatch())
+        if key in found:
+            found[key].times += 1
+        else:
+            axis = None if watch.place is None else watch.place.axis
+            proof = bounded.get(value) if graph is main else None
+            found[key] = instrument.tap(quantizer, value, graph, axis, proof)
+        found[key].watches.append(watch)
+    return list(found.values())
 
-        An input takes none, it is there already.
-        """
-        taps = self._fetched if taps is None else taps
-        shapes = tuple((name, array.shape) for name, array in feeds.items())
-        known = self._sizes.setdefault(shapes, {})
-        new = [tap for tap in taps if tap not in known]
-        symbols = self._instrument.symbols(feeds)
-        static = {tap: 0 if tap.value.is_graph_input() else static_bytes(tap.value, symbols) for tap in new}
-        unknown = [tap for tap, size in static.items() if size is None]
-        known.update((tap, size) for tap, size in static.items() if size is not None)
-        known.update(zip(unknown, self._measure(unknown, feeds), strict=True))
-        return {tap: known[tap] for tap in taps}
 
-    def _measure(self, taps: Sequence[Tap], feeds: Feeds) -> list[int]:
-        if not taps:
-            return []
-        session = self._instrument.sizing(
-            [tap.value for tap in taps],
-            lambda model: open_session(model, self.providers, threads=self.threads, order="frugal"),
-        )
-        counts = session.run(None, feeds)
-        return [int(n) * itemsize(tap.value) for n, tap in zip(counts, taps, strict=True)]
+def _entered(
+    simulation: Simulation, quantizers: Mapping[str, Quantizer]
+) -> list[tuple[str, Quantizer, ir.Value, ir.Graph]]:
+    """Every watched site, its quantizer, and a tensor that enters it with the graph in which it stands."""
+    watched = {site: quantizer for site, quantizer in quantizers.items() if _is_watched(quantizer)}
+    places = ((site, place) for site, found in simulation.taps.items() if site in watched for place in found)
+    return [(site, watched[site], *place) for site, place in places]
 
 
 def _is_watched(quantizer: Quantizer) -> bool:
     return quantizer.enabled and not quantizer.frozen and not quantizer.is_fixed
+
+
+def _count(group: Sequence[Tap], found: list[Array], feeds: Feeds, see: Callable[[Tap, Array], None]) -> None:
+    """Count the tensors of one run; ``found`` gives up each once it is counted, so that nothing waits for the next."""
+    found.reverse()
+    for tap in group:
+        name = str(tap.value.name)
+        see(tap, feeds[name] if name in feeds else found.pop())
+    assert not found, "more was fetched than is watched"

@@ -16,10 +16,12 @@ from bitwright.core.numerics.formats import (
     FloatFormat,
     Format,
     IntFormat,
+    parse_format,
 )
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor
 from bitwright.errors import FormatError, ModelError
 from bitwright.export.qdq.forms import folded_parts
+from bitwright.export.qdq.stored import is_small_float
 
 Array = NDArray[Any]
 
@@ -46,7 +48,31 @@ def fixed_number(node: ir.Node, value: ir.Value) -> Array:
     return array
 
 
-def folded_parameters(node: ir.Node, facts: dict[str, Any]) -> tuple[Array, Array | None, int]:
+def stored_constant(node: ir.Node, facts: dict[str, Any], codes: Array) -> tuple[Array, Encoding | None]:
+    """The float32 that ``node`` makes of codes, and their grid; ``None`` for that where blocks cannot say it."""
+    scale, zero, axis, block = np.ones((), np.float32), None, 0, 0
+    if node.op_type == "Mul":
+        scale, zero, axis = _folded_parameters(node, facts)
+    elif node.op_type != "Cast":
+        scale, zero, axis, block = _linear_parameters(node, codes.dtype)
+    where = codes.ndim and axis % codes.ndim
+    wide = codes.astype(np.float32)
+    if zero is not None:
+        wide -= _spread(zero.astype(np.float32), codes.shape, where, block)
+    wide *= _spread(scale, codes.shape, where, block)
+    dtype = ir.DataType.from_numpy(codes.dtype)
+    fmt: Format = parse_format(facts["format"]) if facts else _written_format(node, dtype)
+    if is_small_float(fmt) and codes.dtype.kind == "i":  # whole multiples of the smallest number
+        scale = scale / np.float32(fmt.step)
+    if isinstance(fmt, IntFormat) and zero is not None:
+        zero = unshifted(zero, fmt)
+    try:
+        return wide, encoding_of(fmt, scale, zero, axis, block, codes.ndim)
+    except ModelError:
+        return wide, None
+
+
+def _folded_parameters(node: ir.Node, facts: dict[str, Any]) -> tuple[Array, Array | None, int]:
     """Scale, zero point and axis of a constant that Cast, Sub and Mul make."""
     parts = folded_parts(node)
     assert parts is not None
@@ -56,7 +82,7 @@ def folded_parameters(node: ir.Node, facts: dict[str, Any]) -> tuple[Array, Arra
     return scale.reshape(-1) if scale.size > 1 else scale.reshape(()), zero, facts.get("axis") or 0
 
 
-def linear_parameters(node: ir.Node, kind: np.dtype[Any]) -> tuple[Array, Array | None, int, int]:
+def _linear_parameters(node: ir.Node, kind: np.dtype[Any]) -> tuple[Array, Array | None, int, int]:
     """Scale, zero point, axis and length of blocks of a QuantizeLinear or DequantizeLinear with codes of this type."""
     assert node.inputs[1] is not None
     scale = fixed_number(node, node.inputs[1]).astype(np.float32)
@@ -80,8 +106,8 @@ def written_grid(node: ir.Node) -> Encoding:
     codes = node.outputs[0] if node.op_type == "QuantizeLinear" else entry
     dtype = codes.dtype if third is None and codes is not None else None if third is None else third.dtype
     dtype = dtype or ir.DataType(node.attributes.get_int("output_dtype", 0) or int(ir.DataType.UINT8))
-    scale, zero, axis, block = linear_parameters(node, np.dtype(dtype.numpy()))
-    return encoding_of(written_format(node, dtype), scale, zero, axis, block, rank_of(entry))
+    scale, zero, axis, block = _linear_parameters(node, np.dtype(dtype.numpy()))
+    return encoding_of(_written_format(node, dtype), scale, zero, axis, block, rank_of(entry))
 
 
 def encoding_of(
@@ -108,7 +134,7 @@ def rank_of(value: ir.Value | None) -> int | None:
     return None if value is None or value.shape is None else len(value.shape)
 
 
-def written_format(node: ir.Node, dtype: ir.DataType) -> Format:
+def _written_format(node: ir.Node, dtype: ir.DataType) -> Format:
     """The number format of codes of this type.
 
     Raises:
@@ -151,7 +177,7 @@ def _constant_along(array: Array, axis: int) -> bool:
     return bool((array == array.take([0], axis)).all())
 
 
-def spread(param: Array, shape: tuple[int, ...], axis: int, block: int) -> Array:
+def _spread(param: Array, shape: tuple[int, ...], axis: int, block: int) -> Array:
     """A scale or zero point as long as a tensor of ``shape``, or with axes of length one."""
     if block:
         return np.repeat(param, block, axis)[tuple(slice(0, n) for n in shape)]

@@ -155,14 +155,14 @@ def test_memory_is_bounded_by_runs_of_groups():
     calibrator = make_calibrator(sim)
     feeds = batches(1)[0]
     calibrator.run(feeds)
-    sizes = calibrator._tap_sizes(feeds)
-    groups = calibrator._groups(sizes)
+    sizes = calibrator._sizes.of(calibrator._fetched, feeds)
+    groups = calibrator._sessions.groups(sizes)
     assert len(groups) > 1
     assert all(len(group) == 1 or sum(sizes[t] for t in group) <= 1600 for group in groups)
-    assert (len(calibrator._sessions) - 1) * calibrator._weights <= 1600
+    assert (len(calibrator._sessions.kept) - 1) * calibrator._sessions.weights <= 1600
     frugal = make_calibrator(simulate(deep(), "percentile", memory_budget=0))
     frugal.run(feeds)
-    assert len(frugal._sessions) == 1
+    assert len(frugal._sessions.kept) == 1
 
 
 class Held:
@@ -196,15 +196,15 @@ class Held:
 def test_sessions_are_kept_in_a_quarter_of_the_budget(monkeypatch):
     budget, feeds = 20_000, batches(1, (12, 3, 8, 8))[0]
     calibrator = make_calibrator(simulate(deep(), "percentile", memory_budget=budget))
-    weights, opened = calibrator._weights, []
-    sizes = calibrator._tap_sizes(feeds)
-    groups = calibrator._groups(sizes)
+    weights, opened = calibrator._sessions.weights, []
+    sizes = calibrator._sizes.of(calibrator._fetched, feeds)
+    groups = calibrator._sessions.groups(sizes)
     assert 2 * weights <= budget // 4 < 3 * weights and len(groups) > 4
     assert all(len(group) == 1 or sum(sizes[t] for t in group) <= budget - budget // 4 for group in groups)
     open_ = calibrator._open
 
     def counted(*args: Any, **options: Any) -> Any:
-        assert len(calibrator._sessions) * weights <= budget // 4
+        assert len(calibrator._sessions.kept) * weights <= budget // 4
         opened.append(args)
         return open_(*args, **options)
 
@@ -217,7 +217,7 @@ def test_sessions_are_kept_in_a_quarter_of_the_budget(monkeypatch):
     wide = {"x": np.concatenate([feeds["x"]] * 2)}
     for _ in range(3):
         calibrator.run(wide)
-    assert all(session.used >= 3 for session in calibrator._sessions.values()), "other shapes made way"
+    assert all(session.used >= 3 for session in calibrator._sessions.kept.values()), "other shapes made way"
 
 
 @pytest.mark.parametrize("budget", [1600, 3200])
@@ -229,7 +229,7 @@ def test_the_tensors_of_one_run_are_gone_before_the_next(monkeypatch, budget):
     # minima and maxima, 2 samples, 3 channels: they wait for their tensors, in whatever run these come
     kept = outputs + 4 * sum(tap.channels != () for tap in calibrator.taps) * 2 * 2 * 3
     assert set(held.before[1:]) <= {outputs, kept}, "the caller is given the outputs, all else is counted"
-    largest = max(calibrator._tap_sizes(feeds).values())
+    largest = max(calibrator._sizes.of(calibrator._fetched, feeds).values())
     assert held.most <= kept + max(budget, largest)
 
 
@@ -254,7 +254,7 @@ def test_what_a_session_freed_goes_back_before_the_next_is_opened(monkeypatch):
     open_ = calibrator._open
 
     def opened(*args: Any, **options: Any) -> Any:
-        assert not calibrator._sessions
+        assert not calibrator._sessions.kept
         steps.append("open")
         return open_(*args, **options)
 
@@ -272,14 +272,14 @@ def test_inputs_that_are_not_finite_need_no_run_of_their_own():
     vectors = [np.float32([np.inf]), np.float32([-np.inf]), np.int64([384]), np.float32([np.nan])]
     calibrator._bounds = calibrator._bounds.of(1)
     calibrator._read_scalars(vectors, feeds)
-    assert not calibrator._sessions
+    assert not calibrator._sessions.kept
     assert calibrator._reduced[0].quantizer.statistics.nan_count == 384
 
 
 def test_tensors_that_are_not_finite_are_fetched_together():
     calibrator = make_calibrator(simulate(small()))
     calibrator.run({"x": np.full((2, 3, 8, 8), np.nan, np.float32)})
-    assert len(calibrator._reduced) > 2 and len(calibrator._sessions) == 2
+    assert len(calibrator._reduced) > 2 and len(calibrator._sessions.kept) == 2
     seen = [tap.quantizer.statistics for tap in calibrator._reduced]
     assert all(isinstance(s, MinMax) and s.count == 0 and s.nan_count > 0 for s in seen[:2])
 
