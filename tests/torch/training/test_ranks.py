@@ -49,6 +49,7 @@ def test_two_ranks_find_the_encodings_of_one(calibrations: Found) -> None:
     assert set(calibrations["tf_enhanced 2"]) == set(calibrations["tf_enhanced 1"])
 
 
+@pytest.mark.slow
 def test_a_nan_on_one_rank_is_an_error_on_all_and_leaves_the_earlier_encodings(calibrations: Found) -> None:
     healthy, failing = calibrations["nan"]
     assert healthy.startswith(
