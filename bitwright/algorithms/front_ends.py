@@ -63,7 +63,7 @@ class Repairable(ABC):
 
 
 class FrontEnd(ABC):
-    """The module of a front end that opens models and simulations for methods.
+    """What opens models and simulations of a front end for methods; one object each.
 
     Attributes:
         knows_shapes: whether models say what shape their inputs have.

@@ -165,9 +165,8 @@ class OnnxFrontEnd(FrontEnd):
         Raises:
             ConfigError: ``forward_fn`` is given.
         """
-        from bitwright.onnx.adapters.program import (
-            OnnxSimulation,
-        )  # on torch, which not every user of ONNX has
+        # on torch, which not every user of ONNX has
+        from bitwright.onnx.adapters.program import OnnxSimulation
 
         if forward_fn is not None:
             raise ConfigError(
@@ -188,6 +187,9 @@ class OnnxFrontEnd(FrontEnd):
     def simulated_outputs(self, sim: QuantizationSimModel, batch: Any) -> list[Array]:
         """As the base class says."""
         return [np.asarray(y, np.float64) for y in sim.run(batch) if _is_float(y)]
+
+
+FRONT_END = OnnxFrontEnd()
 
 
 def _is_float(output: Any) -> bool:

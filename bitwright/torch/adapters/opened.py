@@ -192,6 +192,9 @@ class TorchFrontEnd(FrontEnd):
         return [t.double().cpu().numpy() for _, t in outputs if t.is_floating_point()]
 
 
+FRONT_END = TorchFrontEnd()
+
+
 def example_input(model: nn.Module, shapes: Any, function: str) -> Any:
     """Random inputs of the shapes given, in the model's dtype.
 
