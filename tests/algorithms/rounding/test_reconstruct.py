@@ -638,7 +638,6 @@ def test_the_learning_rate_falls_by_factors_that_compound():
     """Under a gradient that stays the same a step of Adam is as long as its learning rate."""
     place = torch.zeros(1, requires_grad=True)
     rounding = SimpleNamespace(
-        anneals=False,
         parameters=lambda: [{"params": [place], "factor": 0.5}],
         soft=lambda weight=0.0, beta=2.0: place,
     )
