@@ -248,7 +248,7 @@ class Correctable(ABC):
 
     @abstractmethod
     def param(self, name: str) -> Array:
-        """The value of a parameter, float32."""
+        """The value of a parameter, float32; a copy."""
 
     @abstractmethod
     def set_param(self, name: str, value: Array) -> None:

@@ -51,7 +51,7 @@ class OnnxCorrectable(Correctable):
 
     def param(self, name: str) -> Array:
         """An initializer."""
-        return np.asarray(self.sim.marked.graph.initializers[name].const_value.numpy(), np.float32)  # type: ignore[union-attr]
+        return np.array(self.sim.marked.graph.initializers[name].const_value.numpy(), np.float32)  # type: ignore[union-attr]
 
     def set_param(self, name: str, value: Array) -> None:
         """In the simulation, whose sessions are made anew."""

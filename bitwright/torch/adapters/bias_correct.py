@@ -101,7 +101,7 @@ class TorchCorrectable(Correctable):
 
     def param(self, name: str) -> Array:
         """A parameter or buffer."""
-        return self.sim._interceptor.named_tensor(name).detach().float().cpu().numpy()
+        return np.array(self.sim._interceptor.named_tensor(name).detach().float().cpu().numpy())
 
     def set_param(self, name: str, value: Array) -> None:
         """In place."""
