@@ -10,7 +10,6 @@ import onnx
 import onnx_ir as ir
 
 from bitwright.algorithms.bias_correct import QuantParams
-from bitwright.algorithms.channels.trial import Reversible
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.algorithms.front_ends import FrontEnd, Opened, Repairable
 from bitwright.comparison.saturation import SaturationReport
@@ -72,11 +71,6 @@ class OnnxOpened(Opened):
         report = _folded(self.loaded, known and self.example, self._providers, progress, known)
         self.view = self._view()
         return report
-
-    def finish(self, report: Reversible) -> None:
-        """Make the change final and write it into what the caller gave."""
-        report.keep()
-        self.give_back()
 
     def give_back(self) -> None:
         """Write the model as it stands into what the caller gave."""
