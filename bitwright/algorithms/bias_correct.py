@@ -28,8 +28,10 @@ from bitwright.algorithms.channels.layers import Array, Layer, Layers, Refused
 from bitwright.algorithms.channels.trial import Bar, no_bar
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.traits import TRAITS
+from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.placement.user_scheme import QuantScheme
 from bitwright.core.simulation.protocols import AddBias, FloatModel
+from bitwright.core.simulation.state import Simulation
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.tables import Tabular
 
@@ -225,9 +227,16 @@ def missing_biases(view: FloatModel) -> list[AddBias]:
 
 
 class Correctable(ABC):
-    """A simulation as bias correction sees it: float and quantized in one."""
+    """A simulation as bias correction sees it: float and quantized in one.
 
-    graph: Graph
+    Args:
+        sim: calibrated.
+        reference: of the float model whose means are the goal; the simulation itself in float by default.
+    """
+
+    def __init__(self, sim: Simulation, reference: Simulation | None = None) -> None:
+        self.sim, self.reference = sim, reference or sim
+        self.graph: Graph = sim.graph
 
     @abstractmethod
     def errors(self, layers: Sequence[Layer], batch: object) -> dict[str, tuple[Array, float]]:
@@ -238,16 +247,31 @@ class Correctable(ABC):
         """
 
     @abstractmethod
+    def param(self, name: str) -> Array:
+        """The value of a parameter, float32; a copy."""
+
+    @abstractmethod
+    def set_param(self, name: str, value: Array) -> None:
+        """Replace it; the grid of a bias follows."""
+
     def weight(self, layer: Layer) -> tuple[Array, Array]:
         """The weight of a layer, in float and as the simulation computes with it."""
+        W = self.param(layer.weight)
+        for site in self.sim.quantizers.values():
+            if site.op == layer.op and site.role == "weight":
+                live = site.enabled and site.encoding is not None
+                return W, np.asarray(fake_quantize(W, site.encoding)) if live else W
+        return W, W
 
-    @abstractmethod
     def bias(self, layer: Layer) -> Array:
         """The float bias of a layer that has one."""
+        assert layer.bias is not None
+        return self.param(layer.bias)
 
-    @abstractmethod
     def set_bias(self, layer: Layer, value: Array) -> None:
-        """Replace it; the grid of the bias follows."""
+        """Replace it; its grid follows."""
+        assert layer.bias is not None
+        self.set_param(layer.bias, value)
 
 
 @dataclass

@@ -31,9 +31,10 @@ class Opened(ABC):
     def fold(self, progress: bool) -> FoldReport:
         """Fold batch norms for good; ``view`` shows the folded model then."""
 
-    @abstractmethod
     def finish(self, report: Reversible) -> None:
         """Write a change into what the caller gave; where that cannot be undone, ``report`` says so by being kept."""
+        report.keep()
+        self.give_back()
 
     @abstractmethod
     def give_back(self) -> None:
@@ -53,9 +54,9 @@ class Repairable(ABC):
 
     ops: set[str]
 
-    @abstractmethod
     def obstacle(self, op: str) -> str | None:
-        """Why the result of an operator cannot be repaired; ``None`` when it can."""
+        """Why the result of an operator cannot be repaired; ``None`` when it can, as by default."""
+        return None
 
     @abstractmethod
     def put_in_force(self, repairs: Sequence[Repair]) -> None:
@@ -63,7 +64,7 @@ class Repairable(ABC):
 
 
 class FrontEnd(ABC):
-    """The module of a front end that opens models and simulations for methods.
+    """What opens models and simulations of a front end for methods; one object each.
 
     Attributes:
         knows_shapes: whether models say what shape their inputs have.
@@ -177,7 +178,3 @@ class Pipeline(ABC):
     @abstractmethod
     def export(self, sim: Any, path: str | Path, prefix: str, first: Any, **options: Any) -> Any:
         """Write the files."""
-
-    @abstractmethod
-    def benchmark(self, sim: Any, first: Any, **options: Any) -> Any:
-        """Measure them."""

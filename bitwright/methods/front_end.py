@@ -21,9 +21,8 @@ def front_end_of(model: Any) -> FrontEnd:
     Raises:
         ModelError: it is of neither.
     """
-    name = _name_of(model)
-    module = importlib.import_module(f"bitwright.{name}.adapters.opened")
-    return cast(FrontEnd, getattr(module, f"{name.title()}FrontEnd")())
+    module = importlib.import_module(f"bitwright.{_name_of(model)}.adapters.opened")
+    return cast(FrontEnd, module.FRONT_END)
 
 
 def health_check_of(model: Any) -> Callable[..., HealthReport]:

@@ -211,7 +211,7 @@ def quantize(
         metrics["quantized"] = checked_metric("quantized", found)
     write = partial(pipeline.export, runner.sim, prefix=filename_prefix, first=first, **form)
     exported = _written(write, path, target if measure_speed else None)
-    measured = pipeline.benchmark(runner.sim, first, **form) if benchmark else None
+    measured = runner.sim.benchmark(**form) if benchmark else None
     return Result(runner.sim, methods.folds, exported, metrics, report, measured, repaired, methods.stem)
 
 

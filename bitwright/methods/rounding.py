@@ -102,7 +102,7 @@ def apply_reconstruction(
         seed=seed,
         memory_budget=memory_budget,
         spill_dir=None if spill_dir is None else str(spill_dir),
-        cache=None if finished is None else Cache(finished.get, finished.put),
+        cache=Cache() if finished is None else Cache(finished.get, finished.put),
         progress=lambda units: bar(units, method, progress),
     )
 

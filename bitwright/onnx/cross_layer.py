@@ -13,7 +13,7 @@ from bitwright.algorithms.scaling import equalize as equalization
 from bitwright.algorithms.scaling.equalize import EqualizeReport
 from bitwright.errors import ModelError, checks_arguments
 from bitwright.methods.channels import equalize_bn_folded_model
-from bitwright.onnx.adapters.opened import Model, OnnxFrontEnd
+from bitwright.onnx.adapters.opened import Model, OnnxOpened
 from bitwright.progress import progress as bar
 
 
@@ -57,7 +57,7 @@ class CrossLayerScaling:
         Raises (and leaves the model as it was):
             ModelError: neighbours of a set cannot be equalized, with the reason; or the model cannot be read or run.
         """
-        opened = OnnxFrontEnd().open_model(self.model, None, None, "scale_cls_sets", None)
+        opened = OnnxOpened(self.model, None, "scale_cls_sets", None)
         links = [tuple(itertools.pairwise(cls_set)) for cls_set in cls_sets]
         wanted = {link for several in links for link in several}
         report = equalization.equalize(opened.view, only=wanted, bar=partial(bar, enabled=progress))
@@ -110,7 +110,7 @@ class HighBiasFold:
             ModelError: the model cannot be read or run.
         """
         moments = bn_layers.moments if isinstance(bn_layers, FoldReport) else bn_layers
-        opened = OnnxFrontEnd().open_model(self.model, None, None, "bias_fold", None)
+        opened = OnnxOpened(self.model, None, "bias_fold", None)
         equalization.absorb_biases(cls_set_info_list, moments, opened.view)
         opened.finish(cls_set_info_list)
         return cls_set_info_list

@@ -15,7 +15,6 @@ from bitwright.onnx.model.data import as_feeds, input_specs
 from bitwright.onnx.model.load import Loaded, Source, load_model
 from bitwright.onnx.model.session import Providers, open_session
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
-from bitwright.runtimes.benchmark import BenchmarkReport
 from bitwright.runtimes.outputs import one_array
 
 
@@ -78,10 +77,6 @@ class OnnxPipeline(Pipeline):
     ) -> Exported:
         """Files."""
         return sim.export(path, prefix, **options)
-
-    def benchmark(self, sim: QuantizationSimModel, first: Any, **options: Any) -> BenchmarkReport:
-        """On what the simulation keeps as example."""
-        return sim.benchmark(**options)
 
 
 def _arrays(outputs: Iterable[Any]) -> list[Array]:

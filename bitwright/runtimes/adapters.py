@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.errors import BitwrightError, ConfigError, ExportError, close_matches
-from bitwright.runtimes.litert import open_litert
+from bitwright.runtimes.litert import session_of
 
 Array = NDArray[Any]
 
@@ -147,9 +147,8 @@ def _openvino_kernels(compiled: Any) -> Iterator[tuple[str, str]]:
 
 
 def _open_litert(path: Path, threads: int, reference: bool) -> Session:
-    return Session(
-        open_litert(path, threads, reference).run
-    )  # the interpreter does not tell what computes an operator
+    found = session_of(path.read_bytes(), threads=threads or os.cpu_count() or 1, reference=reference)
+    return Session(found.run)  # the interpreter does not tell what computes an operator
 
 
 # ----------------------------------------------------------------------------------------------------- the table

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,11 +45,6 @@ class LitertSession:
             for made in run.get_output_details()
             if outputs is None or made["name"] in outputs
         }
-
-
-def open_litert(path: Path, threads: int, reference: bool) -> LitertSession:
-    """A session of the file at ``path``; 0 threads are all."""
-    return session_of(path.read_bytes(), threads=threads or os.cpu_count() or 1, reference=reference)
 
 
 def session_of(

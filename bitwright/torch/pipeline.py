@@ -11,7 +11,6 @@ from torch import nn
 
 from bitwright.algorithms.front_ends import Pipeline
 from bitwright.errors import ConfigError
-from bitwright.runtimes.benchmark import BenchmarkReport
 from bitwright.torch.calls.batches import outputs_of, refuse_providers
 from bitwright.torch.simulation.adopt import require_module
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
@@ -76,7 +75,3 @@ class TorchPipeline(Pipeline):
     ) -> Exported:
         """The batch axis is free unless the module forbids it."""
         return sim.export(path, prefix, first, dynamic_batch="auto", **options)
-
-    def benchmark(self, sim: QuantizationSimModel, first: Any, **options: Any) -> BenchmarkReport:
-        """On the example input."""
-        return sim.benchmark(first, **options)

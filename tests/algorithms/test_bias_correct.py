@@ -220,6 +220,18 @@ def test_the_analytic_form_needs_no_data_where_batch_norms_tell():
     assert "computed" in str(report)
 
 
+def test_what_was_computed_is_taken_back_where_measuring_fails():
+    model, x = net(), images()
+    sim = simulated(model, x)
+    kept = [layer.bias.detach().clone() for layer in sim.model if hasattr(layer, "bias")]
+    moments = {"0": (np.full(8, 0.5), np.ones(8))}
+    computed = apply_bias_correction(simulated(model, x), [x], moments=moments).analytic
+    assert computed == {"2"}
+    with pytest.raises(CalibrationError, match="0: the mean of its output channel 0 is NaN or infinite"):
+        apply_bias_correction(sim, [torch.full_like(x, float("nan"))], moments=moments)
+    assert all(map(torch.equal, (layer.bias for layer in sim.model if hasattr(layer, "bias")), kept))
+
+
 def test_few_samples_are_warned_about(caplog):
     model, x = net(), images(8)
     apply_bias_correction(simulated(model, x), [x])

@@ -88,8 +88,6 @@ class AdaptiveRounding:
         grid: where they may go.
     """
 
-    anneals = True
-
     def __init__(self, w: Tensor, grid: Grid) -> None:
         self.grid = grid
         ratio = w / grid.scale

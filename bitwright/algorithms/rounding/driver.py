@@ -115,15 +115,15 @@ Units = Callable[[Walk, Sequence[str]], Sequence[Unit]]
 
 @dataclass(frozen=True)
 class Cache:
-    """Where finished layers are kept between runs.
+    """Where finished layers are kept between runs; nowhere by default.
 
     Attributes:
         get: key -> what was kept under it; ``None`` where nothing was.
         put: keeps arrays under a key, whole or not at all.
     """
 
-    get: Callable[[str], dict[str, NDArray[Any]] | None]
-    put: Callable[[str, Mapping[str, NDArray[Any]]], None]
+    get: Callable[[str], dict[str, NDArray[Any]] | None] = lambda key: None
+    put: Callable[[str, Mapping[str, NDArray[Any]]], None] = lambda key, arrays: None
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def apply(
     seed: int = 0,
     memory_budget: int | None = None,
     spill_dir: str | None = None,
-    cache: Cache | None = None,
+    cache: Cache = Cache(),
     settings: str = "",
     progress: Callable[[Sequence[Unit]], Iterable[Unit]] = lambda items: items,
 ) -> RoundingReport:
@@ -396,17 +396,16 @@ def _treat(
     unit: Unit,
     layers: Sequence[Layer],
     method: Method,
-    cache: Cache | None,
+    cache: Cache,
     key: str,
     seed: int,
     undos: list[Undo],
 ) -> list[Choice]:
     """Choose the weights of one unit and put them into effect; ``undos`` gains how to undo them."""
-    choices = None if cache is None else _known(cache, key, layers, walk.model)
+    choices = _known(cache, key, layers, walk.model)
     if choices is None:
         choices = _chosen(walk, unit, layers, method, seed)
-        if cache is not None:
-            cache.put(key, {k: v for i, c in enumerate(choices) for k, v in _packed(c, i).items()})
+        cache.put(key, {k: v for i, c in enumerate(choices) for k, v in _packed(c, i).items()})
     for choice, layer in zip(choices, layers, strict=True):
         undos.append(_undo_of(walk, layer, weight=choice.weight is not None))
         site = walk.model.sites()[layer.site]

@@ -23,8 +23,6 @@ class LearnedDivision:
         grid: where they may go; its scale is learned per row where every row has scales of its own.
     """
 
-    anneals = False
-
     def __init__(self, w: Tensor, grid: Grid) -> None:
         self.w, self.grid = w, grid
         self.element = torch.zeros_like(w).requires_grad_()
@@ -47,10 +45,6 @@ class LearnedDivision:
         ratio = self._ratio(scale)
         codes = ratio + (ratio.round() - ratio).detach()
         return torch.clamp(codes, self.grid.lo, self.grid.hi) * scale
-
-    def undecided(self) -> float:
-        """None is ever between two codes."""
-        return 0.0
 
     @torch.no_grad()
     def hard(self) -> tuple[Tensor, Grid]:

@@ -126,7 +126,7 @@ def optimise(
         [{"params": g["params"], "lr": lr * g["factor"]} for g in groups], fused=True
     )
     count = sum(r.soft().numel() for r in roundings)
-    anneals = all(r.anneals for r in roundings)
+    anneals = all(isinstance(r, AdaptiveRounding) for r in roundings)
     weight, beta = 0.0, 2.0
     for i in range(settings.iterations):
         done = i / settings.iterations
@@ -147,8 +147,8 @@ def optimise(
 
 
 def _all_decided(roundings: Sequence[Rounding]) -> bool:
-    """Whether more iterations would change no weight; those of roundings that do not anneal are never decided."""
-    return not any(not r.anneals or r.undecided() for r in roundings)
+    """Whether more iterations would change no weight; a learned division is never decided."""
+    return all(isinstance(r, AdaptiveRounding) and not r.undecided() for r in roundings)
 
 
 def _regulariser(settings: Settings, done: float, count: int) -> tuple[float, float]:

@@ -91,7 +91,7 @@ def choose_weights(
     seed: int = 0,
     memory_budget: int | None = None,
     spill_dir: str | None = None,
-    cache: Cache | None = None,
+    cache: Cache = Cache(),
     progress: Callable[[Sequence[Unit]], Iterable[Unit]] = lambda items: items,
 ) -> RoundingReport:
     """Carry out ``method`` on a simulation; see :func:`bitwright.algorithms.rounding.driver.apply`.

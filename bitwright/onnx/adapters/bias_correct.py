@@ -10,8 +10,6 @@ import onnx_ir as ir
 
 from bitwright.algorithms.bias_correct import Correctable
 from bitwright.algorithms.channels.layers import Array, Layer
-from bitwright.core.graph.graph import Graph
-from bitwright.core.numerics.affine import fake_quantize
 from bitwright.export.qdq.markers import Names, Outputs, move_uses
 from bitwright.onnx.model.data import as_feeds
 from bitwright.onnx.model.session import open_session
@@ -24,16 +22,11 @@ class OnnxCorrectable(Correctable):
 
     The float model returns the mean of every layer's channels; the quantized one takes them as inputs, subtracts the
     difference from the layer's output and returns it. Both are made once.
-
-    Args:
-        sim: calibrated.
-        reference: of the float model whose means are the goal; the simulation itself in float by default.
     """
 
-    def __init__(self, sim: QuantizationSimModel, reference: QuantizationSimModel | None = None) -> None:
-        self.sim, self.reference = sim, reference or sim
-        self.graph: Graph = sim.graph
-        self._sessions: tuple[Any, Any] | None = None
+    sim: QuantizationSimModel
+    reference: QuantizationSimModel
+    _sessions: tuple[Any, Any] | None = None
 
     def errors(self, layers: Sequence[Layer], batch: object) -> dict[str, tuple[Array, float]]:
         """As the base class says; a session each."""
@@ -56,27 +49,13 @@ class OnnxCorrectable(Correctable):
             for layer, shift in zip(layers, shifts, strict=True)
         }
 
-    def weight(self, layer: Layer) -> tuple[Array, Array]:
-        """As the protocol says."""
-        site = next(
-            (s for s in self.sim.quantizers.values() if s.op == layer.op and s.role == "weight"), None
-        )
-        W = np.asarray(self._initializer(layer.weight).const_value.numpy(), np.float32)  # type: ignore[union-attr]
-        live = site is not None and site.enabled and site.encoding is not None
-        return W, np.asarray(fake_quantize(W, site.encoding)) if live else W  # type: ignore[union-attr]
+    def param(self, name: str) -> Array:
+        """An initializer."""
+        return np.array(self.sim.marked.graph.initializers[name].const_value.numpy(), np.float32)  # type: ignore[union-attr]
 
-    def bias(self, layer: Layer) -> Array:
-        """As the protocol says."""
-        assert layer.bias is not None
-        return np.asarray(self._initializer(layer.bias).const_value.numpy(), np.float32)  # type: ignore[union-attr]
-
-    def set_bias(self, layer: Layer, value: Array) -> None:
-        """As the protocol says."""
-        assert layer.bias is not None
-        self.sim.set_parameter(layer.bias, value)
-
-    def _initializer(self, name: str) -> ir.Value:
-        return self.sim.marked.graph.initializers[name]
+    def set_param(self, name: str, value: Array) -> None:
+        """In the simulation, whose sessions are made anew."""
+        self.sim.set_parameter(name, value)
 
 
 def _name(layer: Layer) -> str:

@@ -10,7 +10,6 @@ import onnx
 import onnx_ir as ir
 
 from bitwright.algorithms.bias_correct import QuantParams
-from bitwright.algorithms.channels.trial import Reversible
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
 from bitwright.algorithms.front_ends import FrontEnd, Opened, Repairable
 from bitwright.comparison.saturation import SaturationReport
@@ -72,11 +71,6 @@ class OnnxOpened(Opened):
         report = _folded(self.loaded, known and self.example, self._providers, progress, known)
         self.view = self._view()
         return report
-
-    def finish(self, report: Reversible) -> None:
-        """Make the change final and write it into what the caller gave."""
-        report.keep()
-        self.give_back()
 
     def give_back(self) -> None:
         """Write the model as it stands into what the caller gave."""
@@ -165,9 +159,8 @@ class OnnxFrontEnd(FrontEnd):
         Raises:
             ConfigError: ``forward_fn`` is given.
         """
-        from bitwright.onnx.adapters.program import (
-            OnnxSimulation,
-        )  # on torch, which not every user of ONNX has
+        # on torch, which not every user of ONNX has
+        from bitwright.onnx.adapters.program import OnnxSimulation
 
         if forward_fn is not None:
             raise ConfigError(
@@ -188,6 +181,9 @@ class OnnxFrontEnd(FrontEnd):
     def simulated_outputs(self, sim: QuantizationSimModel, batch: Any) -> list[Array]:
         """As the base class says."""
         return [np.asarray(y, np.float64) for y in sim.run(batch) if _is_float(y)]
+
+
+FRONT_END = OnnxFrontEnd()
 
 
 def _is_float(output: Any) -> bool:

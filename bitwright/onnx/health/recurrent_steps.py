@@ -67,9 +67,6 @@ class _Context(Context):
     def recur(self, h: Array, gates: Sequence[str]) -> list[Array]:
         return [h @ self.weights[self.rows[g]].T + self.bias[self.rows[g]] for g in gates]
 
-    def project(self, h: Array) -> Array:
-        return h
-
 
 def first_bad_step(op_type: str, attrs: Mapping[str, Any], operands: Sequence[Array | None]) -> Inside | None:
     """Compute an RNN, GRU or LSTM step by step until something is not finite.

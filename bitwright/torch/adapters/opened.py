@@ -105,15 +105,11 @@ class TorchOpened(Opened):
 
 
 class TorchRepairable(Repairable):
-    """A simulation of this front end."""
+    """A simulation of this front end; what is not a floating-point tensor passes a repair unchanged."""
 
     def __init__(self, sim: QuantizationSimModel) -> None:
         self._simulator = sim._simulator
         self.ops = {plan.op for plan in self._simulator.plans.values()}
-
-    def obstacle(self, op: str) -> str | None:
-        """None: what is not a floating-point tensor passes a repair unchanged."""
-        return None
 
     def put_in_force(self, repairs: Sequence[Repair]) -> None:
         """At the calls of the operators."""
@@ -190,6 +186,9 @@ class TorchFrontEnd(FrontEnd):
         with torch.no_grad(), evaluation(sim.model):
             outputs = flatten_tensors(sim.model(*args, **kwargs))
         return [t.double().cpu().numpy() for _, t in outputs if t.is_floating_point()]
+
+
+FRONT_END = TorchFrontEnd()
 
 
 def example_input(model: nn.Module, shapes: Any, function: str) -> Any:

@@ -19,7 +19,7 @@ from torch import nn
 from bitwright.algorithms.rounding import gptq
 from bitwright.algorithms.rounding.activation_cache import Store, Walk
 from bitwright.algorithms.rounding.blocks import block_units, layer_units
-from bitwright.algorithms.rounding.driver import Choice, RoundingReport
+from bitwright.algorithms.rounding.driver import Cache, Choice, RoundingReport
 from bitwright.algorithms.rounding.reconstruct import BlockProblem, Settings, optimise
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import CalibrationError, ConfigError, ExportError
@@ -258,7 +258,8 @@ def test_interrupted_work_is_not_done_twice(tmp_path):
     from bitwright.algorithms.rounding.table import choose_weights
     from bitwright.export.files.finished import FinishedLayers
 
-    cache = FinishedLayers(tmp_path / "done")
+    finished = FinishedLayers(tmp_path / "done")
+    cache = Cache(finished.get, finished.put)
     with pytest.raises(KeyboardInterrupt):
         choose_weights(
             TorchSimulation(sim), data(), "adaround", {"iterations": 30}, cache=cache, progress=interrupted
@@ -316,8 +317,9 @@ def test_what_a_cache_cannot_have_is_computed_anew(tmp_path, caplog, part, chang
     from bitwright.algorithms.rounding.table import choose_weights
 
     weights = []
-    for cache in (FinishedLayers(tmp_path), Strange(tmp_path)):
+    for finished in (FinishedLayers(tmp_path), Strange(tmp_path)):
         _, sim = simulated()
+        cache = Cache(finished.get, finished.put)
         choose_weights(TorchSimulation(sim), data(), "adaround", {"iterations": 2}, cache=cache)
         weights.append([p.detach().clone() for p in sim.model.parameters()])
     assert all(map(torch.equal, *weights))
@@ -638,7 +640,6 @@ def test_the_learning_rate_falls_by_factors_that_compound():
     """Under a gradient that stays the same a step of Adam is as long as its learning rate."""
     place = torch.zeros(1, requires_grad=True)
     rounding = SimpleNamespace(
-        anneals=False,
         parameters=lambda: [{"params": [place], "factor": 0.5}],
         soft=lambda weight=0.0, beta=2.0: place,
     )
