@@ -85,7 +85,7 @@ def apply_reconstruction(
         ModelError: the model fails on a batch, or a batch does not fit it.
     """
     require_torch(method)
-    from bitwright.algorithms.rounding.driver import Cache
+    from bitwright.algorithms.rounding.driver import NO_CACHE, Cache
     from bitwright.algorithms.rounding.table import choose_weights
 
     front_end, batches = front_end_of(sim), _one_of(data, inputs)
@@ -102,7 +102,7 @@ def apply_reconstruction(
         seed=seed,
         memory_budget=memory_budget,
         spill_dir=None if spill_dir is None else str(spill_dir),
-        cache=Cache() if finished is None else Cache(finished.get, finished.put),
+        cache=NO_CACHE if finished is None else Cache(finished.get, finished.put),
         progress=lambda units: bar(units, method, progress),
     )
 

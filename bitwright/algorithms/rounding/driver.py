@@ -126,6 +126,9 @@ class Cache:
     put: Callable[[str, Mapping[str, NDArray[Any]]], None] = lambda key, arrays: None
 
 
+NO_CACHE = Cache()
+
+
 @dataclass(frozen=True)
 class RoundingReport(Tabular, Sequence[Choice]):
     """What became of every layer; a table when printed.
@@ -305,7 +308,7 @@ def apply(
     seed: int = 0,
     memory_budget: int | None = None,
     spill_dir: str | None = None,
-    cache: Cache = Cache(),
+    cache: Cache = NO_CACHE,
     settings: str = "",
     progress: Callable[[Sequence[Unit]], Iterable[Unit]] = lambda items: items,
 ) -> RoundingReport:

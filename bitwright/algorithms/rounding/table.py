@@ -12,7 +12,7 @@ from bitwright.algorithms.options import check_options, keyword_options
 from bitwright.algorithms.rounding import gptq, reconstruct, seq_mse
 from bitwright.algorithms.rounding.activation_cache import Walk
 from bitwright.algorithms.rounding.blocks import Unit, layer_units
-from bitwright.algorithms.rounding.driver import Cache, Method, RoundingReport, Task, Units, apply
+from bitwright.algorithms.rounding.driver import NO_CACHE, Cache, Method, RoundingReport, Task, Units, apply
 from bitwright.algorithms.rounding.program import SimulatedModel
 from bitwright.algorithms.rounding.reconstruct import feasible
 from bitwright.errors import ConfigError, close_matches
@@ -91,7 +91,7 @@ def choose_weights(
     seed: int = 0,
     memory_budget: int | None = None,
     spill_dir: str | None = None,
-    cache: Cache = Cache(),
+    cache: Cache = NO_CACHE,
     progress: Callable[[Sequence[Unit]], Iterable[Unit]] = lambda items: items,
 ) -> RoundingReport:
     """Carry out ``method`` on a simulation; see :func:`bitwright.algorithms.rounding.driver.apply`.
