@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnxruntime as ort
 import torch
 from torch import Tensor
 
 import bitwright.onnx
 import bitwright.torch
-from bitwright.runtimes.adapters import open_file
+from bitwright.runtimes.litert import session_of
 from tests.support import data
 from tests.support.tasks import Run, Task
 
@@ -40,7 +41,9 @@ def _first(model: Callable[[Tensor], Any]) -> Run:
 
 def in_onnxruntime(path: Path) -> Run:
     """The first output of an ONNX file in ONNX Runtime, on one thread."""
-    return first_output(open_file("onnxruntime", path).session.session)  # type: ignore[attr-defined]
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    return first_output(ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]))
 
 
 def first_output(session: Any) -> Run:
@@ -54,9 +57,8 @@ def in_litert(path: Path) -> Run:
 
     Where the file has a fixed batch, ``x`` runs in batches of that size; the last is filled with its first sample.
     """
-    session = open_file("litert", path)
-    interpreter = session.session.interpreter  # type: ignore[attr-defined]
-    given, made = interpreter.get_input_details()[0], interpreter.get_output_details()[0]
+    session = session_of(path.read_bytes())
+    given, made = session.interpreter.get_input_details()[0], session.interpreter.get_output_details()[0]
     rows = 0 if given["shape_signature"][0] == -1 else int(given["shape"][0])
 
     def run(x: Tensor) -> Tensor:
