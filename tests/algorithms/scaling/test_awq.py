@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,17 @@ import torch
 from torch import nn
 
 from bitwright.algorithms.channels.layers import Group
-from bitwright.algorithms.scaling.awq import Inputs, Reader, awq, channel_scales, search_scales, weight_rules
+from bitwright.algorithms.scaling.awq import (
+    AwqReport,
+    Found,
+    Inputs,
+    Reader,
+    Scaled,
+    awq,
+    channel_scales,
+    search_scales,
+    weight_rules,
+)
 from bitwright.core.numerics.affine import encode, fake_quantize
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.ranges import choose_range_of
@@ -303,3 +314,11 @@ def test_bad_input_is_named(caplog):
         CalibrationError, match=r"norm1.output\[0\]: channel 3 is NaN or infinite on this data"
     ):
         awq_model(model, [tokens()])
+
+
+def test_an_error_that_is_gone_counts_as_a_small_one():
+    """A geometric mean has no zeros."""
+    found = [Found(0.5, np.ones(2), 1.0, after) for after in (0.0, 1.0)]
+    rows = tuple(Scaled(SimpleNamespace(), each) for each in found)
+    assert AwqReport(scaled=rows).gain == pytest.approx(1e-6)
+    assert AwqReport(scaled=(Scaled(SimpleNamespace(), Found(0.5, np.ones(2), 0.0, 0.0)),)).gain == 1.0
