@@ -9,6 +9,7 @@ from typing import Any
 from bitwright.algorithms import bias_correct
 from bitwright.algorithms.bias_correct import BiasReport, QuantParams
 from bitwright.algorithms.channels.layers import Array, Layers
+from bitwright.core.simulation.protocols import SetParam
 from bitwright.errors import checks_arguments
 from bitwright.methods.front_end import front_end_of
 from bitwright.progress import progress as bar
@@ -79,9 +80,8 @@ def correct_bias(
         raise
     opened.view.refresh()
     corrected = front_end_of(sim).correctable(sim)
-    for layer in Layers(sim.graph).of.values():
-        if layer.op in report.corrected and layer.bias is not None:
-            opened.view.set_param(layer.bias, corrected.bias(layer))
+    layers = (layer for layer in Layers(sim.graph).of.values() if layer.op in report.corrected)
+    opened.view.edit([SetParam(x.bias, corrected.bias(x)) for x in layers if x.bias is not None])
     opened.give_back()
     return report
 

@@ -72,9 +72,6 @@ class FloatModel(Protocol):
     def param(self, name: str) -> Array:
         """The value of a parameter, float32 or wider; a copy."""
 
-    def set_param(self, name: str, value: Array) -> None:
-        """Replace a parameter's value; shape must match, dtype is kept."""
-
     def capture(self, values: Sequence[str], batches: Iterable[Any]) -> Iterator[dict[str, list[Array]]]:
         """Run the batches one by one; yield the named values of each, one array per run of their place."""
 
