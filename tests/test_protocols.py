@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import pytest
 
 from tests.test_imports import FILES, ROOT
 
@@ -27,10 +28,11 @@ THREE = {
 
 def protocols(source: str) -> Iterator[ast.ClassDef]:
     """Classes that derive from ``Protocol``, however it was imported."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef) and any(
-            re.match(r"(?:typing\.)?Protocol\b", ast.unparse(base)) for base in node.bases
-        ):
+    nodes = list(ast.walk(ast.parse(source)))
+    named = {n.asname or n.name for n in nodes if isinstance(n, ast.alias) and n.name == "Protocol"}
+    for node in nodes:
+        bases = [ast.unparse(base).partition("[")[0] for base in getattr(node, "bases", ())]
+        if isinstance(node, ast.ClassDef) and any(b in named or b.endswith(".Protocol") for b in bases):
             yield node
 
 
@@ -52,27 +54,31 @@ def unused(names: Iterable[str], sources: Iterable[str]) -> set[str]:
     return left
 
 
-def found() -> dict[str, ast.ClassDef]:
-    return {
-        node.name: node
-        for path in FILES
-        if "Protocol" in (text := path.read_text())
-        for node in protocols(text)
-    }
+def found() -> list[ast.ClassDef]:
+    return [node for path in FILES if "Protocol" in (text := path.read_text()) for node in protocols(text)]
 
 
 def test_there_are_three() -> None:
-    assert found().keys() == THREE.keys()
+    assert sorted(node.name for node in found()) == sorted(THREE)
 
 
-def test_a_fourth_would_be_seen() -> None:
-    (node,) = protocols("import typing\nclass More(typing.Protocol[int]):\n    x: int\n    def f(self): ...")
+@pytest.mark.parametrize(
+    "start",
+    [
+        "from typing import Protocol\nclass More(Protocol):",
+        "import typing\nclass More(typing.Protocol[int]):",
+        "from typing_extensions import Protocol as P\nclass More(P[int]):",
+    ],
+    ids=["plain", "of its module", "renamed"],
+)
+def test_a_fourth_would_be_seen(start: str) -> None:
+    (node,) = protocols(f"{start}\n    x: int\n    def f(self): ...")
     assert node.name == "More" and list(members(node)) == ["x", "f"]
 
 
 def test_every_member_is_used() -> None:
-    for name, node in found().items():
-        own = {ROOT / "bitwright" / path for path in THREE[name]}
+    for node in found():
+        own = {ROOT / "bitwright" / path for path in THREE[node.name]}
         assert all(Path(path).is_file() for path in own)
         assert not unused(members(node), (path.read_text() for path in FILES if path not in own))
 
