@@ -175,7 +175,7 @@ class Coverage:
         chosen = [
             test
             for test in self.seconds
-            if test in contexts or _file(test) in files or test.startswith(untraced or ("-",))
+            if test in contexts or _file(test) in files or test.startswith(untraced)
         ]
         together: defaultdict[str, float] = defaultdict(float)
         for test in chosen:

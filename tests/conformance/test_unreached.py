@@ -13,12 +13,12 @@ from bitwright.errors import CalibrationError
 from bitwright.torch import QuantizationSimModel
 
 
-class Deep(nn.Module):
-    """Two ways, of which one is long."""
+class Branch(nn.Module):
+    """Two ways, of which the sign of the data chooses one."""
 
-    def __init__(self) -> None:
+    def __init__(self, b: nn.Module) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(2, 2), nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
+        self.a, self.b = nn.Linear(2, 2), b
 
     def forward(self, x: Tensor) -> Tensor:
         return self.a(x) if x.sum() > 0 else self.b(x)
@@ -26,7 +26,7 @@ class Deep(nn.Module):
 
 def test_eight_sites_are_named_and_the_others_counted(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.ones(1, 2)
-    sim = QuantizationSimModel(Deep(), x, examples=[-x])
+    sim = QuantizationSimModel(Branch(nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))), x, examples=[-x])
     with caplog.at_level(logging.WARNING, "bitwright"):
         sim.compute_encodings([x])
     assert re.search(
@@ -35,17 +35,8 @@ def test_eight_sites_are_named_and_the_others_counted(caplog: pytest.LogCaptureF
 
 
 def test_sites_that_calibration_never_reached(caplog: pytest.LogCaptureFixture) -> None:
-    class Branch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(x) if x.sum() > 0 else self.b(x)
-
     x = torch.ones(1, 2)
-    model = Branch()
-    sim = QuantizationSimModel(model, x, examples=[-x])
+    sim = QuantizationSimModel(Branch(nn.Linear(2, 2)), x, examples=[-x])
     with caplog.at_level(logging.WARNING, "bitwright"):
         sim.compute_encodings([x])
     assert re.search(

@@ -121,7 +121,7 @@ def gradients(module: nn.Module, example: tuple[Any, ...]) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:dropout option adds dropout:UserWarning")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(variants, st.booleans())
 def test_with_all_quantizers_off_it_is_the_fused_operator(variant: Variant, train: bool) -> None:
     module = variant.build().train(train)

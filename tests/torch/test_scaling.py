@@ -41,7 +41,7 @@ def run(blocks: int, limit: int) -> None:
 
 
 def test_chains_of_more_blocks_than_calls_are_allowed() -> None:
-    run(240, 200)
+    run(400, 300)
 
 
 @pytest.mark.slow

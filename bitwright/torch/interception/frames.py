@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from types import CodeType
@@ -64,9 +65,10 @@ class Frame:
         return replace(self, counts=dict(self.counts), turns=dict(self.turns))
 
 
-class Handler:
-    """What happens to the calls: recording, calibration, simulation, export. By itself it carries them out."""
+class Handler(ABC):
+    """What happens to the calls: recording, calibration, simulation, export."""
 
+    @abstractmethod
     def call(
         self,
         frame: Frame,
@@ -77,21 +79,25 @@ class Handler:
         kwargs: dict[str, Any],
     ) -> Any:
         """Carry out a call of a function of the table."""
-        return func(*args, **kwargs)
 
+    @abstractmethod
     def other(
         self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Carry out a call of any other torch function."""
-        return func(*args, **kwargs)
 
+    @abstractmethod
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model's forward starts; without arguments, something of it that is called on its own."""
 
     def part(self, path: str, caller: str | None) -> bool:
-        """Whether a module below the model may be called on its own, by the method ``caller`` of ``"Class.method"``."""
+        """Whether a module below the model may be called on its own, by the method ``caller`` of ``"Class.method"``.
+
+        By default only whole forwards may.
+        """
         return False
 
+    @abstractmethod
     def end(self, output: Any) -> None:
         """The model's forward returned ``output``."""
 

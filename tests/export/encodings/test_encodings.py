@@ -255,7 +255,7 @@ def axes(granularity):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(originals=st.lists(encodings(), max_size=4))
 def test_round_trip_is_bit_exact(tmp_path, version, originals):
     records = [NamedEncoding(f"w{i}", "param", e) for i, e in enumerate(originals)]

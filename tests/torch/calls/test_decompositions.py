@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
@@ -34,6 +35,11 @@ class Written(nn.Module):
         return (z + counts).reshape(-1), y.half().softmax(-1)
 
 
+PINNED = dict(
+    line.split("==")
+    for line in (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
+    if line.startswith("torch==")
+)["torch"]
 #: in place, composite, recurrent, half precision, attention, sizes that depend on data, random in training
 _CASES = ("vit-half", "rnn-projected-lstm", "in-place", "boolean-index", "data-movement", "dropout")
 
@@ -81,7 +87,10 @@ def test_the_program_stays_as_it_is() -> None:
     assert ir.to_proto(to_onnx(program)).SerializeToString() == first
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the steps are those of torch 2.13")
+@pytest.mark.skipif(
+    torch.__version__.partition("+")[0] != PINNED,
+    reason=f"another torch than the {PINNED} of constraints.txt",
+)
 def test_this_version_of_torch_has_the_known_steps() -> None:
     """Otherwise exports are right and take two to three times as long: what the exporter consists of has changed."""
     assert knows_steps()

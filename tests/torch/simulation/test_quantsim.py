@@ -32,6 +32,7 @@ from bitwright.errors import (
 from bitwright.torch.calls.batches import Inputs
 from bitwright.torch.prepare import prepare_model
 from bitwright.torch.simulation.quantsim import QuantizationDataType, QuantizationSimModel, QuantScheme
+from tests.conformance.test_unreached import Branch
 
 
 class Net(nn.Module):
@@ -387,16 +388,8 @@ def test_dataclasses_dicts_none_integers_and_booleans() -> None:
 def test_a_call_first_seen_after_calibration_runs_in_float_and_is_listed_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Branch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(x) if x.sum() > 0 else self.b(x)
-
     x = torch.ones(1, 2)
-    model = Branch()
+    model = Branch(nn.Linear(2, 2))
     sim = QuantizationSimModel(model, x)
     sim.compute_encodings([x])
     with caplog.at_level(logging.WARNING, "bitwright"):
