@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,10 +13,10 @@ from typing import Any
 from bitwright.algorithms.bias_correct import BiasReport
 from bitwright.algorithms.channels.attention import has_attention
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport
-from bitwright.algorithms.front_ends import Pipeline
+from bitwright.algorithms.front_ends import Opened, Pipeline
 from bitwright.algorithms.options import Options, keyword_options
 from bitwright.algorithms.scaling.equalize import EqualizeReport
-from bitwright.algorithms.search.activation_ranges import activation_ranges, keep_histograms
+from bitwright.algorithms.search.activation_ranges import keep_histograms
 from bitwright.algorithms.search.default_recipe import RecipeLike, as_recipe, find_effort
 from bitwright.algorithms.search.judge import Judge
 from bitwright.algorithms.search.layer_inputs import between_layers, layer_inputs
@@ -26,7 +27,7 @@ from bitwright.algorithms.search.recipe import (
     ModelRunner,
     OnHarm,
     action,
-    batches_of,
+    declared_actions,
     run_recipe,
     weight_actions,
 )
@@ -34,7 +35,7 @@ from bitwright.algorithms.search.recipe_report import RecipeReport, checked_metr
 from bitwright.core.numerics.spec import NonFinite, Preset
 from bitwright.core.placement.rules import Rules
 from bitwright.core.simulation.protocols import Undo, sqnr
-from bitwright.errors import checks_arguments
+from bitwright.errors import CalibrationError, checks_arguments
 from bitwright.export.deployed import measured_if_short
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.files.origin import origin_of
@@ -215,6 +216,29 @@ def quantize(
     return Result(runner.sim, methods.folds, exported, metrics, report, measured, repaired, methods.stem)
 
 
+def batches_of(data: Iterable[Any], *, again: bool) -> tuple[Any, Iterable[Any]]:
+    """The first batch, and all of them.
+
+    Args:
+        data: batches.
+        again: whether they are to be gone through more than once; those of a generator are then kept.
+
+    Raises:
+        CalibrationError: there is none.
+    """
+    if again and iter(data) is data:
+        data = list(data)
+    source = iter(data)
+    first = next(source, None)
+    if first is None:
+        raise CalibrationError(
+            "quantize",
+            "the data held no batch",
+            "pass a non-empty list or DataLoader; a few hundred samples are enough",
+        )
+    return first, data if again else itertools.chain([first], source)
+
+
 def _written(write: Callable[..., Any], path: str | Path | None, timed: str | None) -> Any:
     """What ``write`` wrote into ``path``, with its speed on the target ``timed``; ``None`` without a path."""
     if path is None:
@@ -280,6 +304,10 @@ class _Methods:
     def _folded(self, work: Any) -> FoldReport:
         return fold_all_batch_norms(work, None, self.first, providers=self.providers, progress=self.progress)
 
+    def _opened(self, work: Any, step: str) -> Opened:
+        """The model opened for a change by a step."""
+        return front_end_of(work).open_model(work, None, self.first, step, self.providers)
+
     def equalize(
         self,
         work: Any,
@@ -290,7 +318,7 @@ class _Methods:
     ) -> EqualizeReport:
         """Equalize with what batch norms said that this step or one before folded; with an attention not, if so asked."""
         folds = self._folded(work)
-        opened = front_end_of(work).open_model(work, None, self.first, "equalize", self.providers)
+        opened = self._opened(work, "equalize")
         if only_without_attention and has_attention(opened.view.graph()):
             return EqualizeReport(left_alone="left alone, as the model has an attention")
         return channels.equalize_opened(
@@ -361,18 +389,19 @@ class _Methods:
 
     def actions(self) -> dict[str, Action]:
         """By step."""
-        common = {"dummy_input": self.first, "providers": self.providers, "progress": self.progress}
-        awq = {"weight" if name == "preset" else name: given for name, given in self.rules.items()}
+        given = {
+            "data": self.chosen,
+            "dummy_input": self.first,
+            "providers": self.providers,
+            "progress": self.progress,
+            "calibrate": self.calibrate,
+            **{"weight" if name == "preset" else name: rule for name, rule in self.rules.items()},
+        }
         choose = partial(rounding.apply_reconstruction, data=self.chosen, progress=self.progress)
         return {
+            **declared_actions(given, self._opened),
             "fold": action(self.fold),
-            "fold_norms": action(channels.fold_norms, **common),
             "equalize": action(self.equalize),
-            "smooth": action(channels.smooth_model, data=self.chosen, **common),
-            "rotate": action(channels.rotate_model, **common),
-            "awq": action(channels.awq_model, data=self.chosen, **awq, **common),
-            "layer_inputs": action(layer_inputs),
-            "activation_ranges": action(activation_ranges, calibrate=self.calibrate),
             "widen": Action(self.widen, _widen_options),
             "bias_correction": action(self.correct_biases),
             **weight_actions(choose, self.calibrate, _method_options),

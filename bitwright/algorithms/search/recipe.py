@@ -7,7 +7,8 @@ module knows names, order and bookkeeping; a :class:`ModelRunner` carries the st
 
 from __future__ import annotations
 
-import itertools
+import importlib
+import inspect
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.placement.config import read_file
 from bitwright.core.simulation.protocols import Undo
-from bitwright.errors import BitwrightError, CalibrationError, ConfigError, close_matches
+from bitwright.errors import BitwrightError, ConfigError, close_matches
 
 logger = logging.getLogger("bitwright")
 
@@ -36,6 +37,11 @@ class Kind:
 
     Attributes:
         phase: on what the step works.
+        run: the function that carries it out, or ``"module.function"``, imported when a recipe has the step. It is called with
+            the float model or the simulation, with what its parameters ask for by name (:func:`declared_actions`), and with the
+            options of the step, its other keyword-only parameters. If its first parameter is ``view``, it works on a
+            :class:`~bitwright.core.simulation.protocols.FloatModel` of either front end and returns a
+            :class:`~bitwright.algorithms.channels.trial.Reversible`. ``None`` where the caller of the recipe brings the action.
         after: steps that must come earlier where a recipe has both: they would undo or miss what this one does.
         instead_of: steps that decide the same thing, so that a recipe has one of them at most.
         does: one phrase, for tables and ``--help``.
@@ -53,6 +59,7 @@ class Kind:
     gain: float | None = None
     apart: bool = False
     joined: bool = False
+    run: Callable[..., Any] | str | None = None
 
 
 _WORTH = 0.1  # dB of the outputs that are worth clipped values, or 16 bits
@@ -66,18 +73,43 @@ def _rounding(does: str) -> Kind:
 
 KINDS: dict[str, Kind] = {
     "fold": Kind("float", "batch norms into the layers before them"),
-    "fold_norms": Kind("float", "weights of layer and RMS norms into the layers after them"),
+    "fold_norms": Kind(
+        "float",
+        "weights of layer and RMS norms into the layers after them",
+        run="bitwright.methods.channels.fold_norms",
+    ),
     "equalize": Kind("float", "balance channel ranges of neighbouring layers", ("fold",), gain=0.0),
-    "smooth": Kind("float", "move activation outliers into weights", ("fold_norms", "rotate"), gain=0.0),
-    "rotate": Kind("float", "spread outliers by Hadamard rotations", ("fold_norms",)),
+    "smooth": Kind(
+        "float",
+        "move activation outliers into weights",
+        ("fold_norms", "rotate"),
+        gain=0.0,
+        run="bitwright.methods.channels.smooth_model",
+    ),
+    "rotate": Kind(
+        "float",
+        "spread outliers by Hadamard rotations",
+        ("fold_norms",),
+        run="bitwright.methods.channels.rotate_model",
+    ),
     "awq": Kind(
         "float",
         "scale channels so that rounded weights change outputs least",
         ("fold_norms", "equalize", "smooth", "rotate"),
+        run="bitwright.methods.channels.awq_model",
     ),
-    "layer_inputs": Kind("simulation", "keep activations in float that no layer with a weight reads"),
+    "layer_inputs": Kind(
+        "simulation",
+        "keep activations in float that no layer with a weight reads",
+        run="bitwright.algorithms.search.layer_inputs.layer_inputs",
+    ),
     "activation_ranges": Kind(
-        "simulation", "activation ranges by least squared error", ("layer_inputs",), gain=_WORTH, apart=True
+        "simulation",
+        "activation ranges by least squared error",
+        ("layer_inputs",),
+        gain=_WORTH,
+        apart=True,
+        run="bitwright.algorithms.search.activation_ranges.activation_ranges",
     ),
     "widen": Kind(
         "simulation",
@@ -200,29 +232,6 @@ def _check_order(steps: Sequence[Step], source: str) -> None:
         seen[step.name] = at
 
 
-def batches_of(data: Iterable[Any], *, again: bool) -> tuple[Any, Iterable[Any]]:
-    """The first batch, and all of them.
-
-    Args:
-        data: batches.
-        again: whether they are to be gone through more than once; those of a generator are then kept.
-
-    Raises:
-        CalibrationError: there is none.
-    """
-    if again and iter(data) is data:
-        data = list(data)
-    source = iter(data)
-    first = next(source, None)
-    if first is None:
-        raise CalibrationError(
-            "quantize",
-            "the data held no batch",
-            "pass a non-empty list or DataLoader; a few hundred samples are enough",
-        )
-    return first, data if again else itertools.chain([first], source)
-
-
 def integer_bits(spec: QuantSpec | None) -> int:
     """Width of an integer format; more than any of them for others."""
     return spec.format.bits if spec is not None and isinstance(spec.format, IntFormat) else 64
@@ -248,6 +257,47 @@ def action(function: Callable[..., Any], **bound: Any) -> Action:
         lambda target, **options: function(target, **bound, **options),
         lambda: keyword_options(function, bound),
     )
+
+
+def declared_actions(given: Mapping[str, Any], opened: Callable[[Any, str], Any]) -> dict[str, Action]:
+    """Actions of the rows of :data:`KINDS` that name their function.
+
+    Args:
+        given: what functions are called with where they have a parameter of that name.
+        opened: (model, step) -> an :class:`~bitwright.algorithms.front_ends.Opened`, for functions that work on a ``view``;
+            they may also ask for ``changed``, which says what the model computes differently since it was opened.
+    """
+
+    def declared(step: str, run: Callable[..., Any] | str) -> Action:
+        def found() -> tuple[Callable[..., Any], list[str]]:
+            function = _imported(run) if isinstance(run, str) else run
+            return function, list(inspect.signature(function).parameters)
+
+        def options() -> Options:
+            function, names = found()
+            return keyword_options(function, {*given, "changed"}.intersection(names))
+
+        def call(target: Any, **chosen: Any) -> Any:
+            function, names = found()
+            bound = {name: value for name, value in given.items() if name in names}
+            if names[0] != "view":
+                return function(target, **bound, **chosen)
+            model = opened(target, step)
+            report = function(
+                model.view, **({"changed": model.changed} if "changed" in names else {}), **bound, **chosen
+            )
+            model.finish(report)
+            return report
+
+        return Action(call, options)
+
+    return {name: declared(name, kind.run) for name, kind in KINDS.items() if kind.run is not None}
+
+
+def _imported(name: str) -> Callable[..., Any]:
+    module, _, attribute = name.rpartition(".")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return function
 
 
 def weight_actions(
