@@ -38,7 +38,8 @@ def check_model(
             model on random values. For a module also a callback that runs it: ``callback(model)``; what that calls outside
             of the model's forward, such as other methods, belongs to one batch.
         providers: of ONNX Runtime, for an ONNX model; the CPU by default.
-        threads: of one operator of an ONNX model; 0 leaves the number to ONNX Runtime.
+        threads: of one operator of an ONNX model; 0 takes ``OMP_NUM_THREADS``, where it is set, or leaves the number to ONNX
+            Runtime.
         progress: show a bar on a terminal when it takes more than two seconds.
 
     Returns:

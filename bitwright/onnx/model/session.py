@@ -49,7 +49,7 @@ def open_session(
     Args:
         model: any model whose opset the runtime knows.
         providers: as ONNX Runtime takes them; the CPU by default.
-        threads: of one operator; 0 leaves the number to the runtime.
+        threads: of one operator; see :func:`threads_of`.
         order: ``"frugal"`` runs every node as soon as the order of the model allows and keeps the plain memory
             layout, so that a tensor is gone once its readers are through; ``"fast"`` is the runtime's default, which
             may keep every tensor that is also an output's source until the end; ``"written"`` is frugal and optimises
@@ -152,11 +152,17 @@ def open_file(path: Path, *, threads: int = 0, arena: bool = True) -> Any:
         return ort.InferenceSession(str(path), options, providers=list(_CPU))
 
 
+def threads_of(asked: int) -> int:
+    """``asked``, and for 0 what ``OMP_NUM_THREADS`` says, which the runtime itself does not read; 0 leaves the number to it."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # OpenMP has a number per level of nesting
+    return asked or (int(first) if first.isdecimal() else 0)
+
+
 def _options(threads: int, arena: bool = True) -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = threads_of(threads)
     options.enable_cpu_mem_arena = arena
     options.log_severity_level = 4  # refusals arrive as exceptions; the log would only repeat them
     options.add_session_config_entry("session.disable_quant_qdq", "1")

@@ -97,7 +97,7 @@ class QuantizationSimModel(Tabular):
         preset: instead of the bit widths: ``"w8a8"``, ``"w4a8"``, ``"w4a16"``, ... (``PRESETS``).
         memory_budget: bytes of activations that calibration may hold beside what the model itself needs; a quarter
             of the free memory by default.
-        threads: of one operator; 0 leaves the number to ONNX Runtime.
+        threads: of one operator; 0 takes ``OMP_NUM_THREADS``, where it is set, or leaves the number to ONNX Runtime.
 
     Raises:
         ModelError: the model cannot be read, converted or run.
