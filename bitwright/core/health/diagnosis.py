@@ -251,7 +251,7 @@ def _beyond(low: float, high: float, *, ends: bool = True) -> When:
 
 def _exponent(run: Run) -> str | None:
     x = run.port(0)
-    limit = math.log(LIMITS.get(run.dtype, LIMITS["float32"])[0])
+    limit = math.log(LIMITS.get(run.dtype, LIMITS["float32"]))
     if x is None or x.max is None or x.max <= limit:
         return None
     return f"{x.name} reaches {x.max:.6g}, and the exponential overflows {run.dtype} above {limit:.4g}"
@@ -432,7 +432,7 @@ def _given(run: Run) -> bool:
 
 
 def _half_overflow(run: Run) -> str | None:
-    limit = LIMITS.get(run.dtype, (math.inf, 0.0))[0]
+    limit = LIMITS.get(run.dtype, math.inf)
     if run.dtype not in HALVES or _given(run):
         return None
     needed = run.needed if run.needed is not None else _estimate(run)
@@ -445,7 +445,7 @@ def _overflow(run: Run) -> str | None:
     if _given(run) or not any(out.inf or out.nan for out in run.outputs):
         return None
     reach = [f"{x.name} reaches {x.magnitude:.4g}" for x in run.operands if x is not None and x.size]
-    limit = LIMITS.get(run.dtype, LIMITS["float32"])[0]
+    limit = LIMITS.get(run.dtype, LIMITS["float32"])
     if not reach or max((x.magnitude for x in run.operands if x is not None), default=0.0) < 1e4:
         return None
     return f"the result passes {limit:.4g}, the largest number of {run.dtype}: {', '.join(reach)}"

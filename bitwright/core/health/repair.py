@@ -186,4 +186,4 @@ def headroom(dtype: str) -> float:
     >>> round(headroom("float16"))
     256
     """
-    return math.sqrt(LIMITS.get(dtype, LIMITS["float32"])[0])
+    return math.sqrt(LIMITS.get(dtype, LIMITS["float32"]))

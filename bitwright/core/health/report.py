@@ -33,14 +33,15 @@ from bitwright.tables import Tabular
 
 TensorKind = Literal["input", "param", "constant", "activation"]
 
-#: dtype -> (largest finite number, smallest normal number)
-LIMITS: dict[str, tuple[float, float]] = {
-    "float16": (65504.0, 2.0**-14),
-    "bfloat16": (3.3895313892515355e38, 2.0**-126),
-    "float32": (float(np.finfo(np.float32).max), 2.0**-126),
-    "float64": (float(np.finfo(np.float64).max), 2.0**-1022),
+#: dtype -> largest finite number
+LIMITS: dict[str, float] = {
+    "float16": 65504.0,
+    "bfloat16": 3.3895313892515355e38,
+    "float32": float(np.finfo(np.float32).max),
+    "float64": float(np.finfo(np.float64).max),
 }
-HALVES = ("float16", "bfloat16")
+#: dtype -> smallest normal number
+HALVES: dict[str, float] = {"float16": 2.0**-14, "bfloat16": 2.0**-126}
 _SHOWN = 8
 
 
@@ -129,7 +130,7 @@ def measure_tensor(name: str, x: Any, kind: TensorKind = "activation") -> Tensor
     if size == 0:
         return TensorHealth(name, shape, dtype, 0, kind=kind)
     xp = namespace(x)
-    half = dtype in LIMITS and dtype in HALVES
+    half = dtype in HALVES
     values = x.reshape(-1)
     if half or not is_floating(values) or "float8" in dtype:
         values = cast(values, "float32" if is_floating(values) else "float64")
@@ -157,9 +158,8 @@ def _magnitudes(finite: Any, half: str | None) -> dict[str, Any]:
     if zeros < count:
         found["smallest"] = float((sizes[sizes > 0] if zeros else sizes).min())
     if half is not None:
-        largest, normal = LIMITS[half]
-        found["subnormals"] = int((sizes < normal).sum()) - zeros
-        found["saturated"] = int((sizes >= largest).sum())
+        found["subnormals"] = int((sizes < HALVES[half]).sum()) - zeros
+        found["saturated"] = int((sizes >= LIMITS[half]).sum())
     return found
 
 

@@ -153,7 +153,6 @@ def site_health(
     some = bool(seen.any())
     lo = float(bounds.lo[seen].min()) if some else float("nan")
     hi = float(bounds.hi[seen].max()) if some else float("nan")
-    largest, normal = LIMITS.get(dtype, LIMITS["float32"])
     half, magnitude = dtype in HALVES and some, max(-lo, hi)
     return SiteHealth(
         site,
@@ -167,8 +166,8 @@ def site_health(
         groups,
         zeros,
         constants,
-        half and magnitude >= largest,
-        half and 0 < magnitude < normal,
+        half and magnitude >= LIMITS[dtype],
+        half and 0 < magnitude < HALVES[dtype],
         empty,
         layer,
         kind,

@@ -111,7 +111,7 @@ def _put_in(builder: Builder, raw: ir.Value, repair: Repair) -> RepairedValue:
     """Write the nodes of one repair after ``raw``; its readers move to their result."""
     name, dtype, last = str(raw.name), _dtype(raw), raw.producer()
     assert last is not None
-    limit = LIMITS[REPAIRED[dtype]][0]
+    limit = LIMITS[REPAIRED[dtype]]
     own: set[ir.Node] = set()
 
     def constant(what: str, number: float) -> ir.Value:
