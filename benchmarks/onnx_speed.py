@@ -50,10 +50,10 @@ TARGETS = {
 class Bench:
     """One model, exported and folded once, with its input batches."""
 
-    def __init__(self, name: str, size: int, batches: int, rounds: int) -> None:
+    def __init__(self, name: str, size: int, batches: int, rounds: int, samples: int = 4) -> None:
         torch.manual_seed(0)
         self.rounds = rounds
-        x = torch.randn(4, 3, size, size)
+        x = torch.randn(samples, 3, size, size)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "model.onnx")
             torch.onnx.export(
@@ -68,7 +68,7 @@ class Bench:
             self.model = onnx.load(path)
         random = np.random.default_rng(0)
         self.batches = [
-            {"x": random.standard_normal((4, 3, size, size)).astype(np.float32)} for _ in range(batches)
+            {"x": random.standard_normal((samples, 3, size, size)).astype(np.float32)} for _ in range(batches)
         ]
         fold_all_batch_norms(self.model, self.batches[0])
         self.float_session = session(self.model)
