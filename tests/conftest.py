@@ -1,4 +1,7 @@
-"""What every test runs under: one thread, fixed seeds; and the fixtures of the developer data set."""
+"""What every test runs under: one thread, fixed seeds; and the fixtures of the developer data set.
+
+The process that hands out tests to others loads this file too, and waits for what it imports: torch is imported inside.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ import os
 import random
 import zlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support import data
+if TYPE_CHECKING:
+    from tests.support import data
 
 # The same examples on every run, and no example fails because the machine was busy.
 settings.register_profile(
@@ -30,10 +33,9 @@ _EXPECTED = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # One thread: sums do not depend on the machine, and neighbouring test processes do not fight. Child processes
-    # take it from the environment.
+    # One thread: sums do not depend on the machine, and neighbouring test processes do not fight. Torch, our sessions
+    # and child processes take it from the environment.
     os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
     for line in _EXPECTED:
         config.addinivalue_line("filterwarnings", line)
 
@@ -49,15 +51,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    import torch
+
+    torch.set_num_threads(1)  # where something had imported it before
     # Modules and tests stay: the collector need not look at the million objects that they are again and again. The
     # exporter makes so many short-lived ones that its default threshold cost a tenth of the time of all tests.
     gc.freeze()
-    gc.set_threshold(10_000, 10, 10)
+    gc.set_threshold(50_000, 10, 10)
 
 
 @pytest.fixture(autouse=True)
 def _seeds(request: pytest.FixtureRequest) -> None:
     """Seeds that depend on the test's name only: neither on the order of tests nor on which of them run."""
+    import numpy as np
+    import torch
+
     seed = zlib.crc32(request.node.name.encode())
     random.seed(seed)
     np.random.seed(seed)
@@ -69,6 +77,8 @@ def _seeds(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of the developer data set; the test is skipped where there is none."""
+    from tests.support import data
+
     if not data.have_shared_data():
         pytest.skip(data.why_not())
     return data.DATA
@@ -77,22 +87,30 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def cifar(shared_data: Path) -> data.Images:
     """2000 CIFAR-10 test images, normalised."""
+    from tests.support import data
+
     return data.cifar("test")
 
 
 @pytest.fixture(scope="session")
 def cifar_train(shared_data: Path) -> data.Images:
     """4000 CIFAR-10 training images, normalised: calibration data."""
+    from tests.support import data
+
     return data.cifar("train")
 
 
 @pytest.fixture(scope="session")
 def imagenet(shared_data: Path) -> data.Images:
     """400 photographs of the ImageNet sample to test on."""
+    from tests.support import data
+
     return data.imagenet("test")
 
 
 @pytest.fixture(scope="session")
 def imagenet_calibration(shared_data: Path) -> data.Images:
     """100 photographs of the ImageNet sample to calibrate on."""
+    from tests.support import data
+
     return data.imagenet("calibration")

@@ -8,7 +8,11 @@ import importlib
 import pkgutil
 import re
 from pathlib import Path
+from types import ModuleType
 
+import pytest
+
+import bitwright.algorithms
 import bitwright.core
 
 ROOT = Path(__file__).parents[2]
@@ -47,9 +51,22 @@ def test_a_field_that_is_not_there_is_seen() -> None:
     assert undocumented_by(ast.parse(source)) == ["Op.c"]
 
 
-def test_data_classes_of_the_core_are_frozen_but_those_that_collect() -> None:
+@pytest.mark.parametrize(
+    ("package", "collect"),
+    [
+        (bitwright.core, {"Event", "CalibrationLog"}),
+        (
+            bitwright.algorithms,
+            {
+                *("AwqReport", "BiasReport", "EqualizeReport", "NormReport", "RotateReport", "SmoothReport"),
+                *("LayerProblem", "Run", "_Component"),
+            },
+        ),
+    ],
+)
+def test_data_classes_are_frozen_but_those_that_collect(package: ModuleType, collect: set[str]) -> None:
     """Decisions are values: two parts may share one, and it may be a key."""
-    modules = pkgutil.walk_packages(bitwright.core.__path__, "bitwright.core.")
+    modules = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     classes = {
         each
         for module in modules
@@ -57,5 +74,4 @@ def test_data_classes_of_the_core_are_frozen_but_those_that_collect() -> None:
         if isinstance(each, type) and dataclasses.is_dataclass(each) and each.__module__ == module.name
     }
     assert len(classes) > 40
-    changing = {each.__name__ for each in classes if not each.__dataclass_params__.frozen}
-    assert changing == {"Event", "CalibrationLog"}
+    assert {each.__name__ for each in classes if not each.__dataclass_params__.frozen} == collect

@@ -36,7 +36,7 @@ class Watch:
             raise KeyboardInterrupt
 
 
-def _in_a_copy(function: Callable[[], int]) -> int:
+def in_a_copy(function: Callable[[], int]) -> int:
     """Exit code of a forked process that runs ``function``, or minus the signal that ended it."""
     child = os.fork()
     if not child:
@@ -62,7 +62,7 @@ def stops(function: Callable[[Path], object], folders: Iterator[Path], stop: Sto
             function(folder)
             return 0
 
-        code = _in_a_copy(run)
+        code = in_a_copy(run)
         assert code in (0, 130 if stop == "interrupt" else -signal.SIGKILL), code
         yield folder
         if code == 0:

@@ -9,7 +9,6 @@ from bitwright.errors import ModelError
 from bitwright.torch import fold_all_batch_norms
 from tests.support.cases import settle
 from tests.support.folding_zoo import IMAGE, Wired, bn, conv, point, row
-from tests.support.zoo import chain, chain_input
 
 
 class TwoPaddings(nn.Module):
@@ -145,11 +144,3 @@ def test_layers_of_several_dtypes():
     before = run(model, 2)
     assert len(fold_all_batch_norms(model, dummy_input=image(1))) == 2
     assert torch.allclose(run(model, 2), before, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("residual", [False, True], ids=["chain", "residual"])
-def test_twenty_thousand_blocks(residual):
-    model = chain(20_000, residual)
-    report = fold_all_batch_norms(model, dummy_input=chain_input())
-    assert len(report) == 20_000 and not report.refused

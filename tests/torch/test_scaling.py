@@ -1,49 +1,59 @@
-"""Depth: more blocks than Python's recursion limit has calls, in a process of its own."""
+"""Depth: more blocks than Python's recursion limit allows calls."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-CODE = """
-import sys
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
 from tests.support.zoo import chain, chain_input
-blocks, x = int(sys.argv[1]), chain_input(0)
-small = chain(2)  # loads what is loaded at the first use, which takes more calls than the limit
-fold_all_batch_norms(small, dummy_input=x)
-QuantizationSimModel(small, x).compute_encodings([x])
-sys.setrecursionlimit(int(sys.argv[2]))
-for residual in (False, True):
-    model = chain(blocks, residual)
-    report = fold_all_batch_norms(model, dummy_input=x)
-    sim = QuantizationSimModel(model, x, in_place=True)
-    sim.compute_encodings([x])
-    y = sim.model(x)
-    rows = sim.coverage()
-    print(len(report.pairs), len(sim.quantizers), len(rows), bool(y.isfinite().all()))
-"""
 
 
-def run(blocks: int, limit: int) -> None:
-    command = [sys.executable, "-c", CODE, str(blocks), str(limit)]
-    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-2000:]
-    lines = [line.split() for line in result.stdout.splitlines()]
-    assert len(lines) == 2
-    for folded, sites, rows, finite in lines:
-        assert int(folded) == blocks and finite == "True"
-        assert int(sites) >= 3 * blocks and int(rows) >= 4 * blocks
+@contextmanager
+def calls_left(count: int) -> Iterator[None]:
+    """Let the code run ``count`` calls deeper than here."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(list(traceback.walk_stack(None))) + count)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def check(blocks: int, calls: int) -> None:
+    x = chain_input(0)
+    small = chain(2)  # loads what is loaded at the first use, which takes more calls than the limit
+    fold_all_batch_norms(small, dummy_input=x)
+    QuantizationSimModel(small, x).compute_encodings([x])
+    with calls_left(calls):
+        for residual in (False, True):
+            model = chain(blocks, residual)
+            report = fold_all_batch_norms(model, dummy_input=x)
+            sim = QuantizationSimModel(model, x, in_place=True)
+            sim.compute_encodings([x])
+            assert len(report.pairs) == blocks and not report.refused
+            assert len(sim.quantizers) >= 3 * blocks and len(sim.coverage()) >= 4 * blocks
+            assert sim.model(x).isfinite().all()
 
 
 def test_chains_of_more_blocks_than_calls_are_allowed() -> None:
-    run(400, 300)
+    check(400, 280)
+
+
+def test_the_limit_is_one_that_a_recursion_over_blocks_would_meet() -> None:
+    def walk(n: int) -> int:
+        return 0 if n == 0 else 1 + walk(n - 1)
+
+    with calls_left(280):
+        assert walk(250) == 250
+        with pytest.raises(RecursionError):
+            walk(400)
 
 
 @pytest.mark.slow
 def test_twenty_thousand_blocks() -> None:
-    run(20_000, 1000)
+    check(20_000, 1000)

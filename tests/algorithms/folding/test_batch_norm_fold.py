@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from bitwright.algorithms.folding.batch_norm_fold import FoldReport, find_folds, fold_all_batch_norms
+from bitwright.algorithms.folding.channel_map import filled
+from bitwright.algorithms.folding.folds import Fold
 from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.core.simulation.protocols import AddBias, Bypass, SetParam
 
@@ -660,6 +662,14 @@ def norm_then_two_rows_of_one(net):
     return net.row(net.bn(c=8), "rows", net.gemm())
 
 
+@refuses("perm (Transpose) puts several channels of the batch norm into one of the layer", shape=(2, 3, 4))
+def norm_of_what_becomes_rows(net):
+    net.add("perm", "Transpose", {"perm": (0, 2, 1)})
+    net.add("rows", "Reshape", {"shape": (-1, 4)})
+    net.add("back", "Transpose", {"perm": (0, 2, 1)})
+    return net.row(net.bn(c=3), "perm", "back", "rows", net.gemm())
+
+
 @refuses("a and b share a.weight, and the operators between them and the batch norm differ")
 def linears_that_share_a_weight_behind_other_moves(net):
     net.add("perm", "Transpose", {"perm": (0, 2, 3, 1)})
@@ -936,3 +946,14 @@ def test_twenty_thousand_blocks():
     net = _blocks(20_000)
     report = fold_all_batch_norms(net)
     assert len(report) == 20_000 and not report.refused and net.graphs == 1
+
+
+def test_folds_of_the_same_layers_are_equal_whatever_they_absorb():
+    one, other = (Fold("backward", (("conv", ("bn",)),), np.full(2, v), np.full(2, v)) for v in (1.0, 2.0))
+    assert one == other != Fold("forward", one.layers, one.scale, one.shift)
+
+
+def test_only_a_first_axis_may_have_an_unknown_length():
+    rows, *rest = filled((-1, 3, 0))
+    assert rows > 0 and rest == [3, 0] and filled((5, 3)) == (5, 3)
+    assert filled((-1, -1, 3)) is None and filled((4, -1)) is None and filled(()) is None

@@ -33,6 +33,12 @@ def test_an_empty_channel_is_left_alone():
     np.testing.assert_array_equal(smoothing_factors(np.array([0.0, 1.0]), np.array([1.0, 0.0])), 1.0)
 
 
+def test_channels_that_rotary_positions_mix_share_a_factor():
+    assert TIES["pairs"](6).tolist() == [0, 0, 1, 1, 2, 2]
+    assert TIES["halves"](6).tolist() == [0, 1, 2, 0, 1, 2]
+    assert TIES["halves"](1).tolist() == [0]
+
+
 @pytest.mark.parametrize("tie", TIES)
 def test_products_of_heads_stay(tie):
     random = np.random.default_rng(0)

@@ -146,8 +146,9 @@ def test_gradients_of_a_range_that_trains(name: str, ends: tuple[float, float]) 
 
 
 def test_gradients_of_rows_that_train() -> None:
-    grad, x, scale = values(8, 2100), values(9, 2100), f32([0.01, 0.2, 3.0])
+    grad, x, scale = values(8, 2100), values(9, 2100), f32([0.01, 0.2, 4.0])
     lo, hi = f32(-128), f32(127)
+    x[-2:] = (lo - f32(0.5)) * scale[-1], (hi + f32(0.5)) * scale[-1]  # half a step beyond the grid: outside
     ratio = (x.reshape(3, 700) / scale[:, None]).reshape(-1)
     outside = (ratio <= lo - f32(0.5)) | (ratio >= hi + f32(0.5))
     code = np.clip(np.rint(ratio), lo, hi)

@@ -37,7 +37,7 @@ def refused(folder: Path, name: str, text: str | bytes) -> ConfigError:
         pytest.param("a.yaml", "a: &a [*a]", "the alias *a stands for nothing in front of it", id="alias-of-itself"),
         pytest.param("a.yaml", "a: !!python/name:os.system", "it has the tag 'tag:yaml.org,2002:python", id="tag"),
         pytest.param("a.yaml", "[" * 100_000, f"nested too deeply, beyond {MAX_DEPTH}", id="deep-yaml"),
-        pytest.param("a.yaml", "a: 1\nb: 2\na: 3", "the key 'a' occurs twice", id="repeated-key-yaml"),
+        pytest.param("a.yaml", "a: 1\nb: 2\na: 3", "line 1: the key 'a' occurs twice", id="repeated-key-yaml"),
         pytest.param("a.yaml", "a: 2001-99-99", "it is not YAML (month must be in 1..12", id="no-date"),
         pytest.param("a.yaml", "? [a]\n: 1", "found unhashable key", id="list-as-key"),
         pytest.param("a.yaml", "a: 0x" + "f" * 5000, "a whole number does not fit into 64 bits", id="hexadecimal"),

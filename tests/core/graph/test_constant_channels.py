@@ -73,6 +73,13 @@ def test_any_type_and_axis(dtype, axis) -> None:
         assert told(constant_channels(x.numpy(), axis)) == (x.shape[axis], {2: 3.0})
 
 
+def test_numbers_of_64_bits_differ_by_less_than_those_of_32() -> None:
+    x = np.ones((100, 5, 4))
+    x[:, 3, 2] += 1e-12
+    assert told(constant_channels(x, -2)) == (5, {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0})
+    assert told(constant_channels(torch.from_numpy(x), -2)) == (5, {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0})
+
+
 def test_one_element_that_differs_anywhere_is_found() -> None:
     for i in range(0, 4 * 50 * 50, 997):
         x = torch.zeros(4, 3, 50, 50)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from bitwright.mixed.automatic import executors, trials
 from bitwright.mixed.automatic.auto import AutoResult, auto_quantize
 from bitwright.mixed.automatic.ladder import FIRST, Trial, waves
 from tests.mixed.nets import accuracy, batches, model
+from tests.support.stopping import Watch, in_a_copy
 
 ROOT = Path(__file__).parents[3]
 
@@ -288,36 +288,26 @@ def test_trials_of_a_lost_worker_run_again(
     assert numbers(found) == numbers(search("onnx", tmp_path / "one"))
 
 
-KILLED = """
-import sys
-from pathlib import Path
-from tests.mixed.automatic.test_auto import search
-from tests.support.stopping import Watch
-folder, at = Path(sys.argv[1]), int(sys.argv[2])
-watch = Watch(folder, at, "kill")
-sys.addaudithook(watch)
-search("onnx", folder)
-print(watch.seen)
-"""
-
-
 @pytest.mark.slow
 def test_kill_9_loses_the_running_trial_only(tmp_path: Path) -> None:
     """Before ten of the changes of files, drawn at random; the search then ends with the result of one left alone."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
-    def run(folder: Path, at: int) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", KILLED, str(folder), str(at)]
-        return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    def run(folder: Path, at: int | None) -> int:
+        def searched() -> int:
+            sys.addaudithook(watch := Watch(folder, at, "kill"))
+            search("onnx", folder)
+            (tmp_path / "changes").write_text(str(watch.seen))
+            return 0
 
-    done = run(tmp_path / "whole", -1)
-    assert done.returncode == 0, done.stderr
-    changes, whole = int(done.stdout.split()[-1]), search("onnx", tmp_path / "whole")
+        return in_a_copy(searched)
+
+    assert run(tmp_path / "whole", None) == 0
+    changes, whole = int((tmp_path / "changes").read_text()), search("onnx", tmp_path / "whole")
     folder, random, killed = tmp_path / "killed", np.random.default_rng(0), 0
     for _ in range(10):
         ended = run(folder, int(random.integers(changes // 3)))
-        assert ended.returncode in (0, -signal.SIGKILL), ended.stderr
-        killed += ended.returncode != 0
+        assert ended in (0, -signal.SIGKILL), ended
+        killed += ended != 0
         for report in folder.glob("trials/[!.]*/trial.json"):
             assert "failed" not in json.loads(report.read_text()) and verify_folder(report.parent).ok
         best = folder / "best.json"

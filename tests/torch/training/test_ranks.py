@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.once import once
+
 ROOT = Path(__file__).parents[3]
 Found = dict[str, list[Any]]
 
@@ -32,16 +34,17 @@ def run(*cases: str) -> Found:
 
 
 @pytest.fixture(scope="module")
-def calibrations() -> Found:
-    return run(
+def calibrations(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    cases = (
         *("tf_enhanced 1", "tf_enhanced 2", "nan", "alone", "ranges 1", "ranges 2", "other ranges"),
         *("gptq 1", "gptq 2", "norms 1", "norms 2", "a bad loss", "bad losses"),
     )
+    return once("calibrations", lambda: run(*cases), tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
-    return run()
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return once("ranks", run, tmp_path_factory)
 
 
 @pytest.mark.slow
@@ -69,7 +72,11 @@ def test_ranges_have_the_gradients_of_the_whole_batch_on_every_rank(calibrations
     assert two[0] == two[1]
     for found, expected in zip(two[0], one, strict=True):
         assert sum(any(values) for values in found.values()) >= 8
-        assert_close(found, expected, rtol=1e-6, atol=0.0)
+        assert found.keys() == expected.keys()
+        for name, values in found.items():
+            # float32 gradients of the halves are averaged: where they cancel, what is left has the roundings of both
+            rounding = 4 * torch.finfo(torch.float32).eps * max(map(abs, expected[name]))
+            assert max(abs(a - b) for a, b in zip(values, expected[name], strict=True)) <= rounding, name
 
 
 def test_ranks_that_learn_other_ranges_are_told_so(calibrations: Found) -> None:
@@ -188,14 +195,12 @@ def test_what_is_wrong_is_said_on_every_rank(found: Found, case: str, message: s
             raise RuntimeError(text)
 
 
-def assert_close(
-    found: dict[str, list[float]], expected: dict[str, list[float]], rtol: float = 1e-4, atol: float = 1e-5
-) -> None:
+def assert_close(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
     assert found.keys() == expected.keys()
     for name, values in found.items():
         # gradients of halves of a batch are summed in another order
         torch.testing.assert_close(
-            torch.tensor(values), torch.tensor(expected[name]), rtol=rtol, atol=atol, msg=name
+            torch.tensor(values), torch.tensor(expected[name]), rtol=1e-4, atol=1e-5, msg=name
         )
 
 
