@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sources import statements
+
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "bitwright").rglob("*.py"))
 
@@ -118,7 +120,7 @@ def part_of(path: Path) -> str:
 def imported(path: Path, tree: ast.AST) -> Iterator[tuple[int, str]]:
     """``(line, dotted name)`` of every import below ``tree``; ``from a import b`` counts as ``a.b``."""
     package = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

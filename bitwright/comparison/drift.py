@@ -9,8 +9,7 @@ from typing import Any
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from bitwright.comparison.causes import close, diagnose, settled
-from bitwright.comparison.context import in_context
+from bitwright.comparison.causes import close, diagnose, in_context, settled
 from bitwright.comparison.doubt import Doubt
 from bitwright.comparison.lockstep import Lockstep
 from bitwright.comparison.points import Pair

@@ -19,9 +19,9 @@ from bitwright.export.files.manifest import read_manifest
 from bitwright.export.files.value_types import load
 from bitwright.export.qdq.lookups import restore_lookups, with_tables
 from bitwright.export.verify.litert import run_converted
-from bitwright.export.verify.pooled import after_pools, pooled_places
 from bitwright.export.verify.runtime import refusals, run_in, run_model
 from bitwright.export.verify.samples import find_export, read_samples
+from bitwright.export.verify.steps import after_pools, pooled_places
 from bitwright.runtimes.adapters import RUNTIMES, explained, find_runtime, refusals_of
 from bitwright.runtimes.feeds import check_not_empty
 from bitwright.runtimes.outputs import named_arrays

@@ -14,6 +14,7 @@ import pytest
 
 import bitwright.algorithms
 import bitwright.core
+from tests.support.sources import statements
 
 ROOT = Path(__file__).parents[2]
 ENTRY = re.compile(r"^    ((?:\*{0,2}\w+, )*\w+): ", re.MULTILINE)
@@ -37,8 +38,10 @@ def members(cls: ast.ClassDef) -> set[str]:
 
 
 def undocumented_by(tree: ast.Module) -> list[str]:
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and not node.bases]
-    return [f"{c.name}.{name}" for c in classes for name in sorted(documented(c) - members(c))]
+    classes = [node for node in statements(tree) if isinstance(node, ast.ClassDef) and not node.bases]
+    return [
+        f"{c.name}.{name}" for c in classes if (named := documented(c)) for name in sorted(named - members(c))
+    ]
 
 
 def test_every_documented_field_exists() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bitwright.aimet_common.ranges_page import write_ranges
+from bitwright.aimet_common.analyzer import write_ranges
 from bitwright.aimet_onnx.quantsim import QuantizationSimModel
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bitwright.aimet_common.absent import differs
-from bitwright.aimet_common.ranges_page import write_ranges
+from bitwright.aimet_common.analyzer import write_ranges
 from bitwright.aimet_torch.quantsim import QuantizationSimModel
 
 __all__ = ["visualize_advanced_stats", "visualize_stats"]

@@ -12,23 +12,11 @@ from dataclasses import dataclass
 
 from bitwright.algorithms.channels.layers import Layer, Layers, data_readers, sole_reader
 from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.traits import TRAITS
 
-_MOVES = frozenset(
-    (
-        "Identity",
-        "Reshape",
-        "Flatten",
-        "Transpose",
-        "Squeeze",
-        "Unsqueeze",
-        "Slice",
-        "Split",
-        "Expand",
-        "Tile",
-        "Contiguous",
-    )
-    + ("Clone", "Dropout", "Concat", "Stack", "Gather")
-)
+_MOVES = frozenset((
+    *TRAITS["identity"], *TRAITS["reshape"], "Transpose", "Slice", "Split", "Expand", "Tile", "Concat", "Stack", "Gather",
+))  # fmt: skip
 _JOINS = frozenset(("Concat", "Stack", "Mul", "Add", "Sub"))
 _LINEAR = _MOVES | {"Mul", "Div", "Add", "Sub", "Neg"}
 _BEFORE_SOFTMAX = frozenset(("Mul", "Div", "Add", "Where", "MaskedFill", "Clip", "Identity"))

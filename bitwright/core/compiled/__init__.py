@@ -1,6 +1,6 @@
 """Loops over the elements of an array as machine code, where the extra ``fast`` (numba) is installed.
 
-The functions of ``elementwise``, ``counting`` and ``recurrent`` are plain Python; ``loops`` compiles them for float32 arrays in
+The functions of ``kernels`` and ``counting`` are plain Python; ``loops`` compiles them for float32 arrays in
 one piece of memory. Callers keep the array functions beside them, which give the same results, bit for bit, and serve
 everything else.
 """

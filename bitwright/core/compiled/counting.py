@@ -83,11 +83,8 @@ def count_bins(
     for first in range(start, x.size, codes.size):
         piece, seen = x[first : first + codes.size], bits[first : first + codes.size]
         code = codes[: piece.size]
-        lo, hi, zeros = np.int32(2147483647), np.int32(-2147483648), np.int32(0)
-        for i in range(seen.size):
-            b = seen[i]
-            key = np.int32(b ^ ((b >> np.int32(31)) & np.int32(0x7FFFFFFF)))
-            lo, hi = min(lo, key), max(hi, key)
+        lo, hi = key_bounds(seen)
+        zeros = np.int32(0)
         if hi > largest or lo < ~largest:
             return first
         for i in range(seen.size):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bitwright.core.compiled import counting, elementwise, recurrent, searching
+from bitwright.core.compiled import counting, kernels
 
 logger = logging.getLogger("bitwright")
 
@@ -26,30 +26,37 @@ _MARKS, _PLANES = "uint8[:, ::1]", "float32[:, :, ::1]"
 _D = "float64[::1]"
 _READ = "Array({}, 1, 'C', readonly=True)"  # which takes writable arrays too
 _GRID = "float32, float32, float32"
+#: functions that loops call, which become part of them before types are inferred
+PARTS: tuple[Callable[..., Any], ...] = (
+    *(kernels.within, kernels.code, kernels.beyond, kernels.by_scale, kernels.through_activation),
+    *(kernels.put_on_grid, kernels.add_lanes, counting.key_bounds),
+)
+#: or when machine code is made
+LATE_PARTS: tuple[Callable[..., Any], ...] = (kernels.unless,)
 SIGNATURES: dict[Callable[..., Any], str] = {
-    elementwise.quantize_dequantize: f"void({_F}, {_F}, {_GRID})",
-    elementwise.clamp_quantize: f"void({_F}, {_F}, float32, float32, {_GRID})",
-    elementwise.add_quantize: f"void({_F}, {_F}, {_F}, {_GRID})",
-    elementwise.clamp_quantize_marked: f"void({_F}, {_F}, {_B}, float32, float32, {_GRID}, float32, float32)",
-    elementwise.add_quantize_marked: f"void({_F}, {_F}, {_F}, {_B}, {_GRID}, float32, float32)",
-    elementwise.quantize_rows: f"void({_F}, {_F}, {_F}, float32, float32)",
-    elementwise.pass_gradient: f"void({_F}, {_B}, {_F})",
-    elementwise.learned_gradient: f"void({_F}, {_F}, {_F}, {_D}, float32, float32, {_GRID}, float32, float32)",
-    elementwise.learned_rows_gradient: f"void({_F}, {_F}, {_F}, {_D}, {_F}, float32, float32)",
-    recurrent.lstm_gates: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F})",
-    recurrent.lstm_cell: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F}, {_GRID})",
-    recurrent.lstm_hidden: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F}, {_GRID}, {_GRID})",
-    recurrent.lstm_gates_marked: f"void({_M}, {_M}, {_M}, {_MARKS}, {_PLANES}, {_F}, {_F}, {_F}, {_F}, {_F})",
-    recurrent.lstm_states_backward: (
+    kernels.quantize_dequantize: f"void({_F}, {_F}, {_GRID})",
+    kernels.clamp_quantize: f"void({_F}, {_F}, float32, float32, {_GRID})",
+    kernels.add_quantize: f"void({_F}, {_F}, {_F}, {_GRID})",
+    kernels.clamp_quantize_marked: f"void({_F}, {_F}, {_B}, float32, float32, {_GRID}, float32, float32)",
+    kernels.add_quantize_marked: f"void({_F}, {_F}, {_F}, {_B}, {_GRID}, float32, float32)",
+    kernels.quantize_rows: f"void({_F}, {_F}, {_F}, float32, float32)",
+    kernels.pass_gradient: f"void({_F}, {_B}, {_F})",
+    kernels.learned_gradient: f"void({_F}, {_F}, {_F}, {_D}, float32, float32, {_GRID}, float32, float32)",
+    kernels.learned_rows_gradient: f"void({_F}, {_F}, {_F}, {_D}, {_F}, float32, float32)",
+    kernels.lstm_gates: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F})",
+    kernels.lstm_cell: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F}, {_GRID})",
+    kernels.lstm_hidden: f"void({_M}, {_M}, {_M}, {_F}, {_F}, {_F}, {_GRID}, {_GRID})",
+    kernels.lstm_gates_marked: f"void({_M}, {_M}, {_M}, {_MARKS}, {_PLANES}, {_F}, {_F}, {_F}, {_F}, {_F})",
+    kernels.lstm_states_backward: (
         f"void({_M}, {_M}, {_M}, {_M}, {_M}, {_M}, {_PLANES}, {_PLANES}, {_PLANES}, {_PLANES})"
     ),
-    recurrent.lstm_gates_backward: (
+    kernels.lstm_gates_backward: (
         f"void({_M}, {_MARKS}, {_M}, {_M}, {_PLANES}, {_PLANES}, {_PLANES}, {_M}, {_M})"
     ),
-    recurrent.range_by_column: f"void({_M}, {_M}, {_F}, {_F}, {_GRID}, float32, float32)",
-    recurrent.lstm_next: f"void({_M}, {_PLANES}, int64, int64)",
-    recurrent.keys_by_column: "void(int32[:, :, ::1], int64, int32[::1], int32[::1])",
-    searching.edge_errors: f"void({_D}, {_D}, {_D}, {_D}, {_D}, float64, float64[:, ::1])",
+    kernels.range_by_column: f"void({_M}, {_M}, {_F}, {_F}, {_GRID}, float32, float32)",
+    kernels.lstm_next: f"void({_M}, {_PLANES}, int64, int64)",
+    kernels.keys_by_column: "void(int32[:, :, ::1], int64, int32[::1], int32[::1])",
+    kernels.edge_errors: f"void({_D}, {_D}, {_D}, {_D}, {_D}, float64, float64[:, ::1])",
     counting.key_bounds: f"UniTuple(int32, 2)({_READ.format('int32')})",
     counting.channels_hold: f"void({_READ.format('float32')}, int64, int64, int64[::1], {_F}, {_B})",
     counting.count_bins: (
@@ -74,6 +81,7 @@ def loops() -> Loops | None:
         return None
     try:
         import numba
+        import numba.extending
     except ModuleNotFoundError as error:
         if error.name != "numba":
             raise
@@ -81,6 +89,10 @@ def loops() -> Loops | None:
     except ImportError as error:  # of another numpy than it was made for
         logger.warning("numba is installed and cannot be used, so loops run in array functions: %s", error)
         return None
+    for part in PARTS:
+        numba.extending.register_jitable(inline="always")(part)
+    for part in LATE_PARTS:
+        numba.extending.register_jitable(part)
     return Loops(**{function.__name__: _compiled(numba, function) for function in SIGNATURES})
 
 

@@ -21,6 +21,7 @@ from bitwright.core.compiled.loops import flat, loops
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.ops import op_row
 from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.arrays import (
     Array,
     as_array,
@@ -51,10 +52,10 @@ class ChannelAxis:
 
 
 # what leaves channels where they are, besides every operator of the kinds "pointwise" and "norm"
-_KEEPS = frozenset(
-    "Identity Dropout Contiguous Clone MaxPool GlobalMaxPool AveragePool GlobalAveragePool Pad ResizeNearest Concat Where "
-    "MaskedFill Split".split()
-)
+_KEEPS = frozenset((
+    *TRAITS["identity"], "MaxPool", "GlobalMaxPool", "AveragePool", "GlobalAveragePool", "Pad", "ResizeNearest", "Concat",
+    "Where", "MaskedFill", "Split",
+))  # fmt: skip
 _RENUMBERS = frozenset(("Concat", "Split"))  # a channel after them has another number
 _SPATIAL = ("Conv", "ConvTranspose")
 _FEATURES = ("Gemm", "MatMul", "Bilinear", "Embedding", *CELLS)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.ops import op_row
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.graph.work import KernelTimes, size
 
 _IMAGE = 4  # axes of a batch of images
 # operators that compute the same whichever axis holds the channels, beside those that are pointwise and merge
 _ANY_LAYOUT = frozenset((
-    "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "Pad", "Slice", "Identity", "Dropout", "Contiguous", "Clone",
-    "ReduceMean",
+    *TRAITS["identity"], "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "Pad", "Slice", "ReduceMean",
 ))  # fmt: skip
 
 

@@ -377,10 +377,10 @@ _CHOOSES = frozenset(
 
 
 #: operators in which some runtimes lose a NaN: ``max(NaN, 0)`` may be 0
-_SWALLOWS = frozenset(
-    "Relu LeakyRelu ThresholdedRelu PRelu Clip Max Min MaxPool GlobalMaxPool ReduceMax ReduceMin Sigmoid HardSigmoid "
-    "HardSwish Tanh Softmax QuantizeLinear DynamicQuantizeLinear LSTM GRU RNN".split()
-)
+_SWALLOWS = frozenset((
+    *TRAITS["piecewise_linear"], "ThresholdedRelu", "PRelu", "Max", "Min", "MaxPool", "GlobalMaxPool", "ReduceMax", "ReduceMin",
+    "Sigmoid", "HardSigmoid", "HardSwish", "Tanh", "Softmax", "QuantizeLinear", "DynamicQuantizeLinear", "LSTM", "GRU", "RNN",
+))  # fmt: skip
 
 
 @dataclass

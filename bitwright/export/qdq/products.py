@@ -19,13 +19,14 @@ from typing import Literal, get_args
 import numpy as np
 import onnx_ir as ir
 
+from bitwright.core.graph.traits import TRAITS
 from bitwright.errors import ConfigError, close_matches
 from bitwright.export.qdq.forms import Builder, after, before, read_metadata
 from bitwright.export.qdq.markers import Outputs, bypass
 
 ProductForm = Literal["exact", "fused", "nbits"]
 
-_MOVES = frozenset(("Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
+_MOVES = frozenset((*TRAITS["reshape"], "Transpose", "Identity"))
 _APART = "bitwright.apart"  # in the metadata of the Reshape
 
 

@@ -14,7 +14,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from bitwright.export.qdq.forms import read_metadata
 from bitwright.export.qdq.lookups import with_tables
-from bitwright.export.tflite import arithmetic, images, movement, norms, pools, products, recurrent
+from bitwright.export.tflite import arithmetic, images, movement, norms, pools, products
 from bitwright.export.tflite.lowering import SHIFTS, FreeBatchError, Lowering
 from bitwright.export.tflite.trace import trace_model
 
@@ -28,7 +28,6 @@ LOWERINGS: dict[str, Callable[[Lowering, ir.Node], None]] = {
     **norms.LOWERINGS,
     **pools.LOWERINGS,
     **products.LOWERINGS,
-    **recurrent.LOWERINGS,
 }
 
 

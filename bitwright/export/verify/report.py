@@ -32,11 +32,10 @@ from bitwright.export.qdq.markers import copy_model
 from bitwright.export.verify.agreement import SLACK, Agreement, compare, in_float64, spread, step_of
 from bitwright.export.verify.bodies import open_bodies, runs_of
 from bitwright.export.verify.cut import Cut, Place
-from bitwright.export.verify.pooled import after_pools
 from bitwright.export.verify.reasons import OTHER_CONSTANT, Evidence, explain, measure, reason_of
 from bitwright.export.verify.runtime import EXACT_SUMS, MODES, Mode, refusals, run_in, run_model
 from bitwright.export.verify.saturated import Saturated, saturated_places
-from bitwright.export.verify.steps import side_by_side
+from bitwright.export.verify.steps import after_pools, side_by_side
 from bitwright.runtimes.adapters import find_runtime
 from bitwright.runtimes.feeds import check_not_empty
 from bitwright.runtimes.outputs import named_arrays

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.graph.ops import op_row
 from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.health.diagnosis import diagnose, remedy
 from bitwright.core.health.report import (
     CLEAN,
@@ -46,20 +47,7 @@ Array = NDArray[Any]
 
 _NOTES = 16
 # Operators that hand a constant on as it is, to what reads it.
-_CARRIES = frozenset(
-    (
-        "Cast",
-        "Identity",
-        "Reshape",
-        "Transpose",
-        "Unsqueeze",
-        "Squeeze",
-        "Flatten",
-        "Expand",
-        "Slice",
-        "Concat",
-    )
-)
+_CARRIES = frozenset((*TRAITS["one_element"], "Flatten", "Transpose", "Expand", "Slice", "Concat"))
 
 
 def check_health(

@@ -154,7 +154,9 @@ def open_file(path: Path, *, threads: int = 0, arena: bool = True) -> Any:
 
 def threads_of(asked: int) -> int:
     """``asked``, and for 0 what ``OMP_NUM_THREADS`` says, which the runtime itself does not read; 0 leaves the number to it."""
-    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # OpenMP has a number per level of nesting
+    first = (
+        os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    )  # OpenMP has a number per level of nesting
     return asked or (int(first) if first.isdecimal() else 0)
 
 

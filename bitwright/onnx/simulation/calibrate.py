@@ -7,7 +7,7 @@ exactly. Everything else (histograms, several scales, half types) fetches the te
 :mod:`bitwright.core.numerics.statistics`, so that encodings are those of any other front end, bit for bit.
 
 Memory: tensors are fetched in groups whose bytes stay within a budget, bounds per channel aside, one run of the batch per
-group; the runtime frees every other tensor as soon as its readers are through (:mod:`bitwright.onnx.model.schedule`).
+group; the runtime frees every other tensor as soon as its readers are through (:mod:`bitwright.onnx.simulation.schedule`).
 
 Passes over a tensor are saved where they tell nothing new. What operators make of bounded numbers holds no NaN
 (:mod:`bitwright.onnx.model.finite`), and needs no sum. The minimum of a ReLU is zero where a few pixels hold a zero. Whether
@@ -42,8 +42,8 @@ from bitwright.export.verify.runtime import refusals
 from bitwright.onnx.model.data import Feeds, InputSpec, as_feeds, input_specs
 from bitwright.onnx.model.finite import finite_proofs
 from bitwright.onnx.model.instrument import Instrument, Tap, is_reducible, itemsize, static_bytes
-from bitwright.onnx.model.schedule import Watching, narrow, open_watching
 from bitwright.onnx.model.session import Providers, first_line, open_session, return_memory, weight_bytes
+from bitwright.onnx.simulation.schedule import Watching, narrow, open_watching
 from bitwright.onnx.simulation.simulate import Simulation
 
 Array = NDArray[Any]

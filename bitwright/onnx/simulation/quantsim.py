@@ -43,6 +43,8 @@ from bitwright.export.qdq.writing import ActivationForm, BiasForm
 from bitwright.export.recurrent.write import restore_native
 from bitwright.export.targets import DEFAULT_TARGET, FileFormat, RecurrentForm, target_in
 from bitwright.export.verify.report import VerifyReport, verify_layers
+from bitwright.onnx.given.read_qdq import take_quantizers
+from bitwright.onnx.given.sites import adopt
 from bitwright.onnx.model.data import Feeds, as_feeds, input_specs, random_feeds
 from bitwright.onnx.model.graph import build_graph
 from bitwright.onnx.model.load import Source, load_model
@@ -58,8 +60,6 @@ from bitwright.onnx.model.session import (
 from bitwright.onnx.model.untrusted import checked_on_failure
 from bitwright.onnx.simulation.calibrating import CalibrationSession, calibrating, feed
 from bitwright.onnx.simulation.deployment import as_qdq, capture, export, sampled
-from bitwright.onnx.simulation.given_sites import adopt
-from bitwright.onnx.simulation.read_qdq import take_quantizers
 from bitwright.onnx.simulation.repairs import holds_nan, name_nan
 from bitwright.onnx.simulation.simulate import Simulation, mark_sites, marked_constants, simulation_model
 from bitwright.onnx.simulation.state import remember, set_parameter

@@ -34,8 +34,7 @@ from bitwright.torch.quantizers.fake_quantize import is_plain
 from bitwright.torch.quantizers.sequences import Columns
 from bitwright.torch.quantizers.stacked_steps import Keep, OnGrid, StepFunctions
 from bitwright.torch.simulation.marks import mark
-from bitwright.torch.simulation.one_pass import clamped_ends, joined, writes
-from bitwright.torch.simulation.plans import CallPlan, Place
+from bitwright.torch.simulation.plans import CallPlan, Place, clamped_ends, joined, writes
 
 logger = logging.getLogger("bitwright")
 

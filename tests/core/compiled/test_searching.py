@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bitwright.core.compiled import searching
+from bitwright.core.compiled import kernels
 from bitwright.core.compiled.loops import loops
 from bitwright.core.numerics import range_search, statistics
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.ranges import RangeMethod, choose_range
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
 
-PLAIN = SimpleNamespace(edge_errors=searching.edge_errors)  # the loops as Python runs them
+PLAIN = SimpleNamespace(edge_errors=kernels.edge_errors)  # the loops as Python runs them
 GRIDS: list[tuple[Symmetry, IntFormat]] = [
     ("symmetric", IntFormat(8)),
     ("asymmetric", IntFormat(4, signed=False)),

@@ -237,6 +237,13 @@ def test_searches_by_value_agree_with_brute_force(gamma, fmt, symmetry):
         assert costs[found[0]] <= costs[0] * (1 + 1e-4) + 1e-12 * np.square(x.astype(np.float64)).sum(), name
 
 
+@pytest.mark.parametrize("fmt", ["int4", "int8", "int12"])
+def test_a_search_by_value_leaves_out_what_is_not_finite(fmt):
+    x = heavy_tailed(600)
+    spoilt = np.concatenate([x[:200], [np.nan, np.inf], x[200:], [-np.inf, np.nan]]).astype(np.float32)
+    assert choose_range_of(spoilt, spec_of("sqnr", fmt)) == choose_range_of(x, spec_of("sqnr", fmt))
+
+
 @pytest.mark.parametrize("fmt", ["int4", "int8"])
 @pytest.mark.parametrize("columns", [2000, 4000])
 def test_large_groups_on_symmetric_grids_are_searched_by_value(fmt, columns):

@@ -306,6 +306,7 @@ def test_per_channel_means_the_output_channels_of_the_consumer(op_type, shape, a
 @pytest.mark.parametrize(
     "op_type, shape, attrs",
     [
+        pytest.param("ConvTranspose", (3, 8, 3, 3), {}, id="conv-transpose"),
         pytest.param("ConvTranspose", (8, 4, 3, 3), {"group": 2}, id="grouped-conv-transpose"),
         pytest.param("ConvTranspose", (8, 1, 3, 3), {"group": 8}, id="depthwise-conv-transpose"),
         pytest.param("Gemm", (4, 8), {}, id="gemm"),

@@ -862,7 +862,7 @@ def long_chain(length: int) -> tuple[ir.Model, Graph]:
     return g.model(v), g
 
 
-def test_thousands_of_nodes_at_linear_cost_without_recursion() -> None:
+def test_more_nodes_than_calls_are_allowed_at_linear_cost_without_recursion() -> None:
     def cost(length: int) -> int:
         model, g = long_chain(length)
         return steps(lambda: (strip_sites(model), to_qdq(model, g.encodings)))
@@ -872,9 +872,9 @@ def test_thousands_of_nodes_at_linear_cost_without_recursion() -> None:
     try:
         cost(40)
         assert cost(640) <= 4 * cost(160)
-        model, g = long_chain(4_000)
-        assert len(strip_sites(model).model.graph) == 3_000
-        assert len(to_qdq(model, g.encodings).model.graph) == 9_000
+        model, g = long_chain(1_000)
+        assert len(strip_sites(model).model.graph) == 750
+        assert len(to_qdq(model, g.encodings).model.graph) == 2_250
     finally:
         sys.setrecursionlimit(limit)
 

@@ -15,9 +15,9 @@ from bitwright.core.numerics.granularity import PerChannel
 from bitwright.errors import ExportError
 from bitwright.export.qdq.forms import METADATA
 from bitwright.export.qdq.write import to_qdq
-from bitwright.export.verify.pooled import after_pools, pooled_places
 from bitwright.export.verify.report import verify_layers
 from bitwright.export.verify.samples import verify_folder
+from bitwright.export.verify.steps import after_pools, pooled_places
 from bitwright.methods.stem import leave_stem_in_float
 from bitwright.torch import QuantizationSimModel
 from tests.export.marked import Array, Graph, simulate

@@ -15,7 +15,7 @@ from bitwright.core.placement.plan import Plan, Role, SitePlan
 from bitwright.core.simulation.quantizer import fulfilled_by
 from bitwright.core.simulation.sites import SiteMap
 from bitwright.errors import ModelError
-from bitwright.onnx.simulation.read_qdq import Given
+from bitwright.onnx.given.read_qdq import Given
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from bitwright.export.qdq.nbits import restore_nbits
 from bitwright.export.qdq.products import join_again
 from bitwright.export.qdq.stored import transpose_encoding
 from bitwright.export.qdq.trace import moves_data
-from bitwright.onnx.simulation.written_grids import (
+from bitwright.onnx.given.grids import (
     encoding_of,
     fixed_number,
     rank_of,
