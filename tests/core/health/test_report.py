@@ -45,6 +45,23 @@ def test_halves_show_what_they_lost():
     assert measure_tensor("f", np.float32([1e-40])).subnormals == 0, "only halves are watched for it"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_limits_of_halves_are_those_of_the_type(dtype):
+    limits = torch.finfo(dtype)
+    least = torch.tensor([limits.smallest_normal, limits.smallest_normal / 2, 0.0], dtype=dtype)
+    assert measure_tensor("x", least).subnormals == 1
+    last = torch.tensor([limits.max, limits.max / 2, -limits.max], dtype=dtype)
+    assert measure_tensor("x", last).saturated == 2
+
+
+@pytest.mark.parametrize("count", [7, 8, 9])
+def test_of_many_bad_parameters_eight_are_shown(count):
+    bad = tuple(measure_tensor(f"p{i}", A([NAN]), "param") for i in range(count))
+    lines = HealthReport("model", bad_params=bad).text().splitlines()
+    assert len([line for line in lines if line.startswith("  p")]) == min(count, 8)
+    assert [line for line in lines if "more" in line] == (["  and 1 more"] if count == 9 else [])
+
+
 @pytest.mark.parametrize(
     "x", [3, 2.5, True, np.zeros((0, 3)), np.int8([1]), torch.zeros(0), torch.tensor([True])]
 )
@@ -127,6 +144,15 @@ def test_the_cause_follows_from_operator_and_operands(op, attrs, operands, cause
     assert found.cause == cause
     assert re.search(problem, found.problem), found.problem
     assert found.remedy == remedy(cause)
+
+
+def test_a_zero_without_an_infinity_is_not_blamed():
+    """Sums that overflow to both sides."""
+    x, w = A([[0, 3e38, 3e38, -3e38, -3e38]]), A([[1], [2], [2], [2], [2]])
+    operands = [health("a", x), health("b", w)]
+    for ordered in (operands, operands[::-1]):
+        found = diagnose("MatMul", {}, ordered, [measure_tensor("y", A([[NAN]]))])
+        assert found.cause != "zero times infinity", found.problem
 
 
 def test_half_overflow_tells_the_magnitude_that_was_needed():

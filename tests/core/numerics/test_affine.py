@@ -288,6 +288,16 @@ def test_pieces_of_large_arrays_give_the_bits_of_the_whole(fmt, granularity, mon
         assert one.dtype == other.dtype and one.tobytes() == other.tobytes()
 
 
+def test_large_arrays_in_blocks_are_quantized_as_their_rows_are(monkeypatch):
+    monkeypatch.setattr(affine, "_PIECE", 100)
+    x = np.random.default_rng(5).normal(size=(12, 40)).astype(np.float32)
+    scale = np.random.default_rng(6).uniform(0.01, 0.1, (12, 5)).astype(np.float32)
+    granularity = PerBlock(8, axis=1, channel_axis=0)
+    enc = Encoding(parse_format("int4"), scale, np.zeros(scale.shape, np.int64), granularity)
+    unit = np.repeat(scale, 8, 1)
+    assert np.array_equal(fake_quantize(x, enc), np.clip(np.rint(x / unit), -8, 7) * unit)
+
+
 def test_an_encoding_of_another_shape_is_refused_for_large_arrays_too(monkeypatch):
     monkeypatch.setattr(affine, "_PIECE", 100)
     enc = Encoding(parse_format("int8"), np.ones(13, np.float32), np.zeros(13, np.int64), PerChannel(0))

@@ -324,6 +324,20 @@ def test_a_rare_outlier_is_given_up_when_everything_else_would_vanish():
     assert hi < 400
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_entropy_threshold_goes_with_the_unit(sign):
+    """Of data on one side of zero, which use every code, as of data on both sides."""
+    x = sign * (np.abs(heavy_tailed()) / 8 + np.float32(2**-6))
+    lo, hi = (
+        float(end) for end in choose_range(measure("histogram", x), spec_of("entropy", "uint8", "asymmetric"))
+    )
+    for unit in (2.0**-8, 2.0**8):
+        scaled = choose_range(
+            measure("histogram", x * np.float32(unit)), spec_of("entropy", "uint8", "asymmetric")
+        )
+        assert (float(scaled[0]), float(scaled[1])) == (lo * unit, hi * unit)
+
+
 def test_entropy_clips_the_tails_and_keeps_a_compact_distribution():
     stats = measure("histogram", heavy_tailed())
     lo, hi = choose_range(stats, spec_of("entropy"))

@@ -114,6 +114,17 @@ def test_statistics_pass_through_plain_arrays(kind):
     assert stats != start(kind, (2,)) and stats != "statistics"
 
 
+def test_histograms_of_rows_leave_out_what_is_not_finite():
+    x = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
+    x[1, ::7] = 0
+    spoilt = np.concatenate([x, np.float32([[np.nan, np.inf], [-np.inf, np.nan], [np.inf, np.inf]])], 1)
+    clean, found = (measure("histogram", part, PerChannel(0)) for part in (x, spoilt))
+    assert np.array_equal(found.counts, clean.counts) and np.array_equal(found.zeros, clean.zeros)
+    assert np.array_equal(found.exponent, clean.exponent)
+    one = measure("histogram", spoilt)
+    assert np.array_equal(one.counts, measure("histogram", x).counts) and int(one.zeros) == 8
+
+
 # ---- bounds
 
 
