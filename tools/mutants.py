@@ -57,17 +57,26 @@ PARTS = (
     "algorithms/channels",
     "algorithms/bias_correct.py",
 )
-#: tests that are to see the faults: of the parts themselves, of both front ends, and of what these do alike
+#: tests that are to see the faults: all that call the parts, by themselves or by way of a front end
 TESTS = (
     "bitwright/core",
     "bitwright/algorithms",
-    "tests/core",
-    "tests/algorithms",
-    "tests/methods",
-    "tests/conformance",
-    "tests/torch",
-    "tests/onnx",
-    "tests/test_public_api.py",
+    *(
+        "tests/core",
+        "tests/algorithms",
+        "tests/methods",
+        "tests/conformance",
+        "tests/torch",
+        "tests/onnx",
+        "tests/export",
+    ),
+    *(
+        "tests/analysis",
+        "tests/comparison",
+        "tests/mixed",
+        "tests/test_public_api.py",
+        "tests/test_tables.py",
+    ),
 )
 #: compiled functions run without their lines being traced; these tests call them
 UNTRACED = "bitwright/core/compiled"
