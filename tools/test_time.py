@@ -91,7 +91,7 @@ def main() -> None:
     )
     parser.add_argument("log", type=Path, help="what pytest printed")
     parser.add_argument("--write", action="store_true", help=f"choose the long variants anew: {TABLE.name}")
-    parser.add_argument("--seconds", type=float, default=0.2, help="of a long variant (default: 0.2)")
+    parser.add_argument("--seconds", type=float, default=0.12, help="of a long variant (default: 0.12)")
     options = parser.parse_args()
     seconds = times(options.log.read_text(encoding="utf-8"))
     for folder, time in by_folder(seconds).items():

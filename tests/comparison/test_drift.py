@@ -339,6 +339,7 @@ for side in ("float", "simulation", "file"):
 """
 
 
+@pytest.mark.slow
 def test_saturation_is_named_where_the_bias_is_added_apart(tmp_path: Path) -> None:
     """A product of three axes and an addition, of which the runtime makes one layer."""
     found = run_without_vnni(_BIAS_APART, tmp_path, str(tmp_path / "out")).splitlines()

@@ -1,10 +1,12 @@
-"""The cost of a call as a number that no machine's load changes."""
+"""The cost of a call as a number that no machine's load changes, and how deep it may call."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -31,3 +33,14 @@ def steps(call: Callable[[], object]) -> int:
         if collects:
             gc.enable()
     return count
+
+
+@contextmanager
+def calls_left(count: int) -> Iterator[None]:
+    """Let code run ``count`` calls deeper than here: shorter chains show that nothing recurses over them."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(list(traceback.walk_stack(None))) + count)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bitwright.core.health.report import HealthReport
 from bitwright.errors import CalibrationError, ConfigError, ModelError
 from bitwright.torch import QuantizationSimModel, check_model
-from tests.support.cost import steps
+from tests.support.cost import calls_left, steps
 
 NAN, INF = math.nan, math.inf
 
@@ -340,12 +340,13 @@ def test_ctrl_c_leaves_the_report_so_far() -> None:
 
 def test_a_loop_of_many_steps_is_followed_in_linear_time() -> None:
     def forward(net: Net, x: Tensor) -> Tensor:
-        for _ in range(1100):  # more than calls may be nested
+        for _ in range(450):
             x = torch.where(x > 0, x / 0 * 0, x) if x.isnan().any() else torch.nan_to_num(x / 0, 1, 1, 1)
         return x
 
-    report = look(forward, batches(1))
-    assert report.ok and report.calls > 2200 and len(report.notes) < 20
+    with calls_left(300):
+        report = look(forward, batches(1))
+    assert report.ok and report.calls > 900 and len(report.notes) < 20
 
 
 def test_a_simulated_model_can_be_checked() -> None:

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 
 from bitwright.torch import QuantizationSimModel, fold_all_batch_norms
+from tests.support.cost import calls_left
 from tests.support.zoo import chain, chain_input
-
-
-@contextmanager
-def calls_left(count: int) -> Iterator[None]:
-    """Let the code run ``count`` calls deeper than here."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(len(list(traceback.walk_stack(None))) + count)
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(before)
 
 
 def check(blocks: int, calls: int) -> None:

@@ -74,10 +74,11 @@ def test_any_type_and_axis(dtype, axis) -> None:
 
 
 def test_numbers_of_64_bits_differ_by_less_than_those_of_32() -> None:
-    x = np.ones((100, 5, 4))
-    x[:, 3, 2] += 1e-12
-    assert told(constant_channels(x, -2)) == (5, {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0})
-    assert told(constant_channels(torch.from_numpy(x), -2)) == (5, {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0})
+    for i in range(0, 1500, 97):
+        x = np.ones((50, 5, 30))
+        x[i // 30, 3, i % 30] += 1e-12
+        expected = (5, {0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0})
+        assert told(constant_channels(x, -2)) == told(constant_channels(torch.from_numpy(x), -2)) == expected
 
 
 def test_one_element_that_differs_anywhere_is_found() -> None:

@@ -25,7 +25,7 @@ from bitwright.export.qdq.markers import rename_values, site_names, strip_sites
 from bitwright.export.qdq.write import QdqResult, to_qdq
 from bitwright.export.verify.runtime import optimized_types, run_model
 from tests.export.marked import Array, Graph, run_both, run_plain, simulate, types
-from tests.support.cost import steps
+from tests.support.cost import calls_left, steps
 
 RNG = np.random.default_rng(7)
 
@@ -867,16 +867,12 @@ def test_more_nodes_than_calls_are_allowed_at_linear_cost_without_recursion() ->
         model, g = long_chain(length)
         return steps(lambda: (strip_sites(model), to_qdq(model, g.encodings)))
 
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(220)
-    try:
+    with calls_left(170):
         cost(40)
         assert cost(640) <= 4 * cost(160)
         model, g = long_chain(1_000)
         assert len(strip_sites(model).model.graph) == 750
         assert len(to_qdq(model, g.encodings).model.graph) == 2_250
-    finally:
-        sys.setrecursionlimit(limit)
 
 
 # -------------------------------------------------------------------------------------------------- errors

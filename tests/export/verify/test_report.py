@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from bitwright.export.verify.reasons import (
 from bitwright.export.verify.report import Row, VerifyReport, verify_layers
 from bitwright.export.verify.runtime import MODES
 from tests.export.marked import Array, Graph, simulate
-from tests.support.cost import steps
+from tests.support.cost import calls_left, steps
 
 RNG = np.random.default_rng(11)
 
@@ -763,10 +762,6 @@ def test_hundreds_of_layers_at_linear_cost_without_recursion() -> None:
         assert reports[0].ok
         return taken
 
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(300)
-    try:
+    with calls_left(150):
         cost(10)
-        assert cost(320) <= 4 * cost(80)
-    finally:
-        sys.setrecursionlimit(limit)
+        assert cost(200) <= 4 * cost(50)

@@ -27,7 +27,7 @@ from bitwright.errors import (
 from bitwright.onnx import quantize
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx.nets import Net, conv_chain, feeds_for, run
-from tests.support.cost import steps
+from tests.support.cost import calls_left, steps
 
 FLOAT16 = TensorProto.FLOAT16
 
@@ -473,15 +473,16 @@ def test_old_operator_that_cannot_be_converted_is_named():
 
 
 def test_a_long_chain_is_placed_at_linear_cost():
-    """2,400 nodes at the default recursion limit."""
+    """800 nodes, where 300 calls are allowed."""
 
     def cost(blocks):
         model = conv_chain(blocks)
         return steps(lambda: QuantizationSimModel(model, threads=1))
 
     assert cost(80) <= 4 * cost(20)
-    sim = QuantizationSimModel(conv_chain(600), threads=1)
-    assert sum(site.role == "weight" for site in sim.quantizers.values()) == 600
+    with calls_left(300):
+        sim = QuantizationSimModel(conv_chain(200), threads=1)
+    assert sum(site.role == "weight" for site in sim.quantizers.values()) == 200
 
 
 def test_verify_takes_a_list_with_one_input_and_refuses_several_by_name(sim):

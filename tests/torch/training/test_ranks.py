@@ -18,10 +18,12 @@ from tests.support.once import once
 ROOT = Path(__file__).parents[3]
 Found = dict[str, list[Any]]
 
+pytestmark = pytest.mark.slow  # every case starts processes
 
-def run(*cases: str) -> Found:
+
+def run() -> Found:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.torch.training.ranks", *cases],
+        [sys.executable, "-m", "tests.torch.training.ranks"],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -34,27 +36,16 @@ def run(*cases: str) -> Found:
 
 
 @pytest.fixture(scope="module")
-def calibrations(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    cases = (
-        *("tf_enhanced 1", "tf_enhanced 2", "nan", "alone", "ranges 1", "ranges 2", "other ranges"),
-        *("gptq 1", "gptq 2", "norms 1", "norms 2", "a bad loss", "bad losses"),
-    )
-    return once("calibrations", lambda: run(*cases), tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return once("ranks", run, tmp_path_factory)
 
 
-@pytest.mark.slow
-def test_two_ranks_find_the_encodings_of_one(calibrations: Found) -> None:
-    assert set(calibrations["tf_enhanced 2"]) == set(calibrations["tf_enhanced 1"])
+def test_two_ranks_find_the_encodings_of_one(found: Found) -> None:
+    assert set(found["tf_enhanced 2"]) == set(found["tf_enhanced 1"])
 
 
-@pytest.mark.slow
-def test_a_nan_on_one_rank_is_an_error_on_all_and_leaves_the_earlier_encodings(calibrations: Found) -> None:
-    healthy, failing = calibrations["nan"]
+def test_a_nan_on_one_rank_is_an_error_on_all_and_leaves_the_earlier_encodings(found: Found) -> None:
+    healthy, failing = found["nan"]
     assert healthy.startswith(
         "rank 1 of 2: calibration failed there: CalibrationError: batch 1, x: the input is not finite"
     )
@@ -62,48 +53,46 @@ def test_a_nan_on_one_rank_is_an_error_on_all_and_leaves_the_earlier_encodings(c
     assert healthy.endswith("| True") and failing.endswith("| True")
 
 
-def test_one_rank_may_calibrate_alone(calibrations: Found) -> None:
-    assert calibrations["alone"][0] == calibrations["tf_enhanced 1"][0] != calibrations["alone"][1]
+def test_one_rank_may_calibrate_alone(found: Found) -> None:
+    assert found["alone"][0] == found["tf_enhanced 1"][0] != found["alone"][1]
 
 
-def test_ranges_have_the_gradients_of_the_whole_batch_on_every_rank(calibrations: Found) -> None:
+def test_ranges_have_the_gradients_of_the_whole_batch_on_every_rank(found: Found) -> None:
     """They lie beside the model, where DDP does not see them; after one pass, after two without a step, and in a copy."""
-    one, two = calibrations["ranges 1"][0], calibrations["ranges 2"]
+    one, two = found["ranges 1"][0], found["ranges 2"]
     assert two[0] == two[1]
-    for found, expected in zip(two[0], one, strict=True):
-        assert sum(any(values) for values in found.values()) >= 8
-        assert found.keys() == expected.keys()
-        for name, values in found.items():
+    for of_two, expected in zip(two[0], one, strict=True):
+        assert sum(any(values) for values in of_two.values()) >= 8
+        assert of_two.keys() == expected.keys()
+        for name, values in of_two.items():
             # float32 gradients of the halves are averaged: where they cancel, what is left has the roundings of both
             rounding = 4 * torch.finfo(torch.float32).eps * max(map(abs, expected[name]))
             assert max(abs(a - b) for a, b in zip(values, expected[name], strict=True)) <= rounding, name
 
 
-def test_ranks_that_learn_other_ranges_are_told_so(calibrations: Found) -> None:
+def test_ranks_that_learn_other_ranges_are_told_so(found: Found) -> None:
     message = "CalibrationError: .*: its learned range is another one on another rank"
-    assert all(re.match(message, text) for text in calibrations["other ranges"])
+    assert all(re.match(message, text) for text in found["other ranges"])
 
 
-def test_a_loss_that_is_bad_on_one_rank_is_left_out_on_all(calibrations: Found) -> None:
-    first, second = calibrations["a bad loss"]
+def test_a_loss_that_is_bad_on_one_rank_is_left_out_on_all(found: Found) -> None:
+    first, second = found["a bad loss"]
     assert first == second and first[0] == "TrainingGuard(3 steps, 1 skipped: 1 loss)"
     message = "training: 3 steps in a row had a loss that is not finite on rank 1 of 2. Remedy: "
-    assert all(text.startswith(message) for text in calibrations["bad losses"])
+    assert all(text.startswith(message) for text in found["bad losses"])
 
 
-@pytest.mark.slow
 def test_every_rank_may_train_for_itself(found: Found) -> None:
     first, second = found["ranges alone"]
     assert first != second
 
 
 @pytest.mark.parametrize("what", ["gptq", "norms"])
-def test_two_ranks_find_the_weights_and_statistics_of_one(calibrations: Found, what: str) -> None:
-    (one,) = calibrations[f"{what} 1"]
-    assert calibrations[f"{what} 2"] == [one, one]
+def test_two_ranks_find_the_weights_and_statistics_of_one(found: Found, what: str) -> None:
+    (one,) = found[f"{what} 1"]
+    assert found[f"{what} 2"] == [one, one]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "several"),
     [
@@ -119,13 +108,11 @@ def test_methods_find_the_same_on_any_number_of_ranks(
         assert all(answer == found[one][0] for answer in found[case]), case
 
 
-@pytest.mark.slow
 def test_a_rank_may_round_by_its_own_data(found: Found) -> None:
     first, second = found["gptq alone"]
     assert first != second
 
 
-@pytest.mark.slow
 def test_batch_norms_that_cannot_be_estimated_on_one_rank_are_an_error_on_all(found: Found) -> None:
     for text in found["norms nan"]:
         assert re.match("CalibrationError: bn: its inputs have NaN or infinite values", text), text
@@ -133,7 +120,6 @@ def test_batch_norms_that_cannot_be_estimated_on_one_rank_are_an_error_on_all(fo
     assert re.match("(RuntimeError|ModelError|CalibrationError): ", found["norms fail"][1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["min_max", "percentile", "mse"])
 def test_every_range_method_reads_the_merged_statistics(found: Found, scheme: str) -> None:
     one = found[f"{scheme} 1"]
@@ -141,7 +127,6 @@ def test_every_range_method_reads_the_merged_statistics(found: Found, scheme: st
     assert one != found["tf_enhanced 1"]
 
 
-@pytest.mark.slow
 def test_it_does_not_matter_how_many_ranks_there_are_nor_who_saw_what(found: Found) -> None:
     one = set(found["tf_enhanced 1"])
     for case in ("tf_enhanced 2 last", "tf_enhanced 4", "in parts 1", "in parts 2"):
@@ -150,7 +135,6 @@ def test_it_does_not_matter_how_many_ranks_there_are_nor_who_saw_what(found: Fou
     assert found["counts 1"] * 2 == found["counts 2"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -173,7 +157,6 @@ def test_a_rank_that_is_gone_ends_in_an_error_and_not_in_a_hang(
         raise RuntimeError(found[case][0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -204,7 +187,6 @@ def assert_close(found: dict[str, list[float]], expected: dict[str, list[float]]
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["replicated", "sharded"])
 def test_training_on_two_ranks_is_that_of_one_process(found: Found, how: str) -> None:
     """Steps of the model and of learned ranges, by DDP and by FSDP2."""
@@ -216,20 +198,17 @@ def test_training_on_two_ranks_is_that_of_one_process(found: Found, how: str) ->
         assert_close(values, one)
 
 
-@pytest.mark.slow
 def test_ddp_trains_as_one_process_does(found: Found) -> None:
     one, two = found["fixed 1"], found["fixed 2"]
     assert two[0] == two[1]
     assert_close(two[0], one[0])
 
 
-@pytest.mark.slow
 def test_ranges_stay_equal_on_all_ranks(found: Found) -> None:
     first, second = found["trained 2"]
     assert first == second
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(found: Found, count: int) -> None:
     for (_, after), whole in zip(found[f"resumed {count}"], found[f"trained {count}"], strict=True):
@@ -237,7 +216,6 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(found: Found, count: int
         assert any("log_scale" in name for name in after)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_loads_on_one(found: Found) -> None:
     written, _ = found["resumed 2"][0]
     assert found["two on one"] == [[written, True]]
