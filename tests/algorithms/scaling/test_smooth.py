@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitwright.algorithms.scaling.smooth import TIES, head_factors, smoothing_factors
+from bitwright.algorithms.scaling.smooth import TIES, head_factors, smooth, smoothing_factors
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.torch import TorchView, fold_norms, smooth_model
 from tests.algorithms.transformer import Decoder, tokens
@@ -199,3 +199,11 @@ def test_a_norm_that_others_read_keeps_its_weight():
     report = fold_norms(Residual().eval(), dummy_input=torch.randn(3, 6))
     assert not report.groups
     assert str(report.refused[0]) == "norm: add (Add) reads norm.output[0]"
+
+
+def test_what_the_check_objects_to_is_refused_by_the_name_of_its_first_layer():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(6, 8)
+    before = model(x)
+    report = smooth(TorchView(model, x), [x], lambda: "its outputs differ")
+    assert ("0", "with it, its outputs differ") in [(each.op, each.reason) for each in report.refused]
+    assert torch.equal(model(x), before)

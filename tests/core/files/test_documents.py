@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bitwright.core.files import documents
 from bitwright.core.files.documents import MAX_BYTES, MAX_DEPTH, read_bytes, read_document
 from bitwright.errors import ConfigError, close_matches
 
@@ -88,3 +89,11 @@ def test_messages_are_short_and_can_be_written() -> None:
     assert len(str(error)) < 5_000 and "(29996000 characters left out)" in str(error)
     assert str(error).encode().startswith(b"a\\ud800: xxx")
     assert close_matches("z" * 1_000_000, ["int8" * 1000, "int4"]) == ""
+
+
+def test_an_alias_stands_for_its_anchor_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes before the anchor is not repeated with it."""
+    monkeypatch.setattr(documents, "MAX_BYTES", 4000)
+    path = tmp_path / "a.yaml"
+    path.write_text(f"text: {'x' * 3000}\nbase: &b [1, 2]\nrows: [*b, *b, *b]\n")
+    assert read_document(path, ConfigError)["rows"] == [[1, 2]] * 3

@@ -504,3 +504,9 @@ def test_the_noise_of_a_histogram_is_that_of_its_values(fmt, gamma):
             error = np.square(x - codes * step) + (gamma - 1) * np.square(x - inside)
             expected += mass[0, n] * error.mean()
         assert found[0, i] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_first_channel_without_a_finite_value_is_named():
+    x = np.float32([[1, 2], [np.nan, np.inf], [3, 4], [np.nan, np.nan]])
+    with pytest.raises(CalibrationError, match=r"no finite value for index 1 \(1 NaN, 1 infinite\)"):
+        choose_range_of(x, spec_of("minmax"), PerChannel(0))
