@@ -269,29 +269,30 @@ def declared_actions(given: Mapping[str, Any], opened: Callable[[Any, str], Any]
     """
 
     def declared(step: str, run: Callable[..., Any] | str) -> Action:
-        def found() -> tuple[Callable[..., Any], list[str]]:
+        def made() -> Action:
             function = _imported(run) if isinstance(run, str) else run
-            return function, list(inspect.signature(function).parameters)
-
-        def options() -> Options:
-            function, names = found()
-            return keyword_options(function, {*given, "changed"}.intersection(names))
-
-        def call(target: Any, **chosen: Any) -> Any:
-            function, names = found()
+            names = list(inspect.signature(function).parameters)
             bound = {name: value for name, value in given.items() if name in names}
-            if names[0] != "view":
-                return function(target, **bound, **chosen)
-            model = opened(target, step)
-            report = function(
-                model.view, **({"changed": model.changed} if "changed" in names else {}), **bound, **chosen
+            return (
+                _on_view(function, step, bound, opened) if names[0] == "view" else action(function, **bound)
             )
-            model.finish(report)
-            return report
 
-        return Action(call, options)
+        return Action(lambda target, **options: made().run(target, **options), lambda: made().options())
 
     return {name: declared(name, kind.run) for name, kind in KINDS.items() if kind.run is not None}
+
+
+def _on_view(
+    function: Callable[..., Any], step: str, bound: Mapping[str, Any], opened: Callable[[Any, str], Any]
+) -> Action:
+    def call(target: Any, **options: Any) -> Any:
+        model = opened(target, step)
+        asked = "changed" in inspect.signature(function).parameters
+        report = function(model.view, **({"changed": model.changed} if asked else {}), **bound, **options)
+        model.finish(report)
+        return report
+
+    return Action(call, lambda: keyword_options(function, {*bound, "changed"}))
 
 
 def _imported(name: str) -> Callable[..., Any]:
