@@ -38,11 +38,7 @@ PRESETS: dict[str, Preset] = {"w3a16": Preset(weight_spec("int3"), activation_sp
 ITERATIONS = {"adaround": 500, "brecq": 200, "qdrop": 200, "flexround": 200}
 # networks, preset, recipes; "default" is the one of quantize(model, data)
 ROWS: list[tuple[Sequence[str], str, Sequence[str]]] = [
-    (
-        (*CONVOLUTIONAL, *FILES),
-        "w8a8_per_tensor",
-        ["fold", "equalize", "equalize bias_correction", "equalize gptq"],
-    ),
+    ((*CONVOLUTIONAL, *FILES), "w8a8_per_tensor", ["fold", "equalize", "equalize bias_correction", "equalize gptq"]),
     ((*CONVOLUTIONAL, *FILES), "w8a8", ["fold", "default"]),
     (LANGUAGE, "w8a8", ["fold", "default"]),
     (DECODER, "w8a8", ["smooth", "rotate", "layer_inputs", "rotate smooth layer_inputs"]),
@@ -71,9 +67,7 @@ class Cell:
 def cells(models: Sequence[str], front_ends: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
     """What is to be measured, quick ones first; the float model is the recipe ``float``."""
     rows = [(name, "", "float") for name in TASKS]
-    rows += [
-        (name, preset, recipe) for names, preset, recipes in ROWS for name in names for recipe in recipes
-    ]
+    rows += [(name, preset, recipe) for names, preset, recipes in ROWS for name in names for recipe in recipes]
     found = [
         Cell(seed, end, *row)
         for seed in seeds
@@ -128,9 +122,7 @@ def table(found: dict[Cell, float]) -> tuple[list[str], list[list[str]]]:
         texts = [_spread(numbers.get((network, preset, recipe, end), []), places) for end in FRONT_ENDS]
         if any(texts):
             rows.append([network, preset, recipe, *texts])
-    return ["network", "preset", "recipe", *FRONT_ENDS], sorted(
-        rows, key=lambda row: list(TASKS).index(row[0])
-    )
+    return ["network", "preset", "recipe", *FRONT_ENDS], sorted(rows, key=lambda row: list(TASKS).index(row[0]))
 
 
 def _spread(numbers: Sequence[float], places: int) -> str:
@@ -141,9 +133,7 @@ def _spread(numbers: Sequence[float], places: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, required=True, help="file of the numbers, one line each")
     parser.add_argument("--models", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--front-ends", nargs="+", choices=FRONT_ENDS, default=FRONT_ENDS)

@@ -28,12 +28,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.act, self.down = (
-            nn.LayerNorm(32),
-            nn.Linear(32, 64),
-            nn.SiLU(),
-            nn.Linear(64, 32),
-        )
+        self.norm, self.up, self.act, self.down = (nn.LayerNorm(32), nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32))
         self.head = nn.Linear(32, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

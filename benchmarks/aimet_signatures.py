@@ -96,10 +96,7 @@ INTERNAL = {
 }  # fmt: skip
 # Classes whose methods scripts call on a class made from them.
 BASES = {"QuantAnalyzerBase": "QuantAnalyzer"}
-HELPERS = (
-    "aimet_torch.utils",
-    "aimet_onnx.utils",
-)  # for AIMET's own code: what we do not have of them is internal
+HELPERS = ("aimet_torch.utils", "aimet_onnx.utils")  # for AIMET's own code: what we do not have of them is internal
 
 Signature = ast.arguments | None
 
@@ -161,9 +158,7 @@ def fits(arguments: ast.arguments, bound: bool, mine: Any) -> str | None:
     kinds = inspect.Parameter
     anything = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
     many = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
-    positional = [
-        p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = [p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
     if not many and positional[: len(theirs)] != theirs:
         return f"positional ({', '.join(positional)}) for ({', '.join(theirs)})"
     names = {p.name for p in parameters}
@@ -200,11 +195,7 @@ def compared(folder: Path) -> Iterator[tuple[str, str, str]]:
                 elif mine is None:
                     yield full, "missing", ""
                 else:
-                    why = (
-                        None
-                        if arguments is None or isinstance(mine, property)
-                        else fits(arguments, bound, mine)
-                    )
+                    why = None if arguments is None or isinstance(mine, property) else fits(arguments, bound, mine)
                     yield full, "match" if why is None else "differs", why or ""
 
 
@@ -226,9 +217,7 @@ def main() -> None:
                 total[status] += 1
         print(f"| `{module}` | {' | '.join(str(count) for count in counts.values())} |")
     there = total["match"] + total["differs"] + total["missing"]
-    print(
-        f"\n{total['match']} of {there} match, {total['match'] / there:.1%}; {total['absent']} have no counterpart"
-    )
+    print(f"\n{total['match']} of {there} match, {total['match'] / there:.1%}; {total['absent']} have no counterpart")
     print(f"{total['internal']} internal names are left out")
 
 

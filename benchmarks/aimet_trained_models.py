@@ -171,9 +171,7 @@ def rows(data: Path) -> Any:
     ):
         path = data / "onnx" / f"{name}.onnx"
         session = onnxruntime.InferenceSession(str(path))
-        in_float = share_right(
-            lambda part, s=session, f=feed: s.run(None, {f: part})[0], pixels[200:], digits[200:], 1
-        )
+        in_float = share_right(lambda part, s=session, f=feed: s.run(None, {f: part})[0], pixels[200:], digits[200:], 1)
         found = [
             onnx_outcome(p, path, feed, pixels[:200], pixels[200:], digits[200:])
             for p in ("aimet_onnx", "bitwright.aimet_onnx")

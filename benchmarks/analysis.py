@@ -186,9 +186,7 @@ def run_share(sim: Any, batches: Sequence[Any]) -> float:
     from bitwright.analysis.subject.subject import open_subject
 
     exact = Exact(open_subject(sim).steps(), batches[:1], budget=1 << 30)
-    names = [
-        n for n, s in sim.quantizers.items() if s.enabled and s.name == s.group and not s.quantizer.derived
-    ]
+    names = [n for n, s in sim.quantizers.items() if s.enabled and s.name == s.group and not s.quantizer.derived]
     exact.measure({name: frozenset([name]) for name in names}, iter)
     return exact.runs / (2 * len(names) * exact.steps)
 
@@ -207,9 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "plants" in options.parts:
         rows = [row for subject in subjects for row in told(plants(subject))]
         found = sum(row[-1] == "yes" for row in rows)
-        tables.append(
-            (f"Planted faults: {found} of {len(rows)} named first with the right cause", PLANT_COLUMNS, rows)
-        )
+        tables.append((f"Planted faults: {found} of {len(rows)} named first with the right cause", PLANT_COLUMNS, rows))
     if "ranks" in options.parts:
         tables.append(("Estimate against measurement", RANK_COLUMNS, list(told(map(ranks, subjects)))))
     if "cost" in options.parts:

@@ -24,12 +24,7 @@ from bitwright.torch import QuantizationSimModel, apply_reconstruction, awq_mode
 from tests.algorithms.transformer import with_outliers
 from tests.support import data
 
-METHODS = {
-    "nearest": (),
-    "seq_mse": ("seq_mse",),
-    "gptq": ("gptq",),
-    "seq_mse, gptq": ("seq_mse", "gptq"),
-}
+METHODS = {"nearest": (), "seq_mse": ("seq_mse",), "gptq": ("gptq",), "seq_mse, gptq": ("seq_mse", "gptq")}
 COLUMNS = [f"{what}{awq}" for what in ("as trained", "outliers") for awq in ("", ", awq")]
 
 
@@ -50,9 +45,7 @@ def score(format: str, methods: Sequence[str], outliers: bool, awq: bool, batche
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", default=["int4", "int3"])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--markdown", type=Path, help="write the table there")

@@ -121,10 +121,7 @@ def rows(name: str, runs: int, rounds: int) -> list[list[str]]:
             "w8a8": made.exported.qdq,
             "quantize_static": _by_their_tool(model, feeds[:32], folder),
         }
-        times, sessions = (
-            least(files, feeds[0], rounds),
-            {k: open_file("onnxruntime", p) for k, p in files.items()},
-        )
+        times, sessions = (least(files, feeds[0], rounds), {k: open_file("onnxruntime", p) for k, p in files.items()})
         cells, base, labelled = [], 0.0, _labelled(kind)
         for label, path in files.items():
             found = profiled(path, feeds[0], runs)
@@ -150,9 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
     options = parser.parse_args(arguments)
     cells = [line for name in options.models for line in rows(name, options.runs, options.rounds)]
-    title = (
-        "Convolutional networks in ONNX Runtime (batch 1, one thread): where the time goes, and what is lost"
-    )
+    title = "Convolutional networks in ONNX Runtime (batch 1, one thread): where the time goes, and what is lost"
     measure.show(title, COLUMNS, cells)
     measure.save(options.json, options.markdown, title, COLUMNS, cells, cells)
 

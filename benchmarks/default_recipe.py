@@ -93,9 +93,7 @@ def case(name: str) -> Case:
             )  # fmt: skip
             return onnx.load_from_string(file.getvalue())
 
-        return Case(
-            standin.model, standin.batches, list(standin.test[:300].split(100)), standin.score, written
-        )
+        return Case(standin.model, standin.batches, list(standin.test[:300].split(100)), standin.score, written)
     task = TASKS[name]()
 
     def draw(seed: int) -> list[torch.Tensor]:
@@ -256,9 +254,7 @@ def cost(name: str, way: str, rounds: int) -> dict[str, float]:
     return {"passes": min(times["way"]) / min(times["float"]), "mib": mib}
 
 
-def cost_table(
-    networks: Sequence[str], ways: Sequence[str], rounds: int
-) -> tuple[list[str], list[list[str]]]:
+def cost_table(networks: Sequence[str], ways: Sequence[str], rounds: int) -> tuple[list[str], list[list[str]]]:
     """Passes and MiB of every way on every network."""
     rows = []
     for name in networks:
@@ -310,9 +306,7 @@ def weight_grid(networks: Sequence[str]) -> tuple[list[str], list[list[str]]]:
         wanted = np.concatenate([of_torch(found.model)(x).numpy().ravel() for x in found.unseen])
         for preset in ("w8", "w8_per_tensor", "w4"):
             weights: dict[str, list[float]] = {}
-            outputs = [
-                _with_grid(found, preset, s, wanted, weights) for s in ("symmetric", "strict_symmetric")
-            ]
+            outputs = [_with_grid(found, preset, s, wanted, weights) for s in ("symmetric", "strict_symmetric")]
             gains = np.array([strict - full for full, strict in weights.values()])
             rows.append(
                 [
@@ -351,9 +345,7 @@ def _with_grid(found: Case, name: str, symmetry: str, wanted: Any, weights: dict
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, help="file of the numbers, one line each")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--ways", nargs="+", choices=(*WAYS, *OTHER_WAYS), default=WAYS[:-1])
@@ -374,9 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.cost:
         title = "What quantize costs: float passes over the calibration data (CPU time), and memory beyond the float model's"
-        columns, rows = cost_table(
-            options.networks, [w for w in options.ways if w != "float"], options.rounds
-        )
+        columns, rows = cost_table(options.networks, [w for w in options.ways if w != "float"], options.rounds)
     elif options.weight_grid:
         title = "Symmetric weights without the lowest code (+-127), less those with it (-128..127)"
         columns, rows = weight_grid(options.networks)
@@ -385,7 +375,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error("--results is needed")
         if not options.only_table:
             _measure(options)
-        title = "The default recipe: outputs against float in dB, and the metric; mean over three draws, and the extremes"
+        title = (
+            "The default recipe: outputs against float in dB, and the metric; mean over three draws, and the extremes"
+        )
         shown = WAYS if options.preset == "w8a8" else options.ways
         columns, rows = table(read(options.results), options.preset, shown)
     measure.show(title, columns, rows)

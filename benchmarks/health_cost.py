@@ -91,8 +91,7 @@ def calibration(scheme: str) -> Callable[[Bench], float]:
 
     def row(bench: Bench) -> float:
         ours, bare = (
-            kind(bench.model, dummy_input=bench.x, quant_scheme=scheme)
-            for kind in (QuantizationSimModel, _Bare)
+            kind(bench.model, dummy_input=bench.x, quant_scheme=scheme) for kind in (QuantizationSimModel, _Bare)
         )
 
         def without() -> None:
@@ -206,9 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
     options = parser.parse_args(arguments)
-    settings = Settings(
-        options.quick, True, options.rounds or (5 if options.quick else 9), options.batches or 4
-    )
+    settings = Settings(options.quick, True, options.rounds or (5 if options.quick else 9), options.batches or 4)
     raw: dict[str, dict[str, float]] = {}
     for name in options.models:
         bench, raw[name] = Bench(name, settings), {}

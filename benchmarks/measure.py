@@ -112,9 +112,7 @@ def machine() -> dict[str, str]:
 
 
 def _commit() -> str:
-    run = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
+    run = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return run.stdout.strip() or "unknown"
 
 

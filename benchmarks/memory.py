@@ -96,9 +96,7 @@ class Writer:
             [helper.make_tensor_value_info(output, TensorProto.FLOAT, None)],
             self.tensors,
         )
-        onnx.save(
-            helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), self.path
-        )
+        onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), self.path)
 
 
 def write_weights(path: Path, scale: float) -> None:
@@ -144,9 +142,7 @@ def write_tokens(path: Path, scale: float) -> None:
         mixed = _linear(w, w("Reshape", mixed, join, out=f"{i}.joined"), f"{i}.out", width, width)
         x = _norm(w, w("Add", x, mixed, out=f"{i}.add"), f"{i}.norm", width)
         h = w("Gelu", _linear(w, x, f"{i}.up", width, 4 * width), out=f"{i}.gelu")
-        x = _norm(
-            w, w("Add", x, _linear(w, h, f"{i}.down", 4 * width, width), out=f"{i}.add2"), f"{i}.norm2", width
-        )
+        x = _norm(w, w("Add", x, _linear(w, h, f"{i}.down", 4 * width, width), out=f"{i}.add2"), f"{i}.norm2", width)
     w.save(("n", "t", width), x)
 
 
@@ -164,14 +160,7 @@ def write_pictures(path: Path, scale: float) -> None:
     """Convolutions that halve the picture now and then; the first results are 127 MiB each at full size."""
     w, x, channels = Writer(path), "x", 3
     for i, (width, stride) in enumerate(((16, 1), (16, 2), (32, 1), (32, 2), (64, 1), (64, 2))):
-        x = w(
-            "Conv",
-            x,
-            w.weight(f"w{i}", width, channels, 3, 3),
-            out=f"c{i}",
-            pads=[1] * 4,
-            strides=[stride] * 2,
-        )
+        x = w("Conv", x, w.weight(f"w{i}", width, channels, 3, 3), out=f"c{i}", pads=[1] * 4, strides=[stride] * 2)
         x, channels = w("Relu", x, out=f"r{i}"), width
     w.save(("n", 3, "h", "w"), w("GlobalAveragePool", x, out="y"))
 
@@ -194,9 +183,7 @@ def _picture(scale: float) -> tuple[int, ...]:
 MODELS = {
     "weights": Case(write_weights, lambda s: (4, 5120), 2, 64, ("min-max", "histogram", "export")),
     "tokens": Case(write_tokens, lambda s: (1, 512, 768), 4, 64, ("min-max", "histogram")),
-    "half": Case(
-        lambda path, s: write_tokens(path, s / 2), lambda s: (1, 512, 768), 4, 32, ("min-max", "histogram")
-    ),
+    "half": Case(lambda path, s: write_tokens(path, s / 2), lambda s: (1, 512, 768), 4, 32, ("min-max", "histogram")),
     "inside": Case(write_inside, lambda s: (4, 2048), 4, 64, ("quantize",)),
     "outside": Case(write_outside, lambda s: (4, 4096), 4, 64, ("quantize",)),
     "pictures": Case(write_pictures, _picture, 20, 256, ("min-max", "histogram")),
@@ -229,12 +216,7 @@ def run_ours(path: Path, case: Case, scale: float, phase: str, budget: int) -> N
 
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             bitwright.quantize(
-                path,
-                list(batches(case, scale)),
-                recipe=["fold"],
-                path=folder,
-                memory_budget=budget,
-                progress=False,
+                path, list(batches(case, scale)), recipe=["fold"], path=folder, memory_budget=budget, progress=False
             )
         return
     from bitwright.onnx import QuantizationSimModel
@@ -263,9 +245,7 @@ def child(path: Path, name: str, phase: str, scale: float, budget: int) -> None:
     print(json.dumps([measure.peak_mib() - before, time.process_time()]))
 
 
-def measure_model(
-    name: str, scale: float, folder: Path, phases: Sequence[str] | None
-) -> Iterator[dict[str, Any]]:
+def measure_model(name: str, scale: float, folder: Path, phases: Sequence[str] | None) -> Iterator[dict[str, Any]]:
     """A dict per phase."""
     case, path = MODELS[name], folder / f"{name}.onnx"
     case.write(path, scale)
@@ -311,15 +291,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME", help="which of them"
     )
     parser.add_argument(
-        "--phases",
-        nargs="+",
-        choices=PHASES,
-        metavar="PHASE",
-        help="which of min-max, histogram, export, quantize",
+        "--phases", nargs="+", choices=PHASES, metavar="PHASE", help="which of min-max, histogram, export, quantize"
     )
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="fraction of the full size (default: %(default)s)"
-    )
+    parser.add_argument("--scale", type=float, default=1.0, help="fraction of the full size (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where the models are written meanwhile")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")

@@ -54,14 +54,10 @@ def rows(name: str) -> list[dict[str, Any]]:
                 continue
             files[way] = result.sim.export(Path(text, str(way)), "m", samples=False).qdq
             wide = sum(c.endswith("a16") for c in point.choice.values()) / len(point.choice)
-            found.append(
-                {"name": name, "level": level, "way": way, "wide": wide, "predicted": point.costs["ms"]}
-            )
+            found.append({"name": name, "level": level, "way": way, "wide": wide, "predicted": point.costs["ms"]})
         opened = {str(way): open_file("onnxruntime", path, threads=1) for way, path in files.items()}
         given = onnx.load(next(iter(files.values()))).graph.input[0].name
-        steps = {
-            k: (lambda session=session: session.run({given: batches[0]})) for k, session in opened.items()
-        }
+        steps = {k: (lambda session=session: session.run({given: batches[0]})) for k, session in opened.items()}
         taken = interleaved(steps, rounds=ROUNDS, clock=time.process_time)
         for row in found:
             row["measured"] = 1e3 * min(taken[str(row["way"])].rounds)
@@ -85,12 +81,8 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--results", type=Path, required=True, help="JSON lines; networks there are not run again"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, required=True, help="JSON lines; networks there are not run again")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--networks", nargs="*", default=CASES)
     options = parser.parse_args()

@@ -116,9 +116,7 @@ class Trials:
         candidates = as_candidates(CANDIDATES)
         sim = simulation_of(model, batches, candidates[BEST])
         self.subject = open_subject(sim)
-        self.explorer = Explorer(
-            self.subject, candidates, batches, time.monotonic(), None, True, SAMPLES, 0, None
-        )
+        self.explorer = Explorer(self.subject, candidates, batches, time.monotonic(), None, True, SAMPLES, 0, None)
         self.judge = Judge(
             [x if front == "torch" else x.numpy() for x in unseen_inputs(name).split(8)],
             lambda batch: self.subject.outputs(batch, True),
@@ -131,8 +129,7 @@ class Trials:
         self.asked: set[Choice] = set()
         self.setup = self.explorer.measurements
         ends = [
-            decibel(self.explorer.noise((CANDIDATES.index(c),) * len(self.explorer.groups)))
-            for c in ("w4a16", "w8a16")
+            decibel(self.explorer.noise((CANDIDATES.index(c),) * len(self.explorer.groups))) for c in ("w4a16", "w8a16")
         ]
         self.levels = {goal: ends[0] + way * (ends[1] - ends[0]) for goal, way in LEVELS.items()}
 
@@ -191,10 +188,7 @@ def sensitivities(trials: Trials) -> dict[tuple[int, int], float]:
     """Noise with one group alone at a candidate, the others at the one with the most bits."""
     base = (BEST,) * len(trials.explorer.groups)
     groups = trials.groups()
-    return {
-        (g, c): trials.explorer.noise(lowered(base, groups[g], c), fitted=False)
-        for g, c in alternatives(trials)
-    }
+    return {(g, c): trials.explorer.noise(lowered(base, groups[g], c), fitted=False) for g, c in alternatives(trials)}
 
 
 def alternatives(trials: Trials) -> list[tuple[int, int]]:
@@ -292,24 +286,12 @@ def run(
 
 def table(rows: list[dict[str, Any]]) -> str:
     """All rows as Markdown; shares of the cost of W8A16."""
-    head = [
-        "network",
-        "goal",
-        "uniform",
-        "unseen",
-        "greedy",
-        "unseen",
-        "evaluations",
-        "ours",
-        "unseen",
-        "evaluations",
-    ]
+    head = ["network", "goal", "uniform", "unseen", "greedy", "unseen", "evaluations", "ours", "unseen", "evaluations"]
     lines = []
     order = [(r["cost"], r["goal"]) for r in rows]
     assert set(order) <= set(GOALS)
     for row in sorted(
-        rows,
-        key=lambda r: (GOALS.index((r["cost"], r["goal"])), CASES.index(r["name"]), r["front"], r["draw"]),
+        rows, key=lambda r: (GOALS.index((r["cost"], r["goal"])), CASES.index(r["name"]), r["front"], r["draw"])
     ):
         goal = row["goal"] if row["goal"] == "drop" else f"{row['level']:.1f} dB"
         cells = [f"{row['name']}, {row['front']}, draw {row['draw']}", f"{row['cost']}, {goal}"]
@@ -317,11 +299,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             value, lost = row.get(way), row.get(f"{way} unseen")
             cells.append("-" if way not in row else "none" if value is None else f"{value:.1%}")
             cells.append(
-                ""
-                if lost is None
-                else f"{lost:.3f}"
-                if row["lower"] and row["goal"] == "drop"
-                else f"{lost:.1f}"
+                "" if lost is None else f"{lost:.3f}" if row["lower"] and row["goal"] == "drop" else f"{lost:.1f}"
             )
             if way != "uniform":
                 cells.append(str(row.get(f"{way} evaluations", "")))
@@ -332,9 +310,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--results", type=Path, required=True, help="JSON lines; rows that stand there are not run again"
     )

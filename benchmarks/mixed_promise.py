@@ -160,9 +160,7 @@ def line(name: str, allowed: float, of: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--networks", nargs="*", default=tuple(ALLOWED))

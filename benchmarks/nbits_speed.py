@@ -45,9 +45,7 @@ def model(inner: int, outputs: int, form: str) -> bytes:
         node = ir.node("MatMul", [x, value], name="product")
         graph.append(node)
     else:
-        stored = builder.initializer_of(
-            "w_q", ir.Tensor(codes.astype(ml_dtypes.int4), dtype=ir.DataType.INT4)
-        )
+        stored = builder.initializer_of("w_q", ir.Tensor(codes.astype(ml_dtypes.int4), dtype=ir.DataType.INT4))
         weight = ir.node(
             "DequantizeLinear", [stored, builder.initializer("s", scale)], {"axis": 0, "block_size": _BLOCK}
         )
@@ -78,14 +76,9 @@ def row(size: int, rows: int, seconds: float) -> tuple[list[str], dict[str, floa
     steps = {form: (lambda s=session: s.run(None, {"x": x})) for form, session in sessions.items()}
     times = interleaved(steps, seconds=seconds, clock=time.process_time)
     speeds = {form: ratio(times["float"], times[form]) for form in ("nbits", "fused", "apart")}
-    off = {
-        form: float(np.abs(found[form] - found["float"]).max() / np.abs(found["float"]).max())
-        for form in speeds
-    }
+    off = {form: float(np.abs(found[form] - found["float"]).max() / np.abs(found["float"]).max()) for form in speeds}
     cells = [f"{size} x {size}", str(rows), f"{1e6 * times['float'].median:.0f}", *map(str, speeds.values())]
-    return [*cells, f"{off['nbits']:.1e}", f"{off['fused']:.1e}"], {
-        form: s.median for form, s in speeds.items()
-    }
+    return [*cells, f"{off['nbits']:.1e}", f"{off['fused']:.1e}"], {form: s.median for form, s in speeds.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

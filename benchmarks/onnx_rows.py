@@ -90,12 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row, times in found.items()
     ]  # fmt: skip
     measure.show(title, columns, rows)
-    raw = {
-        "batches": options.batches,
-        "numba": loops() is not None,
-        "seconds": found,
-        "numpy": np.__version__,
-    }
+    raw = {"batches": options.batches, "numba": loops() is not None, "seconds": found, "numpy": np.__version__}
     measure.save(options.json, options.markdown, title, columns, rows, raw)
 
 

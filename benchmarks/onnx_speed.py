@@ -57,13 +57,7 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "model.onnx")
             torch.onnx.export(
-                MODELS[name]().eval(),
-                (x,),
-                path,
-                input_names=["x"],
-                opset_version=21,
-                dynamo=True,
-                verbose=False,
+                MODELS[name]().eval(), (x,), path, input_names=["x"], opset_version=21, dynamo=True, verbose=False
             )
             self.model = onnx.load(path)
         random = np.random.default_rng(0)
@@ -101,9 +95,7 @@ class Bench:
     def calibration(self, scheme: str) -> float:
         sim = self.sim(scheme)
         return measure.ratio(
-            self.float_pass,
-            lambda: sim.compute_encodings(self.batches, progress=False),
-            max(2, self.rounds // 2),
+            self.float_pass, lambda: sim.compute_encodings(self.batches, progress=False), max(2, self.rounds // 2)
         )
 
     def without_torch(self, scheme: str) -> float:
@@ -115,9 +107,7 @@ class Bench:
 
     def one_batch(self, scheme: str) -> float:
         sim = self.sim(scheme)
-        return measure.median_seconds(
-            lambda: sim.compute_encodings(self.batches[:1], progress=False), self.rounds
-        )
+        return measure.median_seconds(lambda: sim.compute_encodings(self.batches[:1], progress=False), self.rounds)
 
     def export(self) -> float:
         sim = self.calibrated()

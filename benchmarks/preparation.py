@@ -42,9 +42,7 @@ ROWS = (
     *("float export", "marked export", "export"),
 )
 MODELS = ("resnet18", "mobilenet_v2", "chain")
-Steps = dict[
-    str, tuple[Callable[[], Any], Callable[[Any], Any]]
-]  # row -> what is not timed, and what is done with it
+Steps = dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]  # row -> what is not timed, and what is done with it
 
 
 def steps_of(name: str, rows: Sequence[str]) -> Steps:

@@ -99,9 +99,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, heads, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True
-            )
+            nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, F.gelu, batch_first=True, norm_first=True)
             for _ in range(2)
         )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
@@ -310,9 +308,7 @@ SUBJECTS = {
         functools.partial(data.trained, "stories260k"),
         _stories,
         _calibration(lambda: data.stories("calib")[:24, :-1], 24, 8),
-        _perplexity(
-            lambda split: data.stories("test")[:64] if split == "test" else data.stories("calib")[24:]
-        ),
+        _perplexity(lambda split: data.stories("test")[:64] if split == "test" else data.stories("calib")[24:]),
         180,
         8,
         "perplexity",
@@ -398,9 +394,7 @@ class Study:
         """Each way of training with its rate, or :data:`KEPT_START`."""
         start = self.held_out("recipe", self.recipe())
         best = {way: self._best_rates(way) for way in TRAINED}
-        chosen = {
-            way: option if self.held_out(way, option) > start else KEPT_START for way, option in best.items()
-        }
+        chosen = {way: option if self.held_out(way, option) > start else KEPT_START for way, option in best.items()}
         return chosen | ({"live": best["learned"]} if self.subject.batch_norms else {})
 
     def _best_rates(self, way: str) -> int:
@@ -448,9 +442,7 @@ class Study:
             fold_all_batch_norms_to_scale(one, progress=False)
             self._score(row, one, draw, split, option, start)
 
-    def _score(
-        self, row: str, sim: QuantizationSimModel, draw: int, split: str, option: int, start: float
-    ) -> None:
+    def _score(self, row: str, sim: QuantizationSimModel, draw: int, split: str, option: int, start: float) -> None:
         score = self.subject.score(sim.model.eval(), split)
         cell = self.cell(row, draw, split, option)
         if split == "test" and draw == DRAWS[0]:
@@ -490,9 +482,7 @@ def rates_of(subject: Subject) -> list[tuple[float, float]]:
     return [(rate, factor * rate) for factor in RANGE_RATES for rate in subject.rates]
 
 
-def train(
-    sim: QuantizationSimModel, subject: Subject, way: str, draw: int, rate: float, range_rate: float
-) -> None:
+def train(sim: QuantizationSimModel, subject: Subject, way: str, draw: int, rate: float, range_rate: float) -> None:
     """The same steps for every way: Adam on a cosine, gradients of model and ranges clipped to a norm of 1 each."""
     groups: list[dict[str, Any]] = [{"params": list(sim.model.parameters())}]
     if way != "fixed":
@@ -613,9 +603,7 @@ def measure_float(network: str, results: Results) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="of the numbers and checkpoints")
     parser.add_argument("--models", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS))
@@ -638,9 +626,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 measure_float(network, results)
                 study.run(DRAWS[: options.draws])
     columns, rows = table(results)
-    title = (
-        "Training the quantized model against post-training methods: mean over the draws, and the extremes"
-    )
+    title = "Training the quantized model against post-training methods: mean over the draws, and the extremes"
     measure.show(title, columns, rows)
     measure.save(None, options.markdown, title, columns, rows, None)
 

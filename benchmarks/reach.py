@@ -112,9 +112,7 @@ class Day:
 
     def _decibels(self, found: Sequence[torch.Tensor]) -> str:
         wanted = self.outputs(self.model)
-        if not all(
-            bool(t.isfinite().all()) for t, w in zip(found, wanted, strict=True) if bool(w.isfinite().all())
-        ):
+        if not all(bool(t.isfinite().all()) for t, w in zip(found, wanted, strict=True) if bool(w.isfinite().all())):
             raise Wrong("the output is not finite")
         lost = sqnr(wanted[0].numpy(), found[0].detach().numpy())
         if lost < WORST:
@@ -126,9 +124,7 @@ class Day:
         with ProductCount() as count, self.sim.in_float():
             self.outputs(self.sim.model)
         seen = sum(
-            op.calls
-            for op in self.sim.graph.ops
-            if op_row(op.type).kind == "compute" and op.type != "Embedding"
+            op.calls for op in self.sim.graph.ops if op_row(op.type).kind == "compute" and op.type != "Embedding"
         )
         # what is computed from constants alone has an empty plan: such products are known, and not quantized
         static = [key for key, plan in self.sim._simulator.plans.items() if not plan.op]
@@ -147,9 +143,7 @@ class Day:
         options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
         ids = self.sim.model.generate(**batch, **options)
         # a method that calls the encoder on its own is noted too, and its parts are simulated
-        lost = [
-            name for name, why in self.sim._simulator.unseen.items() if "the parts are simulated" not in why
-        ]
+        lost = [name for name, why in self.sim._simulator.unseen.items() if "the parts are simulated" not in why]
         if ids.shape[-1] < 4 or lost:  # some return what is new only
             raise Wrong(f"calls that were not recorded: {', '.join(lost[:3])}")
         return "ok"
@@ -256,11 +250,7 @@ def _import_torchvision() -> Any:
 def import_all(architectures: Sequence[Architecture]) -> dict[str, str]:
     """Import what every process needs, once, because they are copies of this one; package -> why it cannot be imported."""
     absent = {}
-    parts = (
-        "bitwright.torch.simulation.export",
-        "bitwright.export.encodings.of_simulation",
-        "transformers.generation",
-    )
+    parts = ("bitwright.torch.simulation.export", "bitwright.export.encodings.of_simulation", "transformers.generation")
     for package in (*dict.fromkeys(a.package for a in architectures), *parts):
         try:
             importlib.import_module(package)
@@ -340,20 +330,9 @@ def markdown(architectures: Sequence[Architecture], absent: Mapping[str, str]) -
         for package, why in absent.items()
     ]
     if len(found) < len(able):
-        state.append(
-            f"{len(found)} of {len(able)} architectures have run; the command goes on with the others."
-        )
+        state.append(f"{len(found)} of {len(able)} architectures have run; the command goes on with the others.")
     return "\n".join(
-        [
-            *_HEAD,
-            *(line for sentence in state for line in (sentence, "")),
-            *lines,
-            "",
-            "Reasons:",
-            "",
-            *notes,
-            "",
-        ]
+        [*_HEAD, *(line for sentence in state for line in (sentence, "")), *lines, "", "Reasons:", "", *notes, ""]
     )
 
 
@@ -361,9 +340,7 @@ def commits(architectures: Sequence[Architecture]) -> str:
     """The commits that the rows were measured on, each with its number of rows where there are several."""
     paths = (STATE / f"{architecture.name}.json" for architecture in architectures)
     found = Counter(json.loads(path.read_text()).get("commit", "unknown") for path in paths if path.exists())
-    return ", ".join(
-        f"{commit} ({n} rows)" if len(found) > 1 else commit for commit, n in found.most_common()
-    )
+    return ", ".join(f"{commit} ({n} rows)" if len(found) > 1 else commit for commit, n in found.most_common())
 
 
 def _versions() -> dict[str, str]:

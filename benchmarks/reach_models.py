@@ -74,9 +74,7 @@ def wave(seed: int) -> Batch:
     return {"input_values": torch.randn(2, 1600, generator=_of(seed))}
 
 
-def _transformers(
-    model: str, batch: Callable[[int], Batch], sizes: dict[str, Any], **own: Any
-) -> Architecture:
+def _transformers(model: str, batch: Callable[[int], Batch], sizes: dict[str, Any], **own: Any) -> Architecture:
     def build() -> nn.Module:
         made = getattr(importlib.import_module("transformers"), model)
         nested = {key: value() if callable(value) else value for key, value in own.items()}
@@ -110,11 +108,7 @@ def _timm(name: str, size: int = 64, **own: Any) -> Architecture:
 
 def _resnet() -> Any:
     return importlib.import_module("transformers").ResNetConfig(
-        embedding_size=8,
-        hidden_sizes=[8, 16],
-        depths=[1, 1],
-        layer_type="basic",
-        out_features=["stage1", "stage2"],
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage1", "stage2"]
     )
 
 
@@ -125,11 +119,7 @@ def _clip(seed: int) -> Batch:
 def _noisy(channels: int = 4, size: int = 8, **more: Callable[[int], torch.Tensor]) -> Callable[[int], Batch]:
     def batch(seed: int) -> Batch:
         sample = torch.randn(1, channels, size, size, generator=_of(seed))
-        return {
-            "sample": sample,
-            "timestep": torch.tensor([seed % 7 + 1]),
-            **{k: f(seed) for k, f in more.items()},
-        }
+        return {"sample": sample, "timestep": torch.tensor([seed % 7 + 1]), **{k: f(seed) for k, f in more.items()}}
 
     return batch
 

@@ -64,9 +64,7 @@ class Bench:
         found = {"float forward, ms": 1000 * measure.median_seconds(fused, self.rounds)}
         found["simulated forward"] = self.ratio(fused, lambda: self.forward(self.sim.model))
         found["min-max calibration"] = self.ratio(fused, self.calibrate)
-        found["training step"] = self.ratio(
-            lambda: self.train(self.model), lambda: self.train(self.sim.model)
-        )
+        found["training step"] = self.ratio(lambda: self.train(self.model), lambda: self.train(self.sim.model))
         return found
 
 
@@ -92,9 +90,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=9, help="rounds per ratio; raise it on a busy machine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
-    parser.add_argument(
-        "--phase", choices=LAYERS, help=argparse.SUPPRESS
-    )  # what the memory row starts itself
+    parser.add_argument("--phase", choices=LAYERS, help=argparse.SUPPRESS)  # what the memory row starts itself
     return parser.parse_args(arguments)
 
 

@@ -88,9 +88,7 @@ class Bench:
 
     def once(self) -> float:
         sim = self.sim()
-        whole = min(
-            measure.seconds(lambda: sim.compute_encodings([self.feeds], progress=False)) for _ in range(3)
-        )
+        whole = min(measure.seconds(lambda: sim.compute_encodings([self.feeds], progress=False)) for _ in range(3))
         return 1000 * whole
 
     def exported(self) -> float:

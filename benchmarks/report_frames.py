@@ -106,9 +106,7 @@ class Browser:
         """The answer to a command; what else the browser says is passed over."""
         self._count += 1
         message: dict[str, Any] = {"id": self._count, "method": method, "params": params}
-        os.write(
-            self._out, json.dumps({**message, **({"sessionId": session} if session else {})}).encode() + b"\0"
-        )
+        os.write(self._out, json.dumps({**message, **({"sessionId": session} if session else {})}).encode() + b"\0")
         while True:
             while b"\0" not in self._held:
                 chunk = os.read(self._in, 1 << 16)
@@ -127,9 +125,7 @@ class Browser:
         target = self.call("Target.createTarget", url=page.as_uri())["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         time.sleep(1)  # the page begins to load
-        found = self.call(
-            "Runtime.evaluate", session, expression=script, awaitPromise=True, returnByValue=True
-        )
+        found = self.call("Runtime.evaluate", session, expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in found:
             raise RuntimeError(str(found["exceptionDetails"]))
         return json.loads(found["result"]["value"])

@@ -107,9 +107,7 @@ def _pictures(kind: str) -> np.ndarray:
         _, shape, words = RANDOM[kind]
         rng = np.random.default_rng(0)
         return (
-            rng.normal(size=(48, *shape)).astype(np.float32)
-            if words is None
-            else rng.integers(0, words, (48, *shape))
+            rng.normal(size=(48, *shape)).astype(np.float32) if words is None else rng.integers(0, words, (48, *shape))
         )
     if kind == "cifar":
         return cifar("train").x[:48].numpy()
@@ -147,9 +145,7 @@ class _Reader(CalibrationDataReader):
 def _by_their_tool(model: Path, feeds: Sequence[dict[str, Any]], folder: Path) -> Path:
     clean, out = folder / "clean.onnx", folder / "static.onnx"
     quant_pre_process(str(model), str(clean), skip_symbolic_shape=True)
-    if (
-        next(one.version for one in onnx.load(clean).opset_import if not one.domain) < 13
-    ):  # several scales need 13
+    if next(one.version for one in onnx.load(clean).opset_import if not one.domain) < 13:  # several scales need 13
         onnx.save(onnx.version_converter.convert_version(onnx.load(clean), 13), clean)
     quantize_static(
         str(clean), str(out), _Reader(feeds), quant_format=QuantFormat.QDQ, per_channel=True,
@@ -163,8 +159,7 @@ def _macs(model: Path) -> float:
     graph = onnx.shape_inference.infer_shapes(onnx.load(model)).graph
     sizes = {t.name: int(np.prod(t.dims)) for t in graph.initializer}
     shapes = {
-        v.name: [d.dim_value or 1 for d in v.type.tensor_type.shape.dim]
-        for v in (*graph.value_info, *graph.output)
+        v.name: [d.dim_value or 1 for d in v.type.tensor_type.shape.dim] for v in (*graph.value_info, *graph.output)
     }
     total = 0
     for node in graph.node:
@@ -217,20 +212,13 @@ def row(name: str, seconds: float) -> tuple[list[str], dict[str, Any]]:
         sessions = {key: open_file("onnxruntime", path) for key, path in files.items()}
         steps = {key: (lambda s=session: s.run(feeds[0])) for key, session in sessions.items()}
         times = interleaved(steps, seconds=seconds, clock=time.process_time)
-        cells = [
-            name,
-            f"{_macs(model):.1f}",
-            *(f"{1e3 * times[key].median:.2f}" for key in ("float", "folded")),
-        ]
+        cells = [name, f"{_macs(model):.1f}", *(f"{1e3 * times[key].median:.2f}" for key in ("float", "folded"))]
         raw = {}
         for key in _FILES:
             if key not in files:
                 cells += ["fails", ""]
                 continue
-            speed, level = (
-                ratio(times["folded"], times[key]),
-                _level(sessions["float"], sessions[key], feeds[32:]),
-            )
+            speed, level = (ratio(times["folded"], times[key]), _level(sessions["float"], sessions[key], feeds[32:]))
             cells += [str(speed), f"{level:.1f}"]
             raw[key] = {"speed": speed.median, "low": speed.low, "high": speed.high, "dB": level}
     return cells, raw
@@ -249,7 +237,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells, raw[name] = row(name, options.seconds)
         rows.append(cells)
         print(*cells, sep=" | ", flush=True)
-    title = "Exported files in ONNX Runtime (batch 1, one thread): times as fast as folded float, and outputs against float"
+    title = (
+        "Exported files in ONNX Runtime (batch 1, one thread): times as fast as folded float, and outputs against float"
+    )
     measure.show(title, COLUMNS, rows)
     measure.save(options.json, options.markdown, title, COLUMNS, rows, raw)
 

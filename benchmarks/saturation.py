@@ -68,9 +68,7 @@ def row(name: str, front_end: str) -> list[str]:
     task: Task = TASKS[name]()
     with tempfile.TemporaryDirectory() as kept:
         simulated, plain, _ = _metrics(name, front_end, task, Path(kept, "plain"))
-        narrowed, repaired, result = _metrics(
-            name, front_end, task, Path(kept, "repaired"), repair="saturation"
-        )
+        narrowed, repaired, result = _metrics(name, front_end, task, Path(kept, "repaired"), repair="saturation")
     metrics = [measured(name, task, front_end, "w8a8", "float"), simulated, *plain.default, *plain.exact]
     sums = result.repair.found
     guilty = f"{len(sums.guilty)} of {len(sums.layers)}"
@@ -87,9 +85,7 @@ class _Deployed:
     speed: dict[str, str]
 
 
-def _metrics(
-    name: str, front_end: str, task: Task, folder: Path, **options: Any
-) -> tuple[float, _Deployed, Any]:
+def _metrics(name: str, front_end: str, task: Task, folder: Path, **options: Any) -> tuple[float, _Deployed, Any]:
     """The metric of the simulation, what the file does without VNNI, and what ``quantize`` returned."""
     torch.manual_seed(0)
     simulation, result = quantized(name, front_end, task, folder, measure_speed=False, **options)

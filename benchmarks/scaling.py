@@ -29,16 +29,7 @@ examples:
 """
 
 SIZES = (1000, 2000, 5000, 20000)
-COLUMNS = [
-    "blocks",
-    "residual",
-    "creation s",
-    "per 1,000",
-    "folding s",
-    "per 1,000",
-    "folded",
-    "peak MiB so far",
-]
+COLUMNS = ["blocks", "residual", "creation s", "per 1,000", "folding s", "per 1,000", "folded", "peak MiB so far"]
 
 
 def measure_chain(blocks: int, residual: bool) -> dict[str, Any]:

@@ -173,9 +173,7 @@ def onnx_rows(rounds: int) -> list[list[str]]:
                 parts[part].append(taken)
         table += [(row, part, min(taken)) for part, taken in parts.items()]
     unit = min(base)
-    return [
-        [f"{row}: {part}", f"{1000 * taken:.0f} ms", f"{taken / unit:.2f}", ""] for row, part, taken in table
-    ]
+    return [[f"{row}: {part}", f"{1000 * taken:.0f} ms", f"{taken / unit:.2f}", ""] for row, part, taken in table]
 
 
 def _in_runtime(step: Callable[[], Any]) -> dict[str, float]:

@@ -117,10 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = "array functions" if loops() is None else "compiled loops"
     title = f"Rows with a goal, PyTorch ({kind}, least and median of {chosen.rounds}, one thread)"
     columns = ["", "goal", "least", "median"]
-    rows = [
-        [row, *(f"{value:.2f} {ROWS[row][1]}" for value in (ROWS[row][0], *found[row]))]
-        for row in chosen.rows
-    ]
+    rows = [[row, *(f"{value:.2f} {ROWS[row][1]}" for value in (ROWS[row][0], *found[row]))] for row in chosen.rows]
     measure.show(title, columns, rows)
     measure.save(chosen.json, chosen.markdown, title, columns, rows, found)
     return 0

@@ -73,18 +73,10 @@ class _Net:
         parts = [
             self._parameter(f"w{i}", weight.astype(np.float32), scale, np.int8),
             self._parameter(
-                f"b{i}",
-                np.zeros(channels, np.float32),
-                (np.float32(0.02) * scale).astype(np.float32),
-                np.int32,
+                f"b{i}", np.zeros(channels, np.float32), (np.float32(0.02) * scale).astype(np.float32), np.int32
             ),
         ]
-        options = {
-            "strides": [stride] * 2,
-            "pads": [kernel // 2] * 4,
-            "group": group,
-            "kernel_shape": [kernel] * 2,
-        }
+        options = {"strides": [stride] * 2, "pads": [kernel // 2] * 4, "group": group, "kernel_shape": [kernel] * 2}
         self.nodes.append(helper.make_node("Conv", [self.value, *parts], [f"c{i}"], **options))
         self.nodes.append(helper.make_node("Relu", [f"c{i}"], [f"r{i}"]))
         self.value = self._quantized(f"r{i}") if self.integer else f"r{i}"
@@ -101,9 +93,7 @@ class _Net:
         options.log_severity_level = 4
         with tempfile.TemporaryDirectory() as folder:
             options.enable_profiling, options.profile_file_prefix = True, str(Path(folder, "profile"))
-            session = ort.InferenceSession(
-                proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-            )
+            session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
             for _ in range(runs + 5):
                 session.run(None, {"x": image})
             events = json.loads(Path(session.end_profiling()).read_text())

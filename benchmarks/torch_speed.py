@@ -413,23 +413,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of " + ", ".join(SUBJECTS),
     )
     parser.add_argument(
-        "--rows",
-        nargs="+",
-        choices=rows,
-        default=rows,
-        metavar="ROW",
-        help='only these, e.g. forward "training step"',
+        "--rows", nargs="+", choices=rows, default=rows, metavar="ROW", help='only these, e.g. forward "training step"'
     )
-    parser.add_argument(
-        "--rounds", type=int, help="rounds per ratio (7; 5 with --quick); raise it on a busy machine"
-    )
+    parser.add_argument("--rounds", type=int, help="rounds per ratio (7; 5 with --quick); raise it on a busy machine")
     parser.add_argument("--batches", type=int, help="calibration batches of 4 (16; 4 with --quick)")
     parser.add_argument("--unfolded", action="store_true", help="keep batch norms, in the float model too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers there")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
-    parser.add_argument(
-        "--phase", choices=PHASES, help=argparse.SUPPRESS
-    )  # what the memory rows start themselves
+    parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)  # what the memory rows start themselves
     options = parser.parse_args(arguments)
     for name in ("rounds", "batches"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
@@ -442,10 +433,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     quick = options.quick
     settings = Settings(
-        quick,
-        not options.unfolded,
-        options.rounds or (5 if quick else 7),
-        options.batches or (4 if quick else 16),
+        quick, not options.unfolded, options.rounds or (5 if quick else 7), options.batches or (4 if quick else 16)
     )
     if options.phase:
         print(json.dumps(run_phase(options.models[0], options.phase, settings)))
@@ -456,9 +444,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     columns = ["", *options.models]
     rows = [[row, *(cell(row, name, found[name][row]) for name in options.models)] for row in options.rows]
     measure.show(title, columns, rows)
-    measure.save(
-        options.json, options.markdown, title, columns, rows, {"settings": vars(settings), "models": found}
-    )
+    measure.save(options.json, options.markdown, title, columns, rows, {"settings": vars(settings), "models": found})
 
 
 if __name__ == "__main__":

@@ -109,9 +109,7 @@ def _is_listed(value: object) -> bool:
 
 
 def _is_simulation(value: object) -> bool:
-    return (
-        not isinstance(value, type) and hasattr(value, "quantizers") and hasattr(value, "compute_encodings")
-    )
+    return not isinstance(value, type) and hasattr(value, "quantizers") and hasattr(value, "compute_encodings")
 
 
 def _is_model(value: object) -> bool:

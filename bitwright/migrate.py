@@ -116,9 +116,7 @@ def migrate(source: str, name: str = "script") -> Migrated:
         'import bitwright.aimet_torch.quantsim as q'
     """
     tree = _parsed(source, name)
-    statements = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and _is_ours(node)
-    ]
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and _is_ours(node)]
     findings = {
         *_imported(statements, _guarded(tree)),
         *_attributes(tree, statements),
@@ -126,9 +124,7 @@ def migrate(source: str, name: str = "script") -> Migrated:
         *_texts(tree),
     }
     return Migrated(
-        _rewritten(source, statements),
-        len(statements),
-        tuple(sorted(findings, key=lambda f: (f.line, f.name))),
+        _rewritten(source, statements), len(statements), tuple(sorted(findings, key=lambda f: (f.line, f.name)))
     )
 
 
@@ -170,9 +166,7 @@ def _migrate_notebook(content: bytes, name: str) -> tuple[bytes, Migrated]:
         cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            name,
-            f"it is not a notebook: {type(error).__name__}: {error}",
-            "give a notebook of format 4, or a script",
+            name, f"it is not a notebook: {type(error).__name__}: {error}", "give a notebook of format 4, or a script"
         ) from error
     done: list[Migrated] = []
     for number, cell in enumerate(cells, 1):
@@ -185,17 +179,13 @@ def _migrate_notebook(content: bytes, name: str) -> tuple[bytes, Migrated]:
             as_list = isinstance(cell["source"], list)
             cell["source"] = found.source.splitlines(keepends=True) if as_list else found.source
     findings = tuple(finding for found in done for finding in found.findings)
-    whole = Migrated(
-        "\n".join(found.source for found in done), sum(found.changed for found in done), findings
-    )
+    whole = Migrated("\n".join(found.source for found in done), sum(found.changed for found in done), findings)
     return (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode(), whole
 
 
 _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
 _MAGIC = re.compile(r"^(\s*)(?:[%!?]|[\w.]+\?|[\w, ]+=\s*[%!])")
-_LINE = re.compile(
-    r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+"
-)  # as Python counts lines; str.splitlines knows more ends
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")  # as Python counts lines; str.splitlines knows more ends
 
 
 def _parsed(source: str, name: str) -> ast.Module:
@@ -238,11 +228,7 @@ def _rewritten(source: str, statements: list[ast.Import | ast.ImportFrom]) -> st
         first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
         block = "".join(lines[first : last + 1]).encode()
         tail = len(lines[last].encode()) - (node.end_col_offset or 0)
-        head, middle, rest = (
-            block[: node.col_offset],
-            block[node.col_offset : len(block) - tail],
-            block[-tail:],
-        )
+        head, middle, rest = (block[: node.col_offset], block[node.col_offset : len(block) - tail], block[-tail:])
         new = _statement(node, middle.decode())
         lines[first : last + 1] = [head.decode() + new + (rest.decode() if tail else "")]
     return mark + "".join(lines)
@@ -313,8 +299,7 @@ def _guarded(tree: ast.Module) -> set[int]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Try)
         and any(
-            handler.type is None
-            or {_path(name) for name in getattr(handler.type, "elts", [handler.type])} & expected
+            handler.type is None or {_path(name) for name in getattr(handler.type, "elts", [handler.type])} & expected
             for handler in node.handlers
         )
         for statement in node.body

@@ -51,9 +51,7 @@ def html_table(
         notes.insert(0, f"and {len(rows) - _MOST_ROWS} more rows; print it to see them all")
     caption = f"<caption>{escape(title)}</caption>" if title else ""
     heading = "".join(f"<th>{escape(text)}</th>" for text in head)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows[:_MOST_ROWS]
-    )
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows[:_MOST_ROWS])
     table = f"<table>{caption}<thead><tr>{heading}</tr></thead><tbody>{body}</tbody></table>"
     return table + "".join(f"<p>{escape(note)}</p>" for note in notes)
 
@@ -90,11 +88,7 @@ class Tabular:
     def records(self) -> list[dict[str, Any]]:
         """One mapping per row."""
         rows = getattr(self, self._rows)
-        items = (
-            ({"name": key, "value": value} for key, value in rows.items())
-            if isinstance(rows, Mapping)
-            else rows
-        )
+        items = ({"name": key, "value": value} for key, value in rows.items()) if isinstance(rows, Mapping) else rows
         return [row if isinstance(row := plain(item, self._digits), dict) else {"row": row} for item in items]
 
     def to_pandas(self) -> Any:

@@ -99,9 +99,7 @@ def integer_runtime(path: Path) -> Predict:
     return lambda images: torch.from_numpy(session.run(None, {name: images.numpy()})[0])
 
 
-def quantize(
-    model: nn.Module, weight_bits: int, calibration: list[Tensor], folder: Path
-) -> QuantizationSimModel:
+def quantize(model: nn.Module, weight_bits: int, calibration: list[Tensor], folder: Path) -> QuantizationSimModel:
     """Simulate with 8-bit activations and weights of ``weight_bits``, calibrate, export to ``folder``."""
     example = calibration[0]
     sim = QuantizationSimModel(model, dummy_input=example, default_output_bw=8, default_param_bw=weight_bits)
@@ -112,9 +110,7 @@ def quantize(
 
 def row(name: str, percent: float, model_file: Path) -> tuple[str, str, str, str]:
     """One line of the table: what ran, its accuracy, its model file with its size."""
-    size = sum(
-        f.stat().st_size for f in model_file.parent.glob(f"{model_file.name}*")
-    )  # weights may lie beside it
+    size = sum(f.stat().st_size for f in model_file.parent.glob(f"{model_file.name}*"))  # weights may lie beside it
     return name, f"{percent:.2f} %", f"{size / 1000:.1f} kB", f"{model_file.parent.name}/{model_file.name}"
 
 
@@ -150,9 +146,7 @@ def main(output: Path) -> None:
         "ONNX Runtime runs both on integer kernels: its CPU has none for 4-bit weights, so their codes are stored as bytes, "
         "which is as fast as W8A8; target='packed' stores half a byte each."
     )
-    print(
-        f"The files lie in {output}. To look into them, and to compare one with its simulation layer by layer:"
-    )
+    print(f"The files lie in {output}. To look into them, and to compare one with its simulation layer by layer:")
     for command in ("show", "verify"):
         print(f"  {command_line()} {command} {output / 'w8a8'}")
 

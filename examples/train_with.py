@@ -136,10 +136,7 @@ def with_trainer(sim: QuantizationSimModel, training: Batches) -> None:
             save_strategy="no", disable_tqdm=True, remove_unused_columns=False, seed=0,
         )  # fmt: skip
         DigitTrainer(
-            model=sim.model,
-            args=arguments,
-            train_dataset=Examples(training),
-            optimizers=(optimizer_for(sim), None),
+            model=sim.model, args=arguments, train_dataset=Examples(training), optimizers=(optimizer_for(sim), None)
         ).train()
 
 

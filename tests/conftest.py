@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from tests.support import data
 
 # The same examples on every run, and no example fails because the machine was busy.
-settings.register_profile(
-    "suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("suite", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
 # Two warnings of torch about its own speed, raised by models that are meant to be that way.
@@ -69,9 +67,7 @@ def _seeds(request: pytest.FixtureRequest) -> None:
     seed = zlib.crc32(request.node.name.encode())
     random.seed(seed)
     np.random.seed(seed)
-    torch.default_generator.manual_seed(
-        seed
-    )  # torch.manual_seed queues a call for devices that are not there
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed queues a call for devices that are not there
 
 
 @pytest.fixture(scope="session")

@@ -98,11 +98,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "smooth-alpha": (bitwright.torch.smooth_model, (MODEL, DATA), {"alpha": "x"}),
     "awq-data": (bitwright.torch.awq_model, (MODEL, 3), {}),
     "equalize-data": (bitwright.torch.equalize_model, (MODEL,), {"data": 3}),
-    "bias-layers_to_ignore": (
-        bitwright.torch.apply_bias_correction,
-        (SIM, DATA),
-        {"layers_to_ignore": None},
-    ),
+    "bias-layers_to_ignore": (bitwright.torch.apply_bias_correction, (SIM, DATA), {"layers_to_ignore": None}),
     "reconstruct-method": (bitwright.torch.apply_reconstruction, (SIM, DATA), {"method": None}),
     "reconstruct-exclude": (bitwright.onnx.apply_reconstruction, (SIM, DATA), {"exclude": 3}),
     "progressive-threshold": (bitwright.torch.progressive, (SIM, DATA), {"threshold": "x"}),
@@ -144,9 +140,7 @@ ANYTHING: dict[str, str] = {
 
 
 def _free(name: str) -> bool:
-    owner, _, method = (
-        name.rpartition("bitwright.")[2].removeprefix("torch.").removeprefix("onnx.").partition(".")
-    )
+    owner, _, method = name.rpartition("bitwright.")[2].removeprefix("torch.").removeprefix("onnx.").partition(".")
     listed = {word for words in FREE.values() for word in words.split()}
     return owner in listed or f"{owner}.{method}" in listed
 
@@ -166,11 +160,7 @@ def checked_functions() -> dict[str, Any]:
 
 def _parameters(function: Any) -> list[inspect.Parameter]:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [
-        p
-        for p in inspect.signature(function).parameters.values()
-        if p.name != "self" and p.kind not in variable
-    ]
+    return [p for p in inspect.signature(function).parameters.values() if p.name != "self" and p.kind not in variable]
 
 
 #: a value of every kind; each argument gets the first that fits and, one at a time, all that do not
@@ -190,9 +180,7 @@ def test_every_public_function_checks_every_argument(name: str) -> None:
     left = [p.name for p in _parameters(function) if p.name not in kinds and p.name not in anything]
     assert not left, f"{name}: give {left} an annotation that errors.py knows, or say in ANYTHING why not"
     right = {
-        p.name: next(
-            (v for v in VALUES if any(fits(v) for fits, _ in kinds.get(p.name, [(lambda _: True, "")]))), None
-        )
+        p.name: next((v for v in VALUES if any(fits(v) for fits, _ in kinds.get(p.name, [(lambda _: True, "")]))), None)
         for p in _parameters(function)
         if p.default is p.empty
     }
@@ -207,10 +195,7 @@ def test_every_public_function_checks_every_argument(name: str) -> None:
 
 def test_what_is_excused_is_there() -> None:
     """A name that is gone or is checked by now leaves the tables."""
-    names = {
-        name.rpartition("bitwright.")[2].removeprefix("torch.").removeprefix("onnx.")
-        for name, _ in callables()
-    }
+    names = {name.rpartition("bitwright.")[2].removeprefix("torch.").removeprefix("onnx.") for name, _ in callables()}
     listed = {word for words in FREE.values() for word in words.split()}
     assert not listed - names
     seen = {

@@ -128,17 +128,7 @@ def test_recurrent_speed_runs(tmp_path):
 @pytest.mark.slow
 def test_health_cost_runs(tmp_path):
     rows = ["min-max", "per batch", "weights", "doctor", "channels", "channels, ONNX"]
-    options = [
-        "--quick",
-        "--models",
-        "encoder",
-        "--rounds",
-        "1",
-        "--batches",
-        "1",
-        "--json",
-        str(tmp_path / "h.json"),
-    ]
+    options = ["--quick", "--models", "encoder", "--rounds", "1", "--batches", "1", "--json", str(tmp_path / "h.json")]
     ran = run("health_cost.py", *options, "--rows", *rows)
     assert ran.returncode == 0, ran.stderr
     found = json.loads((tmp_path / "h.json").read_text())["results"]["encoder"]

@@ -90,11 +90,7 @@ def test_verify_prints_every_place_and_says_ok(exported, tmp_path):
         assert site in result.output
     assert "3 of 3 places agree: ok" in result.output
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["ok"] and [row["site"] for row in report["rows"]] == [
-        "0.input[0]",
-        "1.output[0]",
-        "3.output[0]",
-    ]
+    assert report["ok"] and [row["site"] for row in report["rows"]] == ["0.input[0]", "1.output[0]", "3.output[0]"]
 
 
 def test_verify_answers_a_difference_with_exit_code_1(folder):
@@ -208,15 +204,11 @@ def test_quantize_follows_a_recipe_and_shows_what_each_step_did(tmp_path, monkey
     common = ("quantize", tmp_path / "net.onnx", "--data", tmp_path / "data.npz", "--out", tmp_path / "out")
     result = run(*common, "--recipe", "fold,gptq", "--metric", "rating:rate", "--undo-harm")
     assert result.exit_code == 0, result.output
-    assert (
-        "no step" in result.output and "gptq()" in result.output and "layers, output error x" in result.output
-    )
+    assert "no step" in result.output and "gptq()" in result.output and "layers, output error x" in result.output
     result = run(*common, "--recipe", "fold", "--memory-budget", "1")
     assert result.exit_code == 0, result.output
     budgets: list[object] = []
-    monkeypatch.setattr(
-        "bitwright.onnx.quantize", lambda *_, memory_budget, **__: budgets.append(memory_budget)
-    )
+    monkeypatch.setattr("bitwright.onnx.quantize", lambda *_, memory_budget, **__: budgets.append(memory_budget))
     assert run(*common, "--memory-budget", "3").exit_code == 1 and budgets == [3 << 20]
     assert run(*common, "--memory-budget", "0").exit_code == 2
     monkeypatch.undo()
@@ -241,9 +233,7 @@ def test_notes_of_many_places_with_one_text_are_one_line():
     assert list(_gathered(notes[2:])) == notes[2:]
 
 
-def test_a_file_that_its_target_refuses_is_one_warning_and_no_error_of_quantize(
-    tmp_path, monkeypatch, caplog
-):
+def test_a_file_that_its_target_refuses_is_one_warning_and_no_error_of_quantize(tmp_path, monkeypatch, caplog):
     def refuse(*_, **__):
         raise ExportError("net.onnx", "onnxruntime refuses the file: no kernel", "leave it in float")
 
@@ -274,8 +264,7 @@ def test_quantize_says_what_to_do_about_a_branch_that_the_data_do_not_take(tmp_p
     branches = {"then_branch": body("t1", net=then), "else_branch": body("o1", net=other)}
     onnx.save(net.model(net("If", "cond", name="branch", out="y", **branches)), tmp_path / "net.onnx")
     (tmp_path / "one_branch.py").write_text(
-        "import numpy as np\ndef feeds():\n"
-        "    return [{'x': np.ones((3, 4), np.float32), 'cond': np.array(True)}]\n"
+        "import numpy as np\ndef feeds():\n    return [{'x': np.ones((3, 4), np.float32), 'cond': np.array(True)}]\n"
     )
     common = ("quantize", tmp_path / "net.onnx", "--out", tmp_path / "out", "--recipe", "fold")
     monkeypatch.syspath_prepend(tmp_path)
@@ -300,9 +289,7 @@ def test_presets_lists_every_name():
 
 def test_check_config_prints_the_rules(tmp_path):
     path = tmp_path / "rules.yaml"
-    path.write_text(
-        "preset: w4a8\nrules:\n  - {match: head, weight: int8}\n  - {op: Softmax, output: null}\n"
-    )
+    path.write_text("preset: w4a8\nrules:\n  - {match: head, weight: int8}\n  - {op: Softmax, output: null}\n")
     result = run("check-config", path)
     assert result.exit_code == 0, result.output
     assert "weights      int4 symmetric per channel, minmax" in result.output
@@ -365,9 +352,7 @@ def zeros(tmp_path: Path) -> Path:
     net = Net()
     x = net.input("x", ("n", 2))
     share = net("Div", x, net("Relu", x, name="relu"), name="share")
-    onnx.save(
-        net.model(net("MatMul", share, net.weights(2, 2), name="last", out="y")), tmp_path / "divide.onnx"
-    )
+    onnx.save(net.model(net("MatMul", share, net.weights(2, 2), name="last", out="y")), tmp_path / "divide.onnx")
     np.savez(tmp_path / "data.npz", x=np.float32([[1, 2], [3, 4], [-1, 5], [6, 7]]))
     return tmp_path
 
@@ -472,14 +457,7 @@ def test_doctor_on_what_it_cannot_use(own_module, arguments, problem):
 )
 def test_quantize_obeys_the_policy_for_batches_that_are_not_finite(zeros, policy, code, text):
     result = run(
-        "quantize",
-        zeros / "divide.onnx",
-        "--data",
-        zeros / "data.npz",
-        "--out",
-        zeros / "out",
-        "--non-finite",
-        policy,
+        "quantize", zeros / "divide.onnx", "--data", zeros / "data.npz", "--out", zeros / "out", "--non-finite", policy
     )
     assert result.exit_code == code, result.output
     assert text in result.output
@@ -501,11 +479,7 @@ main()
 """
     environment = {**os.environ, "PYTHONIOENCODING": "utf-8"}
     process = subprocess.run(
-        [sys.executable, "-c", code, "speak"],
-        capture_output=True,
-        encoding="utf-8",
-        cwd=ROOT,
-        env=environment,
+        [sys.executable, "-c", code, "speak"], capture_output=True, encoding="utf-8", cwd=ROOT, env=environment
     )
     assert (process.returncode, process.stdout) == (0, "answer, \u00fc\n")
     assert "from C" in process.stderr

@@ -73,8 +73,6 @@ def test_what_cannot_be_answered_is_refused(files, arguments, problem):
 
 
 def test_the_report_is_one_page(files, tmp_path):
-    result = run(
-        "analyze", files / "net.onnx", "--data", files / "data.npz", "--out", tmp_path / "report.html"
-    )
+    result = run("analyze", files / "net.onnx", "--data", files / "data.npz", "--out", tmp_path / "report.html")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "report.html").read_text().lower().startswith("<!doctype html>")

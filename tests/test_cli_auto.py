@@ -27,14 +27,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
             helper.make_node("Relu", ["h"], ["r"], "relu"),
             helper.make_node("MatMul", ["r", "v"], ["y"], "second"),
         ]
-        ends = [
-            [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", k])] for n, k in (("x", 6), ("y", 3))
-        ]
+        ends = [[helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", k])] for n, k in (("x", 6), ("y", 3))]
         weights = [numpy_helper.from_array(w, "w"), numpy_helper.from_array(v, "v")]
         graph = helper.make_graph(nodes, "net", *ends, weights)
         onnx.save(
-            helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9),
-            folder / f"{name}.onnx",
+            helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), folder / f"{name}.onnx"
         )
         if name == "net":
             np.save(folder / "labels.npy", (np.maximum(x @ w, 0) @ v).argmax(1))

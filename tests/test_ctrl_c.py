@@ -23,9 +23,7 @@ def test_ctrl_c_at_step_boundaries_at_random_moments_and_in_c_code(tmp_path: Pat
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_command_that_is_interrupted_has_exit_code_130(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_command_that_is_interrupted_has_exit_code_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
@@ -102,8 +100,6 @@ def test_the_prefix_of_a_command_cannot_lead_out_of_its_folder(tmp_path: Path, p
     from tests.onnx.nets import conv_chain
 
     model.write_bytes(conv_chain(1).SerializeToString())
-    result = CliRunner().invoke(
-        app, ["quantize", str(model), "--out", str(tmp_path / "a" / "b"), "--prefix", prefix]
-    )
+    result = CliRunner().invoke(app, ["quantize", str(model), "--out", str(tmp_path / "a" / "b"), "--prefix", prefix])
     assert result.exit_code == 2 and "error: --prefix=" in result.stderr, result.output
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]

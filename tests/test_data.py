@@ -44,9 +44,7 @@ def test_imagenet_parts_are_apart(imagenet, imagenet_calibration):
 
 @pytest.mark.usefixtures("shared_data")
 def test_stories_perplexity():
-    assert data.perplexity(data.trained("stories260k"), data.stories("test")) == pytest.approx(
-        3.558, abs=2e-3
-    )
+    assert data.perplexity(data.trained("stories260k"), data.stories("test")) == pytest.approx(3.558, abs=2e-3)
 
 
 @pytest.mark.usefixtures("shared_data")

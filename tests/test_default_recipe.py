@@ -69,9 +69,7 @@ def test_one_scale_per_tensor_within_a_point(shared_data, name):
     drops = []
     for front_end in ("torch", "onnx"):
         before = measured(name, task, front_end, "w8a8_per_tensor", "float")
-        drops += [
-            before - measured(name, task, front_end, "w8a8_per_tensor", None, seed) for seed in (0, 1, 2)
-        ]
+        drops += [before - measured(name, task, front_end, "w8a8_per_tensor", None, seed) for seed in (0, 1, 2)]
     assert sum(drops) / len(drops) <= allowed
 
 
@@ -95,9 +93,7 @@ def detected(task, run):
     return [np.concatenate(outputs) for outputs in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize(
-    "target", ["ort_cpu", "packed"]
-)  # with the first layers in float, and all on integers
+@pytest.mark.parametrize("target", ["ort_cpu", "packed"])  # with the first layers in float, and all on integers
 def test_faces_come_nearer_to_float_than_with_nearest_rounding(shared_data, target):
     """Both outputs, on pictures that nothing saw; which of a few faces are found is no further from it than chance."""
     task = TASKS["face_slim_320"]()

@@ -60,11 +60,7 @@ def test_links_that_leave_the_documentation(source, link, expected):
 
 
 def test_what_a_page_would_load_is_seen():
-    for loaded in (
-        '<script src="https://a.b/c.js">',
-        "<link rel=x href=//a.b/c.css>",
-        '<img src="http://a.b/c.png">',
-    ):
+    for loaded in ('<script src="https://a.b/c.js">', "<link rel=x href=//a.b/c.css>", '<img src="http://a.b/c.png">'):
         assert LOADED.search(loaded)
     assert not LOADED.search('<a href="https://a.b/c">') and not LOADED.search('<script src="assets/c.js">')
     assert LOADED_BY_STYLE.search("@import 'https://a.b'") and LOADED_BY_STYLE.search("url(//a.b/c.woff)")
@@ -74,24 +70,13 @@ def test_what_a_page_would_load_is_seen():
 def test_the_site_builds_with_strict_links_and_loads_nothing_from_elsewhere(tmp_path):
     pytest.importorskip("mkdocs", reason="the extra 'docs' is not installed; make docs installs it")
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "--site-dir",
-        str(tmp_path / "site"),
-    ]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     pages, styles = (sorted((tmp_path / "site").rglob(pattern)) for pattern in ("*.html", "*.css"))
     assert len(pages) > 40 and styles
     assert not {page.name: found for page in pages if (found := LOADED.findall(page.read_text()))}
-    assert not {
-        style.name: found for style in styles if (found := LOADED_BY_STYLE.findall(style.read_text()))
-    }
+    assert not {style.name: found for style in styles if (found := LOADED_BY_STYLE.findall(style.read_text()))}
     assert 'id="bitwright.torch' in (tmp_path / "site/reference/bitwright.torch.html").read_text()
     assert (tmp_path / "site/search/search_index.json").stat().st_size > 100_000
 

@@ -93,10 +93,7 @@ def test_script_prints_its_five_rows(tmp_path):
         assert abs(percent[f"{bits}, simulated"] - percent[f"{bits}, in ONNX Runtime"]) <= 0.5
     assert percent["W4A8, simulated"] >= 90.0
     float_file = (tmp_path / "out/float/digits.safetensors").stat().st_size
-    for bits in (
-        "w8a8",
-        "w4a8",
-    ):  # codes of 4 bits are stored as bytes, for the kernels of the default target
+    for bits in ("w8a8", "w4a8"):  # codes of 4 bits are stored as bytes, for the kernels of the default target
         assert (tmp_path / f"out/{bits}/digits.onnx").stat().st_size < float_file / 2
     assert "bitwright verify" in run.stdout
 
@@ -129,9 +126,7 @@ def test_every_way_of_training_gains_accuracy(way, package):
     assert after >= before + 2.0
 
 
-def _torchrun(
-    script: Path, *arguments: str, processes: int, seconds: float, starts: str = "rank "
-) -> list[str]:
+def _torchrun(script: Path, *arguments: str, processes: int, seconds: float, starts: str = "rank ") -> list[str]:
     """What ``torchrun`` prints; everything it started is ended after ``seconds``.
 
     Processes that outlive ``torchrun`` keep its pipes open, so that waiting for the end of its output would hang.
@@ -178,9 +173,7 @@ def test_torchrun_trains_one_network_on_two_processes(tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_trains_one_sharded_network_on_two_processes():
-    lines = _torchrun(
-        ROOT / "examples" / "train_with.py", "fsdp2", processes=2, seconds=300, starts="fsdp2: "
-    )
+    lines = _torchrun(ROOT / "examples" / "train_with.py", "fsdp2", processes=2, seconds=300, starts="fsdp2: ")
     assert len(lines) == 2 and lines[0] == lines[1], "both ranks have the same weights and ranges"
     found = re.fullmatch(r"fsdp2: ([\d.]+) % before, ([\d.]+) % after training", lines[0])
     assert float(found[2]) >= float(found[1]) + 2.0

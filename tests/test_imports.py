@@ -60,10 +60,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"errors", "core", "analysis", "export", "mixed", "report", "tables", "torch", "aimet_common"},
         NUMPY | {"torch", "onnx"},
     ),
-    "aimet_onnx": (
-        {"errors", "core", "analysis", "export", "mixed", "onnx", "report", "aimet_common"},
-        NUMPY | ONNX,
-    ),
+    "aimet_onnx": ({"errors", "core", "analysis", "export", "mixed", "onnx", "report", "aimet_common"}, NUMPY | ONNX),
     "migrate": ({"errors", "aimet_common"}, set()),
     "cli": (
         {
@@ -102,14 +99,7 @@ EXTRA: dict[str, set[str]] = {
     "onnx/model/data.py": {"PIL"},
 }
 # The command line answers `--help` at once: only these load with it, the rest inside the commands.
-LIGHT_FOR_CLI = {
-    "typer",
-    "rich",
-    "bitwright.cli",
-    "bitwright.errors",
-    "bitwright.interrupt",
-    "bitwright.lazy",
-}
+LIGHT_FOR_CLI = {"typer", "rich", "bitwright.cli", "bitwright.errors", "bitwright.interrupt", "bitwright.lazy"}
 
 
 def part_of(path: Path) -> str:
@@ -142,9 +132,7 @@ def breaches(path: Path, source: str) -> list[str]:
             continue
         ok = rest.split(".")[0] in parts | {here, "__version__"} if top == "bitwright" else top in outside
         if not ok:
-            found.append(
-                f"{path.relative_to(ROOT)}:{line} imports {name}; {here} may import {parts | outside}"
-            )
+            found.append(f"{path.relative_to(ROOT)}:{line} imports {name}; {here} may import {parts | outside}")
     return found
 
 
@@ -178,9 +166,7 @@ def test_command_line_imports_heavy_modules_inside_its_commands():
             for line, name in imported(path, node) if isinstance(node, ast.Import | ast.ImportFrom) else ():
                 light = any(f"{name}.".startswith(f"{ok}.") for ok in LIGHT_FOR_CLI)
                 top = name.partition(".")[0]
-                assert light or top in sys.stdlib_module_names, (
-                    f"{path.name}:{line} imports {name} at its top"
-                )
+                assert light or top in sys.stdlib_module_names, f"{path.name}:{line} imports {name} at its top"
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,7 @@ from bitwright.migrate import migrate, migrate_file
     [
         ("import aimet_torch", "from bitwright import aimet_torch"),
         ("import aimet_torch as at", "import bitwright.aimet_torch as at"),
-        (
-            "import aimet_torch.quantsim",
-            "import bitwright.aimet_torch.quantsim; from bitwright import aimet_torch",
-        ),
+        ("import aimet_torch.quantsim", "import bitwright.aimet_torch.quantsim; from bitwright import aimet_torch"),
         ("import os, aimet_torch as at", "import os; import bitwright.aimet_torch as at"),
         ("from aimet_common.defs import QuantScheme", "from bitwright.aimet_common.defs import QuantScheme"),
         (
@@ -48,10 +45,7 @@ def test_what_is_missing_and_what_differs_is_listed_by_line():
         (2, "aimet_torch.compress.ModelCompressor"),
         (5, "aimet_torch.nn.QuantizedNonsense"),
     ]
-    assert {(f.line, f.name) for f in found.findings if not f.missing} == {
-        (6, "export"),
-        (6, "export_to_torchscript"),
-    }
+    assert {(f.line, f.name) for f in found.findings if not f.missing} == {(6, "export"), (6, "export_to_torchscript")}
 
 
 def test_text_that_is_no_python_is_refused():
@@ -64,9 +58,7 @@ def test_command_writes_the_script_and_answers_with_its_exit_code(tmp_path):
     script.write_text("from aimet_torch.quantsim import QuantizationSimModel\n")
     result = CliRunner().invoke(app, ["migrate", str(script)])
     assert result.exit_code == 0, result.output
-    assert (
-        (tmp_path / "ptq_bitwright.py").read_text().startswith("from bitwright.aimet_torch.quantsim import")
-    )
+    assert (tmp_path / "ptq_bitwright.py").read_text().startswith("from bitwright.aimet_torch.quantsim import")
     script.write_text("from aimet_torch.peft import PeftQuantUtils\n")
     result = CliRunner().invoke(app, ["migrate", str(script), "--output", str(tmp_path / "new.py")])
     assert result.exit_code == 1 and "no counterpart" in result.output
@@ -107,9 +99,7 @@ def test_notebook_is_rewritten_cell_by_cell():
 
     cells = [
         {"cell_type": "markdown", "source": ["import aimet_torch"], "metadata": {}},
-        code(
-            ["%matplotlib inline\n", "from aimet_torch.quantsim import QuantizationSimModel\n", "!pip list"]
-        ),
+        code(["%matplotlib inline\n", "from aimet_torch.quantsim import QuantizationSimModel\n", "!pip list"]),
         code("%%bash\nimport aimet_torch"),
         code("%%time\nfrom aimet_torch.peft import PeftQuantUtils"),
     ]
@@ -128,9 +118,7 @@ def test_notebook_is_rewritten_cell_by_cell():
 
 
 def test_names_of_modules_in_texts_are_listed():
-    (finding,) = migrate(
-        'm = importlib.import_module("aimet_torch.quantsim"); print("aimet_torch is")'
-    ).findings
+    (finding,) = migrate('m = importlib.import_module("aimet_torch.quantsim"); print("aimet_torch is")').findings
     assert "write 'bitwright.aimet_torch.quantsim'" in finding.note and not finding.missing
 
 

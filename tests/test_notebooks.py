@@ -21,13 +21,9 @@ def test_stored_outputs_are_of_one_run_without_errors(path: Path) -> None:
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert not [out for cell in code for out in cell["outputs"] if out["output_type"] == "error"]
-    printing = [
-        cell for cell in code if "print(" in "".join(cell["source"]) and "@" not in "".join(cell["source"])
-    ]
+    printing = [cell for cell in code if "print(" in "".join(cell["source"]) and "@" not in "".join(cell["source"])]
     assert all(cell["outputs"] for cell in printing)
-    assert isinstance(ast.parse("".join(code[-1]["source"])).body[-1], ast.Assert), (
-        "the last cell checks the results"
-    )
+    assert isinstance(ast.parse("".join(code[-1]["source"])).body[-1], ast.Assert), "the last cell checks the results"
 
 
 @pytest.mark.slow

@@ -20,12 +20,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize(
     ("terminal", "enabled", "delay", "shown"),
-    [
-        (True, True, 0.0, True),
-        (True, True, 60.0, False),
-        (True, False, 0.0, False),
-        (False, True, 0.0, False),
-    ],
+    [(True, True, 0.0, True), (True, True, 60.0, False), (True, False, 0.0, False), (False, True, 0.0, False)],
     ids=["long", "short", "switched off", "no terminal"],
 )
 def test_when_a_bar_is_shown(
@@ -67,9 +62,7 @@ class Kernel:
 
 
 @pytest.mark.parametrize(("running", "widgets"), [(True, True), (False, True), (True, False)])
-def test_a_notebook_that_has_widgets_shows_a_bar(
-    monkeypatch: pytest.MonkeyPatch, running: bool, widgets: bool
-) -> None:
+def test_a_notebook_that_has_widgets_shows_a_bar(monkeypatch: pytest.MonkeyPatch, running: bool, widgets: bool) -> None:
     monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", Kernel)  # type: ignore[arg-type]
     monkeypatch.setattr(Kernel.ZMQInteractiveShell, "running", running)
     spec = importlib.machinery.ModuleSpec("ipywidgets", None)

@@ -13,16 +13,8 @@ from tests.test_imports import FILES, ROOT
 #: protocol -> files that define or fill it, in which a use of a member may be its own
 THREE = {
     "FloatModel": ("core/simulation/protocols.py", "torch/adapters/view.py", "onnx/model/view.py"),
-    "Simulation": (
-        "core/simulation/state.py",
-        "torch/simulation/quantsim.py",
-        "onnx/simulation/quantsim.py",
-    ),
-    "SimulatedModel": (
-        "algorithms/rounding/program.py",
-        "torch/adapters/program.py",
-        "onnx/adapters/program.py",
-    ),
+    "Simulation": ("core/simulation/state.py", "torch/simulation/quantsim.py", "onnx/simulation/quantsim.py"),
+    "SimulatedModel": ("algorithms/rounding/program.py", "torch/adapters/program.py", "onnx/adapters/program.py"),
 }
 
 

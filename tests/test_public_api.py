@@ -54,9 +54,7 @@ def test_unknown_name_is_an_attribute_error():
 
 def test_unknown_name_gets_the_close_match():
     """Python proposes the close match from ``dir()`` when the error reaches the user."""
-    run = subprocess.run(
-        [sys.executable, "-c", "import bitwright; bitwright.quantise"], capture_output=True, text=True
-    )
+    run = subprocess.run([sys.executable, "-c", "import bitwright; bitwright.quantise"], capture_output=True, text=True)
     assert "Did you mean: 'quantize'?" in run.stderr
 
 
@@ -109,8 +107,7 @@ def test_every_call_of_a_public_name_is_still_understood() -> None:
     missing = pinned.keys() - now.keys()
     assert not missing, f"public names went away: {sorted(missing)}"
     changed = {
-        name: refused_calls(pinned[name], now[name])
-        for name in pinned.keys() - _ONE_PLACE_EARLIER - _ANOTHER_NAME
+        name: refused_calls(pinned[name], now[name]) for name in pinned.keys() - _ONE_PLACE_EARLIER - _ANOTHER_NAME
     }
     assert not {name: lines for name, lines in changed.items() if lines}
 
@@ -154,9 +151,9 @@ for load in (
         "bitwright.quantize", "bitwright.torch.QuantizationSimModel", "bitwright.onnx.QuantizationSimModel",
     ]  # fmt: skip
     for line in run.stdout.splitlines():
-        assert re.search(
-            r"needs (torch|onnx), which is not installed; remedy: pip install 'bitwright\[\1\]'$", line
-        ), line
+        assert re.search(r"needs (torch|onnx), which is not installed; remedy: pip install 'bitwright\[\1\]'$", line), (
+            line
+        )
 
 
 @pytest.mark.parametrize("package", ["bitwright.torch", "bitwright.onnx"])

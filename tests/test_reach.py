@@ -73,9 +73,7 @@ def test_a_method_that_calls_a_simulated_part_is_no_lost_call(reach: Any) -> Non
             self.fc(torch.ones(1, 4))
             return torch.ones(1, 9)
 
-    made = reach.Architecture(
-        "G", "torch", lambda: Generator(False).eval(), architecture(reach, False).batch, True
-    )
+    made = reach.Architecture("G", "torch", lambda: Generator(False).eval(), architecture(reach, False).batch, True)
     day = reach.Day(made)
     assert (day.simulate(), day.calibrate(), day.generate()) == ("ok", "ok", "ok")
     assert day.sim._simulator.unseen  # it is noted
@@ -104,13 +102,9 @@ def test_there_are_enough_architectures_with_names_of_their_own(reach: Any) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_sample_works_from_simulation_to_verification(
-    reach: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_works_from_simulation_to_verification(reach: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = next(a for a in reach.ARCHITECTURES if a.name == name)
-    pytest.importorskip(
-        found.package, reason=f"the extra `reach` is not installed, so there is no {found.package}"
-    )
+    pytest.importorskip(found.package, reason=f"the extra `reach` is not installed, so there is no {found.package}")
     day = reach.Day(found)
     for stage in reach.STAGES:
         if stage != "generate" or found.generates:

@@ -11,12 +11,7 @@ import pytest
 import torch
 
 import bitwright.onnx as onnx_front
-from bitwright.torch import (
-    QuantizationSimModel,
-    apply_reconstruction,
-    awq_model,
-    fold_all_batch_norms,
-)
+from bitwright.torch import QuantizationSimModel, apply_reconstruction, awq_model, fold_all_batch_norms
 from tests.algorithms.transformer import with_outliers
 from tests.support.data import accuracy, onnx_file, perplexity, shakespeare, stories, trained
 from tests.support.tasks import TASKS, measured
@@ -157,8 +152,7 @@ def test_scales_of_channels_help_a_language_model_with_few_bits_of_weight(shared
     nearest, scaled = (quantized(trained("stories260k"), "int3", scaled) for scaled in (False, True))
     assert reference < scaled < 0.97 * nearest
     nearest, scaled = (
-        quantized(with_outliers(trained("stories260k"), batches[0][:1]), "int4", scaled)
-        for scaled in (False, True)
+        quantized(with_outliers(trained("stories260k"), batches[0][:1]), "int4", scaled) for scaled in (False, True)
     )
     assert nearest > 2 * reference and scaled - reference < 0.25 * (nearest - reference)
 

@@ -127,9 +127,7 @@ def test_the_name_of_a_format_serves_and_what_is_no_granularity_or_method_is_ref
     spec = bitwright.QuantSpec("int4", bitwright.PerChannel())
     assert spec == bitwright.QuantSpec(bitwright.IntFormat(4), bitwright.PerChannel())
     for wrong in ("per_channel", bitwright.PerTensor, 32, None):
-        with pytest.raises(
-            bitwright.ConfigError, match=r"QuantSpec.granularity: .* is not a granularity.*PerBlock"
-        ):
+        with pytest.raises(bitwright.ConfigError, match=r"QuantSpec.granularity: .* is not a granularity.*PerBlock"):
             bitwright.QuantSpec(granularity=wrong)
     with pytest.raises(bitwright.ConfigError, match=r"'mse' is not a RangeMethod.*RangeMethod\('mse'\)"):
         bitwright.QuantSpec(method="mse")

@@ -32,15 +32,11 @@ def test_the_oldest_set_has_a_version_for_everything_that_users_install(versions
 def test_every_python_that_is_claimed_is_run(versions):
     claimed = [c.rpartition(" ")[2] for c in PROJECT["project"]["classifiers"] if " :: 3." in c]
     assert [versions.Combination.parse(each).python for each in versions.COMBINATIONS] == claimed
-    assert {versions.Combination.parse(each).libraries for each in versions.COMBINATIONS} == set(
-        versions.SETS
-    )
+    assert {versions.Combination.parse(each).libraries for each in versions.COMBINATIONS} == set(versions.SETS)
 
 
 def test_a_combination_that_does_not_exist_is_refused(versions):
-    with pytest.raises(
-        argparse.ArgumentTypeError, match="'3.12:latest' is not a version and one of .*3.12:pinned"
-    ):
+    with pytest.raises(argparse.ArgumentTypeError, match="'3.12:latest' is not a version and one of .*3.12:pinned"):
         versions.Combination.parse("3.12:latest")
 
 

@@ -50,13 +50,7 @@ LIBRARIES = (
     "scipy.stats",
     "typer.testing",
 )
-PARTS = (
-    "core",
-    "algorithms/scaling",
-    "algorithms/folding",
-    "algorithms/channels",
-    "algorithms/bias_correct.py",
-)
+PARTS = ("core", "algorithms/scaling", "algorithms/folding", "algorithms/channels", "algorithms/bias_correct.py")
 #: tests that are to see the faults: all that call the parts, by themselves or by way of a front end
 TESTS = (
     "bitwright/core",
@@ -70,13 +64,7 @@ TESTS = (
         "tests/onnx",
         "tests/export",
     ),
-    *(
-        "tests/analysis",
-        "tests/comparison",
-        "tests/mixed",
-        "tests/test_public_api.py",
-        "tests/test_tables.py",
-    ),
+    *("tests/analysis", "tests/comparison", "tests/mixed", "tests/test_public_api.py", "tests/test_tables.py"),
 )
 #: compiled functions run without their lines being traced; these tests call them
 UNTRACED = "bitwright/core/compiled"
@@ -264,8 +252,7 @@ def _record(copy: Path, share: _Share, found: Path) -> None:
     places = {test: n for n, test in enumerate(seconds)}
     tests_of = {
         str(Path(name).relative_to(copy)): {
-            line: [places.get(test, test) for test in tests]
-            for line, tests in data.contexts_by_lineno(name).items()
+            line: [places.get(test, test) for test in tests] for line, tests in data.contexts_by_lineno(name).items()
         }
         for name in data.measured_files()
     }
@@ -334,9 +321,7 @@ def _pytest(copy: Path, arguments: list[str], *plugins: object) -> int:
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    return int(
-        pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *arguments], plugins=[*plugins])
-    )
+    return int(pytest.main(["-q", "-m", "not slow", "-p", "no:cacheprovider", *arguments], plugins=[*plugins]))
 
 
 def changed_lines(before: str, after: str) -> range:
@@ -356,9 +341,7 @@ def changed_lines(before: str, after: str) -> range:
 def line_of(before: str, after: str) -> str:
     """The changed line, old and new."""
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
-    return " -> ".join(
-        line[1:].strip() for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")
-    )
+    return " -> ".join(line[1:].strip() for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---"))
 
 
 def main() -> int:
@@ -366,9 +349,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0, help="how long, with the first run")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same faults in the same order")
-    parser.add_argument(
-        "--skip", type=int, default=0, help="leave out so many faults: to go on with a sample"
-    )
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many faults: to go on with a sample")
     parser.add_argument("--least", type=float, default=85.0, help="percent that must be seen")
     options = parser.parse_args()
     for library in LIBRARIES:
@@ -378,14 +359,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         copies = [Path(folder, str(index), "checkout") for index in range(cores)]
         for copy in copies:
-            shutil.copytree(
-                ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
-            )
+            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__"))
         known = Coverage.of(copies)
-        print(
-            f"{len(known.seconds)} tests pass without a fault, in {sum(known.seconds.values()):.0f} s",
-            flush=True,
-        )
+        print(f"{len(known.seconds)} tests pass without a fault, in {sum(known.seconds.values()):.0f} s", flush=True)
         told = _FORK.SimpleQueue()
         for index, copy in enumerate(copies):
             mutants = islice(sample(options.seed), options.skip + index, None, cores)
@@ -413,9 +389,7 @@ def _plant_all(copy: Path, mutants: Iterator[Mutant], known: Coverage, end: floa
             if after is None or after == before or _computations(after) == _computations(before):
                 continue
             seen = _planted(copy, mutant.module, before, after, known, stamp=2 * number)
-            told.put(
-                f"{f'seen by {seen}' if seen else 'SURVIVED'}  {mutant.module}: {line_of(before, after)}"
-            )
+            told.put(f"{f'seen by {seen}' if seen else 'SURVIVED'}  {mutant.module}: {line_of(before, after)}")
     finally:
         told.put(None)
 
@@ -426,10 +400,7 @@ def _computations(source: str) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.arguments):
             node.args = [*node.posonlyargs, *node.args, *node.kwonlyargs]
-            node.defaults = [
-                *node.defaults,
-                *(default for default in node.kw_defaults if default is not None),
-            ]
+            node.defaults = [*node.defaults, *(default for default in node.kw_defaults if default is not None)]
             node.posonlyargs, node.kwonlyargs, node.kw_defaults = [], [], []
     return ast.dump(tree)
 

@@ -21,13 +21,7 @@ from pathlib import Path
 TABLE = Path(__file__).parents[1] / "tests/support/long_variants.json"
 #: variants that stay in ``make test`` whatever they take: they are what their test is about
 KEPT = {
-    "test_every_layer_of_the_zoo_agrees_with_the_runtime": (
-        "activations",
-        "lstm",
-        "norms",
-        "resnet18",
-        "vit-sdpa",
-    ),
+    "test_every_layer_of_the_zoo_agrees_with_the_runtime": ("activations", "lstm", "norms", "resnet18", "vit-sdpa"),
     "test_training_and_inference_are_one_graph_each_and_bit_equal": ("conv",),
     "test_the_simulation_comes_nearer_to_the_float_model": ("qdrop",),
     "test_the_steps_are_those_of_the_host": ("lstm-fixed",),
@@ -86,9 +80,7 @@ def long_variants(seconds: dict[str, float], limit: float) -> dict[str, list[str
 
 def main() -> None:
     """Print the sums, and write the table when asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("log", type=Path, help="what pytest printed")
     parser.add_argument("--write", action="store_true", help=f"choose the long variants anew: {TABLE.name}")
     parser.add_argument("--seconds", type=float, default=0.12, help="of a long variant (default: 0.12)")

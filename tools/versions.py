@@ -55,9 +55,7 @@ class Combination:
         """
         found = re.fullmatch(rf"(3\.\d+):({'|'.join(SETS)})", text)
         if not found:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a version and one of {SETS}, such as 3.12:pinned"
-            )
+            raise argparse.ArgumentTypeError(f"{text!r} is not a version and one of {SETS}, such as 3.12:pinned")
         return cls(*found.groups())
 
     def __str__(self) -> str:
@@ -146,9 +144,7 @@ def main() -> int:
     """Install and run every combination; 1 when one has no interpreter, cannot be installed or fails a test."""
     more = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
     known = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "combinations",
         nargs="*",
@@ -157,12 +153,8 @@ def main() -> int:
         metavar="PYTHON:SET",
         help=f"such as 3.12:pinned; sets are {', '.join(SETS)}; default: {' '.join(COMBINATIONS)}",
     )
-    parser.add_argument(
-        "--tests", nargs="+", default=list(TESTS), help="what pytest runs; -- and more of its options"
-    )
-    parser.add_argument(
-        "--folder", type=Path, default=ROOT / "build" / "versions", help="where environments are kept"
-    )
+    parser.add_argument("--tests", nargs="+", default=list(TESTS), help="what pytest runs; -- and more of its options")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "versions", help="where environments are kept")
     parser.add_argument("--pip-flags", default="", help="given to every pip install, such as --index-url=...")
     parser.add_argument("--install-only", action="store_true", help="make the environments, and run nothing")
     options = parser.parse_args(known)

@@ -40,28 +40,19 @@ def choose(
     ``accuracy_list.json`` and pages of both.
     """
     if not isinstance(evaluate, CallbackFunc) and not callable(evaluate):
-        raise ConfigError(
-            "eval_callback", f"{evaluate!r} cannot be called", "pass CallbackFunc(function, arguments)"
-        )
+        raise ConfigError("eval_callback", f"{evaluate!r} cannot be called", "pass CallbackFunc(function, arguments)")
     drop = 1e9 if allowed_accuracy_drop is None else allowed_accuracy_drop
     if drop < 0:
         raise ConfigError(
             "allowed_accuracy_drop", f"{drop} is below zero", "pass 0 or more, or None for the whole front"
         )
     result = mixed_precision(
-        sim,
-        data,
-        candidates,
-        cost="bit_ops",
-        metric=lambda target: float(evaluate(target)),
-        allowed_drop=drop,
+        sim, data, candidates, cost="bit_ops", metric=lambda target: float(evaluate(target)), allowed_drop=drop
     )
     measured = [p for p in result.points if p.metric is not None]
     dear = max((p.costs["bit_ops"] for p in result.points), default=1.0)
     pareto = [
-        (p.costs["bit_ops"] / dear, float(p.metric or 0.0), dict(p.choice), p.predicted_db)
-        for p in measured
-        if p.front
+        (p.costs["bit_ops"] / dear, float(p.metric or 0.0), dict(p.choice), p.predicted_db) for p in measured if p.front
     ]
     folder = Path(results_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,9 +85,7 @@ def write_pages(result: MixedPrecision, folder: Path, dearest: float) -> None:
         points_chart(shown, *axes, title="All points that were measured"),
     )
     by_candidate = {
-        candidate: {
-            group: values[candidate] for group, values in result.sensitivities.items() if candidate in values
-        }
+        candidate: {group: values[candidate] for group, values in result.sensitivities.items() if candidate in values}
         for candidate in result.candidates
     }
     write_page(

@@ -40,15 +40,11 @@ def checked(evaluate: Evaluate, model: Any, where: str) -> float:
         remedy = "return one number"
         raise ConfigError(where, f"the evaluation returned a {type(found).__name__}", remedy) from error
     if np.isnan(score):
-        raise ConfigError(
-            where, "the evaluation returned NaN", "check it for empty batches and divisions by zero"
-        )
+        raise ConfigError(where, "the evaluation returned NaN", "check it for empty batches and divisions by zero")
     return score
 
 
-def scores_of(
-    subject: Subject, evaluate: Evaluate, groups: Mapping[str, Collection[str]], *, alone: bool
-) -> Scores:
+def scores_of(subject: Subject, evaluate: Evaluate, groups: Mapping[str, Collection[str]], *, alone: bool) -> Scores:
     """Group -> what the evaluation says with only its sites quantized, or with all but these; the simulation stays as it is."""
     found = {}
     with subject.exclusive():
@@ -73,15 +69,10 @@ class QuantAnalyzerBase:
     def __init__(
         self, model: Any, dummy_input: Any, forward_pass_callback: Callable[..., Any], eval_callback: Evaluate
     ) -> None:
-        for name, given in (
-            ("forward_pass_callback", forward_pass_callback),
-            ("eval_callback", eval_callback),
-        ):
+        for name, given in (("forward_pass_callback", forward_pass_callback), ("eval_callback", eval_callback)):
             if not callable(given):
                 problem = f"it is a {type(given).__name__}, not a function"
-                raise ConfigError(
-                    name, problem, "pass a function of the model, or CallbackFunc(function, arguments)"
-                )
+                raise ConfigError(name, problem, "pass a function of the model, or CallbackFunc(function, arguments)")
         self._model, self._dummy_input = model, dummy_input
         self._forward_pass_callback, self._eval_callback = forward_pass_callback, eval_callback
         self._dataset: Any = None
@@ -121,9 +112,7 @@ class QuantAnalyzerBase:
         weights = [name for name, site in subject.sites.items() if site.is_stored or site.role == "bias"]
         others = [name for name in subject.sites if name not in set(weights)]
         real = self._float_score(subject)
-        scores = scores_of(
-            subject, self._eval_callback, {"weights": weights, "activations": others}, alone=True
-        )
+        scores = scores_of(subject, self._eval_callback, {"weights": weights, "activations": others}, alone=True)
         logger.info("float %g, weights quantized %g, activations quantized %g", real, *scores.values())
         return real, scores["weights"], scores["activations"]
 
@@ -133,9 +122,7 @@ class QuantAnalyzerBase:
         scores = scores_of(subject, self._eval_callback, groups, alone=alone)
         title = f"per_layer_quant_{'enabled' if alone else 'disabled'}"
         if results_dir is not None:
-            write_page(
-                Path(results_dir) / (filename or f"{title}.html"), title, scores_chart(scores, "evaluation")
-            )
+            write_page(Path(results_dir) / (filename or f"{title}.html"), title, scores_chart(scores, "evaluation"))
             write_data(Path(results_dir) / f"{Path(filename or title).stem}.json", scores)
         elif filename is not None:
             write_page(filename, title, scores_chart(scores, "evaluation"))
@@ -194,11 +181,7 @@ class QuantAnalyzerBase:
                     losses.setdefault(name, []).append(float(error))
         found = {name: float(np.mean(values)) for name, values in losses.items()}
         folder = Path(results_dir)
-        write_page(
-            folder / "per_layer_mse_loss.html",
-            "per_layer_mse_loss",
-            scores_chart(found, "mean squared error"),
-        )
+        write_page(folder / "per_layer_mse_loss.html", "per_layer_mse_loss", scores_chart(found, "mean squared error"))
         write_data(folder / "per_layer_mse_loss.json", found)
         return found
 
@@ -243,16 +226,10 @@ def _write_weight(folder: Path, site: Site, weight: Any) -> None:
     name = _file(site.name.removeprefix(site.op + "."))
     assert site.encoding is not None
     axis = getattr(site.encoding.granularity, "axis", None)
-    rows = (
-        values.reshape(1, -1)
-        if axis is None
-        else np.moveaxis(values, axis, 0).reshape(values.shape[axis], -1)
-    )
+    rows = values.reshape(1, -1) if axis is None else np.moveaxis(values, axis, 0).reshape(values.shape[axis], -1)
     for i, row in enumerate(rows):
         counts, edges = np.histogram(row, _BINS)
-        write_page(
-            folder / f"{name}_{i}.html", f"{site.name} {i}", histogram_chart(edges.tolist(), counts.tolist())
-        )
+        write_page(folder / f"{name}_{i}.html", f"{site.name} {i}", histogram_chart(edges.tolist(), counts.tolist()))
 
 
 _KINDS = {"Activations": ("input", "output"), "Weights": ("weight", "constant", "bias")}

@@ -78,8 +78,7 @@ class AutoQuant:
 
     def _trials(self) -> list[Trial] | None:
         found = [
-            Trial(f"w8a8-{scheme}", "w8a8", scheme, ("fold",), why=f"ranges by {scheme}")
-            for _, scheme in self._schemes
+            Trial(f"w8a8-{scheme}", "w8a8", scheme, ("fold",), why=f"ranges by {scheme}") for _, scheme in self._schemes
         ]
         rounding = (
             []
@@ -99,9 +98,7 @@ class AutoQuant:
         row = result.best or result.nearest
         if row is None:
             raise ConfigError(
-                "run_inference",
-                result.reason,
-                "quantize the model with bitwright.quantize to see where it fails",
+                "run_inference", result.reason, "quantize the model with bitwright.quantize to see where it fails"
             )
         return result.simulation(row.name), float(row.metric or 0.0)
 
@@ -120,6 +117,4 @@ class AutoQuant:
 
     def _search(self, trials: list[Trial] | None, drop: float) -> AutoResult:
         folder = self._folder / ("inference" if drop >= 1e9 else f"drop-{drop:g}")
-        return auto_quantize(
-            self._model, self._data, self._metric, allowed_drop=drop, folder=folder, trials=trials
-        )
+        return auto_quantize(self._model, self._data, self._metric, allowed_drop=drop, folder=folder, trials=trials)

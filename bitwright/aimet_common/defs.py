@@ -152,12 +152,7 @@ class QuantDtypeBwInfo:
         param_dtype: QuantizationDataType = QuantizationDataType.undefined,
         param_bw: int = 0,
     ) -> None:
-        self.act_dtype, self.act_bw, self.param_dtype, self.param_bw = (
-            act_dtype,
-            act_bw,
-            param_dtype,
-            param_bw,
-        )
+        self.act_dtype, self.act_bw, self.param_dtype, self.param_bw = (act_dtype, act_bw, param_dtype, param_bw)
 
     def get_activation(self) -> tuple[int, QuantizationDataType]:
         """Width and kind of activations."""
@@ -195,9 +190,7 @@ class qtype(abc.ABC):  # noqa: N801, AIMET's name
         names = {32: "float32", 16: "float16", 8: "float8e4m3fn"}
         if dtype == QuantizationDataType.float and bitwidth in names:
             return QTYPE_ALIASES[names[bitwidth]]
-        raise ConfigError(
-            "qtype", f"there is no {dtype.name} format of {bitwidth} bits", "use 8, 16 or 32 bits"
-        )
+        raise ConfigError("qtype", f"there is no {dtype.name} format of {bitwidth} bits", "use 8, 16 or 32 bits")
 
     @staticmethod
     def int(bits: int) -> Int:
@@ -205,9 +198,7 @@ class qtype(abc.ABC):  # noqa: N801, AIMET's name
         return Int(bits)
 
     @staticmethod
-    def float(
-        exponent_bits: Any, mantissa_bits: Any, finite: bool = False, unsigned_zero: bool = False
-    ) -> Float:
+    def float(exponent_bits: Any, mantissa_bits: Any, finite: bool = False, unsigned_zero: bool = False) -> Float:
         """The float format with these fields."""
         return Float(exponent_bits, mantissa_bits, finite, unsigned_zero)
 

@@ -149,9 +149,7 @@ def granularity_of(
     return PerChannel(whole[0]) if len(whole) == 1 else None
 
 
-def _of_one_block(
-    block_size: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]
-) -> Granularity | None:
+def _of_one_block(block_size: tuple[int, ...], shape: tuple[int, ...], whole: tuple[int, ...]) -> Granularity | None:
     """Where the block is as long as its axis, which AIMET writes as -1."""
     if len(whole) < 2:
         return PerChannel(whole[0]) if whole else PerTensor()

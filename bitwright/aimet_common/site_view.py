@@ -82,9 +82,7 @@ class SiteView:
     def bitwidth(self, bitwidth: int) -> None:
         fmt = self._spec.format
         if isinstance(fmt, FloatFormat):
-            raise ConfigError(
-                self._site.name, "it is a float quantizer", "put an affine quantizer in its place"
-            )
+            raise ConfigError(self._site.name, "it is a float quantizer", "put an affine quantizer in its place")
         self._regrid(replace(self._spec, format=replace(fmt, bits=int(bitwidth))), bits=int(bitwidth))
 
     def _regrid(self, spec: QuantSpec, bits: int | None = None) -> None:
@@ -122,9 +120,7 @@ class SiteView:
         if isinstance(fmt, FloatFormat) or (self.symmetric and signed == self.signed):
             return
         if self.symmetric and not signed:
-            raise ConfigError(
-                self._site.name, "a symmetric grid is signed here", "leave it: the values are the same"
-            )
+            raise ConfigError(self._site.name, "a symmetric grid is signed here", "leave it: the values are the same")
         moved = None if encoding is None else grids.signed_as(encoding, bool(signed))
         self._respec(replace(self._spec, format=replace(fmt, signed=bool(signed))), moved)
 

@@ -5,16 +5,7 @@
 
 from bitwright import __version__
 from bitwright.aimet_common.absent import absent_names
-from bitwright.aimet_common.defs import (
-    float8e4m3fn,
-    float8e5m2,
-    float16,
-    int2,
-    int4,
-    int8,
-    int16,
-    qtype,
-)
+from bitwright.aimet_common.defs import float8e4m3fn, float8e5m2, float16, int2, int4, int8, int16, qtype
 from bitwright.aimet_onnx.adaround.adaround_weight import apply_adaround
 from bitwright.aimet_onnx.defs import QSpec
 from bitwright.aimet_onnx.quant_analyzer import analyze_per_layer_sensitivity

@@ -20,13 +20,8 @@ def option(bias: bool | None, activation: str | None) -> dict[str, Any]:
         ConfigError: signed activations.
     """
     if activation == "signed":
-        raise ConfigError(
-            "force_activation_as", "'signed' grids are not written here", "use 'unsigned' or None"
-        )
-    return {
-        "bias": "float" if bias is False else "int32",
-        "activation": "as_is" if activation is None else activation,
-    }
+        raise ConfigError("force_activation_as", "'signed' grids are not written here", "use 'unsigned' or None")
+    return {"bias": "float" if bias is False else "int32", "activation": "as_is" if activation is None else activation}
 
 
 def export_files(

@@ -26,9 +26,7 @@ class ClsSetInfo:
     class ClsSetLayerPairInfo:
         """Two neighbouring nodes and what the channels between them were divided by."""
 
-        def __init__(
-            self, layer1: Any, layer2: Any, scale_factor: Any, relu_activation_between_layers: bool
-        ) -> None:
+        def __init__(self, layer1: Any, layer2: Any, scale_factor: Any, relu_activation_between_layers: bool) -> None:
             self.layer1, self.layer2, self.scale_factor = layer1, layer2, scale_factor
             self.relu_activation_between_layers = relu_activation_between_layers
 
@@ -68,9 +66,7 @@ class CrossLayerScaling:
                 readers = graph.consumers(graph.op(producer.op).outputs[0])
                 relu = any(op.type in ("Relu", "PRelu", "Clip") for op, _ in readers)
                 for consumer, _ in group.consumers:
-                    pair = ClsSetInfo.ClsSetLayerPairInfo(
-                        nodes.get(producer.op), nodes.get(consumer.op), factor, relu
-                    )
+                    pair = ClsSetInfo.ClsSetLayerPairInfo(nodes.get(producer.op), nodes.get(consumer.op), factor, relu)
                     infos.append(ClsSetInfo(pair))
         infos.report = report
         return infos
@@ -100,9 +96,7 @@ class CrossLayerScaling:
 
     def _scale(self, cls_set: Any, count: int) -> Any:
         if not isinstance(cls_set, (tuple, list)) or len(cls_set) != count:
-            raise ModelError(
-                "cls_set", f"it is not a tuple of {count} layers", "give the nodes in their order"
-            )
+            raise ModelError("cls_set", f"it is not a tuple of {count} layers", "give the nodes in their order")
         names = [layer if isinstance(layer, str) else layer.name for layer in cls_set]
         return front.CrossLayerScaling(self._model).scale_cls_sets([names], progress=False)[0]
 
@@ -134,10 +128,7 @@ class HighBiasFold:
         given = getattr(bn_layers, "report", None)
         if given is None:
             given = {
-                name: (
-                    np.asarray(norm.beta, np.float64).ravel(),
-                    np.abs(np.asarray(norm.gamma, np.float64)).ravel(),
-                )
+                name: (np.asarray(norm.beta, np.float64).ravel(), np.abs(np.asarray(norm.gamma, np.float64)).ravel())
                 for name, norm in bn_layers.items()
             }
         return front.HighBiasFold(self._model).bias_fold(report, given)

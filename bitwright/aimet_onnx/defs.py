@@ -49,16 +49,12 @@ class QSpec:
     shift_zero_point: bool = False
 
     @classmethod
-    def per_tensor(
-        cls, dtype: Any, *, symmetric: bool | None = None, shift_zero_point: bool = False
-    ) -> QSpec:
+    def per_tensor(cls, dtype: Any, *, symmetric: bool | None = None, shift_zero_point: bool = False) -> QSpec:
         """One scale."""
         return cls(qtype.as_qtype(dtype), PerTensor(), symmetric, shift_zero_point)
 
     @classmethod
-    def per_channel(
-        cls, dtype: Any, *, symmetric: bool | None = None, shift_zero_point: bool = False
-    ) -> QSpec:
+    def per_channel(cls, dtype: Any, *, symmetric: bool | None = None, shift_zero_point: bool = False) -> QSpec:
         """One scale per output channel."""
         return cls(qtype.as_qtype(dtype), PerChannel(), symmetric, shift_zero_point)
 

@@ -33,9 +33,7 @@ class LayerOutput:
         watched = onnx.shape_inference.infer_shapes(proto_of(model))
         self._names = [name for node in watched.graph.node for name in node.output if name]
         there = {value.name for value in watched.graph.output}
-        watched.graph.output.extend(
-            onnx.ValueInfoProto(name=name) for name in self._names if name not in there
-        )
+        watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in self._names if name not in there)
         self._session = build_session(watched, providers or ["CPUExecutionProvider"])
 
     def get_outputs(self, input_dict: dict[str, Any]) -> dict[str, Any]:
@@ -43,11 +41,7 @@ class LayerOutput:
         if self._sim is not None:
             graph = self._sim.graph
             values = {name: quantized for name, _, quantized in layer_values(self._sim, input_dict)}
-            return {
-                graph.op(name).outputs[0]: x
-                for name, x in values.items()
-                if "[" not in name and "#" not in name
-            }
+            return {graph.op(name).outputs[0]: x for name, x in values.items() if "[" not in name and "#" not in name}
         found = self._session.run(self._names, input_dict)
         return {
             n: x

@@ -37,9 +37,7 @@ def flip_layers_to_higher_precision(
     several = override_precision if isinstance(override_precision, tuple | list) else [override_precision] * 2
     if len(several) != 2:
         raise ConfigError(
-            "override_precision",
-            f"{override_precision!r} is not a pair",
-            "give (param_type, activation_type)",
+            "override_precision", f"{override_precision!r} is not a pair", "give (param_type, activation_type)"
         )
     weight, activation = (str(qtype.as_qtype(one)) for one in several)
     count = math.ceil(len(layer_sensitivity_dict) * percent_to_flip / 100)

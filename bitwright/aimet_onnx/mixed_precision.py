@@ -87,9 +87,7 @@ def _candidate(precision: Any) -> Any:
     return activation, weight
 
 
-def apply_amp(
-    sim: Any, sensitivity_dict: dict[tuple[str, str], float], acceptance_fn: Callable[[Any], bool]
-) -> Any:
+def apply_amp(sim: Any, sensitivity_dict: dict[tuple[str, str], float], acceptance_fn: Callable[[Any], bool]) -> Any:
     """Lower groups, the least sensitive first, while ``acceptance_fn(session)`` holds; the last accepted state stays.
 
     Returns:

@@ -9,14 +9,7 @@ from typing import Any
 import numpy as np
 
 from bitwright.aimet_common.absent import absent_attribute, absent_names
-from bitwright.aimet_common.defs import (
-    QuantizationDataType,
-    QuantScheme,
-    kind_of,
-    number_format,
-    qtype,
-    range_method,
-)
+from bitwright.aimet_common.defs import QuantizationDataType, QuantScheme, kind_of, number_format, qtype, range_method
 from bitwright.aimet_common.site_view import SiteView
 from bitwright.aimet_onnx import _core, defs
 from bitwright.aimet_onnx._core import FloatFormat, IntFormat, Site
@@ -121,9 +114,7 @@ class QcQuantizeOp(SiteView):
     @data_type.setter
     def data_type(self, data_type: QuantizationDataType) -> None:
         if data_type is not self.data_type:
-            self.set_precision(
-                qtype.from_legacy_repr(data_type, 16 if data_type.name == "float" else self.bitwidth)
-            )
+            self.set_precision(qtype.from_legacy_repr(data_type, 16 if data_type.name == "float" else self.bitwidth))
 
     def precision(self) -> qtype:
         """Number format."""
@@ -152,9 +143,7 @@ class QcQuantizeOp(SiteView):
         """
         if spec.shift_zero_point:
             raise ConfigError(
-                self.name,
-                "shifted zero points cannot be simulated in this version",
-                "leave shift_zero_point out",
+                self.name, "shifted zero points cannot be simulated in this version", "leave shift_zero_point out"
             )
         if isinstance(spec.granularity, defs.LPBQ):
             self._set_grouped(spec, spec.granularity)
@@ -252,18 +241,10 @@ class QcQuantizeOp(SiteView):
         encoding = self._site.encoding if self.sites else None
         if encoding is None:
             return None
-        shift = (
-            encoding.format.qmin
-            if not isinstance(encoding.format, FloatFormat) and encoding.format.signed
-            else 0
-        )
+        shift = encoding.format.qmin if not isinstance(encoding.format, FloatFormat) and encoding.format.signed else 0
         found = []
         for lo, hi, scale, zero in zip(
-            encoding.min.ravel(),
-            encoding.max.ravel(),
-            encoding.scale.ravel(),
-            encoding.zero_point.ravel(),
-            strict=True,
+            encoding.min.ravel(), encoding.max.ravel(), encoding.scale.ravel(), encoding.zero_point.ravel(), strict=True
         ):
             one = TfEncoding()
             one.min, one.max, one.delta = float(lo), float(hi), float(scale)
@@ -318,9 +299,7 @@ class QcQuantizeOp(SiteView):
         encoding = self._site.encoding if self.sites else None
         if encoding is None or (np.abs([encoding.min, encoding.max]) <= clamp_val).all():
             return False
-        self.set_ends(
-            np.clip(encoding.min, -clamp_val, clamp_val), np.clip(encoding.max, -clamp_val, clamp_val)
-        )
+        self.set_ends(np.clip(encoding.min, -clamp_val, clamp_val), np.clip(encoding.max, -clamp_val, clamp_val))
         return True
 
     def freeze_encodings(self) -> None:

@@ -171,9 +171,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
         """Names of the model's inputs."""
         return list(self.graph.inputs)
 
-    def get_op_quantizers(
-        self, op: Any
-    ) -> tuple[list[QcQuantizeOp], list[QcQuantizeOp], dict[str, QcQuantizeOp]]:
+    def get_op_quantizers(self, op: Any) -> tuple[list[QcQuantizeOp], list[QcQuantizeOp], dict[str, QcQuantizeOp]]:
         """Quantizers in effect at a node (its name, or an object with one): of inputs, outputs and parameters.
 
         Raises:
@@ -182,9 +180,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
         name = op if isinstance(op, str) else op.name
         found = next((o for o in self.graph.ops if o.name == name), None)
         if found is None:
-            raise ConfigError(
-                "get_op_quantizers", f"there is no node {name!r}", "use the name of a node of the model"
-            )
+            raise ConfigError("get_op_quantizers", f"there is no node {name!r}", "use the name of a node of the model")
         table = self.qc_quantize_op_dict
         inputs, params = [], {}
         for port, value in enumerate(found.inputs):
@@ -220,9 +216,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
                 own._respec(quantizer._spec, quantizer._site.encoding)
                 own.enabled = quantizer.enabled
 
-    def set_tensor_precision(
-        self, names: str | list[str], precision: qtype | str, *, strict: bool = True
-    ) -> None:
+    def set_tensor_precision(self, names: str | list[str], precision: qtype | str, *, strict: bool = True) -> None:
         """Give tensors another number format.
 
         Raises:
@@ -437,11 +431,7 @@ def load_encodings_to_sim(
 
 
 def encodings_to_onnx_qdq(
-    model: Any,
-    encodings: Any,
-    *,
-    prequantize_constants: bool = False,
-    force_activation_as: str | None = "unsigned",
+    model: Any, encodings: Any, *, prequantize_constants: bool = False, force_activation_as: str | None = "unsigned"
 ) -> onnx.ModelProto:
     """A model with QuantizeLinear and DequantizeLinear where the encodings say so."""
     sim = QuantizationSimModel(model)

@@ -69,9 +69,7 @@ def _weight_of(module: Any, params: Any, name: str) -> torch.Tensor | None:
     if weight is None or "weight" not in params:
         return None
     if not isinstance(module, _LAYERS):
-        raise FormatError(
-            type(module).__name__, f"{name} is for Linear and convolutions", "leave this module out"
-        )
+        raise FormatError(type(module).__name__, f"{name} is for Linear and convolutions", "leave this module out")
     found: torch.Tensor = weight
     return found
 
@@ -79,9 +77,7 @@ def _weight_of(module: Any, params: Any, name: str) -> torch.Tensor | None:
 def _check_blocks(weight: torch.Tensor, size: int, name: str) -> None:
     if size < 1 or weight.shape[1] % size:
         raise GranularityError(
-            name,
-            f"blocks of {size} do not divide {weight.shape[1]} input channels",
-            "use another block size or layer",
+            name, f"blocks of {size} do not divide {weight.shape[1]} input channels", "use another block size or layer"
         )
 
 

@@ -18,11 +18,7 @@ _IGNORED = ("opset_version", "training")
 
 
 def export(
-    sim: Any,
-    write: Callable[..., Any],
-    call: tuple[Any, Any, Any, Any],
-    form: dict[str, Any],
-    options: dict[str, Any],
+    sim: Any, write: Callable[..., Any], call: tuple[Any, Any, Any, Any], form: dict[str, Any], options: dict[str, Any]
 ) -> tuple[Path, ...]:
     """Write AIMET's files: the float ``<prefix>.onnx``, ``<prefix>.encodings`` and ``<prefix>_torch.encodings``.
 
@@ -37,13 +33,9 @@ def export(
     """
     path, prefix, dummy_input, onnx_export_args = call
     if form["export_to_torchscript"]:
-        raise ConfigError(
-            "export_to_torchscript", "TorchScript is not written here", "leave it out: ONNX is written"
-        )
+        raise ConfigError("export_to_torchscript", "TorchScript is not written here", "leave it out: ONNX is written")
     if form["use_embedded_encodings"]:
-        differs(
-            "export(use_embedded_encodings=True)", f"{prefix}_qdq.onnx has the encodings embedded, always"
-        )
+        differs("export(use_embedded_encodings=True)", f"{prefix}_qdq.onnx has the encodings embedded, always")
     if onnx_export_args is not None:
         named = onnx_export_args if isinstance(onnx_export_args, dict) else vars(onnx_export_args)
         options = {**onnx_options(named), **options}
@@ -70,12 +62,8 @@ def onnx_options(arguments: dict[str, Any]) -> dict[str, Any]:
         found["dynamic_shapes"] = arguments["dynamic_shapes"]
     elif arguments.get("dynamic_axes"):
         found["dynamic_batch"] = "auto"  # an example of one sample would fix the axis
-        differs(
-            "export(dynamic_axes=...)", "the first axis of every input varies; dynamic_shapes= names others"
-        )
-    found.update(
-        {name: list(arguments[name]) for name in ("input_names", "output_names") if arguments.get(name)}
-    )
+        differs("export(dynamic_axes=...)", "the first axis of every input varies; dynamic_shapes= names others")
+    found.update({name: list(arguments[name]) for name in ("input_names", "output_names") if arguments.get(name)})
     ignored = [name for name in _IGNORED if arguments.get(name) is not None]
     if ignored:
         differs(f"export({', '.join(ignored)})", "without effect: the opset is 21, in evaluation mode")
@@ -166,20 +154,12 @@ def export_qdq(
 
 
 def _exported(
-    sim: Any,
-    args: Any,
-    f: Any,
-    bias: bool | None,
-    activation: str | None,
-    version: str,
-    kwargs: dict[str, Any],
+    sim: Any, args: Any, f: Any, bias: bool | None, activation: str | None, version: str, kwargs: dict[str, Any]
 ) -> tuple[Any, tempfile.TemporaryDirectory[str]]:
     if not isinstance(f, (str, os.PathLike, io.IOBase)):
         raise TypeError(f"f is a path, not a {type(f).__name__}")
     if activation == "signed":
-        raise ConfigError(
-            "force_activation_as", "'signed' grids are not written here", "use 'unsigned' or None"
-        )
+        raise ConfigError("force_activation_as", "'signed' grids are not written here", "use 'unsigned' or None")
     folder = None if isinstance(f, io.IOBase) else Path(f).resolve().parent
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -64,10 +64,7 @@ class ModuleCalls(QuantizedModule):
         """The module without quantizers, outside of the simulation, with the same parameters."""
         plain = copy.copy(self._module)
         plain.__dict__.update(
-            {
-                key: copy.copy(value) if isinstance(value, dict) else value
-                for key, value in vars(self._module).items()
-            }
+            {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(self._module).items()}
         )
         detach(plain)
         return plain

@@ -27,10 +27,7 @@ def _switch(quantizers: Any, key: Any) -> Callable[[], None]:
 def export_encodings(quantizers: Any, encoding_version: str) -> dict[str, Any]:
     """Encodings by place; ``None`` where there is none."""
     found = {name: None if q is None else q.get_encodings() for name, q, _ in places_of(quantizers)}
-    return {
-        name: None if one is None else one.to_qnn_encoding_dict(encoding_version)
-        for name, one in found.items()
-    }
+    return {name: None if one is None else one.to_qnn_encoding_dict(encoding_version) for name, one in found.items()}
 
 
 def import_encodings(

@@ -106,9 +106,7 @@ class QuantizerDict(MutableMapping[str, Any]):
 
     def __delitem__(self, name: str) -> None:
         raise ConfigError(
-            self._slots[name].name,
-            "the place of a quantizer stays",
-            f"assign None: param_quantizers[{name!r}] = None",
+            self._slots[name].name, "the place of a quantizer stays", f"assign None: param_quantizers[{name!r}] = None"
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -178,14 +176,10 @@ def attach(sim: Any) -> None:
             inputs, outputs = _edges(sim, path, by_module.get(path, []), by_op)
         own = [site for op in below_module.get(path, ()) for site in by_op.get(op, ())]
         params = _param_slots(path, module, by_param)
-        record = Record(
-            sim, path, params, inputs, outputs, _not_among(own, (*inputs._slots, *outputs._slots))
-        )
+        record = Record(sim, path, params, inputs, outputs, _not_among(own, (*inputs._slots, *outputs._slots)))
         vars(module)[RECORD] = record
         if not module._modules and not any(hasattr(type(module), name) for name in PUBLIC):
-            vars(module).update(
-                param_quantizers=record.params, input_quantizers=inputs, output_quantizers=outputs
-            )
+            vars(module).update(param_quantizers=record.params, input_quantizers=inputs, output_quantizers=outputs)
 
 
 def _sites_by_place(sim: Any) -> tuple[dict[str, list[Site]], dict[str, list[Site]]]:
@@ -208,9 +202,7 @@ def _not_among(sites: Sequence[Site], slots: Sequence[Slot]) -> tuple[Site, ...]
 
 def _param_slots(path: str, module: nn.Module, by_param: Mapping[str, list[Site]]) -> QuantizerDict:
     why_none = "the parameter is not quantized by the configuration"
-    names = {
-        name: f"{path}.{name}" if path else name for name, p in module._parameters.items() if p is not None
-    }
+    names = {name: f"{path}.{name}" if path else name for name, p in module._parameters.items() if p is not None}
     return QuantizerDict({name: Slot(full, by_param.get(full, ()), why_none) for name, full in names.items()})
 
 
@@ -243,11 +235,7 @@ def _by_value(role: str, values: Iterable[str], sites: Sequence[Site]) -> list[l
 
 
 def _slots(place: str, found: Sequence[Sequence[Site]], computes: bool) -> QuantizerList:
-    why = (
-        "its values lie on the grid of another place"
-        if computes
-        else "the module computes nothing that is quantized"
-    )
+    why = "its values lie on the grid of another place" if computes else "the module computes nothing that is quantized"
     return QuantizerList([Slot(f"{place}[{i}]", sites, why) for i, sites in enumerate(found or [()])])
 
 
@@ -274,9 +262,7 @@ def check_attached(sim: Any) -> None:
     """
     for path, module in walk_modules(sim.model):
         record = record_of(module)
-        for name, own in zip(
-            PUBLIC, (record.params, record.inputs, record.outputs) if record else (), strict=False
-        ):
+        for name, own in zip(PUBLIC, (record.params, record.inputs, record.outputs) if record else (), strict=False):
             if getattr(module, name, own) is not own:
                 raise ModelError(
                     f"{path}.{name}",

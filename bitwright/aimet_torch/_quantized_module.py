@@ -33,21 +33,15 @@ class QuantizedModule:
         Raises:
             FormatError, GranularityError: (ValueErrors) another kind of layer, or blocks that do not divide it.
         """
-        _block_floats.set_weight_quantizer_to_mxfp4_int8(
-            self._parametrized, self.param_quantizers, block_size
-        )
+        _block_floats.set_weight_quantizer_to_mxfp4_int8(self._parametrized, self.param_quantizers, block_size)
 
-    def set_weight_quantizer_to_nvfp4_int8(
-        self, scale_q: torch.Tensor, meta_scale: torch.Tensor | float
-    ) -> None:
+    def set_weight_quantizer_to_nvfp4_int8(self, scale_q: torch.Tensor, meta_scale: torch.Tensor | float) -> None:
         """Round the weight to NVFP4 with given scales and quantize it to int8 per channel.
 
         Raises:
             FormatError, GranularityError: (ValueErrors) another kind of layer, or scales that do not fit it.
         """
-        _block_floats.set_weight_quantizer_to_nvfp4_int8(
-            self._parametrized, self.param_quantizers, scale_q, meta_scale
-        )
+        _block_floats.set_weight_quantizer_to_nvfp4_int8(self._parametrized, self.param_quantizers, scale_q, meta_scale)
 
     # -- encodings
 

@@ -168,9 +168,9 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The float module's forward with quantized inputs, parameters and outputs."""
         parent: Any = super()
-        taken = [
-            _quantized(quantizer, x) for quantizer, x in zip(self.input_quantizers, args, strict=False)
-        ] + list(args[len(self.input_quantizers) :])
+        taken = [_quantized(quantizer, x) for quantizer, x in zip(self.input_quantizers, args, strict=False)] + list(
+            args[len(self.input_quantizers) :]
+        )
         with self._patch_quantized_parameters():
             output = parent.forward(*taken, **kwargs)
         if isinstance(output, tuple):
@@ -191,9 +191,7 @@ class BaseQuantizationMixin(QuantizedModule, metaclass=_Kind):
             if quantizer is not None
         }
         if "_flat_weights_names" in vars(self) and values:  # recurrent modules read this list instead
-            values["_flat_weights"] = [
-                values.get(name, own._parameters.get(name)) for name in own._flat_weights_names
-            ]
+            values["_flat_weights"] = [values.get(name, own._parameters.get(name)) for name in own._flat_weights_names]
         kept = {name: vars(self)[name] for name in values if name in vars(self)}
         vars(self).update(values)
         try:

@@ -34,16 +34,10 @@ class Snapshot(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        changing = (
-            name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_")
-        )
+        changing = name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "detach_")
         if (changing or name == "__setitem__") and args and isinstance(args[0], Snapshot):
             raise ConfigError(
                 f"quantizer range, {name}",
@@ -109,9 +103,7 @@ class SiteQuantizer(SiteView):
             RangeError: an end is not finite, or they are exchanged.
         """
         if (min is None) != (max is None):
-            raise ConfigError(
-                self._site.name, "only one end of the range is known", "give set_range both ends"
-            )
+            raise ConfigError(self._site.name, "only one end of the range is known", "give set_range both ends")
         if min is None:
             for site in self.sites:
                 site.encoding = None
@@ -367,11 +359,7 @@ def view_of(sites: tuple[Site, ...]) -> SiteQuantizer:
     spec = sites[0].quantizer.spec
     if isinstance(spec.format, FloatFormat):
         return FloatSiteQuantizer(sites)
-    return (
-        AffineSiteQuantizer(sites)
-        if _core.grouped_bits(spec.scale_format) is None
-        else GroupedSiteQuantizer(sites)
-    )
+    return AffineSiteQuantizer(sites) if _core.grouped_bits(spec.scale_format) is None else GroupedSiteQuantizer(sites)
 
 
 def _array(value: Any) -> Any:

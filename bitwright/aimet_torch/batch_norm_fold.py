@@ -74,10 +74,7 @@ def _positional(dummy_input: Any) -> Any:
 
 
 def fold_given_batch_norms(
-    model: nn.Module,
-    layer_pairs: Iterable[Sequence[nn.Module]],
-    input_shapes: Any = None,
-    dummy_input: Any = None,
+    model: nn.Module, layer_pairs: Iterable[Sequence[nn.Module]], input_shapes: Any = None, dummy_input: Any = None
 ) -> None:
     """Fold these pairs of a layer and a batch norm, in the order in which they are computed.
 
@@ -135,9 +132,7 @@ def find_all_batch_norms_to_fold(
         ``(layer, batch norm)`` modules of the model: batch norms after their layers, and ``(batch norm, layer)`` of those
         before them.
     """
-    report = front.fold_all_batch_norms(
-        copy.deepcopy(model), input_shapes, _positional(dummy_input), progress=False
-    )
+    report = front.fold_all_batch_norms(copy.deepcopy(model), input_shapes, _positional(dummy_input), progress=False)
     modules = dict(walk_modules(model))
     after: list[Pair] = []
     before: list[Pair] = []

@@ -36,8 +36,7 @@ def correct_bias(
     """
     names = {id(module): name for name, module in walk_modules(model)}
     ignored = [
-        layer if isinstance(layer, str) else names.get(id(layer), str(layer))
-        for layer in layers_to_ignore or ()
+        layer if isinstance(layer, str) else names.get(id(layer), str(layer)) for layer in layers_to_ignore or ()
     ]
     norms = {layer: getattr(found, "bn", found) for layer, found in (conv_bn_dict or {}).items()}
     by_name = all(isinstance(layer, str) for layer in norms)

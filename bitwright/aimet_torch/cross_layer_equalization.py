@@ -15,13 +15,7 @@ from bitwright.aimet_torch._core import walk_modules
 from bitwright.aimet_torch._layers import smallest_input
 from bitwright.errors import ModelError
 
-__all__ = [
-    "ClsSetInfo",
-    "CrossLayerScaling",
-    "HighBiasFold",
-    "equalize_bn_folded_model",
-    "equalize_model",
-]
+__all__ = ["ClsSetInfo", "CrossLayerScaling", "HighBiasFold", "equalize_bn_folded_model", "equalize_model"]
 
 __getattr__ = absent_names(__name__)
 
@@ -36,18 +30,11 @@ class ClsSetInfo:
     class ClsSetLayerPairInfo:
         """Two neighbouring layers and what the channels between them were divided by."""
 
-        def __init__(
-            self, layer1: Any, layer2: Any, scale_factor: Any, relu_activation_between_layers: bool
-        ) -> None:
+        def __init__(self, layer1: Any, layer2: Any, scale_factor: Any, relu_activation_between_layers: bool) -> None:
             self.layer1, self.layer2 = layer1, layer2
-            self.scale_factor, self.relu_activation_between_layers = (
-                scale_factor,
-                relu_activation_between_layers,
-            )
+            self.scale_factor, self.relu_activation_between_layers = (scale_factor, relu_activation_between_layers)
 
-    def __init__(
-        self, cls_pair_1: ClsSetLayerPairInfo, cls_pair_2: ClsSetLayerPairInfo | None = None
-    ) -> None:
+    def __init__(self, cls_pair_1: ClsSetLayerPairInfo, cls_pair_2: ClsSetLayerPairInfo | None = None) -> None:
         self.cls_pair_info_list = [cls_pair_1] if cls_pair_2 is None else [cls_pair_1, cls_pair_2]
 
 
@@ -57,9 +44,7 @@ class ClsSetInfos(list[ClsSetInfo]):
     report: Any = None
 
 
-def equalize_model(
-    model: nn.Module, input_shapes: Any = None, dummy_input: Any = None, **options: Any
-) -> Any:
+def equalize_model(model: nn.Module, input_shapes: Any = None, dummy_input: Any = None, **options: Any) -> Any:
     """:func:`bitwright.torch.equalize_model`, in place; high biases are absorbed, as in AIMET.
 
     Returns:
@@ -69,11 +54,7 @@ def equalize_model(
 
 
 def equalize_bn_folded_model(
-    model: nn.Module,
-    input_shapes: Any = None,
-    folded_pairs: Any = None,
-    dummy_input: Any = None,
-    **options: Any,
+    model: nn.Module, input_shapes: Any = None, folded_pairs: Any = None, dummy_input: Any = None, **options: Any
 ) -> Any:
     """:func:`bitwright.torch.equalize_bn_folded_model`; ``folded_pairs`` are ``(layer, batch norm)`` modules.
 
@@ -118,9 +99,7 @@ class CrossLayerScaling:
         self._model = model
 
     @staticmethod
-    def scale_model(
-        model: nn.Module, input_shapes: Any = None, dummy_input: Any = None, **options: Any
-    ) -> ClsSetInfos:
+    def scale_model(model: nn.Module, input_shapes: Any = None, dummy_input: Any = None, **options: Any) -> ClsSetInfos:
         """Equalize a model whose batch norms are folded.
 
         Returns:

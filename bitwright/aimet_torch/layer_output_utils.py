@@ -40,9 +40,7 @@ class LayerOutput:
     ) -> None:
         self._model = model
         self._leaves = [(name, m) for name, m in walk_modules(model) if not list(m.children()) and name]
-        self._names = (
-            {} if naming_scheme is NamingScheme.PYTORCH else _tensors(model, naming_scheme, dummy_input)
-        )
+        self._names = {} if naming_scheme is NamingScheme.PYTORCH else _tensors(model, naming_scheme, dummy_input)
         self._renames = naming_scheme is not NamingScheme.PYTORCH
 
     def get_outputs(self, input_instance: Any) -> dict[str, torch.Tensor]:

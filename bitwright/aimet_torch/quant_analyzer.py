@@ -57,9 +57,7 @@ class QuantAnalyzer(QuantAnalyzerBase):
         results_dir: str = "./tmp/",
     ) -> None:
         """Do every step and write its files into ``results_dir``: pages, and their numbers as JSON."""
-        sim = self._create_quantsim_and_encodings(
-            quant_scheme, default_param_bw, default_output_bw, config_file
-        )
+        sim = self._create_quantsim_and_encodings(quant_scheme, default_param_bw, default_output_bw, config_file)
         self._all_steps(sim, results_dir, histograms=quant_scheme == QuantScheme.post_training_tf_enhanced)
 
     def _create_quantsim_and_encodings(

@@ -125,8 +125,5 @@ def _of_simulation(
 
 def _has_weights(module: nn.Module) -> bool:
     return any(
-        slot.sites
-        for record in _modules.below(module)
-        for name, slot in record.slots()
-        if name.startswith("param")
+        slot.sites for record in _modules.below(module) for name, slot in record.slots() if name.startswith("param")
     )

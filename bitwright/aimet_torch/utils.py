@@ -50,9 +50,7 @@ def _removed(modules: Any, *kinds: str) -> Handle:
         for site in slot.sites
         if name.partition("_")[0] in kinds
     ]
-    return _modules.switched_off(
-        [*sites, *(site for r in records for site in r.inside if site.role in kinds)]
-    )
+    return _modules.switched_off([*sites, *(site for r in records for site in r.inside if site.role in kinds)])
 
 
 def remove_input_quantizers(modules: Any) -> Handle:
@@ -167,9 +165,7 @@ def create_rand_tensors_given_shapes(input_shape: Any, device: torch.device) -> 
 
 def create_fake_data_loader(dataset_size: int, batch_size: int, image_size: Any = (1, 28, 28)) -> Any:
     """A DataLoader of random images and labels below 10."""
-    data = torch.utils.data.TensorDataset(
-        torch.rand(dataset_size, *image_size), torch.randint(0, 10, (dataset_size,))
-    )
+    data = torch.utils.data.TensorDataset(torch.rand(dataset_size, *image_size), torch.randint(0, 10, (dataset_size,)))
     return torch.utils.data.DataLoader(data, batch_size=batch_size)
 
 

@@ -22,9 +22,7 @@ __all__ = [
 Rows = list[dict[str, Any]]
 
 
-def visualize_weight_ranges(
-    model: nn.Module, results_dir: str, selected_layers: Sequence[str] | None = None
-) -> Rows:
+def visualize_weight_ranges(model: nn.Module, results_dir: str, selected_layers: Sequence[str] | None = None) -> Rows:
     """Write the range of every output channel of the weights as ``visualize_weight_ranges.html``.
 
     Args:
@@ -98,18 +96,12 @@ def _layers(model: nn.Module, selected: Sequence[str] | None) -> Iterator[dict[s
         if name not in modules or getattr(modules[name], "weight", None) is None:
             problem = f"{name!r} is not a module with a weight{close_matches(name, modules)}"
             raise ConfigError("selected_layers", problem, "use names of model.named_modules()")
-    wanted = selected or [
-        n for n, m in modules.items() if isinstance(m, (nn.modules.conv._ConvNd, nn.Linear))
-    ]
+    wanted = selected or [n for n, m in modules.items() if isinstance(m, (nn.modules.conv._ConvNd, nn.Linear))]
     for name in wanted:
         module: Any = modules[name]
         values = module.weight.detach().cpu().float().numpy()
         axis = 1 if isinstance(module, nn.modules.conv._ConvTransposeNd) else 0
-        rows = (
-            np.moveaxis(values, axis, 0).reshape(values.shape[axis], -1)
-            if values.ndim > 1
-            else values[:, None]
-        )
+        rows = np.moveaxis(values, axis, 0).reshape(values.shape[axis], -1) if values.ndim > 1 else values[:, None]
         told = {"min": rows.min(1), "max": rows.max(1), "mean": rows.mean(1), "std": rows.std(1)}
         yield {"layer": name, **{key: numbers.tolist() for key, numbers in told.items()}}
 

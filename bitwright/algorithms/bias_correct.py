@@ -333,10 +333,7 @@ def correctable(layers: Layers, ignore: Iterable[str] = ()) -> tuple[list[Layer]
 
 
 def correct_empirically(
-    sim: Correctable,
-    batches: Iterable[tuple[object, int]],
-    ignore: Iterable[str] = (),
-    bar: Bar = no_bar,
+    sim: Correctable, batches: Iterable[tuple[object, int]], ignore: Iterable[str] = (), bar: Bar = no_bar
 ) -> BiasReport:
     """Correct every bias by the mean error measured on data.
 
@@ -368,9 +365,7 @@ def correct_empirically(
         refuse_no_data()
     if samples < FEW_SAMPLES:
         logger.warning(
-            "bias correction: %d samples leave the means of channels uncertain; %d are enough",
-            samples,
-            ENOUGH_SAMPLES,
+            "bias correction: %d samples leave the means of channels uncertain; %d are enough", samples, ENOUGH_SAMPLES
         )
     corrected = {}
     for layer in layers:
@@ -419,9 +414,7 @@ def correct(
     return BiasReport(both, refused, measured.samples, computed.analytic)
 
 
-def correct_analytically(
-    sim: Correctable, expected: Mapping[str, Array], ignore: Iterable[str] = ()
-) -> BiasReport:
+def correct_analytically(sim: Correctable, expected: Mapping[str, Array], ignore: Iterable[str] = ()) -> BiasReport:
     """Correct every bias by what the error of the weight adds in the mean.
 
     Args:
@@ -434,9 +427,7 @@ def correct_analytically(
     for layer in layers:
         if layer.op in expected:
             W, quantized = sim.weight(layer)
-            corrected[layer.op] = expected_error(
-                layer, np.asarray(quantized, np.float64) - W, expected[layer.op]
-            )
+            corrected[layer.op] = expected_error(layer, np.asarray(quantized, np.float64) - W, expected[layer.op])
         else:
             refused.append(Refused(layer.op, "the mean of its input does not follow from batch norms"))
     _subtract(sim, layers, corrected)

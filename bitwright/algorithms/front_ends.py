@@ -127,9 +127,7 @@ class FrontEnd(ABC):
         """A simulation whose operators' results can be repaired."""
 
     @abstractmethod
-    def saturation_count(
-        self, sim: Any, batches: Sequence[Any], options: dict[str, Any]
-    ) -> Callable[[], Any]:
+    def saturation_count(self, sim: Any, batches: Sequence[Any], options: dict[str, Any]) -> Callable[[], Any]:
         """What counts saturated sums of the file of a simulation, as its encodings are then; the model is recorded once.
 
         Raises: as the simulation's ``saturation``.

@@ -57,9 +57,7 @@ def check_options(site: str, given: Mapping[str, Any], known: Options) -> None:
             problem = f"there is no option {option!r}{close_matches(option, known)}"
             raise ConfigError(site, problem, f"use {', '.join(known)}" if known else "it takes none")
         if not takes(known[option], value):
-            raise ConfigError(
-                site, f"the option {option!r} is {value!r:.100}", f"give {phrase(known[option])}"
-            )
+            raise ConfigError(site, f"the option {option!r} is {value!r:.100}", f"give {phrase(known[option])}")
 
 
 def takes(annotation: Any, value: Any) -> bool:

@@ -158,26 +158,20 @@ class _Run:
             self._end("Ctrl-C")
         self.passes += 2 * self.judged_rows / self._rows(self.batches)
 
-    def exact(
-        self, few: Sequence[Any], kept: Kept, budget: int, named: Mapping[str, tuple[str, ...]]
-    ) -> None:
+    def exact(self, few: Sequence[Any], kept: Kept, budget: int, named: Mapping[str, tuple[str, ...]]) -> None:
         """Measure what the mode asks for."""
         from bitwright.analysis.metrics.sensitivity import Sensitivity
 
         if self.notes and self.notes[-1].startswith("ended by"):
             return
         labels = self.judge.labels[: len(few)]
-        self.found = Sensitivity(
-            self.subject, self.judge, self.model, few, labels, self.clock, kept, self.show, budget
-        )
+        self.found = Sensitivity(self.subject, self.judge, self.model, few, labels, self.clock, kept, self.show, budget)
         known = self.found.load()
         if known:
             self.notes.append(f"{known} measurements of an earlier analysis were taken over")
         sites, more = self._targets(named)
         self.found.measure({**sites, **more})
-        self.found.measure_metric(
-            sites if self.mode == "exact" else dict(list(sites.items())[:_WORST_METRIC])
-        )
+        self.found.measure_metric(sites if self.mode == "exact" else dict(list(sites.items())[:_WORST_METRIC]))
         self.passes += self._share(few) * self.found.passes
         if self.found.stopped:
             left = len([name for name in sites if name not in self.found.pairs])
@@ -269,9 +263,7 @@ def _check_options(mode: str, samples: int, memory_budget: int | None) -> None:
     if samples < 1:
         raise ConfigError("samples", f"{samples} rows show nothing", "use 64, or leave it out")
     if memory_budget is not None and memory_budget < 1:
-        raise ConfigError(
-            "memory_budget", f"{memory_budget} bytes hold nothing", "use bytes, for example 2**30"
-        )
+        raise ConfigError("memory_budget", f"{memory_budget} bytes hold nothing", "use bytes, for example 2**30")
 
 
 def _steps_of(subject: Subject, batch: Any) -> tuple[SimulatedModel | None, str]:

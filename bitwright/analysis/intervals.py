@@ -140,9 +140,7 @@ def _mcnemar(x: NDArray[np.float64], y: NDArray[np.float64], confidence: float) 
         low, high = (max(low, np.nextafter(0, 1)), high) if d > 0 else (low, min(high, -np.nextafter(0, 1)))
     else:
         low, high = min(low, 0.0), max(high, 0.0)
-    needed = (
-        (z * math.sqrt(pairs) + power * math.sqrt(max(pairs - d * d, 0.0))) ** 2 / d**2 if d else math.inf
-    )
+    needed = (z * math.sqrt(pairs) + power * math.sqrt(max(pairs - d * d, 0.0))) ** 2 / d**2 if d else math.inf
     return _Found(d, low, high, needed)
 
 
@@ -197,8 +195,6 @@ def _scipy() -> Any:
         from scipy import stats
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "metric",
-            "its interval is computed by scipy, which is not installed",
-            "pip install 'bitwright[analysis]'",
+            "metric", "its interval is computed by scipy, which is not installed", "pip install 'bitwright[analysis]'"
         ) from error
     return stats

@@ -260,9 +260,7 @@ class Analysis(Tabular):
             tuple(SiteRow(**{k: v for k, v in row.items() if k != "sqnr_db"}) for row in content["sites"]),
             tuple(_layer(row) for row in content["layers"]),
             dict(content["output"]),
-            None
-            if metric is None
-            else MetricRow(**{**metric, "difference": Difference(**metric["difference"])}),
+            None if metric is None else MetricRow(**{**metric, "difference": Difference(**metric["difference"])}),
             tuple(GroupRow(**{**row, "sites": tuple(row["sites"])}) for row in content["groups"]),
             tuple(RemedyRow(**{**row, "layers": tuple(row["layers"])}) for row in content["remedies"]),
             tuple(content["notes"]),

@@ -53,9 +53,7 @@ def site_rows(
 
 def _site_row(site: Site) -> SiteRow:
     fmt = site.quantizer.spec.format
-    row = SiteRow(
-        site.name, site.role, site.op, site._graph.op(site.op).type, fmt.name, fmt.bits, site.enabled
-    )
+    row = SiteRow(site.name, site.role, site.op, site._graph.op(site.op).type, fmt.name, fmt.bits, site.enabled)
     if not site.enabled:
         row.why_float = site.quantizer.why_float or site.quantizer.why_spec or "switched off"
     return row
@@ -80,10 +78,7 @@ def layer_rows(subject: Subject, seen: Lockstep | None, sites: Mapping[str, Site
 
 
 def _layers(
-    subject: Subject,
-    seen: Lockstep | None,
-    sites: Mapping[str, SiteRow],
-    held: Mapping[str, Sequence[str]],
+    subject: Subject, seen: Lockstep | None, sites: Mapping[str, SiteRow], held: Mapping[str, Sequence[str]]
 ) -> Iterator[LayerRow]:
     graph, layers = subject.sim.graph, {} if seen is None else seen.layers
     for op in graph.ops:

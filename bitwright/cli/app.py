@@ -43,9 +43,7 @@ class _Commands(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except (BitwrightError, ModuleNotFoundError, OSError, MemoryError) as error:
-            if ctx.params.get("debug") or isinstance(
-                error, BrokenPipeError
-            ):  # the reader of a pipe had enough
+            if ctx.params.get("debug") or isinstance(error, BrokenPipeError):  # the reader of a pipe had enough
                 raise
             _fail(_explained(error))
 
@@ -73,9 +71,7 @@ def _explained(error: Exception) -> BitwrightError:
         return file_error(os.fsdecode(name), error)
     if isinstance(error, MemoryError):
         problem = f"there is not enough of it{f': {error}' if str(error) else ''}"
-        return ConfigError(
-            "memory", problem, "use smaller batches, fewer of them (--limit), or a larger machine"
-        )
+        return ConfigError("memory", problem, "use smaller batches, fewer of them (--limit), or a larger machine")
     assert isinstance(error, BitwrightError)
     return error
 
@@ -108,9 +104,7 @@ def _keep_libraries_off_stdout() -> None:
         sys.stdout.flush()
         own = os.dup(sys.stdout.fileno())
         os.dup2(sys.stderr.fileno(), 1)
-    except (
-        OSError
-    ):  # no descriptors: there is nothing that libraries could print to, or nowhere else to send it
+    except OSError:  # no descriptors: there is nothing that libraries could print to, or nowhere else to send it
         return
     old = sys.stdout
     sys.stdout = open(own, "w", encoding=old.encoding, errors=old.errors, buffering=1 if old.isatty() else -1)

@@ -14,9 +14,7 @@ from bitwright.errors import ConfigError
 if TYPE_CHECKING:
     from bitwright.onnx.model.data import InputSpec, Pictures
 
-Prefix = Annotated[
-    str | None, typer.Option(help="Stem of the files; needed when the folder holds several exports.")
-]
+Prefix = Annotated[str | None, typer.Option(help="Stem of the files; needed when the folder holds several exports.")]
 OnnxFile = Annotated[Path, typer.Argument(help="An .onnx file.", show_default=False)]
 BatchSize = Annotated[int, typer.Option(min=1, help="Samples per run, where the model leaves it open.")]
 Limit = Annotated[int, typer.Option(min=1, help="Use at most so many batches.")]

@@ -56,9 +56,7 @@ def diagnose(doubt: Doubt, tried: tuple[Retry, ...]) -> Finding:
     return Finding(doubt.pair.name, doubt.ops, "operators", *unexplained(doubt), found)
 
 
-def _first_of(
-    doubt: Doubt, suspected: Iterable[Suspect], tried: tuple[Retry, ...]
-) -> Finding | tuple[Retry, ...]:
+def _first_of(doubt: Doubt, suspected: Iterable[Suspect], tried: tuple[Retry, ...]) -> Finding | tuple[Retry, ...]:
     """The first suspect that is the cause; all that was tried where none is."""
     before = doubt.agreement(doubt.wanted, doubt.found)
     for suspect in suspected:
@@ -220,9 +218,7 @@ def _fusion(doubt: Doubt, plain: Array) -> Iterator[Suspect]:
             "with integer kernels, and no other change of the graph",
             doubt.beside(lambda: None if kernel != "float" else doubt.again(mode="float", optimized=False)),
         )
-    fused = (
-        f"the integer kernel {kernel}" if kernel != "float" else "what the runtime made of these operators"
-    )
+    fused = f"the integer kernel {kernel}" if kernel != "float" else "what the runtime made of these operators"
     yield Suspect(
         "fusion",
         f"{fused} computes something else than the operators and quantizers that the file has",
@@ -246,9 +242,7 @@ def in_context(both: Lockstep, most: int) -> list[Finding]:
     apart = _apart(both, both.in_the_whole())
     if not apart:
         return []
-    fixed = (
-        both.in_the_whole(lambda model: fix_lengths(model, both.feeds_b)) if free_inputs(both.b.model) else {}
-    )
+    fixed = both.in_the_whole(lambda model: fix_lengths(model, both.feeds_b)) if free_inputs(both.b.model) else {}
     return [_finding(both, pair, before, fixed.get(pair)) for pair, before in list(apart.items())[:most]]
 
 

@@ -82,9 +82,7 @@ def _feeds(first: Side, second: Side, data: Feeds | None) -> Feeds:
         found = sample_inputs(second) or sample_inputs(first)
         if found is None:
             raise ExportError(
-                second.label,
-                "there is nothing to run it on: no samples lie beside it",
-                "give data, or --data FILE",
+                second.label, "there is nothing to run it on: no samples lie beside it", "give data, or --data FILE"
             )
         return found
     if first.how == "simulation":
@@ -113,9 +111,7 @@ def compare_sides(a: Side, b: Side, feeds: Feeds, *, diagnoses: int = 3) -> Drif
     findings += [found for found in in_context(both, diagnoses) if found.name not in known]
     order = {row.name: place for place, row in enumerate(rows.values())}
     findings.sort(key=lambda found: order[found.name])
-    return DriftReport(
-        a.label, b.label, tuple(rows.values()), tuple(findings or _carried(rows, a)), tuple(notes)
-    )
+    return DriftReport(a.label, b.label, tuple(rows.values()), tuple(findings or _carried(rows, a)), tuple(notes))
 
 
 def _findings(both: Lockstep, parted: list[Pair], most: int) -> tuple[list[Finding], list[str]]:

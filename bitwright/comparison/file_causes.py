@@ -181,17 +181,14 @@ def _grid_of(model: ir.Model, result: str) -> tuple[Array, Array] | None:
     node = values_by_name(model)[result].producer()
     if node is None or node.op_type != "DequantizeLinear" or len(node.inputs) < 3:
         return None
-    scale, zero = (
-        None if v is None or v.const_value is None else v.const_value.numpy() for v in node.inputs[1:3]
-    )
+    scale, zero = (None if v is None or v.const_value is None else v.const_value.numpy() for v in node.inputs[1:3])
     return None if scale is None or zero is None else (scale, zero)
 
 
 def _same(one: tuple[Array, Array], other: tuple[Array, Array]) -> bool:
     """Whether two grids hold the same values: the zero points of a signed and an unsigned type are 128 apart."""
     shifted = [
-        zero.astype(np.int64) - (np.iinfo(zero.dtype).min if zero.dtype.kind == "i" else 0)
-        for _, zero in (one, other)
+        zero.astype(np.int64) - (np.iinfo(zero.dtype).min if zero.dtype.kind == "i" else 0) for _, zero in (one, other)
     ]
     return np.array_equal(one[0], other[0]) and np.array_equal(shifted[0], shifted[1])
 
@@ -216,9 +213,7 @@ def _limits(node: ir.Node) -> tuple[float, float]:
     for port, default, attribute in ((1, -np.inf, "min"), (2, np.inf, "max")):
         value = node.inputs[port] if len(node.inputs) > port else None
         known = None if value is None or value.const_value is None else value.const_value.numpy()
-        ends.append(
-            float(known) if known is not None else node.attributes.get_float(attribute, float(default))
-        )
+        ends.append(float(known) if known is not None else node.attributes.get_float(attribute, float(default)))
     return ends[0], ends[1]
 
 
@@ -232,8 +227,4 @@ def _skip(model: ir.Model, name: str) -> None:
 
 
 def _shown(array: Array) -> str:
-    return (
-        f"{float(array.min()):.4g}"
-        if array.min() == array.max()
-        else f"{array.min():.4g} to {array.max():.4g}"
-    )
+    return f"{float(array.min()):.4g}" if array.min() == array.max() else f"{array.min():.4g} to {array.max():.4g}"

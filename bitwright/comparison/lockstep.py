@@ -12,17 +12,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from bitwright.comparison.parameters import Key, Parameter, give, parameters
-from bitwright.comparison.points import (
-    Pair,
-    Point,
-    cut_at,
-    match,
-    observed,
-    on_grids,
-    points_of,
-    read_alike,
-    steps_of,
-)
+from bitwright.comparison.points import Pair, Point, cut_at, match, observed, on_grids, points_of, read_alike, steps_of
 from bitwright.comparison.sides import Side
 from bitwright.export.qdq.markers import copy_model
 from bitwright.export.verify.agreement import Agreement, compare
@@ -61,10 +51,7 @@ class Lockstep:
         known = frozenset(self.a.values or self.b.values) or None
         fine = not (self.a.in_runtime or self.b.in_runtime) and known is None
         found = match(
-            points_of(self.a.model),
-            points_of(self.b.model),
-            known=known if self.a.values else None,
-            fine=fine,
+            points_of(self.a.model), points_of(self.b.model), known=known if self.a.values else None, fine=fine
         )
         # between quantizers of b only those count: a plain tensor there has no grid that could be missed
         quantized = any(pair.b.quantized or pair.a.quantized for pair in found)
@@ -115,10 +102,7 @@ class Lockstep:
         return {
             key: b.value
             for key, a, b in same
-            if a.step is None
-            and b.step is not None
-            and a.value.shape == b.value.shape
-            and b.apart(a.value) <= _ROUNDED
+            if a.step is None and b.step is not None and a.value.shape == b.value.shape and b.apart(a.value) <= _ROUNDED
         }
 
     @cached_property
@@ -132,9 +116,7 @@ class Lockstep:
         ours, theirs = self.parameters
         alias = {name: pair.a.entry for pair in self.pairs for name in (pair.b.entry, pair.b.result)}
         found = {(name, port): (alias.get(name, name), port) for name, port in theirs}
-        found = {
-            key: other for key, other in found.items() if other in ours and ours[other].op == theirs[key].op
-        }
+        found = {key: other for key, other in found.items() if other in ours and ours[other].op == theirs[key].op}
         taken, rest = set(found.values()), dict[Any, list[Key]]()
         for key, one in ours.items():
             if key not in taken:

@@ -102,9 +102,7 @@ def points_of(model: ir.Model) -> list[Point]:
     """Every point of the main graph, in execution order; bodies of If, Loop and Scan are part of their operator."""
     named, static, inside = values_by_name(model), set[ir.Node](), set[ir.Node]()
     found: list[tuple[ir.Node | None, Point]] = [
-        (None, _plain(value))
-        for value in model.graph.inputs
-        if _is_float(value) and not value.is_initializer()
+        (None, _plain(value)) for value in model.graph.inputs if _is_float(value) and not value.is_initializer()
     ]
     for node in model.graph:
         if reads_constants(node, static):
@@ -154,13 +152,7 @@ def _quantized(node: ir.Node, named: Mapping[str, ir.Value]) -> Point | None:
         sites = [run_name(str(site), int(run), pooled=late) for site, run in facts["places"]]
         names = tuple(dict.fromkeys((*sites, entry, str(result.name))))
         return Point(
-            names,
-            entry,
-            str(result.name),
-            facts["format"],
-            facts["scale"],
-            facts["axis"],
-            result.is_graph_output(),
+            names, entry, str(result.name), facts["format"], facts["scale"], facts["axis"], result.is_graph_output()
         )
     codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
     maker = None if codes is None else codes.producer()
@@ -177,9 +169,7 @@ def _quantized(node: ir.Node, named: Mapping[str, ir.Value]) -> Point | None:
     )  # fmt: skip
 
 
-def match(
-    a: Sequence[Point], b: Sequence[Point], *, known: frozenset[str] | None = None, fine: bool
-) -> list[Pair]:
+def match(a: Sequence[Point], b: Sequence[Point], *, known: frozenset[str] | None = None, fine: bool) -> list[Pair]:
     """The points that both models have, in the order of ``b``.
 
     Args:
@@ -303,9 +293,7 @@ def steps_of(point: Point, array: Array, model: ir.Model) -> Array:
     return np.array(OUTPUT_STEP * peak if np.isfinite(peak) and peak else OUTPUT_STEP)
 
 
-def on_grids(
-    model: ir.Model, values: Mapping[Point, Array]
-) -> tuple[ir.Model, dict[str, Array], dict[Point, str]]:
+def on_grids(model: ir.Model, values: Mapping[Point, Array]) -> tuple[ir.Model, dict[str, Array], dict[Point, str]]:
     """A model of the quantizers of the points alone; what to feed it; what it calls their results."""
     copy = copy_model(model)
     named, names = values_by_name(copy), Names(copy)

@@ -99,9 +99,7 @@ def _windows(
     """Windows of a convolution, padded with the code of zero, at positions chosen by chance; one matrix per group."""
     kernel = tuple(shape[2:])
     rank = len(kernel)
-    strides, dilations = (
-        tuple(node.attributes.get_ints(k, ()) or (1,) * rank) for k in ("strides", "dilations")
-    )
+    strides, dilations = (tuple(node.attributes.get_ints(k, ()) or (1,) * rank) for k in ("strides", "dilations"))
     reach = tuple((k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True))
     x = np.pad(x, ((0, 0), (0, 0), *_padding(node, x.shape[2:], reach, strides)), constant_values=zero)
     view = np.lib.stride_tricks.sliding_window_view(x, reach, axis=tuple(range(2, 2 + rank)))

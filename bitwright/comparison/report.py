@@ -59,9 +59,7 @@ class Retry:
 
     def __str__(self) -> str:
         verdict = "gone" if self.removed else "stays"
-        return (
-            f"{self.without}: {self.before.lsb:.3g} LSB -> {self.after.lsb:.3g} LSB, the difference {verdict}"
-        )
+        return f"{self.without}: {self.before.lsb:.3g} LSB -> {self.after.lsb:.3g} LSB, the difference {verdict}"
 
 
 @dataclass(frozen=True)

@@ -225,14 +225,10 @@ class _Count:
         zero = product.input_zero + (128 if product.signed else 0)
         furthest = max(255 - zero, zero)
         bounds = [[largest_pair(order(w.T).T) for w in self.weights] for order in self.orders]
-        shares = [
-            float(np.mean([((b > INT16_MAX) | (b < INT16_MIN)).mean() for b in groups])) for groups in bounds
-        ]
+        shares = [float(np.mean([((b > INT16_MAX) | (b < INT16_MIN)).mean() for b in groups])) for groups in bounds]
         bias = 0 if product.bias is None else int(np.abs(product.bias.astype(np.int64)).max(initial=0))
         step = product.input_scale * float(product.weight_scale.max())
-        off = (
-            self.lost * step / product.output_scale if product.output_scale else self.lost / max(self.peak, 1)
-        )
+        off = self.lost * step / product.output_scale if product.output_scale else self.lost / max(self.peak, 1)
         return LayerSums(
             product.site, product.node.op_type, max(shares) if product.pairs else 0.0, self.touched / max(self.seen, 1), off,
             self.largest, max(int(np.abs(w).sum(0).max(initial=0)) for w in self.weights) * furthest, bias,

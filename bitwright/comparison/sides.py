@@ -65,11 +65,7 @@ class Side:
         return _FIRST.index(self.how) if self.how in _FIRST else len(_FIRST)
 
     def run(
-        self,
-        model: ir.Model,
-        feeds: Feeds,
-        types: dict[str, str] | None = None,
-        errors: dict[str, float] | None = None,
+        self, model: ir.Model, feeds: Feeds, types: dict[str, str] | None = None, errors: dict[str, float] | None = None
     ) -> dict[str, Array]:
         """Outputs of ``model``, a part of the side's own or all of it, as the side executes it.
 
@@ -114,9 +110,7 @@ def open_sides(
     parts = [_split(os.fspath(text)) for text in (one, other)]
     known = [path for path, _ in parts if path]
     if not known:
-        raise ConfigError(
-            f"{one} {other}", "neither names a folder or a file", _REMEDY.format(", ".join(_RUNTIMES))
-        )
+        raise ConfigError(f"{one} {other}", "neither names a folder or a file", _REMEDY.format(", ".join(_RUNTIMES)))
     first, second = (_open(path or known[0], how, prefix) for path, how in parts)
     if (first.how, first.path) == (second.how, second.path):
         problem = f"both are {first.label}, which does not differ from itself"
@@ -154,9 +148,7 @@ def sides_in_memory(
         if word in _RUNTIMES:
             find_runtime(word)
         kept = {**values, **_by_run(samples.sites, file_model)} if word == "simulation" else {}
-        sides.append(
-            Side(word, word, Path("model.onnx"), float_model if word == "float" else file_model, kept)
-        )
+        sides.append(Side(word, word, Path("model.onnx"), float_model if word == "float" else file_model, kept))
     return sides
 
 
@@ -260,9 +252,7 @@ def _samples(folder: Path, stem: str) -> tuple[dict[str, list[Array]], dict[str,
     file = folder / f"{stem}_samples.npz"
     if not file.is_file():
         problem = "the export has no samples, which hold what the simulation computed"
-        raise ExportError(
-            str(file), problem, "export the model again with samples=True, or compare with @file"
-        )
+        raise ExportError(str(file), problem, "export the model again with samples=True, or compare with @file")
     return read_samples(file)
 
 
@@ -322,13 +312,10 @@ def _refuse_nan(side: Side, arrays: Mapping[str, Array]) -> None:
     for value in side.model.graph.inputs:
         array = arrays.get(str(value.name))
         quantized = any(use.node.op_type == "QuantizeLinear" for use in value.uses())
-        if (
-            quantized
-            and array is not None
-            and np.issubdtype(array.dtype, np.floating)
-            and np.isnan(array).any()
-        ):
-            problem = f"its input {value.name!r} is quantized, and the data holds {int(np.isnan(array).sum())} NaN there"
+        if quantized and array is not None and np.issubdtype(array.dtype, np.floating) and np.isnan(array).any():
+            problem = (
+                f"its input {value.name!r} is quantized, and the data holds {int(np.isnan(array).sum())} NaN there"
+            )
             raise ExportError(side.label, problem, "leave these samples out, or repair what makes them")
 
 

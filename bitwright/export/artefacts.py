@@ -90,8 +90,7 @@ class Samples:
     def nbytes(self) -> int:
         """Bytes of sites and inputs."""
         sites = sum(
-            kept.nbytes if isinstance(kept, Spooled) else sum(a.nbytes for a in kept)
-            for kept in self.sites.values()
+            kept.nbytes if isinstance(kept, Spooled) else sum(a.nbytes for a in kept) for kept in self.sites.values()
         )
         return sites + sum(a.nbytes for a in self.inputs.values())
 
@@ -168,9 +167,7 @@ def _float_steps(inside: int) -> str:
     )
 
 
-def _told(
-    sim: Simulation, result: QdqResult, encodings: Iterable[str], tensors: Container[str]
-) -> Iterator[str]:
+def _told(sim: Simulation, result: QdqResult, encodings: Iterable[str], tensors: Container[str]) -> Iterator[str]:
     """What writing a model has left to say about its sites."""
     for note in result.notes:
         if note.kind == "float site":
@@ -243,9 +240,7 @@ def write_artefacts(
     form = recurrent_form(sim, recurrent, target)
     written = write_recurrent(marked, form)
     stripped = strip_sites(restore_native(marked))
-    result = to_qdq(
-        written, encodings, bias=bias, activation=activation, weight_only=weight_only, target=target
-    )
+    result = to_qdq(written, encodings, bias=bias, activation=activation, weight_only=weight_only, target=target)
     tensors = _tensors_of(sim, stripped.tensors)
     notes = [*notes, *_steps(sim, form, recurrent, target), *_told(sim, result, encodings, tensors)]
     folder = Path(path)
@@ -299,11 +294,7 @@ def write_artefacts(
             **_health(sim),
         }
         write_manifest(
-            staging / names["manifest"],
-            folder=staging,
-            settings=settings,
-            data=fingerprint(data),
-            notes=notes,
+            staging / names["manifest"], folder=staging, settings=settings, data=fingerprint(data), notes=notes
         )
     for note in notes:
         logger.info(note)
@@ -324,9 +315,7 @@ def _named_inputs(model: ir.Model, data: Sequence[Array]) -> dict[str, Array]:
     return dict(zip(names, data, strict=True))
 
 
-def _origin(
-    sim: Simulation, encodings: Mapping[str, Encoding], target: str, data: Sequence[Array]
-) -> dict[str, str]:
+def _origin(sim: Simulation, encodings: Mapping[str, Encoding], target: str, data: Sequence[Array]) -> dict[str, str]:
     """What the file tells about where it comes from: equal exports tell the same."""
     text = json.dumps({name: encoding_to_json(e) for name, e in sorted(encodings.items())}, sort_keys=True)
     return {
@@ -355,28 +344,20 @@ def _tensors_of(sim: Simulation, tensors: Mapping[str, tuple[str, ...]]) -> dict
     return found
 
 
-def _write_encodings(
-    sim: Simulation, records: Sequence[NamedEncoding], path: Path, version: str
-) -> list[str]:
+def _write_encodings(sim: Simulation, records: Sequence[NamedEncoding], path: Path, version: str) -> list[str]:
     """Write the encodings file; notes on what its version cannot express."""
     written = write_encodings(
         path,
         records,
         version,
         quantizer_args=quantizer_args(sim),
-        excluded_layers=()
-        if version == "2.0.0"
-        else [s.name for s in sim.quantizers.values() if not s.enabled],
+        excluded_layers=() if version == "2.0.0" else [s.name for s in sim.quantizers.values() if not s.enabled],
     )
     return [f"{lost.name}: {lost.reason}" for lost in written.not_expressed]
 
 
 def _records(
-    sim: Simulation,
-    encodings: Mapping[str, Encoding],
-    tensors: Mapping[str, tuple[str, ...]],
-    *,
-    with_bias: bool,
+    sim: Simulation, encodings: Mapping[str, Encoding], tensors: Mapping[str, tuple[str, ...]], *, with_bias: bool
 ) -> list[NamedEncoding]:
     """Encodings under the names of the float model's tensors; a tensor two sites mark is listed once."""
     found: dict[str, NamedEncoding] = {}

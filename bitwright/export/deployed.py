@@ -144,9 +144,7 @@ def _told(exported: Exported, speed: Ratio, *, busy: int = logging.WARNING) -> E
     return replace(exported, speed=speed)
 
 
-def brief_speed(
-    exported: Exported, target: str = DEFAULT_TARGET, *, slowest: float = math.inf
-) -> Ratio | None:
+def brief_speed(exported: Exported, target: str = DEFAULT_TARGET, *, slowest: float = math.inf) -> Ratio | None:
     """How many times as fast as float the files of an export are with one thread, in a third of a second or seven rounds.
 
     In the runtime of ``target`` where that reads ONNX files, else in ONNX Runtime. ``None`` where the export has no samples to

@@ -27,9 +27,7 @@ def rename_ports(model: ir.Model, inputs: Sequence[str] = (), outputs: Sequence[
     final = [str(renamed.get(value, value.name)) for value in dict.fromkeys((*ports, *graph.outputs))]
     problem = _why_not(final, [name for name in renamed.values() if name in graph.initializers])
     if problem is not None:
-        raise ExportError(
-            "input_names, output_names", problem, "give every input and output a name of its own"
-        )
+        raise ExportError("input_names, output_names", problem, "give every input and output a name of its own")
     unique, wanted = Names(model), set(renamed.values())
     for value in (value for node in graph.all_nodes() for value in node.outputs):
         if value.name in wanted and value not in renamed:
@@ -43,9 +41,7 @@ def rename_ports(model: ir.Model, inputs: Sequence[str] = (), outputs: Sequence[
 def _paired(kind: str, values: Sequence[ir.Value], names: Sequence[str]) -> dict[ir.Value, str]:
     if len(names) > len(values):
         raise ExportError(
-            kind,
-            f"{len(names)} names for {len(values)} tensors",
-            f"name {', '.join(str(v.name) for v in values)}",
+            kind, f"{len(names)} names for {len(values)} tensors", f"name {', '.join(str(v.name) for v in values)}"
         )
     return dict(zip(values, names, strict=False))
 

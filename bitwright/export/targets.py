@@ -117,11 +117,7 @@ _LITERT_WIDE: Mapping[str, Any] = {
             {"optional": True, port: {"symmetry": "symmetric"}}
             for port in ("output", "input", "model_input", "model_output", "constant")
         ),
-        {
-            "optional": True,
-            "op": ["Sigmoid", "Softmax", "Tanh"],
-            "output": {"fixed_range": [-1.0, 32767 / 32768]},
-        },
+        {"optional": True, "op": ["Sigmoid", "Softmax", "Tanh"], "output": {"fixed_range": [-1.0, 32767 / 32768]}},
     ],
 }
 #: measured with OpenVINO 2026.4: 44 to 50 dB without, on CPUs that have VNNI; metadata of an ONNX file does not reach its options
@@ -173,9 +169,7 @@ def find_target(name: str | Target) -> Target:
         return name
     if name not in TARGETS:
         raise ConfigError(
-            "target",
-            f"{name!r} is not a target{close_matches(str(name), TARGETS)}",
-            f"use one of {listed(TARGETS)}",
+            "target", f"{name!r} is not a target{close_matches(str(name), TARGETS)}", f"use one of {listed(TARGETS)}"
         )
     return TARGETS[name]
 
@@ -194,9 +188,7 @@ def target_for(target: str | Target, format: FileFormat | None = None) -> Target
         raise ConfigError("format", problem, f"use one of {listed(sorted(formats))}")
     if row.name != DEFAULT_TARGET:
         problem = f"files for {row.name} are {row.format}, not {format}"
-        raise ConfigError(
-            "format", problem, f"export with target={formats[format].name!r}, or leave the format out"
-        )
+        raise ConfigError("format", problem, f"export with target={formats[format].name!r}, or leave the format out")
     return formats[format]
 
 

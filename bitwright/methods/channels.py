@@ -78,9 +78,7 @@ def equalize_model(
     """
     opened = front_end_of(model).open_model(model, input_shapes, dummy_input, "equalize_model", providers)
     moments = opened.fold(progress).moments
-    return equalize_opened(
-        opened, moments, progress, data=data, absorb_bias=absorb_bias, keep_bounds=keep_bounds
-    )
+    return equalize_opened(opened, moments, progress, data=data, absorb_bias=absorb_bias, keep_bounds=keep_bounds)
 
 
 @checks_arguments
@@ -113,9 +111,7 @@ def equalize_bn_folded_model(
         input_shapes = None
     opened = front_end.open_model(model, input_shapes, dummy_input, "equalize_bn_folded_model", providers)
     moments = folded_pairs.moments if isinstance(folded_pairs, FoldReport) else folded_pairs
-    return equalize_opened(
-        opened, moments, progress, data=data, absorb_bias=absorb_bias, keep_bounds=keep_bounds
-    )
+    return equalize_opened(opened, moments, progress, data=data, absorb_bias=absorb_bias, keep_bounds=keep_bounds)
 
 
 def _is_example(given: Any) -> bool:
@@ -158,9 +154,7 @@ def fold_norms(
         ModelError: as for :func:`equalize_model`.
     """
     opened = front_end_of(model).open_model(model, input_shapes, dummy_input, "fold_norms", providers)
-    report = norm_fold.fold_norms(
-        opened.view, opened.changed, untie=untie, bar=partial(bar, enabled=progress)
-    )
+    report = norm_fold.fold_norms(opened.view, opened.changed, untie=untie, bar=partial(bar, enabled=progress))
     opened.finish(report)
     return report
 
@@ -202,9 +196,7 @@ def smooth_model(
         smoothing.refuse_no_data()
     example = batches[0] if dummy_input is None else dummy_input
     opened = front_end_of(model).open_model(model, None, example, "smooth_model", providers)
-    report = smoothing.smooth(
-        opened.view, batches, opened.changed, alpha=alpha, bar=partial(bar, enabled=progress)
-    )
+    report = smoothing.smooth(opened.view, batches, opened.changed, alpha=alpha, bar=partial(bar, enabled=progress))
     opened.finish(report)
     return report
 
@@ -299,12 +291,7 @@ def rotate_model(
     """
     opened = front_end_of(model).open_model(model, input_shapes, dummy_input, "rotate_model", providers)
     report = rotation.rotate(
-        opened.view,
-        opened.changed,
-        seed=seed,
-        streams=streams,
-        heads=heads,
-        bar=partial(bar, enabled=progress),
+        opened.view, opened.changed, seed=seed, streams=streams, heads=heads, bar=partial(bar, enabled=progress)
     )
     opened.finish(report)
     return report
@@ -312,12 +299,7 @@ def rotate_model(
 
 @checks_arguments
 def apply_spinquant(
-    model: Any,
-    dummy_input: Any = None,
-    *,
-    enable_r1: bool = True,
-    enable_r2: bool = False,
-    **options: Any,
+    model: Any, dummy_input: Any = None, *, enable_r1: bool = True, enable_r2: bool = False, **options: Any
 ) -> RotateReport:
     """Rotations under AIMET's name: :func:`rotate_model`, of residual streams (R1) and of attention heads' values (R2)."""
     return rotate_model(model, None, dummy_input, streams=enable_r1, heads=enable_r2, **options)

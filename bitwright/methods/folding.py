@@ -12,12 +12,7 @@ from bitwright.progress import collector_paused
 
 @checks_arguments
 def fold_all_batch_norms(
-    model: Any,
-    input_shapes: Any = None,
-    dummy_input: Any = None,
-    *,
-    providers: Any = None,
-    progress: bool = True,
+    model: Any, input_shapes: Any = None, dummy_input: Any = None, *, providers: Any = None, progress: bool = True
 ) -> FoldReport:
     """Fold every batch norm that can be folded into the convolution or linear layer beside it, in place.
 
@@ -47,9 +42,7 @@ def fold_all_batch_norms(
     Reference: Jacob et al. 2018, arXiv:1712.05877, section 3.2.
     """
     with collector_paused():
-        return front_end_of(model).fold(
-            model, input_shapes, dummy_input, "fold_all_batch_norms", providers, progress
-        )
+        return front_end_of(model).fold(model, input_shapes, dummy_input, "fold_all_batch_norms", providers, progress)
 
 
 #: AIMET's name

@@ -171,11 +171,7 @@ def quantize(
         chosen=chosen,
         placing=next((step.options for step in steps if step.name == "layer_inputs"), None),
         ranging=any(step.name == "activation_ranges" for step in steps),
-        rules={
-            "preset": preset,
-            "config_file": rules_for(target, config_file, preset),
-            "quant_scheme": quant_scheme,
-        },
+        rules={"preset": preset, "config_file": rules_for(target, config_file, preset), "quant_scheme": quant_scheme},
         target=target if config_file is None else None,
         keep_float=any(step.name == "bias_correction" for step in steps),
         providers=providers,
@@ -248,11 +244,7 @@ def _written(write: Callable[..., Any], path: str | Path | None, timed: str | No
 
 
 def _accuracy(
-    pipeline: Pipeline,
-    sim: Any,
-    first: Any,
-    metric: Callable[[Any], float] | None,
-    reference: Sequence[Any] | None,
+    pipeline: Pipeline, sim: Any, first: Any, metric: Callable[[Any], float] | None, reference: Sequence[Any] | None
 ) -> float:
     """The metric, or without one the signal-to-noise ratio of the outputs to ``reference``, the lowest of them."""
     if metric is not None:
@@ -309,12 +301,7 @@ class _Methods:
         return front_end_of(work).open_model(work, None, self.first, step, self.providers)
 
     def equalize(
-        self,
-        work: Any,
-        *,
-        absorb_bias: bool = False,
-        keep_bounds: bool = False,
-        only_without_attention: bool = False,
+        self, work: Any, *, absorb_bias: bool = False, keep_bounds: bool = False, only_without_attention: bool = False
     ) -> EqualizeReport:
         """Equalize with what batch norms said that this step or one before folded; with an attention not, if so asked."""
         folds = self._folded(work)
@@ -372,11 +359,7 @@ class _Methods:
         return widen(front_end_of(sim).steppable(sim, None), self.chosen, **{**wide, **options})
 
     def correct_biases(
-        self,
-        sim: Any,
-        *,
-        num_samples: int | None = None,
-        layers_to_ignore: Iterable[str] = (),
+        self, sim: Any, *, num_samples: int | None = None, layers_to_ignore: Iterable[str] = ()
     ) -> BiasReport:
         return bias.apply_bias_correction(
             sim,

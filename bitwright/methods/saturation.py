@@ -63,9 +63,7 @@ def check_repair(repair: str | None) -> None:
         raise ConfigError("repair", problem, f"use one of {', '.join(map(repr, REPAIRS))}, or leave it out")
 
 
-def repair_saturation(
-    sim: Any, batches: Iterable[Any], rate: Callable[[], float], **options: Any
-) -> SaturationRepair:
+def repair_saturation(sim: Any, batches: Iterable[Any], rate: Callable[[], float], **options: Any) -> SaturationRepair:
     """Give 7 bits to the weights of layers in which pairs of products saturate on ``batches``.
 
     The range of a weight stays, its step doubles. With 7 bits no pair can saturate: ``2 * 255 * 64 < 2 ** 15``.

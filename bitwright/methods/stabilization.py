@@ -18,9 +18,7 @@ from bitwright.progress import progress as shown
 
 
 @checks_arguments
-def stabilize(
-    sim: Any, report: HealthReport | None = None, repairs: Iterable[Repair] | None = None
-) -> Stabilized:
+def stabilize(sim: Any, report: HealthReport | None = None, repairs: Iterable[Repair] | None = None) -> Stabilized:
     """Apply repairs to the simulation of a model that makes NaN or Inf, without touching the model.
 
     An overflow is clamped, any other non-finite value is replaced (see :func:`bitwright.core.health.repair.propose`); in an ONNX

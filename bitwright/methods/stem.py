@@ -65,11 +65,7 @@ def leave_stem_in_float(sim: Any, target: str = "ort_cpu") -> StemReport:
     ops, last = _stem(sim.graph, row.slow_stem)
     inside = _sites_of(sim, ops, last)
     off = [site for site in inside if site.enabled]
-    if (
-        not _computed_on_8_bits(off)
-        or _shared_beyond(sim, inside)
-        or _lost_after(sim.graph, ops, row.kernel_times)
-    ):
+    if not _computed_on_8_bits(off) or _shared_beyond(sim, inside) or _lost_after(sim.graph, ops, row.kernel_times):
         return StemReport()
     for site in off:
         site.quantizer.release(f"{row.name} computes the first convolutions of large images faster in float")
@@ -83,9 +79,7 @@ def _stem(graph: Graph, slow: SlowStem) -> tuple[list[Op], str]:
         first = graph.sole_consumer(value)
         if first is None or not _first(graph, first, slow):
             continue
-        after, last = _chain(
-            graph, first.outputs[0], lambda op: _activation(op) or _narrow_depthwise(graph, op, slow)
-        )
+        after, last = _chain(graph, first.outputs[0], lambda op: _activation(op) or _narrow_depthwise(graph, op, slow))
         return [*found, first, *after], last
     return [], ""
 
@@ -153,8 +147,7 @@ def _lost_after(graph: Graph, ops: list[Op], times: KernelTimes | None) -> bool:
     saved = sum(codes - in_float for in_float, codes in (times.layer(graph, op) for op in ops))
     rows = graph.values[ops[0].outputs[0]].shape[0]
     before, after = (
-        layouts.time(layouts.moved(where), times, rows)
-        for where in (lambda op: True, lambda op: op.name not in stem)
+        layouts.time(layouts.moved(where), times, rows) for where in (lambda op: True, lambda op: op.name not in stem)
     )
     return after - before > saved
 
@@ -162,6 +155,4 @@ def _lost_after(graph: Graph, ops: list[Op], times: KernelTimes | None) -> bool:
 def _shared_beyond(sim: Any, sites: list[Site]) -> bool:
     """Whether a quantizer of ``sites`` serves other sites too, as that of a weight which two layers have."""
     names, quantizers = {site.name for site in sites}, {id(site.quantizer) for site in sites}
-    return any(
-        id(site.quantizer) in quantizers and site.name not in names for site in sim.quantizers.values()
-    )
+    return any(id(site.quantizer) in quantizers and site.name not in names for site in sim.quantizers.values())

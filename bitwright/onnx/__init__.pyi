@@ -1,12 +1,8 @@
 from bitwright.algorithms.bias_correct import QuantParams as QuantParams
 from bitwright.core.health.repair import Stabilized as Stabilized
 from bitwright.core.health.report import HealthReport as HealthReport
-from bitwright.core.placement.user_scheme import (
-    QuantizationDataType as QuantizationDataType,
-)
-from bitwright.core.placement.user_scheme import (
-    QuantScheme as QuantScheme,
-)
+from bitwright.core.placement.user_scheme import QuantizationDataType as QuantizationDataType
+from bitwright.core.placement.user_scheme import QuantScheme as QuantScheme
 from bitwright.core.simulation.sites import Site as Site
 from bitwright.core.simulation.sites import SiteGroup as SiteGroup
 from bitwright.core.simulation.sites import SiteMap as SiteMap
@@ -36,13 +32,7 @@ from bitwright.onnx.model.data import load_data as load_data
 from bitwright.onnx.model.load import Loaded as Loaded
 from bitwright.onnx.model.load import load_model as load_model
 from bitwright.onnx.model.view import OnnxView as OnnxView
-from bitwright.onnx.reconstruct import (
-    apply_adaround as apply_adaround,
-)
-from bitwright.onnx.reconstruct import (
-    apply_adascale as apply_adascale,
-)
-from bitwright.onnx.reconstruct import (
-    apply_seq_mse as apply_seq_mse,
-)
+from bitwright.onnx.reconstruct import apply_adaround as apply_adaround
+from bitwright.onnx.reconstruct import apply_adascale as apply_adascale
+from bitwright.onnx.reconstruct import apply_seq_mse as apply_seq_mse
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel as QuantizationSimModel

@@ -83,9 +83,7 @@ def benchmark_path(
             report = benchmark(file, plain, feeds, runtime=runtime, threads=threads, seconds=seconds)
         if not suggest:
             return report
-        return replace(
-            report, suggestions=tuple(suggestions(file, plain, feeds, runtime=runtime, seconds=seconds))
-        )
+        return replace(report, suggestions=tuple(suggestions(file, plain, feeds, runtime=runtime, seconds=seconds)))
 
 
 def _folder_of(file: Path, runtime: str) -> Path:
@@ -155,9 +153,7 @@ def suggestions(
                 logger.info("%s: %s", change, error)
                 continue
             steps = {"float": base, "now": now, "changed": session}
-            times = interleaved(
-                {name: partial(_run, one, feeds) for name, one in steps.items()}, seconds=seconds
-            )
+            times = interleaved({name: partial(_run, one, feeds) for name, one in steps.items()}, seconds=seconds)
             speed, against = (ratio(times[name], times["changed"]) for name in ("float", "now"))
             yield Suggestion(change, speed, against, level, before)
 
@@ -181,11 +177,7 @@ def _changes(sim: QuantizationSimModel) -> Iterator[tuple[str, Callable[[], ir.M
     encodings = {s.name: s.encoding for s in sim.quantizers.values() if s.enabled and s.encoding is not None}
     layers = _as_it_is(sim)
 
-    def write(
-        left_out: Collection[str] = (),
-        other: Mapping[str, Encoding] | None = None,
-        **options: Any,
-    ) -> ir.Model:
+    def write(left_out: Collection[str] = (), other: Mapping[str, Encoding] | None = None, **options: Any) -> ir.Model:
         given = {**encodings, **(other or {})}
         kept = {name: encoding for name, encoding in given.items() if name not in left_out}
         return to_qdq(layers, kept, **{"target": DEFAULT_TARGET, **options}).model
@@ -194,9 +186,7 @@ def _changes(sim: QuantizationSimModel) -> Iterator[tuple[str, Callable[[], ir.M
         yield change, partial(write, **options)
 
 
-def _options(
-    sim: QuantizationSimModel, encodings: Mapping[str, Encoding]
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _options(sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> Iterator[tuple[str, dict[str, Any]]]:
     """What can be tried, in words and as options of what writes the file."""
     yield "signed activations: activation='as_is'", {"activation": "as_is"}
     yield from ((text, {"other": grids}) for text, grids in _other_grids(sim, encodings))
@@ -223,10 +213,7 @@ def _other_grids(
     """Grids that integer kernels take, or take faster, and how they are asked for."""
     even, narrow = _symmetric_weights(sim, encodings), _narrow_activations(sim, encodings)
     if even:
-        yield (
-            f"symmetric weights: Rule(..., weight={{'symmetry': 'symmetric'}}) for {some_of(list(even))}",
-            even,
-        )
+        yield (f"symmetric weights: Rule(..., weight={{'symmetry': 'symmetric'}}) for {some_of(list(even))}", even)
     if narrow:
         yield (
             f"8 bits: {{'widen': {{'allowance': 0}}}}, or Rule(..., output='uint8') for {some_of(list(narrow))}",
@@ -236,9 +223,7 @@ def _other_grids(
 
 def _symmetric_weights(sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> dict[str, Encoding]:
     """Weights whose zero point is not in the middle, on symmetric grids of the same range."""
-    weights = (
-        site.name for site in sim.quantizers.values() if site.role == "weight" and site.name in encodings
-    )
+    weights = (site.name for site in sim.quantizers.values() if site.role == "weight" and site.name in encodings)
     uneven = {name: encodings[name] for name in weights if encodings[name].zero_point.any()}
     return {
         name: _regridded(encoding, IntFormat(encoding.format.bits), "symmetric")
@@ -262,9 +247,7 @@ def _regridded(encoding: Encoding, fmt: IntFormat, symmetry: Symmetry) -> Encodi
     """Another grid for the range of ``encoding``."""
     given = encoding.format
     assert isinstance(given, IntFormat)
-    lo, hi = (
-        (end - encoding.zero_point) * encoding.scale.astype(np.float64) for end in (given.qmin, given.qmax)
-    )
+    lo, hi = ((end - encoding.zero_point) * encoding.scale.astype(np.float64) for end in (given.qmin, given.qmax))
     return encode(lo, hi, QuantSpec(fmt, encoding.granularity, symmetry), encoding.granularity)
 
 
@@ -281,8 +264,7 @@ def _islands(sim: QuantizationSimModel) -> list[str]:
         maker = sim.graph.producer(site.value)
         around = [op.type for op, _ in sim.graph.consumers(site.value)] + ([maker.type] if maker else [])
         if not any(
-            kind in HAS_INTEGER_KERNEL or kind in TRAITS["clamp"] or op_row(kind).kind == "movement"
-            for kind in around
+            kind in HAS_INTEGER_KERNEL or kind in TRAITS["clamp"] or op_row(kind).kind == "movement" for kind in around
         ):
             found.append(site.name)
     return found

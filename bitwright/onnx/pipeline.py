@@ -64,17 +64,13 @@ class OnnxPipeline(Pipeline):
 
     def simulation(self, work: Loaded, first: Any, rules: Mapping[str, Any]) -> QuantizationSimModel:
         """Of a copy."""
-        return QuantizationSimModel(
-            work.model, first, **rules, providers=self._providers, memory_budget=self._budget
-        )
+        return QuantizationSimModel(work.model, first, **rules, providers=self._providers, memory_budget=self._budget)
 
     def outputs(self, sim: QuantizationSimModel, batch: Any) -> Sequence[Array]:
         """Of the simulation."""
         return _arrays(sim.run(batch))
 
-    def export(
-        self, sim: QuantizationSimModel, path: str | Path, prefix: str, first: Any, **options: Any
-    ) -> Exported:
+    def export(self, sim: QuantizationSimModel, path: str | Path, prefix: str, first: Any, **options: Any) -> Exported:
         """Files."""
         return sim.export(path, prefix, **options)
 

@@ -22,9 +22,7 @@ def apply_adaround(
     **options: Any,
 ) -> RoundingReport:
     """AdaRound under AIMET's name and arguments: :func:`apply_reconstruction` with ``adaround``."""
-    return apply_reconstruction(
-        sim, inputs, "adaround", iterations=num_iterations, include=nodes_to_include, **options
-    )
+    return apply_reconstruction(sim, inputs, "adaround", iterations=num_iterations, include=nodes_to_include, **options)
 
 
 @checks_arguments

@@ -64,9 +64,7 @@ def ranges_chart(ranges: Mapping[str, tuple[float, float]], title: str = "") -> 
             top, bottom, middle = _scaled(hi, low, high), _scaled(lo, low, high) + 1, (i + 0.5) * wide
             title_of = f"<title>{escape(name)}: {lo:.6g} to {hi:.6g}</title>"
             place = f'x1="{middle:.1f}" x2="{middle:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"'
-            lines.append(
-                f'<line class="span" stroke-width="{max(wide * 0.6, 0.5):.1f}" {place}>{title_of}</line>'
-            )
+            lines.append(f'<line class="span" stroke-width="{max(wide * 0.6, 0.5):.1f}" {place}>{title_of}</line>')
     rows = [(name, f"{lo:.6g}", f"{hi:.6g}") for name, (lo, hi) in ranges.items()]
     heading = f"<h2>{escape(title)}</h2>" if title else ""
     return heading + _svg(lines, f"{low:.4g}", f"{high:.4g}") + html_table(("name", "min", "max"), rows)
@@ -103,11 +101,7 @@ def points_chart(
     rows = [(name, f"{x:.6g}", f"{y:.6g}") for name, (x, y) in points.items()]
     heading = f"<h2>{escape(title)}</h2>" if title else ""
     ends = (f"{left:.4g}", f"{right:.4g} {across}")
-    return (
-        heading
-        + _svg(marks, f"{low:.4g}", f"{high:.4g} {up}", *ends)
-        + html_table(("name", across, up), rows)
-    )
+    return heading + _svg(marks, f"{low:.4g}", f"{high:.4g} {up}", *ends) + html_table(("name", across, up), rows)
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
@@ -145,7 +139,9 @@ def _scaled(value: float, low: float, high: float) -> float:
 def _svg(marks: Iterable[str], low: str, high: str, left: str = "", right: str = "") -> str:
     axis = f'<line class="axis" x1="0" x2="{_WIDE}" y1="{_HIGH - 20}" y2="{_HIGH - 20}"/>'
     texts = f'<text x="0" y="9">{high}</text><text x="0" y="{_HIGH - 23}">{low}</text>'
-    ends = f'<text x="0" y="{_HIGH - 6}">{left}</text><text x="{_WIDE}" y="{_HIGH - 6}" text-anchor="end">{right}</text>'
+    ends = (
+        f'<text x="0" y="{_HIGH - 6}">{left}</text><text x="{_WIDE}" y="{_HIGH - 6}" text-anchor="end">{right}</text>'
+    )
     return f'<svg viewBox="0 0 {_WIDE} {_HIGH}" role="img">{axis}{"".join(marks)}{texts}{ends}</svg>'
 
 

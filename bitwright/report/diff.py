@@ -96,18 +96,12 @@ class RunDiff(Tabular):
         numbers = [(n.name, _short(n.before), _short(n.after)) for n in self.numbers]
         yield "Numbers", ("what", self.first, self.second), numbers
         sites = [(s.name, s.kind, s.before, s.after) for s in self.sites]
-        yield (
-            f"{len(sites)} sites differ, {self.same} are equal",
-            ("site", "what", self.first, self.second),
-            sites,
-        )
+        yield (f"{len(sites)} sites differ, {self.same} are equal", ("site", "what", self.first, self.second), sites)
         for title, rows in (
             ("Layers that are better", [c for c in self.layers if c.change > 0]),
             ("Layers that are worse", [c for c in self.layers if c.change < 0]),
         ):
-            cells = [
-                (c.name, c.op, f"{c.before:.1f} dB", f"{c.after:.1f} dB", f"{c.change:+.1f} dB") for c in rows
-            ]
+            cells = [(c.name, c.op, f"{c.before:.1f} dB", f"{c.after:.1f} dB", f"{c.change:+.1f} dB") for c in rows]
             yield f"{title}: {self.measure}", ("layer", "operator", self.first, self.second, "change"), cells
 
     def to_text(self, most: int = _SHOWN) -> str:
@@ -120,9 +114,7 @@ class RunDiff(Tabular):
             lines += [f"and {len(rows) - most} more"] if len(rows) > most else []
             lines.append("")
         if not self.measure:
-            lines.append(
-                "layers are not compared: write Analysis.to_json() beside each export, or give two analyses"
-            )
+            lines.append("layers are not compared: write Analysis.to_json() beside each export, or give two analyses")
         return "\n".join(lines).rstrip()
 
     __str__ = to_text
@@ -153,9 +145,7 @@ class RunDiff(Tabular):
         return Path(path)
 
 
-def diff_runs(
-    first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, str] = ("", "")
-) -> RunDiff:
+def diff_runs(first: Mapping[str, Any], second: Mapping[str, Any], names: tuple[str, str] = ("", "")) -> RunDiff:
     """Compare two documents of :func:`bitwright.report.read_run`.
 
     Args:
@@ -180,13 +170,7 @@ def diff_runs(
     found = tuple(change for change in changes if change is not None)
     measure, layers = _layers(first, second)
     return RunDiff(
-        called[0],
-        called[1],
-        tuple(_numbers(first, second)),
-        found,
-        len(changes) - len(found),
-        layers,
-        measure,
+        called[0], called[1], tuple(_numbers(first, second)), found, len(changes) - len(found), layers, measure
     )
 
 
@@ -236,9 +220,7 @@ def _layers(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[str, t
     return "", ()
 
 
-def _changes(
-    both: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], measure: str
-) -> Iterator[LayerChange]:
+def _changes(both: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], measure: str) -> Iterator[LayerChange]:
     for layer, other in both:
         before, after = _level(layer, measure), _level(other, measure)
         if before is not None and after is not None:

@@ -12,18 +12,7 @@ ANALYSIS = "bitwright-analysis"
 Document = dict[str, Any]
 
 #: what a document has beside its sites and layers, each ``None`` where it is not known
-SECTIONS = (
-    "model",
-    "data",
-    "mode",
-    "metric",
-    "output",
-    "coverage",
-    "recipe",
-    "health",
-    "verification",
-    "pareto",
-)
+SECTIONS = ("model", "data", "mode", "metric", "output", "coverage", "recipe", "health", "verification", "pareto")
 _LISTS = ("sites", "layers", "groups", "remedies", "notes", "files")
 _LINKS = ("inputs", "sites")  # of a layer; an analysis does not know operators that it did not measure
 
@@ -138,9 +127,7 @@ def joined(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, Any
 def in_order(layers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """``layers`` so that inputs come first, otherwise as they stand; a loop is entered at its first layer."""
     at = {layer["name"]: i for i, layer in enumerate(layers)}
-    waits = [
-        {at[name] for name in layer.get("inputs", ()) if name in at} - {i} for i, layer in enumerate(layers)
-    ]
+    waits = [{at[name] for name in layer.get("inputs", ()) if name in at} - {i} for i, layer in enumerate(layers)]
     readers: list[list[int]] = [[] for _ in layers]
     for i, sources in enumerate(waits):
         for source in sources:

@@ -41,9 +41,7 @@ def read_run(path: AnyPath, prefix: str | None = None, *, verify: bool = False) 
 
 def _read_json(path: Path) -> dict[str, Any]:
     remedy = "write it again with Analysis.to_json()"
-    found = read_document(
-        path, ConfigError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json", unreadable=file_error
-    )
+    found = read_document(path, ConfigError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json", unreadable=file_error)
     if not isinstance(found, dict):
         raise ConfigError(str(path), f"it holds a {type(found).__name__}, not a report", remedy)
     return found

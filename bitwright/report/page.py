@@ -114,9 +114,7 @@ def compact(document: Mapping[str, Any], channels: int, histograms: int | None) 
         {**layer, "inputs": [at[name] for name in layer.get("inputs", ()) if name in at]}
         for layer in document["layers"]
     ]
-    kept["sites"] = [
-        _site(site, channels if i in drawn else 0, i in drawn) for i, site in enumerate(document["sites"])
-    ]
+    kept["sites"] = [_site(site, channels if i in drawn else 0, i in drawn) for i, site in enumerate(document["sites"])]
     left_out = len(document["sites"]) - len(drawn)
     if left_out:
         note = f"histograms of the {left_out} sites that cost least are left out, to keep the file small"
@@ -175,15 +173,9 @@ def _rounded(value: float) -> float | int:
 
 def _static(document: Document) -> str:
     """The verdict and the worst layers as text and a table."""
-    ranked = sorted(
-        (layer for layer in document["layers"] if layer.get("noise")), key=lambda row: -row["noise"]
-    )
+    ranked = sorted((layer for layer in document["layers"] if layer.get("noise")), key=lambda row: -row["noise"])
     rows = [
-        (
-            layer["name"],
-            layer.get("op", ""),
-            *(_db(layer.get(key)) for key in ("made_db", "arrived_db", "after_db")),
-        )
+        (layer["name"], layer.get("op", ""), *(_db(layer.get(key)) for key in ("made_db", "arrived_db", "after_db")))
         for layer in ranked[:_ROWS]
     ]
     head = ("layer", "operator", "error made", "arrived", "after")
@@ -197,9 +189,7 @@ def verdict(document: Mapping[str, Any]) -> list[str]:
     metric, output, model = document.get("metric"), document.get("output") or {}, document.get("model") or {}
     if metric:
         text = (metric.get("difference") or {}).get("text") or ""
-        found.append(
-            f"{metric['name']}: {metric['float']:.5g} in float, {metric['quantized']:.5g} quantized. {text}"
-        )
+        found.append(f"{metric['name']}: {metric['float']:.5g} in float, {metric['quantized']:.5g} quantized. {text}")
     if output.get("sqnr_db") is not None:
         found.append(f"Outputs: {output['sqnr_db']:.1f} dB signal to quantization noise.")
     before, after = model.get("bytes_float"), model.get("bytes_quantized")

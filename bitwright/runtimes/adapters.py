@@ -64,11 +64,7 @@ _FIXED_LENGTHS = (
 _OTHER_INPUTS = ("are missing from input feed",)
 
 #: what runtimes say of an operator that they do not have at all
-_UNKNOWN = (
-    "No conversion rule found for operations",
-    "is not a registered function/op",
-    "No Op registered for",
-)
+_UNKNOWN = ("No conversion rule found for operations", "is not a registered function/op", "No Op registered for")
 _WITHOUT_IT = (
     "the runtime does not have this operator, not even in float: write that part of the model with other operators, compute it "
     "outside the file, or deploy to a runtime that has it"
@@ -194,9 +190,7 @@ def find_runtime(name: str) -> Runtime:
     return row
 
 
-def open_file(
-    runtime: str, path: str | os.PathLike[str], *, threads: int = 1, reference: bool = False
-) -> Session:
+def open_file(runtime: str, path: str | os.PathLike[str], *, threads: int = 1, reference: bool = False) -> Session:
     """Load a file.
 
     Args:
@@ -257,9 +251,7 @@ def explained(error: BaseException) -> str:
     """The lines of a runtime's message that say something, in one line of at most 400 characters."""
     skipped = ("Exception from", "Check '", "\n")
     lines = [line.strip() for line in str(error).splitlines()]
-    told = [line for line in lines if line and not line.startswith(skipped)] or [
-        line for line in lines if line
-    ]
+    told = [line for line in lines if line and not line.startswith(skipped)] or [line for line in lines if line]
     text = " ".join(told) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:397]}..."
 

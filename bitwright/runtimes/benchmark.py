@@ -91,8 +91,7 @@ class BenchmarkReport(Tabular):
     def _costs(self) -> str:
         head = ("file", "size on disk", "load", "peak memory")
         rows = [
-            (c.name, f"{c.size / 2**20:.2f} MiB", f"{1e3 * c.load:.1f} ms", f"{c.memory:.1f} MiB")
-            for c in self.costs
+            (c.name, f"{c.size / 2**20:.2f} MiB", f"{1e3 * c.load:.1f} ms", f"{c.memory:.1f} MiB") for c in self.costs
         ]
         return text_table(head, rows)
 
@@ -102,9 +101,7 @@ class BenchmarkReport(Tabular):
         for threads, files in self.times.items():
             for name, timing in files.items():
                 speed = str(self.speed[threads]) if name == "quantized" and threads in self.speed else ""
-                rows.append(
-                    (str(threads), name, f"{1e3 * timing.median:.3f} ms", f"{timing.spread:.0%}", speed)
-                )
+                rows.append((str(threads), name, f"{1e3 * timing.median:.3f} ms", f"{timing.spread:.0%}", speed))
         return text_table(head, rows)
 
     def _operators(self) -> str:
@@ -116,8 +113,7 @@ class BenchmarkReport(Tabular):
         lines = [f"time of operators: {shares}"]
         if costly:
             rows = [
-                (r.name, r.op, f"{r.micros:.0f} us", r.why or "a conversion that no kernel took up")
-                for r in costly
+                (r.name, r.op, f"{r.micros:.0f} us", r.why or "a conversion that no kernel took up") for r in costly
             ]
             lines.append(text_table(("not on integers", "operator", "time", "why"), rows))
         return "\n".join(lines)
@@ -179,7 +175,9 @@ def benchmark(
 def _check_threads(counts: Sequence[int], cores: int) -> None:
     for count in counts:
         if not isinstance(count, int) or not 0 <= count <= _MOST_PER_CORE * cores:
-            problem = f"{count!r} is not a number of threads for this process, which has {cores} core{'s' * (cores > 1)}"
+            problem = (
+                f"{count!r} is not a number of threads for this process, which has {cores} core{'s' * (cores > 1)}"
+            )
             raise ConfigError("threads", problem, f"use 1 to {cores}, or 0 for all")
 
 
@@ -187,9 +185,7 @@ def _step(session: Any, feeds: Feeds) -> Any:
     return lambda: session.run(feeds)
 
 
-def _notes(
-    times: Mapping[int, Mapping[str, Timing]], speed: Mapping[int, Ratio], ran: Sequence[Ran]
-) -> Iterator[str]:
+def _notes(times: Mapping[int, Mapping[str, Timing]], speed: Mapping[int, Ratio], ran: Sequence[Ran]) -> Iterator[str]:
     for count, found in speed.items():
         if not found.steady:
             yield (
@@ -245,17 +241,11 @@ def file_cost(name: str, path: Path, feeds: Feeds, runtime: str) -> FileCost:
             [sys.executable, "-c", _CHILD, str(path), str(archive), runtime],
             capture_output=True,
             text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            },
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
     if run.returncode:
         last = (run.stderr.strip().splitlines() or ["it ended without a message"])[-1]
-        raise ExportError(
-            str(path), f"a fresh process could not run it: {last}", "run it in this process first"
-        )
+        raise ExportError(str(path), f"a fresh process could not run it: {last}", "run it in this process first")
     found = json.loads(run.stdout.splitlines()[-1])
     return FileCost(name, sum(p.stat().st_size for p in _parts(path)), found["load"], found["memory"])
 

@@ -19,9 +19,7 @@ from bitwright.runtimes.timing import interleaved
 
 Array = NDArray[Any]
 _ROUNDS = 15  # of which the least counts: what else the machine does makes a run longer, never shorter
-_RENAMED = re.compile(
-    r"(_token_\d+|_nchwc|_quant|/duplicated)+$"
-)  # what optimizers append to names of operators
+_RENAMED = re.compile(r"(_token_\d+|_nchwc|_quant|/duplicated)+$")  # what optimizers append to names of operators
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,7 @@ def layer_times(
         rounds: of every file, besides a first one.
     """
     with tempfile.TemporaryDirectory() as folder:
-        profiled = {
-            name: _Profiled(path, Path(folder, str(i))) for i, (name, path) in enumerate(files.items())
-        }
+        profiled = {name: _Profiled(path, Path(folder, str(i))) for i, (name, path) in enumerate(files.items())}
         for _ in range(rounds + 1):
             for one in profiled.values():
                 one.session.run(None, {k: v for k, v in feeds.items() if k in one.inputs})
@@ -99,9 +95,7 @@ class _Profiled:
 
 def _attributed(graph: Any, taken: Mapping[str, float], layers: set[str], whole: float) -> LayerTimes:
     """Times of layers that add up to ``whole``: what a profile of single nodes misses or adds is shared by all."""
-    nodes = [
-        node for node in graph if node.name in taken
-    ]  # those of bodies are part of the node with the body
+    nodes = [node for node in graph if node.name in taken]  # those of bodies are part of the node with the body
     owner = _owners(nodes, layers)
     factor = whole / max(sum(taken[node.name] for node in nodes), 1e-9)
     found = dict.fromkeys(sorted(layers), 0.0)

@@ -47,9 +47,7 @@ class LitertSession:
         }
 
 
-def session_of(
-    content: bytes, *, threads: int = 1, reference: bool = False, keeps: bool = False
-) -> LitertSession:
+def session_of(content: bytes, *, threads: int = 1, reference: bool = False, keeps: bool = False) -> LitertSession:
     """A session of a file in memory.
 
     Args:

@@ -87,12 +87,7 @@ def _rows(events: list[dict[str, Any]], nodes: Mapping[str, ir.Node]) -> list[Ra
 def _kind(node: ir.Node | None, op: str) -> Kind:
     if op in _CONVERTS:
         return "convert"
-    if op.startswith("QLinear") or op in (
-        "QGemm",
-        "MatMulInteger",
-        "MatMulIntegerToFloat",
-        "DynamicQuantizeLSTM",
-    ):
+    if op.startswith("QLinear") or op in ("QGemm", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeLSTM"):
         return "integer"
     if op in _MOVES:
         return "move"

@@ -29,30 +29,14 @@ from bitwright.torch.cross_layer import CrossLayerScaling as CrossLayerScaling
 from bitwright.torch.cross_layer import HighBiasFold as HighBiasFold
 from bitwright.torch.prepare import prepare_model as prepare_model
 from bitwright.torch.ranks import gather_batches as gather_batches
-from bitwright.torch.reconstruct import (
-    Adaround as Adaround,
-)
-from bitwright.torch.reconstruct import (
-    AdaroundParameters as AdaroundParameters,
-)
-from bitwright.torch.reconstruct import (
-    SeqMseParams as SeqMseParams,
-)
-from bitwright.torch.reconstruct import (
-    apply_adascale as apply_adascale,
-)
-from bitwright.torch.reconstruct import (
-    apply_seq_mse as apply_seq_mse,
-)
-from bitwright.torch.simulation.quantsim import (
-    QuantizationDataType as QuantizationDataType,
-)
-from bitwright.torch.simulation.quantsim import (
-    QuantizationSimModel as QuantizationSimModel,
-)
-from bitwright.torch.simulation.quantsim import (
-    QuantScheme as QuantScheme,
-)
+from bitwright.torch.reconstruct import Adaround as Adaround
+from bitwright.torch.reconstruct import AdaroundParameters as AdaroundParameters
+from bitwright.torch.reconstruct import SeqMseParams as SeqMseParams
+from bitwright.torch.reconstruct import apply_adascale as apply_adascale
+from bitwright.torch.reconstruct import apply_seq_mse as apply_seq_mse
+from bitwright.torch.simulation.quantsim import QuantizationDataType as QuantizationDataType
+from bitwright.torch.simulation.quantsim import QuantizationSimModel as QuantizationSimModel
+from bitwright.torch.simulation.quantsim import QuantScheme as QuantScheme
 from bitwright.torch.training import Distillation as Distillation
 from bitwright.torch.training import LowRankCorrection as LowRankCorrection
 from bitwright.torch.training import TrainingGuard as TrainingGuard

@@ -78,9 +78,7 @@ def _scaled(cls_set: Sequence[nn.Module]) -> tuple[Array, ...]:
         report = equalization.equalize(TorchView(chain, [_smallest_input(cls_set)]))
     except RuntimeError as error:
         names = " -> ".join(str(module) for module in cls_set)
-        raise ModelError(
-            "scale_cls_sets", f"the layers do not fit together: {error}", f"check {names}"
-        ) from error
+        raise ModelError("scale_cls_sets", f"the layers do not fit together: {error}", f"check {names}") from error
     finally:
         for module, mode in zip(cls_set, training, strict=True):
             module.training = mode
@@ -150,12 +148,8 @@ def _moments(bn_layers: Any, model: nn.Module) -> Mapping[str, tuple[Array, Arra
 def _of_norm(layer: str, norm: Any) -> tuple[Array, Array]:
     if isinstance(norm, BATCH_NORMS):
         channels = norm.num_features
-        beta, gamma = (
-            None if p is None else p.detach().double().cpu().numpy() for p in (norm.bias, norm.weight)
-        )
-        return np.zeros(channels) if beta is None else beta, np.ones(channels) if gamma is None else np.abs(
-            gamma
-        )
+        beta, gamma = (None if p is None else p.detach().double().cpu().numpy() for p in (norm.bias, norm.weight))
+        return np.zeros(channels) if beta is None else beta, np.ones(channels) if gamma is None else np.abs(gamma)
     if isinstance(norm, tuple) and len(norm) == 2:
         return norm
     raise ModelError(

@@ -40,9 +40,7 @@ from bitwright.torch.interception.frames import Frame, Key
 from bitwright.torch.interception.intercept import OUTERMOST, Interceptor
 from bitwright.torch.interception.record import Recorder, named_inputs, output_name
 
-_EMPTY = frozenset(
-    ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
-)
+_EMPTY = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"))
 _RECURRENT = {"LSTM": "ifgo", "GRU": "rzn"}  # names of the gates, in the order of their rows in the weights
 _TYPES = {row.label: row.type for row in FUNCTIONS.values() if isinstance(row.type, str)}  # sqrt_ is a Sqrt
 _DETAILS = 1000  # calls of one batch that are measured; a loop may make thousands
@@ -213,9 +211,7 @@ class Doctor(Recorder):
         if not self.tracker.busy and not any(f.bad for f in flags):
             return output
         known = reads if before is None else [before if t is written else t for t in reads]
-        detail = _Detail(
-            key, self._token(key, frame, label), frame.path, label, op_type, attrs, batch=self.batches
-        )
+        detail = _Detail(key, self._token(key, frame, label), frame.path, label, op_type, attrs, batch=self.batches)
         event = self._tell(detail, reads, known, list(zip(made, flags, strict=True)))
         if event is not None and len(self._details) < _DETAILS:
             detail.event = event
@@ -241,11 +237,7 @@ class Doctor(Recorder):
         return token
 
     def _tell(
-        self,
-        detail: _Detail,
-        reads: Sequence[Any],
-        known: Sequence[Any],
-        made: Sequence[tuple[torch.Tensor, Flags]],
+        self, detail: _Detail, reads: Sequence[Any], known: Sequence[Any], made: Sequence[tuple[torch.Tensor, Flags]]
     ) -> Event | None:
         """Tell the tracker about a call; the event, if the call is the origin of one."""
         told: list[tuple[int, Flags]] = []
@@ -333,15 +325,11 @@ class Doctor(Recorder):
     def _names(self) -> dict[str, str]:
         self.graph()
         calls = self.calls
-        return {
-            token: calls[key].name if key in calls else label for token, (key, label) in self._labels.items()
-        }
+        return {token: calls[key].name if key in calls else label for token, (key, label) in self._labels.items()}
 
     def _of_param(self, health: TensorHealth) -> Culprit:
         module, _, leaf = health.name.rpartition(".")
-        problem = (
-            f"it holds {health.nan} NaN and {health.inf} Inf, the first at {list(health.first_bad or ())}"
-        )
+        problem = f"it holds {health.nan} NaN and {health.inf} Inf, the first at {list(health.first_bad or ())}"
         owner = next((m for path, m in walk_modules(self.interceptor.model) if path == module), None)
         gates = _RECURRENT.get(type(owner).__name__.removesuffix("Cell"), "")
         if gates and health.first_bad and not leaf.startswith("weight_hr"):
@@ -356,9 +344,7 @@ class Doctor(Recorder):
         if detail.op_type == "input":
             health = detail.operands[0].health if detail.operands[0] else None
             assert health is not None
-            problem = (
-                f"it holds {health.nan} NaN and {health.inf} Inf, the first at {list(health.first_bad or ())}"
-            )
+            problem = f"it holds {health.nan} NaN and {health.inf} Inf, the first at {list(health.first_bad or ())}"
             finding = Finding("bad input data", problem, remedy("bad input data"))
         else:
             finding = diagnose(detail.op_type, detail.attrs, operands, outputs, detail.needed, "torch")
@@ -426,9 +412,7 @@ def flags_of(tensor: torch.Tensor) -> Flags:
     tensor = tensor.detach()
     if not _is_readable(tensor) or bool(tensor.sum(dtype=_SUMMED[tensor.dtype]).isfinite()):
         return CLEAN
-    return Flags(
-        bool(tensor.isnan().any()), bool((tensor == torch.inf).any()), bool((tensor == -torch.inf).any())
-    )
+    return Flags(bool(tensor.isnan().any()), bool((tensor == torch.inf).any()), bool((tensor == -torch.inf).any()))
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -436,9 +420,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _operands(
-    func: Callable[..., Any], op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[Any]:
+def _operands(func: Callable[..., Any], op_type: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Tensors and numbers in port order; of a recurrent layer its states and parameters as well."""
     row = FUNCTIONS.get(func)
     if row is None or op_type in _RECURRENT or op_type == "RNN":
@@ -446,9 +428,7 @@ def _operands(
     return [value for _, value in row.operands(row.bind(args, kwargs))]
 
 
-def _written(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> torch.Tensor | None:
+def _written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The tensor that a call writes into, if it does."""
     name = str(getattr(func, "__name__", ""))
     in_place = (name.endswith("_") and not name.endswith("__")) or (
@@ -465,9 +445,7 @@ def _written(
 
 def _in_float32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
     """Largest magnitude of the result in float32; ``None`` where the call cannot be repeated so."""
-    wide_args, wide_kwargs = map_tensors(
-        (args, kwargs), lambda t: t.detach().float() if t.is_floating_point() else t
-    )
+    wide_args, wide_kwargs = map_tensors((args, kwargs), lambda t: t.detach().float() if t.is_floating_point() else t)
     try:
         output = func(*wide_args, **wide_kwargs)
     except (RuntimeError, TypeError, ValueError):
@@ -500,10 +478,6 @@ def source_line(frame: FrameType | None) -> str | None:
             return None  # the stock modules alone
         if not name.startswith(_CODE) and not name.startswith("<"):
             code = linecache.getline(name, frame.f_lineno).strip()
-            return (
-                f"{Path(name).name}:{frame.f_lineno}: {code}"
-                if code
-                else f"{Path(name).name}:{frame.f_lineno}"
-            )
+            return f"{Path(name).name}:{frame.f_lineno}: {code}" if code else f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return None

@@ -12,9 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from bitwright.core.health.report import (
-    HealthReport,
-)
+from bitwright.core.health.report import HealthReport
 from bitwright.errors import CalibrationError, ConfigError
 from bitwright.progress import progress as shown
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, refuse_providers, to_device
@@ -34,9 +32,7 @@ def check_health(model: nn.Module, data: Any, providers: Any, threads: int, prog
     """
     refuse_providers(providers)
     if threads:
-        raise ConfigError(
-            "threads", f"{threads} is given for a PyTorch module", "call torch.set_num_threads instead"
-        )
+        raise ConfigError("threads", f"{threads} is given for a PyTorch module", "call torch.set_num_threads instead")
     if data is None:
         raise CalibrationError(
             "check_model",
@@ -86,9 +82,7 @@ def _feed(interceptor: Interceptor, data: Iterable[Any] | Callable[..., Any], sh
         return doctor
     if not doctor.batches:
         raise CalibrationError(
-            "check_model",
-            "the data held no batch",
-            "pass a non-empty list (a generator can be used only once)",
+            "check_model", "the data held no batch", "pass a non-empty list (a generator can be used only once)"
         )
     return doctor
 

@@ -70,8 +70,6 @@ class TorchPipeline(Pipeline):
         """Of the simulated module."""
         return outputs_of(sim.model, batch)
 
-    def export(
-        self, sim: QuantizationSimModel, path: str | Path, prefix: str, first: Any, **options: Any
-    ) -> Exported:
+    def export(self, sim: QuantizationSimModel, path: str | Path, prefix: str, first: Any, **options: Any) -> Exported:
         """The batch axis is free unless the module forbids it."""
         return sim.export(path, prefix, first, dynamic_batch="auto", **options)

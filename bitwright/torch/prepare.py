@@ -15,10 +15,7 @@ logger = logging.getLogger("bitwright")
 
 @checks_arguments
 def prepare_model(
-    model: nn.Module,
-    modules_to_exclude: Any = None,
-    module_classes_to_exclude: Any = None,
-    concrete_args: Any = None,
+    model: nn.Module, modules_to_exclude: Any = None, module_classes_to_exclude: Any = None, concrete_args: Any = None
 ) -> nn.Module:
     """A copy of ``model`` with the same function, class, methods and control flow.
 

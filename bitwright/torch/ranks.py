@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
 _MOST_AXES = 8
 _OPERATIONS = (
-    {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-    if dist.is_available()
-    else {}
+    {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 )
 
 # what ranks come together for, and what every one of them has to do
@@ -54,10 +52,7 @@ _STEPS = (
     "agree on whether to take a training step",
     "every rank must take as many steps as the others (TrainingGuard(distributed=False) decides for each alone)",
 )
-_DATA = (
-    "exchange batches",
-    "every rank must call gather_batches as often as the others, if only with an empty list",
-)
+_DATA = ("exchange batches", "every rank must call gather_batches as often as the others, if only with an empty list")
 
 
 class Ranks:
@@ -176,11 +171,7 @@ class Ranks:
         found = []
         for rank in range(self.count):
             sizes = lengths[rank, : counts[rank]].tolist()
-            own = (
-                np.frombuffer(b"".join(contents), np.uint8)
-                if rank == self.number
-                else np.zeros(sum(sizes), np.uint8)
-            )
+            own = np.frombuffer(b"".join(contents), np.uint8) if rank == self.number else np.zeros(sum(sizes), np.uint8)
             tensor = torch.from_numpy(own.copy()).to(self._device)
             if sizes:
                 self._carry(partial(dist.broadcast, tensor, src=rank), *_DATA)
@@ -287,9 +278,7 @@ class Ranks:
         ends = np.array([found.get(name, none) for name in order], np.float64).reshape(-1, 2)
         lo, hi = self.reduce(ends[:, 0], "min"), self.reduce(ends[:, 1], "max")
         found.update(
-            (name, (low, high))
-            for name, low, high in zip(order, lo.tolist(), hi.tolist(), strict=True)
-            if low <= high
+            (name, (low, high)) for name, low, high in zip(order, lo.tolist(), hi.tolist(), strict=True) if low <= high
         )
 
     def total(self, number: int) -> int:
@@ -456,17 +445,13 @@ class SharedGradients:
     """
 
     def __init__(
-        self,
-        parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]],
-        contents: Callable[[], Mapping[str, bytes]],
+        self, parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]], contents: Callable[[], Mapping[str, bytes]]
     ) -> None:
         self.wanted = True
         self._parameters, self._contents = parameters, contents
         self._due = False
         self._agreed: list[str] = []
-        self._versions: dict[
-            int, int
-        ] = {}  # id of a parameter -> its version when a gradient accumulated in it
+        self._versions: dict[int, int] = {}  # id of a parameter -> its version when a gradient accumulated in it
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """A hook before a gradient accumulates in ``parameter``."""

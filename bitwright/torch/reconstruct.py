@@ -233,9 +233,7 @@ class Adaround:
         return sim.remove()
 
 
-def _weights_at(
-    sim: QuantizationSimModel, names: Mapping[int, str], module: nn.Module, argument: str
-) -> list[Site]:
+def _weights_at(sim: QuantizationSimModel, names: Mapping[int, str], module: nn.Module, argument: str) -> list[Site]:
     """The weight sites of a module and of everything below it."""
     path = names.get(id(module))
     sites = [s for s in sim.quantizers.values() if s.is_stored]

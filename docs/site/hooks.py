@@ -28,11 +28,7 @@ OUTSIDE = [
     *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "benchmarks/results").glob("*.md")),
 ]
 NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
-PACKAGES = {
-    "bitwright": "__init__.pyi",
-    "bitwright.torch": "torch/__init__.pyi",
-    "bitwright.onnx": "onnx/__init__.pyi",
-}
+PACKAGES = {"bitwright": "__init__.pyi", "bitwright.torch": "torch/__init__.pyi", "bitwright.onnx": "onnx/__init__.pyi"}
 _LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"(^```.*?^```$|`[^`\n]+`(?!\]))", re.MULTILINE | re.DOTALL)
 

@@ -32,14 +32,10 @@ def net() -> onnx.ModelProto:
     norm = ("weight", "bias", "running_mean", "running_var")
     nodes = [
         helper.make_node("Conv", ["input", "conv1.weight", "conv1.bias"], ["conv1.out"], "conv1"),
-        helper.make_node(
-            "BatchNormalization", ["conv1.out", *(f"bn1.{n}" for n in norm)], ["bn1.out"], "bn1"
-        ),
+        helper.make_node("BatchNormalization", ["conv1.out", *(f"bn1.{n}" for n in norm)], ["bn1.out"], "bn1"),
         helper.make_node("Relu", ["bn1.out"], ["relu1.out"], "relu1"),
         helper.make_node("Conv", ["relu1.out", "conv2.weight", "conv2.bias"], ["conv2.out"], "conv2"),
-        helper.make_node(
-            "BatchNormalization", ["conv2.out", *(f"bn2.{n}" for n in norm)], ["bn2.out"], "bn2"
-        ),
+        helper.make_node("BatchNormalization", ["conv2.out", *(f"bn2.{n}" for n in norm)], ["bn2.out"], "bn2"),
         helper.make_node("Relu", ["bn2.out"], ["relu2.out"], "relu2"),
         helper.make_node("Flatten", ["relu2.out"], ["flat.out"], "flatten"),
         helper.make_node("Gemm", ["flat.out", "fc.weight", "fc.bias"], ["output"], "fc", transB=1),

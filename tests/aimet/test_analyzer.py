@@ -211,10 +211,7 @@ def test_torch_layer_outputs(net, tmp_path):
     named = LayerOutputUtil(sim.model, str(tmp_path / "named"), NamingScheme.ONNX, X)
     named.generate_layer_outputs(X)
     assert list((tmp_path / "named" / "outputs" / "layer_outputs_0").iterdir())
-    for scheme, message in (
-        (NamingScheme.TORCHSCRIPT, "TorchScript"),
-        (NamingScheme.ONNX, "simulated models only"),
-    ):
+    for scheme, message in ((NamingScheme.TORCHSCRIPT, "TorchScript"), (NamingScheme.ONNX, "simulated models only")):
         with pytest.raises(ValueError, match=message):
             LayerOutputUtil(net, str(tmp_path), scheme)
 
@@ -224,9 +221,7 @@ def test_onnx_layer_outputs(onnx_case, tmp_path):
     (array,) = feed.values()
     for name, given in (("float", model), ("sim", onnx_sim(onnx_case))):
         OnnxOutputs(given, str(tmp_path / name)).generate_layer_outputs(array)
-        order = json.loads((tmp_path / name / "layer_output_name_order.json").read_text())[
-            "layer_output_names"
-        ]
+        order = json.loads((tmp_path / name / "layer_output_name_order.json").read_text())["layer_output_names"]
         found = np.fromfile(tmp_path / name / "outputs" / "layer_outputs_0" / f"{order[-1]}.raw", np.float32)
         wanted = session.run(None, feed)[0].ravel()
         np.testing.assert_allclose(found, wanted, atol=1e-5 if name == "float" else 0.2)
@@ -279,14 +274,8 @@ def test_architecture_is_checked_by_a_table_of_rules(tmp_path):
     assert not {("b", "channel_multiple"), ("b", "few_channels"), ("a", "few_channels")} & found
     assert any(f.rule == "activation" for f in report.findings)
     assert "40 output channels, no multiple of 32" in (tmp_path / "arch_checker_report.html").read_text()
-    assert report.raw_report["c"][0].issue == "8 output channels" and len(report.records()) == len(
-        report.findings
-    )
-    mine = Rule(
-        "sums", "mine", "it adds", "do not", lambda op, graph: "it is a sum" if op.type == "Add" else None
-    )
-    assert any(
-        f.rule == "sums" for f in ArchChecker.check_model_arch(model, X, rules=(*RULES, mine)).findings
-    )
+    assert report.raw_report["c"][0].issue == "8 output channels" and len(report.records()) == len(report.findings)
+    mine = Rule("sums", "mine", "it adds", "do not", lambda op, graph: "it is a sum" if op.type == "Add" else None)
+    assert any(f.rule == "sums" for f in ArchChecker.check_model_arch(model, X, rules=(*RULES, mine)).findings)
     with pytest.raises(ValueError, match="rules="):
         ArchChecker.add_node_check(nn.Conv2d, print)

@@ -130,9 +130,7 @@ def test_sensitivities_are_estimated_on_what_the_callback_runs(
     xs = batches(front)
     if front == "torch":
         run = CallbackFunc(lambda net, _: [net(x) for x in xs])
-        of_torch.choose_mixed_precision(
-            torch_sim(), xs[0] * 0, CANDIDATES, run, run, 0.1, str(tmp_path), True, run
-        )
+        of_torch.choose_mixed_precision(torch_sim(), xs[0] * 0, CANDIDATES, run, run, 0.1, str(tmp_path), True, run)
         assert [bool((a == b).all()) for a, b in zip(seen, xs, strict=False)] == [True] * min(16, len(xs))
     else:
         run = CallbackFunc(lambda session, _: [session.run(None, {"x": x}) for x in xs])
@@ -206,9 +204,7 @@ def test_auto_quant_returns_the_nearest_model_where_none_keeps_the_accuracy(
     search.set_adaround_params(AdaroundParameters(batches("onnx"), 1, 7))
     recipes = [trial.recipe for trial in search._trials() or ()]
     steps = [step for recipe in recipes for step in recipe or () if isinstance(step, dict)]
-    assert [step["adaround"]["iterations"] for step in steps] == [7] and steps[0]["adaround"][
-        "warm_start"
-    ] == 0.2
+    assert [step["adaround"]["iterations"] for step in steps] == [7] and steps[0]["adaround"]["warm_start"] == 0.2
     with pytest.raises(BitwrightError, match="adaround_params: 7 is a int.*pass AdaroundParameters"):
         search.set_adaround_params(7)
     only = Trial("w4", "w4a8", recipe=("fold", {"adaround": {"iterations": 2}}))

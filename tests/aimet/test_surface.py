@@ -69,7 +69,5 @@ def test_names_of_simulations_and_quantizers():
         (other, ONNX_SIM),
         (other.qc_quantize_op_dict["conv1.weight"], ONNX_QUANTIZER),
     )
-    missing = [
-        (type(o).__name__, name) for o, names in table for name in names.split() if not hasattr(o, name)
-    ]
+    missing = [(type(o).__name__, name) for o, names in table for name in names.split() if not hasattr(o, name)]
     assert missing == []

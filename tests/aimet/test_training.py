@@ -16,9 +16,7 @@ X = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 def make(scheme: object) -> QuantizationSimModel:
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)
-    )
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
     model.train()(X)  # running statistics
     sim = QuantizationSimModel(model.eval(), X, scheme, default_param_bw=4)
     sim.compute_encodings(lambda m: m(X))
@@ -47,9 +45,7 @@ def test_other_schemes_train_ranges_when_their_parameters_are_asked_for():
     assert "0.weight.log_scale" in names and len(names) == len(list(sim.quantizer_parameters()))
     again = make(QuantScheme.post_training_tf)
     encodings = {n: s.encoding for n, s in again.quantizers.items()}
-    assert {n: s.encoding for n, s in sim.quantizers.items()} == encodings, (
-        "they start where calibration found them"
-    )
+    assert {n: s.encoding for n, s in sim.quantizers.items()} == encodings, "they start where calibration found them"
 
 
 def test_batch_norms_are_estimated_anew_and_folded_into_scales():

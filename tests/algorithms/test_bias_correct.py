@@ -22,9 +22,7 @@ from bitwright.torch import (
 # ------------------------------------------------------------------------------------------------ arithmetic
 
 
-@pytest.mark.parametrize(
-    "low, high", [(0.0, np.inf), (0.0, 6.0), (-1.0, 1.0), (-np.inf, 2.0), (-np.inf, np.inf)]
-)
+@pytest.mark.parametrize("low, high", [(0.0, np.inf), (0.0, 6.0), (-1.0, 1.0), (-np.inf, 2.0), (-np.inf, np.inf)])
 def test_clipped_normal_is_what_samples_say(low, high):
     mean, std = np.array([-3.0, -0.5, 0.0, 1.0, 5.5, 40.0]), np.array([1.0, 0.5, 2.0, 3.0, 1.0, 2.0])
     samples = np.random.default_rng(0).standard_normal((400_000, 6)) * std + mean
@@ -99,13 +97,7 @@ def test_expected_inputs_follow_batch_norms_activations_additions_and_pools():
 
 @pytest.mark.parametrize(
     "batch, count",
-    [
-        (np.zeros((7, 2)), 7),
-        ((np.zeros((3, 2)), 1), 3),
-        ({"x": np.zeros((5,))}, 5),
-        (np.float32(1), 1),
-        ([], 1),
-    ],
+    [(np.zeros((7, 2)), 7), ((np.zeros((3, 2)), 1), 3), ({"x": np.zeros((5,))}, 5), (np.float32(1), 1), ([], 1)],
 )
 def test_samples_are_counted_on_the_first_axis(batch, count):
     assert samples_in(batch) == count
@@ -241,18 +233,12 @@ def test_few_samples_are_warned_about(caplog):
 def test_bad_input_is_named():
     model, x = net(), images()
     sim = simulated(model, x)
-    with pytest.raises(
-        CalibrationError, match="bias correction: the data held no batch. Remedy: give about 256"
-    ):
+    with pytest.raises(CalibrationError, match="bias correction: the data held no batch. Remedy: give about 256"):
         apply_bias_correction(sim, [])
-    with pytest.raises(
-        ConfigError, match="layers_to_ignore: there is no layer 'conv9'. Remedy: use some of 0, 2"
-    ):
+    with pytest.raises(ConfigError, match="layers_to_ignore: there is no layer 'conv9'. Remedy: use some of 0, 2"):
         apply_bias_correction(sim, [x], layers_to_ignore=["conv9"])
     kept = sim.model[0].bias.detach().clone()
-    with pytest.raises(
-        CalibrationError, match="0: the mean of its output channel 0 is NaN or infinite on this data"
-    ):
+    with pytest.raises(CalibrationError, match="0: the mean of its output channel 0 is NaN or infinite on this data"):
         apply_bias_correction(sim, [torch.full_like(x, float("nan"))])
     assert torch.equal(sim.model[0].bias, kept)
     with pytest.raises(CalibrationError, match="the model was run before calibration"):

@@ -65,9 +65,7 @@ def network() -> torch.nn.Module:
 def onnx_network() -> onnx.ModelProto:
     weight = onnx.numpy_helper.from_array(np.eye(6, dtype=np.float32), "w")
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 6]) for name in ("x", "y")]
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])], "g", values[:1], values[1:], [weight]
-    )
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", values[:1], values[1:], [weight])
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
@@ -85,9 +83,7 @@ def test_every_option_of_every_step_refuses_what_it_cannot_be(front):
         if "it takes none" in str(found.value):
             continue
         for option in found.value.remedy.removeprefix("use ").split(", "):
-            with pytest.raises(
-                ConfigError, match=rf"^{step}: the option '{option}' is <object .*Remedy: give "
-            ):
+            with pytest.raises(ConfigError, match=rf"^{step}: the option '{option}' is <object .*Remedy: give "):
                 quantize(front, [{step: {option: object()}}])
 
 

@@ -66,9 +66,7 @@ def make(front_end: str, **options: Any) -> Case:
         names = ("conv1", "conv2", "conv3", "head")
     else:
         data = [x.numpy() for x in data]
-        sim = bitwright.onnx.QuantizationSimModel(
-            exported(model, torch.from_numpy(data[0])), data[0], **options
-        )
+        sim = bitwright.onnx.QuantizationSimModel(exported(model, torch.from_numpy(data[0])), data[0], **options)
         names = ("/conv1/Conv", "/conv2/Conv", "/conv3/Conv", "/head/MatMul")
     sim.compute_encodings(data, progress=False)
     return Case(sim, data, *names)

@@ -102,17 +102,13 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on_from_there(case, tmp_
     before = len(runs)
     rest = bitwright.analyze(case.sim, case.data, mode="exact", resume=tmp_path)
     assert any("measurements of an earlier analysis were taken over" in note for note in rest.notes)
-    assert len(runs) - before < 4 * (len(whole.sites) + len(whole.groups)), (
-        "what was measured is not measured again"
-    )
+    assert len(runs) - before < 4 * (len(whole.sites) + len(whole.groups)), "what was measured is not measured again"
     assert {r.name: r.only_db for r in rest.sites} == {r.name: r.only_db for r in whole.sites}
 
 
 def test_a_folder_of_another_analysis_is_refused(torch_case, tmp_path):
     bitwright.analyze(torch_case.sim, torch_case.data[:2], resume=tmp_path)
-    with pytest.raises(
-        ConfigError, match="holds measurements of another simulation, other data or another metric"
-    ):
+    with pytest.raises(ConfigError, match="holds measurements of another simulation, other data or another metric"):
         bitwright.analyze(torch_case.sim, torch_case.data[1:3], resume=tmp_path)
 
 
@@ -132,9 +128,7 @@ def test_a_damaged_file_of_measurements_is_named(torch_case, tmp_path, content, 
     if content.startswith("{") and content != "{":
         content = json.dumps({**json.loads(path.read_text()), **json.loads(content)})
     path.write_text(content)
-    with pytest.raises(
-        ConfigError, match=f"measured.json.*: {problem}.*\n*.*remove it, or name another folder"
-    ):
+    with pytest.raises(ConfigError, match=f"measured.json.*: {problem}.*\n*.*remove it, or name another folder"):
         bitwright.analyze(torch_case.sim, torch_case.data[:1], mode="exact", resume=tmp_path)
 
 
@@ -235,13 +229,9 @@ def test_one_sample_has_no_interval(torch_case):
     "data, error, message",
     [
         pytest.param([], CalibrationError, "the data held no batch", id="empty"),
-        pytest.param(
-            torch.zeros(2, 3, 8, 8), CalibrationError, "data is a Tensor, not a list of batches", id="one"
-        ),
+        pytest.param(torch.zeros(2, 3, 8, 8), CalibrationError, "data is a Tensor, not a list of batches", id="one"),
         pytest.param([torch.zeros(2, 4, 8, 8)], ModelError, "the model fails on a batch", id="shape"),
-        pytest.param(
-            [(torch.zeros(2, 3, 8, 8), torch.zeros(2))], ModelError, "pass labels=", id="with-labels"
-        ),
+        pytest.param([(torch.zeros(2, 3, 8, 8), torch.zeros(2))], ModelError, "pass labels=", id="with-labels"),
     ],
 )
 def test_data_that_do_not_fit_are_refused(torch_case, data, error, message):
@@ -262,9 +252,7 @@ def test_outputs_of_nothing_but_zeros_are_refused():
     with torch.no_grad():
         model[2].weight.zero_()
         model[2].bias.zero_()
-    with pytest.raises(
-        ModelError, match="its outputs hold no number but 0 on these data.*load trained weights"
-    ):
+    with pytest.raises(ModelError, match="its outputs hold no number but 0 on these data.*load trained weights"):
         bitwright.analyze(*simulated(model))
 
 
@@ -281,9 +269,7 @@ def test_of_the_sites_of_one_quantizer_that_with_values_is_named():
             return self.head(self.gru(x)[0])
 
     generator = torch.Generator().manual_seed(0)
-    found = bitwright.analyze(
-        *simulated(Gated(), [torch.randn(8, 6, 4, generator=generator) for _ in range(2)])
-    )
+    found = bitwright.analyze(*simulated(Gated(), [torch.randn(8, 6, 4, generator=generator) for _ in range(2)]))
     sites = [c.evidence["site"] for row in found.layers for c in row.causes if "site" in c.evidence]
     assert "gru.l0.forward.output[0]" in sites and "gru.l0.forward.input[5]" not in sites
 

@@ -69,9 +69,7 @@ def test_numbers_by_bootstrap_the_same_for_the_same_seed():
     after = before - 0.3 + 0.2 * generator.normal(size=200)
     one, two = compare(before, after), compare(before, after)
     assert one == two and one.test == "bootstrap" and one.distinguishable
-    assert one.text.startswith("worse by 0.3") and compare(before, after, better="lower").text.startswith(
-        "better by"
-    )
+    assert one.text.startswith("worse by 0.3") and compare(before, after, better="lower").text.startswith("better by")
     sloppy = compare(before, before + 0.001 * (1 + 30 * generator.normal(size=200)))
     assert not sloppy.distinguishable and sloppy.needed > 200
 

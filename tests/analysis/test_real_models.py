@@ -21,9 +21,7 @@ def simulated(name, batches, preset="w8a8"):
 
 
 @pytest.mark.slow
-def test_depthwise_layers_of_a_mobilenet_on_one_scale_are_named_and_one_scale_per_channel_helps(
-    cifar, cifar_train
-):
+def test_depthwise_layers_of_a_mobilenet_on_one_scale_are_named_and_one_scale_per_channel_helps(cifar, cifar_train):
     preset = PRESETS["w8a8"]
     preset = dataclasses.replace(preset, weight=dataclasses.replace(preset.weight, granularity=PerTensor()))
     sim = simulated("mobilenet_v2_cifar", cifar_train[:64].batches(32), preset)

@@ -46,23 +46,13 @@ class Residual(nn.Module):
 
 def chain() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.Hardtanh(0.0, 0.5),
-        nn.Conv2d(8, 8, 3),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(128, 4),
+        nn.Conv2d(3, 8, 3), nn.Hardtanh(0.0, 0.5), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)
     )
 
 
 def perceptron() -> nn.Module:
     return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(192, 32),
-        nn.Hardtanh(-0.3, 0.3),
-        nn.Linear(32, 16),
-        nn.ReLU(),
-        nn.Linear(16, 4),
+        nn.Flatten(), nn.Linear(192, 32), nn.Hardtanh(-0.3, 0.3), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)
     )
 
 
@@ -120,11 +110,7 @@ def changed(folder: Path, to: Path, change: Callable[[onnx.GraphProto], None]) -
 
 def data_of(folder: Path) -> dict[str, np.ndarray]:
     with np.load(folder / "net_samples.npz") as samples:
-        return {
-            "input" if "input/input" in samples else "x": samples[
-                next(k for k in samples if k[:6] == "input/")
-            ]
-        }
+        return {"input" if "input/input" in samples else "x": samples[next(k for k in samples if k[:6] == "input/")]}
 
 
 def shift(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[onnx.GraphProto], None]:
@@ -147,9 +133,7 @@ def drop_clip(graph: onnx.GraphProto) -> None:
     "side, how", [("float", "onnxruntime"), ("file", "file"), ("float", "litert"), ("file", "litert")]
 )
 @pytest.mark.parametrize("cause", ["weight", "bias", "clip"])
-def test_what_was_planted_in_the_file_is_named(
-    exported: Path, tmp_path: Path, cause: str, side: str, how: str
-) -> None:
+def test_what_was_planted_in_the_file_is_named(exported: Path, tmp_path: Path, cause: str, side: str, how: str) -> None:
     layer = layer_of(exported)
     changes = {
         "weight": shift(f"{layer}.weight_q", lambda w: np.concatenate([-w[: len(w) // 2], w[len(w) // 2 :]])),
@@ -213,10 +197,7 @@ def test_a_litert_file_and_what_its_kernels_make(tmp_path: Path) -> None:
     assert report.ok and report.b == f"{tmp_path}@litert", report.to_text()
     kernels = {row.name: row.kernel for row in report.rows}
     assert kernels["conv.input[0]"] == "float" and kernels["relu.output[0]"] == "CONV_2D int8"
-    assert (
-        kernels["sigmoid.output[0]"] == "LOGISTIC int8"
-        and kernels["head.output[0]"] == "FULLY_CONNECTED int8"
-    )
+    assert kernels["sigmoid.output[0]"] == "LOGISTIC int8" and kernels["head.output[0]"] == "FULLY_CONNECTED int8"
     again = sim.drift("file", "litert", BATCHES[1])
     assert again.ok and {row.kernel for row in again.rows} >= {"LOGISTIC int8", "MUL int8"}
     with pytest.raises(ExportError, match="net.tflite is a LiteRT file, which only litert runs"):
@@ -269,9 +250,7 @@ class Twins(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tower = nn.Sequential(
-            nn.Conv2d(3, 8, 3, stride=2), nn.PReLU(8), nn.Conv2d(8, 8, 3), nn.Flatten()
-        )
+        self.tower = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.PReLU(8), nn.Conv2d(8, 8, 3), nn.Flatten())
         self.head = nn.Linear(8, 2)
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -504,9 +483,7 @@ def test_models_without_a_common_tensor(one: Path, tmp_path: Path) -> None:
     for node in other.graph.node:
         for names in (node.input, node.output):
             for i, old in enumerate(names):
-                names[i] = (
-                    f"of_{old}" if old and old not in {t.name for t in other.graph.initializer} else old
-                )
+                names[i] = f"of_{old}" if old and old not in {t.name for t in other.graph.initializer} else old
     onnx.save(other, tmp_path / "renamed.onnx")
     feeds = {**data_of(one), "of_input": x.numpy()}
     with pytest.raises(ExportError, match="no tensor of the same name"):
@@ -517,9 +494,7 @@ def test_files_of_old_exporters_are_compared(one: Path, tmp_path: Path) -> None:
     """Initializers among the inputs, and constants of other types that the file computes."""
     model = onnx.load(one / "net_float.onnx")
     for tensor in model.graph.initializer:
-        model.graph.input.append(
-            onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
-        )
+        model.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
     shape = next(node for node in model.graph.node if node.op_type == "Reshape")
     whole = onnx.helper.make_node("Abs", [shape.input[1]], ["whole_shape"])
     model.graph.node.insert(0, whole)
@@ -544,15 +519,11 @@ class Lines(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_runtime_that_computes_the_whole_file_otherwise_than_its_parts_is_not_rounding(
-    tmp_path: Path,
-) -> None:
+def test_a_runtime_that_computes_the_whole_file_otherwise_than_its_parts_is_not_rounding(tmp_path: Path) -> None:
     openvino = pytest.importorskip("openvino")
     torch.manual_seed(0)
     x = torch.rand(1, 1, 8, 16)
-    result = quantize(
-        Lines().eval(), [x], recipe=["fold"], path=tmp_path, progress=False, target="openvino_cpu"
-    )
+    result = quantize(Lines().eval(), [x], recipe=["fold"], path=tmp_path, progress=False, target="openvino_cpu")
     assert result.exported is not None
     core = openvino.Core()
     model = core.read_model(result.exported.qdq)

@@ -22,13 +22,7 @@ from bitwright.comparison.products import integer_products
 from bitwright.comparison.saturation import saturation
 from bitwright.comparison.sides import read_model
 from bitwright.core.simulation.protocols import sqnr
-from bitwright.core.sums.accumulator import (
-    INT16_MAX,
-    INT16_MIN,
-    largest_pair,
-    paired_product,
-    saturated,
-)
+from bitwright.core.sums.accumulator import INT16_MAX, INT16_MIN, largest_pair, paired_product, saturated
 from bitwright.errors import ConfigError, ExportError
 from bitwright.methods.saturation import repair_saturation
 from bitwright.onnx import QuantizationSimModel as OnnxSim
@@ -175,9 +169,7 @@ def test_pairing_is_that_of_openvino_without_dot_products(instructions: str) -> 
 
 def test_an_odd_number_of_channels_is_paired_as_either_runtime_does() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3)).eval()
-    with (
-        torch.no_grad()
-    ):  # neighbours within a position, of which the third channel has none, are never both large
+    with torch.no_grad():  # neighbours within a position, of which the third channel has none, are never both large
         model[0].weight.zero_()
         model[0].weight[:, 2] = 1.0
         model[0].weight[:, 0, :, 1:] = 1.0
@@ -191,9 +183,7 @@ def test_an_odd_number_of_channels_is_paired_as_either_runtime_does() -> None:
         model[0].weight[:, :2, 0, 1] = 1.0  # an odd place in a row of 27, an even one in a row of 9 times 4
     sim = QuantizationSimModel(model, x)
     sim.compute_encodings([x])
-    assert sim.saturation([x]).layers[0].touched == 1.0, (
-        "0 and 1 of the second position are neighbours in OpenVINO"
-    )
+    assert sim.saturation([x]).layers[0].touched == 1.0, "0 and 1 of the second position are neighbours in OpenVINO"
 
 
 def net() -> nn.Module:
@@ -218,11 +208,7 @@ def test_only_guilty_layers_are_narrowed(tmp_path: Path) -> None:
     result = quantize(net(), [X], recipe=["fold"], repair="saturation", path=tmp_path, progress=False)
     repair = result.repair
     assert repair is not None and repair.narrowed == ("0.weight",)
-    bits = {
-        name: site.encoding.format.bits
-        for name, site in result.sim.quantizers.items()
-        if site.role == "weight"
-    }
+    bits = {name: site.encoding.format.bits for name, site in result.sim.quantizers.items() if site.role == "weight"}
     assert bits == {"0.weight": 7, "2.weight": 8, "4.weight": 8, "6.weight": 8}
     assert repair.found.guilty == ("0.weight",) and repair.left.guilty == () and repair.left.ok
     assert repair.before > repair.after - 1 and np.isfinite(repair.after)
@@ -259,14 +245,7 @@ def test_both_front_ends_and_the_command_count_the_same(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["saturation", str(tmp_path), "--json", str(out)])
     assert result.exit_code == 1 and "repair='saturation'" in result.output, result.output
     assert json.loads(out.read_text())["guilty"] == ["0.weight"]
-    command = [
-        "quantize",
-        str(tmp_path / "net_float.onnx"),
-        "--out",
-        str(tmp_path / "again"),
-        "--repair",
-        "saturation",
-    ]
+    command = ["quantize", str(tmp_path / "net_float.onnx"), "--out", str(tmp_path / "again"), "--repair", "saturation"]
     np.savez(tmp_path / "data.npz", input=X.numpy())
     result = CliRunner().invoke(
         app, [*command, "--data", str(tmp_path / "data.npz"), "--batch-size", "4", "--recipe", "fold"]
@@ -315,9 +294,7 @@ def test_a_bias_and_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
             array[0] = 1e-38
         tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
     onnx.save(model, tmp_path / "changed.onnx")
-    layers = {
-        s.site: s for s in saturation(read_model(tmp_path / "changed.onnx"), [{"input": X.numpy()}]).layers
-    }
+    layers = {s.site: s for s in saturation(read_model(tmp_path / "changed.onnx"), [{"input": X.numpy()}]).layers}
     assert "the int32 bias overflows" in layers["4.weight"].faults
     assert "its scales underflow" in layers["6.weight"].faults
     assert layers["2.weight"].faults == ()
@@ -342,9 +319,7 @@ def test_export_says_how_fast_it_is_when_asked(tmp_path: Path, caplog: pytest.Lo
     assert sim.export(tmp_path, "quiet", x).speed is None
     exported = sim.export(tmp_path, "told", x, measure_speed=True)
     assert exported.speed is not None and exported.speed.median > 0
-    told = [
-        record.message for record in caplog.records if "slower than float on this machine" in record.message
-    ]
+    told = [record.message for record in caplog.records if "slower than float on this machine" in record.message]
     assert bool(told) == (exported.speed.high < 1)
     other = OnnxSim(tmp_path / "told.onnx")
     assert other.export(tmp_path / "onnx", "again", measure_speed=True).speed is not None
@@ -373,9 +348,7 @@ def test_a_trained_network_is_brought_back(shared_data: Path, tmp_path: Path) ->
     }
     run_without_vnni(_OUTPUTS, tmp_path, str(tmp_path))
     x = task.batches(0)[0]
-    plain, repaired = (
-        sqnr(run(x).numpy(), np.load(tmp_path / f"{name}.npy")) for name, (run, _) in runs.items()
-    )
+    plain, repaired = (sqnr(run(x).numpy(), np.load(tmp_path / f"{name}.npy")) for name, (run, _) in runs.items())
     assert plain < 20 and repaired > 40, (plain, repaired)
     narrowed = runs["repaired"][1].repair.narrowed
     assert 1 <= len(narrowed) <= 6, narrowed

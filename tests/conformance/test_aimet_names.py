@@ -63,9 +63,7 @@ def test_given_batch_norms_are_folded_and_the_others_stay():
     assert list(report) == [("0", "1"), ("6", "7")] and not report.refused
     assert isinstance(model[1], nn.Identity) and isinstance(model[4], nn.BatchNorm2d)
     torch.testing.assert_close(model(X), before, rtol=1e-3, atol=1e-3)
-    with pytest.raises(
-        ModelError, match="layer_pairs: .* is not a layer of the model with a batch norm of it"
-    ):
+    with pytest.raises(ModelError, match="layer_pairs: .* is not a layer of the model with a batch norm of it"):
         bt.fold_given_batch_norms(model, [(model[3], nn.BatchNorm2d(8))], (1, 3, 10, 10))
 
 
@@ -87,10 +85,7 @@ def test_scaling_gives_equal_ranges_then_high_biases_move_on():
 
 def test_the_same_in_onnx():
     model, other = exported(small(), X[:2]), small()
-    folded, pairs = (
-        bo.fold_all_batch_norms(model, X[:2].numpy()),
-        bt.fold_all_batch_norms(other, dummy_input=X[:2]),
-    )
+    folded, pairs = (bo.fold_all_batch_norms(model, X[:2].numpy()), bt.fold_all_batch_norms(other, dummy_input=X[:2]))
     sets = bo.CrossLayerScaling(model).scale_model()
     torch.testing.assert_close(run(model, X), small()(X), rtol=1e-3, atol=1e-3)
     report = bo.HighBiasFold(model).bias_fold(sets, folded)
@@ -104,9 +99,7 @@ def test_batch_norms_may_be_given_as_modules_and_not_as_names():
     norms = {"0": copy.deepcopy(model[1]), model[3]: copy.deepcopy(model[4]), "6": (np.ones(6), np.ones(6))}
     pairs = bt.fold_all_batch_norms(model, dummy_input=X[:2])
     sets = bt.CrossLayerScaling.scale_model(model, dummy_input=X[:2])
-    with pytest.raises(
-        ModelError, match="bn_layers: 0 has '1', .* give the report of fold_all_batch_norms itself"
-    ):
+    with pytest.raises(ModelError, match="bn_layers: 0 has '1', .* give the report of fold_all_batch_norms itself"):
         bt.HighBiasFold.bias_fold(sets, dict(pairs))
     with pytest.raises(ModelError, match="bn_layers: a Conv2d in it is not a module of the model"):
         bt.HighBiasFold.bias_fold(sets, {nn.Conv2d(1, 1, 1): norms["0"]})
@@ -156,9 +149,7 @@ def test_correct_bias_by_formula_takes_what_folding_knows():
     params = bo.QuantParams(4, 8, quant_scheme="tf_enhanced")
     report = bo.correct_bias(model, params, 64, [X.numpy()], 64, moments, False)
     folds = bt.fold_all_batch_norms(module, dummy_input=X[:2])
-    ours = bt.correct_bias(
-        module, bt.QuantParams(4, 8, quant_scheme="tf_enhanced"), 64, [X], 64, folds.moments, False
-    )
+    ours = bt.correct_bias(module, bt.QuantParams(4, 8, quant_scheme="tf_enhanced"), 64, [X], 64, folds.moments, False)
     assert len(report.analytic) == len(ours.analytic) == 3
     with pytest.raises(ConfigError, match="round_mode: it is 'stochastic'. Remedy: use 'nearest'"):
         bt.QuantParams(round_mode="stochastic")
@@ -220,9 +211,7 @@ def test_the_older_call_of_seq_mse():
     other, _ = prepared(small(0.5))
     params = bt.SeqMseParams(num_batches=2, num_candidates=8, inp_symmetry="asym", loss_fn="l1")
     assert str(bt.apply_seq_mse(model, other, batches, params)) != str(report)
-    with pytest.raises(
-        ConfigError, match="inp_symmetry: it is 'both'. Remedy: use one of symqt, symfp, asym"
-    ):
+    with pytest.raises(ConfigError, match="inp_symmetry: it is 'both'. Remedy: use one of symqt, symfp, asym"):
         bt.SeqMseParams(num_batches=2, inp_symmetry="both")
 
 

@@ -86,14 +86,7 @@ CONFIG = {
     "supergroups": ["default", ["Conv", "Silu"]],
     "recurrent": "inside",
 }  # fmt: skip
-RECIPE = {
-    "recipe": [
-        "fold",
-        {"equalize": {}},
-        {"adaround": {"iterations": 2000, "batch_size": 4}},
-        "bias_correction",
-    ]
-}
+RECIPE = {"recipe": ["fold", {"equalize": {}}, {"adaround": {"iterations": 2000, "batch_size": 4}}, "bias_correction"]}
 _TOML = """preset = "w8a8"
 supergroups = ["default", ["Conv", "Silu"]]
 [[rules]]
@@ -219,9 +212,7 @@ def test_documents(kind: str, tmp_path: Path) -> None:
         row.check(row.read(path))
         for i in range(row.count // len(row.valid)):
             structured = not isinstance(valid, str) and i % 2 == 0
-            content = (
-                row.text(damaged_document(valid, rng)) if structured else damaged_bytes(row.text(valid), rng)
-            )
+            content = row.text(damaged_document(valid, rng)) if structured else damaged_bytes(row.text(valid), rng)
             path.write_bytes(content)
             tally.note(lambda: row.read(path), row.check, f"{kind}, input {i}: {content[:2000]!r}")
     assert tally.is_balanced()
@@ -388,12 +379,8 @@ def test_verify_opens_what_hashes_vouch_for(exported: Path, tmp_path: Path) -> N
 
 
 def state_of(sim: QuantizationSimModel) -> dict[str, Any]:
-    state = {
-        name: (site.encoding, site.enabled, site.quantizer.spec) for name, site in sim.quantizers.items()
-    }
-    return state | {
-        name: tensor.detach().clone().numpy().tobytes() for name, tensor in sim.model.state_dict().items()
-    }
+    state = {name: (site.encoding, site.enabled, site.quantizer.spec) for name, site in sim.quantizers.items()}
+    return state | {name: tensor.detach().clone().numpy().tobytes() for name, tensor in sim.model.state_dict().items()}
 
 
 def test_checkpoints(sim: QuantizationSimModel, tmp_path: Path) -> None:
@@ -423,13 +410,9 @@ def test_encodings_of_a_simulation(sim: QuantizationSimModel, exported: Path, tm
             before = state_of(again)
             (tmp_path / "damaged.json").write_bytes(as_json(damaged_document(valid, rng)))
             refused = tally.refused
-            tally.note(
-                lambda: again.load_encodings(tmp_path / "damaged.json"), lambda _: None, f"{version}, {i}"
-            )
+            tally.note(lambda: again.load_encodings(tmp_path / "damaged.json"), lambda _: None, f"{version}, {i}")
             if tally.refused > refused:
-                assert state_of(again) == before, (
-                    f"{version}, {i}: refused, and yet the simulation is another"
-                )
+                assert state_of(again) == before, f"{version}, {i}: refused, and yet the simulation is another"
             again.load_encodings(tmp_path / f"{version}.json")
     for what in damaged_folders(exported, tmp_path / "copy", 60, rng):
         path = tmp_path / "copy" / "net.encodings"
@@ -438,10 +421,7 @@ def test_encodings_of_a_simulation(sim: QuantizationSimModel, exported: Path, tm
 
 
 def test_cache_files(tmp_path: Path) -> None:
-    rng, arrays = (
-        np.random.default_rng(15),
-        {"w": np.linspace(0, 1, 64, dtype=np.float32), "s": np.float32([0.5])},
-    )
+    rng, arrays = (np.random.default_rng(15), {"w": np.linspace(0, 1, 64, dtype=np.float32), "s": np.float32([0.5])})
     cache, tally = FinishedLayers(tmp_path), Tally()
     cache.put("k" * 40, arrays)
     (path,) = tmp_path.iterdir()
@@ -471,17 +451,13 @@ def onnx_model() -> onnx.ModelProto:
         helper.make_tensor("shape", TensorProto.INT64, [2], [0, 8]),
     ]
     result = helper.make_tensor_value_info("z", TensorProto.FLOAT, None)
-    branches = [
-        helper.make_graph([helper.make_node(op, ["y"], ["z"])], op, [], [result]) for op in ("Neg", "Abs")
-    ]
+    branches = [helper.make_graph([helper.make_node(op, ["y"], ["z"])], op, [], [result]) for op in ("Neg", "Abs")]
     nodes = [
         helper.make_node("Conv", ["x", "w", "b"], ["c"], name="conv", kernel_shape=[3, 3]),
         helper.make_node("Relu", ["c"], ["r"], name="relu"),
         helper.make_node("Reshape", ["r", "shape"], ["f"], name="flat"),
         helper.make_node("MatMul", ["f", "v"], ["y"], name="fc"),
-        helper.make_node(
-            "Constant", [], ["yes"], value=helper.make_tensor("t", TensorProto.BOOL, [], [True])
-        ),
+        helper.make_node("Constant", [], ["yes"], value=helper.make_tensor("t", TensorProto.BOOL, [], [True])),
         helper.make_node("If", ["yes"], ["out"], name="if", then_branch=branches[0], else_branch=branches[1]),
     ]
     graph = helper.make_graph(
@@ -510,9 +486,7 @@ def test_onnx_models(external: bool, tmp_path: Path) -> None:
     load_model(path)
     simulate(path)
     for i in range(150):
-        damaged = (
-            damaged_bytes(content, rng) if i % 3 == 0 else damaged_message(proto, rng).SerializeToString()
-        )
+        damaged = damaged_bytes(content, rng) if i % 3 == 0 else damaged_message(proto, rng).SerializeToString()
         path.write_bytes(damaged)
         tally.note(lambda: simulate(path), lambda _: None, f"input {i}")
     assert tally.is_balanced()

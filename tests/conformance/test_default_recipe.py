@@ -21,9 +21,7 @@ class Spoiled(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Sequential(
-            nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16)
-        )
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16))
         self.last = nn.Linear(17, 4)
         with torch.no_grad():
             self.last.weight[:, 16] = 0
@@ -56,13 +54,9 @@ def quantized(front_end, model, batches, *args, **options):
         result = bitwright.torch.quantize(model, batches, *args, progress=False, **options)
         return result, lambda x: result.model(x).detach().numpy()
     file = io.BytesIO()
-    torch.onnx.export(
-        model, (batches[0],), file, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "rows"}}
-    )
+    torch.onnx.export(model, (batches[0],), file, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "rows"}})
     feeds = [batch.numpy() for batch in batches]
-    result = bitwright.onnx.quantize(
-        onnx.load_from_string(file.getvalue()), feeds, *args, progress=False, **options
-    )
+    result = bitwright.onnx.quantize(onnx.load_from_string(file.getvalue()), feeds, *args, progress=False, **options)
     return result, lambda x: result.sim.run(x.numpy())[0]
 
 

@@ -35,9 +35,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, onnx.Mode
     model, path = Net().eval(), tmp_path_factory.mktemp("both") / "net.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.onnx.export(
-            model, (DATA[0],), path, input_names=["x"], opset_version=21, dynamo=True, verbose=False
-        )
+        torch.onnx.export(model, (DATA[0],), path, input_names=["x"], opset_version=21, dynamo=True, verbose=False)
     return model, onnx.load(path)
 
 
@@ -59,8 +57,7 @@ def test_encodings_of_both_front_ends(both, scheme, preset):
     (other,) = [s for s in theirs.quantizers.values() if s.role == "input"]
     assert first.encoding == other.encoding, "the model's input is the same tensor in both"
     pairs = zip(
-        *([s.encoding for s in sim.quantizers.values() if s.role == "output"] for sim in (ours, theirs)),
-        strict=True,
+        *([s.encoding for s in sim.quantizers.values() if s.role == "output"] for sim in (ours, theirs)), strict=True
     )
     for one, two in pairs:  # behind a convolution, sums are rounded in another order
         assert one.format == two.format and np.allclose(one.scale, two.scale, rtol=0.01)

@@ -109,9 +109,7 @@ class Squares(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.exp(x[:, :1]) * torch.sigmoid(x)
-        return self.last(
-            self.first(torch.sigmoid(x)) / torch.einsum("bi,bi->b", y, y)[:, None].log().exp().sqrt()
-        )
+        return self.last(self.first(torch.sigmoid(x)) / torch.einsum("bi,bi->b", y, y)[:, None].log().exp().sqrt())
 
 
 class Remainder(nn.Module):
@@ -193,18 +191,13 @@ def test_how_far_a_need_reaches_back() -> None:
     assert found["shifted.output[0]"] == found["mean.output[0]"] == "divisor"
     assert "squared.output[0]" not in found  # the sum is what matters
     assert found["abs.output[0]"] == found["skip.output[0]"] == "divisor"
-    assert (
-        "fc.output[0]" not in found and "relu.output[0]" not in found
-    )  # a sum of two signed values is one of its own
+    assert "fc.output[0]" not in found and "relu.output[0]" not in found  # a sum of two signed values is one of its own
 
 
 def test_an_input_of_the_model_may_have_either_sign() -> None:
     b = Build()
     divided = b.op(
-        "Div",
-        b.input("x"),
-        b.op("Add", b.op("Relu", b.input("y"), name="relu"), b.input("z"), name="sum"),
-        name="div",
+        "Div", b.input("x"), b.op("Add", b.op("Relu", b.input("y"), name="relu"), b.input("z"), name="sum"), name="div"
     )
     found = {value for value, (need, _) in exact_values(b.graph(divided), set()).items() if need == "divisor"}
     assert found == {"sum.output[0]"}  # a small sum need not be one of small values
@@ -275,9 +268,7 @@ class Itself(nn.Module):
 
 
 @pytest.mark.parametrize("front", ["torch", "onnx"])
-def test_nan_of_the_model_itself_is_not_blamed_on_the_simulation(
-    front: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nan_of_the_model_itself_is_not_blamed_on_the_simulation(front: str, caplog: pytest.LogCaptureFixture) -> None:
     model, x = Itself().eval(), torch.randn(4, 4)
     with caplog.at_level("WARNING", "bitwright"):
         _, found = simulated(front, model, x)

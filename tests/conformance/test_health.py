@@ -24,11 +24,7 @@ from tests.support.health_zoo import FAULTS, LOOK_ALIKES, check
 
 
 def params(table):
-    return [
-        pytest.param(front, case, id=f"{front}: {case.name}")
-        for front, cases in table.items()
-        for case in cases
-    ]
+    return [pytest.param(front, case, id=f"{front}: {case.name}") for front, cases in table.items() for case in cases]
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
@@ -63,9 +59,7 @@ def test_what_is_repaired_is_finite(front, case):
             assert np.isfinite(y).all()
 
 
-SEVERAL = (
-    "two faults, of which the first is to be named first",
-)  # the second shows when the first is repaired
+SEVERAL = ("two faults, of which the first is to be named first",)  # the second shows when the first is repaired
 
 
 def outputs(sim, batch):
@@ -74,11 +68,7 @@ def outputs(sim, batch):
         return [np.asarray(y, np.float64) for y in sim.run(batch)]
     args, kwargs = as_call(batch)
     with torch.no_grad():
-        return [
-            t.double().numpy()
-            for _, t in flatten_tensors(sim.model(*args, **kwargs))
-            if t.is_floating_point()
-        ]
+        return [t.double().numpy() for _, t in flatten_tensors(sim.model(*args, **kwargs)) if t.is_floating_point()]
 
 
 @pytest.mark.parametrize("front, case", params(LOOK_ALIKES))
@@ -156,9 +146,7 @@ def simulations():
     assert program is not None
     return {
         "torch": lambda method: bitwright.torch.QuantizationSimModel(model, x, method),
-        "onnx": lambda method: bitwright.onnx.QuantizationSimModel(
-            program.model_proto, x.numpy(), method, threads=1
-        ),
+        "onnx": lambda method: bitwright.onnx.QuantizationSimModel(program.model_proto, x.numpy(), method, threads=1),
     }
 
 

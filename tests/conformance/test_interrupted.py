@@ -126,10 +126,7 @@ def test_a_loaded_model_that_is_changed_in_place_computes_the_same(name, monkeyp
 
 
 def test_a_simulation_whose_biases_were_being_corrected_is_as_it_was(monkeypatch, as_onnx):
-    sim, other = (
-        bt.QuantizationSimModel(folded(), X[:2]),
-        bo.QuantizationSimModel(as_onnx[folded], X[:2].numpy()),
-    )
+    sim, other = (bt.QuantizationSimModel(folded(), X[:2]), bo.QuantizationSimModel(as_onnx[folded], X[:2].numpy()))
     batches = X.split(32)
     sim.compute_encodings(batches, progress=False)
     other.compute_encodings([x.numpy() for x in batches], progress=False)

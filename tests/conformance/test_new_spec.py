@@ -46,9 +46,7 @@ def change(sim: Any, facets: dict[str, Any], roles: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("front", ["torch", "onnx"])
 @pytest.mark.parametrize("scheme", ["min_max", "mse"])
 @pytest.mark.parametrize("what", CHANGES)
-def test_activations_are_what_calibration_under_the_new_spec_gives(
-    front: str, scheme: str, what: str
-) -> None:
+def test_activations_are_what_calibration_under_the_new_spec_gives(front: str, scheme: str, what: str) -> None:
     roles = ("input", "output")
     changed = calibrate(simulation(front, scheme), front)
     change(changed, CHANGES[what], roles)
@@ -77,9 +75,7 @@ def test_data_adds_to_the_statistics_kept(front: str) -> None:
     """A histogram goes on as one, though the new method reads its ends only."""
     sim = calibrate(simulation(front, "mse"), front)
     change(sim, {"method": RangeMethod("minmax")}, ("input", "output"))
-    sim.compute_encodings(
-        [data(3) * 2 if front == "torch" else data(3).numpy() * 2], resume=True, progress=False
-    )
+    sim.compute_encodings([data(3) * 2 if front == "torch" else data(3).numpy() * 2], resume=True, progress=False)
     whole = simulation(front, "min_max")
     batches = [data(1), data(2), data(3) * 2]
     whole.compute_encodings([b if front == "torch" else b.numpy() for b in batches], progress=False)

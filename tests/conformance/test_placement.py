@@ -31,15 +31,7 @@ ONLY = {
     "masked-lm-sdpa": {"positions.weight"},
     "tuple-io": {"left.weight"},
 }
-FAST = {
-    "chain-residual",
-    "densenet",
-    "functional",
-    "mobilenet-v3-block",
-    "shared-twice",
-    "super-resolution",
-    "vit-bmm",
-}
+FAST = {"chain-residual", "densenet", "functional", "mobilenet-v3-block", "shared-twice", "super-resolution", "vit-bmm"}
 NAMES = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PLANNED]
 
 
@@ -54,9 +46,7 @@ def onnx_plan(proto: onnx.ModelProto) -> tuple[Plan, Graph]:
     return place(graph, load_config()), graph
 
 
-def weights(
-    plan: Plan, graph: Graph, names: dict[str, str]
-) -> dict[frozenset[str], set[tuple[str, str, int]]]:
+def weights(plan: Plan, graph: Graph, names: dict[str, str]) -> dict[frozenset[str], set[tuple[str, str, int]]]:
     """Parameters that make up a weight -> its format, symmetry and number of scales; -1 where its shape is unknown."""
     found: dict[frozenset[str], set[tuple[str, str, int]]] = {}
     for site in plan.sites.values():

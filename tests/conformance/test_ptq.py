@@ -35,12 +35,7 @@ def exported(model: nn.Module, x: Tensor, dynamo: bool = False) -> onnx.ModelPro
         if dynamo:
             rows = torch.export.Dim("rows", min=1, max=256)
             program = torch.onnx.export(
-                copy.deepcopy(model),
-                (x,),
-                dynamo=True,
-                verbose=False,
-                input_names=["x"],
-                dynamic_shapes=({0: rows},),
+                copy.deepcopy(model), (x,), dynamo=True, verbose=False, input_names=["x"], dynamic_shapes=({0: rows},)
             )
             assert program is not None
             return program.model_proto
@@ -152,9 +147,7 @@ def test_a_reference_is_the_goal_where_weights_have_changed_since(caplog):
         onnx_ptq.apply_bias_correction(theirs, [X.numpy()], reference=other)
     for found in (sim.model(X), torch.from_numpy(theirs.run(X.numpy())[0])):
         assert (found.mean(0) - goal).abs().max() < 0.02 * goal.abs().max() + 0.01
-    assert (
-        "did not happen" not in caplog.text and not sim._simulator.unseen
-    )  # measuring is not part of the model
+    assert "did not happen" not in caplog.text and not sim._simulator.unseen  # measuring is not part of the model
 
 
 def test_the_analytic_form_computes_the_same():
@@ -225,9 +218,7 @@ def test_the_search_of_channel_scales_in_a_recipe():
         return float((outputs.detach() - wanted).square().mean())
 
     recipe = ["fold_norms", {"awq": {"alphas": 10}}, "gptq"]
-    ours = bitwright.quantize(
-        model, [x], "w4", recipe=recipe, metric=lambda m: error(m(x)), lower_is_better=True
-    )
+    ours = bitwright.quantize(model, [x], "w4", recipe=recipe, metric=lambda m: error(m(x)), lower_is_better=True)
     theirs = bitwright.onnx.quantize(
         other, [x.numpy()], "w4", recipe=recipe, lower_is_better=True,
         metric=lambda session: error(torch.from_numpy(session.run(None, {"x": x.numpy()})[0])),
@@ -280,9 +271,7 @@ def test_bad_input_is_named_in_onnx(tmp_path):
 # ------------------------------------------------------------------------------------------ trained networks
 
 
-def equalized_and_corrected(
-    name: str, calibration: Tensor, images: Images
-) -> tuple[float, float, float, float]:
+def equalized_and_corrected(name: str, calibration: Tensor, images: Images) -> tuple[float, float, float, float]:
     """W8A8 with one scale per tensor: float, plain, equalized, and corrected as well, in torch."""
     batches = list(calibration.split(64))
     model = trained(name)

@@ -101,9 +101,7 @@ def test_both_front_ends_come_equally_near_to_float(method, both):
     assert len(first) == len(second) == 4
     for i, (a, b) in enumerate(zip(first, second, strict=True)):
         # behind the first layer, errors hang on what was learned before, from rows drawn in another order
-        assert b.before == pytest.approx(
-            a.before, rel=0.05 if i == 0 or method in ("gptq", "seq_mse") else 0.3
-        )
+        assert b.before == pytest.approx(a.before, rel=0.05 if i == 0 or method in ("gptq", "seq_mse") else 0.3)
     assert second.gain == pytest.approx(first.gain, rel=0.25)
     after = error(model, torch_run)
     assert after < before
@@ -177,13 +175,8 @@ def test_operators_without_a_torch_row_are_run_by_the_runtime(caplog):
     feeds = [random.standard_normal((4, 3, 8, 8)).astype(np.float32) for _ in range(4)]
     sim = onnx_front.QuantizationSimModel(proto, feeds[0], preset="w4a8")
     sim.compute_encodings(feeds)
-    report = onnx_front.apply_reconstruction(
-        sim, feeds, "brecq", blocks=[["first", "second"]], iterations=100
-    )
-    assert [row.layer for row in report] == [
-        "first",
-        "second",
-    ]  # there is no gradient through Resize: one by one
+    report = onnx_front.apply_reconstruction(sim, feeds, "brecq", blocks=[["first", "second"]], iterations=100)
+    assert [row.layer for row in report] == ["first", "second"]  # there is no gradient through Resize: one by one
     assert report.rows[0].before != report.rows[1].before and report.gain < 1
 
 
@@ -250,11 +243,7 @@ def test_aimet_names(both, caplog):
         one = onnx_front.apply_seq_mse(sim, feeds, num_candidates=5, nodes_to_exclude=["/head/*"])
         two = onnx_front.apply_adaround(sim, feeds, num_iterations=20, nodes_to_include=["/stem/*"])
         three = onnx_front.apply_gptq(sim, feeds, include=["/head/*"])
-    assert (
-        len(one) == 3
-        and [r.layer for r in two] == ["/stem/Conv"]
-        and [r.layer for r in three] == ["/head/Gemm"]
-    )
+    assert len(one) == 3 and [r.layer for r in two] == ["/stem/Conv"] and [r.layer for r in three] == ["/head/Gemm"]
 
 
 def test_a_weight_that_a_node_computes_becomes_an_initializer_of_its_own(tmp_path):

@@ -46,9 +46,7 @@ class Tagger(nn.Module):
 
 
 def batches(count: int = 3) -> list[torch.Tensor]:
-    return [
-        torch.randn(LENGTH, BATCH, INPUTS, generator=torch.Generator().manual_seed(i)) for i in range(count)
-    ]
+    return [torch.randn(LENGTH, BATCH, INPUTS, generator=torch.Generator().manual_seed(i)) for i in range(count)]
 
 
 def torch_sim(name: str) -> TorchSim:
@@ -65,8 +63,7 @@ def layers(sim: TorchSim | OnnxSim) -> list[Op]:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYERS],
+    scope="module", params=[pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYERS]
 )
 def pair(request, tmp_path_factory) -> tuple[TorchSim, OnnxSim, Path, Path]:
     """Both simulations of one model, calibrated on the same data, and both of its exported files."""
@@ -85,9 +82,7 @@ def test_the_same_sites(pair):
         assert one.attrs["direction"] == other.attrs["direction"]
         named = {
             sim: {
-                site.inner: site.quantizer.spec
-                for site in sim.quantizers.values()
-                if site.op == op.name and site.inner
+                site.inner: site.quantizer.spec for site in sim.quantizers.values() if site.op == op.name and site.inner
             }
             for sim, op in ((ours, one), (theirs, other))
         }
@@ -98,11 +93,7 @@ def test_the_same_encodings(pair):
     ours, theirs, *_ = pair
     for one, other in zip(layers(ours), layers(theirs), strict=True):
         found, expected = (
-            {
-                site.inner: site.encoding
-                for site in sim.quantizers.values()
-                if site.op == op.name and site.inner
-            }
+            {site.inner: site.encoding for site in sim.quantizers.values() if site.op == op.name and site.inner}
             for sim, op in ((theirs, other), (ours, one))
         )
         for name, encoding in expected.items():
@@ -115,9 +106,7 @@ def test_the_same_encodings(pair):
 
 def _row_scales(sim: TorchSim | OnnxSim, op: Op, port: int) -> np.ndarray:
     """Gate -> one scale per row, gates in ONNX's order."""
-    (site,) = [
-        s for s in sim.quantizers.values() if s.op == op.name and s.port == port and s.role == "weight"
-    ]
+    (site,) = [s for s in sim.quantizers.values() if s.op == op.name and s.port == port and s.role == "weight"]
     parts = dict(zip(op.attrs["gates"], np.split(site.encoding.scale, len(op.attrs["gates"])), strict=True))
     return np.concatenate([parts[gate] for gate in CELLS[op.type].gates])
 

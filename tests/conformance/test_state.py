@@ -95,15 +95,7 @@ def state(sim: Any, front: FrontEnd) -> dict[str, Any]:
             found["output"] = str(error)
     for name, site in sim.quantizers.items():
         q = site.quantizer
-        found[name] = (
-            q.spec,
-            q.encoding,
-            q.state,
-            q.frozen,
-            seen(q.statistics),
-            q.empty,
-            str(site.channels.seen),
-        )
+        found[name] = (q.spec, q.encoding, q.state, q.frozen, seen(q.statistics), q.empty, str(site.channels.seen))
     found["coverage"] = str(sim.coverage())
     found["sim"] = (sim.calibrated, sim.calibration_log, tuple(sim.repairs))
     return found
@@ -171,9 +163,7 @@ def carry_out(sim: Any, front: FrontEnd, names: list[str]) -> None:
 
 @pytest.mark.parametrize("front", FRONT_ENDS)
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    st.lists(st.sampled_from(list(CHANGES)), max_size=4), st.lists(st.sampled_from(list(CHANGES)), max_size=5)
-)
+@given(st.lists(st.sampled_from(list(CHANGES)), max_size=4), st.lists(st.sampled_from(list(CHANGES)), max_size=5))
 def test_any_changes_are_taken_back(front: str, first: list[str], then: list[str]) -> None:
     end = FRONT_ENDS[front]
     sim = end.make()

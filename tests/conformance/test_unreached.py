@@ -29,9 +29,7 @@ def test_eight_sites_are_named_and_the_others_counted(caplog: pytest.LogCaptureF
     sim = QuantizationSimModel(Branch(nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))), x, examples=[-x])
     with caplog.at_level(logging.WARNING, "bitwright"):
         sim.compute_encodings([x])
-    assert re.search(
-        r"never reached 10 site.*: b\.0\.output\[0\].*, b\.7\.output\[0\] and 2 more\n", caplog.text
-    )
+    assert re.search(r"never reached 10 site.*: b\.0\.output\[0\].*, b\.7\.output\[0\] and 2 more\n", caplog.text)
 
 
 def test_sites_that_calibration_never_reached(caplog: pytest.LogCaptureFixture) -> None:
@@ -39,12 +37,9 @@ def test_sites_that_calibration_never_reached(caplog: pytest.LogCaptureFixture) 
     sim = QuantizationSimModel(Branch(nn.Linear(2, 2)), x, examples=[-x])
     with caplog.at_level(logging.WARNING, "bitwright"):
         sim.compute_encodings([x])
-    assert re.search(
-        r"never reached 1 site\(s\), without an encoding; using them is an error: b\.output", caplog.text
-    )
+    assert re.search(r"never reached 1 site\(s\), without an encoding; using them is an error: b\.output", caplog.text)
     with pytest.raises(
-        CalibrationError,
-        match=r"b\.output\[0\]: the quantizer has no encoding: calibration never reached",
+        CalibrationError, match=r"b\.output\[0\]: the quantizer has no encoding: calibration never reached"
     ):
         sim.model(-x)
     caplog.clear()

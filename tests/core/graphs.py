@@ -59,9 +59,7 @@ class Build:
         return self.op("Conv", x, weight, b, name=name, shape=(1, channels, 8, 8), group=group)
 
     def bn(self, x: str, name: str, channels: int = 8, *, training: bool = False) -> str:
-        params = [
-            self.param(f"{name}.{p}", (channels,)) for p in ("weight", "bias", "running_mean", "running_var")
-        ]
+        params = [self.param(f"{name}.{p}", (channels,)) for p in ("weight", "bias", "running_mean", "running_var")]
         return self.op("BatchNormalization", x, *params, name=name, training=training)
 
     def linear(self, x: str, name: str, out: int = 4, inputs: int = 8, *, rank: int = 2) -> str:
@@ -96,10 +94,5 @@ def conv_chain(n: int) -> Graph:
     b = Build()
     x = b.input()
     for i in range(n):
-        x = b.op(
-            "Relu",
-            b.bn(b.conv(x, f"{i}.conv", inputs=8 if i else 3), f"{i}.bn"),
-            name=f"{i}.relu",
-            module=f"{i}",
-        )
+        x = b.op("Relu", b.bn(b.conv(x, f"{i}.conv", inputs=8 if i else 3), f"{i}.bn"), name=f"{i}.relu", module=f"{i}")
     return b.graph(x)

@@ -39,9 +39,7 @@ def members(cls: ast.ClassDef) -> set[str]:
 
 def undocumented_by(tree: ast.Module) -> list[str]:
     classes = [node for node in statements(tree) if isinstance(node, ast.ClassDef) and not node.bases]
-    return [
-        f"{c.name}.{name}" for c in classes if (named := documented(c)) for name in sorted(named - members(c))
-    ]
+    return [f"{c.name}.{name}" for c in classes if (named := documented(c)) for name in sorted(named - members(c))]
 
 
 def test_every_documented_field_exists() -> None:

@@ -20,21 +20,10 @@ from bitwright.core.numerics.affine import (
     with_scale,
 )
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import (
-    FLOAT_FORMATS,
-    SCALE_FORMATS,
-    IntFormat,
-    largest_code,
-    parse_scale_format,
-)
+from bitwright.core.numerics.formats import FLOAT_FORMATS, SCALE_FORMATS, IntFormat, largest_code, parse_scale_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel
 from bitwright.core.numerics.ranges import choose_range_of
-from bitwright.core.numerics.serialize import (
-    encoding_from_json,
-    encoding_to_json,
-    spec_from_json,
-    spec_to_json,
-)
+from bitwright.core.numerics.serialize import encoding_from_json, encoding_to_json, spec_from_json, spec_to_json
 from bitwright.core.numerics.spec import PRESETS, QuantSpec
 from bitwright.errors import ConfigError, EncodingsError, FormatError
 
@@ -44,9 +33,7 @@ ELEMENTS = {
     "mxfp6_e3m2": ml_dtypes.float6_e3m2fn,
     "mxfp8": ml_dtypes.float8_e4m3fn,
 }
-SCALED = [
-    name for name, preset in PRESETS.items() if preset.weight and preset.weight.scale_format.name != "float32"
-]
+SCALED = [name for name, preset in PRESETS.items() if preset.weight and preset.weight.scale_format.name != "float32"]
 W = (np.random.default_rng(0).normal(size=(12, 128)) * np.exp2(np.arange(-6, 6))[:, None]).astype(np.float32)
 
 
@@ -79,9 +66,7 @@ def test_mxint8_has_an_implied_scale_of_a_64th():
     assert np.abs(quantize(W, encoding)).max() <= 127
 
 
-@given(
-    st.floats(2.0**-100, 2.0**100, width=32), st.sampled_from(["float4_e2m1", "float8_e4m3", "float6_e3m2"])
-)
+@given(st.floats(2.0**-100, 2.0**100, width=32), st.sampled_from(["float4_e2m1", "float8_e4m3", "float6_e3m2"]))
 def test_a_power_of_two_scale_brings_the_largest_value_into_the_top_binade(largest, name):
     fmt = FLOAT_FORMATS[name]
     x = float(power_of_two_scale(largest, fmt))
@@ -109,18 +94,12 @@ def test_nvfp4_scales_are_float8_times_one_number_of_the_tensor():
 def test_lpbq_scales_are_whole_multiples_of_one_number_of_the_channel():
     encoding = block_encoding("w4lpbq")
     plain = encode(
-        *choose_range_of(W, PRESETS["w4g32"].weight, PerBlock(64, 1, 0)),
-        PRESETS["w4g32"].weight,
-        PerBlock(64, 1, 0),
+        *choose_range_of(W, PRESETS["w4g32"].weight, PerBlock(64, 1, 0)), PRESETS["w4g32"].weight, PerBlock(64, 1, 0)
     )
     stored = scale_multiples(encoding)
     assert encoding.common.shape == (12, 1) and stored.dtype == np.float32
-    np.testing.assert_array_equal(
-        encoding.common, (plain.scale.max(axis=1, keepdims=True) / 16.0).astype(np.float32)
-    )
-    np.testing.assert_array_equal(
-        stored, np.clip(np.rint(plain.scale / encoding.common.astype(np.float64)), 1, 16)
-    )
+    np.testing.assert_array_equal(encoding.common, (plain.scale.max(axis=1, keepdims=True) / 16.0).astype(np.float32))
+    np.testing.assert_array_equal(stored, np.clip(np.rint(plain.scale / encoding.common.astype(np.float64)), 1, 16))
     np.testing.assert_array_equal(encoding.scale, stored * encoding.common)
     assert (stored.max(axis=1) == 16).all()
 

@@ -85,9 +85,7 @@ class Graph:
     ) -> ir.Value:
         """A marked weight, symmetric."""
         assert value.const_value is not None
-        return self.mark(
-            value, site or str(value.name), fmt, value.const_value.numpy(), granularity, "symmetric"
-        )
+        return self.mark(value, site or str(value.name), fmt, value.const_value.numpy(), granularity, "symmetric")
 
     def model(self, *outputs: ir.Value, opset: int = 21) -> ir.Model:
         graph = ir.Graph(
@@ -155,9 +153,7 @@ def simulate(
             [onnx.helper.make_empty_tensor_value_info(n) for n in dict.fromkeys(filter(None, names))],
             [onnx.helper.make_empty_tensor_value_info(str(v.name)) for v in node.outputs],
         )
-        single = onnx.helper.make_model(
-            proto, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10
-        )
+        single = onnx.helper.make_model(proto, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
         results = evaluate(single, {n: known[n] for n in names if n})
         known.update((str(v.name), np.asarray(a)) for v, a in zip(node.outputs, results, strict=True))
     return sites, {str(v.name): known[str(v.name)] for v in model.graph.outputs}
@@ -190,7 +186,5 @@ def run_plain(model: ir.Model, feeds: Mapping[str, Array]) -> list[Array]:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
-    session = ort.InferenceSession(
-        ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
     return list(session.run(None, dict(feeds)))

@@ -67,13 +67,7 @@ def test_every_file_tells_the_same_scales(folder: Path) -> None:
     assert stored["0.bias"][:2] == ("bias", "int32") and stored["0.input[0]"][0] == "activation"
     flat = rows(contents(folder / "net.tflite"), "Quantized tensors")
     assert [row[3] for row in flat.values()].count(scales[0]) == 1
-    assert flat["0.input[0]"] == (
-        "activation",
-        "int8",
-        "per tensor",
-        stored["0.input[0]"][3],
-        flat["0.input[0]"][4],
-    )
+    assert flat["0.input[0]"] == ("activation", "int8", "per tensor", stored["0.input[0]"][3], flat["0.input[0]"][4])
     assert "0.weight" in shown(folder / "net.onnx", "--match", "0.w*")
     assert "3.weight" not in shown(folder / "net.onnx", "--match", "0.w*")
 

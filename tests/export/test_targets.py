@@ -42,9 +42,7 @@ def types(path: Path) -> set[str]:
     """Types of the stored weights."""
     model = onnx.load(path)
     names = {onnx.TensorProto.INT4: "int4", onnx.TensorProto.INT8: "int8", onnx.TensorProto.UINT4: "uint4"}
-    return {
-        names[t.data_type] for t in model.graph.initializer if t.name.endswith("_q") and t.data_type in names
-    }
+    return {names[t.data_type] for t in model.graph.initializer if t.name.endswith("_q") and t.data_type in names}
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +51,7 @@ def simulated() -> QuantizationSimModel:
     return quantize(net(), BATCHES, "w4a8", recipe=["fold"]).sim
 
 
-@pytest.mark.parametrize(
-    ("target", "stored"), [("ort_cpu", "int8"), ("openvino_cpu", "int8"), ("packed", "int4")]
-)
+@pytest.mark.parametrize(("target", "stored"), [("ort_cpu", "int8"), ("openvino_cpu", "int8"), ("packed", "int4")])
 def test_4_bit_weights_stay_4_bit_in_everything_but_their_storage(
     simulated: QuantizationSimModel, tmp_path: Path, target: str, stored: str
 ) -> None:
@@ -66,11 +62,7 @@ def test_4_bit_weights_stay_4_bit_in_everything_but_their_storage(
     integers = {"ort_cpu": ["QLinearConv", "QLinearConv", "QGemm"], "packed": ["float"] * 3}
     kernels = [row.kernel for row in report.rows if row.kernel != "constant"]
     assert kernels[1:] == integers.get(target, integers["ort_cpu"])
-    weights = {
-        site: s
-        for site, s in json.loads(exported.sites.read_text())["sites"].items()
-        if s["role"] == "weight"
-    }
+    weights = {site: s for site, s in json.loads(exported.sites.read_text())["sites"].items() if s["role"] == "weight"}
     assert {s["encoding"]["format"] for s in weights.values()} == {"int4"}
     again = OnnxSim(exported.qdq)
     read = [s for s in again.quantizers.values() if s.role == "weight"]
@@ -94,9 +86,7 @@ def test_weights_of_float_products_stay_packed(fmt: str) -> None:
     """No integer kernel reads them: their size is what they are for."""
     g = Graph()
     w = g.weight(g.param("w", RNG.normal(size=(8, 5)).astype(np.float32)), fmt, PerBlock(4, 0, 1))
-    made = to_qdq(
-        g.model(g.op("MatMul", g.input("x", 2, 8), w, name="y")), g.encodings, target="ort_cpu"
-    ).model
+    made = to_qdq(g.model(g.op("MatMul", g.input("x", 2, 8), w, name="y")), g.encodings, target="ort_cpu").model
     assert {v.dtype for n, v in made.graph.initializers.items() if n.endswith("_q")} <= {
         ir.DataType.INT4,
         ir.DataType.UINT4,
@@ -149,9 +139,7 @@ def test_quantize_simulates_recurrent_layers_as_the_target_computes_them(
     expected = result.sim.model(STEPS[0]).detach().numpy()
     np.testing.assert_array_equal(again.run({"x": STEPS[0].numpy()})[0], expected)
     weights = [
-        s.encoding.format.name
-        for s in again.quantizers.values()
-        if s.role == "weight" and s.encoding is not None
+        s.encoding.format.name for s in again.quantizers.values() if s.role == "weight" and s.encoding is not None
     ]
     assert set(weights) == {f"int{preset[1]}"}
 
@@ -200,21 +188,9 @@ def test_steps_that_are_quantized_inside_stay_a_scan_and_the_notes_say_what_is_f
 @pytest.mark.parametrize(
     ("inside", "options", "told"),
     [
-        (
-            False,
-            {},
-            "rnn.l0.forward: written as LSTM, whose steps are in float, as simulated; what an integer kernel",
-        ),
-        (
-            True,
-            {"recurrent": "native"},
-            "rnn.l0.forward: written as LSTM, whose steps are in float: 10 tensors inside",
-        ),
-        (
-            True,
-            {"target": "packed"},
-            "rnn.l0.forward: written as Scan, which rounds 11 tensors in every step",
-        ),
+        (False, {}, "rnn.l0.forward: written as LSTM, whose steps are in float, as simulated; what an integer kernel"),
+        (True, {"recurrent": "native"}, "rnn.l0.forward: written as LSTM, whose steps are in float: 10 tensors inside"),
+        (True, {"target": "packed"}, "rnn.l0.forward: written as Scan, which rounds 11 tensors in every step"),
     ],
     ids=["boundary", "native", "scan"],
 )
@@ -225,9 +201,7 @@ def test_the_form_of_every_recurrent_layer_is_told_with_what_it_loses(
     sim = QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0], config_file=rules)
     sim.compute_encodings(STEPS)
     notes = sim.export(tmp_path, "net", STEPS[0], **options).notes
-    assert sum("written as" in note for note in notes) == 1 and any(
-        note.startswith(told) for note in notes
-    ), notes
+    assert sum("written as" in note for note in notes) == 1 and any(note.startswith(told) for note in notes), notes
 
 
 @pytest.mark.slow
@@ -266,9 +240,7 @@ def test_an_option_that_a_comparison_does_not_have_is_named() -> None:
 
 
 def test_states_that_nobody_reads_are_told_once(tmp_path: Path) -> None:
-    sim = QuantizationSimModel(
-        Recurrent(nn.LSTM).eval(), STEPS[0], config_file={"recurrent": "boundary_only"}
-    )
+    sim = QuantizationSimModel(Recurrent(nn.LSTM).eval(), STEPS[0], config_file={"recurrent": "boundary_only"})
     sim.compute_encodings(STEPS)
     notes = [note for note in sim.export(tmp_path, "net", STEPS[0]).notes if "output[1]" in note]
     assert len(notes) == 1 and "not in the exported graph" in notes[0], notes
@@ -325,9 +297,7 @@ def test_openvino_runs_scans_that_hold_their_constants(
     np.testing.assert_allclose(read.run({"x": STEPS[1].numpy()})[0], expected, atol=1e-6)
 
 
-def convolutions(
-    *float_sites: str, preset: str = "w8a8", net: nn.Module | None = None
-) -> QuantizationSimModel:
+def convolutions(*float_sites: str, preset: str = "w8a8", net: nn.Module | None = None) -> QuantizationSimModel:
     """A calibrated simulation of convolutions, of which some sites stay in float."""
     torch.manual_seed(0)
     made = net or nn.Sequential(
@@ -348,30 +318,20 @@ def weights_dequantized_in_every_run(path: Path) -> int:
 
 
 @pytest.mark.parametrize("target", ["ort_cpu", "openvino_cpu", "packed"])
-def test_weights_of_convolutions_in_float_are_computed_when_the_file_loads(
-    tmp_path: Path, target: str
-) -> None:
+def test_weights_of_convolutions_in_float_are_computed_when_the_file_loads(tmp_path: Path, target: str) -> None:
     """A DequantizeLinear in every run keeps the float kernels from arranging them: 10 microseconds became 51."""
     sim = convolutions("1.output[0]")
     made = sim.export(tmp_path, "net", BATCHES[0], target=target).qdq
     # the first reads codes and returns float, the second reads float; the third is on integers
     casts = [node for node in ir.load(made).graph if node.op_type == "Mul"]
-    assert (
-        len(casts) == {"ort_cpu": 3, "openvino_cpu": 1, "packed": 0}[target]
-    )  # two weights and one int32 bias
+    assert len(casts) == {"ort_cpu": 3, "openvino_cpu": 1, "packed": 0}[target]  # two weights and one int32 bias
     if target == "ort_cpu":
         assert weights_dequantized_in_every_run(made) == 0
-        tensors = [
-            v.const_value for v in ir.load(made).graph.initializers.values() if v.const_value is not None
-        ]
-        assert {t.dtype for t in tensors if t.size > 40} == {ir.DataType.INT8}, (
-            "they take one byte in the file"
-        )
+        tensors = [v.const_value for v in ir.load(made).graph.initializers.values() if v.const_value is not None]
+        assert {t.dtype for t in tensors if t.size > 40} == {ir.DataType.INT8}, "they take one byte in the file"
     assert sim.verify(BATCHES[0], target=target).ok and verify_folder(tmp_path).ok
     read = OnnxSim(made)
-    np.testing.assert_array_equal(
-        read.run({"input": BATCHES[0].numpy()})[0], sim.model(BATCHES[0]).detach().numpy()
-    )
+    np.testing.assert_array_equal(read.run({"input": BATCHES[0].numpy()})[0], sim.model(BATCHES[0]).detach().numpy())
     assert sum(s.role == "weight" and s.encoding is not None for s in read.quantizers.values()) == 3
 
 

@@ -208,9 +208,7 @@ def test_batches_of_a_weight_method_are_given_once(given: dict[str, Any], messag
 
 def test_forward_fn_is_refused_for_an_onnx_model() -> None:
     sim = bitwright.onnx.QuantizationSimModel(proto(batch_norm=False), FEED)
-    with pytest.raises(
-        ConfigError, match="forward_fn: it is given for an ONNX model, which is called in one way"
-    ):
+    with pytest.raises(ConfigError, match="forward_fn: it is given for an ONNX model, which is called in one way"):
         bitwright.onnx.apply_gptq(sim, [FEED], forward_fn=lambda model, batch: model(batch))
 
 
@@ -218,11 +216,7 @@ def test_forward_fn_is_refused_for_an_onnx_model() -> None:
     "options, error, message",
     [
         ({"providers": ["CPUExecutionProvider"]}, ConfigError, "providers: .* is given for a PyTorch module"),
-        (
-            {"threads": 2},
-            ConfigError,
-            "threads: 2 is given for a PyTorch module. Remedy: call torch.set_num_threads",
-        ),
+        ({"threads": 2}, ConfigError, "threads: 2 is given for a PyTorch module. Remedy: call torch.set_num_threads"),
         ({}, CalibrationError, "check_model: no data was given, and a module does not say what it takes"),
     ],
 )

@@ -40,9 +40,7 @@ class Prepared(Mobile):
 
 
 def pictures(channels: int = 3, size: int = SIZE) -> list[Tensor]:
-    return [
-        torch.randn(1, channels, size, size, generator=torch.Generator().manual_seed(i)) for i in range(2)
-    ]
+    return [torch.randn(1, channels, size, size, generator=torch.Generator().manual_seed(i)) for i in range(2)]
 
 
 def quantized(model: nn.Module, data: list[Tensor], preset: str = "w8a8", **options: Any) -> Any:
@@ -62,9 +60,7 @@ def test_the_stem_of_a_module_is_in_float_and_the_rest_on_integers(tmp_path: Pat
     report = result.sim.verify(pictures()[1])
     assert report.ok, str(report)
     assert [row.kernel for row in report.rows] == ["float", "QLinearConv"]
-    assert "ort_cpu computes the first convolutions of large images faster in float" in str(
-        result.sim.coverage()
-    )
+    assert "ort_cpu computes the first convolutions of large images faster in float" in str(result.sim.coverage())
     assert str(result.stem) == "in float, because faster so: first, depthwise"
 
 

@@ -90,9 +90,7 @@ fault("log of zero", "logarithm of a non-positive number", **SECOND)(
 fault("reciprocal of zero", "division by zero", **SECOND)(
     unary("Reciprocal", MINUS, lambda net, h: net("Sqrt", net("Relu", h, name="relu"), name="root"))
 )
-fault("exp overflow", "exponential overflow", problem="reaches 140", **SECOND)(
-    unary("Exp", np.full(4, 100.0))
-)
+fault("exp overflow", "exponential overflow", problem="reaches 140", **SECOND)(unary("Exp", np.full(4, 100.0)))
 fault("acos outside its domain", "argument out of domain", batch=0)(unary("Acos", np.full(4, 2.0)))
 fault("atanh of one", "argument out of domain", batch=1, sample=2)(
     unary("Atanh", np.full(4, 10.0), lambda net, h: net("Clip", net("Mul", h, net.const(0.1)), net.const(-1.0),
@@ -205,9 +203,7 @@ def norm(op: str, *, epsilon: float, variance: float | None = None) -> Any:
     return build
 
 
-fault("batch norm with zero variance", "zero variance", batch=0)(
-    norm("BatchNormalization", epsilon=0.0, variance=0.0)
-)
+fault("batch norm with zero variance", "zero variance", batch=0)(norm("BatchNormalization", epsilon=0.0, variance=0.0))
 fault("batch norm with negative variance", "negative variance", batch=0, problem="-0.5")(
     norm("BatchNormalization", epsilon=1e-5, variance=-0.5)
 )
@@ -254,13 +250,7 @@ def _inf_pixel() -> Any:
     return net.model(net("GlobalMaxPool", y, name="pool", out="y")), [picture]
 
 
-@fault(
-    "NaN in a convolution's weight",
-    "bad parameter",
-    op="first.weight",
-    batch=None,
-    problem="[3, 1, 0, 2]",
-)
+@fault("NaN in a convolution's weight", "bad parameter", op="first.weight", batch=None, problem="[3, 1, 0, 2]")
 def _nan_weight() -> Any:
     net = Net()
     net.conv(net.input("x", (1, 3, 8, 8)), name="first", out="y")
@@ -286,12 +276,7 @@ def lstm(spoil: Callable[[Array], Any] = lambda r: None, hidden: int = 4) -> onn
     return net.model(net("MatMul", y, net.weights(hidden, 2, name="V"), name="last", out="y"))
 
 
-@fault(
-    "NaN in a weight that reaches its product through a transpose",
-    "bad parameter",
-    op="tied",
-    batch=None,
-)
+@fault("NaN in a weight that reaches its product through a transpose", "bad parameter", op="tied", batch=None)
 def _tied_weight() -> Any:
     net = Net()
     ids = net.input("ids", ("n", 3), INT64)
@@ -342,9 +327,7 @@ def _half_cast() -> Any:
     net = Net()
     h = net("Cast", head(net), name="culprit", to=HALF)
     net.initializers.append(onnx.numpy_helper.from_array(np.float16(0.5), "half"))
-    return tail(net, net("Cast", net("Mul", h, "half"), to=FLOAT)), two_batches(
-        after_head(np.full((1, 4), 1e6))[0]
-    )
+    return tail(net, net("Cast", net("Mul", h, "half"), to=FLOAT)), two_batches(after_head(np.full((1, 4), 1e6))[0])
 
 
 @fault("half-precision norm that becomes zero", "half-precision overflow", **SECOND)
@@ -545,9 +528,7 @@ def _attention_scale() -> Any:
        op="softmax", batch=0, sample=0)  # fmt: skip
 def _attention_mask() -> Any:
     net = Net()
-    causal = np.where(np.tri(4, k=-1) > 0, 0, -np.inf).astype(
-        np.float32
-    )  # off by one: the first row is empty
+    causal = np.where(np.tri(4, k=-1) > 0, 0, -np.inf).astype(np.float32)  # off by one: the first row is empty
     return attention(net, lambda s: net("Add", s, net.const(causal, "causal"), name="masked")), [normal(4, 4)]
 
 
@@ -586,9 +567,7 @@ def _cast() -> Any:
 @fault("NaN that a Relu hides", "logarithm of a non-positive number", **SECOND)
 def _relu() -> Any:
     net = Net()
-    return tail(net, net("Relu", net("Log", head(net), name="culprit"), name="relu")), two_batches(
-        np.float32(MINUS)
-    )
+    return tail(net, net("Relu", net("Log", head(net), name="culprit"), name="relu")), two_batches(np.float32(MINUS))
 
 
 @fault("Where that takes the wrong side", "logarithm of a non-positive number", **SECOND)
@@ -607,11 +586,7 @@ def _double() -> Any:
     return tail(net, net("Mul", h, h, name="culprit"), dtype=DOUBLE), two_batches(np.full(4, 1e200))
 
 
-@fault(
-    "two faults, of which the first is to be named first",
-    "logarithm of a non-positive number",
-    **SECOND,
-)
+@fault("two faults, of which the first is to be named first", "logarithm of a non-positive number", **SECOND)
 def _two() -> Any:
     net = Net()
     h = head(net)
@@ -636,9 +611,7 @@ def _own_domain() -> Any:
     return tail(net, y, domains={"com.microsoft": 1}), two_batches(np.float32(MINUS))
 
 
-@fault(
-    "overflow in a loop that runs while a condition holds", "overflow", where="iteration 1 of growing (Loop)"
-)
+@fault("overflow in a loop that runs while a condition holds", "overflow", where="iteration 1 of growing (Loop)")
 def _while() -> Any:
     net = Net()
     h = head(net, rows=4)
@@ -675,18 +648,14 @@ def _sequence_loop() -> Any:
     )
     count, yes = net.const(np.int64(3), "times"), net.const(np.bool_(True), "yes")
     net("Loop", count, yes, net("SequenceEmpty", name="empty"), name="filling", out=["parts"], body=step)
-    return tail(net, net("ConcatFromSequence", "parts", name="joined", axis=0)), [
-        np.full((4, 4), -1, np.float32)
-    ]
+    return tail(net, net("ConcatFromSequence", "parts", name="joined", axis=0)), [np.full((4, 4), -1, np.float32)]
 
 
 @fault("cast to eight bits that does not saturate", "overflow", **SECOND)
 def _eight_bits() -> Any:
     net = Net()
     small = net("Cast", head(net), name="culprit", to=TensorProto.FLOAT8E5M2, saturate=0)
-    return tail(net, net("Cast", small, name="back", to=FLOAT), opset=19), two_batches(
-        np.full(4, 1e6, np.float32)
-    )
+    return tail(net, net("Cast", small, name="back", to=FLOAT), opset=19), two_batches(np.full(4, 1e6, np.float32))
 
 
 # ================================================================================================== ONNX: look-alikes
@@ -722,9 +691,7 @@ def _half_mask() -> Any:
     net.initializers.append(onnx.numpy_helper.from_array(np.float16([0, 0, -65504, -65504]), "mask"))
     masked = net("Add", net("Mul", h, h, name="square"), "mask", name="masked")
     lower = net("Add", masked, "mask", name="masked_again")
-    return tail(net, net("Softmax", lower, name="softmax", axis=-1), dtype=HALF), [
-        normal(4, 4).astype(np.float16)
-    ]
+    return tail(net, net("Softmax", lower, name="softmax", axis=-1), dtype=HALF), [normal(4, 4).astype(np.float16)]
 
 
 @look_alike("float32 mask cast to half precision")
@@ -733,9 +700,7 @@ def _cast_mask() -> Any:
     h = head(net, dtype=HALF)
     lowest = net.const(np.float32([0, 0, 0, np.finfo(np.float32).min]), "mask")
     masked = net("Add", h, net("Cast", lowest, name="to_half", to=HALF), name="masked")
-    return tail(net, net("Softmax", masked, name="softmax", axis=-1), dtype=HALF), [
-        normal(4, 4).astype(np.float16)
-    ]
+    return tail(net, net("Softmax", masked, name="softmax", axis=-1), dtype=HALF), [normal(4, 4).astype(np.float16)]
 
 
 @look_alike("logarithm kept where it is defined")
@@ -776,9 +741,7 @@ def _running_max() -> Any:
     net = Net()
     h = head(net, rows=4)
     inner = Net()
-    peak = inner(
-        "Max", "m_in", inner("Add", h, inner("Cast", "i", to=FLOAT), name="shift"), name="max", out="m_out"
-    )
+    peak = inner("Max", "m_in", inner("Add", h, inner("Cast", "i", to=FLOAT), name="shift"), name="max", out="m_out")
     scaled = inner("Exp", inner("Sub", "m_in", peak, name="less"), name="exp", out="s_out")
     going = inner("Identity", "going_in", out="going_out")
     step = body((going, BOOL, ()), peak, scaled, net=inner,
@@ -786,9 +749,7 @@ def _running_max() -> Any:
     count, yes = net.const(np.int64(3), "times"), net.const(np.bool_(True), "yes")
     start = net.const(np.full((4, 4), -np.inf, np.float32), "start")
     net("Loop", count, yes, start, name="running", out=["m", "scales"], body=step)
-    return tail(net, net("Add", "m", net("ReduceSum", "scales", net.const(np.int64([0])), keepdims=0))), [
-        normal(4, 4)
-    ]
+    return tail(net, net("Add", "m", net("ReduceSum", "scales", net.const(np.int64([0])), keepdims=0))), [normal(4, 4)]
 
 
 @look_alike("rows of padding that are cut off")
@@ -843,6 +804,4 @@ def _nobody() -> Any:
     h = net("Abs", head(net), name="distance")
     there = net.const(np.bool_([1, 1, 0, 1]), "there")
     apart = net("Where", there, h, net.const(np.float32(np.inf), "nobody"), name="where")
-    return tail(net, net("Reciprocal", net("Add", apart, net.const(1.0), name="plus"), name="weight")), [
-        normal(4, 4)
-    ]
+    return tail(net, net("Reciprocal", net("Add", apart, net.const(1.0), name="plus"), name="weight")), [normal(4, 4)]

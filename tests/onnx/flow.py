@@ -29,9 +29,7 @@ def scan() -> onnx.ModelProto:
     start = net.const(np.zeros((1, 4)), "start")
     w, r = net.weights(3, 4, name="W"), net.weights(4, 4, name="R")
     inner = Net(seed=8)
-    summed = inner(
-        "Add", inner("MatMul", "x_t", w, name="ih"), inner("MatMul", "h_in", r, name="hh"), name="sum"
-    )
+    summed = inner("Add", inner("MatMul", "x_t", w, name="ih"), inner("MatMul", "h_in", r, name="hh"), name="sum")
     h = inner("Tanh", summed, name="tanh", out="h_out")
     step = body(h, inner("Identity", h, name="copy", out="h_each"), net=inner,
                 inputs=[("h_in", FLOAT, (1, 4)), ("x_t", FLOAT, (1, 3))])  # fmt: skip
@@ -83,9 +81,7 @@ def handed_on() -> onnx.ModelProto:
     shapes = [(8, 12), (12, 12), (12,), (1, 8), (1, 12)]
     inner = Net(seed=8)
     summed = inner("Gemm", "x_t2", "W_in2", "b_in2", name="ih")
-    h = inner(
-        "Tanh", inner("Add", summed, inner("MatMul", "h_in2", "R_in2", name="hh"), name="sum"), name="tanh"
-    )
+    h = inner("Tanh", inner("Add", summed, inner("MatMul", "h_in2", "R_in2", name="hh"), name="sum"), name="tanh")
     again = inner("Identity", "going2", out="going_out2")
     kept = [inner("Identity", "W_in2", out="W_kept"), "R_in2", "b_in2", "x_t2"]
     inputs = [(f"{name}_in2" if name != "x_t" else "x_t2", FLOAT, shape)

@@ -42,23 +42,13 @@ class Net:
     def weights(self, *shape: int, name: str = "", scale: float = 0.5) -> str:
         return self.const(self.random.standard_normal(shape) * scale, name or self._fresh("weight"))
 
-    def __call__(
-        self, op: str, *inputs: str, name: str = "", out: str | Sequence[str] = "", **attrs: Any
-    ) -> Any:
+    def __call__(self, op: str, *inputs: str, name: str = "", out: str | Sequence[str] = "", **attrs: Any) -> Any:
         outs = [out or self._fresh(op.lower())] if isinstance(out, str) else list(out)
         self.nodes.append(helper.make_node(op, list(inputs), outs, name=name, **attrs))
         return outs[0] if len(outs) == 1 else outs
 
     def conv(
-        self,
-        x: str,
-        cin: int = 3,
-        cout: int = 4,
-        *,
-        k: int = 3,
-        name: str = "",
-        bias: bool = True,
-        **attrs: Any,
+        self, x: str, cin: int = 3, cout: int = 4, *, k: int = 3, name: str = "", bias: bool = True, **attrs: Any
     ) -> str:
         prefix = name or self._fresh("conv")
         w = self.weights(cout, cin // attrs.get("group", 1), *[k] * 2, name=f"{prefix}.weight")
@@ -68,18 +58,14 @@ class Net:
     def bn(self, x: str, channels: int = 4, name: str = "bn", **attrs: Any) -> str:
         parts = [self.weights(channels, name=f"{name}.{p}") for p in ("weight", "bias", "mean")]
         var = self.const(self.random.uniform(0.5, 2, channels), f"{name}.var")
-        return self(
-            "BatchNormalization", x, *parts, var, name=name, out=attrs.pop("out", f"{name}.out"), **attrs
-        )
+        return self("BatchNormalization", x, *parts, var, name=name, out=attrs.pop("out", f"{name}.out"), **attrs)
 
     def graph(
         self, *outputs: Any, name: str = "net", inputs: Sequence[onnx.ValueInfoProto] | None = None
     ) -> onnx.GraphProto:
         """Outputs are names (float, shape left open) or ``(name, dtype, shape)``."""
         infos = [
-            helper.make_tensor_value_info(*o)
-            if isinstance(o, tuple)
-            else helper.make_tensor_value_info(o, FLOAT, None)
+            helper.make_tensor_value_info(*o) if isinstance(o, tuple) else helper.make_tensor_value_info(o, FLOAT, None)
             for o in outputs
         ]
         return helper.make_graph(
@@ -89,10 +75,7 @@ class Net:
     def model(
         self, *outputs: Any, opset: int = 17, domains: Mapping[str, int] | None = None, **more: Any
     ) -> onnx.ModelProto:
-        imports = [
-            helper.make_opsetid("", opset),
-            *(helper.make_opsetid(d, v) for d, v in (domains or {}).items()),
-        ]
+        imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, v) for d, v in (domains or {}).items())]
         return helper.make_model(
             self.graph(*outputs), opset_imports=imports, ir_version=more.pop("ir_version", 8), **more
         )
@@ -102,13 +85,9 @@ class Net:
         return f"{base}{self._count}"
 
 
-def body(
-    *outputs: Any, net: Net, inputs: Sequence[tuple[str, int, Sequence[Any] | None]] = ()
-) -> onnx.GraphProto:
+def body(*outputs: Any, net: Net, inputs: Sequence[tuple[str, int, Sequence[Any] | None]] = ()) -> onnx.GraphProto:
     """A body for If, Loop or Scan."""
-    return net.graph(
-        *outputs, name="body", inputs=[helper.make_tensor_value_info(n, t, s) for n, t, s in inputs]
-    )
+    return net.graph(*outputs, name="body", inputs=[helper.make_tensor_value_info(n, t, s) for n, t, s in inputs])
 
 
 def run(model: Any, feeds: Mapping[str, Array], *, optimize: bool = False) -> list[Array]:
@@ -151,7 +130,5 @@ def conv_chain(blocks: int, channels: int = 2) -> onnx.ModelProto:
     x = net.input("x", (1, channels, 4, 4))
     for i in range(blocks):
         y = net.bn(net.conv(x, channels, channels, k=1, name=f"{i}.conv", bias=False), channels, f"{i}.bn")
-        x = net(
-            "Add", net("Relu", y, name=f"{i}.relu", out=f"{i}.relu.out"), x, name=f"{i}.add", out=f"{i}.out"
-        )
+        x = net("Add", net("Relu", y, name=f"{i}.relu", out=f"{i}.relu.out"), x, name=f"{i}.add", out=f"{i}.out")
     return net.model(x)

@@ -106,9 +106,7 @@ def _upsample(n: Net, x: str, opset: int, mode: str) -> Any:
 def resize_align_corners(n: Net, x: str, opset: int) -> Any:
     sizes = ints(n, 1, 4, 9, 8)
     empty = [n.const(np.zeros(0, np.float32)), n.const(np.zeros(0, np.float32))] if opset < 13 else ["", ""]
-    return n(
-        "Resize", x, *empty, sizes, mode="linear", coordinate_transformation_mode="align_corners", name="up"
-    )
+    return n("Resize", x, *empty, sizes, mode="linear", coordinate_transformation_mode="align_corners", name="up")
 
 
 @case()
@@ -156,9 +154,7 @@ def slice_(n: Net, x: str, opset: int) -> Any:
 @case()
 def top_k(n: Net, x: str, opset: int) -> Any:
     if opset < 10:
-        values, indices = n(
-            "TopK", x, k=3, axis=-1 if opset > 10 else 3, name="top", out=["values", "indices"]
-        )
+        values, indices = n("TopK", x, k=3, axis=-1 if opset > 10 else 3, name="top", out=["values", "indices"])
     else:
         values, indices = n("TopK", x, ints(n, 3), axis=3, name="top", out=["values", "indices"])
     return [values, (indices, INT64, None)]
@@ -182,9 +178,7 @@ def hardmax(n: Net, x: str, opset: int) -> Any:
 @case()
 def split(n: Net, x: str, opset: int) -> Any:
     parts = {"split": [1, 3]} if opset < 13 else {}
-    return list(
-        n("Split", x, *([] if parts else [ints(n, 1, 3)]), axis=1, name="split", out=["a", "b"], **parts)
-    )
+    return list(n("Split", x, *([] if parts else [ints(n, 1, 3)]), axis=1, name="split", out=["a", "b"], **parts))
 
 
 @case()
@@ -343,14 +337,7 @@ def layer_norm(n: Net, x: str, opset: int) -> Any:
 @case(since=18)
 def group_norm(n: Net, x: str, opset: int) -> Any:
     size = 2 if opset < 21 else 4  # one scale per group at first, one per channel later
-    return n(
-        "GroupNormalization",
-        x,
-        n.weights(size, name="g"),
-        n.weights(size, name="b"),
-        num_groups=2,
-        name="norm",
-    )
+    return n("GroupNormalization", x, n.weights(size, name="g"), n.weights(size, name="b"), num_groups=2, name="norm")
 
 
 @case(since=20)

@@ -14,14 +14,10 @@ from tests.onnx.nets import Net
 def network():
     """Three layers, the weight of the second one computed by the model."""
     net = Net()
-    y = net(
-        "Relu", net("Gemm", net.input("x", ("n", 8)), net.weights(8, 8, name="a"), transB=1, name="first")
-    )
+    y = net("Relu", net("Gemm", net.input("x", ("n", 8)), net.weights(8, 8, name="a"), transB=1, name="first"))
     turned = net("Transpose", net.weights(8, 8, name="b"), perm=[1, 0])
     y = net("Relu", net("MatMul", y, turned, name="second"))
-    return net.model(
-        net("Gemm", y, net.weights(4, 8, name="c"), net.weights(4), transB=1, name="third", out="y")
-    )
+    return net.model(net("Gemm", y, net.weights(4, 8, name="c"), net.weights(4), transB=1, name="third", out="y"))
 
 
 def batches():

@@ -23,9 +23,7 @@ def conv_then_norm():
 
 def conv_without_bias():
     net = Net()
-    return net.model(net.bn(net.conv(net.input("x", X), 4, name="c", bias=False, pads=[1] * 4), out="y")), [
-        "c"
-    ]
+    return net.model(net.bn(net.conv(net.input("x", X), 4, name="c", bias=False, pads=[1] * 4), out="y")), ["c"]
 
 
 def unknown_size():
@@ -56,9 +54,7 @@ def gemm():
 def product_and_add():
     net = Net()
     x = net.input("x", (3, 4))
-    y = net(
-        "Add", net.weights(5, name="b"), net("MatMul", x, net.weights(4, 5, name="w"), name="m"), name="a"
-    )
+    y = net("Add", net.weights(5, name="b"), net("MatMul", x, net.weights(4, 5, name="w"), name="m"), name="a")
     return net.model(net.bn(y, 5, out="y")), ["m"]
 
 
@@ -206,12 +202,7 @@ def padded_norm_before_conv():
     return net.model(y), "it pads with zeros, which the shift does not reach"
 
 
-KEPT = (
-    output_between,
-    two_readers,
-    trains,
-    padded_norm_before_conv,
-)
+KEPT = (output_between, two_readers, trains, padded_norm_before_conv)
 
 
 @pytest.mark.parametrize("build", KEPT, ids=lambda build: build.__name__)

@@ -43,9 +43,7 @@ def features() -> onnx.ModelProto:
     for i in range(2):
         weight = net.random.standard_normal((width, 8))
         weight[:, :2] = 0
-        y = net(
-            "Add", net("MatMul", x, net.const(weight, f"w{i}")), net.const(np.linspace(-1, 1, 8), f"b{i}")
-        )
+        y = net("Add", net("MatMul", x, net.const(weight, f"w{i}")), net.const(np.linspace(-1, 1, 8), f"b{i}"))
         x, width = net("Relu", y, name=f"r{i}", out=f"r{i}.out"), 8
     return net.model(x)
 
@@ -161,9 +159,7 @@ def test_channels_inside_bodies() -> None:
     weight.CopyFrom(onnx.numpy_helper.from_array(values, "W"))
     sim = QuantizationSimModel(model, {"x": np.ones((2, 4), np.float32), "choose": np.True_}, "percentile")
     random = np.random.default_rng(0)
-    feeds = [
-        {"x": random.standard_normal((2, 4)).astype(np.float32), "choose": np.bool_(c)} for c in (0, 1, 1, 0)
-    ]
+    feeds = [{"x": random.standard_normal((2, 4)).astype(np.float32), "choose": np.bool_(c)} for c in (0, 1, 1, 0)]
     sim.compute_encodings(feeds, progress=False, allow_unreached=True)
     assert seen(sim)["act.output[0]"][0].get(2) == 0.0
     (health,) = (h for h in sim.health() if h.site == "act.output[0]")
@@ -176,10 +172,7 @@ def test_batches_without_images_are_no_error(size) -> None:
     x = net.input("x", ("n", 3, *size))
     y = net("Relu", net.conv(x, 3, 4, k=1, name="c"), name="r", out="r.out")
     model = net.model(net.conv(y, 4, 2, k=1, name="d"))
-    some, none = (
-        net.random.standard_normal((2, 3, 4, 4)).astype(np.float32),
-        np.ones((0, 3, 4, 4), np.float32),
-    )
+    some, none = (net.random.standard_normal((2, 3, 4, 4)).astype(np.float32), np.ones((0, 3, 4, 4), np.float32))
     sim = QuantizationSimModel(model, some)
     sim.compute_encodings([none, some, none], progress=False)
     alone = QuantizationSimModel(model, some)

@@ -83,7 +83,5 @@ for what in (
         [sys.executable, "-c", code],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
-    assert ran.stdout.count("the temporary folder has no room for what is to be written") == 3, (
-        ran.stderr + ran.stdout
-    )
+    assert ran.stdout.count("the temporary folder has no room for what is to be written") == 3, ran.stderr + ran.stdout
     assert "in TMPDIR" in ran.stdout

@@ -31,9 +31,7 @@ def stack(layers: int = 6, size: int = 32) -> onnx.ModelProto:
     n = Net(3)
     x = n.input("x", ("n", size))
     for i in range(layers):
-        x = n(
-            "Relu", n("MatMul", x, n.weights(size, size, name=f"w{i}", scale=0.2), name=f"m{i}"), name=f"r{i}"
-        )
+        x = n("Relu", n("MatMul", x, n.weights(size, size, name=f"w{i}", scale=0.2), name=f"m{i}"), name=f"r{i}")
     return n.model(x, opset=21)
 
 
@@ -162,9 +160,7 @@ def test_files_of_large_models_go_with_the_simulation(small_memory, tmp_path, mo
         lambda sim: widen(OnnxSimulation(sim), DATA),
         lambda sim: name_nan(sim, DATA[0]),
         lambda sim: analyze(sim, DATA),
-        lambda sim: QuantizationSimModel(sim.simulation().model, DATA[0]).compute_encodings(
-            DATA, progress=False
-        ),
+        lambda sim: QuantizationSimModel(sim.simulation().model, DATA[0]).compute_encodings(DATA, progress=False),
         lambda sim: session.open_session(sim.simulation().model).run(None, DATA[0]),
     ],
     ids=["widen", "NaN", "analyze", "simulation of it", "session"],

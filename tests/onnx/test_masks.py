@@ -41,9 +41,7 @@ def feeds(seed, low):
     return {"q": q / 2, "k": k, "mask": np.triu(np.full((T, T), low, np.float32), 1)}
 
 
-@pytest.mark.parametrize(
-    "low", [-1e4, np.finfo(np.float32).min, -np.inf], ids=["ten-thousand", "least", "inf"]
-)
+@pytest.mark.parametrize("low", [-1e4, np.finfo(np.float32).min, -np.inf], ids=["ten-thousand", "least", "inf"])
 @pytest.mark.parametrize("mask, weights", WAYS.values(), ids=WAYS)
 def test_accuracy_holds(mask, weights, low):
     data = [feeds(seed, low) for seed in range(8)]

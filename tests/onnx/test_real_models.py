@@ -65,9 +65,7 @@ def correct(logits: Array, labels: Array) -> float:
 NORMALISED: Callable[[Array], Array] = lambda x: (x / 255 - np.float32(0.1307)) / np.float32(0.3081)  # noqa: E731
 
 
-@pytest.mark.parametrize(
-    "name, prepare, plain", [("mnist_pytorch", NORMALISED, 99.2), ("mnist_cntk", None, 99.1)]
-)
+@pytest.mark.parametrize("name, prepare, plain", [("mnist_pytorch", NORMALISED, 99.2), ("mnist_cntk", None, 99.1)])
 def test_mnist(shared_data: Path, tmp_path: Path, name: str, prepare: Any, plain: float):
     pixels, labels = data.mnist()
     x = pixels.astype(np.float32)[:, None]

@@ -70,9 +70,7 @@ def test_a_metric_that_is_nan_is_an_error(model, batches):
     ):  # fmt: skip
         left = iter(answers)
         with pytest.raises(CalibrationError, match=f"{where}.*: the metric is NaN"):
-            quantize(
-                model, batches, recipe=recipe, metric=lambda session, left=left: next(left, float("nan"))
-            )
+            quantize(model, batches, recipe=recipe, metric=lambda session, left=left: next(left, float("nan")))
 
 
 def test_finished_layers_are_not_computed_again(model, batches, tmp_path, monkeypatch):

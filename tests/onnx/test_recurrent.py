@@ -65,9 +65,7 @@ def test_sites_of_a_layer(op_type):
 
 def test_directions_are_layers_of_their_own():
     sim = simulated(Variant("GRU", "bidirectional", states=True))
-    assert {"rnn.forward.update.pre", "rnn.reverse.update.pre", "W.forward", "R.reverse"} <= set(
-        sim.quantizers
-    )
+    assert {"rnn.forward.update.pre", "rnn.reverse.update.pre", "W.forward", "R.reverse"} <= set(sim.quantizers)
     assert not {"W", "R"} & set(sim.constants)
     assert any("a forward and a reverse one from now on: rnn" in note for note in sim.notes)
     assert sim.output_names == ["Y", "Y_h"]
@@ -94,24 +92,12 @@ def test_granularity_of_weights(granularity, resolved):
 
 def test_boundary_only_leaves_the_operator_alone():
     sim = simulated(Variant("LSTM"), config_file={"recurrent": "boundary_only"})
-    assert set(sim.quantizers) == {
-        "rnn.input[0]",
-        "W",
-        "R",
-        "rnn.output[0]",
-        "rnn.output[1]",
-        "rnn.output[2]",
-    }
+    assert set(sim.quantizers) == {"rnn.input[0]", "W", "R", "rnn.output[0]", "rnn.output[1]", "rnn.output[2]"}
     assert [node.op_type for node in sim.simulation().model.graph].count("LSTM") == 1
 
 
 def test_rules_reach_inner_tensors():
-    rules = {
-        "rules": [
-            {"match": "*.cell", "inner": "int8"},
-            {"match": "rnn.*.pre", "inner": None},
-        ]
-    }
+    rules = {"rules": [{"match": "*.cell", "inner": "int8"}, {"match": "rnn.*.pre", "inner": None}]}
     sim = simulated(Variant("LSTM"), config_file=rules)
     assert sim.quantizers["rnn.cell"].spec.format.name == "int8"
     assert not [name for name in sim.quantizers if name.endswith(".pre")]
@@ -123,9 +109,7 @@ def test_an_unknown_activation_function_is_listed():
     sim = QuantizationSimModel(layer_model(v))
     assert sim.plan.floats["Y"] == "GRU(Mish) runs in float on integer runtimes"
     assert not [site for site in sim.quantizers.values() if site.inner]
-    both = load_model(
-        layer_model(replace(v, direction="bidirectional", attributes=(("activations", ["Mish"] * 4),)))
-    )
+    both = load_model(layer_model(replace(v, direction="bidirectional", attributes=(("activations", ["Mish"] * 4),))))
     assert [node.op_type for node in both.model.graph] == ["GRU"]
 
 
@@ -287,9 +271,7 @@ def test_a_constant_start_counts_in_the_range_of_its_state():
     sim = QuantizationSimModel(model, {"X": feeds(v)["X"]})
     sim.compute_encodings()
     encoding = sim.quantizers["rnn.cell"].encoding
-    assert encoding.scale * 32767 >= 8.99 and fake_quantize(np.float32([9.0]), encoding) == pytest.approx(
-        9, abs=1e-3
-    )
+    assert encoding.scale * 32767 >= 8.99 and fake_quantize(np.float32([9.0]), encoding) == pytest.approx(9, abs=1e-3)
 
 
 def test_length_and_batch_are_free():
@@ -325,9 +307,7 @@ def test_a_layer_in_a_branch():
     given = [{**feeds(v, s), "choose": np.array(s % 2 == 0)} for s in range(4)]
     sim = QuantizationSimModel(model, given[0], threads=1)
     sim.compute_encodings(given)
-    assert {"rnn.cell", "rnn_else.cell"} <= {
-        s.name for s in sim.quantizers.values() if s.encoding is not None
-    }
+    assert {"rnn.cell", "rnn_else.cell"} <= {s.name for s in sim.quantizers.values() if s.encoding is not None}
     for one in given:
         assert sqnr(run_model(model, one)[0], sim.run(one)[0]) > 28
 
@@ -369,9 +349,7 @@ def test_exported_scan_gives_the_codes_of_the_simulation(op_type, direction, exa
     assert any(node.op_type == "Scan" for node in model.graph)
     for one, other in zip(run_model(model, feeds(v, 9), exact=exact), sim.run(feeds(v, 9)), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
-    for one, other in zip(
-        run_model(ir.load(files.float_model), feeds(v, 9)), native_outputs(v, 9), strict=True
-    ):
+    for one, other in zip(run_model(ir.load(files.float_model), feeds(v, 9)), native_outputs(v, 9), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
@@ -390,11 +368,7 @@ def test_exported_weights_of_every_granularity(granularity, tmp_path):
     sim = simulated(v, config_file={"rules": [{"op": "GRU", "weight": {"granularity": granularity}}]})
     for form in ("scan", "native"):
         model = ir.load(sim.export(tmp_path / form, "net", recurrent=form).qdq)
-        stored = {
-            value.const_value.dtype.name
-            for value in model.graph.initializers.values()
-            if len(value.shape) == 3
-        }
+        stored = {value.const_value.dtype.name for value in model.graph.initializers.values() if len(value.shape) == 3}
         assert "FLOAT" not in {value.const_value.dtype.name for value in model.graph.initializers.values()
                                if value.name in ("W", "R")}  # fmt: skip
         assert "INT8" in stored
@@ -423,9 +397,7 @@ def test_native_export(op_type, tmp_path):
 
 def test_an_unknown_form_is_refused(tmp_path):
     sim = simulated(Variant("RNN"))
-    with pytest.raises(
-        ConfigError, match="recurrent: 'scam' is not a value.*did you mean 'scan'.*float insides"
-    ):
+    with pytest.raises(ConfigError, match="recurrent: 'scam' is not a value.*did you mean 'scan'.*float insides"):
         sim.export(tmp_path, "net", recurrent="scam")
     assert not list(tmp_path.iterdir())
 
@@ -545,7 +517,5 @@ def test_sqnr_of_a_trained_layer(characters):
     sim = characters.simulated("w8a8")
     (quantized,) = sim.capture(["/m/lstm/LSTM_1.output[0]"], tokens)["/m/lstm/LSTM_1.output[0]"]
     view = OnnxView(characters.path)
-    ((given,),) = [
-        batch["/m/lstm/LSTM_1_output_0"] for batch in view.capture(["/m/lstm/LSTM_1_output_0"], [tokens])
-    ]
+    ((given,),) = [batch["/m/lstm/LSTM_1_output_0"] for batch in view.capture(["/m/lstm/LSTM_1_output_0"], [tokens])]
     assert quantized.shape == given.shape and sqnr(given, quantized) >= 35

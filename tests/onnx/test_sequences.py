@@ -16,9 +16,7 @@ from bitwright.runtimes.outputs import arrays_of
 from tests.onnx.nets import BOOL, FLOAT, INT64, Net, run
 
 TENSORS = helper.make_sequence_type_proto(helper.make_tensor_type_proto(FLOAT, None))
-SCORES = helper.make_sequence_type_proto(
-    helper.make_map_type_proto(INT64, helper.make_tensor_type_proto(FLOAT, []))
-)
+SCORES = helper.make_sequence_type_proto(helper.make_map_type_proto(INT64, helper.make_tensor_type_proto(FLOAT, [])))
 
 
 def typed(model, **types):
@@ -97,14 +95,7 @@ def optional_within():
     return net.model(linear(net, net("OptionalGetElement", hidden), 16, 4, "last", out="y"), opset=18)
 
 
-MODELS = (
-    classifier,
-    older_classifier,
-    returns_a_sequence,
-    split_within,
-    grown_in_a_loop,
-    optional_within,
-)
+MODELS = (classifier, older_classifier, returns_a_sequence, split_within, grown_in_a_loop, optional_within)
 
 
 def batches(count=4):
@@ -186,9 +177,7 @@ def test_inputs_that_are_no_tensors_are_refused():
     net = Net()
     net("SequenceAt", "s", net.const(np.array(0)), out="y")
     net.inputs.append(helper.make_value_info("s", TENSORS))
-    with pytest.raises(
-        ModelError, match=r"its input 's' is not a tensor but a sequence, and data are arrays"
-    ):
+    with pytest.raises(ModelError, match=r"its input 's' is not a tensor but a sequence, and data are arrays"):
         QuantizationSimModel(net.model("y"))
 
 

@@ -75,9 +75,7 @@ def test_what_becomes_of_each_kind_of_value(kind: Any, dtype: Any, tmp_path: Pat
     stabilize(sim, repairs=[Repair("turn", kind, -2.0, 3.0, 1.0)])
     sim.compute_encodings([np.ones((2, 4), dtype)])
     exported = sim.export(tmp_path, "net")
-    (y,) = run(
-        str(exported.float_model), np.array([[np.nan, np.inf, -np.inf, -50], [0.5, -3, 9, -0.0]], dtype)
-    )
+    (y,) = run(str(exported.float_model), np.array([[np.nan, np.inf, -np.inf, -50], [0.5, -3, 9, -0.0]], dtype))
     clamped = [[1, -2, 3, 3], [-0.5, 3, -2, 0]]
     replaced = [[1, -2, 3, 50], [-0.5, 3, -9, 0]]
     assert y.dtype == dtype
@@ -127,9 +125,7 @@ def test_a_repair_of_ones_own() -> None:
     assert np.isfinite(sim.run(data[1])[0]).all()
     first.undo()
     assert not np.isfinite(sim.run(data[1])[0]).all(), "a session must not outlive the repair in it"
-    with pytest.raises(
-        ConfigError, match=r"the simulation has no operator of this name \(did you mean 'culprit'"
-    ):
+    with pytest.raises(ConfigError, match=r"the simulation has no operator of this name \(did you mean 'culprit'"):
         stabilize(sim, repairs=[Repair("culprits", "clamp", -1, 1)])
     with pytest.raises(ConfigError, match="neither a report nor repairs"):
         stabilize(sim)

@@ -95,11 +95,7 @@ def test_calibration_refuses_a_second_thread_by_name(
         future = pool.submit(sim.compute_encodings, callback)
         try:
             assert inside.wait(300)
-            for use in (
-                lambda: sim.run(batches[0]),
-                lambda: sim.session,
-                lambda: sim.compute_encodings(batches),
-            ):
+            for use in (lambda: sim.run(batches[0]), lambda: sim.session, lambda: sim.compute_encodings(batches)):
                 with pytest.raises(BusyError, match=r"thread 'other_0' is changing it \(calibration\)"):
                     use()
             # a session that was opened before, and another simulation, are not concerned

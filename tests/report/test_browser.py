@@ -87,13 +87,7 @@ def test_click_through(page):
         "Network", "Layers", "Coverage", "Recipe", "Remedies tried", "Groups of sites", "Pareto points",
         "Verification against the runtime", "Health", "Files",
     ]  # fmt: skip
-    for words in (
-        "0.9 → 0.87",
-        "95 % interval -0.05 to -0.01, n = 400",
-        "24.5 dB",
-        "4.0 kB → 1.0 kB",
-        "24 of 24",
-    ):
+    for words in ("0.9 → 0.87", "95 % interval -0.05 to -0.01, n = 400", "24.5 dB", "4.0 kB → 1.0 kB", "24 of 24"):
         assert words in seen["tiles"], words
     worst = analysis(12)["layers"][0]["name"]
     assert (seen["rows"], seen["first"], seen["panel"]) == (12, worst, worst)
@@ -109,14 +103,7 @@ def test_click_through(page):
     assert "Error made here 33.0 dB" in seen["mode"]
     assert seen["clicked"].startswith("stage0.") and seen["colours"] > 6
     assert seen["before"] < seen["after"]
-    for words in (
-        "a logarithm reads it",
-        "gptq",
-        "3 zero channels",
-        "net.onnx",
-        "a note of the report",
-        "a reason",
-    ):
+    for words in ("a logarithm reads it", "gptq", "3 zero channels", "net.onnx", "a note of the report", "a reason"):
         assert words in seen["text"], words
 
 
@@ -166,9 +153,7 @@ def test_names_are_text_and_never_markup(tmp_path):
     found["model"]["name"] = wicked
     found["notes"] = [wicked]
     path = write_report(
-        found,
-        tmp_path / "wicked.html",
-        coverage={"rows": [{"name": wicked, "status": "float", "how": wicked}]},
+        found, tmp_path / "wicked.html", coverage={"rows": [{"name": wicked, "status": "float", "how": wicked}]}
     )
     seen = visit(
         path,

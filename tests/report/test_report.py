@@ -78,9 +78,7 @@ def test_without_data_errors_are_of_the_example_and_the_report_says_so(made, tmp
 @pytest.mark.parametrize("which", ["torch", "onnx"])
 def test_an_uncalibrated_simulation_is_refused(made, tmp_path, which):
     sim, data = made[which]
-    fresh = (
-        TorchSim(Small(), data[0]) if which == "torch" else OnnxSim(made["folder"] / "one" / "net_float.onnx")
-    )
+    fresh = TorchSim(Small(), data[0]) if which == "torch" else OnnxSim(made["folder"] / "one" / "net_float.onnx")
     with pytest.raises(CalibrationError, match=r"not calibrated.*call sim\.compute_encodings"):
         fresh.report(tmp_path / "r.html", data)
     assert not (tmp_path / "r.html").exists()
@@ -96,10 +94,7 @@ def test_an_export_has_a_report(made, tmp_path):
     layers = {layer["name"]: layer for layer in found["layers"]}
     conv = next(layer for layer in layers.values() if layer["op"] == "Conv")
     assert {name.rpartition(".")[2] for name in conv["sites"]} >= {"weight", "bias"}
-    assert found["verification"]["ok"] and {f["name"] for f in found["files"]} >= {
-        "net.onnx",
-        "net_float.onnx",
-    }
+    assert found["verification"]["ok"] and {f["name"] for f in found["files"]} >= {"net.onnx", "net_float.onnx"}
     assert all(site["digest"] for site in found["sites"])
     assert data_of(write_report(found, tmp_path / "r.html").read_text())["title"] == "net"
 
@@ -157,11 +152,7 @@ def test_equal_documents_are_equal_files(tmp_path):
 def test_order_needs_no_deep_stack_and_survives_loops():
     chain = [{"name": str(i), "inputs": [str(i + 1)]} for i in range(20_000)]
     assert [layer["name"] for layer in in_order(chain)] == [str(i) for i in reversed(range(20_000))]
-    loop = [
-        {"name": "a", "inputs": ["b"]},
-        {"name": "b", "inputs": ["a", "unknown"]},
-        {"name": "c", "inputs": ["b"]},
-    ]
+    loop = [{"name": "a", "inputs": ["b"]}, {"name": "b", "inputs": ["a", "unknown"]}, {"name": "c", "inputs": ["b"]}]
     assert sorted(layer["name"] for layer in in_order(loop)) == ["a", "b", "c"]
 
 
@@ -173,9 +164,7 @@ def test_histograms_of_calibration_count_every_value_between_its_edges(values):
     assert sum(found["counts"]) == x.size and found["edges"] == sorted(found["edges"])
     for value in values:
         inside = sum(
-            n
-            for n, a, b in zip(found["counts"], found["edges"], found["edges"][1:], strict=False)
-            if a <= value <= b
+            n for n, a, b in zip(found["counts"], found["edges"], found["edges"][1:], strict=False) if a <= value <= b
         )
         assert inside >= 7
 

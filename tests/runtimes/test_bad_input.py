@@ -33,9 +33,7 @@ def sim(tmp_path_factory: pytest.TempPathFactory) -> tuple[QuantizationSimModel,
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("exported")
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).eval()
-    result = quantize(
-        model, [X], recipe=["fold"], path=path, filename_prefix="net", target="litert", progress=False
-    )
+    result = quantize(model, [X], recipe=["fold"], path=path, filename_prefix="net", target="litert", progress=False)
     return result.sim, path
 
 
@@ -46,10 +44,7 @@ def folder(sim: tuple[QuantizationSimModel, Path], tmp_path: Path) -> Path:
 
 def refused(*command: object) -> str:
     result = CliRunner().invoke(app, [str(word) for word in command])
-    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), (
-        result.output,
-        result.exception,
-    )
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), (result.output, result.exception)
     return " ".join(result.output.split())
 
 
@@ -116,9 +111,7 @@ def test_a_file_in_the_place_of_a_folder(folder: Path) -> None:
 def test_benchmark_takes_the_litert_file_of_an_export(folder: Path, tmp_path: Path) -> None:
     report = benchmark_path(folder / "net.tflite", runtime="litert", threads=[1], seconds=0.0)
     assert [cost.name for cost in report.costs] == ["float", "quantized"]
-    assert "onnxruntime reads .onnx files remedy: add runtime='litert'" in refused(
-        "benchmark", folder / "net.tflite"
-    )
+    assert "onnxruntime reads .onnx files remedy: add runtime='litert'" in refused("benchmark", folder / "net.tflite")
     said = refused("benchmark", folder / "net.onnx", "--runtime", "litert")
     assert "net.onnx litert reads .tflite files, and this one is not converted here" in said
     assert "an export with target='litert'" in said
@@ -194,11 +187,7 @@ def test_a_runtime_of_tensors_alone_asks_for_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("runtime", "message", "remedy"),
     [
-        (
-            "onnxruntime",
-            "Required inputs (['x']) are missing from input feed (['y']).",
-            "give data of this model",
-        ),
+        ("onnxruntime", "Required inputs (['x']) are missing from input feed (['y']).", "give data of this model"),
         (
             "openvino",
             "Check 'in_out_elements_equal' failed at src/core/shape_inference/include/reshape_shape_inference.hpp:360",

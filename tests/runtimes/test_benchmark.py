@@ -51,9 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_benchmark_of_a_folder_measures_both_files(folder: Path) -> None:
-    result = CliRunner().invoke(
-        app, ["benchmark", str(folder), "--seconds", "0", "--json", str(folder / "b.json")]
-    )
+    result = CliRunner().invoke(app, ["benchmark", str(folder), "--seconds", "0", "--json", str(folder / "b.json")])
     assert result.exit_code in (0, 1), result.output
     found = json.loads((folder / "b.json").read_text())
     float_cost, quantized = found["costs"]
@@ -88,10 +86,7 @@ def test_profile_says_why_an_operator_is_in_float(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "why"),
-    [
-        ("w8a16", "its input has uint16 codes, and the kernels take 8 bits"),
-        ("w8", "its input .* is in float"),
-    ],
+    [("w8a16", "its input has uint16 codes, and the kernels take 8 bits"), ("w8", "its input .* is in float")],
 )
 def test_presets_that_no_kernel_takes_are_explained(tmp_path: Path, preset: str, why: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).eval()
@@ -115,24 +110,11 @@ def test_a_bare_model_is_compared_with_itself_without_quantizers(folder: Path) -
 def test_suggestions_name_wide_activations_and_weights_off_centre(tmp_path: Path) -> None:
     """Both keep kernels from integers, or slow them down; the range stays, and the accuracy stands beside the speed."""
     rules = {
-        "rules": [
-            {"op": "Relu", "output": {"format": "uint16"}},
-            {"op": "Gemm", "weight": {"symmetry": "asymmetric"}},
-        ]
+        "rules": [{"op": "Relu", "output": {"format": "uint16"}}, {"op": "Gemm", "weight": {"symmetry": "asymmetric"}}]
     }
-    quantize(
-        net(),
-        BATCHES,
-        recipe=["fold"],
-        config_file=rules,
-        path=tmp_path,
-        filename_prefix="net",
-        progress=False,
-    )
+    quantize(net(), BATCHES, recipe=["fold"], config_file=rules, path=tmp_path, filename_prefix="net", progress=False)
     feeds = {"input": BATCHES[0].numpy()}
-    rows = {
-        s.change: s for s in suggestions(tmp_path / "net.onnx", tmp_path / "net_float.onnx", feeds, seconds=0)
-    }
+    rows = {s.change: s for s in suggestions(tmp_path / "net.onnx", tmp_path / "net_float.onnx", feeds, seconds=0)}
     narrow = next(s for change, s in rows.items() if change.startswith("8 bits"))
     even = next(s for change, s in rows.items() if change.startswith("symmetric weights"))
     assert narrow.accuracy != narrow.before and even.accuracy != even.before
@@ -155,15 +137,7 @@ def test_a_suggestion_changes_one_thing_and_keeps_the_form_of_recurrent_layers(
 ) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 6, 8)
-    quantize(
-        Steps().eval(),
-        [x],
-        recipe=["fold"],
-        path=tmp_path,
-        filename_prefix="net",
-        progress=False,
-        target=target,
-    )
+    quantize(Steps().eval(), [x], recipe=["fold"], path=tmp_path, filename_prefix="net", progress=False, target=target)
     kinds: list[set[str]] = []
 
     def opened(runtime: str, path: Path) -> Session:
@@ -239,19 +213,14 @@ def test_a_command_whose_files_the_target_refuses_says_that_they_are_complete(
     pytest.importorskip("openvino")
     ports = [onnx.helper.make_tensor_value_info(n, 1, s) for n, s in (("x", [2, 3, 3]), ("y", [2]))]
     held = [onnx.numpy_helper.from_array(np.eye(3, dtype=np.float32), "w")]
-    nodes = [
-        onnx.helper.make_node("MatMul", ["x", "w"], ["h"]),
-        onnx.helper.make_node("Det", ["h"], ["y"], "det"),
-    ]
+    nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["h"]), onnx.helper.make_node("Det", ["h"], ["y"], "det")]
     graph = onnx.helper.make_graph(nodes, "g", ports[:1], ports[1:], held)
     onnx.save(
         onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10),
         tmp_path / "m.onnx",
     )
     out = tmp_path / "out"
-    ran = CliRunner().invoke(
-        app, ["quantize", str(tmp_path / "m.onnx"), "--out", str(out), "--target", "openvino_cpu"]
-    )
+    ran = CliRunner().invoke(app, ["quantize", str(tmp_path / "m.onnx"), "--out", str(out), "--target", "openvino_cpu"])
     text = " ".join(f"{ran.output} {caplog.text}".split())
     assert ran.exit_code == 0 and "Det" in text and "is complete, but openvino refuses the file" in text, text
     assert "does not have this operator" in text and (out / "m_manifest.json").is_file()

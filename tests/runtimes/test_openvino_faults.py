@@ -37,8 +37,7 @@ def steps_off(op: str, shape: list[int], path: Path, *, of_codes: bool) -> NDArr
     ]
     held = [*(read[1] if of_codes else ()), *made[1], numpy_helper.from_array(np.array([-1]), "axes")]
     ports = [
-        helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, s)
-        for n, s in (("x", shape), ("y_d", shape[:-1]))
+        helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, s) for n, s in (("x", shape), ("y_d", shape[:-1]))
     ]
     graph = helper.make_graph(nodes, "g", ports[:1], ports[1:], held)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)

@@ -47,9 +47,7 @@ def chromium() -> str:
     return found
 
 
-def visit(
-    page: Path, script: str, *, size: tuple[int, int] = (1280, 900), dark: bool = False
-) -> dict[str, Any]:
+def visit(page: Path, script: str, *, size: tuple[int, int] = (1280, 900), dark: bool = False) -> dict[str, Any]:
     """Open a page and run ``script``, the body of an async function with ``$``, ``$$`` and ``pause``.
 
     Returns what it returned, with ``requests``, ``violations`` of the page's policy, and ``errors``.

@@ -81,9 +81,7 @@ def _places(document: Any) -> Iterator[tuple[Any, Any]]:
     waiting = [document]
     while waiting and len(waiting) < 10_000:
         value = waiting.pop()
-        keys = (
-            list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-        )
+        keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
         for key in keys:
             yield value, key
             waiting.append(value[key])
@@ -158,17 +156,7 @@ def _odd_scalar(field: Any, rng: Random) -> Any:
         "str": ("", "x", "y", "w", "Relu", "Conv", "\0", "../x", "é", "a" * 300),
         "bytes": (b"", b"\0", b"\xff" * 7, rng.bytes(48)),
     }
-    names = {
-        1: "float",
-        2: "float",
-        3: "long",
-        4: "long",
-        5: "int",
-        9: "str",
-        12: "bytes",
-        13: "int",
-        14: "int",
-    }
+    names = {1: "float", 2: "float", 3: "long", 4: "long", 5: "int", 9: "str", 12: "bytes", 13: "int", 14: "int"}
     options = kinds[names[field.type]]
     if field.type in (4, 13):
         options = tuple(o for o in options if o >= 0)

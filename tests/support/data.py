@@ -72,9 +72,7 @@ def cifar(split: str = "test") -> Images:
     """CIFAR-10, normalised for the two CIFAR models: 2000 ``test`` or 4000 ``train`` images."""
     with np.load(DATA / "cifar10_small.npz") as file:
         pixels, labels = file[f"{split}_x"], file[f"{split}_y"]
-    return Images(
-        torch.from_numpy((_nchw(pixels) / 255 - MEAN) / STD), torch.from_numpy(labels.astype(np.int64))
-    )
+    return Images(torch.from_numpy((_nchw(pixels) / 255 - MEAN) / STD), torch.from_numpy(labels.astype(np.int64)))
 
 
 @cache
@@ -181,8 +179,6 @@ def perplexity(model: Callable[[Tensor], Any], tokens: Tensor, batch: int = 32) 
     for rows in tokens.split(batch):
         logits = model(rows[:, :-1])
         logits = logits if isinstance(logits, Tensor) else logits[0]
-        loss += float(
-            nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
-        )
+        loss += float(nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"))
         count += rows[:, 1:].numel()
     return float(np.exp(loss / count))

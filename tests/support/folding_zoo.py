@@ -179,12 +179,7 @@ folds(
     finish=lambda m: (m[0].weight.data[2].zero_(), m[1].running_var.data[2].zero_()),
 )
 folds("frozen-parameters", lambda: row(conv(), bn()), finish=lambda m: m.requires_grad_(False))
-folds(
-    "half",
-    lambda: row(conv(), bn()),
-    inputs(floats(2, 4, 8, 8, dtype=torch.float16)),
-    finish=lambda m: m.half(),
-)
+folds("half", lambda: row(conv(), bn()), inputs(floats(2, 4, 8, 8, dtype=torch.float16)), finish=lambda m: m.half())
 folds(
     "bfloat16",
     lambda: row(conv(bias=False), bn()),
@@ -266,10 +261,7 @@ folds("nested", lambda: row(row(conv()), row(row(bn()), nn.ReLU()), row(conv(6, 
 folds("identity-between", lambda: row(conv(), nn.Identity(), bn()))
 folds("dropout-between", lambda: row(conv(), nn.Dropout2d(0.5), bn()))
 folds("inside-conv-subclass", lambda: row(NormedConv(4, 6), nn.ReLU(), NormedConv(6, 4)), pairs=2)
-folds(
-    "in-place-after",
-    lambda: Wired(lambda m, x: m.bn(m.conv(x)).add_(x).relu_(), conv=point(), bn=bn(4)),
-)
+folds("in-place-after", lambda: Wired(lambda m, x: m.bn(m.conv(x)).add_(x).relu_(), conv=point(), bn=bn(4)))
 folds("functional", FunctionalBN)
 folds("functional-no-bias", lambda: FunctionalBN(bias=False))
 folds("functional-not-affine", lambda: FunctionalBN(affine=False))
@@ -284,21 +276,13 @@ folds(
     lambda: Wired(lambda m, x: m.bn(m.conv(F.relu(m.bn(m.conv(x))))), conv=conv(4, 4), bn=bn(4)),
     pairs=2,  # two places, one weight
 )
-folds(
-    "siamese",
-    lambda: Wired(lambda m, x, y: m.bn(m.conv(x)) - m.bn(m.conv(y)), conv=conv(), bn=bn()),
-    IMAGES,
-)
+folds("siamese", lambda: Wired(lambda m, x, y: m.bn(m.conv(x)) - m.bn(m.conv(y)), conv=conv(), bn=bn()), IMAGES)
 folds(
     "norm-shared-by-two-convs",
     lambda: Wired(lambda m, x: m.bn(m.a(x)) + m.bn(m.b(x)), a=conv(), b=conv(bias=False), bn=bn()),
     pairs=2,
 )
-folds(
-    "two-norms-tie-their-weight",
-    lambda: tie(row(conv(), bn(), nn.ReLU(), conv(6, 6), bn()), "1", "4"),
-    pairs=2,
-)
+folds("two-norms-tie-their-weight", lambda: tie(row(conv(), bn(), nn.ReLU(), conv(6, 6), bn()), "1", "4"), pairs=2)
 refuses(
     "norm-shared-with-an-activation",
     "the batch norm also runs on a value that no layer made",
@@ -332,22 +316,14 @@ refuses(
 refuses(
     "weight-tied-between-two-norms",
     "the weight belongs to two layers that are normalised differently",
-    lambda: tie(
-        Wired(lambda m, x: m.p(m.a(x)) + m.q(m.b(x)), a=point(), b=point(), p=bn(4), q=bn(4)), "a", "b"
-    ),
+    lambda: tie(Wired(lambda m, x: m.p(m.a(x)) + m.q(m.b(x)), a=point(), b=point(), p=bn(4), q=bn(4)), "a", "b"),
 )
 refuses(
     "weight-read-by-a-function",
     "a second operator reads the weight",
-    lambda: Wired(
-        lambda m, x: F.conv_transpose2d(F.relu(m.bn(m.conv(x))), m.conv.weight), conv=conv(), bn=bn()
-    ),
+    lambda: Wired(lambda m, x: F.conv_transpose2d(F.relu(m.bn(m.conv(x))), m.conv.weight), conv=conv(), bn=bn()),
 )
-refuses(
-    "weight-norm",
-    "the weight is computed from other parameters",
-    lambda: row(weight_norm(conv()), bn()),
-)
+refuses("weight-norm", "the weight is computed from other parameters", lambda: row(weight_norm(conv()), bn()))
 refuses(
     "value-is-model-output",
     "the value of the layer is an output of the model",

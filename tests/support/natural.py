@@ -64,11 +64,7 @@ class Listener(nn.Module):
         window = torch.hann_window(64)
         self.register_buffer("real", (torch.cos(angles) * window)[:, None])
         self.register_buffer("imaginary", (torch.sin(angles) * window)[:, None])
-        self.a, self.b, self.head = (
-            nn.Conv1d(16 if bands else 33, 16, 3),
-            nn.Conv1d(16, 16, 3),
-            nn.Linear(16, 4),
-        )
+        self.a, self.b, self.head = (nn.Conv1d(16 if bands else 33, 16, 3), nn.Conv1d(16, 16, 3), nn.Linear(16, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         real, imaginary = (F.conv1d(x, w, stride=32) for w in (self.real, self.imaginary))

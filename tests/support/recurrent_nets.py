@@ -45,10 +45,7 @@ def layer_model(v: Variant, *, domain: str = "", inner_sites: tuple[str, ...] = 
     def constant(name: str, *shape: int) -> ir.Value:
         array = (rng.standard_normal(shape) * 0.5).astype(dtype)
         return ir.Value(
-            name=name,
-            const_value=ir.Tensor(array, name=name),
-            shape=ir.Shape(shape),
-            type=ir.TensorType(kind),
+            name=name, const_value=ir.Tensor(array, name=name), shape=ir.Shape(shape), type=ir.TensorType(kind)
         )
 
     def given(name: str, shape: tuple[Any, ...], of: ir.DataType = kind) -> ir.Value:

@@ -57,11 +57,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.query, self.key, self.score = (
-            nn.Linear(width, width),
-            nn.Linear(width, width),
-            nn.Linear(width, 1),
-        )
+        self.query, self.key, self.score = (nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 1))
 
     def forward(self, state: Tensor, memory: Tensor) -> Tensor:
         energy = self.score(torch.tanh(self.query(state).unsqueeze(1) + self.key(memory)))
@@ -208,18 +204,13 @@ class Speech(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.rnn = (
-            nn.Conv1d(6, 8, 3, padding=1),
-            nn.GRU(8, 6, 2, bidirectional=True, batch_first=True),
-        )
+        self.conv, self.rnn = (nn.Conv1d(6, 8, 3, padding=1), nn.GRU(8, 6, 2, bidirectional=True, batch_first=True))
         self.out = nn.Linear(12, 5)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         y = F.relu(self.conv(x.transpose(1, 2))).transpose(1, 2)
         packed = nn.utils.rnn.pack_padded_sequence(y, lengths, batch_first=True, enforce_sorted=False)
-        y, _ = nn.utils.rnn.pad_packed_sequence(
-            self.rnn(packed)[0], batch_first=True, total_length=x.shape[1]
-        )
+        y, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=x.shape[1])
         return F.log_softmax(self.out(y), -1)
 
 

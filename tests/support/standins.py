@@ -46,9 +46,7 @@ class SqueezeExcite(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int = 1, ratio: int = 4) -> None:
         super().__init__()
         wide = inputs * ratio
-        self.expand = nn.Sequential(
-            nn.Conv2d(inputs, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.Hardswish()
-        )
+        self.expand = nn.Sequential(nn.Conv2d(inputs, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.Hardswish())
         self.depth = nn.Sequential(
             nn.Conv2d(wide, wide, 3, stride, 1, groups=wide, bias=False), nn.BatchNorm2d(wide), nn.Hardswish()
         )
@@ -131,12 +129,7 @@ class ToneDetector(nn.Module):
 
 
 def _train(
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    epochs: int,
-    lr: float = 4e-3,
+    model: nn.Module, x: Tensor, y: Tensor, loss: Callable[[Tensor, Tensor], Tensor], epochs: int, lr: float = 4e-3
 ) -> nn.Module:
     """``model``, trained by Adam under one cosine."""
     generator = torch.Generator().manual_seed(0)
@@ -177,9 +170,7 @@ def _digits() -> tuple[Tensor, Tensor]:
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     x = torch.from_numpy((pixels[order] / 16).astype(np.float32)).reshape(-1, 1, 8, 8)
-    return F.interpolate(x, scale_factor=2.0, mode="bilinear"), torch.from_numpy(
-        labels[order].astype(np.int64)
-    )
+    return F.interpolate(x, scale_factor=2.0, mode="bilinear"), torch.from_numpy(labels[order].astype(np.int64))
 
 
 def squeeze_excite(epochs: int = 12) -> Standin:

@@ -83,16 +83,7 @@ def in_a_kernel(session: Any) -> float:
 def quantize(work: Path, out: Path, metric: str, meanwhile: Callable[[int, int], None]) -> tuple[int, str]:
     """Exit code and what was printed of a command; ``meanwhile`` is given its process and what it prints to."""
     steps = "fold,equalize,gptq,bias_correction"
-    arguments = [
-        "--data",
-        work / "data.npz",
-        "--out",
-        out,
-        "--recipe",
-        steps,
-        "--metric",
-        f"{__spec__.name}:{metric}",
-    ]
+    arguments = ["--data", work / "data.npz", "--out", out, "--recipe", steps, "--metric", f"{__spec__.name}:{metric}"]
     near, far = os.pipe()
     child = os.fork()
     if not child:
@@ -102,14 +93,7 @@ def quantize(work: Path, out: Path, metric: str, meanwhile: Callable[[int, int],
             signal.signal(
                 signal.SIGINT, signal.default_int_handler
             )  # ignored where a shell runs tests in the background
-            sys.argv = [
-                "bitwright",
-                "quantize",
-                str(work / "net.onnx"),
-                "--prefix",
-                "net",
-                *map(str, arguments),
-            ]
+            sys.argv = ["bitwright", "quantize", str(work / "net.onnx"), "--prefix", "net", *map(str, arguments)]
             main()
         except SystemExit as end:
             code = int(end.code or 0)
@@ -148,9 +132,7 @@ def run(work: Path) -> None:
     for metric in ("in_a_finalizer", "in_an_extension"):
         code, text = quantize(work, out, metric, wait)
         assert code == 130 and "interrupted" in text, (metric, code, text)
-        assert metric == "in_a_finalizer" or (
-            "the earlier export is as it was" in text and content(out) == old
-        )
+        assert metric == "in_a_finalizer" or ("the earlier export is as it was" in text and content(out) == old)
 
     def twice(child: int, near: int) -> None:
         assert os.read(near, 4) == b"in C"

@@ -85,9 +85,7 @@ def cifar() -> Task:
 
 
 def photographs() -> Task:
-    return Task(
-        lambda: data.imagenet("calibration").x, 100, 25, lambda run: data.accuracy(run, data.imagenet())
-    )
+    return Task(lambda: data.imagenet("calibration").x, 100, 25, lambda run: data.accuracy(run, data.imagenet()))
 
 
 def stories() -> Task:

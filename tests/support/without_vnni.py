@@ -58,11 +58,7 @@ def _process() -> subprocess.Popen[str]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            },
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process

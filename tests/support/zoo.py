@@ -22,18 +22,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from tests.support.cases import Call, Case, Make, bools, builder, floats, inputs, ints, just
 from tests.support.folding_zoo import FOLDING_ZOO
 
-__all__ = [
-    "FOLDING_ZOO",
-    "ZOO",
-    "Call",
-    "Case",
-    "Encoder",
-    "MobileNetV2",
-    "ResNet18",
-    "cases",
-    "chain",
-    "chain_input",
-]
+__all__ = ["FOLDING_ZOO", "ZOO", "Call", "Case", "Encoder", "MobileNetV2", "ResNet18", "cases", "chain", "chain_input"]
 
 ZOO: dict[str, Case] = {}
 
@@ -128,15 +117,7 @@ class InvertedResidual(nn.Module):
 class MobileNetV2(nn.Module):
     """MobileNetV2 (Sandler et al. 2018, arXiv:1801.04381), ImageNet layout."""
 
-    STAGES = (
-        (1, 16, 1, 1),
-        (6, 24, 2, 2),
-        (6, 32, 3, 2),
-        (6, 64, 4, 2),
-        (6, 96, 3, 1),
-        (6, 160, 3, 2),
-        (6, 320, 1, 1),
-    )
+    STAGES = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
 
     def __init__(self, width: float = 1.0, classes: int = 1000, stages: int = 7) -> None:
         super().__init__()
@@ -235,9 +216,7 @@ class DenseLayers(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, c, 3, padding=1)
         self.norms = nn.ModuleList([nn.BatchNorm2d(c + i * growth) for i in range(layers)])
-        self.convs = nn.ModuleList(
-            [nn.Conv2d(c + i * growth, growth, 3, padding=1, bias=False) for i in range(layers)]
-        )
+        self.convs = nn.ModuleList([nn.Conv2d(c + i * growth, growth, 3, padding=1, bias=False) for i in range(layers)])
         self.head = nn.Linear(c + layers * growth, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -255,9 +234,7 @@ class Inception(nn.Module):
         self.one = conv_bn(3, c, 1, act=nn.ReLU())
         self.three = nn.Sequential(conv_bn(3, c, 1, act=nn.ReLU()), conv_bn(c, c, 3, act=nn.ReLU()))
         self.five = nn.Sequential(conv_bn(3, c, 1, act=nn.ReLU()), conv_bn(c, c, 5, act=nn.ReLU()))
-        self.pool = nn.Sequential(
-            nn.AvgPool2d(3, 1, 1, count_include_pad=False), conv_bn(3, c, 1, act=nn.ReLU())
-        )
+        self.pool = nn.Sequential(nn.AvgPool2d(3, 1, 1, count_include_pad=False), conv_bn(3, c, 1, act=nn.ReLU()))
         self.fc = nn.Linear(4 * c, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -282,9 +259,7 @@ def _depthwise_separable() -> nn.Module:
     )  # fmt: skip
 
 
-_add(
-    "resnet18", lambda: ResNet18(8, 10, stages=2), inputs(floats(2, 3, 32, 32)), "cnn", "residual", "inplace"
-)
+_add("resnet18", lambda: ResNet18(8, 10, stages=2), inputs(floats(2, 3, 32, 32)), "cnn", "residual", "inplace")
 _add(
     "mobilenet-v2",
     lambda: MobileNetV2(0.25, 10, stages=3),
@@ -313,9 +288,7 @@ class Encoder(nn.Module):
         self, dim: int = 256, heads: int = 8, layers: int = 6, norm_first: bool = True, classes: int = 1000
     ) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(
-            dim, heads, 4 * dim, 0.1, "gelu", batch_first=True, norm_first=norm_first
-        )
+        layer = nn.TransformerEncoderLayer(dim, heads, 4 * dim, 0.1, "gelu", batch_first=True, norm_first=norm_first)
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.position = nn.Parameter(torch.randn(1, 1024, dim) * 0.02)
         self.head = nn.Linear(dim, classes)
@@ -349,9 +322,7 @@ class Attention(nn.Module):
 
     def _weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         if self.how == "bmm":
-            scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(
-                *q.shape[:3], k.shape[2]
-            )
+            scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).view(*q.shape[:3], k.shape[2])
         elif self.how == "einsum":
             scores = torch.einsum("bhqd,bhkd->bhqk", q, k)
         else:
@@ -451,9 +422,7 @@ class LlamaBlock(nn.Module):
         a, b = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-b, a), dim=-1) * sin
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, past: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Any]:
         b, t, _ = x.shape
         h = self.input_norm(x)
         q = self.rotate(self.q_proj(h).view(b, t, self.heads, self.d).transpose(1, 2), cos, sin)
@@ -479,9 +448,7 @@ class Llama(nn.Module):
         self.layers = nn.ModuleList([LlamaBlock(dim, 4, 2, 24) for _ in range(layers)])
         self.norm, self.lm_head = RMSNorm(dim), nn.Linear(dim, vocab, bias=False)
         self.lm_head.weight = self.embed_tokens.weight
-        angle = torch.outer(torch.arange(64).float(), 10000 ** (-torch.arange(0, 4, 2).float() / 4)).repeat(
-            1, 2
-        )
+        angle = torch.outer(torch.arange(64).float(), 10000 ** (-torch.arange(0, 4, 2).float() / 4)).repeat(1, 2)
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
@@ -506,21 +473,8 @@ for _first in (True, False):
         inputs(floats(2, 9, 16)), "transformer",
     )  # fmt: skip
 for _how in ("sdpa", "bmm", "einsum", "matmul"):
-    _add(
-        f"vit-{_how}",
-        lambda how=_how: VisionTransformer(how=how),
-        inputs(floats(2, 3, 16, 16)),
-        "transformer",
-    )
-_add(
-    "masked-lm",
-    MaskedLanguageModel,
-    inputs(ints(40, 2, 7), bools(2, 7)),
-    "transformer",
-    "tokens",
-    "mask",
-    "tied",
-)
+    _add(f"vit-{_how}", lambda how=_how: VisionTransformer(how=how), inputs(floats(2, 3, 16, 16)), "transformer")
+_add("masked-lm", MaskedLanguageModel, inputs(ints(40, 2, 7), bools(2, 7)), "transformer", "tokens", "mask", "tied")
 _add(
     "masked-lm-sdpa",
     lambda: MaskedLanguageModel(how="sdpa"),
@@ -564,9 +518,7 @@ class LstmTagger(nn.Module):
         self.lstm = nn.LSTM(8, 12, 2, batch_first=True, dropout=0.1)
         self.out = nn.Linear(12, 5)
 
-    def forward(
-        self, ids: Tensor, state: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(self, ids: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         y, state = self.lstm(self.embedding(ids), state)
         return self.out(y), state
 
@@ -581,9 +533,7 @@ class PackedGru(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        y, _ = nn.utils.rnn.pad_packed_sequence(
-            self.gru(packed)[0], batch_first=True, total_length=x.shape[1]
-        )
+        y, _ = nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True, total_length=x.shape[1])
         return self.out(y)
 
 
@@ -605,9 +555,7 @@ class CellLoop(nn.Module):
 _add("lstm", LstmTagger, inputs(ints(20, 2, 6)), "recurrent", "tokens", "multi-io")
 _add("gru-packed", PackedGru, inputs(floats(3, 5, 6), just(torch.tensor([3, 5, 2]))), "recurrent")
 _add("cell-loop", CellLoop, inputs(floats(2, 5, 6)), "recurrent", "loop")
-_add(
-    "rnn-projected-lstm", lambda: nn.LSTM(6, 8, proj_size=4), inputs(floats(5, 2, 6)), "recurrent", "multi-io"
-)
+_add("rnn-projected-lstm", lambda: nn.LSTM(6, 8, proj_size=4), inputs(floats(5, 2, 6)), "recurrent", "multi-io")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -619,11 +567,7 @@ class SharedTwice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.conv, self.relu = (
-            nn.Conv2d(3, 6, 3, padding=1),
-            nn.Conv2d(6, 6, 3, padding=1),
-            nn.ReLU(),
-        )
+        self.stem, self.conv, self.relu = (nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1), nn.ReLU())
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.relu(self.stem(x))
@@ -668,9 +612,7 @@ class Nested(nn.Module):
         self.layers = nn.ModuleList(
             [nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), nn.Identity())) for _ in range(3)]
         )
-        self.heads = nn.ModuleDict(
-            {"a": nn.ModuleList([nn.Linear(6, 2)]), "b": nn.ModuleList([nn.Linear(6, 3)])}
-        )
+        self.heads = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(6, 2)]), "b": nn.ModuleList([nn.Linear(6, 3)])})
         self.unused = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -922,11 +864,7 @@ def _many(*makers: Make, into: Callable[[Any], Any] = tuple) -> Make:
 
 
 _add(
-    "dataclass-io",
-    Detector,
-    inputs(_of(Sample, image=floats(2, 3, 6, 6), meta=floats(2, 4))),
-    "containers",
-    "multi-io",
+    "dataclass-io", Detector, inputs(_of(Sample, image=floats(2, 3, 6, 6), meta=floats(2, 4))), "containers", "multi-io"
 )
 _add(
     "dataclass-io-optional",
@@ -945,19 +883,11 @@ _add(
 _add(
     "tuple-io",
     Pairs,
-    inputs(
-        _of(Pair, left=floats(3, 4), right=floats(3, 5)), _many(floats(3, 3), _many(floats(3, 3), just(None)))
-    ),
+    inputs(_of(Pair, left=floats(3, 4), right=floats(3, 5)), _many(floats(3, 3), _many(floats(3, 3), just(None)))),
     "containers",
     "multi-io",
 )
-_add(
-    "keyword-only",
-    KeywordOnly,
-    inputs(image=floats(3, 6), text=floats(3, 5), scale=just(0.5)),
-    "kwargs",
-    "multi-io",
-)
+_add("keyword-only", KeywordOnly, inputs(image=floats(3, 6), text=floats(3, 5), scale=just(0.5)), "kwargs", "multi-io")
 _add("keyword-only-absent", KeywordOnly, inputs(image=floats(3, 6)), "kwargs")
 _add("star-arguments", Star, inputs(floats(3, 6), floats(3, 6), last=floats(3, 6)), "kwargs", "multi-io")
 _add("boolean-index", BooleanIndex, inputs(floats(5, 6)), "branch", "multi-io")
@@ -1027,9 +957,7 @@ class SuperResolution(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         small = F.leaky_relu(self.conv1(self.pad(x)), 0.1)
         large = self.conv3(self.shuffle(self.conv2(small)))
-        return large + F.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=False), self.pool(
-            self.up(x)
-        )
+        return large + F.interpolate(x, scale_factor=2.0, mode="bilinear", align_corners=False), self.pool(self.up(x))
 
 
 class Shapes(nn.Module):
@@ -1041,12 +969,7 @@ class Shapes(nn.Module):
         self.register_buffer("order", torch.tensor([1, 0, 3, 2, 5, 4, 7, 6]))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = (
-            self.a(x)
-            .view(x.shape[0], 2, 4, *x.shape[2:])
-            .transpose(1, 2)
-            .reshape(x.shape[0], 8, *x.shape[2:])
-        )
+        y = self.a(x).view(x.shape[0], 2, 4, *x.shape[2:]).transpose(1, 2).reshape(x.shape[0], 8, *x.shape[2:])
         y = F.pad(F.max_pool2d(y, 2), (1, 0, 0, 1))[:, self.order]
         y = torch.roll(y.flip(-1), 1, dims=2).permute(0, 2, 3, 1)
         first, second = torch.chunk(self.b(y.contiguous()), 2, dim=-1)

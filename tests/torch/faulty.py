@@ -42,9 +42,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 class Net(nn.Module):
     """A product, something, a product."""
 
-    def __init__(
-        self, middle: Callable[[Tensor], Tensor] | nn.Module, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, middle: Callable[[Tensor], Tensor] | nn.Module, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.head, self.tail = nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False)
         with torch.no_grad():
@@ -137,9 +135,7 @@ def loop(x: Tensor) -> Tensor:
 
 fault("division by zero", "division by zero", **CALLED, **SECOND)(net(divide, MINUS))
 fault("square root of a negative number", "root of a negative number", **CALLED, **SECOND)(net(root, MINUS))
-fault("log of a negative number", "logarithm of a non-positive number", **CALLED, **SECOND)(
-    net(logarithm, MINUS)
-)
+fault("log of a negative number", "logarithm of a non-positive number", **CALLED, **SECOND)(net(logarithm, MINUS))
 fault("log of zero", "logarithm of a non-positive number", **CALLED, **SECOND)(net(log_of_zero, MINUS))
 fault("reciprocal root of zero", "reciprocal root of zero", **CALLED, **SECOND)(net(reciprocal_root, MINUS))
 fault("exp overflow", "exponential overflow", problem="reaches 140", **CALLED, **SECOND)(
@@ -150,9 +146,7 @@ fault("negative power of zero", "division by zero", **CALLED, **SECOND)(net(inve
 fault("softmax without its maximum taken off", "exponential overflow", **CALLED, **SECOND)(
     net(naive_softmax, torch.tensor([100.0, 0, 0, 0]))
 )
-fault("acos outside its domain", "argument out of domain", **CALLED, **SECOND)(
-    net(arc_cosine, 2 * torch.ones(4))
-)
+fault("acos outside its domain", "argument out of domain", **CALLED, **SECOND)(net(arc_cosine, 2 * torch.ones(4)))
 fault("in-place square root", "root of a negative number", **CALLED, **SECOND)(net(in_place, MINUS))
 fault("where that takes the wrong side", "logarithm of a non-positive number", **CALLED, **SECOND)(
     net(wrong_side, MINUS)
@@ -190,9 +184,7 @@ def multiplied_mask(x: Tensor) -> Tensor:
     return (x + mask).softmax(-1)
 
 
-fault("a mask made by multiplication with infinity", "zero times infinity", **CALLED)(
-    net(multiplied_mask, MINUS)
-)
+fault("a mask made by multiplication with infinity", "zero times infinity", **CALLED)(net(multiplied_mask, MINUS))
 
 
 def meeting_masks(x: Tensor) -> Tensor:
@@ -367,12 +359,7 @@ def _rnn() -> Any:
     return Recurrent(layer).eval(), [x]
 
 
-@fault(
-    "RNN that is given its batch first and grows",
-    "overflow",
-    sample=1,
-    problem="step that shows it is 5 of 8",
-)
+@fault("RNN that is given its batch first and grows", "overflow", sample=1, problem="step that shows it is 5 of 8")
 def _batch_first() -> Any:
     model, (x,) = _rnn()
     model.culprit.batch_first = True
@@ -437,9 +424,7 @@ fault("half-precision norm that becomes zero", "half-precision overflow", **CALL
 fault("half-precision scores that overflow where a mask is added", "half-precision overflow", problem="reaches",
       **CALLED, **SECOND)(net(half_bias, after_head(200.0, HALF)))  # fmt: skip
 fault("cast to half precision", "half-precision overflow", **CALLED, **SECOND)(net(to_half, after_head(1e6)))
-fault("bfloat16 square", "half-precision overflow", **CALLED, **SECOND)(
-    net(half_square, after_head(1e25, BRAIN))
-)
+fault("bfloat16 square", "half-precision overflow", **CALLED, **SECOND)(net(half_square, after_head(1e25, BRAIN)))
 
 
 @fault("half-precision product", "half-precision overflow", op="tail", **SECOND)
@@ -499,9 +484,7 @@ def _masked_fill() -> Any:
 
 @look_alike("-inf mask among the arguments")
 def _mask_argument() -> Any:
-    return Masked().eval(), [
-        (normal(4, 4), torch.tensor([0, 0, -torch.inf, -torch.inf]).expand(4, 4).clone())
-    ]
+    return Masked().eval(), [(normal(4, 4), torch.tensor([0, 0, -torch.inf, -torch.inf]).expand(4, 4).clone())]
 
 
 @look_alike("dead rows that are filled in behind the softmax")

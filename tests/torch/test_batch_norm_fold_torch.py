@@ -152,9 +152,7 @@ class Counted(nn.Module):
 
 
 @pytest.mark.parametrize(("drop", "runs"), [(0.0, 2), (0.5, 3)], ids=["fixed", "random"])
-def test_outputs_before_a_fold_are_those_of_the_recording_unless_another_run_may_differ(
-    drop: float, runs: int
-) -> None:
+def test_outputs_before_a_fold_are_those_of_the_recording_unless_another_run_may_differ(drop: float, runs: int) -> None:
     model, x = Counted(drop).eval(), torch.randn(2, 3, 8, 8)
     with torch.no_grad():
         expected = model(x.clone()) if not drop else None

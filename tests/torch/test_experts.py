@@ -105,9 +105,7 @@ def test_a_weight_picked_by_a_computed_index_is_quantized_whole() -> None:
 
 
 def test_grouped_products_are_exported_with_a_scale_per_expert_and_column(tmp_path: Path) -> None:
-    sim = quantize(
-        Experts("grouped").eval(), [batch(s) for s in range(3)], recipe=["fold"], progress=False
-    ).sim
+    sim = quantize(Experts("grouped").eval(), [batch(s) for s in range(3)], recipe=["fold"], progress=False).sim
     exported = sim.export(tmp_path, "experts")
     report = sim.verify(batch(4))  # rows of one expert stand in the same order in the file
     assert report.ok, str(report)

@@ -150,9 +150,7 @@ def test_names_are_those_of_the_simulation() -> None:
 
 
 def test_half_precision_tells_the_magnitude_that_was_needed() -> None:
-    report = look(
-        lambda net, x: net.fc(x) @ net.fc(x).T, [torch.full((4, 8), 300).half()], lambda net: net.half()
-    )
+    report = look(lambda net, x: net.fc(x) @ net.fc(x).T, [torch.full((4, 8), 300).half()], lambda net: net.half())
     culprit = report.culprit
     assert culprit is not None and culprit.cause == "half-precision overflow"
     reached = float(culprit.problem.split()[3].rstrip(","))
@@ -164,11 +162,7 @@ def test_bad_data_is_named_with_batch_and_sample() -> None:
     data[1][2, 5] = NAN
     report = look(lambda net, x: net.out(net.fc(x)), data)
     culprit = report.culprit
-    assert culprit is not None and (culprit.op, culprit.op_type, culprit.cause) == (
-        "x",
-        "input",
-        "bad input data",
-    )
+    assert culprit is not None and (culprit.op, culprit.op_type, culprit.cause) == ("x", "input", "bad input data")
     assert (culprit.batch, culprit.sample, culprit.batches) == (1, 2, 1)
     assert [t.name for t in report.bad_inputs] == ["x, batch 1"] and report.bad_inputs[0].first_bad == (2, 5)
 
@@ -191,9 +185,7 @@ def _spoil(name: str, index: tuple[int, ...], value: float) -> Callable[[nn.Modu
         ("norm.running_mean", (0,), NAN, "the first at [0]"),
     ],
 )
-def test_bad_parameters_are_named_before_anything_runs(
-    name: str, index: Any, value: float, problem: str
-) -> None:
+def test_bad_parameters_are_named_before_anything_runs(name: str, index: Any, value: float, problem: str) -> None:
     report = look(lambda net, x: net.rnn(x[None])[0], change=_spoil(name, index, value))
     assert report.batches == 0 and [t.name for t in report.bad_params] == [name]
     assert report.culprit is not None and report.culprit.cause == "bad parameter"
@@ -402,9 +394,7 @@ def test_error_names_the_operator_and_the_line() -> None:
 
 @pytest.mark.parametrize("scheme", ["min_max", "tf_enhanced"])
 @pytest.mark.parametrize("how", ["batches", "callback"])
-def test_skip_equals_calibration_without_the_batch(
-    scheme: str, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skip_equals_calibration_without_the_batch(scheme: str, how: str, caplog: pytest.LogCaptureFixture) -> None:
     data = _spoilt()
     sim, clean = _simulation(quant_scheme=scheme), _simulation(quant_scheme=scheme)
     given: Any = data if how == "batches" else lambda model: [model(x) for x in data]
@@ -424,9 +414,7 @@ def test_clamp_takes_what_is_finite() -> None:
     finite = torch.cat([x.flatten() for x in data]).nan_to_num()
     step = float(sim.quantizers["fc.input[0]"].encoding.scale)
     assert float(sim.quantizers["fc.input[0]"].encoding.max) == pytest.approx(float(finite.max()), abs=step)
-    assert all(
-        np.isfinite(e.scale).all() and (e.scale > 0).all() for e in _encodings(sim).values() if e is not None
-    )
+    assert all(np.isfinite(e.scale).all() and (e.scale > 0).all() for e in _encodings(sim).values() if e is not None)
 
 
 @pytest.mark.parametrize("policy", ["skip", "clamp"])
@@ -453,9 +441,7 @@ def test_a_bad_weight_is_refused_before_calibration() -> None:
 
     sim = _simulation()
     _spoil("fc.weight", (2, 3), NAN)(sim.model)
-    with pytest.raises(
-        CalibrationError, match=r"fc\.weight: the parameter holds .*the first nan at index \[2, 3\]"
-    ):
+    with pytest.raises(CalibrationError, match=r"fc\.weight: the parameter holds .*the first nan at index \[2, 3\]"):
         sim.compute_encodings(never)
 
 

@@ -195,11 +195,7 @@ def test_a_language_model_on_padded_batches(shared_data: Any) -> None:
     assert report.ok, report.text()
     sim = QuantizationSimModel(model, batches[0])
     sim.compute_encodings(batches)
-    lows = {
-        n: float(s.encoding.min.min())
-        for n, s in sim.quantizers.items()
-        if s.enabled and s.encoding is not None
-    }
+    lows = {n: float(s.encoding.min.min()) for n, s in sim.quantizers.items() if s.enabled and s.encoding is not None}
     assert min(lows.values()) > -1000, "a mask entered a range"
     assert perplexity(sim.model) < 1.08 * perplexity(model)
 

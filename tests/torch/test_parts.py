@@ -61,9 +61,7 @@ def sim() -> QuantizationSimModel:
 
 
 @torch.no_grad()
-def test_a_module_called_on_its_own_computes_what_it_does_within_the_forward(
-    sim: QuantizationSimModel,
-) -> None:
+def test_a_module_called_on_its_own_computes_what_it_does_within_the_forward(sim: QuantizationSimModel) -> None:
     inside = sim.capture(["encoder.2.output[0]", "attention.q.output[0]"], (X, SOURCE))
     seen: list[Tensor] = []
     handle = sim.model.encoder.register_forward_hook(lambda module, args, output: seen.append(output.clone()))
@@ -84,9 +82,7 @@ def test_a_method_is_simulated_and_what_is_not_is_said_once(
         first = sim.model.encode(SOURCE)
         assert torch.equal(sim.model.encode(SOURCE), first)
     said = [r.getMessage() for r in caplog.records]
-    assert len(said) == 1 and said[0].startswith(
-        "EncoderDecoder.encode calls encoder outside the model's forward"
-    )
+    assert len(said) == 1 and said[0].startswith("EncoderDecoder.encode calls encoder outside the model's forward")
     assert torch.equal(first, F.normalize(sim.model.encoder(SOURCE), dim=-1))
     assert "not recorded: EncoderDecoder.encode: a method that calls parts" in str(sim.coverage())
     with sim.active():  # the remedy
@@ -118,9 +114,7 @@ def test_a_part_is_refused_before_calibration_and_where_a_whole_forward_is_neede
     recorder = record(EncoderDecoder().eval(), [(X, SOURCE)])
     with (
         sim._interceptor.handled_by(recorder),
-        pytest.raises(
-            ModelError, match=r"encoder: this Sequential was called outside the forward.*sim\.active\(\)"
-        ),
+        pytest.raises(ModelError, match=r"encoder: this Sequential was called outside the forward.*sim\.active\(\)"),
     ):
         sim.model.encoder(SOURCE)
 

@@ -18,9 +18,7 @@ from tests.support.sessions import integer_session
 CALIBRATION, TEST = 200, 1000
 
 
-def simulate(
-    name: str, calibration: list[Tensor], fold: bool = True, **options: object
-) -> QuantizationSimModel:
+def simulate(name: str, calibration: list[Tensor], fold: bool = True, **options: object) -> QuantizationSimModel:
     model = trained(name)
     if fold:
         fold_all_batch_norms(model, dummy_input=calibration[0])
@@ -31,15 +29,11 @@ def simulate(
 
 def runtime(path: Path, images: Tensor) -> np.ndarray:
     session = integer_session(path)
-    return np.concatenate(
-        [session.run(None, {session.get_inputs()[0].name: b.numpy()})[0] for b in images.split(100)]
-    )
+    return np.concatenate([session.run(None, {session.get_inputs()[0].name: b.numpy()})[0] for b in images.split(100)])
 
 
 @pytest.mark.parametrize("name", ["resnet20_aux", "mobilenet_v2_cifar"])
-def test_w8a8_keeps_the_accuracy_and_the_runtime_agrees(
-    name: str, cifar, cifar_train, tmp_path: Path
-) -> None:  # type: ignore[no-untyped-def]
+def test_w8a8_keeps_the_accuracy_and_the_runtime_agrees(name: str, cifar, cifar_train, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     images, labels = cifar.x[:TEST], cifar.y[:TEST]
     calibration = list(cifar_train.x[:CALIBRATION].split(50))
     reference = accuracy(trained(name), Images(images, labels))

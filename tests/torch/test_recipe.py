@@ -33,9 +33,7 @@ def error_against(reference, batches):
 
     def metric(model):
         with torch.no_grad():
-            return float(
-                np.mean([(model(b) - w).square().mean().item() for b, w in zip(batches, wanted, strict=True)])
-            )
+            return float(np.mean([(model(b) - w).square().mean().item() for b, w in zip(batches, wanted, strict=True)]))
 
     return metric
 
@@ -44,12 +42,7 @@ def test_each_step_has_its_line_and_the_whole_gains(batches):
     model = network()
     recipe = ["fold", "equalize", {"adaround": {"iterations": 200}}, "bias_correction"]
     result = bitwright.quantize(
-        model,
-        iter(batches),
-        "w4a8",
-        recipe=recipe,
-        metric=error_against(model, batches),
-        lower_is_better=True,
+        model, iter(batches), "w4a8", recipe=recipe, metric=error_against(model, batches), lower_is_better=True
     )
     assert [o.step for o in result.report][:2] == ["float", "no step"] and len(result.report) == 6
     assert result.metrics["quantized"] == result.report.metric < 0.5 * result.report[1].metric
@@ -68,13 +61,7 @@ def test_a_step_that_hurts_is_taken_back(batches, step):
         return wanted(m) + (1e6 if len(calls) == 4 else 0)
 
     result = bitwright.quantize(
-        model,
-        batches,
-        "w4a8",
-        recipe=["fold", step],
-        metric=metric,
-        lower_is_better=True,
-        on_harm="undo",
+        model, batches, "w4a8", recipe=["fold", step], metric=metric, lower_is_better=True, on_harm="undo"
     )
     assert not result.report[3].kept and result.report[2].kept
     plain = bitwright.quantize(model, batches, "w4a8", recipe=["fold"])
@@ -93,9 +80,7 @@ def test_a_recipe_file(batches, tmp_path):
 
 @pytest.mark.parametrize("recipe", [None, ["fold"]], ids=["default", "given"])
 def test_a_metric_that_is_nan_is_an_error(batches, recipe):
-    with pytest.raises(
-        CalibrationError, match="float: the metric is NaN. Remedy: run the metric on the float model"
-    ):
+    with pytest.raises(CalibrationError, match="float: the metric is NaN. Remedy: run the metric on the float model"):
         bitwright.quantize(network(), batches, recipe=recipe, metric=lambda m: float("nan"))
     answers = iter([1.0, *[1.0] * (recipe is not None)])
     with pytest.raises(CalibrationError, match="(quantized|fold.*): the metric is NaN"):

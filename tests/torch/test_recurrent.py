@@ -171,9 +171,7 @@ class Reference:
     def i(self, x: Array, name: str) -> Array:
         return self.q(x, f"{self.op}.{name}")
 
-    def run(
-        self, step: Callable[..., tuple[Array, ...]], x: Tensor, *state: Array
-    ) -> tuple[Array, tuple[Array, ...]]:
+    def run(self, step: Callable[..., tuple[Array, ...]], x: Tensor, *state: Array) -> tuple[Array, tuple[Array, ...]]:
         xs = self.q(x, f"{self.op}.input[0]")
         state = tuple(self.q(s, f"{self.op}.input[{5 + i}]") for i, s in enumerate(state))
         out = []
@@ -215,9 +213,7 @@ def test_with_quantizers_it_is_the_equations_with_grids_between(
     x, state = variant.example(5)
     op = "l0.reverse" if reverse else "l0.forward"
     states = [s[int(reverse)].numpy() for s in (state if isinstance(state, tuple) else (state,))]
-    expected, last = Reference(sim, op, "_reverse" if reverse else "").run(
-        step, x.flip(0) if reverse else x, *states
-    )
+    expected, last = Reference(sim, op, "_reverse" if reverse else "").run(step, x.flip(0) if reverse else x, *states)
     found = sim.capture([f"{op}.output[0]"], (x, state))[f"{op}.output[0]"][0].numpy()
     np.testing.assert_allclose(found[::-1] if reverse else found, expected, rtol=0, atol=1e-12)
     finals = sim.model(x, state)[1]
@@ -237,9 +233,7 @@ def simulated(module: nn.Module, *batches: Any, **options: Any) -> QuantizationS
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["forward", "both"])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_packed_batch_is_its_sequences_one_by_one(kind: str, bidirectional: bool) -> None:
-    variant = Variant(
-        kind, layers=2, bidirectional=bidirectional, form="packed", lengths=(2, 6, 1, 4), sorted=False
-    )
+    variant = Variant(kind, layers=2, bidirectional=bidirectional, form="packed", lengths=(2, 6, 1, 4), sorted=False)
     sim = simulated(variant.build().eval(), *(variant.example(i) for i in range(3)))
     (packed,) = variant.example(7)
     out, last = sim.model(packed)
@@ -376,9 +370,7 @@ def test_boundary_only_is_the_fused_operator_between_grids() -> None:
     y, (h, c) = inner(q["l0.forward.input[0]"](x))
     found = tensors(sim.model(x))
     for a, b in zip(
-        found,
-        (q["l0.forward.output[0]"](y), q["l0.forward.output[1]"](h), q["l0.forward.output[2]"](c)),
-        strict=True,
+        found, (q["l0.forward.output[0]"](y), q["l0.forward.output[1]"](h), q["l0.forward.output[2]"](c)), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
@@ -433,15 +425,11 @@ def test_exported_encodings_load_back(kind: str, form: Any, version: str, tmp_pa
 @pytest.mark.parametrize(
     "granularity, version", [("per_gate", "1.0.0"), ({"per_block": 2}, "1.0.0"), ({"per_block": 2}, "2.0.0")]
 )
-def test_exported_encodings_load_back_at_every_granularity(
-    granularity: Any, version: str, tmp_path: Path
-) -> None:
+def test_exported_encodings_load_back_at_every_granularity(granularity: Any, version: str, tmp_path: Path) -> None:
     x, module = torch.randn(2, 3, 4), Tagger(nn.LSTM, proj_size=2).eval()
     rules = {"rules": [{"op": "LSTM", "weight": {"granularity": granularity}}]}
     sim = simulated(module, x, config_file=rules)
-    loads_back(
-        sim, module, x, sim.export(tmp_path, "m", x, encoding_version=version, samples=False).encodings
-    )
+    loads_back(sim, module, x, sim.export(tmp_path, "m", x, encoding_version=version, samples=False).encodings)
 
 
 def test_exported_parameters_are_frozen(tmp_path: Path) -> None:
@@ -466,9 +454,7 @@ def test_exported_encodings_need_the_sites_beside_them(tmp_path: Path) -> None:
             entry.update(y_scale=entry["y_scale"][:1], axis=0)
     changed = json.dumps(document)
     exported.encodings.write_text(changed)
-    with pytest.raises(
-        EncodingsError, match="rnn.l0.forward.W: its scales lie along axis 0, the one direction"
-    ):
+    with pytest.raises(EncodingsError, match="rnn.l0.forward.W: its scales lie along axis 0, the one direction"):
         again.load_encodings(exported.encodings)
     exported.sites.write_text('{"sites": {"rnn": []}}')
     with pytest.raises(
@@ -502,9 +488,7 @@ def test_a_state_of_the_wrong_shape_is_refused() -> None:
             return out
 
     sim = simulated(Raw(), (torch.randn(5, 2, 3), torch.zeros(1, 2, 4)))
-    with pytest.raises(
-        CalibrationError, match=r"batch 0, in rnn: .*Expected hidden size \(1, 2, 4\), got \[1, 3, 4\]"
-    ):
+    with pytest.raises(CalibrationError, match=r"batch 0, in rnn: .*Expected hidden size \(1, 2, 4\), got \[1, 3, 4\]"):
         sim.compute_encodings([(torch.randn(5, 2, 3), torch.zeros(1, 3, 4))])
 
 
@@ -550,9 +534,7 @@ def test_a_packed_sequence_of_the_other_layout_keeps_torchs_message() -> None:
             out: Tensor = self.rnn(packed)[0].data
             return out
 
-    with pytest.raises(
-        ModelError, match="Packs: .*Expected `len\\(lengths\\)` to be equal to batch_size, but got 2 "
-    ):
+    with pytest.raises(ModelError, match="Packs: .*Expected `len\\(lengths\\)` to be equal to batch_size, but got 2 "):
         QuantizationSimModel(Packs(), (torch.randn(2, 5, 3), torch.tensor([5, 3])))
 
 

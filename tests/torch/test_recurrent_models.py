@@ -188,9 +188,7 @@ def test_every_step_agrees_with_the_runtime(name: str) -> None:
 @pytest.mark.parametrize("name", ["speech", "halting", "beams"])
 def test_what_cannot_be_exported_says_why(name: str) -> None:
     case = RECURRENT_ZOO[name]
-    with pytest.raises(
-        ExportError, match="cannot be exported to ONNX: .*Remedy: make the part it names independent"
-    ):
+    with pytest.raises(ExportError, match="cannot be exported to ONNX: .*Remedy: make the part it names independent"):
         simulated(case, build(case)).verify(case.example(5, 7))
 
 

@@ -104,9 +104,7 @@ def test_a_repair_of_ones_own() -> None:
     assert not sim.quantizers["fc.weight"].enabled
     done.undo()
     assert sim.quantizers["fc.weight"].enabled and [r.op for r in sim.repairs] == ["log"]
-    with pytest.raises(
-        ConfigError, match=r"the simulation has no operator of this name \(did you mean 'log'"
-    ):
+    with pytest.raises(ConfigError, match=r"the simulation has no operator of this name \(did you mean 'log'"):
         stabilize(sim, repairs=[Repair("logg", "clamp", -1, 1)])
     with pytest.raises(ConfigError, match="is not a repair"):
         Repair("log", "clamp", 1, -1)
@@ -233,9 +231,7 @@ def test_progressive_keeps_what_was_found_when_interrupted() -> None:
 
     found = quantize_progressively(sim.quantizers, outputs)
     assert [step.ops for step in found.steps] == [(ops[0],)] and found.stopped_at is None
-    assert all(
-        site.enabled == (site.op == ops[0]) for site in sim.quantizers.values() if site.role == "weight"
-    )
+    assert all(site.enabled == (site.op == ops[0]) for site in sim.quantizers.values() if site.role == "weight")
 
 
 def test_progressive_needs_a_calibrated_simulation_and_data() -> None:

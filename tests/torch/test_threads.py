@@ -133,9 +133,7 @@ def test_a_pool_of_threads_gives_the_answers_of_one(sim: QuantizationSimModel, b
     assert not fresh._simulator.unseen and not fresh._interceptor.running
 
 
-def test_a_web_server_that_runs_forwards_beside_its_loop(
-    sim: QuantizationSimModel, batches: list[Tensor]
-) -> None:
+def test_a_web_server_that_runs_forwards_beside_its_loop(sim: QuantizationSimModel, batches: list[Tensor]) -> None:
     expected = [sim.model(x).detach() for x in batches]
 
     async def serve() -> list[Tensor]:
@@ -167,9 +165,7 @@ def test_float_and_simulated_forwards_and_captures_at_the_same_time(
         assert all(pool.map(run, range(96)))
 
 
-def test_an_error_in_one_thread_leaves_the_others_alone(
-    sim: QuantizationSimModel, batches: list[Tensor]
-) -> None:
+def test_an_error_in_one_thread_leaves_the_others_alone(sim: QuantizationSimModel, batches: list[Tensor]) -> None:
     expected = sim.model(batches[0]).detach()
 
     def run(i: int) -> str | bool | None:
@@ -188,9 +184,7 @@ def test_the_block_of_one_thread_does_not_catch_the_calls_of_another(
 ) -> None:
     with sim.active(), ThreadPoolExecutor(1) as pool:
         assert not pool.submit(lambda: sim._interceptor.running).result()
-        assert torch.equal(
-            pool.submit(torch.relu, torch.tensor([-1.0, 2.0])).result(), torch.tensor([0.0, 2.0])
-        )
+        assert torch.equal(pool.submit(torch.relu, torch.tensor([-1.0, 2.0])).result(), torch.tensor([0.0, 2.0]))
 
 
 def test_replicas_compute_with_their_own_parameters(sim: QuantizationSimModel, batches: list[Tensor]) -> None:
@@ -220,11 +214,7 @@ def test_calibration_refuses_a_second_thread_by_name(paused: QuantizationSimMode
     x, model = torch.randn(8, 4), paused.model[0]
     fresh = copy.deepcopy(paused)
     with Meanwhile(model, lambda: paused.compute_encodings([x])):
-        for use in (
-            lambda: paused.model(x),
-            lambda: paused.compute_encodings([x]),
-            lambda: paused.capture([], x),
-        ):
+        for use in (lambda: paused.model(x), lambda: paused.compute_encodings([x]), lambda: paused.capture([], x)):
             with pytest.raises(BusyError, match=r"thread 'other' is changing it \(calibration\)"):
                 use()
         fresh.model(x)  # the remedy: a copy of its own

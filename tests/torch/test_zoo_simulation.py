@@ -64,9 +64,7 @@ def test_copies_and_repeats_are_bit_identical(case: Case) -> None:
     first = run(sim.model, case)
     twin = copy.deepcopy(sim)
     again = simulated(case)
-    for a, b, c, d in zip(
-        first, run(sim.model, case), run(twin.model, case), run(again.model, case), strict=True
-    ):
+    for a, b, c, d in zip(first, run(sim.model, case), run(twin.model, case), run(again.model, case), strict=True):
         assert torch.equal(a, b) and torch.equal(a, c) and torch.equal(a, d)
     assert list(twin.quantizers) == list(sim.quantizers)
     twin.quantizers["*"].enabled = False
@@ -92,9 +90,7 @@ def test_gradients_reach_every_trained_parameter_the_float_model_trains(case: Ca
 
     def trained(model: torch.nn.Module) -> set[str]:
         outputs = [
-            t
-            for _, t in flatten_tensors(model(*call.args, **call.kwargs))
-            if t.is_floating_point() and t.requires_grad
+            t for _, t in flatten_tensors(model(*call.args, **call.kwargs)) if t.is_floating_point() and t.requires_grad
         ]
         sum(t.float().square().mean() for t in outputs).backward()  # type: ignore[union-attr]
         return {n for n, p in model.named_parameters() if p.grad is not None and torch.isfinite(p.grad).all()}

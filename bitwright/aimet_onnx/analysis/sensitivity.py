@@ -113,9 +113,7 @@ def analyze_per_quantizer_sensitivity(
 
 
 def save_sensitivity_results(
-    scores: Mapping[str, float],
-    save_path: str = "./sensitivity_results.json",
-    details: Mapping[str, str] | None = None,
+    scores: Mapping[str, float], save_path: str = "./sensitivity_results.json", details: Mapping[str, str] | None = None
 ) -> None:
     """Write scores as JSON in their order."""
     told = details or {}
@@ -149,7 +147,5 @@ def save_sensitivity_plot(
 ) -> None:
     """Write scores as a page with a chart and a table; patterns are for AIMET's interactive page and have no effect."""
     told = details or {}
-    named = {
-        f"{name} ({details_label}: {told[name]})" if name in told else name: s for name, s in scores.items()
-    }
+    named = {f"{name} ({details_label}: {told[name]})" if name in told else name: s for name, s in scores.items()}
     write_page(save_path, f"Sensitivity by {metric.name}", scores_chart(named, metric.name))

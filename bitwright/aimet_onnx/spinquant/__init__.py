@@ -30,11 +30,7 @@ def apply_spinquant(
     Raises:
         ConfigError: ``visual_model``, ``embedding`` or ``enable_r3``, which have no counterpart.
     """
-    for name, given in (
-        ("visual_model", visual_model),
-        ("embedding", embedding),
-        ("enable_r3", enable_r3 or None),
-    ):
+    for name, given in (("visual_model", visual_model), ("embedding", embedding), ("enable_r3", enable_r3 or None)):
         if given is not None:
             raise ConfigError(f"apply_spinquant({name}=...)", "it has no counterpart here", "leave it out")
     front.apply_spinquant(proto_of(model), enable_r1=enable_r1, enable_r2=enable_r2, **options)

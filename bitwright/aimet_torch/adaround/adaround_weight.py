@@ -109,8 +109,4 @@ class Adaround:
 def _with_weights(model: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
     """The modules that are not of the model, for our error, or have a weight of two dimensions or more below them."""
     known = {id(module) for _, module in walk_modules(model)}
-    return [
-        module
-        for module in modules
-        if id(module) not in known or any(p.dim() > 1 for p in module.parameters())
-    ]
+    return [module for module in modules if id(module) not in known or any(p.dim() > 1 for p in module.parameters())]

@@ -89,11 +89,7 @@ def _padding_between(op: Op, graph: Graph) -> str | None:
     if not _padded(op):
         return None
     reader = _next_layer(op, graph)
-    return (
-        f"it pads, and so does {reader.name} right after it"
-        if reader is not None and _padded(reader)
-        else None
-    )
+    return f"it pads, and so does {reader.name} right after it" if reader is not None and _padded(reader) else None
 
 
 def _padded(op: Op) -> bool:
@@ -182,9 +178,7 @@ class ArchCheckerReport(Tabular):
         """Write ``arch_checker_report.html``."""
         rows = [(f.op, f.type, f.rule, f.issue, f.recommendation) for f in self.findings]
         head = ("operator", "type", "rule", "issue", "recommendation")
-        return write_page(
-            Path(result_dir) / "arch_checker_report.html", "Architecture", html_table(head, rows)
-        )
+        return write_page(Path(result_dir) / "arch_checker_report.html", "Architecture", html_table(head, rows))
 
 
 class ArchChecker:
@@ -212,13 +206,7 @@ class ArchChecker:
         ]
         folds = front.fold_all_batch_norms(copy.deepcopy(model), dummy_input=given, progress=False)
         found += [
-            Finding(
-                norm,
-                "BatchNormalization",
-                _FOLDING.name,
-                f"it cannot be folded: {why}",
-                _FOLDING.recommendation,
-            )
+            Finding(norm, "BatchNormalization", _FOLDING.name, f"it cannot be folded: {why}", _FOLDING.recommendation)
             for norm, why in folds.skipped
         ]
         report = ArchCheckerReport(tuple(found))

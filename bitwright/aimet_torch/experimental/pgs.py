@@ -31,9 +31,7 @@ def enable_pgs(eps: float = 0.05, multiplier: float = 3.0) -> None:
         ConfigError: (a ValueError) ``eps`` is not above 0 and at most 1, or ``multiplier`` is 1 or has no meaning.
     """
     if multiplier == 1:
-        raise ConfigError(
-            "multiplier", "it is 1, which changes nothing", "use another number, or call disable_pgs()"
-        )
+        raise ConfigError("multiplier", "it is 1, which changes nothing", "use another number, or call disable_pgs()")
     _CURRENT.gradient = PivotGradient(eps, multiplier)
 
 

@@ -180,9 +180,7 @@ class EvalCallbackFactory:
         forward_fn: ``forward_fn(model, batch)``; ``model(batch)`` by default, ``model(*batch)`` of several tensors.
     """
 
-    def __init__(
-        self, data_loader: Iterable[Any], forward_fn: Callable[[Any, Any], Any] | None = None
-    ) -> None:
+    def __init__(self, data_loader: Iterable[Any], forward_fn: Callable[[Any, Any], Any] | None = None) -> None:
         self._data = data_loader
         self._forward = forward_fn or _run
 

@@ -32,9 +32,7 @@ class EncodingAnalyzer:
         method: the range method.
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], block_size: tuple[int, ...] | None, method: RangeMethod
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], block_size: tuple[int, ...] | None, method: RangeMethod) -> None:
         self.shape, self.block_size, self.method = tuple(shape), block_size, method
         self._seen: Any = None
 
@@ -59,9 +57,7 @@ class EncodingAnalyzer:
             FormatError: (a ValueError) no integer grid has so many intervals.
         """
         if self._seen is None:
-            raise CalibrationError(
-                type(self).__name__, "it has seen no values", "call update_stats(tensor) first"
-            )
+            raise CalibrationError(type(self).__name__, "it has seen no values", "call update_stats(tensor) first")
         return self._range(self._seen, num_steps, is_symmetric)
 
     def compute_dynamic_encodings(
@@ -85,9 +81,7 @@ class EncodingAnalyzer:
             )
         lo, hi = _core.range_of_rows(seen, self.method, fmt, symmetric=symmetric)
         device = None if like is None else like.device
-        low, high = (
-            torch.as_tensor(end, dtype=torch.float32, device=device).reshape(self.shape) for end in (lo, hi)
-        )
+        low, high = (torch.as_tensor(end, dtype=torch.float32, device=device).reshape(self.shape) for end in (lo, hi))
         return low, high
 
 

@@ -53,11 +53,7 @@ class QuantizedTensorBase(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -106,18 +102,14 @@ class QuantizedTensorBase(torch.Tensor):
         return with_encoding(type(self), super().detach(), encoding)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = with_encoding(
-            type(self), copy.deepcopy(self._plain(), memo), copy.deepcopy(self.encoding, memo)
-        )
+        made = with_encoding(type(self), copy.deepcopy(self._plain(), memo), copy.deepcopy(self.encoding, memo))
         memo[id(self)] = made
         return made
 
     def _required(self) -> Any:
         if self.encoding is None:
             raise CalibrationError(
-                type(self).__name__,
-                "the tensor has no encoding",
-                "make it with a quantizer of quantization.affine",
+                type(self).__name__, "the tensor has no encoding", "make it with a quantizer of quantization.affine"
             )
         return self.encoding
 

@@ -38,9 +38,7 @@ def _condition(arg: Any) -> Callable[[nn.Module], bool]:
     if callable(arg):
         condition: Callable[[nn.Module], bool] = arg
         return condition
-    raise ConfigError(
-        "arg", f"{arg!r} names no modules", "give module types, modules of sim.model, or a condition"
-    )
+    raise ConfigError("arg", f"{arg!r} names no modules", "give module types, modules of sim.model, or a condition")
 
 
 def set_activation_quantizers_to_float(
@@ -89,16 +87,10 @@ def _blocks(name: str, module: nn.Module, block_size: Any) -> tuple[tuple[int, .
 
 
 def _weights(sim: Any, arg: Any) -> list[tuple[str, Any]]:
-    return [
-        (name, module)
-        for name, module in _chosen(sim, arg)
-        if module.param_quantizers.get("weight") is not None
-    ]
+    return [(name, module) for name, module in _chosen(sim, arg) if module.param_quantizers.get("weight") is not None]
 
 
-def set_blockwise_quantization_for_weights(
-    sim: Any, arg: Any, bitwidth: int, symmetric: bool, block_size: Any
-) -> None:
+def set_blockwise_quantization_for_weights(sim: Any, arg: Any, bitwidth: int, symmetric: bool, block_size: Any) -> None:
     """Give weights one scale per block.
 
     Args:
@@ -114,13 +106,7 @@ def set_blockwise_quantization_for_weights(
 
 
 def set_grouped_blockwise_quantization_for_weights(
-    sim: Any,
-    arg: Any,
-    bitwidth: int,
-    symmetric: bool,
-    decompressed_bw: int,
-    block_size: Any,
-    block_grouping: Any = -1,
+    sim: Any, arg: Any, bitwidth: int, symmetric: bool, decompressed_bw: int, block_size: Any, block_grouping: Any = -1
 ) -> None:
     """Give weights one scale per block that is an integer multiple of one per channel (LPBQ).
 

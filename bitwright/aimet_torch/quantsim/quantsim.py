@@ -113,9 +113,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
         )
         self._scheme = quant_scheme
         self.quantizers: Quantizers
-        self._simulator.stage = (
-            "simulate"  # every quantizer refuses on its own until it has a range, as in AIMET
-        )
+        self._simulator.stage = "simulate"  # every quantizer refuses on its own until it has a range, as in AIMET
         self.original_names: Any = WeakKeyDictionary({m: name for name, m in walk_modules(model)})
         self.show_quantizers()
 
@@ -147,10 +145,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
     # -- calibration
 
     def compute_encodings(  # type: ignore[override]
-        self,
-        forward_pass_callback: Any = None,
-        forward_pass_callback_args: Any = NOT_GIVEN,
-        **options: Any,
+        self, forward_pass_callback: Any = None, forward_pass_callback_args: Any = NOT_GIVEN, **options: Any
     ) -> None:
         """Find the encodings by running ``forward_pass_callback(model)``, or ``(model, args)`` where these are given.
 
@@ -164,9 +159,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
             return
 
         def callback(model: nn.Module) -> None:
-            forward_pass_callback(model, forward_pass_callback_args) if given else forward_pass_callback(
-                model
-            )
+            forward_pass_callback(model, forward_pass_callback_args) if given else forward_pass_callback(model)
 
         calibrate(self, callback, super().compute_encodings, options)
         self._learn_if_asked()
@@ -209,9 +202,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
     def named_qmodules(self) -> Iterator[tuple[str, nn.Module]]:
         """:meth:`qmodules` with their names."""
-        return (
-            (name, module) for name, module in self.model.named_modules() if _modules.is_quantized(module)
-        )
+        return ((name, module) for name, module in self.model.named_modules() if _modules.is_quantized(module))
 
     def quant_wrappers(self) -> Iterator[tuple[str, nn.Module]]:
         """:meth:`named_qmodules` under its older name."""
@@ -303,9 +294,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
             options,
         )
 
-    def write_artefacts(
-        self, path: str | Path, filename_prefix: str, dummy_input: Any, **options: Any
-    ) -> Any:
+    def write_artefacts(self, path: str | Path, filename_prefix: str, dummy_input: Any, **options: Any) -> Any:
         """:meth:`bitwright.torch.QuantizationSimModel.export`, as it is there."""
         return super().export(path, filename_prefix, dummy_input, **options)
 
@@ -316,9 +305,7 @@ class QuantizationSimModel(front.QuantizationSimModel):
 
         return OnnxExporter(self)
 
-    def save_encodings_to_json(
-        self, path: str | Path, filename_prefix: str, encoding_version: str = "1.0.0"
-    ) -> None:
+    def save_encodings_to_json(self, path: str | Path, filename_prefix: str, encoding_version: str = "1.0.0") -> None:
         """Write ``<path>/<filename_prefix>.json`` with every encoding under its site's name."""
         Path(path).mkdir(parents=True, exist_ok=True)
         self.save_encodings(Path(path) / f"{filename_prefix}.json", encoding_version)
@@ -385,11 +372,7 @@ class QuantParams(front.QuantParams):
         config_file: str | None = None,
     ) -> None:
         super().__init__(
-            weight_bw,
-            act_bw,
-            round_mode,
-            range_method(quant_scheme),
-            "default" if config_file is None else config_file,
+            weight_bw, act_bw, round_mode, range_method(quant_scheme), "default" if config_file is None else config_file
         )
 
 
@@ -414,9 +397,7 @@ def compute_encodings_for_sims(
 
 
 @contextmanager
-def _others_in_float(
-    sims: Sequence[QuantizationSimModel], calibrated: QuantizationSimModel
-) -> Iterator[None]:
+def _others_in_float(sims: Sequence[QuantizationSimModel], calibrated: QuantizationSimModel) -> Iterator[None]:
     from contextlib import ExitStack
 
     with ExitStack() as stack:

@@ -17,12 +17,7 @@ __getattr__ = absent_names(__name__)
 
 
 def apply_spinquant(
-    model: nn.Module,
-    dummy_input: Any = None,
-    *,
-    enable_r1: bool = True,
-    enable_r2: bool = False,
-    **options: Any,
+    model: nn.Module, dummy_input: Any = None, *, enable_r1: bool = True, enable_r2: bool = False, **options: Any
 ) -> Any:
     """:func:`bitwright.torch.apply_spinquant`; language models need no ``dummy_input``, eight tokens are used.
 

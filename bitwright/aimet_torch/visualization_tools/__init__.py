@@ -36,8 +36,5 @@ def visualize_advanced_stats(
     additional_percentiles: Sequence[float] = (1, 99),
 ) -> None:
     """As :func:`visualize_stats`, without the percentiles, which a warning says: ``sim.report(path)`` draws whole histograms."""
-    differs(
-        "visualize_advanced_stats",
-        "percentiles are not drawn; sim.report(path) draws histograms with their grids",
-    )
+    differs("visualize_advanced_stats", "percentiles are not drawn; sim.report(path) draws histograms with their grids")
     write_ranges(sim, save_path, "Ranges of the quantizers")

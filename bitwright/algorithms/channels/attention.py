@@ -120,9 +120,7 @@ def _origin(layers: Layers, reader: Op, port: int, through: frozenset[str]) -> L
         if layer is not None and layer.kind == "layer":
             values[value] = None
             origins[layer.op] = layer
-        elif (
-            op is not None and op.type in through and not op.also
-        ):  # others: rotary angles, not of this layer
+        elif op is not None and op.type in through and not op.also:  # others: rotary angles, not of this layer
             values[value] = None
             inside.add(op.name)
             open_values.extend(op.inputs if op.type in _JOINS else op.inputs[:1])

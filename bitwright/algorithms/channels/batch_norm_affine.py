@@ -24,9 +24,7 @@ Attrs = Mapping[str, Any]
 #: operator types that can absorb a batch norm
 
 
-def bn_affine(
-    weight: Array | None, bias: Array | None, mean: Array, var: Array, eps: float
-) -> tuple[Array, Array]:
+def bn_affine(weight: Array | None, bias: Array | None, mean: Array, var: Array, eps: float) -> tuple[Array, Array]:
     """What a batch norm in inference does to each channel, as ``scale * x + shift``.
 
     Args:
@@ -121,9 +119,7 @@ def fold_forward(
     _same_channels(op_type, "input", scale, axes.inputs)
     obstacle = forward_obstacle(op_type, attrs, W.shape[2:], shift)
     if obstacle:
-        raise ModelError(
-            op_type, obstacle, "keep this batch norm; only one without a shift can be folded here"
-        )
+        raise ModelError(op_type, obstacle, "keep this batch norm; only one without a shift can be folded here")
     split = axes.split(W)
     folded = (split * axes.over_inputs(scale)).reshape(W.shape)
     if not np.any(shift):
@@ -141,9 +137,7 @@ def forward_obstacle(op_type: str, attrs: Attrs, kernel: Sequence[int], shift: A
     if op_type not in ("Conv", "ConvTranspose") or not np.any(shift):
         return None
     single = all(k == 1 for k in kernel)
-    padded = any(attrs.get("pads") or ()) or (
-        str(attrs.get("auto_pad", "NOTSET")).startswith("SAME") and not single
-    )
+    padded = any(attrs.get("pads") or ()) or (str(attrs.get("auto_pad", "NOTSET")).startswith("SAME") and not single)
     if op_type == "Conv":
         return "it pads with zeros, which the shift does not reach" if padded else None
     strided = any(s != 1 for s in attrs.get("strides") or ()) or any(attrs.get("output_padding") or ())

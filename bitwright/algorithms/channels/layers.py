@@ -134,20 +134,14 @@ class Layers:
             return f"its weight {weight.name} is computed in the model, not a stored parameter"
         if op.also or op.attrs.get("varies"):
             return "it runs several times in one forward, on different values or parameters"
-        if (
-            op.attrs.get("transA")
-            or len(weight.shape) < 2
-            or (op.type == "MatMul" and len(weight.shape) != 2)
-        ):
+        if op.attrs.get("transA") or len(weight.shape) < 2 or (op.type == "MatMul" and len(weight.shape) != 2):
             return f"its weight of shape {weight.shape} is not applied to the last axis of its input"
         axes = channel_axes(op.type, op.attrs, weight.shape)
         rank = len(values[op.outputs[0]].shape)
         bias, output, adder = self._bias(op, axes.outputs)
         if isinstance(bias, _Odd):
             return bias.reason
-        return Layer(
-            op.name, op.type, op.attrs, "layer", weight.param or weight.name, bias, axes, rank, output, adder
-        )
+        return Layer(op.name, op.type, op.attrs, "layer", weight.param or weight.name, bias, axes, rank, output, adder)
 
     def _bias(self, op: Op, channels: int) -> tuple[str | _Odd | None, str, str | None]:
         """Name of the bias, the value after it, and the Add that adds it."""
@@ -319,10 +313,7 @@ class Group:
         return blocks.transpose(0, 2, 1).reshape(self.channels, repeat)
 
     def __str__(self) -> str:
-        names = [
-            " + ".join(layer.op for layer in part)
-            for part in (self.producers, [c for c, _ in self.consumers])
-        ]
+        names = [" + ".join(layer.op for layer in part) for part in (self.producers, [c for c, _ in self.consumers])]
         return " -> ".join(names)
 
 
@@ -417,9 +408,7 @@ class _Walk:
                 sources = self._handed_on(value, op)
                 if not sources:
                     made = (
-                        f"made by {op.name} ({op.type})"
-                        if op is not None
-                        else "an input or a parameter of the model"
+                        f"made by {op.name} ({op.type})" if op is not None else "an input or a parameter of the model"
                     )
                     return f"{value} is {made}"
                 back.extend(sources)
@@ -495,9 +484,7 @@ class _Walk:
             self._enter(op.outputs[0], axis)
         elif last and out and _same(shape[-1], out[-1]) and op.type in ("Reshape", "Squeeze", "Flatten"):
             self._enter(op.outputs[0], len(out) - 1)
-        elif (
-            axis == 1 and len(out) == 2
-        ):  # [N, C, ...] -> [N, C * ...], or the other axes reduced or taken out
+        elif axis == 1 and len(out) == 2:  # [N, C, ...] -> [N, C * ...], or the other axes reduced or taken out
             self._enter(op.outputs[0], 1)
         else:
             return f"{op.name} ({op.type}) changes the axes of {value}"

@@ -23,10 +23,7 @@ def no_bar(items: Iterable[Any], title: str) -> Iterable[Any]:
 
 
 def sift(
-    items: Sequence[T],
-    carry_out: Callable[[Sequence[T]], Undo],
-    check: Check | None,
-    bar: Bar = no_bar,
+    items: Sequence[T], carry_out: Callable[[Sequence[T]], Undo], check: Check | None, bar: Bar = no_bar
 ) -> tuple[list[T], list[tuple[T, str]]]:
     """Which of ``items`` can be carried out without an objection of ``check``; the model is left as it was.
 

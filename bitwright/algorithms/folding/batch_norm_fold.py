@@ -76,11 +76,7 @@ class FoldReport(Tabular, Reversible, Sequence[tuple[str, str]]):
     """
 
     _rows = "folded"
-    _also = (
-        "folded",
-        "refused",
-        "max_error",
-    )
+    _also = ("folded", "refused", "max_error")
 
     def __init__(
         self,

@@ -170,9 +170,7 @@ def _chains(facts: Facts, norms: Collection[str]) -> list[Chain]:
 # -- what belongs together
 
 
-def _folds(
-    facts: Facts, norms: _Norms, chains: Iterable[Chain]
-) -> tuple[list[Fold], dict[Chain, _Component]]:
+def _folds(facts: Facts, norms: _Norms, chains: Iterable[Chain]) -> tuple[list[Fold], dict[Chain, _Component]]:
     """The folds in one direction, and for each chain that is in none the component that failed."""
     found: list[Fold] = []
     failed: dict[Chain, _Component] = {}
@@ -212,9 +210,7 @@ def _component(facts: Facts, norms: _Norms, start: Chain) -> _Component:
     return component
 
 
-def _join(
-    facts: Facts, norms: _Norms, component: _Component, chain: Chain, layer: Op, path: Path
-) -> list[Chain]:
+def _join(facts: Facts, norms: _Norms, component: _Component, chain: Chain, layer: Op, path: Path) -> list[Chain]:
     """Add a layer beside a chain; the chains of layers that share a parameter with it."""
     if component.layers.setdefault(layer.name, chain) != chain:
         component.object(f"{layer.name} is beside two batch norms")

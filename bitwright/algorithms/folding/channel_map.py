@@ -119,12 +119,7 @@ def _channel_axis(layer: Op) -> int:
 
 
 def _sent(
-    graph: Graph,
-    view: FloatModel,
-    ops: Sequence[Op],
-    shape: Sequence[int],
-    axis: int,
-    width: int | None = None,
+    graph: Graph, view: FloatModel, ops: Sequence[Op], shape: Sequence[int], axis: int, width: int | None = None
 ) -> tuple[tuple[Move, ...], Array] | str:
     """The number of its channel in place of every element of a value of ``shape``, as it leaves the last of ``ops``."""
     first, full = f"{ops[0].name} ({ops[0].type})", filled(shape)

@@ -15,15 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bitwright.algorithms.channels.layers import (
-    Array,
-    Group,
-    Layer,
-    Layers,
-    Refused,
-    data_readers,
-    find_groups,
-)
+from bitwright.algorithms.channels.layers import Array, Group, Layer, Layers, Refused, data_readers, find_groups
 from bitwright.algorithms.channels.trial import Bar, Check, Reversible, joined, no_bar, sift
 from bitwright.core.simulation.protocols import AddBias, Edit, FloatModel, SetParam, Undo, Untie
 from bitwright.tables import Tabular
@@ -74,9 +66,7 @@ class NormReport(Tabular, Reversible):
         return "\n".join(lines)
 
 
-def fold_norms(
-    view: FloatModel, check: Check | None = None, *, untie: bool = True, bar: Bar = no_bar
-) -> NormReport:
+def fold_norms(view: FloatModel, check: Check | None = None, *, untie: bool = True, bar: Bar = no_bar) -> NormReport:
     """Fold the weight and bias of every norm that only linear layers read.
 
     Args:

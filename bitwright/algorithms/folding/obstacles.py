@@ -92,9 +92,7 @@ def why_no_layer(
     return obstacle and f"{op.name}: {obstacle}"
 
 
-def _why_other_axis(
-    graph: Graph, op: Op, direction: Direction, rank: int, between: Between | None
-) -> str | None:
+def _why_other_axis(graph: Graph, op: Op, direction: Direction, rank: int, between: Between | None) -> str | None:
     """Whether the channels of a layer lie elsewhere than those of its batch norm."""
     beside = op.outputs[0] if direction == "backward" else op.inputs[0]
     assert beside is not None

@@ -57,9 +57,7 @@ class _SoftRound(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, v: Tensor, floor: Tensor, gate: Tensor, grid: Grid, weight: float, beta: float
-    ) -> Tensor:
+    def forward(ctx: Any, v: Tensor, floor: Tensor, gate: Tensor, grid: Grid, weight: float, beta: float) -> Tensor:
         sigmoid = torch.sigmoid(v)
         h = (sigmoid * (ZETA - GAMMA)).add_(GAMMA).clamp_(0, 1)
         codes = floor + h

@@ -37,9 +37,7 @@ def layer_units(graph: Graph, layers: Sequence[str]) -> list[Unit]:
     found = []
     for name in sorted(layers, key=position.__getitem__):
         after = graph.sole_consumer(graph.op(name).outputs[0])
-        between = (
-            () if after is None else [o.name for o in graph.ops[position[name] + 1 : position[after.name]]]
-        )
+        between = () if after is None else [o.name for o in graph.ops[position[name] + 1 : position[after.name]]]
         joined = after is not None and after.type in TRAITS["activation"] and wanted.isdisjoint(between)
         found.append(Unit((name, after.name) if joined and after is not None else (name,), (name,)))
     return found

@@ -209,9 +209,7 @@ def find_layers(
     return found, skipped
 
 
-def _layer(
-    name: str, model: SimulatedModel, op: Op, site: Site, readers: Mapping[str, set[str]]
-) -> Layer | str:
+def _layer(name: str, model: SimulatedModel, op: Op, site: Site, readers: Mapping[str, set[str]]) -> Layer | str:
     """The layer, or why a method cannot choose its weight."""
     reason = _why_not(model, op, site, readers)
     if reason is not None:
@@ -355,9 +353,7 @@ def apply(
             key.update(b"".join(_weight_key(model, layer) for layer in mine))
             rows += _treat(walk, unit, mine, method, cache, key.hexdigest(), seed, undos)
     except KeyboardInterrupt:
-        logger.warning(
-            "%s interrupted after %d of %d layers; these stay in effect", name, len(rows), len(layers)
-        )
+        logger.warning("%s interrupted after %d of %d layers; these stay in effect", name, len(rows), len(layers))
         raise
     except Exception as error:
         joined(undos)()
@@ -433,9 +429,7 @@ def _undo_of(walk: Walk, layer: Layer, *, weight: bool) -> Undo:
 
 
 def _chosen(walk: Walk, unit: Unit, layers: Sequence[Layer], method: Method, seed: int) -> list[Choice]:
-    if (
-        len(layers) > 1 and layers[0].type in RECURRENT
-    ):  # one weight after the other, each from the same states
+    if len(layers) > 1 and layers[0].type in RECURRENT:  # one weight after the other, each from the same states
         return [choice for layer in layers for choice in _chosen(walk, unit, [layer], method, seed)]
     named = {layer.name: layer for layer in layers}
     digest = int.from_bytes(hashlib.sha256(f"{seed} {' '.join(named)}".encode()).digest()[:7], "big")
@@ -560,10 +554,7 @@ def _warn(name: str, layers: Mapping[str, Layer], walk: Walk, skipped: Mapping[s
 
 def _some(reasons: Mapping[str, str]) -> str:
     shown = "; ".join(f"{op} ({why})" for op, why in list(reasons.items())[:4])
-    return (
-        shown + (f"; and {len(reasons) - 4} more" if len(reasons) > 4 else "")
-        or "none has a quantized weight"
-    )
+    return shown + (f"; and {len(reasons) - 4} more" if len(reasons) > 4 else "") or "none has a quantized weight"
 
 
 def check_rows(walk: Walk, layer: Layer, rows: int, inputs: int) -> None:

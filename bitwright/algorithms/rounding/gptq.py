@@ -119,9 +119,7 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     target = _least_squares(w, found, settings) if settings.match_float and seen else w
     nearest = grid.nearest(w)
     codes = round_columns(target.clone(), hessian, grid, settings) if seen else nearest
-    before, after = (
-        quadratic_error(grid.values(c) - target, hessian).sum(1) / rows for c in (nearest, codes)
-    )
+    before, after = (quadratic_error(grid.values(c) - target, hessian).sum(1) / rows for c in (nearest, codes))
     worse = after > before
     if not layer.stack:  # one layer, whose groups are kept or rounded together
         worse = (after.sum() > before.sum()).expand_as(worse)
@@ -142,9 +140,7 @@ def _note(hessian: Tensor, worse: Tensor) -> str:
     if unseen == count:
         return "its inputs are all zero: nearest rounding kept"
     notes = [f"{unseen} of {count} matrices saw no input"] if unseen else []
-    notes += (
-        [f"nearest rounding kept{f' in {kept} of {count} matrices' if kept < count else ''}"] if kept else []
-    )
+    notes += [f"nearest rounding kept{f' in {kept} of {count} matrices' if kept < count else ''}"] if kept else []
     return "; ".join(notes)
 
 

@@ -228,9 +228,7 @@ class Layer:
         strides, dilations = self.attrs["strides"], self.attrs["dilations"]
         pads, n = self.pads(x), len(self.shape) - 2
         return tuple(
-            (int(x.shape[2 + i]) + pads[i] + pads[n + i] - dilations[i] * (self.shape[2 + i] - 1) - 1)
-            // strides[i]
-            + 1
+            (int(x.shape[2 + i]) + pads[i] + pads[n + i] - dilations[i] * (self.shape[2 + i] - 1) - 1) // strides[i] + 1
             for i in range(n)
         )
 
@@ -340,9 +338,7 @@ class Moments:
     rows: int
 
 
-def moments(
-    layer: Layer, inputs: Iterable[tuple[Tensor, Tensor, float]], generator: torch.Generator
-) -> Moments:
+def moments(layer: Layer, inputs: Iterable[tuple[Tensor, Tensor, float]], generator: torch.Generator) -> Moments:
     """The moments of ``(float, quantized, rows that are enough)``; which are taken is drawn from ``generator``.
 
     Products are float32 within a part of at most 2^24 numbers and float64 between parts.
@@ -369,9 +365,7 @@ def paired_rows(
     return _pairs(layer, real, quantized, drawn)
 
 
-def _pairs(
-    layer: Layer, real: Tensor, quantized: Tensor, drawn: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(layer: Layer, real: Tensor, quantized: Tensor, drawn: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows of both, in parts; one and the same where the inputs are."""
 
     def rows(x: Tensor) -> Iterator[Tensor]:
@@ -403,9 +397,7 @@ def sample_rows(
         counts = 0
         for real, quantized in zip(layer.rows(pair[0]), layer.rows(pair[1]), strict=True):
             n = int(real.shape[1])
-            low, high = torch.searchsorted(
-                chosen, torch.tensor([start + counts, start + counts + n])
-            ).tolist()
+            low, high = torch.searchsorted(chosen, torch.tensor([start + counts, start + counts + n])).tolist()
             index = (chosen[low:high] - start - counts).to(real.device)
             places[0][:, filled : filled + high - low] = real[:, index]
             places[1][:, filled : filled + high - low] = quantized[:, index]

@@ -50,9 +50,7 @@ class Step:
     operands: tuple[tuple[int, str], ...] = ()
     results: tuple[tuple[int, str], ...] = ()
     differentiable: bool = True
-    inside: Callable[[Sequence[Tensor], Quantize], Sequence[Tensor]] | None = field(
-        default=None, compare=False
-    )
+    inside: Callable[[Sequence[Tensor], Quantize], Sequence[Tensor]] | None = field(default=None, compare=False)
     traced: Step | None = field(default=None, compare=False)
 
 

@@ -122,9 +122,7 @@ def optimise(
         Iterations done: fewer than asked for when every weight was decided.
     """
     groups = [g for r in roundings for g in r.parameters()]
-    optimiser = torch.optim.Adam(
-        [{"params": g["params"], "lr": lr * g["factor"]} for g in groups], fused=True
-    )
+    optimiser = torch.optim.Adam([{"params": g["params"], "lr": lr * g["factor"]} for g in groups], fused=True)
     count = sum(r.soft().numel() for r in roundings)
     anneals = all(isinstance(r, AdaptiveRounding) for r in roundings)
     weight, beta = 0.0, 2.0
@@ -186,9 +184,7 @@ def solve(task: Task, variant: Variant, settings: Settings) -> list[Choice]:
     else:
         after, note = before, "nearest rounding kept"
     return [
-        Choice(
-            layer.name, layer.tensor(w), grid_encoding(grid, task.encoding(layer), layer), before, after, note
-        )
+        Choice(layer.name, layer.tensor(w), grid_encoding(grid, task.encoding(layer), layer), before, after, note)
         for layer, w, (_, grid) in zip(layers, _values(codes), codes, strict=True)
     ]
 
@@ -387,9 +383,7 @@ class BlockProblem:
         by_op = {layer.op: layer.tensor(w) for layer, w in zip(self.layers, weights, strict=False)}
         for step in _steps(program, span):
             given = {step.ports[1]: by_op[step.op]} if step.op in by_op else None
-            state.update(
-                zip(step.writes, run_step(step, state, program.constants, quantize, given), strict=True)
-            )
+            state.update(zip(step.writes, run_step(step, state, program.constants, quantize, given), strict=True))
         return [state[v] for v in self.writes]
 
     def _quantize(self, site: str, x: Tensor) -> Tensor:
@@ -414,9 +408,7 @@ class BlockProblem:
         wanted = [t.index_select(0, index.to(t.device)) for t in self.joined]
         return _squared(found, wanted)
 
-    def _batch_loss(
-        self, i: int, weights: Sequence[Tensor], quantize: Callable[[str, Tensor], Tensor]
-    ) -> Tensor:
+    def _batch_loss(self, i: int, weights: Sequence[Tensor], quantize: Callable[[str, Tensor], Tensor]) -> Tensor:
         run = self.walk.runs[i]
         state = {v: run.quantized[v] for v in self.reads}
         return _squared(self._forward(run.program, self.spans[i], state, weights, quantize), self.targets[i])
@@ -429,10 +421,7 @@ class BlockProblem:
 
 
 def _squared(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
-    parts = [
-        (f.float() - w.float()).square().sum() / max(1, w.shape[0])
-        for f, w in zip(found, wanted, strict=True)
-    ]
+    parts = [(f.float() - w.float()).square().sum() / max(1, w.shape[0]) for f, w in zip(found, wanted, strict=True)]
     return torch.stack(parts).sum()
 
 

@@ -73,9 +73,7 @@ def solve(task: Task, settings: Settings) -> list[Choice]:
     best, errors, before = start, None, None
     for i in range(settings.num_candidates, 0, -1):
         part = i / settings.num_candidates
-        candidate = (
-            start if part == 1 else encode(start.min * part, start.max * part, spec, start.granularity)
-        )
+        candidate = start if part == 1 else encode(start.min * part, start.max * part, spec, start.granularity)
         if candidate.format != start.format:
             candidate = start
         found = errors_of(candidate)
@@ -160,9 +158,7 @@ def _mean(batches: Compared, error: Callable[[Tensor], Tensor]) -> Tensor:
 def _noise_to_signal(batches: Compared) -> Tensor:
     logs = []
     for parts in batches:
-        noise = torch.stack(
-            [(found.double() - wanted.double()).square().sum(1) for found, wanted in parts]
-        ).sum(0)
+        noise = torch.stack([(found.double() - wanted.double()).square().sum(1) for found, wanted in parts]).sum(0)
         signal = torch.stack([wanted.double().square().sum(1) for _, wanted in parts]).sum(0)
         rows = sum(wanted.shape[1] for _, wanted in parts)
         logs.append(torch.log((noise / rows + _TINY) / (signal / rows + _TINY)))

@@ -70,9 +70,7 @@ def find_method(name: str, options: Mapping[str, Any]) -> tuple[Row, Any]:
     """
     if name not in METHODS:
         known = ", ".join(METHODS)
-        raise ConfigError(
-            "method", f"there is no method {name!r}{close_matches(name, METHODS)}", f"use one of {known}"
-        )
+        raise ConfigError("method", f"there is no method {name!r}{close_matches(name, METHODS)}", f"use one of {known}")
     row = METHODS[name]
     check_options(name, options, _settings(row))
     return row, row.settings(**options)
@@ -146,8 +144,6 @@ def _as_listed(blocks: Sequence[Sequence[str]], walk: Walk, layers: Sequence[str
 def _known_position(name: str, position: Mapping[str, int]) -> int:
     if name not in position:
         raise ConfigError(
-            "blocks",
-            f"there is no operator {name!r}{close_matches(name, position)}",
-            "use names of sim.graph",
+            "blocks", f"there is no operator {name!r}{close_matches(name, position)}", "use names of sim.graph"
         )
     return position[name]

@@ -294,9 +294,7 @@ def awq(
         CalibrationError: no batch, or an activation that is NaN or infinite.
     """
     if alphas < 1:
-        raise ConfigError(
-            "alphas", f"it is {alphas}", "give the number of steps of the grid; 20 is the usual choice"
-        )
+        raise ConfigError("alphas", f"it is {alphas}", "give the number of steps of the grid; 20 is the usual choice")
     if not batches:
         refuse_no_data("awq")
     layers = Layers(view.graph())
@@ -327,9 +325,7 @@ def awq(
 def _weight_specs(layers: Layers, rules: Rules) -> dict[str, QuantSpec]:
     """Layer -> what its weight will be quantized to; layers whose weight stays in float are left out."""
     sites = place(layers.graph, rules).sites.values()
-    return {
-        site.op: site.spec for site in sites if site.role == "weight" and site.port == 1 and not site.inner
-    }
+    return {site.op: site.spec for site in sites if site.role == "weight" and site.port == 1 and not site.inner}
 
 
 def _value_groups(layers: Layers) -> list[Group]:
@@ -415,9 +411,7 @@ def _search(
     return search_scales(np.mean(magnitudes, axis=0), readers, alphas)
 
 
-def _reader(
-    view: FloatModel, layer: Layer, inputs: Inputs, spec: QuantSpec, group: Group, repeat: int
-) -> Reader:
+def _reader(view: FloatModel, layer: Layer, inputs: Inputs, spec: QuantSpec, group: Group, repeat: int) -> Reader:
     W = np.asarray(view.param(layer.weight))
     turned = not layer.axes.outputs_first
 

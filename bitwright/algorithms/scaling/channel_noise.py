@@ -69,9 +69,7 @@ class Grid:
     step: float
 
 
-def rounding_noise(
-    grids: Sequence[Grid], log_factors: Array, sharpness: float = SHARPNESS
-) -> tuple[float, Array]:
+def rounding_noise(grids: Sequence[Grid], log_factors: Array, sharpness: float = SHARPNESS) -> tuple[float, Array]:
     """What the roundings of all tensors cost together, and its gradient; :class:`RoundingNoise` at one point."""
     return RoundingNoise(grids, len(log_factors), sharpness)(log_factors)
 
@@ -88,9 +86,7 @@ class RoundingNoise:
     def __init__(self, grids: Sequence[Grid], size: int, sharpness: float = SHARPNESS) -> None:
         self._grids, self._size = grids, size
         self._largest = [_SmoothLargest(grid.magnitude, sharpness) for grid in grids]
-        self._places = np.concatenate(
-            [places.reshape(-1) for grid in grids for places in (grid.rows, grid.columns)]
-        )
+        self._places = np.concatenate([places.reshape(-1) for grid in grids for places in (grid.rows, grid.columns)])
 
     def __call__(self, log_factors: Array) -> tuple[float, Array]:
         """The noise at ``log_factors``, shape [K], and its gradient there.
@@ -221,11 +217,7 @@ def _dot(a: Array, b: Array) -> float:
 
 
 def _line_search(
-    function: Callable[[Array], tuple[float, Array]],
-    x: Array,
-    value: float,
-    gradient: Array,
-    direction: Array,
+    function: Callable[[Array], tuple[float, Array]], x: Array, value: float, gradient: Array, direction: Array
 ) -> tuple[Array, float, Array] | None:
     """The first of halved steps that lowers the value enough (Armijo); ``None`` when none does."""
     slope = _dot(gradient, direction)
@@ -273,13 +265,7 @@ def channels_of(graph: Graph, group: Group, moments: Moments) -> Channels | None
         return None
     std = np.abs(std)
     small, none = 1e-3 * np.maximum(std, 1e-6), np.zeros_like(std)
-    points = [
-        (mean, std),
-        (mean + small, std),
-        (mean - small, std),
-        (mean + 3 * std, none),
-        (mean - 3 * std, none),
-    ]
+    points = [(mean, std), (mean + small, std), (mean - small, std), (mean + 3 * std, none), (mean - 3 * std, none)]
     (m, s), above, below, high, low = (_behind_activation(graph, layer, *point) for point in points)
     largest = np.maximum(np.abs(high[0]), np.abs(low[0]))
     # an error is handed on where the slope is 1: the derivative of the mean after by the mean before
@@ -371,11 +357,7 @@ def quietest_factors(
     found, rounds = descend(logarithm, start, bar=bar)
     before, after = (rounding_noise(grids, x, _EXACT)[0] for x in (np.zeros_like(found), found))
     logs = np.split(found[:-1], np.cumsum([group.channels for group in groups])[:-1])
-    return (
-        [np.exp(s + _back(s, known)) for s, known in zip(logs, channels, strict=True)],
-        rounds,
-        (before, after),
-    )
+    return ([np.exp(s + _back(s, known)) for s, known in zip(logs, channels, strict=True)], rounds, (before, after))
 
 
 def _back(log_factors: Array, known: Channels | None) -> float:
@@ -388,10 +370,7 @@ def _back(log_factors: Array, known: Channels | None) -> float:
 
 
 def grids_of(
-    groups: Sequence[Group],
-    weights: Mapping[str, Array],
-    channels: Sequence[Channels | None],
-    moments: Moments,
+    groups: Sequence[Group], weights: Mapping[str, Array], channels: Sequence[Channels | None], moments: Moments
 ) -> list[Grid]:
     """The weights and activations that the factors of known groups change; arguments as in :func:`quietest_factors`.
 
@@ -462,9 +441,7 @@ class _Model:
             brought = squares * group.spread(known.variance, repeat).reshape(len(squares), 1, -1)
             sums = brought.sum(axis=2)
             at = self._behind(layer)
-            share = (
-                sums / max(float(sums.sum()), _TINY) if at is None else self.shares[at].reshape(sums.shape)
-            )
+            share = sums / max(float(sums.sum()), _TINY) if at is None else self.shares[at].reshape(sums.shape)
             parts = brought * (share / np.where(sums > 0, sums, 1.0))[:, :, None]
             total += group.gathered(parts.sum(axis=1).reshape(-1), repeat).sum(axis=1)
         if total.any():
@@ -490,9 +467,7 @@ class _Model:
 
     def weight_grids(self) -> list[Grid]:
         """One per layer that reads or writes a group whose values are known."""
-        layers = {
-            layer.op: layer for g in self.groups for layer in (*g.producers, *(c for c, _ in g.consumers))
-        }
+        layers = {layer.op: layer for g in self.groups for layer in (*g.producers, *(c for c, _ in g.consumers))}
         found = (self._weight_grid(layer) for layer in layers.values())
         return [grid for grid in found if grid is not None]
 
@@ -506,9 +481,7 @@ class _Model:
             return None
         columns, rows = np.full(count * inputs, none), np.full(count * outputs, none)
         if read is not None:
-            columns = self.groups[read].spread(
-                self.begins[read] + np.arange(self.groups[read].channels), repeat
-            )
+            columns = self.groups[read].spread(self.begins[read] + np.arange(self.groups[read].channels), repeat)
         if written is not None:
             rows = self.begins[written] + np.arange(self.groups[written].channels)
         if known is not None and read is not None:

@@ -23,12 +23,7 @@ from bitwright.algorithms.bias_correct import Moments
 from bitwright.algorithms.channels.batch_norm_affine import forward_obstacle
 from bitwright.algorithms.channels.layers import Array, Group, Layer, Layers, Refused, find_groups, rescaling
 from bitwright.algorithms.channels.trial import Bar, Check, Reversible, no_bar, sift
-from bitwright.algorithms.scaling.channel_noise import (
-    Channels,
-    channels_of,
-    measured_moments,
-    quietest_factors,
-)
+from bitwright.algorithms.scaling.channel_noise import Channels, channels_of, measured_moments, quietest_factors
 from bitwright.algorithms.scaling.kept_bounds import Extremes, measured_extremes, within_bounds
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.traits import TRAITS
@@ -275,12 +270,7 @@ def equalize(
 
 
 def _measured_where_unknown(
-    view: FloatModel,
-    graph: Graph,
-    groups: Sequence[Group],
-    known: Moments,
-    data: Iterable[Any] | None,
-    bar: Bar,
+    view: FloatModel, graph: Graph, groups: Sequence[Group], known: Moments, data: Iterable[Any] | None, bar: Bar
 ) -> Moments:
     """``known``, and of groups of one producer that it does not have what ``data`` says; not run where there are none."""
     unknown = [g for g in groups if len(g.producers) == 1 and channels_of(graph, g, known) is None]
@@ -310,9 +300,7 @@ def absorb_biases(
     _absorb(view, Layers(view.graph()), report)
 
 
-def equalizable(
-    view: FloatModel, layers: Layers, *, clamps: bool = True
-) -> tuple[list[Group], list[Refused]]:
+def equalizable(view: FloatModel, layers: Layers, *, clamps: bool = True) -> tuple[list[Group], list[Refused]]:
     """The groups that ``view`` lets us rescale, and why the other layers begin none.
 
     Args:
@@ -322,9 +310,7 @@ def equalizable(
     """
     found, refused = find_groups(layers, [layer for layer in layers.of.values() if layer.kind == "layer"])
     refused += [
-        Refused(op, reason)
-        for op, reason in layers.refused.items()
-        if layers.graph.op(op).type in TRAITS["layer"]
+        Refused(op, reason) for op, reason in layers.refused.items() if layers.graph.op(op).type in TRAITS["layer"]
     ]
     groups = []
     for group in found:
@@ -389,14 +375,10 @@ class _Planner:
         channels = [self._channels[group.producers[0].op] for group in groups]
         factors, rounds, noise = _factors(groups, weights, channels, self._statistics, self._bar)
         if self._extremes is not None:
-            factors = [
-                within_bounds(group, s, self._extremes) for group, s in zip(groups, factors, strict=True)
-            ]
+            factors = [within_bounds(group, s, self._extremes) for group, s in zip(groups, factors, strict=True)]
         edits, _ = rescaling(self._view, groups, factors, bounds=self._extremes is None)
         before = _spread(groups, weights)
-        weights.update(
-            {edit.name: edit.value for edit in edits if isinstance(edit, SetParam) and edit.name in weights}
-        )
+        weights.update({edit.name: edit.value for edit in edits if isinstance(edit, SetParam) and edit.name in weights})
         return _Plan(edits, factors, rounds, (before, _spread(groups, weights)), noise)
 
 

@@ -45,9 +45,7 @@ def measured_extremes(
     """
     if data is None:
         raise ConfigError("equalize", "which values a kept bound would cut is not known", "give data")
-    found = {
-        str(op.inputs[0]): (op.name, axis, group.channels) for group in groups for op, axis in group.clips
-    }
+    found = {str(op.inputs[0]): (op.name, axis, group.channels) for group in groups for op, axis in group.clips}
     ends = {value: np.full((2, channels), -np.inf) for value, (_, _, channels) in found.items()}
 
     def note(value: str, rows: Array) -> None:

@@ -174,9 +174,7 @@ def find_streams(view: FloatModel, layers: Layers) -> tuple[list[Stream], list[R
         reason = walk.run(start)
         seen.update(layer.op for layer in walk.producers)
         if reason is None:
-            streams.append(
-                Stream(tuple(walk.producers), tuple(walk.consumers), tuple(walk.tables), walk.channels)
-            )
+            streams.append(Stream(tuple(walk.producers), tuple(walk.consumers), tuple(walk.tables), walk.channels))
         else:
             refused.append(Refused(start.op, reason))
     return streams, refused

@@ -129,12 +129,7 @@ class SmoothReport(Tabular, Reversible):
 
 
 def smooth(
-    view: FloatModel,
-    batches: Iterable[Any],
-    check: Check | None = None,
-    *,
-    alpha: float = 0.5,
-    bar: Bar = no_bar,
+    view: FloatModel, batches: Iterable[Any], check: Check | None = None, *, alpha: float = 0.5, bar: Bar = no_bar
 ) -> SmoothReport:
     """Smooth every group of a norm or linear layer and the layers after it.
 
@@ -163,8 +158,7 @@ def smooth(
         return SmoothReport(refused=tuple(refused))  # nothing to measure
     ranges, samples = activation_ranges(view, dict(read + scored), bar(batches, "smooth"))
     factors = {
-        id(group): _factors(view, group, ranges[value], alpha)
-        for group, (value, _) in zip(groups, read, strict=True)
+        id(group): _factors(view, group, ranges[value], alpha) for group, (value, _) in zip(groups, read, strict=True)
     }
 
     def divide(some: Sequence[Group]) -> Undo:
@@ -226,9 +220,7 @@ def _balance(
     return balanced
 
 
-def _head_edits(
-    view: FloatModel, heads: Attention, ranges: Mapping[str, Array], tie: str, alpha: float
-) -> list[Edit]:
+def _head_edits(view: FloatModel, heads: Attention, ranges: Mapping[str, Array], tie: str, alpha: float) -> list[Edit]:
     query, key = heads.query, heads.key
     assert query is not None and key is not None
     by, times = head_factors(ranges[query.output], ranges[key.output], heads.dim, TIES[tie](heads.dim), alpha)
@@ -252,9 +244,7 @@ def _factors(view: FloatModel, group: Group, activation: Array, alpha: float) ->
 
 def linear_groups(layers: Layers) -> tuple[list[Group], list[Refused]]:
     """The groups that begin at a norm or linear layer, and why some norms and linear layers begin none."""
-    starts = [
-        layer for layer in layers.of.values() if layer.kind == "norm" or layer.type in ("Gemm", "MatMul")
-    ]
+    starts = [layer for layer in layers.of.values() if layer.kind == "norm" or layer.type in ("Gemm", "MatMul")]
     found, refused = find_groups(layers, starts)
     groups = []
     for group in found:

@@ -41,9 +41,7 @@ class RangesReport(Tabular):
         return "\n".join([self.summary, *(f"  {name}" for name in self.sites)])
 
 
-def activation_ranges(
-    sim: Simulation, calibrate: Callable[[Any], None], *, method: str = "mse"
-) -> RangesReport:
+def activation_ranges(sim: Simulation, calibrate: Callable[[Any], None], *, method: str = "mse") -> RangesReport:
     """Choose ranges by another method for the activations that have the bounds of everything seen.
 
     It is done from the statistics of the last calibration where these tell (:func:`keep_histograms`), otherwise by another.

@@ -45,8 +45,7 @@ EFFORTS: dict[str, Effort] = {
         judged=1,
     ),
     "default": Effort(
-        "weights from 256 samples, ranges of least squared error",
-        weights={"num_samples": 256, "rows_per_input": 64},
+        "weights from 256 samples, ranges of least squared error", weights={"num_samples": 256, "rows_per_input": 64}
     ),
     "thorough": Effort(
         "weights from all samples and four times the rows, weight ranges by output error at eight bits too",
@@ -149,9 +148,7 @@ def as_recipe(
         return default_recipe(find_preset(preset), effort=effort, own_rules=own_rules, own_scheme=own_scheme)
     find_effort(effort)
     if effort != "default":
-        raise ConfigError(
-            "effort", f"a recipe says what is done, and so does {effort!r}", "leave one of them out"
-        )
+        raise ConfigError("effort", f"a recipe says what is done, and so does {effort!r}", "leave one of them out")
     if isinstance(recipe, (str, Path)) and Path(recipe).suffix:
         return load_recipe(recipe)
     return parse_recipe(recipe)  # type: ignore[arg-type]

@@ -65,9 +65,7 @@ class Judge:
     @cached_property
     def wanted(self) -> list[list[Array]]:
         """The outputs of the float model for each batch."""
-        return [
-            [np.array(y) for y in self._outputs(batch)] for batch in self.batches
-        ]  # a runtime may reuse its own
+        return [[np.array(y) for y in self._outputs(batch)] for batch in self.batches]  # a runtime may reuse its own
 
     @property
     def possible(self) -> bool:
@@ -79,9 +77,7 @@ class Judge:
         """One phrase: on what it judges."""
         if self.seen:
             return "on a batch that the methods see too: give five or more"
-        return (
-            f"on {len(self.batches)} batch{'es' if len(self.batches) > 1 else ''} that the methods do not see"
-        )
+        return f"on {len(self.batches)} batch{'es' if len(self.batches) > 1 else ''} that the methods do not see"
 
     def sqnr(self, outputs: Outputs) -> float:
         """Signal-to-noise ratio of ``outputs`` in dB; of several, the mean of the numbers of dB.

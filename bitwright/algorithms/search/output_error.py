@@ -24,9 +24,7 @@ from torch import Tensor
 from bitwright.algorithms.rounding.program import Program, SimulatedModel, State, Step, run, run_step
 from bitwright.core.graph.recurrence import CELLS
 
-_SAMPLES = (
-    32  # rows of outputs that are enough: one estimate is then off by a quarter, one standard deviation
-)
+_SAMPLES = 32  # rows of outputs that are enough: one estimate is then off by a quarter, one standard deviation
 
 
 _PART = 64 * 2**20  # bytes of results from which on a new part begins
@@ -131,17 +129,13 @@ class _Watch:
             gradients, last = self._through(state, gradients, ends), first
         self._leaves = []
 
-    def _through(
-        self, state: State, gradients: Mapping[int, Tensor], ends: Mapping[int, Tensor]
-    ) -> dict[int, Tensor]:
+    def _through(self, state: State, gradients: Mapping[int, Tensor], ends: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """From the derivatives by ``ends`` of a part those by the ``state`` that it began with."""
         before = {v: t for v, t in state.items() if isinstance(t, Tensor) and t.requires_grad}
         roots = [v for v in gradients if ends[v].requires_grad]
         if roots:
             torch.autograd.backward(
-                [ends[v] for v in roots],
-                [gradients[v] for v in roots],
-                inputs=[*self._leaves, *before.values()],
+                [ends[v] for v in roots], [gradients[v] for v in roots], inputs=[*self._leaves, *before.values()]
             )
         return {v: t.grad for v, t in before.items() if t.grad is not None}
 
@@ -192,9 +186,7 @@ class _Watch:
     def _run(self, step: Step, state: State, constants: Mapping[int, Tensor]) -> list[Any]:
         axis = self._samples_axis(step)
         read = {slot: (site, state[v]) for slot, site in step.operands if (v := step.reads[slot]) in state}
-        watched = {
-            s: self._watched(site, _alias(x), self._error(site, x), axis) for s, (site, x) in read.items()
-        }
+        watched = {s: self._watched(site, _alias(x), self._error(site, x), axis) for s, (site, x) in read.items()}
         with torch.enable_grad():
             made = list(run_step(step, state, constants, None, watched, self._inner))
         exact = [y.detach() if isinstance(y, Tensor) else y for y in made]
@@ -218,13 +210,7 @@ class _Watch:
         return 1 if op is not None and op.type in CELLS and not op.attrs.get("layout") else 0
 
     def _of_weight(
-        self,
-        slot: int,
-        site: str,
-        step: Step,
-        state: State,
-        constants: Mapping[int, Tensor],
-        exact: Sequence[Any],
+        self, slot: int, site: str, step: Step, state: State, constants: Mapping[int, Tensor], exact: Sequence[Any]
     ) -> list[Error | None]:
         """What a weight's quantizer changes of its layer's outputs; ``None`` of what is not a tensor of numbers."""
         works = [self._works(site, y) for y in exact]

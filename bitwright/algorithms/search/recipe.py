@@ -87,10 +87,7 @@ KINDS: dict[str, Kind] = {
         run="bitwright.methods.channels.smooth_model",
     ),
     "rotate": Kind(
-        "float",
-        "spread outliers by Hadamard rotations",
-        ("fold_norms",),
-        run="bitwright.methods.channels.rotate_model",
+        "float", "spread outliers by Hadamard rotations", ("fold_norms",), run="bitwright.methods.channels.rotate_model"
     ),
     "awq": Kind(
         "float",
@@ -118,17 +115,13 @@ KINDS: dict[str, Kind] = {
         gain=_WORTH,
         apart=True,
     ),
-    "seq_mse": Kind(
-        "simulation", "weight ranges by output error, layer after layer", _RANGES, gain=0.0, joined=True
-    ),
+    "seq_mse": Kind("simulation", "weight ranges by output error, layer after layer", _RANGES, gain=0.0, joined=True),
     "gptq": _rounding("round weights column by column with error feedback"),
     "adaround": _rounding("learn each weight's rounding, layer after layer"),
     "brecq": _rounding("learn each weight's rounding, block after block"),
     "qdrop": _rounding("as brecq, with activation quantizers dropped at random"),
     "flexround": _rounding("learn scales and roundings together"),
-    "bias_correction": Kind(
-        "simulation", "take the mean error out of every layer's output", _ROUNDING, gain=0.0
-    ),
+    "bias_correction": Kind("simulation", "take the mean error out of every layer's output", _ROUNDING, gain=0.0),
 }
 
 
@@ -157,9 +150,7 @@ def parse_recipe(steps: Iterable[str | Mapping[str, Any] | Step], source: str = 
     ['fold()', 'adaround(iterations=2000)']
     """
     if isinstance(steps, (str, Mapping)) or not isinstance(steps, Iterable):
-        raise ConfigError(
-            source, f"a recipe is a list of steps, not {steps!r:.300}", f"write [{steps!r:.300}]"
-        )
+        raise ConfigError(source, f"a recipe is a list of steps, not {steps!r:.300}", f"write [{steps!r:.300}]")
     parsed = tuple(_parse_step(item, source) for item in steps)
     _check_order(parsed, source)
     return parsed
@@ -188,9 +179,7 @@ def _parse_step(item: str | Mapping[str, Any] | Step, source: str) -> Step:
         ((name, options),) = item.items()
         if options is not None and not isinstance(options, Mapping):
             raise ConfigError(
-                source,
-                f"the options of {name!r:.100} are {options!r:.100}",
-                f"write {{{name}: {{option: value}}}}",
+                source, f"the options of {name!r:.100} are {options!r:.100}", f"write {{{name}: {{option: value}}}}"
             )
         item = Step(str(name), {str(key): value for key, value in (options or {}).items()})
     if not isinstance(item, Step):
@@ -198,9 +187,7 @@ def _parse_step(item: str | Mapping[str, Any] | Step, source: str) -> Step:
         raise ConfigError(source, problem, "write step or {step: {option: value}}")
     if item.name not in KINDS:
         raise ConfigError(
-            source,
-            f"there is no step {item.name!r}{close_matches(item.name, KINDS)}",
-            f"use {', '.join(KINDS)}",
+            source, f"there is no step {item.name!r}{close_matches(item.name, KINDS)}", f"use {', '.join(KINDS)}"
         )
     return item
 
@@ -225,9 +212,7 @@ def _check_order(steps: Sequence[Step], source: str) -> None:
                     else f"{earlier} relies on it"
                 )
                 raise ConfigError(
-                    source,
-                    f"step {at + 1} ({step.name}) comes too late: {why}",
-                    f"put {step.name} before {earlier}",
+                    source, f"step {at + 1} ({step.name}) comes too late: {why}", f"put {step.name} before {earlier}"
                 )
         seen[step.name] = at
 
@@ -254,8 +239,7 @@ class Action:
 def action(function: Callable[..., Any], **bound: Any) -> Action:
     """An action that calls ``function(target, **bound, **options)``; its options are the keyword-only parameters."""
     return Action(
-        lambda target, **options: function(target, **bound, **options),
-        lambda: keyword_options(function, bound),
+        lambda target, **options: function(target, **bound, **options), lambda: keyword_options(function, bound)
     )
 
 
@@ -273,9 +257,7 @@ def declared_actions(given: Mapping[str, Any], opened: Callable[[Any, str], Any]
             function = _imported(run) if isinstance(run, str) else run
             names = list(inspect.signature(function).parameters)
             bound = {name: value for name, value in given.items() if name in names}
-            return (
-                _on_view(function, step, bound, opened) if names[0] == "view" else action(function, **bound)
-            )
+            return _on_view(function, step, bound, opened) if names[0] == "view" else action(function, **bound)
 
         return Action(lambda target, **options: made().run(target, **options), lambda: made().options())
 

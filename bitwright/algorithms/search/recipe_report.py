@@ -90,8 +90,7 @@ class RecipeReport(Tabular, Sequence[Outcome]):
         rows = [("step", "metric", "change", ""), *self._cells()]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [
-            f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}  {d}".rstrip()
-            for a, b, c, d in rows
+            f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}  {d}".rstrip() for a, b, c, d in rows
         ]
         return "\n".join(lines + self._lines())
 
@@ -126,9 +125,7 @@ class Book:
         kept = [o.metric for o in self.outcomes[1:] if o.kept and o.metric is not None]
         return kept[-1] if kept else None
 
-    def add(
-        self, step: str, metric: float | None, note: str = "", sqnr: tuple[float, float] | None = None
-    ) -> Outcome:
+    def add(self, step: str, metric: float | None, note: str = "", sqnr: tuple[float, float] | None = None) -> Outcome:
         """Write down a step."""
         metric = metric if metric is None else checked_metric(step, metric)
         last = self._last()

@@ -22,7 +22,9 @@ from bitwright.errors import ConfigError
 from bitwright.tables import Tabular
 
 _DROWNED, _HALF = 0.1, 0.5  # noise over signal beyond which the allowances are at least a half
-_WHOLE = 1.0  # and that of time: twice as long; conversions weigh more than that share of multiplications in a small network
+_WHOLE = (
+    1.0  # and that of time: twice as long; conversions weigh more than that share of multiplications in a small network
+)
 _TRIED, _FREE = 20, 1e-4  # candidates compared at once; a share of the time that is none
 _NARROW = 8  # bits from which upwards nothing is raised
 
@@ -207,9 +209,7 @@ class _Candidates:
         self._work = ByProducts(self._around) if times is None else ByTime(self._around, times)
         sizes = {key: float(sum(size(graph, v) for v in on_grid)) for key, on_grid in values.items()}
         all_sizes = sum(sizes.values()) or 1.0
-        self._elements = {
-            key: sizes[key] / all_sizes if self._around.layers(key) else 0.0 for key in self.quantizers
-        }
+        self._elements = {key: sizes[key] / all_sizes if self._around.layers(key) else 0.0 for key in self.quantizers}
 
     def cost(self, keys: Sequence[int]) -> tuple[float, float]:
         """Shares of the model's work, in layers that read or make their values, and of the elements."""

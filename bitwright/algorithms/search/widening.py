@@ -134,9 +134,7 @@ class ByTime:
     def _borders(self, op: Op, raised: set[int]) -> Iterable[str]:
         """Values on grids between ``op`` in float and operators on codes."""
         key_of = self._around.key_of
-        read = (
-            v for v in dict.fromkeys(v for _, v in op.sources()) if not self._around.graph.values[v].is_static
-        )
+        read = (v for v in dict.fromkeys(v for _, v in op.sources()) if not self._around.graph.values[v].is_static)
         around = (*read, *self._made(op))
         return (v for v in around if v in key_of and key_of[v] not in raised)
 

@@ -57,15 +57,11 @@ class Adjustment:
                 if isinstance(after, str):
                     notes.append(f"{name} was not tried: {after}")
                     continue
-                before = before or self._measured(
-                    front_end_of(self.subject.sim).float_model(self.subject.sim)
-                )
+                before = before or self._measured(front_end_of(self.subject.sim).float_model(self.subject.sim))
             except BitwrightError as error:
                 notes.append(f"{name} was not tried: {error.site}: {error.problem}")
                 continue
-            rows.append(
-                RemedyRow(f"{name} before the simulation", names, before[0], after[0], before[1], after[1])
-            )
+            rows.append(RemedyRow(f"{name} before the simulation", names, before[0], after[0], before[1], after[1]))
         return rows, notes
 
     def _with(self, name: str) -> Measured | str:
@@ -96,9 +92,7 @@ class Adjustment:
 def _asking(name: str, layers: Sequence[LayerRow]) -> tuple[str, ...]:
     """Layers with a cause that suggests a remedy."""
     return tuple(
-        layer.name
-        for layer in layers
-        if any(name in cause.evidence.get("tries", ()) for cause in layer.causes)
+        layer.name for layer in layers if any(name in cause.evidence.get("tries", ()) for cause in layer.causes)
     )
 
 

@@ -84,11 +84,7 @@ Rule = Callable[[_Seen], Cause | None]
 
 
 def causes_of(
-    layer: LayerRow,
-    subject: Subject,
-    values: Mapping[str, SiteValues],
-    rows: Mapping[str, SiteRow],
-    whole: float,
+    layer: LayerRow, subject: Subject, values: Mapping[str, SiteValues], rows: Mapping[str, SiteRow], whole: float
 ) -> tuple[Cause, ...]:
     """The causes that hold for a layer, the one that costs most first; each kind of cause once.
 
@@ -136,9 +132,7 @@ def _rounding(
     seen = _Seen(layer, op, subject.sites[name], SiteValues(subject.sites[name]), rows[name], subject)
     weight = subject.sites[name].role in _NARROW
     text = f"no fault is seen: {rows[name].bits} bits make this error here"
-    return _cause(
-        "rounding", seen, text, ("seq_mse", "gptq") if weight else ("16_bits",), bits=rows[name].bits
-    )
+    return _cause("rounding", seen, text, ("seq_mse", "gptq") if weight else ("16_bits",), bits=rows[name].bits)
 
 
 def _cause(key: str, seen: _Seen, text: str, remedies: tuple[str, ...], **evidence: Any) -> Cause:
@@ -196,9 +190,7 @@ def _weight_channels(seen: _Seen) -> Cause | None:
     ratio = float(reach.max()) / middle
     if ratio < _DISPARATE:
         return None
-    rest = max(
-        float(np.quantile(reach, 1 - _FEW, method="lower")), middle
-    )  # all but a few channels lie below
+    rest = max(float(np.quantile(reach, 1 - _FEW, method="lower")), middle)  # all but a few channels lie below
     large = int((reach > _DISPARATE * rest).sum())
     lost = int(((reach > 0) & (reach < float(encoding.scale.max()) / 2)).sum())
     few = large > 0
@@ -321,9 +313,7 @@ def _of_layer(layer: LayerRow, op: Op, subject: Subject) -> Iterator[Cause]:
         text = f"{layer.name}: the normalization loses {lost:.1f} dB of what it reads"
         yield Cause("norm_input", text, {**facts, "tries": ["16_bits"]}, REMEDIES["16_bits"])
     elif layer.sites and made < MOST_DB and made > after + 6 and arrived < made:
-        text = (
-            f"{layer.name}: made here {made:.1f} dB, arrived {arrived:.1f} dB: look at the layers before it"
-        )
+        text = f"{layer.name}: made here {made:.1f} dB, arrived {arrived:.1f} dB: look at the layers before it"
         yield Cause("passes_on", text, facts, "")
 
 

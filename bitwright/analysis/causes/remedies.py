@@ -140,9 +140,7 @@ def _layer(
             finally:
                 kept = trials.subject.remember(parameters=True)
                 restore()
-            rows.append(
-                RemedyRow(f"{remedy} at {site.name}", (layer.name,), before[0], after[0], before[1], after[1])
-            )
+            rows.append(RemedyRow(f"{remedy} at {site.name}", (layer.name,), before[0], after[0], before[1], after[1]))
             if after[0] > best[0] + (_WORTH if again is None else 0):
                 best, again = after, (kept, len(rows) - 1)
     except BaseException:

@@ -237,9 +237,7 @@ class Exact:
                 self.steps += len(replay.program.steps)
                 chunk.append(replay)
                 self.peak = max(self.peak, store.peak)
-                if store.used * (1 + 1 / len(chunk)) > _FULL * self._budget or place + 1 == len(
-                    self._batches
-                ):
+                if store.used * (1 + 1 / len(chunk)) > _FULL * self._budget or place + 1 == len(self._batches):
                     yield first, chunk
                     self.runs += sum(replay.runs for replay in chunk)
                     first, chunk = place + 1, []

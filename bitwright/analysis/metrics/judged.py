@@ -134,11 +134,7 @@ class Judged:
 
 
 def judged(
-    subject: Subject,
-    metric: str | Function | None,
-    better: Better,
-    labels: Sequence[Array] | None,
-    batches: int,
+    subject: Subject, metric: str | Function | None, better: Better, labels: Sequence[Array] | None, batches: int
 ) -> Judged:
     """What the user asks for.
 

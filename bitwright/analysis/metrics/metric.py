@@ -134,9 +134,7 @@ def checked_values(which: str, found: Any) -> Array:
         ) from error
     if values.ndim > 1 or not values.size:
         raise ConfigError(
-            "metric",
-            f"it returns an array of shape {values.shape}",
-            "return a number, or one value per sample",
+            "metric", f"it returns an array of shape {values.shape}", "return a number, or one value per sample"
         )
     if not np.isfinite(values).all():
         bad = int((~np.isfinite(values)).sum())

@@ -137,9 +137,7 @@ class Sensitivity:
 
     def _save(self, *, now: bool = False) -> None:
         if self.kept.due(now):
-            self.kept.save(
-                {"pairs": {n: p.to_dict() for n, p in self.pairs.items()}, "metrics": self.metrics}
-            )
+            self.kept.save({"pairs": {n: p.to_dict() for n, p in self.pairs.items()}, "metrics": self.metrics})
 
 
 def _among(names: Sites) -> Callable[[Site], bool]:

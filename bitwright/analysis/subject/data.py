@@ -79,9 +79,7 @@ def split_labels(labels: Any, batches: Sequence[Any]) -> list[Array] | None:
     """
     if labels is None:
         return None
-    if isinstance(labels, (list, tuple)) and all(
-        hasattr(part, "shape") and len(part.shape) for part in labels
-    ):
+    if isinstance(labels, (list, tuple)) and all(hasattr(part, "shape") and len(part.shape) for part in labels):
         parts = [np.asarray(part) for part in labels]
         flat = np.concatenate(parts) if parts else np.empty(0)
     else:
@@ -120,9 +118,7 @@ class Clock:
 
     def __init__(self, seconds: float | None) -> None:
         if seconds is not None and (not isinstance(seconds, numbers.Real) or not seconds > 0):
-            raise ConfigError(
-                "deadline", f"{seconds!r} is not a time", "give seconds, for example deadline=60"
-            )
+            raise ConfigError("deadline", f"{seconds!r} is not a time", "give seconds, for example deadline=60")
         self.limit = seconds
         self._start = time.monotonic()
 

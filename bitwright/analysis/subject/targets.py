@@ -78,8 +78,6 @@ def _matching(pattern: str, sites: Mapping[str, Site]) -> list[str]:
     enabled = [n for n in names if sites[n].enabled]
     if not enabled:
         raise ConfigError(
-            "groups",
-            f"{pattern!r} matches sites in float only",
-            "name a site that is quantized, see sim.coverage()",
+            "groups", f"{pattern!r} matches sites in float only", "name a site that is quantized, see sim.coverage()"
         )
     return enabled

@@ -167,13 +167,7 @@ class LayerOutputUtil:
             file = called(tensor or name)
             write(folder, "float", file, real)
             write(folder, "quantized", file, quantized)
-            row = {
-                "layer": name,
-                "tensor": tensor,
-                "file": file,
-                "shape": list(real.shape),
-                "dtype": str(real.dtype),
-            }
+            row = {"layer": name, "tensor": tensor, "file": file, "shape": list(real.shape), "dtype": str(real.dtype)}
             order.append({**row, "sqnr_db": _sqnr(real, quantized)})
         if self.form == "safetensors":
             _join(folder)

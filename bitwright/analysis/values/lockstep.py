@@ -36,10 +36,7 @@ class Ratio:
         if not math.isfinite(signal + noise):
             finite = torch.isfinite(reference)
             error = reference[finite] - found.detach().float().flatten()[finite]
-            signal, noise = (
-                float(reference[finite].double().square().sum()),
-                float(error.double().square().sum()),
-            )
+            signal, noise = (float(reference[finite].double().square().sum()), float(error.double().square().sum()))
         self.noise += noise
         self.signal += signal
 

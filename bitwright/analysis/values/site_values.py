@@ -112,13 +112,8 @@ class SiteValues:
         if bounds[0] >= low.max() and bounds[1] <= high.min():
             return None
         granularity = encoding.granularity
-        view, shape = (
-            x.reshape(granularity.view_shape(tuple(x.shape))),
-            granularity.broadcast_shape(tuple(x.shape)),
-        )
-        lowest, highest = (
-            torch.from_numpy(np.array(v, np.float32).reshape(shape)).to(x.device) for v in (low, high)
-        )
+        view, shape = (x.reshape(granularity.view_shape(tuple(x.shape))), granularity.broadcast_shape(tuple(x.shape)))
+        lowest, highest = (torch.from_numpy(np.array(v, np.float32).reshape(shape)).to(x.device) for v in (low, high))
         return ((view < lowest) | (view > highest)).reshape(x.shape)
 
     def _add_codes(self, x: Tensor, finite: Tensor | None, encoding: Encoding, fmt: IntFormat) -> None:
@@ -202,9 +197,7 @@ class SiteValues:
             "clipped": None if encoding is None else self.clipped / self.count,
             "minimum": self.low,
             "maximum": self.high,
-            "histogram": None
-            if self.edges is None
-            else {"edges": self.edges.tolist(), "counts": self.counts.tolist()},
+            "histogram": None if self.edges is None else {"edges": self.edges.tolist(), "counts": self.counts.tolist()},
             "channels": channels,
         }
 

@@ -6,15 +6,4 @@ it raises the toolkit's own errors, which the application turns into three lines
 ends with ``raise typer.Exit(NO)`` where its answer is no. A new file needs a row below.
 """
 
-from bitwright.cli.commands import (  # noqa: F401  (each registers its commands)
-    analyze,
-    auto,
-    benchmark,
-    doctor,
-    drift,
-    migrate,
-    names,
-    quantize,
-    report,
-    show,
-)
+from bitwright.cli.commands import analyze, auto, benchmark, doctor, drift, migrate, names, quantize, report, show  # noqa: F401  (each registers its commands)

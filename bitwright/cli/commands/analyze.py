@@ -49,8 +49,7 @@ def analyze_model(
         typer.Option(help="Sites that are measured together, as in 'block3*'; may be given several times."),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Write the report here: report.html or report.json.", show_default=False),
+        Path | None, typer.Option(help="Write the report here: report.html or report.json.", show_default=False)
     ] = None,
     remedies: Annotated[
         int,
@@ -91,9 +90,7 @@ def analyze_model(
       bitwright analyze model.onnx --data photos/ --remedies 3 --out report.json
     """
     if out is not None and out.suffix not in (".html", ".json"):
-        raise ConfigError(
-            str(out), f"there is no report of the kind {out.suffix!r}", "name it .html or .json"
-        )
+        raise ConfigError(str(out), f"there is no report of the kind {out.suffix!r}", "name it .html or .json")
     pictures = read_pictures(layout, colours, scale, mean, std)
     sim, batches = _simulated(model, data, batch_size, limit, pictures, preset, config, scheme, fold)
     from bitwright.analysis.analyze import analyze
@@ -138,12 +135,7 @@ def _simulated(
     loaded = load_model(path)
     batches = list(read_batches(data, input_specs(loaded.model), batch_size, limit, pictures))
     result = quantize(
-        loaded.model,
-        batches,
-        preset,
-        recipe=["fold"] if fold else [],
-        config_file=config,
-        quant_scheme=scheme,
+        loaded.model, batches, preset, recipe=["fold"] if fold else [], config_file=config, quant_scheme=scheme
     )
     return result.sim, batches
 

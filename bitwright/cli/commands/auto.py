@@ -36,17 +36,12 @@ from bitwright.cli.options import (
 @app.command("auto")
 def auto_command(
     model: OnnxFile,
-    data: Annotated[
-        str, typer.Option(help="Calibration data, as for `bitwright quantize`.", show_default=False)
-    ],
-    out: Annotated[
-        Path, typer.Option(help="Folder of the trials; one that is there goes on.", show_default=False)
-    ],
+    data: Annotated[str, typer.Option(help="Calibration data, as for `bitwright quantize`.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="Folder of the trials; one that is there goes on.", show_default=False)],
     metric: NamedMetric = None,
     labels: RightAnswers = None,
     allowed_drop: Annotated[
-        str | None,
-        typer.Option(help="Of the metric: 0.01 in its units, or 1% of its float value (the default)."),
+        str | None, typer.Option(help="Of the metric: 0.01 in its units, or 1% of its float value (the default).")
     ] = None,
     lower_is_better: Annotated[bool, typer.Option(help="For metrics such as a perplexity.")] = False,
     min_sqnr: Annotated[
@@ -54,17 +49,12 @@ def auto_command(
     ] = None,
     deadline: Annotated[float | None, typer.Option(help="Seconds; no trial begins after that.")] = None,
     cost: Annotated[
-        str,
-        typer.Option(
-            help="What is to be small: bit_ops, weight_bytes, activation_bytes, or ms (with --times)."
-        ),
+        str, typer.Option(help="What is to be small: bit_ops, weight_bytes, activation_bytes, or ms (with --times).")
     ] = "bit_ops",
     times: Annotated[
         Path | None, typer.Option(metavar="JSON", help="Milliseconds per layer or operator type and preset.")
     ] = None,
-    config: Annotated[
-        str | None, typer.Option(help="Rules: a file, or the name of a shipped configuration.")
-    ] = None,
+    config: Annotated[str | None, typer.Option(help="Rules: a file, or the name of a shipped configuration.")] = None,
     target: Annotated[str, typer.Option(help="The runtime that the files are for.")] = "ort_cpu",
     workers: Annotated[int, typer.Option(min=1, help="Trials at a time, each in a process.")] = 1,
     executor: Annotated[str, typer.Option(help="local or ray.")] = "local",
@@ -103,11 +93,7 @@ def auto_command(
 
     pictures = read_pictures(layout, colours, scale, mean, std)
     feeds = list(read_batches(data, input_specs(load_model(model).model), batch_size, limit, pictures))
-    drop = (
-        allowed_drop
-        if allowed_drop is None or "%" in allowed_drop
-        else numbers("--allowed-drop", allowed_drop)[0]
-    )
+    drop = allowed_drop if allowed_drop is None or "%" in allowed_drop else numbers("--allowed-drop", allowed_drop)[0]
     with _lines():
         result = auto_quantize(
             model,

@@ -23,9 +23,7 @@ def benchmark(
     threads: Annotated[
         list[int] | None, typer.Option(help="Number of threads, may be repeated; 1 and all by default.")
     ] = None,
-    seconds: Annotated[
-        float, typer.Option(min=0.0, help="Time for the rounds of each number of threads.")
-    ] = 2.0,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Time for the rounds of each number of threads.")] = 2.0,
     suggest: Annotated[
         bool, typer.Option("--suggest", help="Also try changes of the file, with speed and accuracy of each.")
     ] = False,

@@ -32,22 +32,16 @@ if TYPE_CHECKING:
 @app.command()
 def doctor(
     model: Annotated[
-        str,
-        typer.Argument(
-            help="An .onnx file, or module:function that makes a PyTorch model.", show_default=False
-        ),
+        str, typer.Argument(help="An .onnx file, or module:function that makes a PyTorch model.", show_default=False)
     ],
     data: Annotated[
-        str | None,
-        typer.Option(help="Batches, as for quantize. Without it, random values.", show_default=False),
+        str | None, typer.Option(help="Batches, as for quantize. Without it, random values.", show_default=False)
     ] = None,
     json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write the report here, as JSON; - prints it."),
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report here, as JSON; - prints it.")
     ] = None,
     policy: Annotated[
-        str,
-        typer.Option(help="With skip or clamp, data that are not finite are not fault: calibration goes on."),
+        str, typer.Option(help="With skip or clamp, data that are not finite are not fault: calibration goes on.")
     ] = "error",
     batch_size: BatchSize = 1,
     limit: Limit = 256,
@@ -93,9 +87,7 @@ def doctor(
         raise typer.Exit(NO)
 
 
-def _check_onnx(
-    path: Path, data: str | None, batch_size: int, limit: int, pictures: Pictures
-) -> HealthReport:
+def _check_onnx(path: Path, data: str | None, batch_size: int, limit: int, pictures: Pictures) -> HealthReport:
     from dataclasses import replace
 
     from bitwright.onnx import check_model, load_model

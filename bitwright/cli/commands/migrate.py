@@ -14,9 +14,7 @@ from bitwright.errors import ConfigError
 
 @app.command()
 def migrate(
-    script: Annotated[
-        Path, typer.Argument(help="A Python script or notebook that uses AIMET.", show_default=False)
-    ],
+    script: Annotated[Path, typer.Argument(help="A Python script or notebook that uses AIMET.", show_default=False)],
     output: Annotated[
         Path | None, typer.Option(help="Where the new script goes; <script>_bitwright.py by default.")
     ] = None,

@@ -63,12 +63,9 @@ def _options_of(options: Any) -> str:
 @app.command("check-config")
 def check_config(
     file: Annotated[
-        str,
-        typer.Argument(help="Rules in YAML, TOML or JSON, AIMET's quantsim JSON, or a name such as htp_v73."),
+        str, typer.Argument(help="Rules in YAML, TOML or JSON, AIMET's quantsim JSON, or a name such as htp_v73.")
     ],
-    preset: Annotated[
-        str, typer.Option(help="Specs that the rules start from, where the file names none.")
-    ] = "w8a8",
+    preset: Annotated[str, typer.Option(help="Specs that the rules start from, where the file names none.")] = "w8a8",
 ) -> None:
     """Read a configuration and print the rules it stands for, or what is wrong in it.
 
@@ -90,9 +87,7 @@ def check_config(
     out.print(Text(f"weights      {_spec(rules.weight)}"))
     out.print(Text(f"activations  {_spec(rules.activation)}"))
     rows = [(str(i), *_rule_cells(rule)) for i, rule in enumerate(rules.rules)]
-    out.print(
-        table(f"{len(rules.rules)} rules", ("", "about", "port", "parameter", "sets", "written in"), rows)
-    )
+    out.print(table(f"{len(rules.rules)} rules", ("", "about", "port", "parameter", "sets", "written in"), rows))
     out.print(Text(f"{len(rules.supergroups)} supergroups: {', '.join(map(str, rules.supergroups))}"))
     for note in rules.notes:
         out.print(Text(f"note: {note}"))

@@ -33,8 +33,7 @@ def quantize_model(
     model: OnnxFile,
     out: Annotated[Path, typer.Option(help="Folder for the files; made if need be.", show_default=False)],
     data: Annotated[
-        str | None,
-        typer.Option(help="Calibration data: see below. Without it, random values.", show_default=False),
+        str | None, typer.Option(help="Calibration data: see below. Without it, random values.", show_default=False)
     ] = None,
     preset: Annotated[str, typer.Option(help="See `bitwright presets`.")] = "w8a8",
     config: Annotated[str | None, typer.Option(help="Rules: a file, or the name of a target.")] = None,
@@ -51,8 +50,7 @@ def quantize_model(
         str, typer.Option(help="Without a recipe: quick, default or thorough; see `bitwright presets`.")
     ] = "default",
     metric: Annotated[
-        str | None,
-        typer.Option(help="module:function that rates an InferenceSession, after each step of the recipe."),
+        str | None, typer.Option(help="module:function that rates an InferenceSession, after each step of the recipe.")
     ] = None,
     lower_is_better: Annotated[bool, typer.Option(help="For metrics such as a perplexity.")] = False,
     undo_harm: Annotated[bool, typer.Option(help="Undo steps that make the metric worse.")] = False,
@@ -69,28 +67,21 @@ def quantize_model(
             "faster and quantizes the activations by itself."
         ),
     ] = "exact",
-    target: Annotated[
-        str, typer.Option(help="Runtime that the files are for: see `bitwright presets`.")
-    ] = "ort_cpu",
+    target: Annotated[str, typer.Option(help="Runtime that the files are for: see `bitwright presets`.")] = "ort_cpu",
     file_format: Annotated[
         str | None,
-        typer.Option(
-            "--format", help="onnx or tflite; tflite is short for --target litert.", show_default=False
-        ),
+        typer.Option("--format", help="onnx or tflite; tflite is short for --target litert.", show_default=False),
     ] = None,
     repair: Annotated[
         str | None,
         typer.Option(
-            help="saturation: 7-bit weights for the layers that saturate on CPUs without VNNI.",
-            show_default=False,
+            help="saturation: 7-bit weights for the layers that saturate on CPUs without VNNI.", show_default=False
         ),
     ] = None,
     memory_budget: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            metavar="MIB",
-            help="Activations held while calibrating; a quarter of the free memory by default.",
+            min=1, metavar="MIB", help="Activations held while calibrating; a quarter of the free memory by default."
         ),
     ] = None,
     batch_size: BatchSize = 1,
@@ -136,9 +127,7 @@ def quantize_model(
     if data is None:
         feeds: Iterator[Any] = islice(random_feeds(specs, 4), limit)
         if effort != "default":
-            raise ConfigError(
-                "--effort", "there are no data to choose by", "give --data, or leave --effort out"
-            )
+            raise ConfigError("--effort", "there are no data to choose by", "give --data, or leave --effort out")
         logging.getLogger("bitwright").warning(
             "calibrating on random data: ranges of activations will be wrong, and accuracy with them; "
             "give --data (a hundred samples are enough)"

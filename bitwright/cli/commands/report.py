@@ -11,10 +11,7 @@ from rich.text import Text
 from bitwright.cli.app import NO, app, console
 from bitwright.cli.options import Prefix, write_json
 
-Run = Annotated[
-    Path,
-    typer.Argument(help="What sim.export wrote, or a JSON file of an analysis.", show_default=False),
-]
+Run = Annotated[Path, typer.Argument(help="What sim.export wrote, or a JSON file of an analysis.", show_default=False)]
 
 
 @app.command()
@@ -45,18 +42,14 @@ def report(
     document = read_run(path, prefix, verify=verify)
     written = write_report(document, out, title=title)
     layers, sites = len(document["layers"]), len(document["sites"])
-    console().print(
-        Text(f"wrote {written}: {layers} layers, {sites} sites, {written.stat().st_size / 1e6:.2f} MB")
-    )
+    console().print(Text(f"wrote {written}: {layers} layers, {sites} sites, {written.stat().st_size / 1e6:.2f} MB"))
 
 
 @app.command()
 def diff(
     first: Run,
     second: Run,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the differences here.")
-    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the differences here.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write them here, as JSON.")
     ] = None,

@@ -53,13 +53,10 @@ def verify(
 @app.command()
 def show(
     path: Annotated[
-        Path,
-        typer.Argument(help="A folder that sim.export wrote, a checkpoint, or a file.", show_default=False),
+        Path, typer.Argument(help="A folder that sim.export wrote, a checkpoint, or a file.", show_default=False)
     ],
     prefix: Prefix = None,
-    match: Annotated[
-        str, typer.Option(metavar="GLOB", help="Only names like this; * and ? are wildcards.")
-    ] = "*",
+    match: Annotated[str, typer.Option(metavar="GLOB", help="Only names like this; * and ? are wildcards.")] = "*",
 ) -> None:
     """Print where a file comes from, and how its tensors are quantized.
 

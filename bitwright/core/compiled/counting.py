@@ -107,12 +107,7 @@ def count_bins(
 
 
 def channels_hold(
-    x: Floats,
-    channels: int,
-    inner: int,
-    index: NDArray[np.int64],
-    value: Floats,
-    same: NDArray[np.uint8],
+    x: Floats, channels: int, inner: int, index: NDArray[np.int64], value: Floats, same: NDArray[np.uint8]
 ) -> None:
     """Which channels hold nothing but one value.
 

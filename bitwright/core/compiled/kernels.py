@@ -94,13 +94,7 @@ def quantize_dequantize(x: Floats, out: Floats, scale: np.float32, lo: np.float3
 
 
 def clamp_quantize(
-    x: Floats,
-    out: Floats,
-    low: np.float32,
-    high: np.float32,
-    scale: np.float32,
-    lo: np.float32,
-    hi: np.float32,
+    x: Floats, out: Floats, low: np.float32, high: np.float32, scale: np.float32, lo: np.float32, hi: np.float32
 ) -> None:
     """The same of ``clamp(x, low, high)``."""
     block = np.empty(BLOCK, np.float32)
@@ -114,9 +108,7 @@ def clamp_quantize(
             result[i] = block[i]
 
 
-def add_quantize(
-    x: Floats, other: Floats, out: Floats, scale: np.float32, lo: np.float32, hi: np.float32
-) -> None:
+def add_quantize(x: Floats, other: Floats, out: Floats, scale: np.float32, lo: np.float32, hi: np.float32) -> None:
     """The same of ``x + other``."""
     block = np.empty(BLOCK, np.float32)
     for first in range(0, x.size, BLOCK):
@@ -225,11 +217,7 @@ def learned_gradient(
     """
     part, slope, left = np.empty(LANES, np.float32), np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
     for first in range(0, x.size, LANES):
-        values, given, result = (
-            x[first : first + LANES],
-            grad[first : first + LANES],
-            inner[first : first + LANES],
-        )
+        values, given, result = (x[first : first + LANES], grad[first : first + LANES], inner[first : first + LANES])
         for i in range(values.size):
             y = within(values[i], low, high)
             ratio, outside = y / scale, beyond(y, first_value, last_value)
@@ -242,13 +230,7 @@ def learned_gradient(
 
 
 def learned_rows_gradient(
-    grad: Floats,
-    x: Floats,
-    inner: Floats,
-    sums: NDArray[np.float64],
-    scale: Floats,
-    lo: np.float32,
-    hi: np.float32,
+    grad: Floats, x: Floats, inner: Floats, sums: NDArray[np.float64], scale: Floats, lo: np.float32, hi: np.float32
 ) -> None:
     """The same for ``scale.size`` rows of equal length, one scale and two sums for each, and no activation in front.
 
@@ -400,12 +382,7 @@ def lstm_states_backward(
         a, old, tanh = gates[row], before[row], bent[row]
         i, f, o, g, t = on_grid[0, row], on_grid[1, row], on_grid[2, row], on_grid[3, row], on_grid[4, row]
         cell, hidden, dc, dh = moved[0, row], moved[1, row], passed_on[0, row], passed_on[1, row]
-        to_cell, to_tanh, to_hidden, carried = (
-            received[8, row],
-            received[9, row],
-            received[10, row],
-            grad_cell[row],
-        )
+        to_cell, to_tanh, to_hidden, carried = (received[8, row], received[9, row], received[10, row], grad_cell[row])
         for gate in range(4):
             values, result = a[gate * h :], on_grid[gate, row]
             scale, lo, hi = grids[0, gate * h :], grids[1, gate * h :], grids[2, gate * h :]
@@ -519,13 +496,7 @@ def keys_by_column(bits: Bits, place: int, lo: Bits, hi: Bits) -> None:
 
 
 def edge_errors(
-    edges: Float64s,
-    scale: Float64s,
-    lowest: Float64s,
-    highest: Float64s,
-    cubes: Float64s,
-    weight: float,
-    out: Float64s,
+    edges: Float64s, scale: Float64s, lowest: Float64s, highest: Float64s, cubes: Float64s, weight: float, out: Float64s
 ) -> None:
     """The antiderivative of the squared error at every edge, for every grid; every operation is the array function's.
 

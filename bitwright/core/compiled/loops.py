@@ -50,9 +50,7 @@ SIGNATURES: dict[Callable[..., Any], str] = {
     kernels.lstm_states_backward: (
         f"void({_M}, {_M}, {_M}, {_M}, {_M}, {_M}, {_PLANES}, {_PLANES}, {_PLANES}, {_PLANES})"
     ),
-    kernels.lstm_gates_backward: (
-        f"void({_M}, {_MARKS}, {_M}, {_M}, {_PLANES}, {_PLANES}, {_PLANES}, {_M}, {_M})"
-    ),
+    kernels.lstm_gates_backward: (f"void({_M}, {_MARKS}, {_M}, {_M}, {_PLANES}, {_PLANES}, {_PLANES}, {_M}, {_M})"),
     kernels.range_by_column: f"void({_M}, {_M}, {_F}, {_F}, {_GRID}, float32, float32)",
     kernels.lstm_next: f"void({_M}, {_PLANES}, int64, int64)",
     kernels.keys_by_column: "void(int32[:, :, ::1], int64, int32[::1], int32[::1])",
@@ -111,9 +109,7 @@ PART = 1 << 16
 """Elements that are worth a thread."""
 
 
-def in_parts(
-    loop: Callable[..., Any], arrays: Sequence[NDArray[Any]], numbers: Sequence[Any], threads: int
-) -> None:
+def in_parts(loop: Callable[..., Any], arrays: Sequence[NDArray[Any]], numbers: Sequence[Any], threads: int) -> None:
     """Call an elementwise ``loop`` on equally long 1-D ``arrays``, which large ones share among up to ``threads`` threads."""
     size = arrays[0].size
     parts = min(threads, size // PART)

@@ -83,9 +83,7 @@ def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
 def _check_sizes(members: list[zipfile.ZipInfo], size: int) -> None:
     unpacked, most = sum(member.file_size for member in members), max(MAX_UNPACKED, MAX_RATIO * size)
     if unpacked > most:
-        raise ValueError(
-            f"it unpacks to {unpacked} bytes, more than {most}; write several files, or np.savez"
-        )
+        raise ValueError(f"it unpacks to {unpacked} bytes, more than {most}; write several files, or np.savez")
     if len(members) > _MAX_ARRAYS:
         raise ValueError(f"it holds {len(members)} arrays, more than {_MAX_ARRAYS}")
 

@@ -42,12 +42,7 @@ Unreadable = Callable[[AnyPath, OSError], BitwrightError]
 
 
 def read_bytes(
-    path: AnyPath,
-    max_bytes: int,
-    error: ErrorType,
-    *,
-    larger: str = _LARGER,
-    unreadable: Unreadable | None = None,
+    path: AnyPath, max_bytes: int, error: ErrorType, *, larger: str = _LARGER, unreadable: Unreadable | None = None
 ) -> bytes:
     """The content of a regular file of at most ``max_bytes`` bytes.
 
@@ -70,9 +65,7 @@ def read_bytes(
 
 
 @contextmanager
-def open_regular(
-    path: AnyPath, error: ErrorType, unreadable: Unreadable | None = None
-) -> Iterator[BufferedReader]:
+def open_regular(path: AnyPath, error: ErrorType, unreadable: Unreadable | None = None) -> Iterator[BufferedReader]:
     """A regular file, open for reading; arguments and errors as of :func:`read_bytes`."""
     site = os.fspath(path)
     try:
@@ -94,9 +87,7 @@ def _named(path: AnyPath, error: ErrorType) -> BufferedReader:
         raise error(os.fspath(path), f"no file has such a name: {reason}", "check the path") from reason
 
 
-def too_large(
-    path: AnyPath, size: int, max_bytes: int, error: ErrorType, larger: str = _LARGER
-) -> BitwrightError:
+def too_large(path: AnyPath, size: int, max_bytes: int, error: ErrorType, larger: str = _LARGER) -> BitwrightError:
     """What is raised about a file of too many bytes."""
     return error(os.fspath(path), f"it has {size} bytes, more than {max_bytes}", larger)
 
@@ -244,9 +235,7 @@ def _size_of(event: Any, sizes: Mapping[str | None, int], line: int) -> int:
     if isinstance(event, yaml.AliasEvent):
         assert event.anchor is not None
         if event.anchor not in sizes:
-            problem = (
-                f"the alias *{event.anchor:.100} stands for nothing in front of it, or for what it is part of"
-            )
+            problem = f"the alias *{event.anchor:.100} stands for nothing in front of it, or for what it is part of"
             raise _LineError(line, problem, _QUOTE)
         return sizes[event.anchor]
     return 1 + len(getattr(event, "value", ""))
@@ -281,9 +270,7 @@ def _parse_toml(text: str) -> Any:
     for number, line in enumerate(text.splitlines(), 1):
         if len(line) > _MAX_TOML_LINE:
             raise _LineError(
-                number,
-                f"it has {len(line)} characters, and at most {_MAX_TOML_LINE} are read",
-                " in several lines",
+                number, f"it has {len(line)} characters, and at most {_MAX_TOML_LINE} are read", " in several lines"
             )
     try:
         return tomllib.loads(text)

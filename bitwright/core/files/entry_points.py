@@ -27,13 +27,9 @@ def load_entry_point(text: str, what: str = "yields feeds") -> Callable[..., Any
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            text,
-            f"it cannot be imported: {error}",
-            "write module:function, with the module's folder in PYTHONPATH",
+            text, f"it cannot be imported: {error}", "write module:function, with the module's folder in PYTHONPATH"
         ) from error
     if not callable(found):
-        raise ConfigError(
-            text, f"{name} is a {type(found).__name__}, not a function", f"name a function that {what}"
-        )
+        raise ConfigError(text, f"{name} is a {type(found).__name__}, not a function", f"name a function that {what}")
     function: Callable[..., Any] = found
     return function

@@ -127,9 +127,7 @@ class _Trace:
             yield from data
         else:
             moving = [value for value in data if value not in self.static]
-            yield from (
-                v for v in data if v not in self.computed or (op.type in _LINEAR and len(moving) == 1)
-            )
+            yield from (v for v in data if v not in self.computed or (op.type in _LINEAR and len(moving) == 1))
 
 
 #: need -> how it is followed back, where not as magnitudes are

@@ -21,9 +21,7 @@ MASKED = "it carries mask constants to a softmax"
 
 _FORGETS = frozenset(("Softmax", "Sigmoid", "Exp"))
 _NEUTRAL = frozenset(("ReduceMax", "ArgMax"))  # read the largest values only; they tell nothing
-_PASSES = frozenset(
-    ("Add", "Where", "MaskedFill", "Clip", "Min", "Max", "Mul", "Concat", "Stack", "LogSoftmax", "If")
-)
+_PASSES = frozenset(("Add", "Where", "MaskedFill", "Clip", "Min", "Max", "Mul", "Concat", "Stack", "LogSoftmax", "If"))
 _FIRST = frozenset(("Sub", "Div"))  # pass on what they read at their first port
 
 

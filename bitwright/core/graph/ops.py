@@ -99,21 +99,15 @@ OPS: dict[str, OpRow] = {
     "AveragePool": OpRow("reduce", activations=(0,), integer=True),
     "GlobalAveragePool": OpRow("reduce", activations=(0,), integer=True),
     "ReduceMean": OpRow("reduce", activations=(0,), integer=True),
-    **dict.fromkeys(
-        ("ReduceSum", "ReduceProd", "ReduceL2", "CumSum", "ReduceLogSumExp", "Variance"), _REDUCE
-    ),
+    **dict.fromkeys(("ReduceSum", "ReduceProd", "ReduceL2", "CumSum", "ReduceLogSumExp", "Variance"), _REDUCE),
     # activations
-    **dict.fromkeys(
-        ("Relu", "Clip", "LeakyRelu", "HardSwish", "HardSigmoid", "Silu", "Gelu", "Elu", "Mish"), _ACT
-    ),
+    **dict.fromkeys(("Relu", "Clip", "LeakyRelu", "HardSwish", "HardSigmoid", "Silu", "Gelu", "Elu", "Mish"), _ACT),
     **dict.fromkeys(("Selu", "Celu", "Softplus", "Softsign", "HardShrink", "SoftShrink", "TanhShrink"), _ACT),
     **dict.fromkeys(("LogSigmoid", "Threshold", "Glu", "RRelu"), _ACT),
     "Sigmoid": OpRow("pointwise", activations=(0,), integer=True, fixed_range=(0.0, 1.0)),
     "Softmax": OpRow("pointwise", activations=(0,), integer=True, fixed_range=(0.0, 1.0)),
     "Tanh": OpRow("pointwise", activations=(0,), integer=True, fixed_range=(-1.0, 1.0)),
-    **dict.fromkeys(
-        ("Sin", "Cos"), OpRow("pointwise", activations=(0,), fixed_range=(-1.0, 1.0), exact={0: "phase"})
-    ),
+    **dict.fromkeys(("Sin", "Cos"), OpRow("pointwise", activations=(0,), fixed_range=(-1.0, 1.0), exact={0: "phase"})),
     "Tan": OpRow("pointwise", exact={0: "phase"}),
     "LogSoftmax": OpRow("pointwise", activations=(0,)),
     # arithmetic: four with integer kernels, the rest float between grids
@@ -130,22 +124,15 @@ OPS: dict[str, OpRow] = {
     **dict.fromkeys(("Exp", "Abs", "Neg", "Square", "Erf", "Round", "Floor", "Ceil"), _POINT),
     **dict.fromkeys(("Atan", "Sinh", "Cosh", "Log1p", "Expm1", "Sign"), _POINT),
     # movement of data: the values on the output are values of the input (or zero)
-    **dict.fromkeys(
-        ("Identity", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split"), _MOVE
-    ),
-    **dict.fromkeys(
-        ("Expand", "Tile", "Pad", "MaxPool", "GlobalMaxPool", "DepthToSpace", "SpaceToDepth"), _MOVE
-    ),
+    **dict.fromkeys(("Identity", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Slice", "Split"), _MOVE),
+    **dict.fromkeys(("Expand", "Tile", "Pad", "MaxPool", "GlobalMaxPool", "DepthToSpace", "SpaceToDepth"), _MOVE),
     **dict.fromkeys(("Gather", "GatherElements", "GatherND"), _MOVE),
     # selections of the largest and smallest, which also say where these were
     **dict.fromkeys(
-        ("ReduceMax", "ReduceMin", "TopK", "Sort"),
-        OpRow("movement", activations=(0,), exact={0: "order"}),
+        ("ReduceMax", "ReduceMin", "TopK", "Sort"), OpRow("movement", activations=(0,), exact={0: "order"})
     ),
     **dict.fromkeys(("ArgMax", "ArgMin", "argmax", "argmin", "argsort"), OpRow("float", exact={0: "order"})),
-    **dict.fromkeys(
-        ("Dropout", "Flip", "Roll", "Unfold", "ChannelShuffle", "ResizeNearest", "Compress"), _MOVE
-    ),
+    **dict.fromkeys(("Dropout", "Flip", "Roll", "Unfold", "ChannelShuffle", "ResizeNearest", "Compress"), _MOVE),
     **dict.fromkeys(("Trilu", "Diagonal", "Contiguous", "MaxUnpool", "Clone"), _MOVE),
     "Stack": OpRow("merge", integer=True),
     "Col2Im": OpRow("reduce", activations=(0,)),  # adds where columns overlap
@@ -190,9 +177,7 @@ _WEIGHT_AXES = {
 }  # fmt: skip
 
 
-def weight_axes(
-    op_type: str, attrs: Mapping[str, Any], port: int, rank: int
-) -> tuple[int | None, int | None]:
+def weight_axes(op_type: str, attrs: Mapping[str, Any], port: int, rank: int) -> tuple[int | None, int | None]:
     """``(channel_axis, block_axis)`` of a constant operand: output channels, and the axis that is summed over.
 
     ============== ============================= =============
@@ -222,9 +207,7 @@ def weight_axes(
     return (rank - 2, rank - 1) if op_type in CELLS and rank > 1 else (None, None)
 
 
-def _product_axes(
-    op_type: str, attrs: Mapping[str, Any], port: int, rank: int
-) -> tuple[int | None, int | None]:
+def _product_axes(op_type: str, attrs: Mapping[str, Any], port: int, rank: int) -> tuple[int | None, int | None]:
     """As :func:`weight_axes`, for matrix products."""
     if op_type == "GroupedMatMul":
         return rank - 1, rank - 2

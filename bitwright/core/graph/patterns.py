@@ -69,16 +69,7 @@ class NoMatch:
 
 
 _ACTIVATIONS = TRAITS["clamp"]
-_HEADS = (
-    *TRAITS["bias_port"],
-    "MatMul",
-    "Add",
-    "Sub",
-    "Mul",
-    "BatchNormalization",
-    "AveragePool",
-    "GlobalAveragePool",
-)
+_HEADS = (*TRAITS["bias_port"], "MatMul", "Add", "Sub", "Mul", "BatchNormalization", "AveragePool", "GlobalAveragePool")
 
 _MASKING = ("Add", "Where", "MaskedFill")
 _SCALING = ("Mul", "Div")
@@ -170,9 +161,7 @@ def _match_at(links: _Links, op: Op, pattern: Pattern) -> Match | NoMatch:
     while at < len(pattern.ops):
         reader = links.after(ops[-1])
         if isinstance(reader, str):
-            return NoMatch(
-                op.name, pattern, reason=reader, near=_reads(links.graph, ops[-1], pattern.ops[at])
-            )
+            return NoMatch(op.name, pattern, reason=reader, near=_reads(links.graph, ops[-1], pattern.ops[at]))
         if reader.type == pattern.ops[at]:
             if at == 1 and pattern.kind == "bias_add" and not _adds_bias(links.graph, reader):
                 return NoMatch(op.name, pattern, f"{reader.name} does not add a constant with one axis")
@@ -262,12 +251,7 @@ def _add_foldable_norms(graph: Graph, found: dict[str, Match], taken: set[str]) 
 
 
 def _try(
-    links: _Links,
-    op: Op,
-    patterns: list[Pattern],
-    found: dict[str, Match],
-    near: dict[str, NoMatch],
-    taken: set[str],
+    links: _Links, op: Op, patterns: list[Pattern], found: dict[str, Match], near: dict[str, NoMatch], taken: set[str]
 ) -> None:
     best: Match | None = None
     for pattern in patterns:
@@ -275,9 +259,7 @@ def _try(
         if isinstance(result, NoMatch):
             if result.near:
                 near.setdefault(op.name, result)
-        elif (best is None or len(result.ops) > len(best.ops)) and all(
-            o.name not in taken for o in result.ops
-        ):
+        elif (best is None or len(result.ops) > len(best.ops)) and all(o.name not in taken for o in result.ops):
             best = result
     if best is not None:
         found[op.name] = best

@@ -175,9 +175,7 @@ def inner_values(
     """
     inner = {name: f"{op}.{name}" for name in inner_names(op_type, variant_of(attrs))}
     values = [
-        Value(value, "activation", shape, dtype)
-        for name, value in inner.items()
-        if name != HIDDEN or hidden is None
+        Value(value, "activation", shape, dtype) for name, value in inner.items() if name != HIDDEN or hidden is None
     ]
     if hidden is not None:
         inner[HIDDEN] = hidden
@@ -239,9 +237,7 @@ def _rnn(ctx: Context, x: Mapping[str, Any], state: tuple[Any, ...], *_: Any) ->
     return (ctx.quantize(HIDDEN, ctx.activate(0, pre)),)
 
 
-def _gru(
-    ctx: Context, x: Mapping[str, Any], state: tuple[Any, ...], variant: Variant, *_: Any
-) -> tuple[Any, ...]:
+def _gru(ctx: Context, x: Mapping[str, Any], state: tuple[Any, ...], variant: Variant, *_: Any) -> tuple[Any, ...]:
     (h,) = state
     if variant.linear_before_reset:
         r_update, r_reset, r_candidate = ctx.recur(h, ("update", "reset", "candidate"))

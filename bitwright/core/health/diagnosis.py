@@ -271,11 +271,7 @@ def _power_of_negative(run: Run) -> str | None:
     whole = exponent.min == exponent.max and float(exponent.min).is_integer()
     if whole or base.min >= 0 or not run.nan:
         return None
-    raised = (
-        f"{exponent.min:g}"
-        if exponent.min == exponent.max
-        else f"powers that are not whole ({exponent.name})"
-    )
+    raised = f"{exponent.min:g}" if exponent.min == exponent.max else f"powers that are not whole ({exponent.name})"
     return f"{base.name} comes down to {base.min:.6g}, raised to {raised}"
 
 
@@ -325,9 +321,7 @@ def _one_element(run: Run) -> str | None:
 
 
 _ROOT: tuple[Case, ...] = (("root of a negative number", _below(0, 0.0, "the argument")),)
-_LOG: tuple[Case, ...] = (
-    ("logarithm of a non-positive number", _below(0, 0.0, "the argument", strictly=False)),
-)
+_LOG: tuple[Case, ...] = (("logarithm of a non-positive number", _below(0, 0.0, "the argument", strictly=False)),)
 _DIVIDE: tuple[Case, ...] = (
     ("division by zero", _zero(1, "the divisor")),
     ("division by zero", _tiny(1, "the divisor")),
@@ -345,41 +339,25 @@ _MAKES: tuple[Case, ...] = (
 
 CASES: dict[str, tuple[Case, ...]] = {
     **dict.fromkeys(("Div", "FloorDiv", "Mod", "true_divide"), _DIVIDE),
-    "Reciprocal": (
-        ("division by zero", _zero(0, "the divisor")),
-        ("division by zero", _tiny(0, "the divisor")),
-    ),
+    "Reciprocal": (("division by zero", _zero(0, "the divisor")), ("division by zero", _tiny(0, "the divisor"))),
     "Rsqrt": (*_ROOT, ("reciprocal root of zero", _zero(0, "the argument"))),
     "Sqrt": _ROOT,
     **dict.fromkeys(("Log", "log2", "log10", "Log2", "Log10", "xlogy", "LogSigmoid"), _LOG),
     "Log1p": (("logarithm of a non-positive number", _below(0, -1.0, "the argument", strictly=False)),),
     "logit": (("argument out of domain", _beyond(0.0, 1.0, ends=False)),),
     **dict.fromkeys(("Exp", "Expm1", "exp2", "Sinh", "Cosh"), _EXP),
-    "Pow": (
-        ("division by zero", _power_of_zero),
-        ("power out of domain", _power_of_negative),
-    ),
+    "Pow": (("division by zero", _power_of_zero), ("power out of domain", _power_of_negative)),
     **dict.fromkeys(("Softmax", "LogSoftmax"), _SOFTMAX),
     "Attention": _SOFTMAX,
     "BatchNormalization": (("negative variance", _negative_variance), ("zero variance", _zero_variance)),
     **dict.fromkeys(
-        (
-            "LayerNormalization",
-            "GroupNormalization",
-            "InstanceNormalization",
-            "RMSNormalization",
-            "LpNormalization",
-        ),
+        ("LayerNormalization", "GroupNormalization", "InstanceNormalization", "RMSNormalization", "LpNormalization"),
         _NORM,
     ),
     **dict.fromkeys(("Asin", "Acos"), _UNIT),
-    **dict.fromkeys(
-        ("Atanh", "atanh", "arctanh"), (("argument out of domain", _beyond(-1.0, 1.0, ends=False)),)
-    ),
+    **dict.fromkeys(("Atanh", "atanh", "arctanh"), (("argument out of domain", _beyond(-1.0, 1.0, ends=False)),)),
     **dict.fromkeys(("Acosh", "acosh", "arccosh"), (("argument out of domain", _beyond(1.0, math.inf)),)),
-    **dict.fromkeys(
-        ("ReduceMean", "AveragePool", "GlobalAveragePool", "ReduceLogSumExp", "ReduceLogSum"), _EMPTY
-    ),
+    **dict.fromkeys(("ReduceMean", "AveragePool", "GlobalAveragePool", "ReduceLogSumExp", "ReduceLogSum"), _EMPTY),
     **dict.fromkeys(("Variance", "var", "std", "std_mean", "var_mean"), _SPREAD),
     **dict.fromkeys(MAKERS, _MAKES),
 }

@@ -74,9 +74,7 @@ class Repair:
         if self.kind == "float":
             return f"{self.op}: its sites stay in float"
         what = "all values" if self.kind == "clamp" else "NaN and Inf"
-        return (
-            f"{self.op}: {what} brought into [{self.lo:g}, {self.hi:g}], NaN to {self.nan:g} ({self.cause})"
-        )
+        return f"{self.op}: {what} brought into [{self.lo:g}, {self.hi:g}], NaN to {self.nan:g} ({self.cause})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,10 +104,7 @@ class Stabilized(Tabular):
 
 
 def choose(
-    report: HealthReport | None,
-    repairs: Iterable[Repair] | None,
-    known: set[str],
-    able: Callable[[str], bool] = bool,
+    report: HealthReport | None, repairs: Iterable[Repair] | None, known: set[str], able: Callable[[str], bool] = bool
 ) -> tuple[tuple[Repair, ...], tuple[str, ...]]:
     """The repairs to apply, and what no repair can answer, as :func:`propose` gives them.
 

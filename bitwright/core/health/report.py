@@ -18,16 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bitwright.core.graph.traits import TRAITS
-from bitwright.core.numerics.arrays import (
-    Array,
-    as_array,
-    cast,
-    dtype_name,
-    is_floating,
-    is_torch,
-    namespace,
-    to_numpy,
-)
+from bitwright.core.numerics.arrays import Array, as_array, cast, dtype_name, is_floating, is_torch, namespace, to_numpy
 from bitwright.errors import CalibrationError
 from bitwright.tables import Tabular
 
@@ -174,9 +165,7 @@ def first_non_finite(x: Array) -> tuple[tuple[int, ...], float] | None:
         return None
     if is_torch(x):
         wide = namespace(x).float32 if dtype_name(x) in HALVES else None
-        if bool(
-            x.sum(dtype=wide).isfinite()
-        ):  # a tenth of what isfinite costs; one that overflows is not proof
+        if bool(x.sum(dtype=wide).isfinite()):  # a tenth of what isfinite costs; one that overflows is not proof
             return None
         bad: NDArray[np.bool_] = to_numpy(~namespace(x).isfinite(x))
     else:
@@ -371,9 +360,7 @@ _DIVIDES = {"Div": 1, "Reciprocal": 0, "Rsqrt": 0}
 #: operators that weigh data with parameters: an infinity among what they read is not a mask
 _WEIGHS = frozenset((*TRAITS["layer"], "LSTM", "GRU", "RNN"))
 #: operators that turn NaN into an index, a count or a choice
-_CHOOSES = frozenset(
-    "ArgMax ArgMin argmax argmin argsort multinomial bincount long int TopK Sort Cast".split()
-)
+_CHOOSES = frozenset("ArgMax ArgMin argmax argmin argsort multinomial bincount long int TopK Sort Cast".split())
 
 
 #: operators in which some runtimes lose a NaN: ``max(NaN, 0)`` may be 0
@@ -466,11 +453,7 @@ class Tracker:
             self._taint[to] = event
 
     def call(
-        self,
-        op: str,
-        op_type: str,
-        inputs: Iterable[tuple[Hashable, Flags]],
-        outputs: Iterable[tuple[Hashable, Flags]],
+        self, op: str, op_type: str, inputs: Iterable[tuple[Hashable, Flags]], outputs: Iterable[tuple[Hashable, Flags]]
     ) -> Event | None:
         """One operator ran; returns the event whose origin it is, if it is one.
 

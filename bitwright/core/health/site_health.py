@@ -55,11 +55,7 @@ class SiteHealth:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader should know, one phrase each; empty for a healthy site."""
-        found = [
-            f"{n} {what}"
-            for n, what in ((self.nan, "NaN"), (self.pos_inf, "+Inf"), (self.neg_inf, "-Inf"))
-            if n
-        ]
+        found = [f"{n} {what}" for n, what in ((self.nan, "NaN"), (self.pos_inf, "+Inf"), (self.neg_inf, "-Inf")) if n]
         found += [
             self._told(which, what)
             for which, what in ((self.zero, "zero throughout"), (self.constant, "constant"))
@@ -100,10 +96,7 @@ class HealthTable(Tabular, list[SiteHealth]):
         return tuple(self)
 
     def _cells(self) -> list[tuple[str, str, str, str]]:
-        return [
-            (h.site, h.dtype, f"[{h.lo:.4g}, {h.hi:.4g}]" if h.count else "", "; ".join(h.notes))
-            for h in self
-        ]
+        return [(h.site, h.dtype, f"[{h.lo:.4g}, {h.hi:.4g}]" if h.count else "", "; ".join(h.notes)) for h in self]
 
     def _summary(self) -> str:
         return f"{len(self)} sites, {sum(bool(h.notes) for h in self)} with notes"

@@ -165,11 +165,7 @@ def _finish(scale: Float64s, empty: NDArray[np.bool_], reach: Float64s) -> NDArr
 
 
 def encode(
-    lo: ArrayLike,
-    hi: ArrayLike,
-    spec: QuantSpec,
-    granularity: Granularity = PER_TENSOR,
-    site: str = "tensor",
+    lo: ArrayLike, hi: ArrayLike, spec: QuantSpec, granularity: Granularity = PER_TENSOR, site: str = "tensor"
 ) -> Encoding:
     """The encoding of the range ``[lo, hi]`` under ``spec``.
 
@@ -191,9 +187,7 @@ def encode(
     """
     lower, upper = _fixed(np.asarray(lo, np.float64), np.asarray(hi, np.float64), spec.fixed_range)
     fmt = grid(spec.format, spec.symmetry, lower)
-    if (
-        spec.scale_format.name == "e8m0"
-    ):  # decided on the exact bounds: at a power of two, rounding would matter
+    if spec.scale_format.name == "e8m0":  # decided on the exact bounds: at a power of two, rounding would matter
         lower, upper = checked_bounds(lower, upper, site)
         powers = power_of_two_scale(np.maximum(-lower, upper), fmt)
         upper = np.where((lower == 0) & (upper == 0), 0.0, powers * largest_code(fmt))
@@ -263,9 +257,7 @@ def scale_multiples(encoding: Encoding) -> NDArray[np.float32] | None:
     """
     if encoding.common is None or encoding.scale_format.multiples is None:
         return None
-    return _nearest_multiples(
-        encoding.scale.astype(np.float64) / encoding.common, encoding.scale_format.multiples
-    )
+    return _nearest_multiples(encoding.scale.astype(np.float64) / encoding.common, encoding.scale_format.multiples)
 
 
 def is_sayable(encoding: Encoding) -> bool:

@@ -138,22 +138,16 @@ class PerBlock:
         axes = self.channel_axis
         return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
 
-    def resolve(
-        self, channel_axis: int | tuple[int, ...] | None, block_axis: int | None
-    ) -> PerBlock | PerTensor:
+    def resolve(self, channel_axis: int | tuple[int, ...] | None, block_axis: int | None) -> PerBlock | PerTensor:
         """The granularity with its open axes filled in; per tensor where the operator has no block axis."""
         if self.axis is not None:
             return self
-        return (
-            PerTensor() if block_axis is None else replace(self, axis=block_axis, channel_axis=channel_axis)
-        )
+        return PerTensor() if block_axis is None else replace(self, axis=block_axis, channel_axis=channel_axis)
 
     def _concrete(self, shape: Shape, site: str) -> tuple[int, tuple[int, ...]]:
         if self.axis is None:
             raise GranularityError(
-                site,
-                f"PerBlock({self.size}) has no axis yet",
-                "call resolve() first or write PerBlock(size, axis)",
+                site, f"PerBlock({self.size}) has no axis yet", "call resolve() first or write PerBlock(size, axis)"
             )
         axis = _axis(self.axis, len(shape), site)
         channels = tuple(_axis(channel, len(shape), site) for channel in self.channel_axes)

@@ -16,12 +16,7 @@ from bitwright.core.compiled.loops import Loops, loops
 from bitwright.core.numerics.affine import choose_qparams, round_to_float
 from bitwright.core.numerics.formats import FloatFormat, Format
 from bitwright.core.numerics.spec import Symmetry
-from bitwright.core.numerics.statistics import (
-    HALF_BINS,
-    Histogram,
-    Samples,
-    histogram_exponent,
-)
+from bitwright.core.numerics.statistics import HALF_BINS, Histogram, Samples, histogram_exponent
 
 Float64s = NDArray[np.float64]
 Floats = NDArray[np.floating[Any]]
@@ -39,9 +34,7 @@ _SYMMETRIC_STEPS = 101
 _ASYMMETRIC_STEPS, _POSITIONS = 17, 21
 
 
-def candidate_grids(
-    fmt: Format, symmetry: Symmetry, lo: Float64s, hi: Float64s
-) -> tuple[Float64s, Float64s, Float64s]:
+def candidate_grids(fmt: Format, symmetry: Symmetry, lo: Float64s, hi: Float64s) -> tuple[Float64s, Float64s, Float64s]:
     """Scales, lowest and highest codes (counted from zero) of all candidates, each ``(rows, candidates)``.
 
     The first candidate is the grid of the full range ``[lo, hi]``.

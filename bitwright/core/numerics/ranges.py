@@ -170,9 +170,7 @@ def _check_counts(bounds: MinMax, site: str) -> None:
     )
 
 
-def choose_range_of(
-    x: Array, spec: QuantSpec, granularity: Granularity = PER_TENSOR, site: str = "tensor"
-) -> Range:
+def choose_range_of(x: Array, spec: QuantSpec, granularity: Granularity = PER_TENSOR, site: str = "tensor") -> Range:
     """The range of a tensor at hand, such as a weight, by the method of ``spec``.
 
     Takes statistics and range of a few groups at a time, so memory stays bounded with thousands of channels
@@ -319,10 +317,7 @@ def entropy_range(stats: Histogram | Samples, fmt: Format, symmetry: Symmetry) -
         flat = row_histogram(stats.values.reshape(-1, stats.values.shape[-1]), (stats.bounds.lo.size,))
         shape = stats.bounds.lo.shape
         stats = Histogram(
-            flat.counts.reshape(*shape, -1),
-            flat.exponent.reshape(shape),
-            flat.zeros.reshape(shape),
-            stats.bounds,
+            flat.counts.reshape(*shape, -1), flat.exponent.reshape(shape), flat.zeros.reshape(shape), stats.bounds
         )
     lo, hi = stats.bounds.lo, stats.bounds.hi
     levels = _levels(fmt, symmetry, lo, hi).reshape(-1)
@@ -383,8 +378,7 @@ def _sample_quantile(stats: Samples, quantile: float) -> Float64s:
     ordered = np.sort(stats.values, axis=-1)  # NaN sorts to the end, past every finite rank
     rank = quantile * (stats.bounds.count - 1)
     ends = (
-        np.take_along_axis(ordered, end(rank).astype(np.int64)[..., None], -1)[..., 0]
-        for end in (np.floor, np.ceil)
+        np.take_along_axis(ordered, end(rank).astype(np.int64)[..., None], -1)[..., 0] for end in (np.floor, np.ceil)
     )
     left, right = ends
     share = rank - np.floor(rank)
@@ -420,9 +414,7 @@ def _divergences(magnitudes: NDArray[np.int64], sizes: NDArray[np.int64], levels
     The logarithm of a quotient is taken apart: what the reference adds comes from sums over bins that are made once, and all bins
     of a level have one merged mass, so that a threshold costs its levels and not its bins.
     """
-    mass, filled, own = (
-        _sums_before(values) for values in (magnitudes, magnitudes > 0, _times_log(magnitudes))
-    )
+    mass, filled, own = (_sums_before(values) for values in (magnitudes, magnitudes > 0, _times_log(magnitudes)))
     total, kept, last = mass[:, -1:], mass[:, sizes], magnitudes[:, sizes - 1]
     edges = np.arange(levels + 1) * sizes[:, None] // levels
     held = np.diff(mass[:, edges], axis=2)

@@ -79,9 +79,7 @@ def _scale_format_to_json(encoding: Encoding) -> JsonDict:
     return {
         "scale_format": encoding.scale_format.name,
         **(
-            {}
-            if common is None
-            else {"common": [float(c) for c in common.ravel()], "common_shape": list(common.shape)}
+            {} if common is None else {"common": [float(c) for c in common.ravel()], "common_shape": list(common.shape)}
         ),
     }
 

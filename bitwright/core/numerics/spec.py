@@ -134,9 +134,7 @@ class Preset:
     activation: QuantSpec | None
 
 
-def weight_spec(
-    format: str | Format = "int8", granularity: Granularity | None = None, **changes: Any
-) -> QuantSpec:
+def weight_spec(format: str | Format = "int8", granularity: Granularity | None = None, **changes: Any) -> QuantSpec:
     """A weight spec: symmetric, per output channel unless told otherwise."""
     return QuantSpec(parse_format(format), PerChannel() if granularity is None else granularity, **changes)
 
@@ -164,9 +162,7 @@ PRESETS: dict[str, Preset] = {
     "mxfp6_e2m3": Preset(weight_spec("float6_e2m3", PerBlock(32), scale_format=_E8M0), None),
     "mxfp6_e3m2": Preset(weight_spec("float6_e3m2", PerBlock(32), scale_format=_E8M0), None),
     "mxfp8": Preset(weight_spec("float8_e4m3", PerBlock(32), scale_format=_E8M0), None),
-    "mxint8": Preset(
-        weight_spec("int8", PerBlock(32), symmetry="strict_symmetric", scale_format=_E8M0), None
-    ),
+    "mxint8": Preset(weight_spec("int8", PerBlock(32), symmetry="strict_symmetric", scale_format=_E8M0), None),
     "nvfp4": Preset(weight_spec("float4_e2m1", PerBlock(16), scale_format=SCALE_FORMATS["e4m3"]), None),
     "fp16": Preset(weight_spec("float16", PerTensor()), activation_spec("float16", symmetry="symmetric")),
     "bf16": Preset(weight_spec("bfloat16", PerTensor()), activation_spec("bfloat16", symmetry="symmetric")),

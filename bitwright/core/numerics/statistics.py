@@ -165,9 +165,7 @@ def start(kind: Kind, shape: Shape = ()) -> Statistics:
     bounds = MinMax(np.full(shape, np.inf), np.full(shape, -np.inf), none, none, none, none)
     if kind == "minmax":
         return bounds
-    return Histogram(
-        np.zeros((*shape, _BINS), np.int64), np.full(shape, _MIN_EXPONENT, np.int64), none, bounds
-    )
+    return Histogram(np.zeros((*shape, _BINS), np.int64), np.full(shape, _MIN_EXPONENT, np.int64), none, bounds)
 
 
 def update(stats: S, x: Array, granularity: Granularity = PER_TENSOR) -> S:
@@ -282,9 +280,7 @@ def row_minmax(rows: Array, shape: Shape) -> MinMax:
     if not (_all_finite(lo) and _all_finite(hi)):
         lo, hi, nans, above, below = _masked_bounds(rows)
         count = count - nans - above - below
-    return MinMax(
-        lo.reshape(shape), hi.reshape(shape), *(part.reshape(shape) for part in (count, nans, above, below))
-    )
+    return MinMax(lo.reshape(shape), hi.reshape(shape), *(part.reshape(shape) for part in (count, nans, above, below)))
 
 
 def _one_row_bounds(rows: Array) -> tuple[float, float] | None:
@@ -307,9 +303,7 @@ def _masked_bounds(rows: Array) -> tuple[NDArray[Any], ...]:
     finite = xp.isfinite(rows)
     lo = row_bounds(xp.where(finite, rows, np.inf))[0]
     hi = row_bounds(xp.where(finite, rows, -np.inf))[1]
-    counts = (
-        to_numpy(mask.sum(1)).astype(np.int64) for mask in (xp.isnan(rows), rows == np.inf, rows == -np.inf)
-    )
+    counts = (to_numpy(mask.sum(1)).astype(np.int64) for mask in (xp.isnan(rows), rows == np.inf, rows == -np.inf))
     return to_numpy(lo).astype(np.float64), to_numpy(hi).astype(np.float64), *counts
 
 
@@ -445,9 +439,7 @@ def row_histogram(rows: Array, shape: Shape) -> Histogram:
     return Histogram(counts.reshape(*shape, _BINS), exponent, (zeros - excluded).reshape(shape), bounds)
 
 
-def _count(
-    rows: Array, exponent: NDArray[np.int64], finite: bool
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _count(rows: Array, exponent: NDArray[np.int64], finite: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Bin counts, int64 ``(rows, bins)``, and zeros per row; non-finite values are taken for zeros."""
     counts = np.zeros((rows.shape[0], _BINS), np.int64)
     zeros = np.zeros(rows.shape[0], np.int64)
@@ -523,15 +515,9 @@ def _merge_moments(a: Moments, b: Moments) -> Moments:
     share = b.count / np.maximum(count, 1)
     difference = b.mean - a.mean
     mean = a.mean + difference * share
-    return Moments(
-        count, np.asarray(mean), np.asarray(a.m2 + b.m2 + difference * difference * share * a.count)
-    )
+    return Moments(count, np.asarray(mean), np.asarray(a.m2 + b.m2 + difference * difference * share * a.count))
 
 
 _KINDS: dict[Kind, type[Any]] = {"minmax": MinMax, "histogram": Histogram, "moments": Moments}
-_MEASURES: dict[type[Any], Any] = {
-    MinMax: _measure_minmax,
-    Histogram: _measure_histogram,
-    Moments: _measure_moments,
-}
+_MEASURES: dict[type[Any], Any] = {MinMax: _measure_minmax, Histogram: _measure_histogram, Moments: _measure_moments}
 _MERGES: dict[type[Any], Any] = {MinMax: _merge_minmax, Histogram: _merge_histogram, Moments: _merge_moments}

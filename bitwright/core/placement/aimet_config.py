@@ -35,13 +35,7 @@ _DEFAULTS = (
 )
 _OPS_KEYS = ("is_output_quantized", "is_input_quantized", "is_symmetric")
 _PARAM_KEYS = ("is_quantized", "is_symmetric")
-_OP_TYPE_KEYS = (
-    *_OPS_KEYS,
-    "params",
-    "per_channel_quantization",
-    "supported_kernels",
-    "encoding_constraints",
-)
+_OP_TYPE_KEYS = (*_OPS_KEYS, "params", "per_channel_quantization", "supported_kernels", "encoding_constraints")
 _BOOLEANS = {"True": True, "False": False, True: True, False: False}
 
 # names of operator types that differ from ours
@@ -161,9 +155,7 @@ class _Reader:
         strict, unsigned = self.defaults.flag("strict_symmetric"), self.defaults.flag("unsigned_symmetric")
         if strict and unsigned:
             self.notes.append("defaults.unsigned_symmetric has no effect beside defaults.strict_symmetric")
-        self.word: Symmetry = (
-            "strict_symmetric" if strict else "unsigned_symmetric" if unsigned else "symmetric"
-        )
+        self.word: Symmetry = "strict_symmetric" if strict else "unsigned_symmetric" if unsigned else "symmetric"
 
     def rules(self) -> Rules:
         found = [
@@ -277,9 +269,7 @@ class _Reader:
             section = _section(entry, f"supergroups[{i}]", self.source, ("op_list",), ("op_list",))
             types = section.data["op_list"]
             if not isinstance(types, list) or len(types) < 2 or not all(isinstance(t, str) for t in types):
-                raise section.error(
-                    "op_list", f"{types!r} is not a chain", "list at least two operator types"
-                )
+                raise section.error("op_list", f"{types!r} is not a chain", "list at least two operator types")
             at = section.path("op_list")
             yield Pattern(tuple(self._type(t, at) for t in types), plain_only=True)
 
@@ -296,9 +286,7 @@ class _Reader:
         if bits:
             symmetry = self._symmetry(bits >= 16)
             origin = "AIMET's rule for the scale of layer normalisations"
-            yield Rule(
-                op="LayerNormalization", param="weight", symmetry=symmetry, origin=origin, optional=True
-            )
+            yield Rule(op="LayerNormalization", param="weight", symmetry=symmetry, origin=origin, optional=True)
         version = _version(self.defaults)
         if version is None:
             return
@@ -371,9 +359,7 @@ def _kernel(section: _Section, kernel: Mapping[str, Any]) -> Kernel:
         width = kernel.get(key)
         if width is None:
             continue
-        bits, kind = (
-            (width.get("bitwidth"), width.get("dtype")) if isinstance(width, Mapping) else (None, None)
-        )
+        bits, kind = (width.get("bitwidth"), width.get("dtype")) if isinstance(width, Mapping) else (None, None)
         if type(bits) is not int or kind not in ("int", "float"):
             remedy = 'write {"bitwidth": 8, "dtype": "int"}, with "int" or "float"'
             raise section.error(f"supported_kernels.{key}", f"{width!r} names no bits and kind", remedy)
@@ -433,10 +419,7 @@ _TARGETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any], str, tuple[str, 
     "htp_v66": ("V66", (), {**_V66_OPS, "Flatten": _OFF}, _V68_GROUPS, ()),
     "htp_v68": ("V68", ("Conv", "ConvTranspose", "PRelu"), _V68_OPS, _V68_GROUPS, _NORM_PASSES),
     "htp_v69": ("V69", _PER_CHANNEL, _V68_OPS, _V68_GROUPS, _NORM_PASSES),
-    **{
-        f"htp_v{n}": (f"V{n}", _PER_CHANNEL, _V73_OPS, _V73_GROUPS, _NORM_PASSES)
-        for n in (73, 75, 79, 81, 85)
-    },
+    **{f"htp_v{n}": (f"V{n}", _PER_CHANNEL, _V73_OPS, _V73_GROUPS, _NORM_PASSES) for n in (73, 75, 79, 81, 85)},
     "enpu_v6": ("", (), _ENPU_OPS, _ENPU_GROUPS, _NORM_PASSES),
     "enpu_v7": ("", (), _ENPU_V7_OPS, _ENPU_GROUPS, _NORM_PASSES),
     "enpu_v7_per_channel": ("", _LINEAR, _ENPU_V7_OPS, _ENPU_GROUPS, _NORM_PASSES),

@@ -38,32 +38,12 @@ from bitwright.errors import BitwrightError, ConfigError, close_matches
 _TOP = ("preset", "rules", "supergroups", "recurrent")
 _PORTS = {
     **{
-        p: p
-        for p in (
-            "output",
-            "input",
-            "inner",
-            "weight",
-            "bias",
-            "param",
-            "constant",
-            "model_input",
-            "model_output",
-        )
+        p: p for p in ("output", "input", "inner", "weight", "bias", "param", "constant", "model_input", "model_output")
     },
     "all": "*",
 }
 _RULE = ("match", "op", "optional", *_PORTS, "params")
-_FACETS = (
-    "quantized",
-    "format",
-    "symmetry",
-    "granularity",
-    "method",
-    "fixed_range",
-    "non_finite",
-    "scale_format",
-)
+_FACETS = ("quantized", "format", "symmetry", "granularity", "method", "fixed_range", "non_finite", "scale_format")
 _GROUPS = {"default": DEFAULT_SUPERGROUPS, "masked_softmax": MASKED_SOFTMAX, "matmul_add": MATMUL_ADD}
 
 
@@ -121,18 +101,14 @@ def read_file(path: Path, keys: tuple[str, ...]) -> Mapping[str, Any]:
     data = read_document(path, ConfigError)
     if not isinstance(data, Mapping):
         problem = f"it holds a {type(data).__name__}, not keys and values"
-        raise ConfigError(
-            str(path), problem, f"write {', '.join(keys)} as {'keys' if len(keys) > 1 else 'key'}"
-        )
+        raise ConfigError(str(path), problem, f"write {', '.join(keys)} as {'keys' if len(keys) > 1 else 'key'}")
     return data
 
 
 # ---- our form
 
 
-def read_config(
-    data: Mapping[str, Any], preset: Preset | None = None, source: str = "configuration"
-) -> Rules:
+def read_config(data: Mapping[str, Any], preset: Preset | None = None, source: str = "configuration") -> Rules:
     """The rules of a configuration in our form.
 
     Args:
@@ -157,9 +133,7 @@ def read_config(
 
 def _keys(data: Any, at: str, known: tuple[str, ...], also: tuple[str, ...] = ()) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
-        raise ConfigError(
-            at, f"it is a {type(data).__name__}, not keys and values", f"use {', '.join(known)}"
-        )
+        raise ConfigError(at, f"it is a {type(data).__name__}, not keys and values", f"use {', '.join(known)}")
     for key in data:
         if key not in known:
             near = close_matches(str(key), (*known, *also))
@@ -170,10 +144,7 @@ def _keys(data: Any, at: str, known: tuple[str, ...], also: tuple[str, ...] = ()
 def _rules(entry: Any, at: str) -> list[Rule]:
     """One entry of ``rules``: one rule per kind of tensor it speaks about."""
     entry = _keys(entry, at, _RULE)
-    selector: dict[str, Any] = {
-        "name": entry.get("match", "*"),
-        "op": _types(entry.get("op", "*"), f"{at}.op"),
-    }
+    selector: dict[str, Any] = {"name": entry.get("match", "*"), "op": _types(entry.get("op", "*"), f"{at}.op")}
     if not isinstance(selector["name"], str):
         problem = f"{selector['name']!r} is not a name"
         raise ConfigError(f"{at}.match", problem, 'write a module, operator or site name, or "*"')
@@ -190,9 +161,7 @@ def _rules(entry: Any, at: str) -> list[Rule]:
                 where = f"{at}.params.{name}"
                 rules.append(_rule(facets, where, {**selector, "port": "param", "param": str(name)}))
     if not rules:
-        raise ConfigError(
-            at, "the rule sets nothing", f"add one of {', '.join(_PORTS)}, such as weight: int4"
-        )
+        raise ConfigError(at, "the rule sets nothing", f"add one of {', '.join(_PORTS)}, such as weight: int4")
     return rules
 
 
@@ -201,9 +170,7 @@ def _types(value: Any, at: str) -> str | tuple[str, ...]:
         return value
     if isinstance(value, list) and value and all(isinstance(v, str) for v in value):
         return tuple(value)
-    raise ConfigError(
-        at, f"{value!r} is not an operator type", "write a type such as Conv, or a list of types"
-    )
+    raise ConfigError(at, f"{value!r} is not an operator type", "write a type such as Conv, or a list of types")
 
 
 def _rule(value: Any, at: str, selector: Mapping[str, Any]) -> Rule:
@@ -259,11 +226,7 @@ def _symmetry(value: Any, at: str) -> str:
 
 
 def _granularity(value: Any, at: str) -> Granularity:
-    words: dict[str, Granularity] = {
-        "per_tensor": PerTensor(),
-        "per_channel": PerChannel(),
-        "per_gate": PerGate(),
-    }
+    words: dict[str, Granularity] = {"per_tensor": PerTensor(), "per_channel": PerChannel(), "per_gate": PerGate()}
     if isinstance(value, str) and value in words:
         return words[value]
     if isinstance(value, Mapping) and len(value) == 1:
@@ -299,12 +262,8 @@ def _method(value: Any, at: str) -> RangeMethod:
 
 def _range(value: Any, at: str) -> FixedRange:
     ends = value if isinstance(value, (list, tuple)) else ()
-    if len(ends) != 2 or any(
-        e is not None and (isinstance(e, bool) or not isinstance(e, (int, float))) for e in ends
-    ):
-        raise ConfigError(
-            at, f"{value!r} is not a range", "write [lowest, highest], with null for a calibrated end"
-        )
+    if len(ends) != 2 or any(e is not None and (isinstance(e, bool) or not isinstance(e, (int, float))) for e in ends):
+        raise ConfigError(at, f"{value!r} is not a range", "write [lowest, highest], with null for a calibrated end")
     return ends[0], ends[1]
 
 
@@ -313,9 +272,7 @@ def _recurrent(value: Any, at: str) -> str:
     words = ("inside", "boundary_only")
     if value not in words:
         raise ConfigError(
-            at,
-            f"{value!r} is not a way to place them{close_matches(str(value), words)}",
-            f"use {', '.join(words)}",
+            at, f"{value!r} is not a way to place them{close_matches(str(value), words)}", f"use {', '.join(words)}"
         )
     return str(value)
 
@@ -326,17 +283,13 @@ def _supergroups(value: Any, at: str) -> tuple[Pattern, ...]:
     if value is None:
         return ()
     if not isinstance(value, list):
-        raise ConfigError(
-            at, f"it is a {type(value).__name__}", "write a list of chains, such as [[Conv, Relu]]"
-        )
+        raise ConfigError(at, f"it is a {type(value).__name__}", "write a list of chains, such as [[Conv, Relu]]")
     found: list[Pattern] = []
     for i, entry in enumerate(value):
         if isinstance(entry, str):
             if entry not in _GROUPS:
                 near = close_matches(entry, _GROUPS)
-                raise ConfigError(
-                    f"{at}[{i}]", f"{entry!r} is not a set of chains{near}", f"use {', '.join(_GROUPS)}"
-                )
+                raise ConfigError(f"{at}[{i}]", f"{entry!r} is not a set of chains{near}", f"use {', '.join(_GROUPS)}")
             found.extend(_GROUPS[entry])
         elif isinstance(entry, list) and len(entry) > 1 and all(isinstance(t, str) for t in entry):
             found.append(Pattern(tuple(entry)))

@@ -46,9 +46,7 @@ class Coverage(Tabular, Sequence[Row]):
         for row in plan.coverage(graph):
             if row.name in touched:
                 disabled = all(": disabled" in text for text in touched[row.name])
-                row = replace(
-                    row, status="float" if disabled else row.status, how="; ".join(touched[row.name])
-                )
+                row = replace(row, status="float" if disabled else row.status, how="; ".join(touched[row.name]))
             rows.append(row)
         return cls(tuple(rows), tuple(unseen.items()), (*plan.unused, *plan.notes))
 

@@ -13,14 +13,7 @@ from bitwright.core.placement.rules import Resolver, Rules
 from bitwright.errors import ConfigError
 
 _CHANNELS_FIRST = frozenset(
-    (
-        "Conv",
-        "ConvTranspose",
-        "BatchNormalization",
-        "InstanceNormalization",
-        "GroupNormalization",
-        "AveragePool",
-    )
+    ("Conv", "ConvTranspose", "BatchNormalization", "InstanceNormalization", "GroupNormalization", "AveragePool")
 )
 
 
@@ -128,11 +121,7 @@ class Facts:
     def _moving_operands(self, op: Op, row: OpRow) -> list[str]:
         """What ``op`` reads as data and is not the same in every run."""
         ports = row.activations
-        return [
-            value
-            for port, value in op.sources()
-            if value not in self.static and (ports is None or port in ports)
-        ]
+        return [value for port, value in op.sources() if value not in self.static and (ports is None or port in ports)]
 
 
 def _ask(found: dict[str, tuple[Symmetry, str]], value: str, symmetry: Symmetry, op: str) -> None:
@@ -186,11 +175,7 @@ def _masks(graph: Graph, matches: list[Match], static: set[str]) -> tuple[set[st
 
 
 def _served(
-    graph: Graph,
-    op: Op,
-    values: dict[str, str],
-    entries: dict[tuple[str, str], str],
-    serves: dict[str, str],
+    graph: Graph, op: Op, values: dict[str, str], entries: dict[tuple[str, str], str], serves: dict[str, str]
 ) -> str | None:
     """The softmax for whose mask alone ``op`` works; ``None`` where something else reads its outputs."""
     if any(map(graph.is_output, op.outputs)):
@@ -202,9 +187,7 @@ def _served(
 
 def _mask_operands(graph: Graph, match: Match, static: set[str], computed: set[str]) -> list[tuple[Op, str]]:
     """The operands of a masked softmax that no product leads to, with the operators that read them."""
-    operands = [
-        (op, v) for op in match.ops for _, v in op.sources() if v not in match.inner and v not in static
-    ]
+    operands = [(op, v) for op in match.ops for _, v in op.sources() if v not in match.inner and v not in static]
     if computed.isdisjoint(value for _, value in operands):
         return []
     return [(op, v) for op, v in operands if v not in computed and graph.values[v].is_float]

@@ -57,9 +57,7 @@ class Ledger:
             spec = replace(spec, symmetry=self.facts.symmetry[value][0])
         return self.pinned(spec, setting, row.fixed_range)
 
-    def pinned(
-        self, spec: QuantSpec | None, setting: Setting, fixed: tuple[float, float] | None
-    ) -> QuantSpec | None:
+    def pinned(self, spec: QuantSpec | None, setting: Setting, fixed: tuple[float, float] | None) -> QuantSpec | None:
         """``spec`` with the range that the values have whatever the input, unless a rule says otherwise."""
         if spec is None or not self.facts.rules.fixed_ranges or not isinstance(spec.format, IntFormat):
             return spec
@@ -84,14 +82,7 @@ class Ledger:
         self.note_unused(setting, f"{op.name}.output[{index}]", f"it shares the encoding of {group}")
 
     def verdict(
-        self,
-        setting: Setting,
-        wanted: bool,
-        spec: QuantSpec | None,
-        site: str,
-        reason: str,
-        value: str,
-        none: str,
+        self, setting: Setting, wanted: bool, spec: QuantSpec | None, site: str, reason: str, value: str, none: str
     ) -> bool:
         """Whether the tensor is quantized; otherwise notes why not. Keeps account of which rules did
         something."""

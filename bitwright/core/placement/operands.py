@@ -155,9 +155,7 @@ class Operands:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.facts = ledger, ledger.facts
-        self._grids: dict[
-            str, dict[int, str]
-        ] = {}  # product -> port -> group: an addition may bring its bias
+        self._grids: dict[str, dict[int, str]] = {}  # product -> port -> group: an addition may bring its bias
 
     def decide(self, op: Op) -> None:
         """Decide what ``op`` reads; a bias last, as it follows from the others."""
@@ -215,12 +213,8 @@ class Operands:
         setting = self.ledger.setting(op, frozenset(("input",)), None, site, loose[0])
         reason = f"{op.name} reads it in float"
         wanted = setting.quantized is not False
-        if self.ledger.verdict(
-            setting, wanted, self.ledger.spec_of[group], site, reason, loose[0], NO_ACTIVATIONS
-        ):
-            self.ledger.add(
-                SitePlan(site, self.ledger.spec_of[group], "input", op.name, port, loose[0], group)
-            )
+        if self.ledger.verdict(setting, wanted, self.ledger.spec_of[group], site, reason, loose[0], NO_ACTIVATIONS):
+            self.ledger.add(SitePlan(site, self.ledger.spec_of[group], "input", op.name, port, loose[0], group))
             self.ledger.read_at.setdefault(self.ledger.origin.get(loose[0], loose[0]), []).append(site)
 
     def _activation(self, op: Op, row: OpRow, port: int, values: list[str], grids: dict[int, str]) -> None:
@@ -235,9 +229,7 @@ class Operands:
         elif len(groups) == 1:
             grids[port] = groups.pop()
 
-    def _loose(
-        self, op: Op, row: OpRow, port: int, loose: list[str], groups: set[str], grids: dict[int, str]
-    ) -> None:
+    def _loose(self, op: Op, row: OpRow, port: int, loose: list[str], groups: set[str], grids: dict[int, str]) -> None:
         """Quantize what arrives at ``port`` in some runs without a grid; ``groups`` are those of the other runs."""
         ledger, facts = self.ledger, self.facts
         value = next((v for v in loose if v not in facts.static), loose[0])
@@ -269,15 +261,11 @@ class Operands:
             return bool(setting.quantized)
         return not unfit and (from_model or (_wants_grid(row) and op.name not in self.ledger.float_ops))
 
-    def _input_group(
-        self, site: str, spec: QuantSpec, origin: str, loose: list[str], groups: set[str]
-    ) -> str:
+    def _input_group(self, site: str, spec: QuantSpec, origin: str, loose: list[str], groups: set[str]) -> str:
         if len(groups) == 1:  # other runs of the place read a value that has a grid: it serves for all
             (group,) = groups
             # a pinned range need not hold what the first run reads, unless that is a constant starting state
-            pinned = (
-                self.ledger.spec_of[group].fixed_range if all(v in self.facts.static for v in loose) else None
-            )
+            pinned = self.ledger.spec_of[group].fixed_range if all(v in self.facts.static for v in loose) else None
             if self.ledger.spec_of[group] == (spec if pinned is None else replace(spec, fixed_range=pinned)):
                 return group
         if groups or len({self.ledger.origin.get(v, v) for v in loose}) > 1:
@@ -308,7 +296,9 @@ class Operands:
         spec = with_granularity(spec, granularity)
         role: Role = "weight" if param else "constant"
         if several or (not param and value.made_anew):
-            role = "input"  # runs read different constants, or may on other lengths: watch them, for a range of them all
+            role = (
+                "input"  # runs read different constants, or may on other lengths: watch them, for a range of them all
+            )
         group = site if several else ledger.operand_groups.setdefault((value.name, spec), site)
         ledger.add(SitePlan(site, spec, role, op.name, port, value.name, group, note=note))
         ledger.read_at.setdefault(ledger.origin.get(value.name, value.name), []).append(site)
@@ -334,9 +324,7 @@ class Operands:
         granularity: Granularity = PerTensor()
         if param:
             granularity = resolve_granularity(op.type, op.attrs, port, spec.granularity, value.shape)
-        if (
-            setting.granularity is None
-        ):  # a preset is meant for layers of every width, a rule for those it names
+        if setting.granularity is None:  # a preset is meant for layers of every width, a rule for those it names
             return fitted(granularity, value.shape)
         return granularity if param else self.facts.concrete(setting.granularity, op, value.name), ""
 

@@ -41,9 +41,7 @@ class Outputs:
             elif carried:
                 self._carry(op, row, index, value)
             else:
-                self._decide_output(
-                    op, row, index, value, default=row.integer or self.facts.looks_up(op, row)
-                )
+                self._decide_output(op, row, index, value, default=row.integer or self.facts.looks_up(op, row))
 
     def _recurrent(self, op: Op, row: OpRow) -> None:
         """Decide what is computed inside the steps of ``op``, and the outputs, which carry its states."""
@@ -88,17 +86,11 @@ class Outputs:
             site, setting = f"{op.name}.output[{index}]", self.ledger.output_setting(op, index, value)
         base = self.facts.rules.activation
         base = _wide(base) if base is not None and is_wide(op.type, name) else base
-        spec = self.ledger.pinned(
-            setting.apply(base, weight=False), setting, activation_range(op.type, op.attrs, name)
-        )
-        if self.ledger.verdict(
-            setting, setting.quantized is not False, spec, site, "", value, NO_ACTIVATIONS
-        ):
+        spec = self.ledger.pinned(setting.apply(base, weight=False), setting, activation_range(op.type, op.attrs, name))
+        if self.ledger.verdict(setting, setting.quantized is not False, spec, site, "", value, NO_ACTIVATIONS):
             assert spec is not None
             spec = with_granularity(spec, self.facts.concrete(spec.granularity, op, value))
-            self.ledger.outputs[value] = SitePlan(
-                site, spec, "output", op.name, index, value, site, inner=name
-            )
+            self.ledger.outputs[value] = SitePlan(site, spec, "output", op.name, index, value, site, inner=name)
             self.ledger.group_of[value], self.ledger.spec_of[site] = site, spec
 
     def _stays_in_float(self, op: Op, row: OpRow) -> bool:
@@ -126,11 +118,7 @@ class Outputs:
         """Leave ``value`` in float; the reason is told at the end, when the fate of its chain is known."""
         self.ledger.why[value] = ""
         match = self.facts.inner.get(value)
-        end = (
-            f"inside the supergroup {match.pattern}; name {match.ops[-1].name}"
-            if match
-            else "part of a softmax mask"
-        )
+        end = f"inside the supergroup {match.pattern}; name {match.ops[-1].name}" if match else "part of a softmax mask"
         self.ledger.note_unused(
             self.ledger.output_setting(op, index, value), f"{op.name}.output[{index}]", f"it is {end}"
         )
@@ -138,16 +126,12 @@ class Outputs:
     def _pick(self, op: Op, index: int, value: str) -> None:
         """What is picked has the scales of its matrices, for which an activation has no grid."""
         stack = str(op.inputs[0])
-        self.ledger.picked[value] = self.ledger.why[value] = (
-            f"matrices of {stack}, each on its own grid there"
-        )
+        self.ledger.picked[value] = self.ledger.why[value] = f"matrices of {stack}, each on its own grid there"
         self.ledger.note_unused(
             self.ledger.output_setting(op, index, value), f"{op.name}.output[{index}]", self.ledger.why[value]
         )
 
-    def _decide_output(
-        self, op: Op, row: OpRow, index: int, value: str, *, default: bool, why: str = ""
-    ) -> bool:
+    def _decide_output(self, op: Op, row: OpRow, index: int, value: str, *, default: bool, why: str = "") -> bool:
         """Give ``value`` a site at its producer, or the reason why it has none."""
         site = f"{op.name}.output[{index}]"
         setting = self.ledger.output_setting(op, index, value)
@@ -163,9 +147,7 @@ class Outputs:
         if self.ledger.verdict(setting, wanted, spec, site, reason, value, NO_ACTIVATIONS):
             assert spec is not None
             spec = with_granularity(spec, self.facts.concrete(spec.granularity, op, value))
-            spec.granularity.param_shape(
-                self.facts.graph.values[value].shape, site
-            )  # raises where it cannot be
+            spec.granularity.param_shape(self.facts.graph.values[value].shape, site)  # raises where it cannot be
             self.ledger.outputs[value] = SitePlan(site, spec, "output", op.name, index, value, site)
             self.ledger.group_of[value], self.ledger.spec_of[site] = site, spec
             return True

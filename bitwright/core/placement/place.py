@@ -62,9 +62,7 @@ def place(graph: Graph, rules: Rules) -> Plan:
                 ledger.sites[ledger.outputs[value].name] = ledger.outputs[value]
     _share_model_inputs(ledger)
     notes = (*map(str, facts.misses), *rules.notes)
-    return Plan(
-        ledger.sites, _floats(ledger), ledger.shared, tuple(facts.matches), notes, tuple(_unused(ledger))
-    )
+    return Plan(ledger.sites, _floats(ledger), ledger.shared, tuple(facts.matches), notes, tuple(_unused(ledger)))
 
 
 def _share_model_inputs(ledger: Ledger) -> None:

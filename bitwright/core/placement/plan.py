@@ -130,11 +130,7 @@ class Plan:
             return "float", self.floats[value.name]
         specs: dict[str, list[str]] = {}
         for site in sites:
-            phrase = (
-                f"int32 from the scales of {' and '.join(site.follows)}"
-                if site.follows
-                else site.spec.describe()
-            )
+            phrase = f"int32 from the scales of {' and '.join(site.follows)}" if site.follows else site.spec.describe()
             phrase += f" ({site.note})" if site.note else ""
             where = site.name if site.name == site.group else f"{site.name} (shared with {site.group})"
             specs.setdefault(phrase, []).append(where)

@@ -30,9 +30,7 @@ from bitwright.core.numerics.spec import (
 )
 from bitwright.errors import ConfigError, close_matches
 
-Port = Literal[
-    "output", "input", "inner", "weight", "bias", "param", "constant", "model_input", "model_output", "*"
-]
+Port = Literal["output", "input", "inner", "weight", "bias", "param", "constant", "model_input", "model_output", "*"]
 PORTS: tuple[str, ...] = get_args(Port)
 FixedRange = tuple[float | None, float | None]
 
@@ -230,8 +228,7 @@ class Rules:
 
 
 def default_rules(
-    weight: QuantSpec | None = PRESETS["w8a8"].weight,
-    activation: QuantSpec | None = PRESETS["w8a8"].activation,
+    weight: QuantSpec | None = PRESETS["w8a8"].weight, activation: QuantSpec | None = PRESETS["w8a8"].activation
 ) -> Rules:
     """Quantize what common integer runtimes compute on integers, and nothing else.
 
@@ -327,9 +324,7 @@ class Resolver:
         self._candidates: dict[tuple[str, frozenset[str], str | None], tuple[_Candidate, ...]] = {}
         self._settings: dict[tuple[_Candidate, ...], Setting] = {}
 
-    def setting(
-        self, op_type: str, ports: frozenset[str], param: str | None, names: Sequence[str]
-    ) -> Setting:
+    def setting(self, op_type: str, ports: frozenset[str], param: str | None, names: Sequence[str]) -> Setting:
         """The setting of a tensor.
 
         Args:

@@ -118,9 +118,7 @@ def _format(bits: int, data_type: str, signed: bool, argument: str) -> Format:
         raise type(error)(argument, error.problem, error.remedy) from None
 
 
-def _preset(
-    param_bw: int, output_bw: int, data_type: str | QuantizationDataType, names: tuple[str, str]
-) -> Preset:
+def _preset(param_bw: int, output_bw: int, data_type: str | QuantizationDataType, names: tuple[str, str]) -> Preset:
     kind = str(data_type.value if isinstance(data_type, Enum) else data_type)
     if kind not in ("int", "float"):
         raise ConfigError("default_data_type", f"{kind!r} is neither int nor float", "use 'int' or 'float'")

@@ -210,9 +210,7 @@ def _bad(stats: MinMax | Histogram) -> tuple[int, int, int]:
 
 
 def _refusal(number: int, violation: Violation, report: HealthReport | None) -> CalibrationError:
-    policies = (
-        "or calibrate with non_finite='skip' (leaves such batches out) or 'clamp' (uses the finite values)"
-    )
+    policies = "or calibrate with non_finite='skip' (leaves such batches out) or 'clamp' (uses the finite values)"
     if report is None or report.culprit is None:
         return CalibrationError(
             f"batch {number}, {violation.site}",

@@ -218,9 +218,7 @@ class Quantizer:
             self.empty += 1
             return
         if self.statistics is None:
-            self.statistics = statistics.start(
-                self.needs, self._spec.granularity.param_shape(shape, self.name)
-            )
+            self.statistics = statistics.start(self.needs, self._spec.granularity.param_shape(shape, self.name))
         self.statistics = statistics.update(self.statistics, x, self._spec.granularity)  # type: ignore[type-var]
 
     def observe_statistics(self, seen: statistics.Statistics) -> None:
@@ -253,9 +251,7 @@ class Quantizer:
         assert lo is not None and hi is not None
         granularity = PerTensor() if self._spec.fixed_range is None else self._spec.granularity
         params = granularity.param_shape(shape, self.name)
-        self.encoding = affine.encode(
-            np.full(params, lo), np.full(params, hi), self._spec, granularity, self.name
-        )
+        self.encoding = affine.encode(np.full(params, lo), np.full(params, hi), self._spec, granularity, self.name)
 
     def observe_once(self, x: Array) -> None:
         """Calibrate on ``x`` alone: what weights and other constants need."""

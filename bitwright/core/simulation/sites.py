@@ -108,9 +108,7 @@ class Site:
             return
         if isinstance(spec, QuantSpec) and self.role in ("weight", "bias", "constant"):
             op, value = self._graph.op(self._plan.op), self._graph.values[self._plan.value]
-            granularity = resolve_granularity(
-                op.type, op.attrs, self._plan.port, spec.granularity, value.shape
-            )
+            granularity = resolve_granularity(op.type, op.attrs, self._plan.port, spec.granularity, value.shape)
             granularity.param_shape(value.shape, self.name)  # blocks must divide, axes exist
             spec = replace(spec, granularity=granularity)
         calibrated = self.quantizer.encoding is not None
@@ -122,11 +120,7 @@ class Site:
     def _choose_again(self) -> None:
         """Choose the range of a calibrated weight again, for the spec that it has now."""
         quantizer = self.quantizer
-        if (
-            quantizer.encoding is None
-            and self._values is not None
-            and not (quantizer.frozen or quantizer.derived)
-        ):
+        if quantizer.encoding is None and self._values is not None and not (quantizer.frozen or quantizer.derived):
             values = self._values(self.name) if self.is_stored else None
             if values is not None:
                 quantizer.observe_once(values)
@@ -217,9 +211,7 @@ class SiteGroup:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("spec", "enabled", "frozen", "encoding"):
-            raise AttributeError(
-                f"{name!r} cannot be set on a group of sites; set spec, enabled, frozen or encoding"
-            )
+            raise AttributeError(f"{name!r} cannot be set on a group of sites; set spec, enabled, frozen or encoding")
         undos = [site.quantizer.remember() for site in self.sites.values()]
         try:
             for site in self.sites.values():
@@ -363,9 +355,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
         if found:
             more = f", and {len(found) - 1} sites after it" if len(found) > 1 else ""
             logger.warning(
-                "calibration met values that are not finite, first at %s%s; ranges leave them out",
-                found[0],
-                more,
+                "calibration met values that are not finite, first at %s%s; ranges leave them out", found[0], more
             )
 
     def changes(self, plan: Plan) -> dict[str, str]:
@@ -375,9 +365,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
             if not site.enabled:
                 changed[name] = site.quantizer.state
             elif missing := self._float_sources(site):
-                changed[name] = (
-                    f"disabled, because {' and '.join(missing)} {'are' if missing[1:] else 'is'} in float"
-                )
+                changed[name] = f"disabled, because {' and '.join(missing)} {'are' if missing[1:] else 'is'} in float"
             elif site.quantizer.spec != plan.sites[site.quantizer.name].spec:
                 changed[name] = site.quantizer.described
         return changed
@@ -413,9 +401,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
 
     def unreached(self) -> list[Site]:
         """The enabled sites that calibration left without an encoding."""
-        return [
-            s for s in self._sites.values() if s.enabled and s.encoding is None and not s.quantizer.derived
-        ]
+        return [s for s in self._sites.values() if s.enabled and s.encoding is None and not s.quantizer.derived]
 
     def require_reached(self) -> None:
         """Refuse sites that no batch reached, before anything is built on the calibration.
@@ -436,14 +422,10 @@ class SiteMap(Tabular, Mapping[str, Any]):
         """A sentence about NaN in a simulation: the operator that a report on it names, and the sites it reads from."""
         culprit = report.culprit
         if culprit is None:
-            return (
-                f"the simulation returns NaN and float does not; the operator was not found ({report.model})"
-            )
+            return f"the simulation returns NaN and float does not; the operator was not found ({report.model})"
         ops = {op.name: op for op in graph.ops}
         read = set(ops[culprit.op].inputs) if culprit.op in ops else set()
-        near = [
-            n for n, s in self._sites.items() if s.enabled and (s.op == culprit.op or s._plan.value in read)
-        ]
+        near = [n for n, s in self._sites.items() if s.enabled and (s.op == culprit.op or s._plan.value in read)]
         remedy = " and ".join(f"sim.quantizers[{name!r}].enabled = False" for name in near[:3])
         return (
             f"{culprit.op} ({culprit.op_type}) makes NaN in the simulation and not in float: {culprit.problem}; "
@@ -460,9 +442,7 @@ class SiteMap(Tabular, Mapping[str, Any]):
             what = "left in float" if allow else "without an encoding; using them is an error"
             shown = ", ".join(site.name for site in unreached[:8])
             more = f" and {len(unreached) - 8} more" if len(unreached) > 8 else ""
-            logger.warning(
-                "calibration never reached %d site(s), %s: %s%s", len(unreached), what, shown, more
-            )
+            logger.warning("calibration never reached %d site(s), %s: %s%s", len(unreached), what, shown, more)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sites)
@@ -528,9 +508,7 @@ def required_encodings(sites: Mapping[str, Site]) -> dict[str, Encoding]:
     """
     enabled = (site for site in sites.values() if site.enabled)
     return {
-        site.name: site.quantizer.required
-        for site in enabled
-        if not (site.quantizer.derived and site.encoding is None)
+        site.name: site.quantizer.required for site in enabled if not (site.quantizer.derived and site.encoding is None)
     }
 
 

@@ -67,9 +67,7 @@ def paired_product(codes: NDArray[np.int64], weight: NDArray[np.int64]) -> NDArr
     return codes @ weight - saturated(codes, weight)[0]
 
 
-def saturated(
-    codes: NDArray[np.int64], weight: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def saturated(codes: NDArray[np.int64], weight: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """What saturation takes from ``codes @ weight``, and how many pairs saturate; both ``[N, M]``.
 
     Only pairs that can saturate are looked at.

@@ -163,17 +163,13 @@ def fake_quantize_bias(bias: ArrayLike, encoding: Encoding) -> NDArray[np.float3
     return np.asarray(quantize_bias(bias, encoding).astype(np.float32) * encoding.scale, np.float32)
 
 
-def _fits(
-    magnitude: NDArray[np.float64], scale: NDArray[np.float32], input_encoding: Encoding
-) -> NDArray[np.bool_]:
+def _fits(magnitude: NDArray[np.float64], scale: NDArray[np.float32], input_encoding: Encoding) -> NDArray[np.bool_]:
     with np.errstate(under="ignore"):
         product = np.multiply(input_encoding.scale, scale, dtype=np.float32).astype(np.float64)
     return np.asarray((magnitude <= BIAS_LIMIT * product) & (product >= _TINY))
 
 
-def _checked(
-    input_encoding: Encoding, weight_encoding: Encoding, bias: ArrayLike, site: str
-) -> NDArray[np.float32]:
+def _checked(input_encoding: Encoding, weight_encoding: Encoding, bias: ArrayLike, site: str) -> NDArray[np.float32]:
     values = np.asarray(bias, np.float32)
     channels = bias_entries(values.shape)
     reason = (

@@ -39,11 +39,7 @@ def carried_records(
 def _source(node: ir.Node, grids: dict[str, NamedEncoding]) -> NamedEncoding | None:
     """The record of what ``node`` carries to its outputs; ``None`` where it computes, or carries what has none."""
     row = op_row(node.op_type)
-    if (
-        node.domain
-        or row.kind not in ("movement", "merge")
-        or (node.op_type == "Pad" and not _pads_zeros(node))
-    ):
+    if node.domain or row.kind not in ("movement", "merge") or (node.op_type == "Pad" and not _pads_zeros(node)):
         return None
     ports = range(len(node.inputs)) if row.activations is None else row.activations
     values = [node.inputs[port] for port in ports if port < len(node.inputs)]

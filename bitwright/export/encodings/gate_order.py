@@ -80,9 +80,7 @@ def from_onnx_order(encoding: Encoding, order: Sequence[int]) -> Encoding:
         values = values if isinstance(wanted, PerChannel) else values[0]
         return _reordered(values, order) if axis == 0 or isinstance(wanted, PerBlock) else values
 
-    return replace(
-        encoding, granularity=wanted, scale=moved(encoding.scale), zero_point=moved(encoding.zero_point)
-    )
+    return replace(encoding, granularity=wanted, scale=moved(encoding.scale), zero_point=moved(encoding.zero_point))
 
 
 def _reordered(values: NDArray[Any], order: Sequence[int]) -> NDArray[Any]:

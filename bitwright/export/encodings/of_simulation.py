@@ -109,11 +109,7 @@ def set_and_freeze_param_encodings(sim: Simulation, source: str | Path | dict[st
 
 
 def _matched(
-    sim: Simulation,
-    source: str | Path | dict[str, Any],
-    strict: bool,
-    params_only: bool,
-    partial: bool = False,
+    sim: Simulation, source: str | Path | dict[str, Any], strict: bool, params_only: bool, partial: bool = False
 ) -> dict[str, NamedEncoding]:
     sites = [s for s in sim.quantizers.values() if not s.quantizer.derived]
     params = {s.name for s in sites if s.role in ("weight", "bias", "constant")}
@@ -145,10 +141,7 @@ def _where(source: str | Path | dict[str, Any]) -> str:
 
 
 def _records_for_sites(
-    sim: Simulation,
-    records: Iterable[NamedEncoding],
-    exported: Mapping[str, Sequence[str]],
-    params_only: bool,
+    sim: Simulation, records: Iterable[NamedEncoding], exported: Mapping[str, Sequence[str]], params_only: bool
 ) -> dict[str, NamedEncoding]:
     """Records by name, without those of biases whose grids follow from others."""
     derived = [site for site in sim.quantizers.values() if site.quantizer.derived]
@@ -160,9 +153,7 @@ def _records_for_sites(
     return kept
 
 
-def _tell_names(
-    problem: EncodingsError | None, strict: bool, params_only: bool, extra: Sequence[str]
-) -> None:
+def _tell_names(problem: EncodingsError | None, strict: bool, params_only: bool, extra: Sequence[str]) -> None:
     if problem is not None and (strict or (extra and params_only)):
         raise problem
     if problem is not None and extra:

@@ -13,11 +13,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.files.documents import read_document
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import (
-    FLOAT16,
-    Format,
-    IntFormat,
-)
+from bitwright.core.numerics.formats import FLOAT16, Format, IntFormat
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, Shape
 from bitwright.errors import EncodingsError, close_matches
 from bitwright.export.encodings.records import (
@@ -76,9 +72,7 @@ def read_encodings(
     records: dict[str, NamedEncoding] = {}
     for name, kind, raw in _entries(site, document, version):
         if not isinstance(name, str) or not name:
-            raise EncodingsError(
-                site, f"an entry has {_what(name) if name else 'an empty text'} for a name", _MEND
-            )
+            raise EncodingsError(site, f"an entry has {_what(name) if name else 'an empty text'} for a name", _MEND)
         if name in records:
             raise EncodingsError(f"{site}: {name!r}", "two entries have this name", "remove one of them")
         encoding, grouped = _READERS[version](_Entry(f"{site}: {name!r}", raw))
@@ -125,9 +119,7 @@ def _version(site: str, document: Mapping[str, Any]) -> Version:
     version = document["version"]
     if not isinstance(version, str):
         known = ", ".join(map(repr, VERSIONS))
-        raise EncodingsError(
-            f"{site}, key 'version'", f"it is {_what(version)}, not a text", f"use one of {known}"
-        )
+        raise EncodingsError(f"{site}, key 'version'", f"it is {_what(version)}, not a text", f"use one of {known}")
     return check_version(site, version)
 
 
@@ -152,17 +144,13 @@ def _entries(site: str, document: Mapping[str, Any], version: Version) -> Iterat
     for key, kind in sections.items():
         section = document.get(key, [])
         if isinstance(section, dict):
-            yield from (
-                (name, kind, raw) for top, value in section.items() for name, raw in _by_module(top, value)
-            )
+            yield from ((name, kind, raw) for top, value in section.items() for name, raw in _by_module(top, value))
         elif isinstance(section, list):
             for i, raw in enumerate(section):
                 entry = _Entry(f"{site}: {key}[{i}]", raw)
                 yield entry.text("name"), kind, raw
         else:
-            raise EncodingsError(
-                f"{site}, key {key!r}", f"it is {_what(section)}, not a list or object", _MEND
-            )
+            raise EncodingsError(f"{site}, key {key!r}", f"it is {_what(section)}, not a list or object", _MEND)
 
 
 def _by_module(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -233,9 +221,7 @@ class _Entry:
         """A number or a regular, possibly nested list of numbers, at least one, as float64."""
         value = self.need(key)
         level, kinds = [value], {type(value)}
-        while kinds == {
-            list
-        }:  # all lists of one depth at a time; texts never reach numpy, which would pad them
+        while kinds == {list}:  # all lists of one depth at a time; texts never reach numpy, which would pad them
             level = list(chain.from_iterable(level))
             kinds = set(map(type, level))
         if not kinds or not kinds <= {int, float}:
@@ -321,9 +307,7 @@ def _read_0_6_1(entry: _Entry) -> _Read:
 def _read_1_0_0(entry: _Entry) -> _Read:
     bits, kind = entry.integer("bw", 2, 32), entry.text("enc_type")
     if kind == "VECTOR":
-        raise entry.fail(
-            "enc_type", "vector quantization is not supported", "quantize this weight per channel"
-        )
+        raise entry.fail("enc_type", "vector quantization is not supported", "quantize this weight per channel")
     entry.text("enc_type", _ENC_TYPES)
     if entry.text("dtype", ("INT", "FLOAT")) == "FLOAT":
         return _half(entry, "bw", bits), None
@@ -379,8 +363,7 @@ def _read_lpbq_1_0_0(entry: _Entry, bits: int) -> _Read:
     channel, block = entry.scales("scale").ravel(), _block_scales(entry).ravel()
     if block.size % channel.size:
         raise entry.fail(
-            "per_block_int_scale",
-            f"{block.size} numbers cannot be shared by the {channel.size} channels of 'scale'",
+            "per_block_int_scale", f"{block.size} numbers cannot be shared by the {channel.size} channels of 'scale'"
         )
     granularity = PerBlock(entry.integer("block_size", 1, 2**31 - 1))
     return _grouped(entry, IntFormat(compressed), GroupedScale(block, channel, bits), granularity)
@@ -422,9 +405,7 @@ def _read_2_0_0(entry: _Entry) -> _Read:
             raise entry.fail("axis", f"it is missing, but there are {scale.size} scales")
         return Encoding(fmt, scale.reshape(()), zero_point.reshape(())), None
     if scale.ndim > 1:
-        raise entry.fail(
-            "y_scale", f"it has {scale.ndim} dimensions; without 'block_size' it is a plain list"
-        )
+        raise entry.fail("y_scale", f"it has {scale.ndim} dimensions; without 'block_size' it is a plain list")
     return Encoding(fmt, scale.ravel(), zero_point.ravel(), PerChannel(axis)), None
 
 
@@ -447,9 +428,7 @@ def _blocks_2_0_0(entry: _Entry, shape: Shape) -> PerBlock:
     """The granularity of scales of ``shape``, which has the rank of the tensor."""
     rank, size = len(shape), entry.integer("block_size", 1, 2**31 - 1)
     if rank == 0:
-        raise entry.fail(
-            "block_size", "blocks need a nested list of scales, one level per axis of the tensor"
-        )
+        raise entry.fail("block_size", "blocks need a nested list of scales, one level per axis of the tensor")
     axis = entry.integer("axis", -rank, rank - 1) % rank
     return PerBlock(size, axis, tuple(i for i, n in enumerate(shape) if i != axis and n > 1))
 
@@ -470,11 +449,7 @@ def _read_lpbq_2_0_0(entry: _Entry, fmt: Format) -> _Read:
     return _grouped(entry, fmt, GroupedScale(block, channel, 2 * fmt.bits), granularity)
 
 
-_READERS: dict[str, Callable[[_Entry], _Read]] = {
-    "0.6.1": _read_0_6_1,
-    "1.0.0": _read_1_0_0,
-    "2.0.0": _read_2_0_0,
-}
+_READERS: dict[str, Callable[[_Entry], _Read]] = {"0.6.1": _read_0_6_1, "1.0.0": _read_1_0_0, "2.0.0": _read_2_0_0}
 
 
 def _what(value: object) -> str:

@@ -14,14 +14,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.numerics.affine import is_sayable, scale_multiples
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import (
-    FLOAT4_E2M1,
-    FLOAT8_E4M3,
-    FLOAT8_E5M2,
-    SCALE_FORMATS,
-    FloatFormat,
-    IntFormat,
-)
+from bitwright.core.numerics.formats import FLOAT4_E2M1, FLOAT8_E4M3, FLOAT8_E5M2, SCALE_FORMATS, FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerChannel, PerTensor, Shape, phrase
 from bitwright.errors import EncodingsError, close_matches
 
@@ -126,9 +119,7 @@ class NamedEncoding:
         granularity = self.encoding.granularity
         return not isinstance(granularity, PerTensor) and granularity.axis is None
 
-    def resolve(
-        self, shape: Shape, channel_axis: Channels = None, block_axis: int | None = None
-    ) -> NamedEncoding:
+    def resolve(self, shape: Shape, channel_axis: Channels = None, block_axis: int | None = None) -> NamedEncoding:
         """The record with concrete axes, counted from 0, and parameters of shape P for a tensor of ``shape``.
 
         Args:
@@ -159,9 +150,7 @@ class NamedEncoding:
             if isinstance(granularity, PerBlock) and shape[granularity.axis or 0] % granularity.size:
                 continue
             params = granularity.param_shape(shape, self.name)
-            channels = (
-                self.grouped.channel.size if self.grouped and isinstance(granularity, PerBlock) else None
-            )
+            channels = self.grouped.channel.size if self.grouped and isinstance(granularity, PerBlock) else None
             if channels not in (None, prod(_without_blocks(params, granularity))):
                 continue
             if scale.shape == params or (scale.size == prod(params) and (self.is_open or scale.size == 1)):

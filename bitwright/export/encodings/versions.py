@@ -78,9 +78,7 @@ def names_error(site: str, expected: Iterable[str], found: Iterable[str]) -> Enc
     if extra:
         parts.append(f"{len(extra)} of its names are not in the model: {_some(extra, ())}")
     return EncodingsError(
-        site,
-        "; ".join(parts),
-        "use the encodings file that was exported with this model, or rename the entries",
+        site, "; ".join(parts), "use the encodings file that was exported with this model, or rename the entries"
     )
 
 

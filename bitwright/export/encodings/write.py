@@ -13,12 +13,7 @@ from numpy.typing import NDArray
 
 from bitwright import __version__
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.formats import (
-    FLOAT16,
-    FloatFormat,
-    Format,
-    IntFormat,
-)
+from bitwright.core.numerics.formats import FLOAT16, FloatFormat, Format, IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor, phrase
 from bitwright.errors import EncodingsError
 from bitwright.export.encodings.records import (
@@ -159,9 +154,7 @@ def _write_1_0_0(record: NamedEncoding) -> tuple[Any, str | None]:
     return entry, _both(reason, plain)
 
 
-def _lpbq_1_0_0(
-    record: NamedEncoding, grouped: GroupedScale, fmt: IntFormat, where: PerBlock
-) -> dict[str, Any]:
+def _lpbq_1_0_0(record: NamedEncoding, grouped: GroupedScale, fmt: IntFormat, where: PerBlock) -> dict[str, Any]:
     offset = -(1 << (grouped.decompressed_bits - 1))
     return {
         "name": record.name,
@@ -277,11 +270,7 @@ def _document(
             for key, value in settings.items()
             if value
         ]
-        return {
-            "version": version,
-            "encodings": list(entries["unknown"].values()),
-            "producer": producer,
-        }, lost
+        return {"version": version, "encodings": list(entries["unknown"].values()), "producer": producer}, lost
     sections = {key: entries[kind] for key, kind in SECTIONS.items()}
     if version == "1.0.0":
         return {
@@ -293,9 +282,7 @@ def _document(
     return {"version": version, **sections, **settings, "producer": producer}, []
 
 
-def json_lines(
-    document: dict[str, Any], by_entry: Collection[str], *, allow_nan: bool = False
-) -> Iterator[str]:
+def json_lines(document: dict[str, Any], by_entry: Collection[str], *, allow_nan: bool = False) -> Iterator[str]:
     """The text of ``document``, one line per entry of ``by_entry``: readable, and `json` can use its fast encoder."""
     opening = "{\n "
     for key, value in document.items():

@@ -108,9 +108,7 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_files(
-    folder: AnyPath, *, name: str, create: bool = False, stale: Iterable[str] = ()
-) -> Iterator[Path]:
+def atomic_files(folder: AnyPath, *, name: str, create: bool = False, stale: Iterable[str] = ()) -> Iterator[Path]:
     """Write files that belong together: the body fills a hidden folder, whose files then move to ``folder``.
 
     Nothing in ``folder`` changes before all files are complete and on the disk. Then the set is the new one at once for
@@ -215,9 +213,7 @@ def check_destination(path: AnyPath, stem: str) -> None:
     """
     check_stem(stem)
     if os.path.isfile(path):
-        raise ExportError(
-            os.fspath(path), "there is a file of this name", "name a folder, or move the file away"
-        )
+        raise ExportError(os.fspath(path), "there is a file of this name", "name a folder, or move the file away")
 
 
 def _is_journal(entry: os.DirEntry[str]) -> bool:
@@ -342,9 +338,7 @@ def _explained(path: AnyPath, temporary: Path, target: Path) -> Iterator[None]:
         about_us = any(name.startswith((str(temporary), str(target))) for name in names)
         # A failing write (disk full) names no file at all.
         if about_us or (not names and error.errno in _REASONS):
-            below = (
-                names and names[0].startswith(f"{target}{os.sep}") and not names[0].startswith(str(temporary))
-            )
+            below = names and names[0].startswith(f"{target}{os.sep}") and not names[0].startswith(str(temporary))
             raise file_error(names[0] if below else path, error) from error
         raise
 

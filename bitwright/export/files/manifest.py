@@ -131,9 +131,7 @@ def write_manifest(
         created=created,
     )
     with atomic_write(target) as temporary:
-        temporary.write_text(
-            json.dumps(asdict(manifest), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        temporary.write_text(json.dumps(asdict(manifest), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return manifest
 
 

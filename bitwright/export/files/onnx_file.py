@@ -93,9 +93,7 @@ def save_in_one_file(model: ir.Model, path: Path) -> None:
     graph = proto.graph.SerializeToString()
     proto.ClearField("graph")
     heads = [_head(tensor, tensors.get(tensor.name)) for tensor in initializers]
-    size = len(graph) + sum(
-        len(_field(_GRAPH_INITIALIZER, n)) + n for n in (_length(*head) for head in heads)
-    )
+    size = len(graph) + sum(len(_field(_GRAPH_INITIALIZER, n)) + n for n in (_length(*head) for head in heads))
     with path.open("wb") as file:
         file.write(proto.SerializeToString())
         file.write(_field(_MODEL_GRAPH, size))
@@ -135,9 +133,7 @@ def _is_apart(tensor: ir.TensorProtocol | None) -> bool:
 
 def _initializers_of_bodies(model: ir.Model) -> Iterator[ir.Value]:
     """Those of the bodies of ``If``, ``Loop`` and ``Scan``, and of functions."""
-    return (
-        value for graph in model.graphs() if graph is not model.graph for value in graph.initializers.values()
-    )
+    return (value for graph in model.graphs() if graph is not model.graph for value in graph.initializers.values())
 
 
 def _in_memory(value: ir.Value) -> ir.Tensor:
@@ -151,17 +147,13 @@ def _placeholder(value: ir.Value) -> ir.ExternalTensor:
     """A tensor of the same name, type and shape that serialises without its elements."""
     tensor = value.const_value
     assert tensor is not None
-    made = ir.ExternalTensor(
-        "none", 0, 0, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=str(value.name)
-    )
+    made = ir.ExternalTensor("none", 0, 0, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=str(value.name))
     made.doc_string = tensor.doc_string
     made.metadata_props.update(tensor.metadata_props)
     return made
 
 
-def _head(
-    proto: onnx.TensorProto, tensor: ir.TensorProtocol | None
-) -> tuple[bytes, ir.TensorProtocol | None]:
+def _head(proto: onnx.TensorProto, tensor: ir.TensorProtocol | None) -> tuple[bytes, ir.TensorProtocol | None]:
     """The message of a tensor, without the elements of a large one."""
     if tensor is not None:
         proto.ClearField("external_data")

@@ -17,14 +17,9 @@ from bitwright.export.files.manifest import fingerprint
 _PREFIX = "bitwright."
 
 
-def origin_of(
-    preset: str | Preset, steps: Iterable[str], first: Any, log: CalibrationLog | None
-) -> dict[str, str]:
+def origin_of(preset: str | Preset, steps: Iterable[str], first: Any, log: CalibrationLog | None) -> dict[str, str]:
     """Preset, recipe and calibration data of one call of ``quantize``; data that has no bytes goes without a fingerprint."""
-    found = {
-        "preset": preset if isinstance(preset, str) else repr(preset),
-        "recipe": ", ".join(steps),
-    }
+    found = {"preset": preset if isinstance(preset, str) else repr(preset), "recipe": ", ".join(steps)}
     try:
         batches = f"{log.batches} batches, the first " if log is not None else ""
         found["data"] = f"{batches}{fingerprint([first])}"
@@ -48,11 +43,5 @@ def read_origin(path: str | os.PathLike[str]) -> dict[str, str]:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's own errors are not importable through onnx
         problem = f"it cannot be read as an ONNX model: {error}"
-        raise ExportError(
-            os.fspath(path), problem, "export the simulation again, or check the path"
-        ) from error
-    return {
-        prop.key.removeprefix(_PREFIX): prop.value
-        for prop in model.metadata_props
-        if prop.key.startswith(_PREFIX)
-    }
+        raise ExportError(os.fspath(path), problem, "export the simulation again, or check the path") from error
+    return {prop.key.removeprefix(_PREFIX): prop.value for prop in model.metadata_props if prop.key.startswith(_PREFIX)}

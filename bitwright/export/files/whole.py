@@ -86,9 +86,7 @@ def observe(model: ir.Model) -> None:
     model.graph.outputs.extend(
         pair.outputs[0]
         for pair in pairs
-        if pair.outputs[0] not in known
-        and pair.inputs[0] is not None
-        and pair.inputs[0].producer() is not None
+        if pair.outputs[0] not in known and pair.inputs[0] is not None and pair.inputs[0].producer() is not None
     )
 
 

@@ -15,9 +15,7 @@ RANDOM = frozenset(
 )
 
 
-def find_constants(
-    model: ir.Model, also: Iterable[ir.Value | None] = ()
-) -> dict[ir.Value, ir.TensorProtocol]:
+def find_constants(model: ir.Model, also: Iterable[ir.Value | None] = ()) -> dict[ir.Value, ir.TensorProtocol]:
     """Values that are the same in every run: initializers, Constant nodes, marked values made of them.
 
     Initializers that are graph inputs can be overridden and do not count. What is computed from constants
@@ -72,9 +70,7 @@ def _evaluate(
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
-    session = ort.InferenceSession(
-        ir.to_proto(part).SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    session = ort.InferenceSession(ir.to_proto(part).SerializeToString(), options, providers=["CPUExecutionProvider"])
     return {value: ir.Tensor(array) for value, array in zip(wanted, session.run(None, {}), strict=True)}
 
 
@@ -103,9 +99,7 @@ def _part(model: ir.Model, wanted: list[ir.Value], known: Mapping[ir.Value, ir.T
             nodes.append(_copied(node, made))
     outputs = [made[value] for value in wanted]
     opsets = dict(model.opset_imports)
-    return ir.Graph(
-        [], outputs, nodes=nodes, initializers=initializers, opset_imports=opsets, name="constants"
-    )
+    return ir.Graph([], outputs, nodes=nodes, initializers=initializers, opset_imports=opsets, name="constants")
 
 
 def _in_memory(tensor: ir.TensorProtocol) -> ir.TensorProtocol:

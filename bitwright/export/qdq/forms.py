@@ -42,24 +42,12 @@ from bitwright.core.numerics.formats import FloatFormat, IntFormat
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerTensor
 from bitwright.errors import ExportError
 from bitwright.export.qdq.markers import Names, Outputs, is_site
-from bitwright.export.qdq.stored import (
-    FLOAT8,
-    HALVES,
-    INTEGERS,
-    check_shape,
-    expanded,
-    is_small_float,
-)
+from bitwright.export.qdq.stored import FLOAT8, HALVES, INTEGERS, check_shape, expanded, is_small_float
 
-METADATA = (
-    "bitwright"  # key of the node metadata that tells what a quantizer is, and of the model's: who wrote it
-)
+METADATA = "bitwright"  # key of the node metadata that tells what a quantizer is, and of the model's: who wrote it
 D = ir.DataType
 # The opset whose QuantizeLinear and DequantizeLinear know a type; 13 knows 8 bits per channel.
-_SINCE = {
-    **dict.fromkeys((D.INT4, D.UINT4, D.INT16, D.UINT16), 21),
-    **dict.fromkeys(FLOAT8.values(), 19),
-}
+_SINCE = {**dict.fromkeys((D.INT4, D.UINT4, D.INT16, D.UINT16), 21), **dict.fromkeys(FLOAT8.values(), 19)}
 
 
 Place = Callable[[ir.Node], None]  # puts a new node into the graph
@@ -115,13 +103,7 @@ class Builder:
         return value
 
     def emit(
-        self,
-        place: Place,
-        op: str,
-        inputs: Sequence[ir.Value],
-        name: str,
-        dtype: ir.DataType,
-        **attributes: int,
+        self, place: Place, op: str, inputs: Sequence[ir.Value], name: str, dtype: ir.DataType, **attributes: int
     ) -> ir.Value:
         """A new node at ``place``; its output is named ``name`` (or nearly), shaped like its first input."""
         node = ir.Node("", op, inputs, name=self.names.node(f"{name}/{op}"))
@@ -240,12 +222,7 @@ class _Pen:
     site: str
 
     def emit(
-        self,
-        op: str,
-        inputs: Sequence[ir.Value],
-        suffix: str,
-        dtype: ir.DataType = D.FLOAT,
-        **attributes: int,
+        self, op: str, inputs: Sequence[ir.Value], suffix: str, dtype: ir.DataType = D.FLOAT, **attributes: int
     ) -> ir.Value:
         return self.builder.emit(self.place, op, inputs, f"{self.base}_{suffix}", dtype, **attributes)
 
@@ -256,9 +233,7 @@ class _Pen:
         return self.emit("Cast", [value], suffix, dtype, to=int(dtype))
 
 
-def write_activation(
-    builder: Builder, node: ir.Node, encoding: Encoding, shown: Encoding, site: str
-) -> Quantizer:
+def write_activation(builder: Builder, node: ir.Node, encoding: Encoding, shown: Encoding, site: str) -> Quantizer:
     """Turn the marker ``node`` into a quantizer of its input; see the table of this module.
 
     A tensor that is not float32 is cast to it and back, as the reference arithmetic does with half types.
@@ -321,9 +296,7 @@ def _narrow_is_safe(marker: ir.Node) -> bool:
     return all(op_row(node.op_type).kind != "movement" and node.op_type != "Conv" for node in readers)
 
 
-def _write_pair(
-    pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding, *, narrow: bool
-) -> Quantizer:
+def _write_pair(pen: _Pen, value: ir.Value, encoding: Encoding, shown: Encoding, *, narrow: bool) -> Quantizer:
     fmt, granularity = encoding.format, encoding.granularity
     dtype = _pair_dtype(shown, narrow)
     exact = isinstance(fmt, FloatFormat) or (fmt.bits == dtype.bitwidth and not fmt.narrow)

@@ -211,9 +211,7 @@ class _Pen:
     along: int
     made: dict[tuple[ir.Value, str], ir.Value]
 
-    def emit(
-        self, op: str, inputs: list[ir.Value], suffix: str, dtype: ir.DataType, **attributes: int
-    ) -> ir.Value:
+    def emit(self, op: str, inputs: list[ir.Value], suffix: str, dtype: ir.DataType, **attributes: int) -> ir.Value:
         name = f"{self.gather.outputs[0].name}_{suffix}"
         made = self.builder.emit(before(self.gather), op, inputs, name, dtype, **attributes)
         made.shape = None
@@ -235,11 +233,7 @@ class _Pen:
 
 
 def _write(
-    builder: Builder,
-    node: ir.Node,
-    gather: ir.Node,
-    table: _Table,
-    made: dict[tuple[ir.Value, str], ir.Value],
+    builder: Builder, node: ir.Node, gather: ir.Node, table: _Table, made: dict[tuple[ir.Value, str], ir.Value]
 ) -> None:
     """Put the operators for ``table`` in the place of ``gather``, and note what they stand for."""
     pen = _Pen(builder, gather, table.along, made)
@@ -289,9 +283,7 @@ def _write_rows(pen: _Pen, table: _Table) -> ir.Value:
     value = pen.rows(_codes(pen, table.codes), "codes")
     value = pen.emit("Cast", [value], "wide", D.FLOAT, to=int(D.FLOAT))
     if zero is not None and table.zero is not None:
-        zeros = pen.constant(
-            table.zero, f"axis{table.along}", zero.astype(np.float32).reshape(shape), D.FLOAT
-        )
+        zeros = pen.constant(table.zero, f"axis{table.along}", zero.astype(np.float32).reshape(shape), D.FLOAT)
         value = pen.emit("Sub", [value, pen.rows(zeros, "zero_point")], "centred", D.FLOAT)
     steps = pen.constant(table.scale, f"axis{table.along}", scale.reshape(shape), D.FLOAT)
     return pen.emit("Mul", [value, pen.rows(steps, "scale")], "dq", D.FLOAT)
@@ -359,9 +351,7 @@ def _packed(table: _Table) -> _Packed | None:
     shift = 8 if table.codes.dtype == D.INT4 else 0
     zero = _array(table.zero)
     zeros = np.zeros_like(scale, np.int64) if zero is None else zero.astype(np.int64)
-    scales, zeros = (
-        np.broadcast_to(a[:, None] if a.ndim == 1 else a, counts) for a in (scale, zeros + shift)
-    )
+    scales, zeros = (np.broadcast_to(a[:, None] if a.ndim == 1 else a, counts) for a in (scale, zeros + shift))
     return _Packed(
         table.codes,
         _in_pairs(codes.astype(np.int64) + shift),
@@ -388,9 +378,7 @@ def _write_packed(pen: _Pen, packed: _Packed) -> ir.Value:
     inputs.append(pen.constant(packed.like, "scales", packed.scales, D.FLOAT))
     if packed.zeros is not None:
         inputs.append(pen.constant(packed.like, "zeros", packed.zeros, D.UINT8))
-    made = pen.emit(
-        OP_TYPE, inputs, "dq", D.FLOAT, bits=4, block_size=packed.block, gather_axis=0, quantize_axis=1
-    )
+    made = pen.emit(OP_TYPE, inputs, "dq", D.FLOAT, bits=4, block_size=packed.block, gather_axis=0, quantize_axis=1)
     node = made.producer()
     assert node is not None
     node.domain = DOMAIN
@@ -407,9 +395,7 @@ def restore_lookups(model: ir.Model) -> None:
     if not found:
         return
     builder, outputs = Builder(model), Outputs(model)
-    tables = {
-        str(node.outputs[0].name): node.outputs[0] for node in model.graph.all_nodes() if _is_table(node)
-    }
+    tables = {str(node.outputs[0].name): node.outputs[0] for node in model.graph.all_nodes() if _is_table(node)}
     for node in found:
         _restore(builder, outputs, node, tables)
 
@@ -426,9 +412,7 @@ def _restore(builder: Builder, outputs: Outputs, node: ir.Node, tables: dict[str
     old, name = node.outputs[0], str(kept["name"])
     if name not in tables:
         tables[name] = _dequantized(builder, node, kept)
-    made = builder.emit(
-        before(node), "Gather", [tables[name], indices], f"{old.name}_rows", D.FLOAT, axis=kept["axis"]
-    )
+    made = builder.emit(before(node), "Gather", [tables[name], indices], f"{old.name}_rows", D.FLOAT, axis=kept["axis"])
     made.shape, label = old.shape, old.name
     for use in tuple(old.uses()):
         use.node.replace_input_with(use.idx, made)
@@ -517,9 +501,7 @@ def _stored(node: ir.Node, dtype: ir.DataType, perm: tuple[int, ...]) -> _Stored
     if end.op_type == "Mul":
         scale, axis = scale.reshape(-1), by_type["Gather"].attributes.get_int("axis", 0)
     zero = np.zeros(scale.shape) if given is None else given.reshape(scale.shape)
-    found = _Stored(
-        codes, scale, zero.astype(codes.dtype), axis % codes.ndim if scale.ndim else None, block or None
-    )
+    found = _Stored(codes, scale, zero.astype(codes.dtype), axis % codes.ndim if scale.ndim else None, block or None)
     return found if not perm else _before_turn(found, perm)
 
 

@@ -86,9 +86,7 @@ def _packed(node: ir.Node) -> _Packed | None:
     scales, zeros, block = found
     if not turned:
         codes, scales, zeros = codes.T, scales.T, zeros.T
-    return _Packed(
-        (codes + shift).astype(np.uint8), scales.astype(np.float32), (zeros + shift).astype(np.uint8), block
-    )
+    return _Packed((codes + shift).astype(np.uint8), scales.astype(np.float32), (zeros + shift).astype(np.uint8), block)
 
 
 def _is_plain(node: ir.Node) -> bool:
@@ -107,12 +105,7 @@ def _blocks(
     length = shape[inner]
     if scale.ndim == 2:
         block = length // scale.shape[inner]
-        fits = (
-            axis == inner
-            and scale.shape[inner] * block == length
-            and block >= 16
-            and block & (block - 1) == 0
-        )
+        fits = axis == inner and scale.shape[inner] * block == length and block >= 16 and block & (block - 1) == 0
         return (scale, zeros, block) if fits else None
     block = next((size for size in _BLOCKS if length % size == 0), 0)
     if not block or (scale.ndim == 1 and axis == inner):
@@ -139,21 +132,13 @@ def _replace(builder: Builder, node: ir.Node, packed: _Packed) -> ir.Node:
     if (packed.zeros != 8).any():
         padded = np.pad(packed.zeros, ((0, 0), (0, blocks % 2)))
         inputs.append(
-            builder.initializer(
-                f"{value.name}_zeros", (padded[:, ::2] | padded[:, 1::2] << 4).astype(np.uint8)
-            )
+            builder.initializer(f"{value.name}_zeros", (padded[:, ::2] | padded[:, 1::2] << 4).astype(np.uint8))
         )
     elif bias is not None:
         inputs.append(None)
     if bias is not None:
         inputs += [None, bias]
-    attributes = {
-        "K": inner,
-        "N": rows,
-        "bits": 4,
-        "block_size": packed.block,
-        "accuracy_level": _FLOAT_LEVEL,
-    }
+    attributes = {"K": inner, "N": rows, "bits": 4, "block_size": packed.block, "accuracy_level": _FLOAT_LEVEL}
     made = ir.Node(
         DOMAIN,
         OP_TYPE,
@@ -163,9 +148,7 @@ def _replace(builder: Builder, node: ir.Node, packed: _Packed) -> ir.Node:
     )
     result, old = made.outputs[0], node.outputs[0]
     result.type, result.shape = old.type, old.shape
-    made.metadata_props[_KEPT] = json.dumps(
-        {"name": value.name, "facts": maker.metadata_props.get(METADATA, "")}
-    )
+    made.metadata_props[_KEPT] = json.dumps({"name": value.name, "facts": maker.metadata_props.get(METADATA, "")})
     before(node)(made)
     name = old.name
     for use in tuple(old.uses()):
@@ -211,9 +194,7 @@ def _restore(builder: Builder, outputs: Outputs, node: ir.Node) -> None:
     name = str(kept["name"])
     four = ir.DataType.INT4
     values = [
-        builder.initializer_of(
-            f"{name}_q", ir.Tensor(np.ascontiguousarray(codes.T).astype(four.numpy()), dtype=four)
-        ),
+        builder.initializer_of(f"{name}_q", ir.Tensor(np.ascontiguousarray(codes.T).astype(four.numpy()), dtype=four)),
         builder.initializer(f"{name}_scale", np.ascontiguousarray(scales.reshape(rows, blocks).T)),
         builder.initializer_of(
             f"{name}_zero_point",
@@ -227,12 +208,7 @@ def _restore(builder: Builder, outputs: Outputs, node: ir.Node) -> None:
     if kept["facts"]:
         facts = json.loads(kept["facts"])
         facts.update(
-            {
-                "scale": str(values[1].name),
-                "axis": 0,
-                "perm": [1, 0] if facts.get("perm") else [],
-                "format": "int4",
-            }
+            {"scale": str(values[1].name), "axis": 0, "perm": [1, 0] if facts.get("perm") else [], "format": "int4"}
         )
         maker.metadata_props[METADATA] = json.dumps(facts)
     bias = node.inputs[5] if len(node.inputs) > 5 else None

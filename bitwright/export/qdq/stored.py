@@ -107,8 +107,7 @@ def store_constant(
         return Stored(np.asarray(fake_quantize(array, encoding)), None, None)
     bits = max(fmt.bits, width or 0)
     dtype = INTEGERS[
-        4 if bits <= 4 else 8 if bits <= 8 else 16,
-        isinstance(shown.format, IntFormat) and shown.format.signed,
+        4 if bits <= 4 else 8 if bits <= 8 else 16, isinstance(shown.format, IntFormat) and shown.format.signed
     ]
     shift = (1 << (fmt.bits - 1)) if shown.format != fmt else 0
     return _scaled((codes.astype(np.int64) + shift).astype(dtype.numpy()), shown, array.shape)

@@ -18,15 +18,8 @@ from bitwright.core.numerics.granularity import PerTensor
 from bitwright.core.sums.int32_bias import bias_entries
 from bitwright.errors import close_matches
 from bitwright.export.qdq.constants import find_constants
-from bitwright.export.qdq.forms import (
-    Pair,
-)
-from bitwright.export.qdq.markers import (
-    bypass,
-    is_site,
-    site_nodes,
-    site_of,
-)
+from bitwright.export.qdq.forms import Pair
+from bitwright.export.qdq.markers import bypass, is_site, site_nodes, site_of
 from bitwright.export.qdq.rewrites.padding import absorb_padding, pads_of_convolutions
 from bitwright.export.qdq.stored import transpose_encoding
 from bitwright.export.qdq.writing import Weight, Writing
@@ -147,9 +140,7 @@ def _bias_values(node: ir.Node) -> list[ir.Value]:
     """What ``node`` may read as a bias: one number per output channel, and no mask of attention."""
     place = bias_place(node)
     value = None if place is None else node.inputs[place[1]]
-    shape = (
-        None if value is None or value.shape is None or not value.shape.is_static() else value.shape.numpy()
-    )
+    shape = None if value is None or value.shape is None or not value.shape.is_static() else value.shape.numpy()
     return [value] if value is not None and shape and bias_entries(shape) is not None else []
 
 

@@ -26,15 +26,8 @@ from bitwright.core.sums.int32_bias import (
     underivable,
 )
 from bitwright.export.files.onnx_file import let_go
-from bitwright.export.qdq.forms import (
-    before,
-)
-from bitwright.export.qdq.markers import (
-    bypass,
-    is_site,
-    remove_unread,
-    site_of,
-)
+from bitwright.export.qdq.forms import before
+from bitwright.export.qdq.markers import bypass, is_site, remove_unread, site_of
 from bitwright.export.qdq.stored import Stored, folded, store_constant, transpose_encoding, unsigned
 from bitwright.export.qdq.trace import bias_place, permutation
 from bitwright.export.qdq.writing import Weight, Writing, Written
@@ -197,9 +190,7 @@ def write_constant(w: Writing, node: ir.Node, site: str) -> None:
     w.record(result, Written([w.places[node]], "constant", encoding, scale, small.axis))
 
 
-def _write_transposed(
-    w: Writing, node: ir.Node, source: ir.Value, encoding: Encoding, place: tuple[str, int]
-) -> None:
+def _write_transposed(w: Writing, node: ir.Node, source: ir.Value, encoding: Encoding, place: tuple[str, int]) -> None:
     """Store a transposed weight transposed: integer kernels want DequantizeLinear right before them."""
     array = w.array(source)
     assert array is not None
@@ -222,11 +213,7 @@ def _is_misread(w: Writing, value: ir.Value, encoding: Encoding) -> bool:
     if isinstance(granularity, PerTensor):
         return False
     rank = len(w.weights[value].shape)
-    axis = (
-        granularity.axis % rank
-        if isinstance(granularity, PerChannel) and granularity.axis is not None
-        else None
-    )
+    axis = granularity.axis % rank if isinstance(granularity, PerChannel) and granularity.axis is not None else None
     for node, port in value.uses():
         handled = _KERNEL_AXES.get((node.op_type, port))
         known = handled in ("any", (axis, rank), (axis, None))
@@ -333,10 +320,7 @@ def _bias_problem(operator: ir.Node, given: Encoding, weight: Weight, array: NDA
     group = int(attributes.get("group", 1)) if operator.op_type == "ConvTranspose" else 1
     if bias_entries(array.shape) != weight.shape[channel] * group:
         return f"its shape {array.shape} is not one entry per output channel"
-    if operator.op_type == "Gemm" and (attributes.get("alpha", 1.0), attributes.get("beta", 1.0)) != (
-        1.0,
-        1.0,
-    ):
+    if operator.op_type == "Gemm" and (attributes.get("alpha", 1.0), attributes.get("beta", 1.0)) != (1.0, 1.0):
         return "Gemm multiplies by alpha or beta"
     granularity = weight.encoding.granularity
     wanted = {channel} if group == 1 else {channel, 0} if weight.shape[channel] == 1 else set()

@@ -27,30 +27,11 @@ import onnx_ir as ir
 
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.errors import ConfigError, close_matches
-from bitwright.export.qdq.forms import (
-    METADATA,
-    Pair,
-    note_metadata,
-    write_activation,
-    write_follower,
-)
+from bitwright.export.qdq.forms import METADATA, Pair, note_metadata, write_activation, write_follower
 from bitwright.export.qdq.lookups import write_lookups
-from bitwright.export.qdq.markers import (
-    bypass,
-    close,
-    copy_model,
-    remove_unread,
-    site_nodes,
-    site_of,
-)
+from bitwright.export.qdq.markers import bypass, close, copy_model, remove_unread, site_nodes, site_of
 from bitwright.export.qdq.nbits import can_say, write_nbits
-from bitwright.export.qdq.products import (
-    ProductForm,
-    check_weight_only,
-    float_products,
-    guard_outputs,
-    keep_apart,
-)
+from bitwright.export.qdq.products import ProductForm, check_weight_only, float_products, guard_outputs, keep_apart
 from bitwright.export.qdq.rewrites.lengths import measure_codes
 from bitwright.export.qdq.rewrites.pools import keep_after_pool, round_after_pools
 from bitwright.export.qdq.rewrites.scans import close_scans
@@ -180,9 +161,7 @@ def _write_activation(w: Writing, node: ir.Node, site: str) -> None:
     if found.pair is not None:
         w.pairs[result] = found.pair
     w.quantized[source, encoding, graph] = w.quantized[result, encoding, graph] = result
-    written = Written(
-        [place], "activation", encoding, found.scale, found.axis, source, pooled=w.pooled.get(node, 0)
-    )
+    written = Written([place], "activation", encoding, found.scale, found.axis, source, pooled=w.pooled.get(node, 0))
     w.record(result, written)
 
 
@@ -210,9 +189,7 @@ def _write_products(w: Writing) -> None:
         left = [node for node in found if node not in w.narrow_products]
         could = 0 if chosen else sum(map(can_say, left))
         keep_apart(w.builder, left)
-        text = f"{what} computed as simulated, in float" + "".join(
-            _forms(len(w.narrow_products), len(left), could)
-        )
+        text = f"{what} computed as simulated, in float" + "".join(_forms(len(w.narrow_products), len(left), could))
         text += f"; {w.target.exact_session}" if w.target.exact_session else ""
     else:
         text = (

@@ -11,13 +11,8 @@ from numpy.typing import NDArray
 
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.errors import ExportError
-from bitwright.export.qdq.forms import (
-    Builder,
-    Pair,
-)
-from bitwright.export.qdq.products import (
-    ProductForm,
-)
+from bitwright.export.qdq.forms import Builder, Pair
+from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.stored import Stored
 from bitwright.export.targets import Target
 

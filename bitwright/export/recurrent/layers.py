@@ -10,11 +10,7 @@ import onnx_ir as ir
 from bitwright.core.graph.recurrence import CELLS, Variant
 from bitwright.errors import ExportError
 from bitwright.export.qdq.forms import Builder
-from bitwright.export.qdq.markers import (
-    ATTRIBUTE,
-    DOMAIN,
-    OP_TYPE,
-)
+from bitwright.export.qdq.markers import ATTRIBUTE, DOMAIN, OP_TYPE
 from bitwright.export.recurrent.activations import Activation, layer_activations
 
 INNER_SITES = "inner_sites"

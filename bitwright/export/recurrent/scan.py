@@ -17,10 +17,7 @@ import onnx_ir as ir
 
 from bitwright.core.graph.recurrence import CELLS, Context, step
 from bitwright.export.qdq.forms import Builder, before
-from bitwright.export.qdq.markers import (
-    move_uses,
-    note_states,
-)
+from bitwright.export.qdq.markers import move_uses, note_states
 from bitwright.export.recurrent.activations import FUNCTIONS
 from bitwright.export.recurrent.layers import (
     INITIAL_C,
@@ -64,9 +61,7 @@ class _Context(Context):
         value, shape = x.value, x.value.shape
         for op, operand, attributes in FUNCTIONS[activation.name.lower()].recipe:
             others = [] if operand is None else [self.pen.number(float(given[operand] or 0.0), operand)]
-            value = self.pen.one(
-                op, [value, *others], op.lower(), shape, **{key: given[key] for key in attributes}
-            )
+            value = self.pen.one(op, [value, *others], op.lower(), shape, **{key: given[key] for key in attributes})
         return Symbol(self.pen, value)
 
     def clip(self, x: Symbol) -> Symbol:
@@ -91,9 +86,7 @@ class _Context(Context):
 
     def project(self, h: Symbol) -> Symbol:
         assert self.projection is not None
-        return Symbol(
-            self.pen, self.pen.one("MatMul", [h.value, self.projection], "projected", (1, None, None))
-        )
+        return Symbol(self.pen, self.pen.one("MatMul", [h.value, self.projection], "projected", (1, None, None)))
 
 
 def expand(node: ir.Node, builder: Builder) -> None:
@@ -115,9 +108,7 @@ def expand(node: ir.Node, builder: Builder) -> None:
         attributes["scan_input_directions"] = [1] * len(scanned)
         if wants_sequence:
             attributes["scan_output_directions"] = [1]
-    results = outer.emit(
-        "Scan", [*states, *scanned], "scan", None, count=len(states) + wants_sequence, **attributes
-    )
+    results = outer.emit("Scan", [*states, *scanned], "scan", None, count=len(states) + wants_sequence, **attributes)
     scan = results[0].producer()
     assert scan is not None
     lengths = layer_input(node, LENGTHS)
@@ -230,11 +221,7 @@ def _width(pen: NodeWriter, index: int) -> ir.Value:
 
 
 def _body(
-    outer: NodeWriter,
-    scanned: Sequence[ir.Value],
-    masked: bool,
-    wants_sequence: bool,
-    late_bias: ir.Value | None,
+    outer: NodeWriter, scanned: Sequence[ir.Value], masked: bool, wants_sequence: bool, late_bias: ir.Value | None
 ) -> ir.Graph:
     """One step, as the body of the Scan."""
     layer = outer.layer
@@ -279,9 +266,7 @@ def _body(
     return ir.Graph(inputs, outputs, nodes=nodes, name=name)
 
 
-def _body_input(
-    pen: NodeWriter, name: str, shape: Sequence[Any] | None, dtype: ir.DataType | None
-) -> ir.Value:
+def _body_input(pen: NodeWriter, name: str, shape: Sequence[Any] | None, dtype: ir.DataType | None) -> ir.Value:
     return ir.Value(
         name=pen.builder.names.value(f"{pen.layer.node.name}_{name}"),
         type=ir.TensorType(dtype or pen.layer.dtype),

@@ -41,9 +41,7 @@ class NodeWriter:
         self.place(node)
         return tuple(node.outputs)
 
-    def one(
-        self, op: str, inputs: Sequence[ir.Value | None], suffix: str, *rest: Any, **kwargs: Any
-    ) -> ir.Value:
+    def one(self, op: str, inputs: Sequence[ir.Value | None], suffix: str, *rest: Any, **kwargs: Any) -> ir.Value:
         """The output of a new node that has one."""
         return self.emit(op, inputs, suffix, *rest, **kwargs)[0]
 
@@ -59,18 +57,12 @@ class NodeWriter:
         """A scalar of the layer's type."""
         return self.constant(np.asarray(x, self.layer.dtype.numpy()), suffix)
 
-    def split(
-        self, value: ir.Value, sizes: Sequence[int], suffix: str, axis: int = -1
-    ) -> tuple[ir.Value, ...]:
+    def split(self, value: ir.Value, sizes: Sequence[int], suffix: str, axis: int = -1) -> tuple[ir.Value, ...]:
         """Parts of ``value`` along ``axis``; itself where there is only one."""
         if len(sizes) == 1:
             return (value,)
         parts = self.emit(
-            "Split",
-            [value, self.constant(np.asarray(sizes, np.int64), "sizes")],
-            suffix,
-            count=len(sizes),
-            axis=axis,
+            "Split", [value, self.constant(np.asarray(sizes, np.int64), "sizes")], suffix, count=len(sizes), axis=axis
         )
         for part, size in zip(parts, sizes, strict=True):
             if value.shape is not None and axis == -1:
@@ -81,9 +73,7 @@ class NodeWriter:
         """The weight ``[1, rows, columns]`` at ``port`` as ``[columns, rows]``, for products from the left."""
         value = self.layer.node.inputs[port]
         assert value is not None
-        turned = self.one(
-            "Transpose", [value], f"{port}_transposed", (1, None, None), value.dtype, perm=[0, 2, 1]
-        )
+        turned = self.one("Transpose", [value], f"{port}_transposed", (1, None, None), value.dtype, perm=[0, 2, 1])
         axes = self.constant(np.asarray([0], np.int64), "axes")
         return self.one("Squeeze", [turned, axes], f"{port}_matrix", (None, columns), value.dtype)
 

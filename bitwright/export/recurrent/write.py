@@ -15,10 +15,7 @@ import onnx_ir as ir
 from bitwright.core.graph.recurrence import RETURNS
 from bitwright.errors import ConfigError, close_matches
 from bitwright.export.qdq.forms import Builder, after
-from bitwright.export.qdq.markers import (
-    copy_model,
-    move_uses,
-)
+from bitwright.export.qdq.markers import copy_model, move_uses
 from bitwright.export.recurrent.layers import (
     INNER_SITES,
     PROJECTION,

@@ -25,9 +25,7 @@ _OF_TWO = {
     "SQUARED_DIFFERENCE": "SquaredDifferenceOptions", "FLOOR_MOD": "FloorModOptions",
 }  # fmt: skip
 _ONLY_FLOAT = "LiteRT has no integer kernel for it"
-_EXACT_MEAN = (
-    64  # elements from which on the first rounding of MEAN, to a whole step of the sum, hardly shows
-)
+_EXACT_MEAN = 64  # elements from which on the first rounding of MEAN, to a whole step of the sum, hardly shows
 
 
 def on_one_grid(out: Grid, inputs: Sequence[Grid]) -> str | None:
@@ -203,9 +201,7 @@ def _prelu(low: Lowering, node: ir.Node) -> None:
     shaped = slope if slope.rank == rank else _widened(low, slope, rank)
     # the kernel's slopes have no axis of the batch
     if not shaped.constant or perm[0] != 0 or shaped.shape[0] != 1:
-        low.refuse(
-            node, "its slopes are computed, or differ along the batch", "use constant slopes, one per channel"
-        )
+        low.refuse(node, "its slopes are computed, or differ along the batch", "use constant slopes, one per channel")
     array = shaped.array if domain.integer else shaped.floats()
     assert array is not None
     grid = shaped.grid if domain.integer else None
@@ -259,9 +255,7 @@ def reduce(kernel: str, low: Lowering, node: ir.Node) -> None:
     reduce_to(low, domain, kernel, held, axes, bool(node.attributes.get_int("keepdims", 1)))
 
 
-def reduce_to(
-    low: Lowering, domain: Domain, kernel: str, held: Held, axes: Sequence[int], keeps: bool
-) -> None:
+def reduce_to(low: Lowering, domain: Domain, kernel: str, held: Held, axes: Sequence[int], keeps: bool) -> None:
     """``kernel`` along ``axes`` of ``held``."""
     perm = next(iter(held.orders()), held.identity)
     stored = sorted(perm.index(a) for a in axes)

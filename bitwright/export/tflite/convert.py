@@ -45,11 +45,7 @@ class Converted:
 
 
 def to_tflite(
-    model: ir.Model,
-    feeds: Mapping[str, Array],
-    *,
-    origin: Mapping[str, str] | None = None,
-    fixed: bool = False,
+    model: ir.Model, feeds: Mapping[str, Array], *, origin: Mapping[str, str] | None = None, fixed: bool = False
 ) -> Converted:
     """Write ``model`` as a LiteRT file.
 
@@ -78,11 +74,7 @@ def to_tflite(
 
 
 def _written(
-    model: ir.Model,
-    feeds: Mapping[str, Array],
-    origin: Mapping[str, str],
-    fixed: bool,
-    notes: tuple[str, ...],
+    model: ir.Model, feeds: Mapping[str, Array], origin: Mapping[str, str], fixed: bool, notes: tuple[str, ...]
 ) -> Converted:
     low = Lowering(model, trace_model(model, feeds, fixed=fixed))
     inputs = _write_inputs(low)
@@ -157,12 +149,7 @@ def _dequantize(low: Lowering, node: ir.Node) -> bool:
     if facts is not None and facts["places"]:
         perm = next(iter(held.codes))
         low.sites.append(
-            {
-                "places": facts["places"],
-                "format": facts["format"],
-                "tensor": held.codes[perm],
-                "perm": list(perm),
-            }
+            {"places": facts["places"], "format": facts["format"], "tensor": held.codes[perm], "perm": list(perm)}
         )
     return True
 

@@ -128,9 +128,7 @@ class FlatModel:
         found.shape, found.hasRank = np.asarray(shape, np.int32), True
         found.type = getattr(self.schema.TensorType, _TYPES[dtype])
         if any(free):
-            found.shapeSignature = np.asarray(
-                [-1 if f else n for n, f in zip(shape, free, strict=True)], np.int32
-            )
+            found.shapeSignature = np.asarray([-1 if f else n for n, f in zip(shape, free, strict=True)], np.int32)
         if data is not None:
             found.buffer = len(self.buffers)
             self.buffers.append(np.frombuffer(np.ascontiguousarray(data).tobytes(), np.uint8))
@@ -197,9 +195,7 @@ class FlatModel:
             setattr(found, key, value)
         self.operators.append(found)
 
-    def finish(
-        self, inputs: Mapping[str, int], outputs: Mapping[str, int], metadata: Mapping[str, str]
-    ) -> bytes:
+    def finish(self, inputs: Mapping[str, int], outputs: Mapping[str, int], metadata: Mapping[str, str]) -> bytes:
         """The file.
 
         Args:

@@ -63,14 +63,10 @@ class Window:
         """With two spatial axes."""
         if len(self.size) == 2:
             return self
-        return Window(
-            (1, *self.size), (1, *self.stride), (1, *self.dilation), (0, *self.before), (0, *self.after)
-        )
+        return Window((1, *self.size), (1, *self.stride), (1, *self.dilation), (0, *self.before), (0, *self.after))
 
 
-def window_of(
-    low: Lowering, node: ir.Node, size: Sequence[int], image: Sequence[int], out: Sequence[int]
-) -> Window:
+def window_of(low: Lowering, node: ir.Node, size: Sequence[int], image: Sequence[int], out: Sequence[int]) -> Window:
     """The window of a convolution or a pool; ``image`` and ``out`` are the spatial sizes."""
     rank, attributes = len(size), node.attributes
     stride = tuple(attributes.get_ints("strides", (1,) * rank))
@@ -80,21 +76,16 @@ def window_of(
     found = Window(tuple(size), stride, dilation, tuple(pads[:rank]), tuple(pads[rank:]))
     if auto in ("SAME_UPPER", "SAME_LOWER"):
         total = [
-            max((o - 1) * s + reach - n, 0)
-            for o, s, reach, n in zip(out, stride, found.reach, image, strict=True)
+            max((o - 1) * s + reach - n, 0) for o, s, reach, n in zip(out, stride, found.reach, image, strict=True)
         ]
         less, more = tuple(t // 2 for t in total), tuple(t - t // 2 for t in total)
         found = (
-            replace(found, before=less, after=more)
-            if auto == "SAME_UPPER"
-            else replace(found, before=more, after=less)
+            replace(found, before=less, after=more) if auto == "SAME_UPPER" else replace(found, before=more, after=less)
         )
     elif attributes.get_int("ceil_mode", 0):
         after = tuple(
             max((o - 1) * s + reach - n - b, a)
-            for o, s, reach, n, b, a in zip(
-                out, stride, found.reach, image, found.before, found.after, strict=True
-            )
+            for o, s, reach, n, b, a in zip(out, stride, found.reach, image, found.before, found.after, strict=True)
         )
         found = replace(found, after=after)
     return found
@@ -145,9 +136,7 @@ def write_image(low: Lowering, domain: Domain, emit: Callable[[int], None]) -> N
     image = Image(held)
     wide = low.scratch(f"{held.name}_plane", image.shape, image.free, held.dtype, domain.grid)
     emit(wide)
-    low.reshape(
-        wide, low.write(domain, perm), asked([held.shape[i] for i in perm], [held.free[i] for i in perm])
-    )
+    low.reshape(wide, low.write(domain, perm), asked([held.shape[i] for i in perm], [held.free[i] for i in perm]))
 
 
 def asked(shape: Sequence[int], free: Sequence[bool]) -> list[int]:
@@ -217,12 +206,7 @@ def weight_tensor(
     perm = tuple(perm)
     if not domain.integer and held.grid is not None and held.array is not None and held.array.size > 256:
         codes = low.flat.tensor(
-            held.name,
-            shape,
-            held.grid.dtype,
-            held.grid,
-            axis=axis,
-            data=held.array.transpose(perm).reshape(shape),
+            held.name, shape, held.grid.dtype, held.grid, axis=axis, data=held.array.transpose(perm).reshape(shape)
         )
         floats = low.flat.tensor(f"{held.name}_float", shape, "float32")
         low.flat.op("DEQUANTIZE", [codes], [floats], {"table": "DequantizeOptions"})
@@ -260,11 +244,7 @@ def _bias_codes(bias: Held | None, sums: Array) -> Array:
     if bias is None:
         return np.zeros(1, np.int64)
     grid = bias.grid
-    if (
-        grid is not None
-        and grid.dtype == "int32"
-        and np.allclose(np.asarray(grid.scale, np.float32), sums, rtol=1e-5)
-    ):
+    if grid is not None and grid.dtype == "int32" and np.allclose(np.asarray(grid.scale, np.float32), sums, rtol=1e-5):
         assert bias.array is not None
         return np.asarray(bias.array.reshape(-1))
     return np.asarray(np.rint(bias.floats().reshape(-1).astype(np.float64) / sums))
@@ -353,9 +333,7 @@ def _conv3d(low: Lowering, node: ir.Node) -> None:
     source = low.read(domain, held.name, channels_last(5))
     if window.padded and not window.as_same(held.shape[2:]):
         source, window = padded(low, domain, held, source, window), window.without_padding()
-    filters = weight_tensor(
-        low, domain, weight, (2, 3, 4, 1, 0), [weight.shape[i] for i in (2, 3, 4, 1, 0)], 4
-    )
+    filters = weight_tensor(low, domain, weight, (2, 3, 4, 1, 0), [weight.shape[i] for i in (2, 3, 4, 1, 0)], 4)
     options = {
         "table": "Conv3DOptions",
         "padding": SAME if window.padded else VALID,
@@ -459,9 +437,7 @@ def _resize(low: Lowering, node: ir.Node) -> None:
     low.flat.op(kernel, [low.read(domain, held.name, perm), size], [low.write(domain, perm)], options)
 
 
-def _sampling(
-    old: Sequence[int], new: Sequence[int], where: str, rounding: str | None
-) -> tuple[bool, bool] | None:
+def _sampling(old: Sequence[int], new: Sequence[int], where: str, rounding: str | None) -> tuple[bool, bool] | None:
     """``(align_corners, half_pixel_centers)`` that sample as ONNX does; of nearest neighbours as far as these sizes go."""
     found = {
         "half_pixel": (False, True), "pytorch_half_pixel": (False, True), "align_corners": (True, False),

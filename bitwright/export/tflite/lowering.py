@@ -188,12 +188,7 @@ class Lowering:
         )
 
     def scratch(
-        self,
-        name: str,
-        shape: Sequence[int],
-        free: Sequence[bool],
-        dtype: str = "float32",
-        grid: Grid | None = None,
+        self, name: str, shape: Sequence[int], free: Sequence[bool], dtype: str = "float32", grid: Grid | None = None
     ) -> int:
         """A tensor that stands for no value of the ONNX model."""
         return self.flat.tensor(name, shape, grid.dtype if grid else dtype, grid, free=free)
@@ -421,9 +416,7 @@ class Lowering:
         axis = node.attributes.get_int("axis", 1) if scale.ndim else None
         rank = len(self.trace.shapes[str(codes.name)])
         axis = None if axis is None else axis % rank
-        return Grid(
-            dtype, tuple(map(float, np.atleast_1d(scale))), tuple(map(int, np.atleast_1d(zeros))), axis
-        )
+        return Grid(dtype, tuple(map(float, np.atleast_1d(scale))), tuple(map(int, np.atleast_1d(zeros))), axis)
 
     # ------------------------------------------------------------------------------------------------- messages
 
@@ -503,10 +496,7 @@ def clip_bounds(low: Lowering, node: ir.Node) -> tuple[float, float]:
 
 
 def _on_codes(
-    target: Grid,
-    held: Sequence[Held],
-    accepts: Callable[[Grid, Sequence[Grid]], str | None],
-    unless: str | None,
+    target: Grid, held: Sequence[Held], accepts: Callable[[Grid, Sequence[Grid]], str | None], unless: str | None
 ) -> tuple[bool, str | None]:
     """Whether an operator lies between codes, and what is against its being computed on them."""
     grids = [one.grid for one in held if one.grid is not None]

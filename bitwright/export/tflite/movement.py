@@ -40,9 +40,7 @@ def _reshape(low: Lowering, node: ir.Node) -> None:
     name = str(node.outputs[0].name)
     shape, free = low.trace.shapes[name], low.trace.free[name]
     if sum(free) > 1:
-        low.refuse(
-            node, f"several axes of its output {shape} depend on the batch", "export with a fixed batch"
-        )
+        low.refuse(node, f"several axes of its output {shape} depend on the batch", "export with a fixed batch")
     domain = low.carried(node, node.inputs[0])
     perm = _through(low, node, shape)
     source = low.read(domain, node.inputs[0], place_of(low, node) if perm is not None else None)
@@ -82,9 +80,7 @@ def _transpose(low: Lowering, node: ir.Node) -> None:
         low.plain(source.name)
     if source.grid is not None and source.grid.per_tensor:
         held.grid = source.grid
-    forms = (
-        (source.codes, held.codes) if held.grid is not None and source.codes else (source.plain, held.plain)
-    )
+    forms = (source.codes, held.codes) if held.grid is not None and source.codes else (source.plain, held.plain)
     for order, tensor in forms[0].items():
         forms[1][tuple(perm.index(axis) for axis in order)] = tensor
 
@@ -140,9 +136,7 @@ def _slice(low: Lowering, node: ir.Node) -> None:
         or any(v is None and w is not None for v, w in zip(given, node.inputs[1:], strict=True))
     ):
         low.refuse(node, "where it cuts is computed from data", "slice with constants")
-    axes = (
-        range(len(given[0])) if len(given) < 3 or given[2] is None else [int(a) % held.rank for a in given[2]]
-    )
+    axes = range(len(given[0])) if len(given) < 3 or given[2] is None else [int(a) % held.rank for a in given[2]]
     steps = [1] * len(given[0]) if len(given) < 4 or given[3] is None else [int(s) for s in given[3]]
     bounds = {a: (int(b), int(e), s) for a, b, e, s in zip(axes, given[0], given[1], steps, strict=True)}
     cut_slice(low, node, bounds)
@@ -167,9 +161,7 @@ def cut_slice(low: Lowering, node: ir.Node, bounds: dict[int, tuple[int, int, in
     domain = low.carried(node, node.inputs[0])
     numbers = [low.flat.constant("slice", np.asarray(n, np.int32)) for n in (begin, end, step)]
     options = {"table": "StridedSliceOptions", "beginMask": whole, "endMask": whole}
-    low.flat.op(
-        "STRIDED_SLICE", [low.read(domain, held.name, perm), *numbers], [low.write(domain, perm)], options
-    )
+    low.flat.op("STRIDED_SLICE", [low.read(domain, held.name, perm), *numbers], [low.write(domain, perm)], options)
 
 
 def _pad(low: Lowering, node: ir.Node) -> None:
@@ -199,9 +191,7 @@ def _pad(low: Lowering, node: ir.Node) -> None:
         low.flat.op("MIRROR_PAD", inputs, [low.write(domain, perm)], {"table": "MirrorPadOptions", "mode": 0})
         return
     if number and domain.integer:  # zero is on every grid; another number on that of the output only
-        domain = low.domain(
-            node, node.inputs[:1], fuses=False, unless="it pads with a number other than zero"
-        )
+        domain = low.domain(node, node.inputs[:1], fuses=False, unless="it pads with a number other than zero")
     inputs = [low.read(domain, held.name, perm), argument]
     if not number:
         low.flat.op("PAD", inputs, [low.write(domain, perm)], {"table": "PadOptions"})
@@ -228,10 +218,7 @@ def _gather(low: Lowering, node: ir.Node) -> None:
     source = low.read(domain, held.name)
     rank = len(low.trace.shapes[name])
     low.flat.op(
-        "GATHER",
-        [source, argument],
-        [low.write(domain, tuple(range(rank)))],
-        {"table": "GatherOptions", "axis": axis},
+        "GATHER", [source, argument], [low.write(domain, tuple(range(rank)))], {"table": "GatherOptions", "axis": axis}
     )
 
 
@@ -241,11 +228,7 @@ def _pick(low: Lowering, node: ir.Node, axis: int, index: int) -> None:
     if held.free[axis]:
         low.refuse_batch(node, "it takes one sample of the batch")
     at, domain = perm.index(axis), low.carried(node, node.inputs[0])
-    begin, end, ones = (
-        np.zeros(held.rank, np.int32),
-        np.zeros(held.rank, np.int32),
-        np.ones(held.rank, np.int32),
-    )
+    begin, end, ones = (np.zeros(held.rank, np.int32), np.zeros(held.rank, np.int32), np.ones(held.rank, np.int32))
     begin[at], end[at] = index, index + 1
     mask = (1 << held.rank) - 1 - (1 << at)
     left = [a for a in perm if a != axis]
@@ -266,9 +249,7 @@ def _expand(low: Lowering, node: ir.Node) -> None:
     domain = low.carried(node, node.inputs[0])
     argument = _whole_shape(low, node, shape, free)
     out = low.write(domain, tuple(range(len(shape))))
-    low.flat.op(
-        "BROADCAST_TO", [low.read(domain, held.name), argument], [out], {"table": "BroadcastToOptions"}
-    )
+    low.flat.op("BROADCAST_TO", [low.read(domain, held.name), argument], [out], {"table": "BroadcastToOptions"})
 
 
 def _whole_shape(low: Lowering, node: ir.Node, shape: Sequence[int], free: Sequence[bool]) -> int:
@@ -314,10 +295,7 @@ def _tile(low: Lowering, node: ir.Node) -> None:
     perm, domain = place_of(low, node), low.carried(node, node.inputs[0])
     argument = low.flat.constant("repeats", np.asarray(repeats, np.int32)[list(perm)])
     low.flat.op(
-        "TILE",
-        [low.read(domain, held.name, perm), argument],
-        [low.write(domain, perm)],
-        {"table": "TileOptions"},
+        "TILE", [low.read(domain, held.name, perm), argument], [low.write(domain, perm)], {"table": "TileOptions"}
     )
 
 
@@ -353,9 +331,7 @@ def _arg(kernel: str, low: Lowering, node: ir.Node) -> None:
     table = {"ARG_MAX": "ArgMaxOptions", "ARG_MIN": "ArgMinOptions"}[kernel]
     low.flat.op(kernel, [low.plain(held.name), argument], [found], {"table": table, "outputType": 4})
     low.reshape(
-        found,
-        low.made(name, tuple(range(len(shape)))),
-        [-1 if f else n for n, f in zip(shape, free, strict=True)],
+        found, low.made(name, tuple(range(len(shape)))), [-1 if f else n for n, f in zip(shape, free, strict=True)]
     )
 
 

@@ -85,29 +85,22 @@ def _layer_norm(low: Lowering, node: ir.Node) -> None:
     held = low.get(node.inputs[0])
     first = node.attributes.get_int("axis", -1) % held.rank
     scale, bias = _known(low, node, 1), _known(low, node, 2)
-    _normalise(
-        low, node, range(first, held.rank), scale, bias, node.attributes.get_float("epsilon", 1e-5), True
-    )
+    _normalise(low, node, range(first, held.rank), scale, bias, node.attributes.get_float("epsilon", 1e-5), True)
 
 
 def _rms_norm(low: Lowering, node: ir.Node) -> None:
     held = low.get(node.inputs[0])
     first = node.attributes.get_int("axis", -1) % held.rank
     scale = _known(low, node, 1)
-    _normalise(
-        low, node, range(first, held.rank), scale, None, node.attributes.get_float("epsilon", 1e-5), False
-    )
+    _normalise(low, node, range(first, held.rank), scale, None, node.attributes.get_float("epsilon", 1e-5), False)
 
 
 def _instance_norm(low: Lowering, node: ir.Node) -> None:
     rank = low.get(node.inputs[0]).rank
     shaped = [
-        a if a is None else a.reshape(-1, *(1,) * (rank - 2))
-        for a in (_known(low, node, 1), _known(low, node, 2))
+        a if a is None else a.reshape(-1, *(1,) * (rank - 2)) for a in (_known(low, node, 1), _known(low, node, 2))
     ]
-    _normalise(
-        low, node, range(2, rank), shaped[0], shaped[1], node.attributes.get_float("epsilon", 1e-5), True
-    )
+    _normalise(low, node, range(2, rank), shaped[0], shaped[1], node.attributes.get_float("epsilon", 1e-5), True)
 
 
 def _normalise(
@@ -143,9 +136,7 @@ def _batch_norm(low: Lowering, node: ir.Node) -> None:
     factor = scale / np.sqrt(variance + node.attributes.get_float("epsilon", 1e-5))
     shape = (-1, *(1,) * (held.rank - 2))
     write = Floats(low, held, perm)
-    x = write.two(
-        "MUL", low.plain(held.name, perm), write.constant(factor.reshape(shape), f"{domain.result}_mul")
-    )
+    x = write.two("MUL", low.plain(held.name, perm), write.constant(factor.reshape(shape), f"{domain.result}_mul"))
     shift = write.constant((bias - mean * factor).reshape(shape), f"{domain.result}_add")
     write.two("ADD", x, shift, out=low.write(domain, perm))
 
@@ -178,10 +169,7 @@ def _group_norm(low: Lowering, node: ir.Node) -> None:
     shape = (-1, *(1,) * len(spatial))
     back = outer.two("MUL", back, outer.constant(scale.reshape(shape), f"{domain.result}_mul"))
     outer.two(
-        "ADD",
-        back,
-        outer.constant(bias.reshape(shape), f"{domain.result}_add"),
-        out=low.write(domain, held.identity),
+        "ADD", back, outer.constant(bias.reshape(shape), f"{domain.result}_add"), out=low.write(domain, held.identity)
     )
 
 
@@ -211,9 +199,7 @@ def _elu(low: Lowering, node: ir.Node) -> None:
     if (alpha, gain) == (1.0, 1.0):
         write.one("ELU", x, out=low.write(domain, perm))
         return
-    negative = write.two(
-        "MUL", write.two("MINIMUM", write.one("ELU", x), write.number(0.0)), write.number(alpha)
-    )
+    negative = write.two("MUL", write.two("MINIMUM", write.one("ELU", x), write.number(0.0)), write.number(alpha))
     total = write.two("ADD", write.two("MAXIMUM", x, write.number(0.0)), negative)
     write.two("MUL", total, write.number(gain), out=low.write(domain, perm))
 
@@ -228,9 +214,7 @@ def _softplus(low: Lowering, node: ir.Node) -> None:
 def _softplus_parts(write: Floats, x: int) -> tuple[int, int]:
     size = write.two("MAXIMUM", x, write.two("MUL", x, write.number(-1.0)))
     small = write.one("EXP", write.two("MUL", size, write.number(-1.0)))
-    return write.two("MAXIMUM", x, write.number(0.0)), write.one(
-        "LOG", write.two("ADD", small, write.number(1.0))
-    )
+    return write.two("MAXIMUM", x, write.number(0.0)), write.one("LOG", write.two("ADD", small, write.number(1.0)))
 
 
 def _mish(low: Lowering, node: ir.Node) -> None:

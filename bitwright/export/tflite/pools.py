@@ -11,17 +11,7 @@ from numpy.typing import NDArray
 
 from bitwright.export.tflite.arithmetic import reduce, reduce_axes, reduce_to
 from bitwright.export.tflite.flat import Grid
-from bitwright.export.tflite.images import (
-    SAME,
-    VALID,
-    Image,
-    Window,
-    asked,
-    padded,
-    read_image,
-    window_of,
-    write_image,
-)
+from bitwright.export.tflite.images import SAME, VALID, Image, Window, asked, padded, read_image, window_of, write_image
 from bitwright.export.tflite.lowering import Domain, Held, Lowering, channels_last
 
 Array = NDArray[Any]
@@ -81,9 +71,7 @@ def _average_pool(low: Lowering, node: ir.Node) -> None:
     write_image(low, domain, lambda out: _mean_of_windows(low, domain, held, source, window, out))
 
 
-def _mean_of_windows(
-    low: Lowering, domain: Domain, held: Held, source: int, window: Window, out: int
-) -> None:
+def _mean_of_windows(low: Lowering, domain: Domain, held: Held, source: int, window: Window, out: int) -> None:
     """The means of all windows of an image of codes."""
     channels, count = held.shape[1], int(np.prod(window.size))
     grid = Grid("int8", (1 / (127 * count),), (0,))
@@ -108,11 +96,7 @@ def _global_average(low: Lowering, node: ir.Node) -> None:
 def _reduce_mean(low: Lowering, node: ir.Node) -> None:
     held = low.get(node.inputs[0])
     axes = reduce_axes(low, node, held.rank)
-    spatial = (
-        held.rank in (3, 4)
-        and axes == list(range(2, held.rank))
-        and channels_last(held.rank) in held.orders()
-    )
+    spatial = held.rank in (3, 4) and axes == list(range(2, held.rank)) and channels_last(held.rank) in held.orders()
     if spatial:
         _mean_of_image(low, node, held, keeps=bool(node.attributes.get_int("keepdims", 1)))
     else:
@@ -133,9 +117,7 @@ def _mean_of_image(low: Lowering, node: ir.Node, held: Held, *, keeps: bool) -> 
         _mean_of_windows(low, domain, held, source, window, low.write(domain, channels_last(4)))
         return
     free = (image.free[0], False, False, False)
-    whole = low.scratch(
-        f"{domain.result}_image", (image.shape[0], 1, 1, image.shape[3]), free, grid=domain.grid
-    )
+    whole = low.scratch(f"{domain.result}_image", (image.shape[0], 1, 1, image.shape[3]), free, grid=domain.grid)
     _mean_of_windows(low, domain, held, source, window, whole)
     low.reshape(whole, low.write(domain, made.identity), asked(made.shape, made.free))
 
@@ -165,9 +147,7 @@ def _weighted_average(
 
 def low_windows(inside: Array, window: Window) -> tuple[Array, Array]:
     """Numbers of elements of each window that count, as rows ``[h, 1]`` and columns ``[1, w]``."""
-    views = np.lib.stride_tricks.sliding_window_view(inside, window.size)[
-        :: window.stride[0], :: window.stride[1]
-    ]
+    views = np.lib.stride_tricks.sliding_window_view(inside, window.size)[:: window.stride[0], :: window.stride[1]]
     return views.sum((2, 3), dtype=np.float32), np.ones((1, 1), np.float32)
 
 

@@ -46,9 +46,7 @@ def _matmul(low: Lowering, node: ir.Node) -> None:
     if min(data.rank, weight.rank) < 2:
         low.refuse(node, "one of its operands is a vector", "reshape it to a matrix")
     inputs = [low.read(domain, data.name), low.read(domain, weight.name)]
-    low.flat.op(
-        "BATCH_MATMUL", inputs, [low.write(domain, tuple(range(len(shape))))], {"table": "BatchMatMulOptions"}
-    )
+    low.flat.op("BATCH_MATMUL", inputs, [low.write(domain, tuple(range(len(shape))))], {"table": "BatchMatMulOptions"})
 
 
 def _fully_connected(low: Lowering, node: ir.Node, data: Held, weight: Held, transposed: bool) -> None:
@@ -177,11 +175,7 @@ def _check(low: Lowering, node: ir.Node) -> None:
     }  # fmt: skip
     for problem, there in problems.items():
         if there:
-            low.refuse(
-                node,
-                f"{problem}, which LiteRT's LSTM cannot say",
-                "export format='onnx', or change the layer",
-            )
+            low.refuse(node, f"{problem}, which LiteRT's LSTM cannot say", "export format='onnx', or change the layer")
 
 
 def _read(low: Lowering, value: ir.Value) -> bool:
@@ -189,9 +183,7 @@ def _read(low: Lowering, value: ir.Value) -> bool:
 
 
 def _zero(low: Lowering, value: ir.Value) -> bool:
-    array = (
-        low.known(value) if str(value.name) in low.trace.constants or str(value.name) in low.held else None
-    )
+    array = low.known(value) if str(value.name) in low.trace.constants or str(value.name) in low.held else None
     return str(value.name) in low.trace.zeros or (array is not None and not array.any())
 
 
@@ -203,15 +195,7 @@ def _reversed(low: Lowering, source: int, shape: Sequence[int], axis: int) -> in
 
 
 def _layer(
-    low: Lowering,
-    node: ir.Node,
-    index: int,
-    source: int,
-    out: int,
-    batch: int,
-    hidden: int,
-    *,
-    time_major: bool,
+    low: Lowering, node: ir.Node, index: int, source: int, out: int, batch: int, hidden: int, *, time_major: bool
 ) -> None:
     """One direction."""
     inputs = [-1] * _INPUTS
@@ -256,9 +240,7 @@ def _biases(low: Lowering, node: ir.Node, index: int, hidden: int) -> list[Array
     return [both[gate] for gate in _ORDER]
 
 
-def _write_sequence(
-    low: Lowering, node: ir.Node, made: Sequence[int], shape: Sequence[int], batch_first: bool
-) -> None:
+def _write_sequence(low: Lowering, node: ir.Node, made: Sequence[int], shape: Sequence[int], batch_first: bool) -> None:
     """``Y`` of ``[time, directions, batch, hidden]``, in the order in which the kernel made it."""
     value = node.outputs[0]
     if not value.name or not _read(low, value):

@@ -83,9 +83,7 @@ def trace_model(model: ir.Model, feeds: Mapping[str, Array], *, fixed: bool = Fa
         if name in one and one[name].dtype.kind == "i" and one[name].shape == other[name].shape
     }
     dtypes = {name: array.dtype.name for name, array in one.items()}
-    zeros = frozenset(
-        name for name in steady if name in one and not np.any(one[name]) and not np.any(other[name])
-    )
+    zeros = frozenset(name for name in steady if name in one and not np.any(one[name]) and not np.any(other[name]))
     return Trace(shapes, free, constants, dtypes, (), linear, tuple(batched), zeros)
 
 
@@ -121,9 +119,7 @@ def _compared(
 def _check_inputs(model: ir.Model, feeds: Mapping[str, Array]) -> None:
     for value in model.graph.inputs:
         if str(value.name) not in feeds and not value.is_initializer():
-            raise ExportError(
-                str(value.name), "no example of this input was given", "give one for every graph input"
-            )
+            raise ExportError(str(value.name), "no example of this input was given", "give one for every graph input")
 
 
 def _batched(model: ir.Model, feeds: Mapping[str, Array]) -> Iterator[str]:
@@ -173,9 +169,7 @@ def _independent(model: ir.Model) -> set[str]:
     steady = {str(v.name) for v in model.graph.initializers.values() if not v.is_graph_input()}
     for node in model.graph:
         read = [str(v.name) for v in node.inputs if v is not None]
-        nested = any(
-            a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()
-        )
+        nested = any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values())
         if node.op_type in _SHAPE_ONLY or (not nested and all(name in steady for name in read)):
             steady.update(str(v.name) for v in node.outputs)
     return steady

@@ -91,10 +91,7 @@ def in_float64(step: Array, *tensors: Array) -> list[Array]:
         return wide
     with np.errstate(invalid="ignore"):
         nearest = [np.rint(x / step) * step for x in wide]
-        return [
-            np.where(np.abs(n - x) <= _HALF_ROUNDS * np.abs(x), n, x)
-            for n, x in zip(nearest, wide, strict=True)
-        ]
+        return [np.where(np.abs(n - x) <= _HALF_ROUNDS * np.abs(x), n, x) for n, x in zip(nearest, wide, strict=True)]
 
 
 def step_of(one: Array, other: Array, facts: Mapping[str, Any], scale: Array | None) -> Array:

@@ -178,12 +178,7 @@ class _Opener:
         return [inner for part in copies for inner in part.nodes]
 
     def _unroll(
-        self,
-        node: ir.Node,
-        body: ir.Graph,
-        shape: _Shape,
-        given: Mapping[tuple[str, int], Array],
-        count: int,
+        self, node: ir.Node, body: ir.Graph, shape: _Shape, given: Mapping[tuple[str, int], Array], count: int
     ) -> list[_Copy]:
         states = [self._entering(node, value) for value in shape.states]
         going = self.builder.initializer("going", np.array(True))
@@ -201,9 +196,7 @@ class _Opener:
             states = [v if v is old else self._border(node, v) for v, old in zip(made, states, strict=True)]
         return copies
 
-    def _shares(
-        self, given: Mapping[tuple[str, int], Array], at: int, *, first: bool
-    ) -> dict[tuple[str, int], int]:
+    def _shares(self, given: Mapping[tuple[str, int], Array], at: int, *, first: bool) -> dict[tuple[str, int], int]:
         """The run that each site has in one iteration; the values of that run are those of iteration ``at``."""
         runs = {}
         for (site, run), array in given.items():
@@ -234,9 +227,7 @@ class _Opener:
             results.append(self._emit(node, "Concat", parts, "stacked", axis=axis))
         return results
 
-    def _emit(
-        self, node: ir.Node, op: str, inputs: Sequence[ir.Value], name: str, **attributes: int
-    ) -> ir.Value:
+    def _emit(self, node: ir.Node, op: str, inputs: Sequence[ir.Value], name: str, **attributes: int) -> ir.Value:
         dtype = inputs[0].dtype or ir.DataType.FLOAT
         made = self.builder.emit(before(node), op, inputs, name, dtype, **attributes)
         maker = made.producer()
@@ -286,11 +277,7 @@ class _Opener:
     # -- copies
 
     def _copy(
-        self,
-        body: ir.Graph,
-        anchor: ir.Node,
-        inputs: dict[ir.Value, ir.Value],
-        runs: Mapping[tuple[str, int], int],
+        self, body: ir.Graph, anchor: ir.Node, inputs: dict[ir.Value, ir.Value], runs: Mapping[tuple[str, int], int]
     ) -> _Copy:
         """Put a copy of ``body`` before ``anchor``; ``inputs`` stand for its inputs, ``runs`` are those of its places."""
         clone = body.clone(allow_outer_scope_values=True)
@@ -402,9 +389,7 @@ def _share_constant(one: _Copy, other: _Copy) -> _Copy:
     left = []
     for first, node in zip(one.nodes, other.nodes, strict=True):
         fixed = node.op_type == "Constant" or (node.inputs and not varying.intersection(node.inputs))
-        nested = any(
-            a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()
-        )
+        nested = any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values())
         if not fixed or nested or node.op_type in RANDOM:
             varying.update(node.outputs)
             left.append(node)

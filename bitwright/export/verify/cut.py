@@ -79,9 +79,7 @@ class Piece:
 
     def add(self, node: ir.Node) -> None:
         """Take in one operator."""
-        coarse = max(
-            (_HALF.get(v.dtype, 0.0) for v in (*node.inputs, *node.outputs) if v is not None), default=0.0
-        )
+        coarse = max((_HALF.get(v.dtype, 0.0) for v in (*node.inputs, *node.outputs) if v is not None), default=0.0)
         self.halves += coarse > 0
         self.epsilon = max(self.epsilon, coarse)
         self.ops.append(node.op_type)
@@ -192,9 +190,7 @@ class Place:
         moved = last in MOVES and not MOVES.issuperset(self.piece.ops)  # what was quantized in front of it
         if self.chain and last not in _FLOAT_MAKERS and not moved:
             return last
-        return next(
-            (kernels[name] for name in self.piece.made if kernels.get(name) in ENDS_IN_FLOATS), "float"
-        )
+        return next((kernels[name] for name in self.piece.made if kernels.get(name) in ENDS_IN_FLOATS), "float")
 
 
 def _makers(node: ir.Node, cuts: Container[ir.Value], static: Container[ir.Node]) -> Iterator[ir.Node]:
@@ -280,9 +276,7 @@ class Cut:
             [value for value in ends if value.is_graph_input() and value.graph is graph],
             results,
             nodes=sorted(nodes, key=index.__getitem__),
-            initializers=[
-                v for v in ends if v.is_initializer() and v.graph is graph and not v.is_graph_input()
-            ],
+            initializers=[v for v in ends if v.is_initializer() and v.graph is graph and not v.is_graph_input()],
             opset_imports=dict(graph.opset_imports),
             name=graph.name,
         )

@@ -70,9 +70,7 @@ class _Site:
         """Dequantized values as codes of the file, in its order of axes."""
         info = np.iinfo(self.dtype)
         codes = np.rint(values.astype(np.float64) / float(self.scale)) + self.zero_point
-        return np.ascontiguousarray(
-            np.clip(codes, info.min, info.max).astype(self.dtype).transpose(self.perm)
-        )
+        return np.ascontiguousarray(np.clip(codes, info.min, info.max).astype(self.dtype).transpose(self.perm))
 
     def values(self, codes: Array) -> Array:
         """Codes of the file as values, in ONNX's order of axes."""
@@ -178,12 +176,7 @@ class FlatFile:
         known, graph = schema(), self.graph
         tensors = {site.tensor: i for i, site in enumerate(sites)}
         copies: dict[int, int] = {}
-        saved = (
-            list(graph.tensors),
-            list(graph.inputs),
-            list(graph.outputs),
-            [op.inputs for op in graph.operators],
-        )
+        saved = (list(graph.tensors), list(graph.inputs), list(graph.outputs), [op.inputs for op in graph.operators])
         names = [tensor.name for tensor in graph.tensors]
         for tensor, i in tensors.items():
             source, made = graph.tensors[tensor], known.TensorT()
@@ -208,11 +201,7 @@ class FlatFile:
 
 
 def verify_litert(
-    content: bytes,
-    model: ir.Model,
-    values: Values,
-    graph_inputs: Mapping[str, Array],
-    outputs: Mapping[str, Array],
+    content: bytes, model: ir.Model, values: Values, graph_inputs: Mapping[str, Array], outputs: Mapping[str, Array]
 ) -> VerifyReport:
     """Compare a LiteRT file with the simulation.
 
@@ -249,9 +238,7 @@ def verify_litert(
         for name, run in site.places
         if (name, run) not in known
     }
-    return VerifyReport(
-        tuple(rows), tuple(_ends(content, graph_inputs, outputs)), unchecked, {}, {}, "litert"
-    )
+    return VerifyReport(tuple(rows), tuple(_ends(content, graph_inputs, outputs)), unchecked, {}, {}, "litert")
 
 
 def _given(site: _Site, values: Values) -> Array | None:
@@ -299,24 +286,10 @@ def _rows(
     kernel = file.kernel_of(site)
     why = _why(ops, agreements, share, once)
     for name, run in site.places:
-        yield Row(
-            name,
-            run,
-            site.name,
-            site.format,
-            tuple(ops),
-            kernel,
-            agreements[0],
-            agreements[1],
-            why,
-            share,
-            once,
-        )
+        yield Row(name, run, site.name, site.format, tuple(ops), kernel, agreements[0], agreements[1], why, share, once)
 
 
-def _why(
-    ops: Sequence[str], found: Sequence[Agreement], specified: float | None, once: float | None
-) -> str | None:
+def _why(ops: Sequence[str], found: Sequence[Agreement], specified: float | None, once: float | None) -> str | None:
     if all(a.equal == 1 for a in found):
         return None
     named = [kind for kind in ops if kind in FUNCTION_ERRORS]
@@ -393,10 +366,7 @@ class _Exact:
     def __init__(self, model: ir.Model, values: Values, graph_inputs: Mapping[str, Array]) -> None:
         self._cut = Cut(model, values, {})
         self._places = {
-            (site, run): place
-            for place in self._cut.places
-            for site, run in place.facts["places"]
-            if place.chain
+            (site, run): place for place in self._cut.places for site, run in place.facts["places"] if place.chain
         }
         self._inputs = graph_inputs
 
@@ -418,9 +388,7 @@ class _Exact:
         return float(np.max(np.abs(value - found[differ]) / step - 0.5, initial=-math.inf))
 
 
-def _ends(
-    content: bytes, graph_inputs: Mapping[str, Array], outputs: Mapping[str, Array]
-) -> Iterator[OutputRow]:
+def _ends(content: bytes, graph_inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Iterator[OutputRow]:
     made = [_fed(_opened(content, reference), graph_inputs) for reference in (True, False)]
     for name, expected in outputs.items():
         levels = [level(expected, one.get(name)) for one in made]

@@ -212,9 +212,7 @@ def _sum(sign: int, call: Call) -> Array:
 def _leaky_relu(call: Call) -> Array:
     source = call.read(0)
     step = np.float64(source.step) / np.float64(call.output.step)
-    slope = np.float64(np.float32(source.step * np.float32(call.options.alpha))) / np.float64(
-        call.output.step
-    )
+    slope = np.float64(np.float32(source.step * np.float32(call.options.alpha))) / np.float64(call.output.step)
     kept, bent = (_times(call, source.centred, factor) for factor in (step, slope))
     return np.where(source.centred >= 0, kept, bent)
 

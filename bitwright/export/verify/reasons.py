@@ -129,11 +129,7 @@ FLOAT_REASONS: tuple[Reason, ...] = (
         bounded=True,
     ),
     Reason(lambda e: bool(e.ops & _SUMS) and e.found["float"].lsb <= MOST_LSB + SLACK, _ORDER, bounded=True),
-    Reason(
-        lambda e: bool(e.ops & _FUNCTIONS),
-        "the runtime approximates this function in its own way",
-        bounded=True,
-    ),
+    Reason(lambda e: bool(e.ops & _FUNCTIONS), "the runtime approximates this function in its own way", bounded=True),
 )
 INTEGER_REASONS: tuple[Reason, ...] = (
     Reason(lambda e: len(e.failures) == 2, "the runtime refused the model"),
@@ -173,8 +169,7 @@ INTEGER_REASONS: tuple[Reason, ...] = (
         "parts, or give its weight fewer bits",
     ),
     Reason(
-        lambda e: e.uses_integers and bool(e.ops & _PRODUCTS) and e.found["integer"].lsb > MOST_LSB + SLACK,
-        _SATURATES,
+        lambda e: e.uses_integers and bool(e.ops & _PRODUCTS) and e.found["integer"].lsb > MOST_LSB + SLACK, _SATURATES
     ),
     Reason(
         lambda e: e.uses_integers and e.found["integer"].lsb <= MOST_LSB + SLACK,

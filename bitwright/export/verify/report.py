@@ -175,9 +175,7 @@ class VerifyReport(Tabular):
         for title in (f"equal ({first})", "LSB", f"equal ({second})", "LSB", "note"):
             table.add_column(title, justify="right")
         for name, row in zip(names, self.rows, strict=True):
-            numbers = [
-                text for a in (row.as_float, row.as_integer) for text in (f"{a.equal:.3%}", f"{a.lsb:.3g}")
-            ]
+            numbers = [text for a in (row.as_float, row.as_integer) for text in (f"{a.equal:.3%}", f"{a.lsb:.3g}")]
             note = _VERDICTS[row.verdict]
             note += "" if row.reason is None else str(notes[row.reason])
             table.add_row(*map(Text, (name, " ".join(row.ops), row.kernel, *numbers, note)))
@@ -222,9 +220,7 @@ class VerifyReport(Tabular):
         )
         rows = [
             (row.site, row.run, " ".join(row.ops), row.kernel)
-            + tuple(
-                text for a in (row.as_float, row.as_integer) for text in (f"{a.equal:.3%}", f"{a.lsb:.3g}")
-            )
+            + tuple(text for a in (row.as_float, row.as_integer) for text in (f"{a.equal:.3%}", f"{a.lsb:.3g}"))
             + (row.verdict, row.reason or "")
             for row in self.rows
         ]
@@ -364,21 +360,14 @@ def _check_inputs(model: ir.Model, graph_inputs: Mapping[str, Array]) -> None:
         name = str(value.name)
         if name not in graph_inputs and not value.is_initializer():
             near = close_matches(name, graph_inputs)
-            raise ExportError(
-                name, f"no value was given for this graph input{near}", "add it to graph_inputs"
-            )
+            raise ExportError(name, f"no value was given for this graph input{near}", "add it to graph_inputs")
 
 
 # ------------------------------------------------------------------------------------------------ comparisons
 
 
 def _compare_part(
-    cut: Cut,
-    part: ir.Model,
-    places: list[Place],
-    feeds: Mapping[str, Array],
-    failures: dict[Mode, str],
-    runtime: str,
+    cut: Cut, part: ir.Model, places: list[Place], feeds: Mapping[str, Array], failures: dict[Mode, str], runtime: str
 ) -> dict[Place, list[Row]]:
     """The rows of the places that one part computes; adds to ``failures`` what the runtime refuses."""
     results: dict[Mode, dict[str, Array]] = {}
@@ -538,9 +527,7 @@ def _stored_value(node: ir.Node) -> tuple[Array, Array | None]:
     if parts is not None:
         codes, zero, factor = map(_initializer, parts)
         assert codes is not None and factor is not None
-        return (codes.astype(np.float32) - (0.0 if zero is None else zero)).astype(
-            np.float32
-        ) * factor, factor
+        return (codes.astype(np.float32) - (0.0 if zero is None else zero)).astype(np.float32) * factor, factor
     if node.op_type != "DequantizeLinear":
         maker = node.inputs[0].producer() if node.inputs[0] is not None else None
         if maker is not None:

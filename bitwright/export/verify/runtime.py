@@ -135,19 +135,13 @@ def _takes_exact_sums(model: ir.Model) -> bool:
 
 def _per_block(node: ir.Node) -> bool:
     codes = node.inputs[0]
-    return (
-        codes is not None and codes.dtype == ir.DataType.INT8 and node.attributes.get_int("block_size", 0) > 0
-    )
+    return codes is not None and codes.dtype == ir.DataType.INT8 and node.attributes.get_int("block_size", 0) > 0
 
 
 def _dequantized_codes(model: ir.Model) -> Iterator[tuple[ir.Node, set[ir.Value]]]:
     """``(DequantizeLinear, its codes and zero points)`` where these are initializers."""
     for node in model.graph.all_nodes():
-        if (
-            node.op_type == "DequantizeLinear"
-            and node.inputs[0] is not None
-            and node.inputs[0].is_initializer()
-        ):
+        if node.op_type == "DequantizeLinear" and node.inputs[0] is not None and node.inputs[0].is_initializer():
             yield node, {value for i, value in enumerate(node.inputs) if i != 1 and value is not None}
 
 
@@ -193,9 +187,7 @@ def _become_unsigned(graph: ir.Graph, node: ir.Node) -> None:
         held = np.zeros(shape.const_value.shape.numpy(), np.int8) if value is None else _array(value)
         name = f"{node.outputs[0].name}/unsigned/{i}"
         tensor = ir.tensor((held.astype(np.int16) + 128).astype(np.uint8), name=name)
-        own = ir.Value(
-            name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(held.shape), const_value=tensor
-        )
+        own = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(held.shape), const_value=tensor)
         graph.register_initializer(own)
         node.resize_inputs(max(len(node.inputs), i + 1))
         node.replace_input_with(i, own)
@@ -209,19 +201,13 @@ def _array(value: ir.Value) -> Array:
 def _own(graph: ir.Graph, value: ir.Value | None, reader: str) -> ir.Value | None:
     if value is None or not value.is_initializer():
         return value
-    own = ir.Value(
-        name=f"{reader}/{value.name}", type=value.type, shape=value.shape, const_value=value.const_value
-    )
+    own = ir.Value(name=f"{reader}/{value.name}", type=value.type, shape=value.shape, const_value=value.const_value)
     graph.register_initializer(own)
     return own
 
 
 def _session(
-    model: ir.Model,
-    mode: Mode,
-    types: dict[str, str] | None,
-    entries: Mapping[str, str],
-    optimized_graph: bool,
+    model: ir.Model, mode: Mode, types: dict[str, str] | None, entries: Mapping[str, str], optimized_graph: bool
 ) -> Any:
     import onnxruntime as ort
 
@@ -260,9 +246,7 @@ def inference_session(model: ir.Model, source: bytes | str, options: Any, provid
     except refusals():
         if all(node.op_type != "If" for node in model.graph.all_nodes()):
             raise
-        return ort.InferenceSession(
-            source, options, providers=providers, disabled_optimizers=["ConstantFolding"]
-        )
+        return ort.InferenceSession(source, options, providers=providers, disabled_optimizers=["ConstantFolding"])
 
 
 def _source(model: ir.Model, path: Path) -> bytes | str:

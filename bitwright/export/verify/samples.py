@@ -23,10 +23,7 @@ Array = NDArray[Any]
 
 
 def write_samples(
-    path: Path,
-    sites: Mapping[str, Sequence[Array]],
-    inputs: Mapping[str, Array],
-    outputs: Mapping[str, Array],
+    path: Path, sites: Mapping[str, Sequence[Array]], inputs: Mapping[str, Array], outputs: Mapping[str, Array]
 ) -> None:
     """Write a compressed ``.npz``: ``site/<i>/<name>``, ``input/<name>``, ``output/<name>``.
 
@@ -54,9 +51,7 @@ def plain(array: Array) -> Array:
     return found.astype(np.str_) if found.dtype == object else found
 
 
-def read_samples(
-    path: str | os.PathLike[str],
-) -> tuple[dict[str, list[Array]], dict[str, Array], dict[str, Array]]:
+def read_samples(path: str | os.PathLike[str]) -> tuple[dict[str, list[Array]], dict[str, Array], dict[str, Array]]:
     """``(sites, inputs, outputs)`` of :func:`write_samples`.
 
     Raises:

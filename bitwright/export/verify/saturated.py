@@ -84,6 +84,4 @@ def sums_saturate() -> bool:
 
 def _constant(name: str, array: Any) -> ir.Value:
     tensor = ir.tensor(np.asarray(array), name=name)
-    return ir.Value(
-        name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(np.shape(array)), const_value=tensor
-    )
+    return ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(np.shape(array)), const_value=tensor)

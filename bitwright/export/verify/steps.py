@@ -109,9 +109,7 @@ class _Layer:
         state, ends = self.states[index], self.ends
         length, batch, _ = state.shape
         steps, rows = np.arange(length)[:, None], np.arange(batch)[None]
-        source = (
-            steps + 1 if self.reverse else np.minimum(steps, ends) - 1
-        )  # an ended sequence keeps its state
+        source = steps + 1 if self.reverse else np.minimum(steps, ends) - 1  # an ended sequence keeps its state
         first = source >= ends if self.reverse else source < 0
         return state[np.clip(source, 0, length - 1), rows], first[..., None]
 
@@ -208,10 +206,7 @@ class _Put:
         assert initial is not None
         dtype, place, name = initial.dtype or ir.DataType.FLOAT, before(self.scan), str(initial.name)
         states, first = layer.before_steps(index)
-        given = [
-            self.feed(f"{name}_first", first, ir.DataType.BOOL),
-            self.feed(f"{name}_steps", states, dtype),
-        ]
+        given = [self.feed(f"{name}_first", first, ir.DataType.BOOL), self.feed(f"{name}_steps", states, dtype)]
         joined = self.builder.emit(place, "Where", [given[0], initial, given[1]], f"{name}_all_steps", dtype)
         joined.shape = ir.Shape(states.shape)
         return self.reshape(joined, (1, -1, states.shape[-1]))
@@ -290,9 +285,7 @@ def _read(value: ir.Value) -> ir.Value | None:
 
 def _pooled(pools: Sequence[ir.Node], array: Array, opset: int) -> Array:
     """What ``pools`` make of ``array``, one after the other."""
-    given = ir.Value(
-        name="x", type=ir.TensorType(ir.DataType.from_numpy(array.dtype)), shape=ir.Shape(array.shape)
-    )
+    given = ir.Value(name="x", type=ir.TensorType(ir.DataType.from_numpy(array.dtype)), shape=ir.Shape(array.shape))
     nodes: list[ir.Node] = []
     for pool in pools:
         read = nodes[-1].outputs[0] if nodes else given

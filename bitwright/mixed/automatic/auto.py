@@ -18,25 +18,8 @@ from bitwright.export.files.atomic import atomic_write, check_stem
 from bitwright.export.targets import DEFAULT_TARGET, find_target
 from bitwright.mixed.automatic.executors import find_executor
 from bitwright.mixed.automatic.ladder import FIRST, Trial, waves
-from bitwright.mixed.automatic.shown import (
-    Show,
-    TrialRow,
-    cells,
-    front,
-    growing_table,
-    head,
-    quality,
-    write_trials,
-)
-from bitwright.mixed.automatic.trials import (
-    Job,
-    claim,
-    identity,
-    read_kept,
-    read_trial,
-    remove_partial,
-    simulate,
-)
+from bitwright.mixed.automatic.shown import Show, TrialRow, cells, front, growing_table, head, quality, write_trials
+from bitwright.mixed.automatic.trials import Job, claim, identity, read_kept, read_trial, remove_partial, simulate
 from bitwright.mixed.choosing.costs import COSTS, check_cost, check_rows, table_of_times, timed
 from bitwright.mixed.search.explorer import INTERRUPTED
 from bitwright.mixed.search.search import _batches, check_options
@@ -201,9 +184,7 @@ def auto_quantize(
 class _Auto:
     """One search."""
 
-    def __init__(
-        self, job: Job, begin: float, deadline: float | None, trials: Sequence[Trial] | None
-    ) -> None:
+    def __init__(self, job: Job, begin: float, deadline: float | None, trials: Sequence[Trial] | None) -> None:
         self._job, self._begin, self._deadline, self._given = job, begin, deadline, trials
         self.order: list[str] = []
         self.reports: dict[str, dict[str, Any]] = {}
@@ -224,9 +205,7 @@ class _Auto:
         try:
             self._note_float()
             for first in self._waves():
-                self._wave(
-                    [attempt for trial in first for attempt in self._attempts(trial)], executor, workers, show
-                )
+                self._wave([attempt for trial in first for attempt in self._attempts(trial)], executor, workers, show)
                 if self._ended:
                     self.reason = self._why_ended()
                     return
@@ -281,11 +260,7 @@ class _Auto:
         return told
 
     def _late(self) -> bool:
-        return (
-            self._deadline is not None
-            and bool(self.reports)
-            and time.monotonic() - self._begin > self._deadline
-        )
+        return self._deadline is not None and bool(self.reports) and time.monotonic() - self._begin > self._deadline
 
     def _note_float(self) -> None:
         """The float model's numbers, read from disk where an earlier call measured them."""
@@ -364,9 +339,7 @@ class _Auto:
         good = sorted((n for n in names if self._good(n)), key=lambda n: (-self._quietness(n), n))
         passed = list(itertools.takewhile(self._borne_out, good))
         return min(
-            passed,
-            key=lambda n: (self.reports[n]["costs"][cost], self.reports[n]["costs"][other], n),
-            default=None,
+            passed, key=lambda n: (self.reports[n]["costs"][cost], self.reports[n]["costs"][other], n), default=None
         )
 
     def _quietness(self, name: str) -> float:
@@ -412,9 +385,7 @@ class _Auto:
             self._job.options["cost"], self._job,
         )  # fmt: skip
 
-    def _why_float(
-        self, rows: Sequence[TrialRow], tried: Sequence[TrialRow], nearest: TrialRow | None
-    ) -> str:
+    def _why_float(self, rows: Sequence[TrialRow], tried: Sequence[TrialRow], nearest: TrialRow | None) -> str:
         if not rows:
             return "no trial has finished, so the float model is what remains"
         if not tried:
@@ -440,14 +411,10 @@ def _checked(trials: Sequence[Trial]) -> list[Trial]:
     if not names:
         raise ConfigError("trials", "the list is empty", "leave it out, and the search chooses them")
     if repeated := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(
-            "trials", f"{min(repeated)} stands there twice", "give each trial a name of its own"
-        )
+        raise ConfigError("trials", f"{min(repeated)} stands there twice", "give each trial a name of its own")
     return list(trials)
 
 
 def _trial(given: Mapping[str, Any]) -> Trial:
     recipe = given["recipe"]
-    return Trial(
-        **{**given, "recipe": None if recipe is None else tuple(recipe), "mixed": tuple(given["mixed"])}
-    )
+    return Trial(**{**given, "recipe": None if recipe is None else tuple(recipe), "mixed": tuple(given["mixed"])})

@@ -104,9 +104,7 @@ def on_ray(job: Job, trials: Iterable[Trial], workers: int) -> Iterator[Trial]:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            "executor", "Ray is not installed", "pip install ray, or use executor='local'"
-        ) from error
+        raise ConfigError("executor", "Ray is not installed", "pip install ray, or use executor='local'") from error
     own = not ray.is_initialized()
     if own:
         ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, configure_logging=False)
@@ -146,9 +144,7 @@ def find_executor(name: str, workers: int) -> Executor:
     """
     if name not in EXECUTORS:
         raise ConfigError(
-            "executor",
-            f"there is no executor {name!r}{close_matches(str(name), EXECUTORS)}",
-            "use local or ray",
+            "executor", f"there is no executor {name!r}{close_matches(str(name), EXECUTORS)}", "use local or ray"
         )
     if not isinstance(workers, int) or workers < 1:
         raise ConfigError("workers", f"{workers!r} is not a number of processes", "use 1 or more")

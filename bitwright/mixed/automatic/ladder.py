@@ -35,13 +35,10 @@ class Trial:
 FIRST = Trial("w8a8-fast", "w8a8", recipe=("fold",), why="nearest rounding: the fastest answer")
 
 _RANGES = tuple(
-    Trial(f"w8a8-{scheme}", "w8a8", scheme, ("fold",), why=f"ranges by {scheme}")
-    for scheme in ("mse", "percentile")
+    Trial(f"w8a8-{scheme}", "w8a8", scheme, ("fold",), why=f"ranges by {scheme}") for scheme in ("mse", "percentile")
 )
 _PRESETS = ("w8a8", "w8a16", "w4a8", "w4a16")
-_RECIPES = tuple(
-    Trial(f"{preset}-recipe", preset, why=f"the default recipe of {preset}") for preset in _PRESETS
-)
+_RECIPES = tuple(Trial(f"{preset}-recipe", preset, why=f"the default recipe of {preset}") for preset in _PRESETS)
 _MIXED = Trial("mixed", "w8a16", mixed=_PRESETS, why="a precision for every layer")
 
 # Cause that the analysis of the first trial found -> recipe that is made for it.
@@ -73,10 +70,7 @@ def waves(causes: Iterable[str], presets: Sequence[str] = _PRESETS) -> list[list
             recipes.setdefault(_DIRECTED[cause], cause)
     directed = [
         Trial(
-            f"w8a8-{'-'.join(recipe[1:])}",
-            "w8a8",
-            recipe=recipe,
-            why=f"the analysis found {cause.replace('_', ' ')}",
+            f"w8a8-{'-'.join(recipe[1:])}", "w8a8", recipe=recipe, why=f"the analysis found {cause.replace('_', ' ')}"
         )
         for recipe, cause in recipes.items()
     ]

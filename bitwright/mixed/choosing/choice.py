@@ -199,9 +199,7 @@ class _Pairs:
     def links(self) -> Iterable[Floats]:
         """Rows that are zero where columns of pairs add up to those of the groups."""
         n = len(self._at)
-        sides = [
-            (pair, side, group) for pair in self._pairs for side, group in zip((2, 3), pair, strict=True)
-        ]
+        sides = [(pair, side, group) for pair in self._pairs for side, group in zip((2, 3), pair, strict=True)]
         for pair, side, group in sides:
             for candidate in self._groups[group]:
                 row = np.zeros(n + len(self.at))

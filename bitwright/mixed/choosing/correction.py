@@ -87,9 +87,7 @@ class Correction:
         )
 
     @staticmethod
-    def _slopes(
-        base: Floats, theta: Floats, at: NDArray[np.int64], together: Floats
-    ) -> tuple[Floats, Floats]:
+    def _slopes(base: Floats, theta: Floats, at: NDArray[np.int64], together: Floats) -> tuple[Floats, Floats]:
         """Derivatives of the logarithm of each sum by the logarithms of the factors, and the logarithms themselves."""
         groups, candidates = base.shape
         which = np.arange(groups)

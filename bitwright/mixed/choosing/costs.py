@@ -109,9 +109,7 @@ def weight_bytes(bits: Bits) -> Cost:
     """Bytes of all parameters: weights at their bits, everything else as float32. Scales are not counted."""
     graph: Graph = bits.sim.graph
     table = np.zeros((1, len(bits.groups), len(bits.candidates)))
-    params = {
-        v.name: size(graph, v.name) for v in graph.values.values() if v.param is not None and v.is_float
-    }
+    params = {v.name: size(graph, v.name) for v in graph.values.values() if v.param is not None and v.is_float}
     left = dict(params)
     for site in bits.sim.quantizers.values():
         if not site.is_stored or site.value not in left:
@@ -183,17 +181,13 @@ def _present_milliseconds(sim: Any, kernels: Mapping[str, Mapping[int, Site]], t
     groups = find_groups(sim, candidates, tied=True, which=_computes)
     asked = operands(sim, lambda site: site.role != "bias")
     choice = [
-        _present(group.layers[0], kernels[group.layers[0]], asked[group.layers[0]], candidates)
-        if group.layers
-        else 0
+        _present(group.layers[0], kernels[group.layers[0]], asked[group.layers[0]], candidates) if group.layers else 0
         for group in groups
     ]
     return milliseconds(Bits(sim, groups, candidates, {}), times).of(choice)
 
 
-def _present(
-    layer: str, sites: Mapping[int, Site], asked: Mapping[int, Site], candidates: Sequence[Candidate]
-) -> int:
+def _present(layer: str, sites: Mapping[int, Site], asked: Mapping[int, Site], candidates: Sequence[Candidate]) -> int:
     """The place of the candidate that a layer is at; ``asked`` has those of its ``sites`` that work and those left in float."""
     weight = next((bits_of(s.spec) for s in sites.values() if s.is_stored), None)
     read = sorted((s for s in sites.values() if not s.is_stored), key=lambda s: s.inner is not None)
@@ -332,9 +326,7 @@ def check_rows(times: Mapping[str, Any], graph: Graph, chosen: set[str] | None =
         )
     unused = [key for key in rows if chosen is not None and key in layers - chosen]
     if unused:
-        logger.info(
-            "times of %s count nothing: no choice changes these layers", some_of([str(k) for k in unused])
-        )
+        logger.info("times of %s count nothing: no choice changes these layers", some_of([str(k) for k in unused]))
 
 
 def _no_times(missing: Mapping[str, Sequence[str]], candidates: Sequence[str]) -> ConfigError:
@@ -343,9 +335,7 @@ def _no_times(missing: Mapping[str, Sequence[str]], candidates: Sequence[str]) -
     row = "{" + ", ".join(f'"{name}": ...' for name in candidates) + "}"
     rows = ", ".join(f'"{kind}": {row}' for kind in missing)
     return ConfigError(
-        "times",
-        f"the table has no row for {told}",
-        f"add a row for each layer, or for its operator type: {rows}",
+        "times", f"the table has no row for {told}", f"add a row for each layer, or for its operator type: {rows}"
     )
 
 
@@ -377,9 +367,7 @@ def _on_grid(graph: Graph, layer: str, owner: Mapping[str, int]) -> str | None:
     return value
 
 
-def _extra(
-    candidates: Sequence[Candidate], kernel: Mapping[str, float], reads: Mapping[str, float]
-) -> Floats:
+def _extra(candidates: Sequence[Candidate], kernel: Mapping[str, float], reads: Mapping[str, float]) -> Floats:
     """``[candidates of the layer, candidates of its reader]``, milliseconds."""
     by_bits = {c.bits: c.name for c in candidates}
     extra = np.zeros((len(candidates), len(candidates)))
@@ -433,15 +421,11 @@ def check_cost(name: str, times: Any) -> None:
     """
     if name not in COSTS:
         raise ConfigError(
-            "cost",
-            f"there is no cost {name!r}{close_matches(str(name), COSTS)}",
-            f"use {', '.join(COSTS)}",
+            "cost", f"there is no cost {name!r}{close_matches(str(name), COSTS)}", f"use {', '.join(COSTS)}"
         )
     if name == "ms" and times is None:
         raise ConfigError(
-            "cost",
-            "milliseconds are wanted and times is None",
-            "pass times=..., a table or the path of one as JSON",
+            "cost", "milliseconds are wanted and times is None", "pass times=..., a table or the path of one as JSON"
         )
 
 

@@ -96,9 +96,7 @@ class Interactions:
             self.correction.estimate[group, c] += noise
         return (group,)
 
-    def _together(
-        self, choice: Choice, one: Sequence[int], other: Sequence[int], noise: float
-    ) -> tuple[int, ...]:
+    def _together(self, choice: Choice, one: Sequence[int], other: Sequence[int], noise: float) -> tuple[int, ...]:
         """Two groups make noise together, also at candidates that are coarser still."""
         first, second = self._of(choice, one), self._of(choice, other)
         size = len(self.candidates)

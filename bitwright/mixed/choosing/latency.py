@@ -95,9 +95,7 @@ def _measured(
         stack.callback(library.restore)
         files = {}
         for c, candidate in enumerate(candidates):
-            able = [
-                c if c in g.candidates else best if best in g.candidates else g.candidates[-1] for g in groups
-            ]
+            able = [c if c in g.candidates else best if best in g.candidates else g.candidates[-1] for g in groups]
             library.apply(able)
             files[candidate.name] = sim.export(Path(folder, str(c)), "timed", samples=False).qdq
         layers = {layer for group in groups for layer in group.layers}
@@ -108,9 +106,7 @@ def _plain(found: Mapping[str, LayerTimes]) -> dict[str, Any]:
     names = next(iter(found.values())).layers
     return {
         "layers": {layer: {c: times.layers[layer] for c, times in found.items()} for layer in names},
-        "conversions": {
-            layer: {c: times.conversions[layer] for c, times in found.items()} for layer in names
-        },
+        "conversions": {layer: {c: times.conversions[layer] for c, times in found.items()} for layer in names},
         "fixed": min(times.rest for times in found.values()),
         "whole": {c: times.whole for c, times in found.items()},
     }
@@ -138,8 +134,6 @@ def _kept(path: Path, mine: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in mine.items():
         if theirs.get(key) != value:
             raise ConfigError(
-                str(path),
-                f"its times are of another {key}: {theirs.get(key)}, and here it is {value}",
-                remedy,
+                str(path), f"its times are of another {key}: {theirs.get(key)}, and here it is {value}", remedy
             )
     return found

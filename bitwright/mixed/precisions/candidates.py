@@ -55,9 +55,7 @@ def as_candidates(given: str | Preset | Iterable[Any]) -> tuple[Candidate, ...]:
     found = [_candidate(item) for item in given]
     names = [c.name for c in found]
     if not found:
-        raise ConfigError(
-            "candidates", "the list is empty", 'pass presets, for example ["w8a8", "w8a16", "w4a8"]'
-        )
+        raise ConfigError("candidates", "the list is empty", 'pass presets, for example ["w8a8", "w8a16", "w4a8"]')
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ConfigError("candidates", f"{min(repeated)} stands there twice", "name each candidate once")
     return tuple(found)
@@ -92,9 +90,7 @@ def _format(bits: int, kind: Any) -> str:
 
 
 def _activation(name: str) -> QuantSpec:
-    return (
-        activation_spec(f"u{name}") if name.startswith("int") else activation_spec(name, symmetry="symmetric")
-    )
+    return activation_spec(f"u{name}") if name.startswith("int") else activation_spec(name, symmetry="symmetric")
 
 
 def spec_at(planned: QuantSpec, wanted: QuantSpec) -> QuantSpec:
@@ -117,18 +113,14 @@ def spec_at(planned: QuantSpec, wanted: QuantSpec) -> QuantSpec:
 
 def coarser(one: Candidate, other: Candidate) -> bool:
     """Whether ``one`` cannot be more precise than ``other``: integers of no more bits, in weights and in activations."""
-    return (
-        one != other and _no_finer(one.weight, other.weight) and _no_finer(one.activation, other.activation)
-    )
+    return one != other and _no_finer(one.weight, other.weight) and _no_finer(one.activation, other.activation)
 
 
 def _no_finer(one: QuantSpec | None, other: QuantSpec | None) -> bool:
     if one is None or other is None:
         return other is None
     integers = isinstance(one.format, IntFormat) and isinstance(other.format, IntFormat)
-    return one == other or (
-        integers and one.granularity == other.granularity and one.format.bits <= other.format.bits
-    )
+    return one == other or (integers and one.granularity == other.granularity and one.format.bits <= other.format.bits)
 
 
 def highest(candidates: Sequence[Candidate]) -> int:

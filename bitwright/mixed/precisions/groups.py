@@ -98,9 +98,7 @@ def operands(sim: Any, which: Callable[[Site], bool] = can_change) -> dict[str, 
         held = {site.value for site in mine}
         return [*mine, *(on_grid[v] for _, v in op.sources() if v in on_grid and v not in held)]
 
-    found = {
-        op.name: {id(site.quantizer): site for site in read(op)} for op in filter(_has_kernel, graph.ops)
-    }
+    found = {op.name: {id(site.quantizer): site for site in read(op)} for op in filter(_has_kernel, graph.ops)}
     return {name: sites for name, sites in found.items() if sites}
 
 
@@ -262,9 +260,7 @@ def _name(graph: Graph, layers: Sequence[str]) -> str:
     return next(iter([*computing, *layers]), "")
 
 
-def _refused(
-    graph: Graph, layers: Sequence[str], candidates: Sequence[Candidate], allowed: Any
-) -> dict[str, str]:
+def _refused(graph: Graph, layers: Sequence[str], candidates: Sequence[Candidate], allowed: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for candidate in candidates if allowed is not None else ():
         for name in layers:

@@ -247,14 +247,8 @@ def ruin(subject: Subject) -> None:
     """Make grids so coarse that the outputs are noise: what a metric has to notice."""
     for site in {id(s.quantizer): s for s in subject.sites.values()}.values():
         quantizer = site.quantizer
-        if (
-            quantizer.enabled
-            and quantizer.encoding is not None
-            and site.role in ("input", "output", "weight")
-        ):
-            quantizer.encoding = replace(
-                quantizer.encoding, scale=quantizer.encoding.scale * np.float32(_COARSER)
-            )
+        if quantizer.enabled and quantizer.encoding is not None and site.role in ("input", "output", "weight"):
+            quantizer.encoding = replace(quantizer.encoding, scale=quantizer.encoding.scale * np.float32(_COARSER))
 
 
 class _NoRange(Exception):
@@ -316,9 +310,7 @@ def _by_quantizer(made: Mapping[str, float], sites: Mapping[str, Site]) -> dict[
     return found
 
 
-def noise_table(
-    library: Library, batches: Sequence[Any], *, samples: int, seed: int
-) -> tuple[Floats, tuple[str, ...]]:
+def noise_table(library: Library, batches: Sequence[Any], *, samples: int, seed: int) -> tuple[Floats, tuple[str, ...]]:
     """Noise that each group makes in the outputs at each candidate.
 
     Returns:

@@ -135,9 +135,7 @@ class _Requests:
             text = f"{site}: {known.reason} asks for {known.format.name}, {reason} for {format.name}"
             if self.strict:
                 raise ConfigError(
-                    site,
-                    text.partition(": ")[2],
-                    "ask for one precision, or pass strict=False to have the larger",
+                    site, text.partition(": ")[2], "ask for one precision, or pass strict=False to have the larger"
                 )
             self.compromises.append(f"{text}; it has the larger")
             if known.format.bits >= format.bits:
@@ -228,16 +226,12 @@ def _format(text: str | None) -> Format:
 def _reconcile(state: _Requests, asked: Sequence[Op]) -> None:
     """Raise what the target has no kernel for, until nothing changes: bits only grow."""
     rules, ops = state.sim.rules, {op.name: op for op in asked}
-    touched = {
-        op.name: op for op in state.sim.graph.ops if set(state.reads(op, weights=False)) & state.wishes.keys()
-    }
+    touched = {op.name: op for op in state.sim.graph.ops if set(state.reads(op, weights=False)) & state.wishes.keys()}
     changed = bool(rules.kernels)
     while changed:
         changed = False
         for op in {**touched, **ops}.values():
-            changed = (
-                _meet(state, op, rules.kernels.get(op.type, rules.kernels.get("defaults", ()))) or changed
-            )
+            changed = _meet(state, op, rules.kernels.get(op.type, rules.kernels.get("defaults", ()))) or changed
 
 
 def _meet(state: _Requests, op: Op, kernels: Sequence[Kernel]) -> bool:
@@ -249,9 +243,7 @@ def _meet(state: _Requests, op: Op, kernels: Sequence[Kernel]) -> bool:
     able = [k for k in kernels if _enough(k.activation, a) and _enough(k.weight, w)]
     if any(_exact(k.activation, a) and _exact(k.weight, w) for k in able):
         return False
-    problem = f"the target has no kernel of {op.type} for {a}-bit activations" + (
-        f" and {w}-bit weights" if w else ""
-    )
+    problem = f"the target has no kernel of {op.type} for {a}-bit activations" + (f" and {w}-bit weights" if w else "")
     if state.strict or not able:
         raise ConfigError(
             op.name, problem, f"ask for one of: {'; '.join(map(str, kernels))}" + ("" if not able else ", or pass strict=False")

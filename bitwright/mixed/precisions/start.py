@@ -21,9 +21,7 @@ def simulation_of(model: Any, batches: Sequence[Any], candidate: Candidate, conf
     if hasattr(model, "quantizers") and hasattr(model, "remember"):
         if config_file is not None:
             raise ConfigError(
-                "config_file",
-                "the simulation has its rules already",
-                "pass it to the simulation, or the model here",
+                "config_file", "the simulation has its rules already", "pass it to the simulation, or the model here"
             )
         return model
     preset = Preset(candidate.weight, candidate.activation)

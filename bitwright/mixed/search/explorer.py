@@ -82,10 +82,7 @@ class Explorer:
         self.costs: dict[str, Cost] = all_costs(Bits(sim, self.groups, candidates, least), kernels, times, ())
         self._times = times
         self.knapsack = Knapsack(
-            [g.candidates for g in self.groups],
-            self.costs,
-            ties(self.groups),
-            [c.activation for c in candidates],
+            [g.candidates for g in self.groups], self.costs, ties(self.groups), [c.activation for c in candidates]
         )
         self._trusted, self._before = False, self._noise.runs
         self._fits: bool | None = None
@@ -135,9 +132,7 @@ class Explorer:
             self._fits = found <= alone
             if self._fits:
                 return found
-            self.notes.append(
-                "weights are rounded one layer at a time: making up for earlier layers did not help"
-            )
+            self.notes.append("weights are rounded one layer at a time: making up for earlier layers did not help")
         self.set(choice)
         return self.measure()
 
@@ -163,19 +158,13 @@ class Explorer:
         Raises:
             ConfigError: an unknown cost, or less than the cheapest choice needs.
         """
-        given = (
-            {} if budget is None else dict(budget) if isinstance(budget, Mapping) else {cost: float(budget)}
-        )
+        given = {} if budget is None else dict(budget) if isinstance(budget, Mapping) else {cost: float(budget)}
         if {cost, *given} - self.costs.keys():
-            all_costs(
-                Bits(self._subject.sim, self.groups, self.candidates, {}), {}, self._times, [cost, *given]
-            )
+            all_costs(Bits(self._subject.sim, self.groups, self.candidates, {}), {}, self._times, [cost, *given])
         found: dict[str, float] = {}
         for name, most in given.items():
             known = self.costs[name]
-            dearest = known.of(
-                [max(g.candidates, key=lambda c: sum(self.candidates[c].bits)) for g in self.groups]
-            )
+            dearest = known.of([max(g.candidates, key=lambda c: sum(self.candidates[c].bits)) for g in self.groups])
             bound = most * dearest if most <= 1 else most
             self._check_room(name, bound, dearest, found)
             found[name] = bound
@@ -189,9 +178,7 @@ class Explorer:
         least = known.of(cheapest)
         if bound >= least * (1 - 1e-9):
             return
-        within = "".join(
-            f" within {other} of {most:.6g} {self.costs[other].unit}" for other, most in others.items()
-        )
+        within = "".join(f" within {other} of {most:.6g} {self.costs[other].unit}" for other, most in others.items())
         raise ConfigError(
             "budget",
             f"no choice of candidates fits {name} of {bound:.6g} {known.unit}{within}; the least possible is "
@@ -267,9 +254,7 @@ class Explorer:
         if goal.metric is not None and quiet:
             self._rate(point, goal, goal.metric)
         name = self._label(self._told(choice))
-        logger.info(
-            "%s: cost %.6g, SQNR %.1f dB, drop %.4g", name, point.cost, decibel(point.noise), point.drop
-        )
+        logger.info("%s: cost %.6g, SQNR %.1f dB, drop %.4g", name, point.cost, decibel(point.noise), point.drop)
         better = book.add(point)
         return better and (goal.good(point) or not goal.quality)
 
@@ -314,9 +299,7 @@ class Explorer:
             self.groups,
             points,
             next((p for p in points if p.chosen), None),
-            None
-            if metric is None
-            else {"name": metric.name, "float": metric.reference.mean, "better": metric.better},
+            None if metric is None else {"name": metric.name, "float": metric.reference.mean, "better": metric.better},
             interval,
             metric.evaluations if metric is not None else 0.0,
             time.monotonic() - self._begin,
@@ -361,8 +344,7 @@ class Explorer:
     def _alike(self, group: int, one: int, other: int) -> bool:
         """Whether two candidates make the same of a group at the same costs: tied weights cost what their inputs are too."""
         return self.library.same(group, one, other) and all(
-            np.array_equal(cost.table[:, group, one], cost.table[:, group, other])
-            for cost in self.costs.values()
+            np.array_equal(cost.table[:, group, one], cost.table[:, group, other]) for cost in self.costs.values()
         )
 
     def _label(self, choice: Choice) -> str:

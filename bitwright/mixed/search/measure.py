@@ -79,9 +79,7 @@ class Metric:
             self.better = "lower" if lower_is_better else "higher"
         rows = np.cumsum([0, *(rows_of(batch) for batch in data)])
         known = None if labels is None else np.asarray(labels)
-        self._labels = [
-            None if known is None else known[a:b] for a, b in zip(rows[:-1], rows[1:], strict=True)
-        ]
+        self._labels = [None if known is None else known[a:b] for a, b in zip(rows[:-1], rows[1:], strict=True)]
         self._wanted: list[Sequence[Array]] = []
         self.evaluations, self.seconds = 0.0, 0.0
         begin = time.perf_counter()
@@ -153,9 +151,7 @@ class Metric:
         """Whether what was seen so far rules out that the drop is allowed."""
         if self.allowed is None or values.size < 8:
             return False
-        found = compare(
-            self.reference.values[: values.size], values, confidence=1 - 2 * _DOUBT, better=self.better
-        )
+        found = compare(self.reference.values[: values.size], values, confidence=1 - 2 * _DOUBT, better=self.better)
         low, high = self._drop(found.high), self._drop(found.low)
         return min(low, high) > self.allowed
 
@@ -209,9 +205,7 @@ class Metric:
     def suspicious(self, score: Score, noise: float) -> bool:
         """Whether a score looks as if the metric did not read the model, or had the other direction."""
         same = np.array_equal(score.values, self.reference.values) and noise > 1e-4
-        return score.share == 1 and (
-            bool(same) or -self.drop(score) > 0.02 * max(abs(self.reference.mean), 1e-12)
-        )
+        return score.share == 1 and (bool(same) or -self.drop(score) > 0.02 * max(abs(self.reference.mean), 1e-12))
 
     def check_direction(self, score: Score, noise: float) -> None:
         """Refuse a metric that does not tell a model whose outputs are noise from the float model, or calls it better.
@@ -254,9 +248,7 @@ def _allowed(given: float | str | None, reference: float) -> float | None:
         found = -1.0
     if not np.isfinite(found) or found < 0:
         raise ConfigError(
-            "allowed_drop",
-            f"{given!r} is not a drop",
-            'write 0.01 in units of the metric, or "1%" of the float metric',
+            "allowed_drop", f"{given!r} is not a drop", 'write 0.01 in units of the metric, or "1%" of the float metric'
         )
     return found
 

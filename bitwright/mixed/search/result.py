@@ -129,15 +129,9 @@ class MixedPrecision(Tabular):
             lines.append(f"and {len(rows) - _SHOWN} more points")
         if self.interval is not None:
             lines.append(str(self.interval["text"]))
-        count = (
-            f"{len(rows)} points"
-            if self.metric is None
-            else f"{self.evaluations:.3g} evaluations of the metric"
-        )
+        count = f"{len(rows)} points" if self.metric is None else f"{self.evaluations:.3g} evaluations of the metric"
         lines.append(
-            f"{count} measured, {self.seconds:.1f} s"
-            if self.metric is None
-            else f"{count}, {self.seconds:.1f} s"
+            f"{count} measured, {self.seconds:.1f} s" if self.metric is None else f"{count}, {self.seconds:.1f} s"
         )
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
@@ -174,6 +168,5 @@ def decibel(noise: float) -> float:
 def alone(groups: Sequence[Group], names: Sequence[str], noise: Any) -> dict[str, dict[str, float]]:
     """SQNR in dB of each group alone at each of its candidates; ``noise`` is ``[groups, candidates]``."""
     return {
-        group.name: {names[c]: decibel(float(noise[i, c])) for c in group.candidates}
-        for i, group in enumerate(groups)
+        group.name: {names[c]: decibel(float(noise[i, c])) for c in group.candidates} for i, group in enumerate(groups)
     }

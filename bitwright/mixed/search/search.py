@@ -127,12 +127,7 @@ def _check_wish(budget: Any, allowed_drop: Any, min_sqnr: float | None) -> None:
 
 
 def check_options(
-    metric: Any,
-    allowed_drop: Any,
-    min_sqnr: float | None,
-    deadline: float | None,
-    confidence: float,
-    **of_metric: Any,
+    metric: Any, allowed_drop: Any, min_sqnr: float | None, deadline: float | None, confidence: float, **of_metric: Any
 ) -> None:
     """What a search is asked for, as far as it can be told before it begins.
 
@@ -147,14 +142,10 @@ def check_options(
     if deadline is not None and not deadline >= 0:
         raise ConfigError("deadline", f"{deadline} is not a time", "give seconds, or leave it out")
     if not 0 < confidence < 1:
-        raise ConfigError(
-            "confidence", f"{confidence} is not a share", "give 0.9, or another number between 0 and 1"
-        )
+        raise ConfigError("confidence", f"{confidence} is not a share", "give 0.9, or another number between 0 and 1")
     if allowed_drop is not None and metric is None:
         raise ConfigError(
-            "allowed_drop",
-            "there is no metric that could drop",
-            "pass metric=..., or min_sqnr=... in dB instead",
+            "allowed_drop", "there is no metric that could drop", "pass metric=..., or min_sqnr=... in dB instead"
         )
     given = [name for name, value in of_metric.items() if value is not None and value is not False]
     if metric is None and given:
@@ -199,9 +190,7 @@ def _batches(data: Iterable[Any]) -> list[Any]:
     batches = list(data)
     if not batches:
         raise CalibrationError(
-            "mixed_precision",
-            "the data held no batch",
-            "pass a non-empty list; a few hundred samples are enough",
+            "mixed_precision", "the data held no batch", "pass a non-empty list; a few hundred samples are enough"
         )
     return batches
 

@@ -41,9 +41,7 @@ def analyze_groups(
     return found
 
 
-def lower_in_order(
-    sim: Any, sensitivities: Mapping[tuple[str, str], float], accepts: Callable[[Any], bool]
-) -> Any:
+def lower_in_order(sim: Any, sensitivities: Mapping[tuple[str, str], float], accepts: Callable[[Any], bool]) -> Any:
     """Lower groups, the least sensitive first, while the result is accepted.
 
     Raises:

@@ -119,9 +119,7 @@ def _mean(model: ir.Model, value: ir.Value, axes: list[int], add: Any, names: Na
         return result
     name = names.value(f"{value.name}.axes")
     tensor = ir.tensor(np.array(axes, np.int64), name=name)
-    held = ir.Value(
-        name=name, const_value=tensor, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([len(axes)])
-    )
+    held = ir.Value(name=name, const_value=tensor, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([len(axes)]))
     model.graph.register_initializer(held)
     result = add("ReduceMean", [value, held], value, keepdims=1)
     return result

@@ -50,9 +50,7 @@ class _FoldingView(OnnxView):
     The nodes stay what they are. A product without an Add gets one when it is given a bias.
     """
 
-    def __init__(
-        self, model: Loaded, providers: Providers | None, shapes: dict[str, tuple[int, ...]] | None
-    ) -> None:
+    def __init__(self, model: Loaded, providers: Providers | None, shapes: dict[str, tuple[int, ...]] | None) -> None:
         super().__init__(model, providers, shapes)
         self.materialize(_computed_beside_norms(self._read().graph))
         self._adds: dict[str, Op | None] = {}  # product -> the Add after it

@@ -42,14 +42,10 @@ class OnnxOpened(Opened):
         self._given, self._providers = model, providers
         self.loaded = _loaded(model, function)
         specs = input_specs(self.loaded.model)
-        self.example = (
-            next(random_feeds(specs)) if dummy_input is None else as_feeds(dummy_input, specs, "dummy_input")
-        )
+        self.example = next(random_feeds(specs)) if dummy_input is None else as_feeds(dummy_input, specs, "dummy_input")
         self._folds_without_check = dummy_input is None
         self._shapes, outputs = run_measured(self.loaded.model, self.example, self._providers)
-        self._untold = (
-            frozenset(tensor_names(self.loaded.model)) - self._shapes.keys()
-        )  # of branches not taken
+        self._untold = frozenset(tensor_names(self.loaded.model)) - self._shapes.keys()  # of branches not taken
         self._before = [arrays_of(output) for output in outputs]
         self.view = self._view()
 
@@ -108,9 +104,7 @@ class OnnxFrontEnd(FrontEnd):
 
     knows_shapes = True
 
-    def open_model(
-        self, model: Model, shapes: Any, dummy_input: Any, function: str, providers: Any
-    ) -> OnnxOpened:
+    def open_model(self, model: Model, shapes: Any, dummy_input: Any, function: str, providers: Any) -> OnnxOpened:
         """As the base class says; ``shapes`` may be the example input.
 
         Raises:
@@ -163,9 +157,7 @@ class OnnxFrontEnd(FrontEnd):
         from bitwright.onnx.adapters.program import OnnxSimulation
 
         if forward_fn is not None:
-            raise ConfigError(
-                "forward_fn", "it is given for an ONNX model, which is called in one way", "leave it out"
-            )
+            raise ConfigError("forward_fn", "it is given for an ONNX model, which is called in one way", "leave it out")
         return OnnxSimulation(sim)
 
     def repairable(self, sim: QuantizationSimModel) -> OnnxRepairable:

@@ -107,11 +107,7 @@ class OnnxSimulation:
     def why_fixed(self, site: str) -> str | None:
         """Weights of the main graph can be written, also those that nodes compute from initializers."""
         known = site in self.sim.constants and site in self._markers
-        return (
-            None
-            if known
-            else "its weight is computed from the input, or belongs to a body of If, Loop or Scan"
-        )
+        return None if known else "its weight is computed from the input, or belongs to a body of If, Loop or Scan"
 
     def set_weight(self, site: str, value: Tensor) -> None:
         """Replace an initializer of the simulation's model."""
@@ -153,8 +149,7 @@ class OnnxSimulation:
             return torch.as_tensor(fake_quantize(x, encoding))
         shape = encoding.granularity.broadcast_shape(tuple(x.shape))
         lo, hi = (
-            torch.from_numpy(np.asarray(v, np.float32).reshape(shape)).to(x)
-            for v in (encoding.min, encoding.max)
+            torch.from_numpy(np.asarray(v, np.float32).reshape(shape)).to(x) for v in (encoding.min, encoding.max)
         )
         return _StraightThrough.apply(x, lambda t: torch.as_tensor(fake_quantize(t, encoding)), lo, hi)
 
@@ -168,9 +163,7 @@ class OnnxSimulation:
         first = self._program is None
         if self._program is None:
             self._program = self._build()
-        state = {
-            self._inputs[name]: to_tensor(array) for name, array in feeds.items() if name in self._inputs
-        }
+        state = {self._inputs[name]: to_tensor(array) for name, array in feeds.items() if name in self._inputs}
         if first:
             self._first = feeds
             self._check(self._program, state, feeds)
@@ -186,9 +179,7 @@ class OnnxSimulation:
         return program
 
     def _check(self, program: Program, inputs: State, feeds: Mapping[str, NDArray[Any]]) -> None:
-        whole = Program(
-            (*program.steps, Step("", program.outputs, (), lambda tensors: ())), program.constants, ()
-        )
+        whole = Program((*program.steps, Step("", program.outputs, (), lambda tensors: ())), program.constants, ())
         state = dict(inputs)
         run(whole, state, 0, len(program.steps))
         session = open_session(simulation_model(self.sim.marked, {}).model, self.sim.providers)
@@ -351,9 +342,7 @@ class _Ids:
 class _Ports:
     """A row of the table as a function of the inputs that are there."""
 
-    def __init__(
-        self, function: Callable[[Sequence[Any]], Sequence[Tensor]], ports: Sequence[int], size: int
-    ) -> None:
+    def __init__(self, function: Callable[[Sequence[Any]], Sequence[Tensor]], ports: Sequence[int], size: int) -> None:
         self._function, self._ports, self._size = function, tuple(ports), size
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -429,9 +418,7 @@ def _biases(sim: QuantizationSimModel) -> set[str]:
 
 def _constants_of(model: ir.Model) -> set[ir.Value]:
     """Initializers, and what markers and other nodes make of constants alone."""
-    known = {
-        v for v in model.graph.initializers.values() if v.const_value is not None and not v.is_graph_input()
-    }
+    known = {v for v in model.graph.initializers.values() if v.const_value is not None and not v.is_graph_input()}
     for node in model.graph:
         if node.inputs and all(v is None or v in known for v in node.inputs) and not node_has_graphs(node):
             known.update(node.outputs)

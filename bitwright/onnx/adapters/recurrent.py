@@ -16,18 +16,7 @@ from bitwright.algorithms.rounding.program import Quantize
 from bitwright.core.graph.recurrence import CELLS, Context, Variant, step, variant_of
 from bitwright.export.qdq.markers import DOMAIN
 from bitwright.export.recurrent.activations import Activation, layer_activations, unknown_activation
-from bitwright.export.recurrent.layers import (
-    INITIAL_C,
-    INITIAL_H,
-    LENGTHS,
-    PROJECTION,
-    B,
-    P,
-    R,
-    W,
-    X,
-    inner_sites,
-)
+from bitwright.export.recurrent.layers import INITIAL_C, INITIAL_H, LENGTHS, PROJECTION, B, P, R, W, X, inner_sites
 
 _FUNCTIONS: Mapping[str, Callable[[Tensor, Any, Any], Tensor]] = {
     "Relu": lambda x, *_: x.relu(),
@@ -98,9 +87,7 @@ class RecurrentLayer:
         """The same with every inner tensor that has a site given to ``quantize``."""
         return self._run(tensors, {name: partial(quantize, site) for name, site in self.sites.items()})
 
-    def _run(
-        self, tensors: Sequence[Tensor], inside: Mapping[str, Callable[[Tensor], Tensor]]
-    ) -> list[Tensor]:
+    def _run(self, tensors: Sequence[Tensor], inside: Mapping[str, Callable[[Tensor], Tensor]]) -> list[Tensor]:
         given: list[Any] = [None] * 9
         for port, tensor in zip(self.there, tensors, strict=True):
             given[port] = tensor
@@ -114,11 +101,7 @@ class RecurrentLayer:
         return [states[i].movedim(-2, 0) if self.batch_first else states[i] for i in self.outputs]
 
     def _scan(
-        self,
-        context: _Context,
-        entered: Mapping[str, Tensor],
-        state: tuple[Tensor, ...],
-        lengths: Tensor | None,
+        self, context: _Context, entered: Mapping[str, Tensor], state: tuple[Tensor, ...], lengths: Tensor | None
     ) -> list[Tensor]:
         """All hidden states ``[steps, 1, batch, hidden]`` and the last of every state ``[1, batch, hidden]``."""
         count = len(next(iter(entered.values())))

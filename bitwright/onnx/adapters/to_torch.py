@@ -33,11 +33,7 @@ def _with(function: Callable[..., Tensor], **defaults: Any) -> Row:
 
 def _padded(x: Tensor, pads: Sequence[int], value: float = 0.0) -> Tensor:
     n = len(pads) // 2
-    return (
-        F.pad(x, [p for i in reversed(range(n)) for p in (pads[i], pads[n + i])], value=value)
-        if any(pads)
-        else x
-    )
+    return F.pad(x, [p for i in reversed(range(n)) for p in (pads[i], pads[n + i])], value=value) if any(pads) else x
 
 
 def _conv(attrs: Attributes) -> Function:
@@ -61,8 +57,7 @@ def _conv_transpose(attrs: Attributes) -> Function:
         function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[n - 1]
         bias = inputs[2] if len(inputs) > 2 else None
         strides, dilations, extra = (
-            tuple(attrs.get(k, (d,) * n))
-            for k, d in (("strides", 1), ("dilations", 1), ("output_padding", 0))
+            tuple(attrs.get(k, (d,) * n)) for k, d in (("strides", 1), ("dilations", 1), ("output_padding", 0))
         )
         return [function(x, w, bias, strides, pads[:n], extra, int(attrs.get("group", 1)), dilations)]
 
@@ -163,9 +158,7 @@ def _transpose(attrs: Attributes) -> Function:
 def _slice(attrs: Attributes) -> Function | None:
     def run(inputs: Inputs) -> Sequence[Tensor]:
         x = inputs[0]
-        starts, ends = (
-            (inputs[i].tolist() for i in (1, 2)) if len(inputs) > 2 else (attrs["starts"], attrs["ends"])
-        )
+        starts, ends = (inputs[i].tolist() for i in (1, 2)) if len(inputs) > 2 else (attrs["starts"], attrs["ends"])
         axes = _axes(attrs, inputs, 3) or tuple(range(len(starts)))
         steps = inputs[4].tolist() if len(inputs) > 4 and inputs[4] is not None else [1] * len(starts)
         for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
@@ -219,9 +212,7 @@ def _pad(attrs: Attributes) -> Function:
     return run
 
 
-def _windows(
-    x: Tensor, attrs: Attributes
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _windows(x: Tensor, attrs: Attributes) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     kernel = tuple(attrs["kernel_shape"])
     ones = (1,) * len(kernel)
     return (
@@ -284,23 +275,12 @@ def _layer_norm(attrs: Attributes) -> Function:
     def run(inputs: Inputs) -> Sequence[Tensor]:
         axis = int(attrs.get("axis", -1))
         bias = inputs[2] if len(inputs) > 2 else None
-        return [
-            F.layer_norm(
-                inputs[0], inputs[0].shape[axis:], inputs[1], bias, float(attrs.get("epsilon", 1e-5))
-            )
-        ]
+        return [F.layer_norm(inputs[0], inputs[0].shape[axis:], inputs[1], bias, float(attrs.get("epsilon", 1e-5)))]
 
     return run
 
 
-_TYPES = {
-    1: torch.float32,
-    6: torch.int32,
-    7: torch.int64,
-    9: torch.bool,
-    10: torch.float16,
-    11: torch.float64,
-}
+_TYPES = {1: torch.float32, 6: torch.int32, 7: torch.int64, 9: torch.bool, 10: torch.float16, 11: torch.float64}
 
 
 def _cast(attrs: Attributes) -> Function:

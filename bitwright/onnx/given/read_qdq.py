@@ -38,14 +38,7 @@ from bitwright.export.qdq.nbits import restore_nbits
 from bitwright.export.qdq.products import join_again
 from bitwright.export.qdq.stored import transpose_encoding
 from bitwright.export.qdq.trace import moves_data
-from bitwright.onnx.given.grids import (
-    encoding_of,
-    fixed_number,
-    rank_of,
-    stored_constant,
-    unshifted,
-    written_grid,
-)
+from bitwright.onnx.given.grids import encoding_of, fixed_number, rank_of, stored_constant, unshifted, written_grid
 
 Array = NDArray[Any]
 
@@ -97,9 +90,7 @@ def take_quantizers(model: ir.Model) -> list[Given]:
     restore_lookups(model)
     refuse_integer_operators(model)
     join_again(model)
-    if not any(
-        _is(node, "QuantizeLinear", "DequantizeLinear") or _own(node) for node in model.graph.all_nodes()
-    ):
+    if not any(_is(node, "QuantizeLinear", "DequantizeLinear") or _own(node) for node in model.graph.all_nodes()):
         return []
     for node in model.graph.all_nodes():
         # of sites of the simulation that wrote it; here it is a loop like any other
@@ -122,9 +113,7 @@ def refuse_integer_operators(model: ir.Model) -> None:
         ModelError: with the name of the operator, and the form that can be read.
     """
     for node in model.graph.all_nodes():
-        form = _INTEGER_OPERATORS.get(
-            node.op_type, "operator" if node.op_type.startswith("QLinear") else None
-        )
+        form = _INTEGER_OPERATORS.get(node.op_type, "operator" if node.op_type.startswith("QLinear") else None)
         if form is not None and node.domain in _DOMAINS:
             problem, remedy = _FORMS[form]
             raise ModelError(
@@ -225,12 +214,7 @@ def _take_constants(model: ir.Model) -> list[_Taken]:
         codes = node.inputs[0] if _is(node, "DequantizeLinear") or _widens(node) else _folded_codes(node)
         last = _closing(node)
         result = last.outputs[0]
-        if (
-            codes is None
-            or codes.const_value is None
-            or not codes.is_initializer()
-            or result.is_graph_output()
-        ):
+        if codes is None or codes.const_value is None or not codes.is_initializer() or result.is_graph_output():
             continue
         key = (*node.inputs, *sorted((a.name, str(a.value)) for a in node.attributes.values()))
         if key not in twins:
@@ -274,9 +258,7 @@ def _initializer(model: ir.Model, name: str, array: Array, dtype: ir.DataType) -
     return value
 
 
-def _constant_readers(
-    value: ir.Value, encoding: Encoding, uses: Iterable[tuple[ir.Node, int]]
-) -> Iterator[_Taken]:
+def _constant_readers(value: ir.Value, encoding: Encoding, uses: Iterable[tuple[ir.Node, int]]) -> Iterator[_Taken]:
     """Who reads a constant, also after operators that only move it."""
     waiting = [(value, encoding, uses)]
     while waiting:
@@ -526,11 +508,7 @@ def _moved(node: ir.Node, encoding: Encoding) -> Encoding | None:
         value = node.inputs[0]
         rank = 0 if value is None or value.shape is None else len(value.shape)
         perm = node.attributes.get_ints("perm", tuple(reversed(range(rank))))
-        return (
-            transpose_encoding(encoding, perm)
-            if rank or isinstance(encoding.granularity, PerTensor)
-            else None
-        )
+        return transpose_encoding(encoding, perm) if rank or isinstance(encoding.granularity, PerTensor) else None
     simple = isinstance(encoding.granularity, PerTensor)
     return encoding if simple and node.op_type in ("Reshape", "Flatten", "Squeeze", "Unsqueeze") else None
 

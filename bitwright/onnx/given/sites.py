@@ -40,9 +40,7 @@ class Adopted:
         for name in self.unused:
             sites[name].enabled = False
         missing = [s for s in sites.values() if s.enabled and s.encoding is None]
-        others = (
-            f"; {len(self.unused)} other sites of the rules are in float, as there" if self.unused else ""
-        )
+        others = f"; {len(self.unused)} other sites of the rules are in float, as there" if self.unused else ""
         return (
             f"the model brought {len(self.encodings)} encodings with it, which are in effect and frozen{others}",
             all(site.quantizer.derived for site in missing),
@@ -99,9 +97,7 @@ class _Adopter:
         if one.value in self.made or self.graph.is_output(one.value):
             return False
         sites = [self.at.get(place) for place in one.readers]
-        return bool(sites) and all(
-            s is not None and s.value == one.value and s.role == "input" for s in sites
-        )
+        return bool(sites) and all(s is not None and s.value == one.value and s.role == "input" for s in sites)
 
     def _fits(self, bias: SitePlan, biases: Mapping[str, Encoding]) -> bool:
         """Whether the grid that follows for a bias is the one the model has."""
@@ -116,9 +112,7 @@ class _Adopter:
 
     def _take(self, site: SitePlan, one: Given) -> None:
         self.encodings[site.name] = one.encoding
-        self.sites[site.name] = replace(
-            site, spec=replace(fulfilled_by(site.spec, one.encoding), fixed_range=None)
-        )
+        self.sites[site.name] = replace(site, spec=replace(fulfilled_by(site.spec, one.encoding), fixed_range=None))
 
     def _output(self, one: Given) -> SitePlan:
         op = self.graph.producer(one.value)

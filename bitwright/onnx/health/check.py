@@ -50,9 +50,7 @@ _NOTES = 16
 _CARRIES = frozenset((*TRAITS["one_element"], "Flatten", "Transpose", "Expand", "Slice", "Concat"))
 
 
-def check_health(
-    model: Source, data: Any, providers: Providers | None, threads: int, progress: bool
-) -> HealthReport:
+def check_health(model: Source, data: Any, providers: Providers | None, threads: int, progress: bool) -> HealthReport:
     """See :func:`bitwright.methods.health.check_model`."""
     check_providers(providers)
     loaded = load_model(model)
@@ -103,9 +101,7 @@ class Doctor:
     specs: tuple[InputSpec, ...] = field(init=False)
     bad_params: tuple[TensorHealth, ...] = field(init=False)
     _culprits: dict[tuple[str, str], Culprit] = field(default_factory=dict)
-    _last: dict[tuple[str, str], int] = field(
-        default_factory=dict
-    )  # culprit -> the last batch that showed it
+    _last: dict[tuple[str, str], int] = field(default_factory=dict)  # culprit -> the last batch that showed it
     _bad_inputs: list[TensorHealth] = field(default_factory=list)
     _harmless: dict[str, str] = field(default_factory=dict)  # operator -> the note about it
     _notes: list[str] = field(default_factory=list)
@@ -127,9 +123,7 @@ class Doctor:
             return
         if not self.batches:
             raise CalibrationError(
-                "check_model",
-                "the data held no batch",
-                "pass a non-empty list (a generator can be used only once)",
+                "check_model", "the data held no batch", "pass a non-empty list (a generator can be used only once)"
             )
 
     def check(self, batch: Any) -> None:
@@ -138,8 +132,7 @@ class Doctor:
         root = Frame(self.probe, as_feeds(batch, self.specs, where))
         bad = {name: array for name, array in root.feeds.items() if root.flags(name).bad}
         self._bad_inputs += [
-            replace(measure_tensor(name, array, "input"), name=f"{name}, {where}")
-            for name, array in bad.items()
+            replace(measure_tensor(name, array, "input"), name=f"{name}, {where}") for name, array in bad.items()
         ]
         outputs = {name: flags_of(array) for name, array in root.outputs.items()}
         if bad or root.suspects or any(flags.bad for flags in outputs.values()):
@@ -205,9 +198,7 @@ class Doctor:
         array = origin.frame.fetch([origin.name])[origin.name]
         tensor = measure_tensor(origin.name, array, kind)
         cause = "bad input data" if kind == "input" else "NaN constant" if tensor.nan else "mask constant"
-        problem = (
-            f"it holds {tensor.nan} NaN and {tensor.inf} Inf, the first at {list(tensor.first_bad or ())}"
-        )
+        problem = f"it holds {tensor.nan} NaN and {tensor.inf} Inf, the first at {list(tensor.first_bad or ())}"
         return Culprit(event.op, event.op_type, "", cause, problem, remedy(cause), inputs=(tensor,))
 
     def _of_node(self, event: Event, origin: _Origin) -> Culprit:

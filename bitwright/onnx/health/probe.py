@@ -50,11 +50,7 @@ _RUNTIME_TYPES = {
     "tensor(bfloat16)": ir.DataType.BFLOAT16,
 }
 _STANDARD = ("", "ai.onnx")
-BODY_ATTRIBUTES = {
-    "If": ("then_branch", "else_branch"),
-    "Loop": ("body",),
-    "Scan": ("body",),
-}
+BODY_ATTRIBUTES = {"If": ("then_branch", "else_branch"), "Loop": ("body",), "Scan": ("body",)}
 
 
 def flags_of(x: Any) -> Flags:
@@ -225,8 +221,7 @@ class Probe:
 
     def _open(self, copy: _Copy, wanted: Sequence[ir.Value]) -> Any:
         return copy.instrument.open(
-            wanted,
-            lambda m: open_session(m, self.providers, threads=self.threads, order="written", arena=False),
+            wanted, lambda m: open_session(m, self.providers, threads=self.threads, order="written", arena=False)
         )
 
 
@@ -303,11 +298,7 @@ class _Copy:
 def _bounds(copy: _Copy, name: str) -> tuple[ir.Value, ir.Value, ir.Value]:
     """The sum of magnitudes, the maximum and the minimum of a value of the main graph."""
     x = copy.wide(copy.value(name))
-    return (
-        copy.reduce("ReduceSum", copy.magnitude(x)),
-        copy.reduce("ReduceMax", x),
-        copy.reduce("ReduceMin", x),
-    )
+    return (copy.reduce("ReduceSum", copy.magnitude(x)), copy.reduce("ReduceMax", x), copy.reduce("ReduceMin", x))
 
 
 def _judge(total: Array, largest: Array, smallest: Array) -> Flags:
@@ -341,9 +332,7 @@ def run_wide(node: ir.Node, operands: Sequence[Array | None], probe: Probe) -> f
     if any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values()):
         return None
     feeds = {
-        f"x{i}": x.astype(np.float32) if x.dtype == np.float16 else x
-        for i, x in enumerate(operands)
-        if x is not None
+        f"x{i}": x.astype(np.float32) if x.dtype == np.float16 else x for i, x in enumerate(operands) if x is not None
     }
     failures: tuple[type[Exception], ...] = (ModelError, *refusals())
     try:
@@ -358,8 +347,7 @@ def run_wide(node: ir.Node, operands: Sequence[Array | None], probe: Probe) -> f
 def _alone(node: ir.Node, feeds: Mapping[str, Array], probe: Probe) -> ir.Model:
     """A model of one operator like ``node``, whose inputs ``x0``, ``x1``, ... have the types of ``feeds``."""
     inputs = {
-        name: ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(x.dtype)))
-        for name, x in feeds.items()
+        name: ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(x.dtype))) for name, x in feeds.items()
     }
     copy = ir.Node(
         node.domain, node.op_type, [inputs.get(f"x{port}") for port in range(len(node.inputs))],
@@ -539,9 +527,7 @@ def _runs_if(frame: Frame, node: ir.Node, body: Body, given: Sequence[Any], arou
     yield _run(frame, node, body, (), around, None)[0]
 
 
-def _runs_loop(
-    frame: Frame, node: ir.Node, body: Body, given: Sequence[Any], around: Feeds
-) -> Iterator[Frame]:
+def _runs_loop(frame: Frame, node: ir.Node, body: Body, given: Sequence[Any], around: Feeds) -> Iterator[Frame]:
     times = None if given[0] is None else int(given[0].reshape(-1)[0])
     going = len(given) < 2 or given[1] is None or bool(given[1].all())
     states, index = list(given[2:]), 0
@@ -553,9 +539,7 @@ def _runs_loop(
         index += 1
 
 
-def _runs_scan(
-    frame: Frame, node: ir.Node, body: Body, given: Sequence[Any], around: Feeds
-) -> Iterator[Frame]:
+def _runs_scan(frame: Frame, node: ir.Node, body: Body, given: Sequence[Any], around: Feeds) -> Iterator[Frame]:
     count = scan_inputs(node)
     states, scanned = list(given[: len(given) - count]), given[len(given) - count :]
     axes = _integers(node, "scan_input_axes", count)

@@ -49,9 +49,7 @@ class InputSpec:
         return self.shape is None or None in self.shape
 
     def __str__(self) -> str:
-        axes = (
-            "any shape" if self.shape is None else "x".join("?" if n is None else str(n) for n in self.shape)
-        )
+        axes = "any shape" if self.shape is None else "x".join("?" if n is None else str(n) for n in self.shape)
         return f"{self.name} ({self.dtype or 'any type'}, {axes or 'scalar'})"
 
 
@@ -179,17 +177,13 @@ class Pictures:
         ):
             if value not in known:
                 raise ConfigError(
-                    name,
-                    f"{value!r} is not one of them{close_matches(value, known)}",
-                    f"use {', '.join(known)}",
+                    name, f"{value!r} is not one of them{close_matches(value, known)}", f"use {', '.join(known)}"
                 )
         colours = 1 if self.colours == "L" else 3
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, colours) or not np.isfinite(values).all():
                 raise ConfigError(
-                    name,
-                    f"{values} is not one finite number or {colours}",
-                    "give one number, or one per colour",
+                    name, f"{values} is not one finite number or {colours}", "give one number, or one per colour"
                 )
         if not all(self.std):
             raise ConfigError(
@@ -284,16 +278,12 @@ def as_names(arrays: Mapping[str, Array], specs: Sequence[InputSpec], where: str
     for spec in specs:
         if spec.name not in arrays:
             raise ModelError(
-                where,
-                f"it holds nothing for the input {spec}{close_matches(spec.name, arrays)}",
-                "add the array",
+                where, f"it holds nothing for the input {spec}{close_matches(spec.name, arrays)}", "add the array"
             )
     return dict(arrays)
 
 
-def _cut(
-    arrays: Mapping[str, Array], specs: Sequence[InputSpec], batch_size: int, where: str
-) -> Iterator[Feeds]:
+def _cut(arrays: Mapping[str, Array], specs: Sequence[InputSpec], batch_size: int, where: str) -> Iterator[Feeds]:
     """Slices along axis 0, as long as the model's batch axis or ``batch_size``; what does not fill one is left out."""
     fixed = next((s.shape[0] for s in specs if s.shape and s.shape[0] is not None), None)
     size = batch_size if fixed is None else fixed
@@ -301,9 +291,7 @@ def _cut(
     total = min(map(len, sliced.values()), default=0)
     if not total or size < 1:
         what = "it holds no sample" if size else "the model takes batches of no sample"
-        raise CalibrationError(
-            where, what, "give a file with at least one sample, and a model that takes one"
-        )
+        raise CalibrationError(where, what, "give a file with at least one sample, and a model that takes one")
     left = total % size if fixed else 0
     for first in range(0, total - left, size):
         last = min(first + size, total)
@@ -313,9 +301,7 @@ def _cut(
         logger.info("%s: the last %d samples do not fill a batch of %d", where, left, size)
 
 
-def _from_folder(
-    path: Path, specs: Sequence[InputSpec], batch_size: int, pictures: Pictures
-) -> Iterator[Feeds]:
+def _from_folder(path: Path, specs: Sequence[InputSpec], batch_size: int, pictures: Pictures) -> Iterator[Feeds]:
     entries = sorted(p for p in path.iterdir() if not p.name.startswith("."))
     folders = [p for p in entries if p.is_dir()]
     if folders:
@@ -337,9 +323,7 @@ def _from_folders(
     for spec in specs:
         if spec.name not in folders:
             near = close_matches(spec.name, folders)
-            raise ModelError(
-                str(path), f"there is no folder for the input {spec}{near}", f"make {', '.join(known)}"
-            )
+            raise ModelError(str(path), f"there is no folder for the input {spec}{near}", f"make {', '.join(known)}")
     streams = [_arrays(folders[spec.name], spec, pictures) for spec in specs]
     for i, parts in enumerate(zip(*streams, strict=False)):
         feeds = {spec.name: _with_batch(a, spec) for spec, a in zip(specs, parts, strict=True)}
@@ -360,9 +344,7 @@ def _arrays(path: Path, spec: InputSpec, pictures: Pictures) -> Iterator[Array]:
     files = sorted(p for p in path.iterdir() if p.suffix == ".npy" or p.suffix.lower() in _PICTURES)
     if not files:
         raise CalibrationError(
-            str(path),
-            "it holds no .npy, .npz or picture file",
-            "point to the folder that holds the files themselves",
+            str(path), "it holds no .npy, .npz or picture file", "point to the folder that holds the files themselves"
         )
     for file in files:
         yield _load(file) if file.suffix == ".npy" else _picture(file, spec, pictures)
@@ -381,9 +363,7 @@ def _with_batch(array: Array, spec: InputSpec) -> Array:
     return array[None] if spec.shape is not None and array.ndim == len(spec.shape) - 1 else array
 
 
-def _batches(
-    name: str, arrays: Iterable[Array], specs: Sequence[InputSpec], batch_size: int
-) -> Iterator[Feeds]:
+def _batches(name: str, arrays: Iterable[Array], specs: Sequence[InputSpec], batch_size: int) -> Iterator[Feeds]:
     """Samples gathered into batches; a file that is a batch already stays one."""
     (spec,) = specs
     fixed = spec.shape[0] if spec.shape else None
@@ -421,9 +401,7 @@ def _picture(path: Path, spec: InputSpec, pictures: Pictures) -> Array:
                 (width, height), Image.Resampling.BILINEAR
             )
             pixels = np.asarray(image, np.float32)
-    except (
-        Exception
-    ) as error:  # decoders of damaged pictures raise anything: OSError, SyntaxError, struct.error, ...
+    except Exception as error:  # decoders of damaged pictures raise anything: OSError, SyntaxError, struct.error, ...
         raise CalibrationError(
             str(path), f"it cannot be read as a picture: {error}", "remove it, or save the picture again"
         ) from error
@@ -465,9 +443,7 @@ def random_array(spec: InputSpec, rng: np.random.Generator) -> Array:
         ModelError: the type or the rank of the input is not known.
     """
     if spec.dtype is None or spec.shape is None:
-        raise ModelError(
-            spec.name, f"no random data can be made for the input {spec}", "give data of your own"
-        )
+        raise ModelError(spec.name, f"no random data can be made for the input {spec}", "give data of your own")
     shape = tuple(_FREE_AXIS if n is None else n for n in spec.shape)
     if math.prod(shape) > _MOST_RANDOM:
         problem = f"the input {spec} has more than {_MOST_RANDOM} elements, too many for random data"

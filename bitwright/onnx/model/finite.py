@@ -21,9 +21,7 @@ from bitwright.export.files.onnx_file import let_go
 
 _LIMIT = 1e28  # leaves sums over 10 billion elements, as means take them, and rounding, within float32
 _SOURCES = 8  # tensors that a proof may rest on
-_LARGE = (
-    1 << 26
-)  # bytes of a constant that is not looked through: a sum costs nothing beside the product with it
+_LARGE = 1 << 26  # bytes of a constant that is not looked through: a sum costs nothing beside the product with it
 _SAME = frozenset(
     ("Relu", "Clip", "HardSwish", "AveragePool", "GlobalAveragePool", "ReduceMean", "Neg", "Abs", "Concat")
 )
@@ -74,9 +72,7 @@ def finite_proofs(graph: ir.Graph, watched: Collection[ir.Value]) -> dict[ir.Val
             proof = made if value.dtype == ir.DataType.FLOAT else None
             found[value] = proof
             if value in watched:
-                found[value] = Magnitude(
-                    frozenset((value,)), 1.0, cap=math.inf if proof is None else proof.cap
-                )
+                found[value] = Magnitude(frozenset((value,)), 1.0, cap=math.inf if proof is None else proof.cap)
                 if proof is not None:
                     proofs[value] = proof
     return proofs
@@ -86,9 +82,7 @@ def _of_node(node: ir.Node, found: dict[ir.Value, Magnitude | None]) -> Magnitud
     rule = None if node.domain else _rule(node.op_type)
     if rule is None or any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values()):
         return None
-    inputs = [
-        value for value in node.inputs if value is not None and value.dtype in (None, ir.DataType.FLOAT)
-    ]
+    inputs = [value for value in node.inputs if value is not None and value.dtype in (None, ir.DataType.FLOAT)]
     given = [_of_value(value, found) for value in inputs]
     known = [magnitude for magnitude in given if magnitude is not None]
     made = rule(node, known) if known and len(known) == len(given) else None

@@ -97,11 +97,7 @@ class _Node:
     def number(self, port: int) -> float | None:
         """The single element of a constant operand, also after casts and changes of shape."""
         value = self.input(port)
-        while (
-            value is not None
-            and (maker := value.producer()) is not None
-            and maker.op_type in TRAITS["one_element"]
-        ):
+        while value is not None and (maker := value.producer()) is not None and maker.op_type in TRAITS["one_element"]:
             value = maker.inputs[0]
         tensor = None if value is None else value.const_value
         return float(tensor.numpy().reshape(-1)[0]) if tensor is not None and tensor.size == 1 else None
@@ -182,9 +178,7 @@ def _clip_attrs(n: _Node) -> dict[str, Any]:
 
 def _batch_norm_attrs(n: _Node) -> dict[str, Any]:
     # before opset 14 nothing but further outputs told that the statistics of the batch are used
-    training = (
-        n.attrs.get("training_mode", 0) if n.opset >= 14 else sum(bool(v.name) for v in n.node.outputs) > 1
-    )
+    training = n.attrs.get("training_mode", 0) if n.opset >= 14 else sum(bool(v.name) for v in n.node.outputs) > 1
     return {"epsilon": 1e-5, **n.attrs, "training": bool(training)}
 
 
@@ -256,9 +250,7 @@ _PLAIN = {
 
 def _plain_attrs(node: ir.Node) -> dict[str, Any]:
     """Numbers, texts and tuples of them; graphs and tensors are left out."""
-    return {
-        a.name: _PLAIN[a.type](a) for a in node.attributes.values() if a.type in _PLAIN and not a.is_ref()
-    }
+    return {a.name: _PLAIN[a.type](a) for a in node.attributes.values() if a.type in _PLAIN and not a.is_ref()}
 
 
 # ------------------------------------------------------------------------------------------------- the reader
@@ -413,9 +405,7 @@ class _Reader:
     def _name(self, base: str) -> str:
         return _free(base, self.names)
 
-    def _note(
-        self, name: str, op_type: str, node: ir.Node, reads: Any, makes: Any, attrs: dict[str, Any]
-    ) -> None:
+    def _note(self, name: str, op_type: str, node: ir.Node, reads: Any, makes: Any, attrs: dict[str, Any]) -> None:
         inputs: list[str | None] = []
         also: list[tuple[int, str]] = []
         for port, value in enumerate(reads):

@@ -345,9 +345,7 @@ class Instrument:
         first = next(iter(graph), None)
         return graph.append if first is None else before(first)
 
-    def lift(
-        self, value: ir.Value, graph: ir.Graph, neutral: Array, merge: str | None
-    ) -> tuple[ir.Value, int]:
+    def lift(self, value: ir.Value, graph: ir.Graph, neutral: Array, merge: str | None) -> tuple[ir.Value, int]:
         """``value`` as a value of the main graph, and how many axes loops put in front of it.
 
         A branch that is not taken yields ``neutral``; iterations are joined by the operator ``merge``, or stacked.
@@ -376,9 +374,7 @@ class Instrument:
                 if merge is None:
                     leading += 1
                 else:
-                    value = self.builder.emit(
-                        after(owner), merge, [outer], f"{outer.name}_all", dtype, keepdims=0
-                    )
+                    value = self.builder.emit(after(owner), merge, [outer], f"{outer.name}_all", dtype, keepdims=0)
                     value.shape = ir.Shape([])
         return value, leading
 
@@ -413,9 +409,7 @@ class Instrument:
         """A session that returns the number of elements of each value, and nothing else."""
         graph = self.model.graph
         sizes = [
-            self.builder.emit(
-                self.right_after(v, graph), "Size", [v], f"{v.name}_elements", ir.DataType.INT64
-            )
+            self.builder.emit(self.right_after(v, graph), "Size", [v], f"{v.name}_elements", ir.DataType.INT64)
             for v in values
         ]
         for size in sizes:

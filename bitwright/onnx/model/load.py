@@ -29,11 +29,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import (
-    InlinePass,
-    LiftConstantsToInitializersPass,
-    LiftSubgraphInitializersToMainGraphPass,
-)
+from onnx_ir.passes.common import InlinePass, LiftConstantsToInitializersPass, LiftSubgraphInitializersToMainGraphPass
 
 from bitwright.core.graph.ops import is_neutral
 from bitwright.errors import ModelError, first_few
@@ -73,9 +69,7 @@ _SMALL = 1024  # bytes; larger initializers cannot hold a shape and are left out
 _HELD = 1 << 26  # bytes of weights inside a file up to which they are held in memory
 _ALIGNED = 64  # bytes
 _WHOLE_BYTES = frozenset(
-    dtype
-    for dtype in ir.DataType
-    if dtype not in (ir.DataType.UNDEFINED, ir.DataType.STRING) and dtype.bitwidth >= 8
+    dtype for dtype in ir.DataType if dtype not in (ir.DataType.UNDEFINED, ir.DataType.STRING) and dtype.bitwidth >= 8
 )  # narrower ones take more room as arrays
 
 
@@ -141,9 +135,7 @@ def _load(model: Source, path: Path | None) -> Loaded:
     LiftSubgraphInitializersToMainGraphPass()(copy)
     notes += _foreign_domains(copy)
     if copy.ir_version > _MOST_IR:
-        notes.append(
-            f"IR version {copy.ir_version} was lowered to {_MOST_IR}, the newest that ONNX Runtime reads"
-        )
+        notes.append(f"IR version {copy.ir_version} was lowered to {_MOST_IR}, the newest that ONNX Runtime reads")
         copy.ir_version = _MOST_IR
     return Loaded(copy, path, opset, tuple(notes), inputs)
 
@@ -159,9 +151,7 @@ def _read(path: Path) -> ir.Model:
     proto = read_proto(path)
     if not proto.ir_version or not (proto.graph.node or proto.graph.output):
         raise ModelError(
-            str(path),
-            f"it holds no ONNX graph ({path.stat().st_size} bytes)",
-            "export or download the file again",
+            str(path), f"it holds no ONNX graph ({path.stat().st_size} bytes)", "export or download the file again"
         )
     return _deserialize(proto, str(path), path.parent)
 
@@ -210,9 +200,7 @@ def _detach(model: ir.Model) -> None:
 
 
 def _is_of_a_message(tensor: ir.TensorProtocol) -> bool:
-    return (
-        isinstance(tensor, ir.TensorProtoTensor) and tensor.nbytes > _SMALL and tensor.dtype in _WHOLE_BYTES
-    )
+    return isinstance(tensor, ir.TensorProtoTensor) and tensor.nbytes > _SMALL and tensor.dtype in _WHOLE_BYTES
 
 
 def _why_not_read(proto: onnx.ModelProto, site: str, error: Exception) -> ModelError:
@@ -251,9 +239,7 @@ def _private(model: object) -> ir.Model:
         copy = clone_model(model)
     else:
         what = type(model).__name__
-        raise ModelError(
-            "model", f"a {what} is not a model", "pass a path, an onnx.ModelProto or an onnx_ir.Model"
-        )
+        raise ModelError("model", f"a {what} is not a model", "pass a path, an onnx.ModelProto or an onnx_ir.Model")
     for value, tensor in weights(copy):
         if tensor.dtype != ir.DataType.STRING:
             value.const_value = own_tensor(tensor)
@@ -275,10 +261,7 @@ def clone_model(model: ir.Model) -> ir.Model:
     """A copy that shares the tensors, also of a model that is not valid."""
     try:
         return model.clone()
-    except (
-        RuntimeError,
-        ValueError,
-    ):  # clone wants nodes in execution order; what is wrong otherwise is told later
+    except (RuntimeError, ValueError):  # clone wants nodes in execution order; what is wrong otherwise is told later
         return from_proto(ir.to_proto(model))
 
 
@@ -298,9 +281,7 @@ def own_tensor(tensor: ir.TensorProtocol) -> ir.Tensor | ir.ExternalTensor:
 
 
 def _check_opset(model: ir.Model, site: str) -> int:
-    opset = max(
-        (model.opset_imports[domain] for domain in _STANDARD if domain in model.opset_imports), default=0
-    )
+    opset = max((model.opset_imports[domain] for domain in _STANDARD if domain in model.opset_imports), default=0)
     if opset < LOWEST_OPSET:
         found = f"opset {opset}" if opset else "no opset of the standard operators"
         raise ModelError(
@@ -330,9 +311,7 @@ def _check_interface(model: ir.Model, site: str) -> None:
     for value in graph.outputs:
         if value.producer() is None and not value.is_graph_input() and not value.is_initializer():
             raise ModelError(
-                site,
-                f"no node makes the output {value.name!r}",
-                "remove the output, or export the model again",
+                site, f"no node makes the output {value.name!r}", "remove the output, or export the model again"
             )
 
 
@@ -362,9 +341,7 @@ def _drop_initializers_from_inputs(model: ir.Model, notes: list[str]) -> None:
             if not value.uses() and not value.is_graph_output():
                 graph.initializers.pop(str(value.name))
     if dropped:
-        notes.append(
-            f"initializers that are listed as inputs too are constants from now on: {first_few(dropped)}"
-        )
+        notes.append(f"initializers that are listed as inputs too are constants from now on: {first_few(dropped)}")
 
 
 def _inline(model: ir.Model, notes: list[str]) -> ir.Model:

@@ -43,26 +43,18 @@ _PARKED = "bitwright.parked"  # a domain the converter leaves alone
 # Operator -> opset from which on its definition only gained types, optional inputs, and attributes whose default means
 # what was meant before (up to opset 21).
 _UNCHANGED_SINCE: dict[str, int] = {
-    **dict.fromkeys(
-        ("Conv", "ConvTranspose", "MatMul", "Flatten", "Transpose", "Identity", "Shape", "Size"), 1
-    ),
+    **dict.fromkeys(("Conv", "ConvTranspose", "MatMul", "Flatten", "Transpose", "Identity", "Shape", "Size"), 1),
     **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool", "Softplus", "Softsign", "Gather"), 1),
     **dict.fromkeys(("LRN", "SpaceToDepth"), 1),
     **dict.fromkeys(("Concat",), 4),
     **dict.fromkeys(("Reshape",), 5),
     **dict.fromkeys(("Relu", "LeakyRelu", "Sigmoid", "Tanh", "Elu", "Selu", "HardSigmoid", "Abs", "Neg"), 6),
-    **dict.fromkeys(
-        ("Reciprocal", "Sqrt", "Exp", "Log", "Floor", "Ceil", "Tile", "InstanceNormalization"), 6
-    ),
-    **dict.fromkeys(
-        ("Add", "Sub", "Mul", "Div", "Gemm", "And", "Or", "Not", "LSTM", "GRU", "RNN", "Sin", "Cos"), 7
-    ),
+    **dict.fromkeys(("Reciprocal", "Sqrt", "Exp", "Log", "Floor", "Ceil", "Tile", "InstanceNormalization"), 6),
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Gemm", "And", "Or", "Not", "LSTM", "GRU", "RNN", "Sin", "Cos"), 7),
     **dict.fromkeys(("MaxPool", "Expand", "Max", "Min", "Sum"), 8),
     **dict.fromkeys(("Erf", "Where", "Cast", "Sign", "Greater", "Less", "ConstantOfShape", "PRelu"), 9),
     **dict.fromkeys(("Slice",), 10),
-    **dict.fromkeys(
-        ("Round", "Range", "CumSum", "Equal", "DepthToSpace", "GatherND", "GatherElements", "Clip"), 11
-    ),
+    **dict.fromkeys(("Round", "Range", "CumSum", "Equal", "DepthToSpace", "GatherND", "GatherElements", "Clip"), 11),
     **dict.fromkeys(("Pow",), 12),
     **dict.fromkeys(("Squeeze", "Unsqueeze", "Softmax", "LogSoftmax", "Hardmax", "Resize", "ReduceSum"), 13),
     **dict.fromkeys(("HardSwish", "Trilu"), 14),
@@ -71,9 +63,7 @@ _UNCHANGED_SINCE: dict[str, int] = {
     **dict.fromkeys(("Einsum",), 12),
     **dict.fromkeys(("ScatterND", "ScatterElements", "GreaterOrEqual", "LessOrEqual"), 16),
     **dict.fromkeys(("LayerNormalization",), 17),
-    **dict.fromkeys(
-        ("ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "Split", "Pad", "Mish"), 18
-    ),
+    **dict.fromkeys(("ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "Split", "Pad", "Mish"), 18),
 }
 
 
@@ -195,9 +185,7 @@ def _repeat(model: ir.Model, node: ir.Node, port: int, times: int, names: Names)
     for label, numbers in (("column", [-1, 1]), ("repeats", [1, times]), ("vector", [-1])):
         name = names.value(f"{value.name}_{label}")
         tensor = ir.Tensor(np.asarray(numbers, np.int64), name=name)
-        constant = ir.Value(
-            name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
-        )
+        constant = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
         model.graph.register_initializer(constant)
         constants.append(constant)
     for op, constant in zip(("Reshape", "Tile", "Reshape"), constants, strict=True):
@@ -215,9 +203,7 @@ def _park_tensors(model: ir.Model) -> dict[str, ir.TensorProtocol]:
         tensor = value.const_value
         if tensor is None or value.name is None:
             continue
-        if (
-            tensor.nbytes <= _SMALL
-        ):  # the converter may have to know it, and a proto names no folder of its data
+        if tensor.nbytes <= _SMALL:  # the converter may have to know it, and a proto names no folder of its data
             if isinstance(tensor, ir.ExternalTensor):
                 value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
             continue
@@ -258,19 +244,13 @@ def _unpark_nodes(model: ir.Model, parked: dict[str, list[float] | None]) -> Non
         if scales is not None:
             name = f"{node.outputs[0].name}_scales"
             tensor = ir.Tensor(np.asarray(scales, np.float32), name=name)
-            given = ir.Value(
-                name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
-            )
+            given = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
             model.graph.register_initializer(given)
         # the Resize of opset 10 rounds up where it shrinks
         rounding = "ceil" if node.op_type == "Resize" and _shrinks(given) else "floor"
         node.domain, node.op_type = "", "Resize"
         node.attributes.clear()
-        for key, text in (
-            ("mode", mode),
-            ("coordinate_transformation_mode", "asymmetric"),
-            ("nearest_mode", rounding),
-        ):
+        for key, text in (("mode", mode), ("coordinate_transformation_mode", "asymmetric"), ("nearest_mode", rounding)):
             node.attributes.add(ir.AttrString(key, text))
         node.resize_inputs(3)
         node.replace_input_with(1, None)
@@ -295,9 +275,7 @@ def _compare(old: Loaded, new: Loaded, dummy_input: Any) -> str:
     except failures as error:
         if dummy_input is not None:
             raise ModelError(
-                site,
-                f"ONNX Runtime cannot run it on dummy_input: {first_line(error)}",
-                "check model and input",
+                site, f"ONNX Runtime cannot run it on dummy_input: {first_line(error)}", "check model and input"
             ) from error
         return ", unchecked: it does not run on random input"
     try:

@@ -84,9 +84,7 @@ class _Splitter:
     def _layer(self, node: ir.Node, direction: int, batch_first: bool) -> ir.Node:
         """One direction of ``node``, in front of it."""
         inputs = [
-            value
-            if value is None or port in _SHARED
-            else self._half(node, port, value, direction, batch_first)
+            value if value is None or port in _SHARED else self._half(node, port, value, direction, batch_first)
             for port, value in enumerate(node.inputs)
         ]
         attributes = _one_direction(node, direction)
@@ -129,9 +127,7 @@ class _Splitter:
         graph.register_initializer(value)
         return value
 
-    def _before(
-        self, node: ir.Node, op: str, inputs: Sequence[ir.Value], name: str, **attributes: Any
-    ) -> ir.Value:
+    def _before(self, node: ir.Node, op: str, inputs: Sequence[ir.Value], name: str, **attributes: Any) -> ir.Value:
         made = ir.node(op, inputs, attributes, name=self.names.node(name))
         made.outputs[0].name = self.names.value(name)
         assert node.graph is not None

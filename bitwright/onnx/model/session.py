@@ -34,12 +34,7 @@ _LARGE = 1024  # bytes of a tensor that is kept out of messages and optimised fi
 
 
 def open_session(
-    model: ir.Model,
-    providers: Providers | None = None,
-    *,
-    threads: int = 0,
-    order: Order = "fast",
-    arena: bool = True,
+    model: ir.Model, providers: Providers | None = None, *, threads: int = 0, order: Order = "fast", arena: bool = True
 ) -> Any:
     """An ``onnxruntime.InferenceSession`` that leaves QuantizeLinear and DequantizeLinear as they are.
 
@@ -67,9 +62,7 @@ def open_session(
     if order != "fast":
         levels = ort.GraphOptimizationLevel
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
-        options.graph_optimization_level = (
-            levels.ORT_ENABLE_EXTENDED if order == "frugal" else levels.ORT_DISABLE_ALL
-        )
+        options.graph_optimization_level = levels.ORT_ENABLE_EXTENDED if order == "frugal" else levels.ORT_DISABLE_ALL
     with _explained(model.graph.name or "model"):
         return _open(model, options, chosen)
 
@@ -154,9 +147,7 @@ def open_file(path: Path, *, threads: int = 0, arena: bool = True) -> Any:
 
 def threads_of(asked: int) -> int:
     """``asked``, and for 0 what ``OMP_NUM_THREADS`` says, which the runtime itself does not read; 0 leaves the number to it."""
-    first = (
-        os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    )  # OpenMP has a number per level of nesting
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # OpenMP has a number per level of nesting
     return asked or (int(first) if first.isdecimal() else 0)
 
 
@@ -210,8 +201,7 @@ def check_providers(providers: Providers | None) -> list[Any]:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text."""
     return next(
-        (line.strip() for line in str(error).splitlines() if line.strip()),
-        f"{type(error).__name__}, without a message",
+        (line.strip() for line in str(error).splitlines() if line.strip()), f"{type(error).__name__}, without a message"
     )
 
 

@@ -22,11 +22,7 @@ from bitwright.core.files.documents import open_regular, too_large
 from bitwright.errors import BitwrightError, ModelError
 
 _MODEL_GRAPH = 7 << 3 | 2  # tag of a field in onnx.proto
-_VARINT, _COUNTED, _FIXED = (
-    0,
-    2,
-    {1: 8, 5: 4},
-)  # kinds of fields, and the bytes of those that have always the same
+_VARINT, _COUNTED, _FIXED = (0, 2, {1: 8, 5: 4})  # kinds of fields, and the bytes of those that have always the same
 _LONGEST_HEAD = 20  # bytes of a tag and a number
 _WHOLE = 1 << 26  # bytes of a file that is read at once
 _PIECE = 1 << 22  # bytes of a graph that are read at once
@@ -99,9 +95,7 @@ def _fields(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int, in
             raise ValueError(f"a field at byte {start} is of kind {kind}")
         last = start + content + length
         if last > end:
-            raise ValueError(
-                f"a field at byte {start} ends at byte {last}, and the message around it at {end}"
-            )
+            raise ValueError(f"a field at byte {start} ends at byte {last}, and the message around it at {end}")
         yield tag, start, start + content, last
         start = last
 
@@ -223,9 +217,7 @@ def _contradict(one: onnx.ValueInfoProto, other: onnx.ValueInfoProto) -> bool:
         return False
     lengths = [[d.dim_value if d.HasField("dim_value") else None for d in t.shape.dim] for t in types]
     pairs = zip(*lengths, strict=False)
-    return len(lengths[0]) != len(lengths[1]) or any(
-        a is not None and b is not None and a != b for a, b in pairs
-    )
+    return len(lengths[0]) != len(lengths[1]) or any(a is not None and b is not None and a != b for a, b in pairs)
 
 
 def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -432,7 +424,9 @@ class _DataFiles:
                 "put the data file beside the model file; both belong together",
             )
         if base and found.st_nlink > 1:
-            problem = f"its data lie in {path.name!r}, which has other names too (hard links), so that onnx_ir reads none"
+            problem = (
+                f"its data lie in {path.name!r}, which has other names too (hard links), so that onnx_ir reads none"
+            )
             raise ModelError(site, problem, "copy the data file: cp data copy && mv copy data")
         return real, found.st_size
 

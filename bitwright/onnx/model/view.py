@@ -11,17 +11,7 @@ import onnx_ir as ir
 
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.traits import TRAITS
-from bitwright.core.simulation.protocols import (
-    AddBias,
-    Array,
-    Bypass,
-    Clamp,
-    Edit,
-    SetParam,
-    Undo,
-    Untie,
-    carry_out,
-)
+from bitwright.core.simulation.protocols import AddBias, Array, Bypass, Clamp, Edit, SetParam, Undo, Untie, carry_out
 from bitwright.errors import ModelError, checks_arguments, close_matches
 from bitwright.export.files.value_types import is_tensor
 from bitwright.export.qdq.markers import Names, Outputs, bypass, move_uses, remove_unread
@@ -101,9 +91,7 @@ class OnnxView:
         assert tensor is not None
         shape = tuple(int(n) for n in tensor.shape.numpy())
         if tuple(value.shape) != shape:
-            raise ModelError(
-                name, f"the new value has shape {value.shape}, the parameter {shape}", "keep the shape"
-            )
+            raise ModelError(name, f"the new value has shape {value.shape}, the parameter {shape}", "keep the shape")
         array = np.ascontiguousarray(value).astype(tensor.dtype.numpy())
         holder.const_value = ir.Tensor(array, dtype=tensor.dtype, name=name)
         self._constants.clear()
@@ -139,9 +127,7 @@ class OnnxView:
     def _check_value(self, name: str) -> None:
         if name not in self._read().value:
             some = list(self._read().value)[:2000]
-            raise ModelError(
-                name, f"the model has no such value{close_matches(name, some)}", "name a graph value"
-            )
+            raise ModelError(name, f"the model has no such value{close_matches(name, some)}", "name a graph value")
 
     def local(self, op: str) -> Callable[..., Array]:
         """The op as a function of its activation inputs, in port order; parameters are read at each call.
@@ -152,9 +138,7 @@ class OnnxView:
         view = self._read()
         node, fixed = view.node[op], view.graph.values
         if node.op_type in TRAITS["bodies"] and not node.domain:
-            raise ModelError(
-                op, f"a {node.op_type} is not a single operator", "ask for the operators of its bodies"
-            )
+            raise ModelError(op, f"a {node.op_type} is not a single operator", "ask for the operators of its bodies")
 
         def is_open(value: ir.Value | None) -> bool:
             if value is None:
@@ -164,9 +148,7 @@ class OnnxView:
 
         return lambda *inputs: self._apply(node, inputs, is_open)
 
-    def _apply(
-        self, node: ir.Node, given: Sequence[Array], is_open: Callable[[ir.Value | None], bool]
-    ) -> Array:
+    def _apply(self, node: ir.Node, given: Sequence[Array], is_open: Callable[[ir.Value | None], bool]) -> Array:
         left = iter(given)
         feeds = {}
         for port, value in enumerate(node.inputs):
@@ -440,9 +422,7 @@ def _capture_session(
         value, axes = held[name], None
         inner = value.graph
         if inner is not None and inner is not copy.graph:
-            value, axes = instrument.lift(
-                value, inner, np.zeros(0, (value.dtype or ir.DataType.FLOAT).numpy()), None
-            )
+            value, axes = instrument.lift(value, inner, np.zeros(0, (value.dtype or ir.DataType.FLOAT).numpy()), None)
         # an Identity each, so that inputs, initializers and values named twice can be returned too
         node = ir.Node("", "Identity", [value], name=instrument.builder.names.node(f"{name}/captured"))
         node.outputs[0].name = instrument.builder.names.value(f"{name}_captured")
@@ -470,9 +450,7 @@ def _iterations(array: Array, axes: int | None) -> list[Array]:
     return list(array.reshape(math.prod(array.shape[:axes]), *array.shape[axes:]))
 
 
-def measure_shapes(
-    model: ir.Model, feeds: Any, providers: Providers | None = None
-) -> dict[str, tuple[int, ...]]:
+def measure_shapes(model: ir.Model, feeds: Any, providers: Providers | None = None) -> dict[str, tuple[int, ...]]:
     """Shapes of every value in one run: for models whose shapes cannot be inferred.
 
     The tensors themselves are not kept: the run returns their shapes. Of a value inside a loop the shape in its last
@@ -525,12 +503,7 @@ def tensor_names(model: ir.Model) -> Iterator[str]:
 def _no_bias_place(node: ir.Node) -> str | None:
     if node.op_type == "MatMul" and not node.domain:
         weight = node.inputs[1]
-        stored = (
-            weight is not None
-            and weight.is_initializer()
-            and weight.shape is not None
-            and len(weight.shape) == 2
-        )
+        stored = weight is not None and weight.is_initializer() and weight.shape is not None and len(weight.shape) == 2
         return None if stored else "it multiplies by no stored matrix"
     if node.op_type not in TRAITS["bias_port"] or node.domain:
         return f"a {node.op_type} has no input for a bias"
@@ -550,9 +523,7 @@ def _no_way_past(node: ir.Node) -> str | None:
 def _alone(node: ir.Node) -> ir.Node:
     """An operator like ``node`` that reads inputs ``i0``, ``i1``, ... of the same types."""
     inputs = [
-        None
-        if value is None
-        else ir.Value(name=f"i{port}", type=value.type or ir.TensorType(ir.DataType.FLOAT))
+        None if value is None else ir.Value(name=f"i{port}", type=value.type or ir.TensorType(ir.DataType.FLOAT))
         for port, value in enumerate(node.inputs)
     ]
     single = ir.Node(

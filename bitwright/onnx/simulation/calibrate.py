@@ -73,9 +73,7 @@ class _Session:
     """A session with some taps among its outputs."""
 
     watching: Watching
-    state: tuple[
-        int, dict[Tap, bool]
-    ]  # how often a tap was changed, and those that show their channels, and how
+    state: tuple[int, dict[Tap, bool]]  # how often a tap was changed, and those that show their channels, and how
     names: list[str]  # to fetch: outputs of the model, scalars, bounds of channels, arrays
     used: int = 0  # number of the batch that it ran last
 
@@ -189,22 +187,17 @@ class Calibrator:
         self._fetched = [tap for tap in self.taps if not tap.scalars]
         self._summed = [i for i, tap in enumerate(self._reduced) if tap.total is not None]
         totals = [tap.total for tap in self._reduced if tap.total is not None]
-        self._joined = self._instrument.join(
-            [*zip(*(tap.scalars for tap in self._reduced), strict=True), totals]
-        )
+        self._joined = self._instrument.join([*zip(*(tap.scalars for tap in self._reduced), strict=True), totals])
         place = {value: i for i, node in enumerate(model.graph.all_nodes()) for value in node.outputs}
         # as the model runs: what a proof rests on comes before it
-        self._in_order = sorted(
-            range(len(self._reduced)), key=lambda i: place.get(self._reduced[i].value, -1)
-        )
+        self._in_order = sorted(range(len(self._reduced)), key=lambda i: place.get(self._reduced[i].value, -1))
         self._bounds = _Bounds.of(len(self._reduced))
         self._followed = dict.fromkeys((tap for tap in self.taps if tap.followed), True)
         self._changes = 0  # how often a tap was told to look at more
         self._settled = False  # whether a batch has shown which channels may be constant
         self._sessions = _Sessions(self.budget, weight_bytes(model))
         self._sizes = _Sizes(
-            self._instrument,
-            partial(open_session, providers=self.providers, threads=self.threads, order="frugal"),
+            self._instrument, partial(open_session, providers=self.providers, threads=self.threads, order="frugal")
         )
 
     def _settle(self) -> None:
@@ -300,9 +293,7 @@ class Calibrator:
     def _split(self, found: list[Array]) -> tuple[dict[Tap, list[Array]], list[Array]]:
         """The bounds per channel that a run gave, and what comes after them."""
         rest = iter(found)
-        return {tap: list(islice(rest, len(values))) for tap, values in self._channel_values().items()}, list(
-            rest
-        )
+        return {tap: list(islice(rest, len(values))) for tap, values in self._channel_values().items()}, list(rest)
 
     def _read_scalars(self, found: Sequence[Array], feeds: Feeds) -> list[Tap]:
         """Take the bounds of the reduced taps; those that were fetched because they are not finite."""
@@ -350,9 +341,7 @@ class Calibrator:
         for tap in taps:
             tap.settle()
         for group in self._sessions.groups(self._sizes.of(taps, feeds)) if taps else ():
-            given = all(
-                tap.value.is_graph_input() for tap in group
-            )  # no run needed: they came with the batch
+            given = all(tap.value.is_graph_input() for tap in group)  # no run needed: they came with the batch
             found = [] if given else self._session(group, first=False, arena=False, whole=True).run(feeds)
             _count(group, found, feeds, see)
 
@@ -373,13 +362,7 @@ class Calibrator:
         return found
 
     def _open(
-        self,
-        arrays: Sequence[Tap],
-        *,
-        first: bool,
-        arena: bool,
-        whole: bool = False,
-        before: Watching | None = None,
+        self, arrays: Sequence[Tap], *, first: bool, arena: bool, whole: bool = False, before: Watching | None = None
     ) -> _Session:
         """A session; ``before`` is what is left of one that showed the channels of more taps."""
         fetched = [tap for tap in arrays if not tap.value.is_graph_input()]
@@ -390,9 +373,7 @@ class Calibrator:
         unordered = self._unordered(fetched, whole)
         if before is not None and before.optimized is not None:
             kept = {*names, *self._outputs}
-            watching = narrow(
-                before, kept, scalars=reduced, unordered=unordered, threads=self.threads, arena=arena
-            )
+            watching = narrow(before, kept, scalars=reduced, unordered=unordered, threads=self.threads, arena=arena)
         else:
             opener = partial(
                 open_watching,

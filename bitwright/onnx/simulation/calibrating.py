@@ -56,9 +56,7 @@ class CalibrationSession:
         for name in wanted:
             if name not in index:
                 raise ConfigError(
-                    "session.run",
-                    f"the model has no output {name!r}",
-                    f"use {', '.join(self._outputs)}, or None",
+                    "session.run", f"the model has no output {name!r}", f"use {', '.join(self._outputs)}, or None"
                 )
         found = self.calibrator.run(feeds)
         return [found[index[name]] for name in wanted]
@@ -113,9 +111,7 @@ def _begin(sim: QuantizationSimModel, resume: bool, policy: NonFinite) -> tuple[
     return calibrator, gate
 
 
-def _finish(
-    sim: QuantizationSimModel, calibrator: Calibrator, interrupted: bool, allow_unreached: bool
-) -> None:
+def _finish(sim: QuantizationSimModel, calibrator: Calibrator, interrupted: bool, allow_unreached: bool) -> None:
     """Put the encodings of what was seen into effect."""
     if not calibrator.runs:
         raise CalibrationError(

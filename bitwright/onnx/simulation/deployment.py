@@ -85,11 +85,7 @@ def export(
 
 
 def as_qdq(
-    sim: QuantizationSimModel,
-    target: str | Target,
-    bias: Any,
-    recurrent: RecurrentForm | None,
-    **options: Any,
+    sim: QuantizationSimModel, target: str | Target, bias: Any, recurrent: RecurrentForm | None, **options: Any
 ) -> QdqResult:
     """The file that an export for ``target`` would write."""
     marked = write_recurrent(sim.marked, recurrent_form(sim, recurrent, target))
@@ -114,9 +110,7 @@ def sampled(
 def sample(sim: QuantizationSimModel, result: QdqResult, feeds: Feeds) -> Samples:
     """What the simulation computes on ``feeds``, at the sites that a file has."""
     names = [
-        s.name
-        for s in sim.quantizers.values()
-        if s.role in _ACTIVATIONS and s.name in result.tensors and s.enabled
+        s.name for s in sim.quantizers.values() if s.role in _ACTIVATIONS and s.name in result.tensors and s.enabled
     ]
     outputs = named_arrays(dict(zip(sim.output_names, sim.run(feeds), strict=True)))
     sim._close_large()  # the next session is another one
@@ -134,9 +128,7 @@ def capture(sim: QuantizationSimModel, names: Sequence[str], feeds: Feeds) -> di
         return _captured(sim, names, feeds, bodies=False)
 
 
-def _captured(
-    sim: QuantizationSimModel, names: Sequence[str], feeds: Feeds, *, bodies: bool
-) -> dict[str, list[Array]]:
+def _captured(sim: QuantizationSimModel, names: Sequence[str], feeds: Feeds, *, bodies: bool) -> dict[str, list[Array]]:
     """Values at sites; of those in bodies, other than the steps of recurrent layers, only where ``bodies`` says so."""
     simulation = sim.simulation()
     places = list(_places(simulation, names, bodies))

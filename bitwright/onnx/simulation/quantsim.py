@@ -32,11 +32,7 @@ from bitwright.core.simulation.sites import derived_biases, place_quantizers, re
 from bitwright.errors import CalibrationError, checks_arguments, checks_methods
 from bitwright.export.artefacts import Exported
 from bitwright.export.deployed import benchmark_sim
-from bitwright.export.encodings.of_simulation import (
-    load_encodings,
-    save_encodings,
-    set_and_freeze_param_encodings,
-)
+from bitwright.export.encodings.of_simulation import load_encodings, save_encodings, set_and_freeze_param_encodings
 from bitwright.export.qdq.markers import strip_sites
 from bitwright.export.qdq.products import ProductForm
 from bitwright.export.qdq.writing import ActivationForm, BiasForm
@@ -49,14 +45,7 @@ from bitwright.onnx.model.data import Feeds, as_feeds, input_specs, random_feeds
 from bitwright.onnx.model.graph import build_graph
 from bitwright.onnx.model.load import Source, load_model
 from bitwright.onnx.model.opset import modernize
-from bitwright.onnx.model.session import (
-    Providers,
-    check_providers,
-    free_memory,
-    is_large,
-    open_session,
-    return_memory,
-)
+from bitwright.onnx.model.session import Providers, check_providers, free_memory, is_large, open_session, return_memory
 from bitwright.onnx.model.untrusted import checked_on_failure
 from bitwright.onnx.simulation.calibrating import CalibrationSession, calibrating, feed
 from bitwright.onnx.simulation.deployment import as_qdq, capture, export, sampled
@@ -149,9 +138,7 @@ class QuantizationSimModel(Tabular):
         site = str(model) if isinstance(model, (str, os.PathLike)) else "model"
         with collector_paused(), checked_on_failure(model, site):
             self._place(model, dummy_input)
-        self._session: tuple[tuple[Any, ...], Any] | None = (
-            None  # the encodings it was made for, and the session
-        )
+        self._session: tuple[tuple[Any, ...], Any] | None = None  # the encodings it was made for, and the session
 
     # -- placement
 
@@ -236,9 +223,7 @@ class QuantizationSimModel(Tabular):
             ConfigError: there is no such policy.
             BusyError: another thread changes the simulation.
         """
-        with self.calibrating(
-            resume=resume, allow_unreached=allow_unreached, non_finite=non_finite
-        ) as session:
+        with self.calibrating(resume=resume, allow_unreached=allow_unreached, non_finite=non_finite) as session:
             feed(self, session, data, args, progress)
 
     def calibrating(
@@ -310,10 +295,7 @@ class QuantizationSimModel(Tabular):
         with self._lock:
             state = tuple(self._encodings().items())
             if self._session is None or not _same(self._session[0], state):
-                self._session = (
-                    state,
-                    open_session(self.simulation().model, self.providers, threads=self.threads),
-                )
+                self._session = (state, open_session(self.simulation().model, self.providers, threads=self.threads))
             return self._session[1]
 
     def trial_session(self) -> TrialSession:
@@ -594,6 +576,4 @@ class QuantizationSimModel(Tabular):
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     """Whether two states hold the same encodings; these never change, so identity is enough."""
-    return len(one) == len(other) and all(
-        a[0] == b[0] and a[1] is b[1] for a, b in zip(one, other, strict=True)
-    )
+    return len(one) == len(other) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(one, other, strict=True))

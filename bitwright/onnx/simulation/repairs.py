@@ -89,8 +89,7 @@ def holds_nan(output: Any) -> bool:
 def name_nan(sim: QuantizationSimModel, feeds: Feeds) -> None:
     """Tell which operator makes NaN in the simulation of a feed that float computes without."""
     plain, quantized = (
-        diagnosed(sim, simulation_model(sim.marked, encodings).model, feeds)
-        for encodings in ({}, sim._encodings())
+        diagnosed(sim, simulation_model(sim.marked, encodings).model, feeds) for encodings in ({}, sim._encodings())
     )
     if plain.ok and not plain.bad_inputs:
         logger.warning("%s", sim.quantizers.describe_nan(quantized, sim.graph))

@@ -24,13 +24,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from bitwright.onnx.model.session import (
-    Providers,
-    check_providers,
-    open_file,
-    open_session,
-    save_optimized,
-)
+from bitwright.onnx.model.session import Providers, check_providers, open_file, open_session, save_optimized
 
 _BLOCKED = "com.microsoft.nchwc"  # operators on channels in blocks
 # what leaves the number of channels of all its inputs as it is
@@ -136,9 +130,7 @@ def narrow(
         return Watching(open_file(path, threads=threads, arena=arena), names)
 
 
-def watch_blocked(
-    graph: onnx.GraphProto, scalars: Collection[str], unordered: Collection[str]
-) -> dict[str, str]:
+def watch_blocked(graph: onnx.GraphProto, scalars: Collection[str], unordered: Collection[str]) -> dict[str, str]:
     """Read tensors in the runtime's own layout wherever the order of elements does not matter.
 
     Args:

@@ -166,10 +166,7 @@ def marked_constants(marked: ir.Model) -> dict[str, NDArray[Any]]:
 
 
 def simulation_model(
-    marked: ir.Model,
-    encodings: Mapping[str, Encoding],
-    biases: Container[str] = (),
-    file: WeightFile | None = None,
+    marked: ir.Model, encodings: Mapping[str, Encoding], biases: Container[str] = (), file: WeightFile | None = None
 ) -> Simulation:
     """The model that computes what the quantized model will compute.
 
@@ -214,9 +211,7 @@ def simulation_model(
     return simulation if file is None else _kept_in_file(simulation, file)
 
 
-def _write_site(
-    node: ir.Node, source: ir.Value, encoding: Encoding | None, site: str, builder: Builder
-) -> ir.Value:
+def _write_site(node: ir.Node, source: ir.Value, encoding: Encoding | None, site: str, builder: Builder) -> ir.Value:
     """Put a quantizer in the place of a marker; what its readers see."""
     if encoding is not None:
         return write_activation(builder, node, encoding, unsigned(encoding), site).value

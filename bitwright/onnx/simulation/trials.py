@@ -73,9 +73,7 @@ class TrialSession:
 def _structure(sim: QuantizationSimModel, encodings: Mapping[str, Encoding]) -> tuple[Any, ...]:
     """What a session depends on: which sites work, and the encodings that are written into it."""
     activations = (site for site in sim.quantizers if site not in sim.constants)
-    return tuple(
-        None if (e := encodings.get(site)) is None else True if _is_input(e) else e for site in activations
-    )
+    return tuple(None if (e := encodings.get(site)) is None else True if _is_input(e) else e for site in activations)
 
 
 def _is_input(encoding: Encoding) -> bool:
@@ -175,11 +173,7 @@ def _on_grid(array: Array, encoding: Encoding | None, bias: bool) -> Array:
 
 def _same_form(array: Array | None, tensor: ir.TensorProtocol) -> bool:
     """Whether a constant of the simulation can be fed in the place of the one that a model was made with."""
-    return (
-        array is not None
-        and array.shape == tuple(tensor.shape.numpy())
-        and array.dtype == tensor.dtype.numpy()
-    )
+    return array is not None and array.shape == tuple(tensor.shape.numpy()) and array.dtype == tensor.dtype.numpy()
 
 
 def _grid(encoding: Encoding) -> list[Array]:

@@ -87,9 +87,7 @@ class TorchCorrectable(Correctable):
 
             return watch
 
-        self._run(
-            self.reference, "float", batch, {layer.adder or layer.op: noting(layer) for layer in layers}
-        )
+        self._run(self.reference, "float", batch, {layer.adder or layer.op: noting(layer) for layer in layers})
         self._run(self.sim, "simulate", batch, {layer.adder or layer.op: shifting(layer) for layer in layers})
         return shifts
 

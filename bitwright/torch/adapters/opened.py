@@ -43,9 +43,7 @@ class TorchOpened(Opened):
         self._before = self._outputs_of(self.view)  # explains an example that does not fit
 
     def _view(self) -> TorchView:
-        return TorchView(
-            self.model, [map_tensors(self.example, torch.clone)]
-        )  # a model may write into its input
+        return TorchView(self.model, [map_tensors(self.example, torch.clone)])  # a model may write into its input
 
     def _outputs_of(self, view: TorchView) -> list[tuple[str, torch.Tensor]]:
         """What the model computes when it is recorded, or in another run where that may differ."""
@@ -80,12 +78,8 @@ class TorchOpened(Opened):
         """Fold batch norms, of the names ``only`` if given; nothing is asked of the view any more."""
         return self._folded(progress, self.changed, only)
 
-    def _folded(
-        self, progress: bool, changed: Callable[[], str | None], only: set[str] | None = None
-    ) -> FoldReport:
-        report = batch_norm_fold.fold_all_batch_norms(
-            self.view, changed, only=only, bar=partial(bar, enabled=progress)
-        )
+    def _folded(self, progress: bool, changed: Callable[[], str | None], only: set[str] | None = None) -> FoldReport:
+        report = batch_norm_fold.fold_all_batch_norms(self.view, changed, only=only, bar=partial(bar, enabled=progress))
         report.keep()
         return report
 
@@ -121,9 +115,7 @@ class TorchFrontEnd(FrontEnd):
 
     knows_shapes = False
 
-    def open_model(
-        self, model: nn.Module, shapes: Any, dummy_input: Any, function: str, providers: Any
-    ) -> TorchOpened:
+    def open_model(self, model: nn.Module, shapes: Any, dummy_input: Any, function: str, providers: Any) -> TorchOpened:
         """As the base class says.
 
         Raises:
@@ -156,9 +148,7 @@ class TorchFrontEnd(FrontEnd):
         """As the base class says."""
         if reference is None:
             return TorchCorrectable(sim)
-        return TorchCorrectable(
-            sim, QuantizationSimModel(reference, sim.examples[0], examples=sim.examples[1:])
-        )
+        return TorchCorrectable(sim, QuantizationSimModel(reference, sim.examples[0], examples=sim.examples[1:]))
 
     def batches_of_all(self, batches: Iterable[Any]) -> Iterable[Any]:
         """As the base class says."""
@@ -206,9 +196,7 @@ def example_input(model: nn.Module, shapes: Any, function: str) -> Any:
     several = len(shapes) > 0 and isinstance(shapes[0], Sequence)
     generator = torch.Generator().manual_seed(0)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    inputs = tuple(
-        torch.randn(tuple(s), generator=generator).to(dtype) for s in (shapes if several else [shapes])
-    )
+    inputs = tuple(torch.randn(tuple(s), generator=generator).to(dtype) for s in (shapes if several else [shapes]))
     return inputs if several else inputs[0]
 
 

@@ -66,9 +66,7 @@ class _Tracer(Handler):
         """A call of a known function."""
         return self._note(key, row, func, args, kwargs)
 
-    def other(
-        self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any other call."""
         row = FUNCTIONS.get(func)
         if row is None and getattr(func, "__name__", "") in ("__get__", "__set__"):

@@ -22,15 +22,7 @@ from bitwright.torch.simulation.plans import CallPlan
 from bitwright.torch.simulation.simulate import Simulator
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_LAYERS = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
+_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear)
 
 
 class TorchView:
@@ -104,9 +96,7 @@ class TorchView:
         tensor = self._tensor(name)
         if tuple(value.shape) != tuple(tensor.shape):
             raise ModelError(
-                name,
-                f"the new value has shape {value.shape}, the parameter {tuple(tensor.shape)}",
-                "keep the shape",
+                name, f"the new value has shape {value.shape}, the parameter {tuple(tensor.shape)}", "keep the shape"
             )
         with torch.no_grad():
             tensor.copy_(torch.from_numpy(np.ascontiguousarray(value)))
@@ -132,9 +122,7 @@ class TorchView:
                     simulator.taps = {name: [] for name in values}
                     args, kwargs = as_call(to_device(batch, device))
                     self.model(*args, **kwargs)
-                    yield {
-                        name: [t.float().cpu().numpy() for t in kept] for name, kept in simulator.taps.items()
-                    }
+                    yield {name: [t.float().cpu().numpy() for t in kept] for name, kept in simulator.taps.items()}
         finally:
             interceptor.detach()
 
@@ -154,9 +142,7 @@ class TorchView:
         def run(*inputs: Array) -> Array:
             if op in self._replaced:
                 with torch.no_grad():
-                    return np.array(
-                        self._replaced[op](torch.from_numpy(np.asarray(inputs[0])).to(self._device)).cpu()
-                    )
+                    return np.array(self._replaced[op](torch.from_numpy(np.asarray(inputs[0])).to(self._device)).cpu())
             given = {}
             for value, x in zip(order, inputs, strict=True):
                 dtype = getattr(torch, graph.values[names[value]].dtype)  # as recorded: layers may differ
@@ -190,9 +176,7 @@ class TorchView:
         if isinstance(edit, Clamp):
             return self._no_clamp(call)
         if isinstance(edit, Untie):
-            return (
-                None if self._own_attribute(edit) else "it is not a parameter of a module that makes the call"
-            )
+            return None if self._own_attribute(edit) else "it is not a parameter of a module that makes the call"
         if call.module is None or type(call.module) not in BATCH_NORMS or call.path == "":
             return "it is a call in the model's own code, not a batch-norm module that could be replaced by an identity"
         return self._read_elsewhere(call)
@@ -245,12 +229,8 @@ class TorchView:
 
     def _no_clamp(self, call: Call) -> str | None:
         if call.module is None or type(call.module) not in (nn.ReLU6, nn.Hardtanh) or call.path == "":
-            return (
-                "it is a call in the model's own code, not a ReLU6 or Hardtanh module that could be replaced"
-            )
-        others = [
-            other.name for other in self._calls.values() if other.module is call.module and other is not call
-        ]
+            return "it is a call in the model's own code, not a ReLU6 or Hardtanh module that could be replaced"
+        others = [other.name for other in self._calls.values() if other.module is call.module and other is not call]
         return f"{others[0]} runs the same module" if others else None
 
     def _clamp(self, edit: Clamp) -> Undo:

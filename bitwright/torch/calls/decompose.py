@@ -193,9 +193,7 @@ def _plain_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 DECOMPOSITIONS: dict[Any, Decomposition] = {
     F.scaled_dot_product_attention: Decomposition("attention", scaled_dot_product_attention),
-    F.multi_head_attention_forward: Decomposition(
-        "attention", multi_head_attention_forward, _plain_attention
-    ),
+    F.multi_head_attention_forward: Decomposition("attention", multi_head_attention_forward, _plain_attention),
     **{
         function: Decomposition(function.__name__, run, owner="module" if is_cell else "layers")
         for function, run, is_cell in recurrent.decompositions()

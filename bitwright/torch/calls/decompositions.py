@@ -75,9 +75,7 @@ class _Tables(NamedTuple):
 def knows_steps() -> bool:
     """Whether the implementation is the one that this module knows."""
     try:
-        called = all(
-            inspect.signature(resolve_name(f)).parameters.keys() == known for f, known in _CALLED.items()
-        )
+        called = all(inspect.signature(resolve_name(f)).parameters.keys() == known for f, known in _CALLED.items())
         return called and all(_names(resolve_name(f)) == known for f, known in _REPLACED.items())
     except (ImportError, AttributeError):
         return False

@@ -96,9 +96,7 @@ class Function:
                     named[name] = new[port]
         return tuple(out), named
 
-    def _replace_rest(
-        self, args: list[Any], kwargs: dict[str, Any], new: Mapping[int, Any], port: int
-    ) -> None:
+    def _replace_rest(self, args: list[Any], kwargs: dict[str, Any], new: Mapping[int, Any], port: int) -> None:
         """Exchange the operands of the port that stands for any number of them, given as a sequence or one by one."""
         name = self.ports[port]
         at, plain = self.signature.index(name), name.removeprefix("*")
@@ -148,12 +146,7 @@ def _conv_attrs(bound: Arguments) -> dict[str, Any]:
         ends = tuple(t - t // 2 for t in total)
     else:
         begins = ends = _tuple(padding, n)
-    return {
-        "group": int(bound.get("groups", 1)),
-        "pads": (*begins, *ends),
-        "strides": strides,
-        "dilations": dilations,
-    }
+    return {"group": int(bound.get("groups", 1)), "pads": (*begins, *ends), "strides": strides, "dilations": dilations}
 
 
 def _conv_transpose_attrs(bound: Arguments) -> dict[str, Any]:
@@ -413,12 +406,7 @@ _RECURRENT = ("input", "weight_ih", "weight_hh", "bias_ih", "batch_sizes", "init
 FUNCTIONS: dict[Any, Function] = {
     **_build(),
     recurrent.layer: Function(
-        "layer",
-        lambda bound: str(bound["cell"]),
-        _RECURRENT,
-        _RECURRENT,
-        recurrent.attributes,
-        named_by="place",
+        "layer", lambda bound: str(bound["cell"]), _RECURRENT, _RECURRENT, recurrent.attributes, named_by="place"
     ),
 }
 #: registered operators that do what a torch function does, where libraries call them in its place
@@ -458,9 +446,7 @@ def _is_mask(x: Any) -> bool:
 _SORTS = frozenset((torch.sort, torch.Tensor.sort, torch.argsort, torch.Tensor.argsort))
 
 
-def settled(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def settled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with what it leaves open decided: a sort keeps the order of values that are equal.
 
     Torch sorts them in any order where it is not asked; exported files have one that is stable. Rows that are sorted by

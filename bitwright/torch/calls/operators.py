@@ -135,9 +135,7 @@ def as_function(func: torch._ops.OpOverload[..., Any], args: tuple[Any, ...], kw
     return (func, args, kwargs) if known is None else (known, args, kwargs)
 
 
-def results(
-    func: torch._ops.OpOverload[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def results(func: torch._ops.OpOverload[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the operator returns, where the function that was carried out in its place returned ``output``."""
     if func._schema.name.removeprefix("aten::") not in _SEVERAL:
         return output

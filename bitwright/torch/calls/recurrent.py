@@ -39,11 +39,7 @@ GATES: dict[str, tuple[str, ...]] = {
 }
 #: gates in the order in which the steps compute: those with the same activation function next to each other
 ORDER: dict[str, tuple[str, ...]] = {**GATES, "LSTM": ("input", "forget", "output", "candidate")}
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Sigmoid": torch.sigmoid,
-    "Tanh": torch.tanh,
-    "Relu": torch.relu,
-}
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"Sigmoid": torch.sigmoid, "Tanh": torch.tanh, "Relu": torch.relu}
 _FUSED: dict[tuple[str, str], Callable[..., Any]] = {
     ("LSTM", "Tanh"): torch.lstm,
     ("GRU", "Tanh"): torch.gru,
@@ -229,9 +225,7 @@ def _whole(ctx: _Context, x: Tensor, initial: tuple[Tensor, ...], reverse: bool)
     def steps(x: Tensor, weight_hh: Tensor, bias_hh: Tensor | None, *initial: Tensor) -> tuple[Tensor, ...]:
         return _in_steps(ctx.reading(weight_hh, bias_hh), x, initial, None, reverse)
 
-    found: Sequences | None = (
-        None if make is None else make(ctx.cell, (x, ctx.weight_hh, ctx.bias_hh, *initial), steps)
-    )
+    found: Sequences | None = None if make is None else make(ctx.cell, (x, ctx.weight_hh, ctx.bias_hh, *initial), steps)
     return found
 
 
@@ -336,9 +330,7 @@ def marked_layer(
             "export the model with padded input: pass the padded tensor to the layer and mask its outputs",
         )
     given = {1: _onnx(cell, weight_ih), 2: _onnx(cell, weight_hh), 8: _in_front(weight_hr)}
-    w, r, p = (
-        mark(x, weights[port]) if x is not None and port in weights else x for port, x in given.items()
-    )
+    w, r, p = (mark(x, weights[port]) if x is not None and port in weights else x for port, x in given.items())
     bias = None
     if bias_ih is not None and bias_hh is not None:
         bias = torch.cat([_onnx(cell, bias_ih), _onnx(cell, bias_hh)], 1)
@@ -438,9 +430,7 @@ def _run_stack(call: _Stack, cell: str, activation: str) -> tuple[Tensor, ...]:
     return (x, *(torch.stack(parts) for parts in zip(*finals, strict=True)))
 
 
-def _one(
-    call: _Stack, cell: str, activation: str, x: Tensor, index: int, reverse: bool
-) -> tuple[Tensor, ...]:
+def _one(call: _Stack, cell: str, activation: str, x: Tensor, index: int, reverse: bool) -> tuple[Tensor, ...]:
     weights = call.weights(index)
     initial = [s[index] for s in call.hx]
     place = f"l{index // call.directions}.{'reverse' if reverse else 'forward'}"
@@ -453,11 +443,7 @@ def _one(
 
 def _check_states(call: _Stack, cell: str) -> None:
     """Refuse states that would broadcast: modules check theirs, functions do not."""
-    batch = (
-        int(call.batch_sizes[0])
-        if call.batch_sizes is not None
-        else call.input.shape[0 if call.batch_first else 1]
-    )
+    batch = int(call.batch_sizes[0]) if call.batch_sizes is not None else call.input.shape[0 if call.batch_first else 1]
     first = call.weights(0)
     sizes = [first["weight_hh"].shape[1], first["weight_hh"].shape[0] // len(GATES[cell])]
     for name, state, size in zip(("hidden", "cell"), call.hx, sizes, strict=False):

@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 #: types of arguments that hold nothing; by far most arguments of a call are of these, or tensors
-ATOMS = frozenset(
-    (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
-)
+ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout))
 
 
 def _children(obj: Any) -> list[tuple[str, Any]] | None:
@@ -135,9 +133,7 @@ def _rebuild(item: Any, values: list[Any]) -> Any:
         return type(item)(*values) if hasattr(item, "_fields") else tuple(values)
     if isinstance(item, list):
         return list(values)
-    return dataclasses.replace(
-        item, **dict(zip((f.name for f in dataclasses.fields(item)), values, strict=True))
-    )
+    return dataclasses.replace(item, **dict(zip((f.name for f in dataclasses.fields(item)), values, strict=True)))
 
 
 def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -80,9 +80,7 @@ def region_of_call() -> Region | None:
         if hooks is None or getattr(hooks[0], "__qualname__", "") != _PACK:
             return None
         pack = hooks[0]
-        held = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))[
-            "frame"
-        ].cell_contents
+        held = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True))["frame"].cell_contents
         return Region(held, "recompute_fn")
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -26,11 +26,7 @@ class CallMode(TorchFunctionMode):
         self.owner, self.here = owner, here
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.here.task is not None and self.here.task is not running_task():
             return func(*args, **(kwargs or {}))  # another task's, while this one awaits
@@ -87,9 +83,7 @@ class Forward:
             if self.hidden is None:
                 output = self.call(*args, **kwargs)
             else:
-                place = (
-                    1 if self.module.inplace else 0
-                )  # compilers of older versions do not take a bool for an index
+                place = 1 if self.module.inplace else 0  # compilers of older versions do not take a bool for an index
                 output = self.hidden[place](*args, *kwargs.values())
             del here.frames[depth:]
             return output

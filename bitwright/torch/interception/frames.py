@@ -81,9 +81,7 @@ class Handler(ABC):
         """Carry out a call of a function of the table."""
 
     @abstractmethod
-    def other(
-        self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry out a call of any other torch function."""
 
     @abstractmethod

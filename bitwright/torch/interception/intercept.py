@@ -558,9 +558,7 @@ def _caller() -> str | None:
     ):
         frame = frame.f_back
     owner = None if frame is None else frame.f_locals.get("self")
-    return (
-        f"{type(owner).__name__}.{frame.f_code.co_name}" if frame and isinstance(owner, nn.Module) else None
-    )
+    return f"{type(owner).__name__}.{frame.f_code.co_name}" if frame and isinstance(owner, nn.Module) else None
 
 
 OUTERMOST = Interceptor._intercepted.__code__

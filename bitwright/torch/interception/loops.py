@@ -44,9 +44,7 @@ def line_of_code(stop: Container[CodeType], modules: int = 0, *, start: FrameTyp
                 break
             modules -= 1
             found.clear()
-        elif (
-            frame.f_code is RECOMPUTES
-        ):  # the backward pass; its function was called from where the forward was
+        elif frame.f_code is RECOMPUTES:  # the backward pass; its function was called from where the forward was
             found.extend(frame.f_locals["self"].line)
             break
         elif frame.f_code not in CALLS and not frame.f_globals.get("__name__", "").startswith(_BETWEEN):
@@ -123,9 +121,7 @@ def _feeding_themselves(calls: Sequence[tuple[Any, Hashable | None]], passes: in
     return list(carried)
 
 
-def find_turns(
-    calls: Iterable[Any], lines: Mapping[Where, Mapping[Where, int]], forwards: int
-) -> frozenset[Hashable]:
+def find_turns(calls: Iterable[Any], lines: Mapping[Where, Mapping[Where, int]], forwards: int) -> frozenset[Hashable]:
     """The places of parameters at which several layers share them, each called by a line of its own.
 
     Such a place is called by several lines, one of which reads what came of another. A line that is called more than once in

@@ -83,11 +83,7 @@ class Recorder(Handler):
         signature: inspect.Signature | None,
         keep_arguments: bool = True,
     ) -> None:
-        self._interceptor_of, self._signature, self._keep_arguments = (
-            interceptor_of,
-            signature,
-            keep_arguments,
-        )
+        self._interceptor_of, self._signature, self._keep_arguments = (interceptor_of, signature, keep_arguments)
         self.calls: dict[Key, Call] = {}
         self.values: list[_Tensor] = []
         self.inputs: dict[str, int] = {}
@@ -155,9 +151,7 @@ class Recorder(Handler):
         op_type = row.op_type(bound)
         return self._note(frame, key, row.called(kwargs), op_type, inputs, attrs, func, args, kwargs)
 
-    def other(
-        self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run any other call; it becomes an op when it makes tensors out of tensors that depend on the input."""
         row = FUNCTIONS.get(func)
         if row is not None:
@@ -209,9 +203,7 @@ class Recorder(Handler):
         """A call that reads parameters and constants only: what it returns is the same in every run."""
         self.static.add(key)
         sources = tuple(dict.fromkeys(name for v in read for name in ((v.param,) if v.param else v.sources)))
-        anew = not sources or any(
-            v.made_anew for v in read
-        )  # parts of what is stored are as long as that allows
+        anew = not sources or any(v.made_anew for v in read)  # parts of what is stored are as long as that allows
         for tensor in produced:
             if not (len(inputs) == 1 and self._known(tensor) == inputs[0]):
                 self._bind(tensor, self._new("constant", tensor, label, keep=tensor))
@@ -228,12 +220,7 @@ class Recorder(Handler):
         return Slot(self._value(tensor))
 
     def _new(
-        self,
-        kind: str,
-        tensor: torch.Tensor,
-        name: str,
-        param: str | None = None,
-        keep: torch.Tensor | None = None,
+        self, kind: str, tensor: torch.Tensor, name: str, param: str | None = None, keep: torch.Tensor | None = None
     ) -> int:
         refuse_nested(name, tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -391,9 +378,7 @@ def named_inputs(
     """Every tensor among the arguments of a forward, named after its parameter: ``x``, ``batch.image``, ``args.0``."""
     bound: dict[str, Any]
     try:
-        bound = (
-            dict(signature.bind(*args, **kwargs).arguments) if signature else {"args": tuple(args), **kwargs}
-        )
+        bound = dict(signature.bind(*args, **kwargs).arguments) if signature else {"args": tuple(args), **kwargs}
     except TypeError:
         bound = {"args": tuple(args), **kwargs}  # the model's own call will say what is wrong
     found = []
@@ -475,9 +460,7 @@ def record(model: nn.Module, examples: Sequence[Any], interceptor: Interceptor |
         running.attach()
     try:
         with running.occupancy.exclusive("recording"):
-            recorder = find_places(
-                running, lambda: _run(model, examples, running, interceptor is None), len(examples)
-            )
+            recorder = find_places(running, lambda: _run(model, examples, running, interceptor is None), len(examples))
     finally:
         if interceptor is None:
             running.detach()
@@ -537,9 +520,7 @@ def explained(
     """The failure of a model on its input, with the module it happened in and what it was given."""
     if isinstance(error, ModelError):
         return error
-    if any(
-        frame.filename.endswith("flex_attention.py") for frame in traceback.extract_tb(error.__traceback__)
-    ):
+    if any(frame.filename.endswith("flex_attention.py") for frame in traceback.extract_tb(error.__traceback__)):
         return ModelError(
             f"{type(model).__name__}{f', in {where}' if where else ''}",
             "it calls flex_attention, which torch compiles as a whole, so that the calls inside cannot be seen",

@@ -158,9 +158,7 @@ def _is_chain(events: Sequence[Event], starts: Sequence[int], path: str | None) 
         return False
     if len(gaps) == 1 and _reads_from_outside(gaps[0], own):
         return False  # two turns alone do not tell whether the second would read the same as a third
-    followed = (
-        _follows(events[a:b], turn_of, k) for k, (a, b) in enumerate(zip(starts, ends, strict=True)) if k
-    )
+    followed = (_follows(events[a:b], turn_of, k) for k, (a, b) in enumerate(zip(starts, ends, strict=True)) if k)
     return all(followed) and not _collected(events[ends[-1] :], turn_of)
 
 
@@ -175,9 +173,7 @@ def _turn_of_values(events: Sequence[Event], bounds: Sequence[int]) -> dict[int,
 
 def _reads_from_outside(gap: Sequence[_Shape], own: Sequence[Sequence[_Shape]]) -> bool:
     """Whether what runs between two turns reads something from outside that the second turn does not take from the first."""
-    pairs = [
-        pair for one, other in zip(own[0], own[1], strict=True) for pair in zip(one[2], other[2], strict=True)
-    ]
+    pairs = [pair for one, other in zip(own[0], own[1], strict=True) for pair in zip(one[2], other[2], strict=True)]
     carried = {read[1] for read, later in pairs if read != later}
     return any(kind == "outer" and value not in carried for *_, reads in gap for kind, value in reads)
 

@@ -156,9 +156,7 @@ def one_pass(x: torch.Tensor, grid: Grid, out: torch.Tensor | None = None) -> to
     return result
 
 
-def clamp_on_grid(
-    x: torch.Tensor, grid: Grid, ends: tuple[float, float], *, in_place: bool
-) -> torch.Tensor | None:
+def clamp_on_grid(x: torch.Tensor, grid: Grid, ends: tuple[float, float], *, in_place: bool) -> torch.Tensor | None:
     """``clamp(x, *ends)`` on its grid, with the gradient of ``hardtanh``; ``None`` where no compiled loop serves."""
     compiled = _lies_ready(x, grid)
     source = None if compiled is None or not isinstance(grid.scale, float) else flat(x)
@@ -284,9 +282,7 @@ class _Marked(torch.autograd.Function):
     """An activation and its grid; a byte per element says where the gradient passes, in the place of their inputs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, grid: Grid, ends: tuple[float, float], in_place: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, grid: Grid, ends: tuple[float, float], in_place: bool) -> torch.Tensor:
         marks = torch.empty_like(x, dtype=torch.uint8)
         result = x if in_place else torch.empty_like(x)
         source, target, compiled = flat(x), flat(result), loops()
@@ -466,9 +462,7 @@ def _slow(x: torch.Tensor, encoding: Encoding) -> torch.Tensor:
     return affine.fake_quantize(x, encoding)
 
 
-def _without_fast_path(
-    x: torch.Tensor, encoding: Encoding, grid: Grid | None, needs_grad: bool
-) -> torch.Tensor:
+def _without_fast_path(x: torch.Tensor, encoding: Encoding, grid: Grid | None, needs_grad: bool) -> torch.Tensor:
     if grid is not None:
         return _traced(x, grid)
     return _StraightThroughAny.apply(x, encoding) if needs_grad else _slow(x, encoding)
@@ -480,9 +474,7 @@ def _in_float64(x: torch.Tensor, grid: Grid, needs_grad: bool) -> torch.Tensor:
     return _StraightThrough.apply(x, grid) if needs_grad else on_grid(x, grid)
 
 
-def fake_quantize(
-    x: torch.Tensor, encoding: Encoding, grid: Grid | None, *, overwrite: bool = False
-) -> torch.Tensor:
+def fake_quantize(x: torch.Tensor, encoding: Encoding, grid: Grid | None, *, overwrite: bool = False) -> torch.Tensor:
     """``x`` moved to the nearest values of the grid.
 
     Args:
@@ -519,12 +511,7 @@ def is_plain(x: torch.Tensor) -> bool:
 def _traced(x: torch.Tensor, grid: Grid) -> torch.Tensor:
     """The passes without buffers of their own, for graphs that are written down rather than run."""
     wide = x if x.dtype == torch.float64 else x.float()
-    codes = (
-        (wide if grid.view is None else wide.reshape(grid.view))
-        .div(grid.scale)
-        .round()
-        .clamp(grid.lo, grid.hi)
-    )
+    codes = (wide if grid.view is None else wide.reshape(grid.view)).div(grid.scale).round().clamp(grid.lo, grid.hi)
     return (codes * grid.scale + 0.0).reshape(x.shape).to(x.dtype)
 
 

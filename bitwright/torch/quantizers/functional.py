@@ -125,9 +125,7 @@ def _codes(
     block_size: Sequence[int] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if qmin >= qmax:
-        raise FormatError(
-            "grid", f"qmin={qmin} is not below qmax={qmax}", "give the ends of the grid, lowest first"
-        )
+        raise FormatError("grid", f"qmin={qmin} is not below qmax={qmax}", "give the ends of the grid, lowest first")
     view, broadcast = blocked_shapes(x.shape, scale.shape, block_size)
     dtype = _wide(x, qmin, qmax)
     s = scale.to(dtype).reshape(broadcast)
@@ -137,10 +135,7 @@ def _codes(
 
 
 def dequantize(
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor,
-    block_size: Sequence[int] | None = None,
+    q: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, block_size: Sequence[int] | None = None
 ) -> torch.Tensor:
     """Values of the codes ``q``: ``(q - zero_point) * scale``, in the dtype of ``scale``.
 
@@ -205,10 +200,7 @@ class _RoundFloat(torch.autograd.Function):
 
 
 def float_quantize_dequantize(
-    x: torch.Tensor,
-    fmt: FloatFormat,
-    scale: torch.Tensor | None = None,
-    block_size: Sequence[int] | None = None,
+    x: torch.Tensor, fmt: FloatFormat, scale: torch.Tensor | None = None, block_size: Sequence[int] | None = None
 ) -> torch.Tensor:
     """``x`` rounded to the numbers of a float format times ``scale``, saturating; the gradient is zero beyond the largest.
 
@@ -246,9 +238,7 @@ def block_rows(x: torch.Tensor, params: Sequence[int], block_size: Sequence[int]
     return x.reshape(view).permute(*kept, *shared).reshape(groups, -1)
 
 
-def grouped_scale(
-    scale: torch.Tensor, grouping: Sequence[int], multiples: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def grouped_scale(scale: torch.Tensor, grouping: Sequence[int], multiples: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Block scales rounded to integer multiples of one scale per group of blocks (LPBQ).
 
     Args:

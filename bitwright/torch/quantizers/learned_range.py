@@ -64,9 +64,7 @@ def unlearnable(encoding: Encoding) -> str | None:
     return None
 
 
-def _call_with(
-    parameter: weakref.ref[torch.Tensor], hook: Callable[[torch.Tensor], None], _: torch.Tensor
-) -> None:
+def _call_with(parameter: weakref.ref[torch.Tensor], hook: Callable[[torch.Tensor], None], _: torch.Tensor) -> None:
     present = parameter()  # a hook that holds its own tensor would keep it
     if present is not None:
         hook(present)
@@ -291,14 +289,10 @@ class LearnedRange:
             grid = double(grid)
         elif x.dtype != torch.float32:
             return self(x.float(), grid, weight=weight).to(x.dtype)
-        out: torch.Tensor = _OnLearnedGrid.apply(
-            x, self.log_scale, self.offset, grid, self.scaling(x, weight)
-        )
+        out: torch.Tensor = _OnLearnedGrid.apply(x, self.log_scale, self.offset, grid, self.scaling(x, weight))
         return out
 
-    def clamped(
-        self, x: torch.Tensor, grid: Grid, ends: tuple[float, float], *, in_place: bool
-    ) -> torch.Tensor | None:
+    def clamped(self, x: torch.Tensor, grid: Grid, ends: tuple[float, float], *, in_place: bool) -> torch.Tensor | None:
         """``clamp(x, *ends)`` on the grid, an activation of a batch with the gradient of ``hardtanh``.
 
         ``None`` where no compiled loop serves, or the zero point is learned too: what the activation clips has no part in it.
@@ -346,10 +340,7 @@ def _scale_and_zero(
     """The arithmetic of ``LearnedRange.encoding`` on tensors, float32: from those of ``base``, ``given`` in float64."""
     fmt = base.format
     assert isinstance(fmt, IntFormat)
-    scale, zero = (
-        (given[0] * log_scale.detach().double().exp()).clamp(_TINY, _LARGEST / (fmt.steps + 1)),
-        given[1],
-    )
+    scale, zero = ((given[0] * log_scale.detach().double().exp()).clamp(_TINY, _LARGEST / (fmt.steps + 1)), given[1])
     if offset is not None:
         zero = (zero - fmt.steps * offset.detach().double()).round().clamp(fmt.qmin, fmt.qmax)
     return scale.float(), zero.float()
@@ -541,12 +532,7 @@ def _gradients_in_passes(
 
 
 def _for_scale(
-    grad: torch.Tensor,
-    inner: torch.Tensor,
-    ratio: torch.Tensor,
-    grid: Grid,
-    scaling: Scaling,
-    axes: list[int] | None,
+    grad: torch.Tensor, inner: torch.Tensor, ratio: torch.Tensor, grid: Grid, scaling: Scaling, axes: list[int] | None
 ) -> torch.Tensor:
     """The sum for the scale; ``ratio`` is overwritten."""
     if scaling.steps <= 0xFF:

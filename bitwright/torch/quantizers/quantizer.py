@@ -181,9 +181,7 @@ class Quantizer(core.Quantizer):
         grid = self._grid(x, self.required)
         return grid if grid is not None and isinstance(grid.scale, float) else None
 
-    def joined_with(
-        self, x: torch.Tensor, ends: tuple[float, float], *, in_place: bool
-    ) -> torch.Tensor | None:
+    def joined_with(self, x: torch.Tensor, ends: tuple[float, float], *, in_place: bool) -> torch.Tensor | None:
         """``clamp(x, *ends)`` on the grid of a range that trains, in one go; ``None`` where they are two calls."""
         if self.learned is None or self._encoding is None or self.pivot is not None or not is_plain(x):
             return None

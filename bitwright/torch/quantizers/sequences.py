@@ -37,9 +37,7 @@ NAMES = (*_PRE, *_GATE, CELL, "cell.gate", HIDDEN)
 def ready(tensors: Sequence[Tensor | None]) -> Loops | None:
     """The compiled loops, where they serve a layer that has these tensors."""
     given = [x for x in tensors if x is not None]
-    if torch.compiler.is_dynamo_compiling() or any(
-        not is_plain(x) or x.dtype != torch.float32 for x in given
-    ):
+    if torch.compiler.is_dynamo_compiling() or any(not is_plain(x) or x.dtype != torch.float32 for x in given):
         return None
     return loops() if all(on_host(x.device) for x in given) else None
 
@@ -58,9 +56,7 @@ def observed(kept: Mapping[str, list[Tensor]], compiled: Loops) -> Sequences:
     return partial(_observe, kept, compiled)
 
 
-def bounded(
-    columns: Mapping[str, list[Columns]], kept: Mapping[str, list[Tensor]], compiled: Loops
-) -> Sequences:
+def bounded(columns: Mapping[str, list[Columns]], kept: Mapping[str, list[Tensor]], compiled: Loops) -> Sequences:
     """The same, of which the bounds of columns are handed over, while a step is in the cache.
 
     Where a value is not finite, nothing is put into ``columns``, and the tensors themselves into ``kept``.
@@ -132,11 +128,7 @@ class _Run:
         """Run; ``x`` is the input's share of the gates."""
         sums, gates, width, shares = self.sums, self.gates, self.bent.shape[1], x.detach().unbind()
         curved, straight = sums[:, : 3 * width], sums[:, 3 * width :]
-        gated, output, candidate = (
-            gates[:, : 3 * width],
-            gates[:, 2 * width : 3 * width],
-            gates[:, 3 * width :],
-        )
+        gated, output, candidate = (gates[:, : 3 * width], gates[:, 2 * width : 3 * width], gates[:, 3 * width :])
         h, compiled, watched, after = self.initial, self.compiled, self._watched(), 0
         cells, hidden = self.cells.unbind(), self.hidden.unbind()
         given, states = _array(gates), _array(self.cells)
@@ -270,9 +262,7 @@ def trained(
         Of the layer in single steps, which a gradient of the gradient is taken of, the function.
     """
     numbers = np.array([(*grid_numbers(grid), *codes_from_to(grid)) for grid in grids], np.float32)
-    pre, post = (
-        np.ascontiguousarray(np.repeat(part.T, like.shape[-1], 1)) for part in (numbers[:4], numbers[4:8])
-    )
+    pre, post = (np.ascontiguousarray(np.repeat(part.T, like.shape[-1], 1)) for part in (numbers[:4], numbers[4:8]))
     training = [
         _Learned(place, found, tuple(numbers[place]), found.scaling(like, False))
         for place, found in enumerate(learned)
@@ -302,33 +292,20 @@ class _Trained(torch.autograd.Function):
         offset: Tensor | None, grids: _Grids, compiled: Loops, steps: Steps, reverse: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         count, (batch, width) = len(x), c.shape
-        gates, marks = (
-            torch.empty(count, batch, 4 * width),
-            torch.empty(count, batch, 4 * width, dtype=torch.uint8),
-        )
+        gates, marks = (torch.empty(count, batch, 4 * width), torch.empty(count, batch, 4 * width, dtype=torch.uint8))
         cells, hidden = (torch.empty(count + 1, batch, width) for _ in range(2))
         bent = torch.empty(count, batch, width)
         # ranges in front of the gates read their sums again when they train
         kept = any(one.place < len(_PRE) for one in grids.learned)
         sums = torch.empty(count if kept else 1, 4, batch, width)
         cells[0], hidden[0] = c, h
-        arrays = (
-            _array(x),
-            sums.numpy(),
-            gates.numpy(),
-            marks.numpy(),
-            cells.numpy(),
-            bent.numpy(),
-            hidden.numpy(),
-        )
+        arrays = (_array(x), sums.numpy(), gates.numpy(), marks.numpy(), cells.numpy(), bent.numpy(), hidden.numpy())
         shares, totals, after, passed, states, tanh, given = arrays
         product = _Product(weight_hh.t(), bias_hh, batch)
         cell, tanh_grid, last = (tuple(row[:3]) for row in grids.states)
         for n, t in enumerate(_order(count, reverse)):
             total = totals[n if kept else 0]
-            compiled.lstm_gates_marked(
-                shares[t], product(hidden[n]).numpy(), after[n], passed[n], total, *grids.pre
-            )
+            compiled.lstm_gates_marked(shares[t], product(hidden[n]).numpy(), after[n], passed[n], total, *grids.pre)
             torch.sigmoid(gates[n, :, : 3 * width], out=gates[n, :, : 3 * width])
             torch.tanh(gates[n, :, 3 * width :], out=gates[n, :, 3 * width :])
             compiled.lstm_cell(after[n], states[n], states[n + 1], *grids.post[:3], *cell)
@@ -357,9 +334,7 @@ def _gradients(ctx: Any, grad: Tensor, grad_last: Tensor, grad_cell: Tensor) -> 
     after, passed, states, tanh = gates.numpy(), marks.numpy(), cells.numpy(), bent.numpy()
     result, order = given.numpy(), _order(len(gates), reverse)
     ranges = _Ranges(grids.learned, bent.shape[-1], compiled)
-    on_grid, received, moved, passed_on = (
-        np.empty((n, *bent.shape[1:]), np.float32) for n in (5, len(NAMES), 2, 2)
-    )
+    on_grid, received, moved, passed_on = (np.empty((n, *bent.shape[1:]), np.float32) for n in (5, len(NAMES), 2, 2))
     for n in reversed(range(len(gates))):
         t, known = order[n], (grids.post, grids.states)
         np.add(outer[t], inner.numpy(), out=received[-1])
@@ -399,9 +374,7 @@ class _Ranges:
             to_scale.append(weight * slope)
             if one.range.offset is not None:
                 to_offset.append(weight / one.scaling.steps * clipped)
-        made = (
-            torch.tensor(found, dtype=torch.float32) if found else None for found in (to_scale, to_offset)
-        )
+        made = (torch.tensor(found, dtype=torch.float32) if found else None for found in (to_scale, to_offset))
         return next(made), next(made)
 
 

@@ -53,9 +53,7 @@ def adopt(model: nn.Module, example: Any, *, in_place: bool) -> nn.Module:
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     """What ``torch.compile`` was given; a TorchScript module, whose table of modules is another, is refused later."""
-    while isinstance(module._modules, dict) and isinstance(
-        inner := module._modules.get(_ORIGINAL), nn.Module
-    ):
+    while isinstance(module._modules, dict) and isinstance(inner := module._modules.get(_ORIGINAL), nn.Module):
         module = inner
     return module
 

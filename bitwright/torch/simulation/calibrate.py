@@ -34,20 +34,13 @@ def calibrating(
     policy = check_policy(non_finite)
     interrupt: KeyboardInterrupt | None = None
     ranks = calibrating_ranks(distributed)
-    with (
-        nullcontext() if ranks is None else ranks.together(),
-        sim._interceptor.occupancy.exclusive("calibration"),
-    ):
+    with nullcontext() if ranks is None else ranks.together(), sim._interceptor.occupancy.exclusive("calibration"):
         if sim._simulator.gate is not None:
             raise nested_calibration()
         with all_or_nothing(sim):
             gate = _begin(sim, resume, policy, ranks)
             try:
-                with (
-                    sim._interceptor.handled_by(sim._simulator),
-                    torch.no_grad(),
-                    evaluation(sim.model),
-                ):
+                with sim._interceptor.handled_by(sim._simulator), torch.no_grad(), evaluation(sim.model):
                     yield sim.model
                 gate.finish()
             except KeyboardInterrupt as stopped:
@@ -80,9 +73,7 @@ def _begin(sim: QuantizationSimModel, resume: bool, policy: NonFinite, ranks: Ra
 def _finish(sim: QuantizationSimModel, interrupted: bool, allow_unreached: bool) -> None:
     """Put the encodings of what was seen into effect."""
     if not sim._simulator.runs:
-        raise CalibrationError(
-            "calibrating", "the model did not run in the block", "call sim.model inside the block"
-        )
+        raise CalibrationError("calibrating", "the model did not run in the block", "call sim.model inside the block")
     _freeze(sim, allow_unreached or interrupted, quiet=interrupted)
     if interrupted:
         logger.warning(

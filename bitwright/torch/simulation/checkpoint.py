@@ -18,12 +18,7 @@ import torch
 
 from bitwright.core.health.repair import Repair
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.core.numerics.serialize import (
-    encoding_from_json,
-    encoding_to_json,
-    spec_from_json,
-    spec_to_json,
-)
+from bitwright.core.numerics.serialize import encoding_from_json, encoding_to_json, spec_from_json, spec_to_json
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.simulation.sites import Site
 from bitwright.core.simulation.state import all_or_nothing
@@ -81,9 +76,7 @@ def _state(sim: QuantizationSimModel) -> dict[str, Any]:
     """What a checkpoint keeps of a simulation beside the model's tensors, as plain JSON."""
     if sim._simulator.stage not in ("simulate", "uncalibrated"):
         raise ModelError(
-            "save_checkpoint",
-            "the simulation is being calibrated",
-            "call it when compute_encodings has returned",
+            "save_checkpoint", "the simulation is being calibrated", "call it when compute_encodings has returned"
         )
     refuse_corrections(sim, "save_checkpoint")
     quantizers = {
@@ -141,11 +134,7 @@ def load_state_dict(sim: QuantizationSimModel, state: Mapping[str, Any]) -> None
         try:
             sim.model.load_state_dict(state["model"])
         except RuntimeError as error:
-            raise EncodingsError(
-                "load_state_dict",
-                f"the tensors do not fit the model: {error}",
-                remedy,
-            ) from error
+            raise EncodingsError("load_state_dict", f"the tensors do not fit the model: {error}", remedy) from error
         _put(sim, loaded, settings)
 
 
@@ -211,14 +200,10 @@ def _check_names(where: Path, expected: Iterable[str], found: Iterable[str], rem
         raise EncodingsError(mismatch.site, mismatch.problem, remedy)
 
 
-def _settings(
-    sim: QuantizationSimModel, where: Path, loaded: _Checkpoint, remedy: str
-) -> dict[str, _Setting]:
+def _settings(sim: QuantizationSimModel, where: Path, loaded: _Checkpoint, remedy: str) -> dict[str, _Setting]:
     """What a checkpoint says of every quantizer, checked against the simulation."""
     _check_names(where, sim.quantizers, loaded.quantizers, remedy)
-    settings = {
-        name: _setting(where, sim.quantizers[name], saved) for name, saved in loaded.quantizers.items()
-    }
+    settings = {name: _setting(where, sim.quantizers[name], saved) for name, saved in loaded.quantizers.items()}
     _check_groups(where, sim, settings)
     return settings
 
@@ -247,7 +232,9 @@ def _read(folder: Path) -> _Checkpoint:
     except ExportError as error:
         problem = f"no readable checkpoint there: {error.problem}"
         if (folder / _QUANTIZERS).is_file() and not (folder / _MANIFEST).exists():
-            problem = f"no readable checkpoint there: {_MANIFEST} is missing, which tells whether the other files are whole"
+            problem = (
+                f"no readable checkpoint there: {_MANIFEST} is missing, which tells whether the other files are whole"
+            )
         raise EncodingsError(str(folder), problem, _REMEDY) from error
     tensors = _content(folder, _TENSORS, entries)
     state = _content(folder, _QUANTIZERS, entries)
@@ -291,10 +278,7 @@ def _parsed(tensors: dict[str, torch.Tensor], state: Any) -> _Checkpoint:
 
 
 def _check_tensor(folder: Path, name: str, saved: torch.Tensor, own: torch.Tensor) -> None:
-    for what, found, expected in (
-        ("shape", tuple(saved.shape), tuple(own.shape)),
-        ("dtype", saved.dtype, own.dtype),
-    ):
+    for what, found, expected in (("shape", tuple(saved.shape), tuple(own.shape)), ("dtype", saved.dtype, own.dtype)):
         if found != expected:
             raise EncodingsError(
                 str(folder),
@@ -362,9 +346,7 @@ def _fixed_range_problem(spec: QuantSpec) -> str | None:
     return None if good else f"its spec has the fixed range {spec.fixed_range}"
 
 
-def _shape_problem(
-    spec: QuantSpec, encoding: Encoding | None, shape: tuple[int, ...], site: str
-) -> str | None:
+def _shape_problem(spec: QuantSpec, encoding: Encoding | None, shape: tuple[int, ...], site: str) -> str | None:
     try:
         spec.granularity.param_shape(shape, site)
         expected = None if encoding is None else encoding.granularity.param_shape(shape, site)
@@ -385,7 +367,5 @@ def _check_groups(where: Path, sim: QuantizationSimModel, settings: Mapping[str,
         other = known.setdefault(id(sim.quantizers[name].quantizer), name)
         if settings[other] != setting:
             raise EncodingsError(
-                f"{where}, {name}",
-                f"it shares its quantizer with {other}, of which something else is saved",
-                _OTHER,
+                f"{where}, {name}", f"it shares its quantizer with {other}, of which something else is saved", _OTHER
             )

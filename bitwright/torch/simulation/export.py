@@ -149,9 +149,7 @@ def export_sim(
         every_tensor=every_tensor,
         notes=notes,
         data=[t.detach().cpu().numpy() for _, t in flatten_tensors(dummy_input)],
-        samples=(lambda result, rows: _samples(sim, _first(dummy_input, rows), result, names))
-        if samples
-        else None,
+        samples=(lambda result, rows: _samples(sim, _first(dummy_input, rows), result, names)) if samples else None,
     )
     return measured(exported, target) if measure_speed else exported
 
@@ -254,13 +252,7 @@ def marked_onnx(
     marking = sim._interceptor.handled_by(sim._simulator.variant("mark"), scripted_code(sim.model))
     try:
         # torch.export puts stand-ins in the place of the parameters meanwhile
-        with (
-            sim._interceptor.occupancy.exclusive("export"),
-            marking,
-            evaluation(sim.model),
-            torch.no_grad(),
-            _quiet(),
-        ):
+        with sim._interceptor.occupancy.exclusive("export"), marking, evaluation(sim.model), torch.no_grad(), _quiet():
             flat = _Flat(sim.model, args, kwargs).eval()
             program = torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
             model = to_onnx(program)
@@ -365,10 +357,7 @@ def _root_cause(error: BaseException) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """The exporters print progress and warn about themselves; none of it is for the user of a simulation."""
-    chatty = [
-        logging.getLogger(name)
-        for name in ("torch.onnx", "torch.export", "torch.fx", "onnxscript", "onnx_ir")
-    ]
+    chatty = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "torch.fx", "onnxscript", "onnx_ir")]
     levels = [log.level for log in chatty]
     try:
         for log in chatty:
@@ -385,9 +374,7 @@ def _quiet() -> Iterator[None]:
             log.setLevel(level)
 
 
-def _shapes(
-    inputs: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], dynamic_batch: bool, asked: Any
-) -> Any:
+def _shapes(inputs: dict[str, torch.Tensor], tensors: tuple[torch.Tensor, ...], dynamic_batch: bool, asked: Any) -> Any:
     """``dynamic_shapes`` of the flat module: per tensor, from a mapping of input names or from ``dynamic_batch``."""
     if asked is None and not dynamic_batch:
         return None
@@ -407,11 +394,7 @@ def _shapes(
 def _readable(sim: QuantizationSimModel, model: ir.Model) -> dict[str, str]:
     """A tensor is called after the output site that marks it: ``layer1.0.conv1.output[0]``."""
     marked = set(site_names(model))
-    return {
-        site.name: site.name
-        for site in sim.quantizers.values()
-        if site.role == "output" and site.name in marked
-    }
+    return {site.name: site.name for site in sim.quantizers.values() if site.role == "output" and site.name in marked}
 
 
 def _gate_names(sim: QuantizationSimModel, model: ir.Model) -> dict[str, str]:
@@ -454,8 +437,7 @@ def values_of(
     returned = flatten_tensors(output)
     names = output_names([path for path, _ in returned], sim.graph.inputs)
     outputs = {
-        names[path]: t.float().cpu().numpy() if t.is_floating_point() else t.cpu().numpy()
-        for path, t in returned
+        names[path]: t.float().cpu().numpy() if t.is_floating_point() else t.cpu().numpy() for path, t in returned
     }
     return sites, outputs
 
@@ -475,8 +457,7 @@ def _samples(sim: QuantizationSimModel, batch: Any, result: QdqResult, names: Ma
     """See :class:`Samples`; ``names`` are those of inputs and outputs that were given other ones."""
     sites, made = values_of(sim, batch, result)
     inputs, outputs = (
-        {names.get(name, name): array for name, array in arrays.items()}
-        for arrays in (_graph_inputs(sim, batch), made)
+        {names.get(name, name): array for name, array in arrays.items()} for arrays in (_graph_inputs(sim, batch), made)
     )
     return Samples(sites, inputs, outputs)
 
@@ -553,18 +534,14 @@ def saturation_count(
     return count
 
 
-def _in_memory(
-    sim: QuantizationSimModel, batch: Any, options: dict[str, Any]
-) -> tuple[QdqResult, ir.Model, Samples]:
+def _in_memory(sim: QuantizationSimModel, batch: Any, options: dict[str, Any]) -> tuple[QdqResult, ir.Model, Samples]:
     """The file that an export would write, the float model, and what the simulation computes on ``batch``."""
     forms = {key: options.pop(key) for key in _FORMS if key in options}
     result, marked = _as_qdq(sim, marked_onnx(sim, batch, **options), forms)
     return result, strip_sites(restore_native(marked)).model, _samples(sim, batch, result, {})
 
 
-def _as_qdq(
-    sim: QuantizationSimModel, marked: ir.Model, options: Mapping[str, Any]
-) -> tuple[QdqResult, ir.Model]:
+def _as_qdq(sim: QuantizationSimModel, marked: ir.Model, options: Mapping[str, Any]) -> tuple[QdqResult, ir.Model]:
     """The file that an export would write of ``marked``, under the options that change its forms; and ``marked``."""
     _check(sim, "1.0.0")
     forms = {"target": DEFAULT_TARGET, **options}

@@ -314,11 +314,7 @@ class QuantizationSimModel(Tabular):
         Returns:
             A function that brings the state back, as often as it is called.
         """
-        quantizers, simulator, log = (
-            self.quantizers.remember(),
-            self._simulator.remember(),
-            self.calibration_log,
-        )
+        quantizers, simulator, log = (self.quantizers.remember(), self._simulator.remember(), self.calibration_log)
         tensors = {n: t.detach().clone() for n, t in named_state(self.model)} if parameters else {}
 
         def restore() -> None:
@@ -410,9 +406,7 @@ class QuantizationSimModel(Tabular):
         """Values at sites or op outputs while ``sim.model`` runs ``batch``; one tensor per run of the place."""
         return self._captured(names, batch)[0]
 
-    def _captured(
-        self, names: Sequence[str], batch: Any, make: Callable[[], Any] = list
-    ) -> tuple[dict[str, Any], Any]:
+    def _captured(self, names: Sequence[str], batch: Any, make: Callable[[], Any] = list) -> tuple[dict[str, Any], Any]:
         """The same, in what ``make`` makes for each of the names, and what ``sim.model`` returned."""
         taps = {name: make() for name in names}
         args, kwargs = as_call(to_device(batch, model_device(self.model)))

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("bitwright")
 
 _FROZEN = "it is frozen"
-_ROUNDED_FOR = (
-    "other weights are frozen, and may be rounded for the values that it has now: name it to learn it"
-)
+_ROUNDED_FOR = "other weights are frozen, and may be rounded for the values that it has now: name it to learn it"
 _MOST_LEARNED_BITS = 8
 _WIDE = (
     f"its grid has more than {_MOST_LEARNED_BITS} bits, whose rounding leaves nothing to win, and the gradient of a range grows "
@@ -96,9 +94,7 @@ def learn_ranges(
     chosen = _chosen(sim, [sites] if isinstance(sites, str) else list(sites))
     fixed: dict[str, str] = {}
     learned: dict[int, str] = {}
-    rounded = sites == "*" and any(
-        site.role == "weight" and _why_fixed(site, False) == _FROZEN for site in chosen
-    )
+    rounded = sites == "*" and any(site.role == "weight" and _why_fixed(site, False) == _FROZEN for site in chosen)
     with all_or_nothing(sim):
         for site in chosen:
             reason = _why_fixed(site, rounded) or (_why_left(site) if sites == "*" else None)
@@ -289,11 +285,7 @@ def _contents(sim: QuantizationSimModel) -> dict[str, bytes]:
     """All that a learned range is, by name."""
     return {
         name: b"".join(
-            (
-                learned.base.scale.tobytes(),
-                learned.base.zero_point.tobytes(),
-                *(v.tobytes() for v in learned.values()),
-            )
+            (learned.base.scale.tobytes(), learned.base.zero_point.tobytes(), *(v.tobytes() for v in learned.values()))
         )
         for name, learned in learned_ranges(sim)
     }
@@ -389,9 +381,7 @@ class TrainingWatch:
         self._forwards += 1
         looks = self._forwards % LOOK_EVERY == 1
         if looks:
-            learned = [
-                r for r in (getattr(q, "learned", None) for q in self._sites.unique()) if r is not None
-            ]
+            learned = [r for r in (getattr(q, "learned", None) for q in self._sites.unique()) if r is not None]
             with torch._C.DisableTorchFunction():
                 check_ranges([r for r in learned if r.is_remote])  # others are checked where they are used
             if not self._told_ranges:

@@ -76,18 +76,14 @@ class Simulator(Handler):
         self.gate: BatchGate | None = None  # while calibrating
         self.repairs: dict[str, Repair] = {}  # op -> what becomes of its output
         self.moving = False  # whether a call that only moves data has a quantizer: it joins different grids
-        self.blame: Callable[[Any, Any], None] | None = (
-            None  # names the operator that makes NaN of finite values
-        )
+        self.blame: Callable[[Any, Any], None] | None = None  # names the operator that makes NaN of finite values
         self.told = False  # whether it did
         self.prepare_grids: Callable[[], None] = _nothing
         self.watch: Callable[[], bool] | None = None  # is told of every simulated forward
         self._given: dict[int, tuple[Any, Any, bool]] = {}  # thread -> what the model was called with
         self._lock = Lock()
 
-    def variant(
-        self, stage: Stage | None = None, taps: dict[str, list[torch.Tensor]] | None = None
-    ) -> Simulator:
+    def variant(self, stage: Stage | None = None, taps: dict[str, list[torch.Tensor]] | None = None) -> Simulator:
         """This simulator with another stage or other taps; everything else is shared, and stays so."""
         new = copy.copy(self)
         new._lock = self._lock
@@ -146,8 +142,7 @@ class Simulator(Handler):
             with self._lock:
                 known = caller in self.unseen
                 self.unseen.setdefault(
-                    caller,
-                    "a method that calls parts of the model outside of its forward; the parts are simulated",
+                    caller, "a method that calls parts of the model outside of its forward; the parts are simulated"
                 )
             if not known:
                 logger.warning(
@@ -188,9 +183,7 @@ class Simulator(Handler):
         wanted = self.stage == "simulate" and not self.told and self.taps is None and self.blame is not None
         return wanted and not torch.compiler.is_compiling()  # a look at values would break the compiled graph
 
-    def other(
-        self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls that hold no quantizer, but for movements of data that come from several grids."""
         watching = self.moving or self.taps is not None or self.repairs
         row = FUNCTIONS.get(func) if watching else None
@@ -299,9 +292,7 @@ class Simulator(Handler):
             return at_once
         if writes(row, kwargs) and torch.is_grad_enabled() and written is not None and args:
             # autograd keeps the result of some in-place calls, so the grid must not be written over it
-            result = self._output(
-                plan.outputs[0], func(args[0].clone(), *args[1:], **kwargs), overwrite=False
-            )
+            result = self._output(plan.outputs[0], func(args[0].clone(), *args[1:], **kwargs), overwrite=False)
             return written.copy_(result)
         output = func(*args, **kwargs)
         if isinstance(output, torch.Tensor):
@@ -354,9 +345,7 @@ class Simulator(Handler):
             taken.append(torch.cat(steps) if args[4] is not None else torch.stack(steps))
         return output
 
-    def _marked_layer(
-        self, plan: CallPlan, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _marked_layer(self, plan: CallPlan, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer as a node that names its sites; weights are marked in the node's own order of gates."""
         operands = [p for p in plan.operands if p.at not in recurrent.WEIGHT_PORTS]
         weights = {p.at: p.site for p in plan.operands if p.at in recurrent.WEIGHT_PORTS and _is_live(p)}
@@ -381,11 +370,7 @@ class Simulator(Handler):
         return found
 
     def _tap_steps(
-        self,
-        op: str,
-        cell: str,
-        functions: StepFunctions,
-        kept: dict[str, list[torch.Tensor]],
+        self, op: str, cell: str, functions: StepFunctions, kept: dict[str, list[torch.Tensor]]
     ) -> dict[str, list[torch.Tensor]]:
         """Inner tensors that were asked for, and where they go; ``functions`` keep them from now on."""
         assert self.taps is not None
@@ -394,9 +379,7 @@ class Simulator(Handler):
             taken = self.taps.get(f"{op}.{inner.name}")
             if taken is not None and inner.name not in kept:
                 tapped[inner.name] = taken
-                copies = functools.partial(
-                    _keep_copy, kept.setdefault(inner.name, []), functions.get(inner.name)
-                )
+                copies = functools.partial(_keep_copy, kept.setdefault(inner.name, []), functions.get(inner.name))
                 functions[inner.name] = copies
         return tapped
 
@@ -498,18 +481,11 @@ class Simulator(Handler):
         for i, tensor in enumerate(tensors):
             name = f"{plan.op}.output[{i}]"
             kept = self.taps.get(name)
-            if kept is not None and not any(
-                place.site == name for place in plan.outputs if self.stage == "simulate"
-            ):
+            if kept is not None and not any(place.site == name for place in plan.outputs if self.stage == "simulate"):
                 take(kept, tensor)
 
     def _note_unseen(
-        self,
-        frame: Frame,
-        row: Function,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: torch.Tensor,
+        self, frame: Frame, row: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
     ) -> None:
         name = f"{frame.path}.{row.label}" if frame.path else row.label
         if self.unseen.get(name) == _UNSEEN:

@@ -108,13 +108,7 @@ def by_registry(program: ExportedProgram, registry: Any) -> ir.Model:
     from torch.onnx._internal.exporter import _core
 
     made = _core.export(
-        program,
-        (),
-        registry=registry,
-        dynamic_shapes={},
-        optimize=True,
-        opset_version=OPSET,
-        verbose=False,
+        program, (), registry=registry, dynamic_shapes={}, optimize=True, opset_version=OPSET, verbose=False
     )
     return made.model
 

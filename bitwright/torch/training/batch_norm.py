@@ -85,9 +85,7 @@ class _Pool:
 
     def add(self, x: torch.Tensor) -> None:
         """Take in the input of a batch norm, ``[N, C, ...]``."""
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # a simulation looks at the calls of its model, and this is none of them
+        with torch._C.DisableTorchFunction():  # a simulation looks at the calls of its model, and this is none of them
             values = (x.detach().transpose(0, 1).flatten(1) if x.ndim > 2 else x.detach().t()).double()
             sums = torch.stack([values.sum(1), values.square().sum(1)]).cpu().numpy()
         if not np.isfinite(sums).all():

@@ -33,9 +33,7 @@ Doubles = NDArray[np.float64]
 
 
 @checks_arguments
-def fold_all_batch_norms_to_scale(
-    sim: QuantizationSimModel, *, progress: bool = True
-) -> algorithm.FoldReport:
+def fold_all_batch_norms_to_scale(sim: QuantizationSimModel, *, progress: bool = True) -> algorithm.FoldReport:
     """Fold every batch norm into the layer before it, with the integer weights as they are: the scales take its factors.
 
     The codes that training ended with stay what they are, while folding before a simulation, or into weights that are rounded
@@ -155,7 +153,9 @@ def _obstacle(sim: QuantizationSimModel, fold: Fold) -> str | None:
             if not isinstance(encoding.format, IntFormat) or encoding.scale_format != FLOAT32_SCALE:
                 return f"{site.name} has {encoding.format.name} with scales that cannot take any factor"
             if _along_channels(encoding, np.asarray(fold.of_layer(layer, fold.scale))) is None:
-                return f"{site.name} has no scale per output channel; use PerChannel() for it, or fold before simulating"
+                return (
+                    f"{site.name} has no scale per output channel; use PerChannel() for it, or fold before simulating"
+                )
     return None
 
 
@@ -197,9 +197,7 @@ def _place_anew(sim: QuantizationSimModel, folds: Sequence[Fold]) -> None:
         for layer, chain in fold.layers:
             renamed[f"{layer}.output[0]"] = f"{chain[-1]}.output[0]"
             for site in _weights(sim, layer):
-                scaled[site.name] = _scaled(
-                    site.quantizer.required, np.asarray(fold.of_layer(layer, fold.scale))
-                )
+                scaled[site.name] = _scaled(site.quantizer.required, np.asarray(fold.of_layer(layer, fold.scale)))
     sim._interceptor = Interceptor(sim.model, sim._simulator)
     sim._interceptor.attach()
     sim._place()
@@ -212,9 +210,5 @@ def _place_anew(sim: QuantizationSimModel, folds: Sequence[Fold]) -> None:
         site.quantizer.take_over(was.quantizer, scaled.get(name))
     sim._simulator.stage = stage
     sim._simulator.refresh_biases()
-    missing = [
-        s.name
-        for s in sim.quantizers.values()
-        if s.enabled and s.encoding is None and not s.quantizer.derived
-    ]
+    missing = [s.name for s in sim.quantizers.values() if s.enabled and s.encoding is None and not s.quantizer.derived]
     assert not missing, missing  # supergroups place the quantizer at the same end of the chain

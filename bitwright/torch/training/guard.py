@@ -60,9 +60,7 @@ class TrainingGuard:
         distributed: bool = True,
     ) -> None:
         if max_norm is not None and not 0 < max_norm < float("inf"):
-            raise ConfigError(
-                "TrainingGuard", f"max_norm={max_norm!r} is not a norm", "use 1.0, or None not to clip"
-            )
+            raise ConfigError("TrainingGuard", f"max_norm={max_norm!r} is not a norm", "use 1.0, or None not to clip")
         self.optimizer, self.max_norm, self.patience = optimizer, max_norm, patience
         self.steps = self.skipped = 0
         self.reasons: dict[str, int] = {}

@@ -68,12 +68,7 @@ class LowRankCorrection(nn.Module):
 
     @checks_arguments
     def __init__(
-        self,
-        sim: QuantizationSimModel,
-        rank: int = 8,
-        *,
-        layers: str | Iterable[str] = "*",
-        alpha: float | None = None,
+        self, sim: QuantizationSimModel, rank: int = 8, *, layers: str | Iterable[str] = "*", alpha: float | None = None
     ) -> None:
         super().__init__()
         if rank < 1:

@@ -103,9 +103,7 @@ class WeightFreezing:
     def __init__(self, sim: QuantizationSimModel, threshold: float = 0.02, momentum: float = 0.01) -> None:
         for name, number in (("threshold", threshold), ("momentum", momentum)):
             if not 0 < number < 1:
-                raise ConfigError(
-                    f"WeightFreezing({name}={number})", "not between 0 and 1", "use 0.02 and 0.01"
-                )
+                raise ConfigError(f"WeightFreezing({name}={number})", "not between 0 and 1", "use 0.02 and 0.01")
         self.threshold, self.momentum = threshold, momentum
         self._weights = list(quantized_weights(sim))
         if not self._weights:

@@ -57,21 +57,15 @@ class PivotGradient:
 
     def __post_init__(self) -> None:
         if not 0 < self.eps <= 1:
-            raise ConfigError(
-                "eps", f"it is {self.eps}", "use a part of a step: above 0, at most 1; 0.05 is usual"
-            )
+            raise ConfigError("eps", f"it is {self.eps}", "use a part of a step: above 0, at most 1; 0.05 is usual")
         if not (self.multiplier >= 0 and self.multiplier < float("inf")):
-            raise ConfigError(
-                "multiplier", f"it is {self.multiplier}", "use a finite number of at least 0; 3 is usual"
-            )
+            raise ConfigError("multiplier", f"it is {self.multiplier}", "use a finite number of at least 0; 3 is usual")
 
     def __call__(self, x: Tensor, grid: Grid) -> Tensor:
         """``x`` with its gradient multiplied where it lies within ``eps / 2`` steps of a threshold of ``grid``."""
         steps = x.detach().reshape(grid.view or x.shape) / grid.scale
         near = (steps - steps.round()).abs() > (1 - self.eps) / 2
-        multiplier = torch.full(
-            (), self.multiplier, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
-        )
+        multiplier = torch.full((), self.multiplier, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         spiked: Tensor = _Spiked.apply(x, near.reshape(x.shape), multiplier)
         return spiked
 

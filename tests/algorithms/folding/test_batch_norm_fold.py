@@ -614,9 +614,7 @@ def norm_before_conv_without_place_for_a_bias(net):
     return net.row(net.bn(), net.conv(bias=False))
 
 
-@refuses(
-    "it cannot be removed (it is a call) nor be made an identity (q also reads p.weight)", "p also reads"
-)
+@refuses("it cannot be removed (it is a call) nor be made an identity (q also reads p.weight)", "p also reads")
 def calls_that_share_their_parameters(net):
     net.fixed = {"p", "q"}
     p, q, a, b = net.bn("p"), net.bn("q", like="p"), net.conv("a"), net.conv("b")
@@ -631,16 +629,12 @@ def no_bias_and_shared_norm_parameters(net):
     return net.returns(net(p, net(a, "x")), net(q, net(b, "x")))
 
 
-@refuses(
-    "the channels of fc are the last axis of fc.out, those of the batch norm are axis 1", shape=(3, 4, 4)
-)
+@refuses("the channels of fc are the last axis of fc.out, those of the batch norm are axis 1", shape=(3, 4, 4))
 def linear_on_three_axes(net):
     return net.row(net.gemm(), net.bn())
 
 
-@refuses(
-    "the channels of fc are the last axis of bn.out, those of the batch norm are axis 1", shape=(3, 4, 4)
-)
+@refuses("the channels of fc are the last axis of bn.out, those of the batch norm are axis 1", shape=(3, 4, 4))
 def norm_before_linear_on_three_axes(net):
     return net.row(net.bn(), net.gemm())
 
@@ -832,9 +826,7 @@ def test_a_check_of_the_whole_model_takes_back_what_it_objects_to(bad):
 
     report = fold_all_batch_norms(net, check)
     assert {bn for bn, _ in report.skipped} == bad and len(report) == 8 - len(bad)
-    assert set(dict(report.skipped).values()) <= {
-        "with it folded, somebody reads the epsilon of a batch norm"
-    }
+    assert set(dict(report.skipped).values()) <= {"with it folded, somebody reads the epsilon of a batch norm"}
     assert net.bypassed == {f"b{i}" for i in range(8)} - bad and len(asked) <= 1 + 2 * len(bad) * 3
     np.testing.assert_allclose(net.run()[0], before, rtol=1e-4, atol=1e-5)
 
@@ -877,9 +869,7 @@ def _blocks(n):
 
 def _norms(n):
     net = Net((1, 2, 4, 4))
-    return net.row(
-        net.conv("c", 2, 2, 1), *[name for i in range(n) for name in (net.bn(f"b{i}", 2), f"identity_{i}")]
-    )
+    return net.row(net.conv("c", 2, 2, 1), *[name for i in range(n) for name in (net.bn(f"b{i}", 2), f"identity_{i}")])
 
 
 def _norms_before(n):

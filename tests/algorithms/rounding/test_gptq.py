@@ -15,9 +15,7 @@ def problem(groups: int = 1, rows: int = 8, inputs: int = 24, samples: int = 200
     generator = torch.Generator().manual_seed(3)
     w = torch.randn(groups, rows, inputs, generator=generator)
     mix = torch.randn(inputs, inputs, generator=generator)
-    x = (
-        torch.randn(groups, samples, inputs, generator=generator) @ mix
-    )  # correlated inputs: what GPTQ lives on
+    x = torch.randn(groups, samples, inputs, generator=generator) @ mix  # correlated inputs: what GPTQ lives on
     hessian = (x.transpose(1, 2) @ x).double()
     scale = w.abs().amax(2, keepdim=True) / 7
     return w, hessian, Grid(scale, torch.tensor(-8.0), torch.tensor(7.0))
@@ -59,9 +57,7 @@ def test_groups_are_independent():
     together = round_columns(w, hessian, grid, Settings())
     for g in range(3):
         alone = Grid(grid.scale[g : g + 1], grid.lo, grid.hi)
-        assert torch.equal(
-            together[g : g + 1], round_columns(w[g : g + 1], hessian[g : g + 1], alone, Settings())
-        )
+        assert torch.equal(together[g : g + 1], round_columns(w[g : g + 1], hessian[g : g + 1], alone, Settings()))
 
 
 def test_a_diagonal_hessian_gives_nearest_rounding():

@@ -9,13 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bitwright.algorithms.rounding.matrices import (
-    Grid,
-    Layer,
-    grid_encoding,
-    moments,
-    sample_rows,
-)
+from bitwright.algorithms.rounding.matrices import Grid, Layer, grid_encoding, moments, sample_rows
 from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
@@ -33,9 +27,7 @@ def conv(shape: tuple[int, ...], group: int = 1, pads=None, strides=None, dilati
 CONVS = [
     pytest.param(conv((6, 4, 3)), (2, 4, 9), id="1d"),
     pytest.param(conv((6, 4, 3, 3), pads=(1, 1, 1, 1)), (2, 4, 7, 5), id="2d-padded"),
-    pytest.param(
-        conv((6, 2, 3, 2), 2, (0, 1, 2, 1), (2, 1), (1, 2)), (2, 4, 8, 8), id="grouped-strided-dilated"
-    ),
+    pytest.param(conv((6, 2, 3, 2), 2, (0, 1, 2, 1), (2, 1), (1, 2)), (2, 4, 8, 8), id="grouped-strided-dilated"),
     pytest.param(conv((4, 1, 3, 3), 4, (1, 1, 1, 1)), (3, 4, 6, 6), id="depthwise"),
     pytest.param(conv((3, 2, 2, 3, 2), strides=(1, 2, 1)), (2, 2, 4, 5, 4), id="3d"),
 ]

@@ -23,13 +23,7 @@ from bitwright.algorithms.rounding.driver import Cache, Choice, RoundingReport
 from bitwright.algorithms.rounding.reconstruct import BlockProblem, Settings, optimise
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.errors import CalibrationError, ConfigError, ExportError
-from bitwright.torch import (
-    Adaround,
-    AdaroundParameters,
-    QuantizationSimModel,
-    apply_reconstruction,
-    apply_seq_mse,
-)
+from bitwright.torch import Adaround, AdaroundParameters, QuantizationSimModel, apply_reconstruction, apply_seq_mse
 from bitwright.torch.adapters.program import TorchSimulation
 from tests.support.cost import steps
 
@@ -101,9 +95,7 @@ def test_the_simulation_comes_nearer_to_the_float_model(method):
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "seq_mse"])
 def test_weights_lie_on_frozen_grids(method):
     _, sim = simulated()
-    apply_reconstruction(
-        sim, data(), method, **{**METHODS[method], **({} if method == "gptq" else {"iterations": 20})}
-    )
+    apply_reconstruction(sim, data(), method, **{**METHODS[method], **({} if method == "gptq" else {"iterations": 20})})
     for site in sim.quantizers.values():
         if site.role == "weight":
             w = sim._interceptor.named_tensor(sim.graph.values[site.value].param).detach()
@@ -224,9 +216,7 @@ def test_what_is_kept_stays_within_the_budget(tmp_path):
 def test_no_room_on_the_disk_says_what_to_change(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1 << 20})())
     store = Store(0, tmp_path)
-    with pytest.raises(
-        CalibrationError, match="activations need 4 MiB more.*larger memory_budget, or a spill_dir"
-    ):
+    with pytest.raises(CalibrationError, match="activations need 4 MiB more.*larger memory_budget, or a spill_dir"):
         store.keep(torch.zeros(1 << 20))
 
 
@@ -261,9 +251,7 @@ def test_interrupted_work_is_not_done_twice(tmp_path):
     finished = FinishedLayers(tmp_path / "done")
     cache = Cache(finished.get, finished.put)
     with pytest.raises(KeyboardInterrupt):
-        choose_weights(
-            TorchSimulation(sim), data(), "adaround", {"iterations": 30}, cache=cache, progress=interrupted
-        )
+        choose_weights(TorchSimulation(sim), data(), "adaround", {"iterations": 30}, cache=cache, progress=interrupted)
     assert sum(s.frozen for s in sim.quantizers.values()) == 3  # what was done is in force
     assert len(list((tmp_path / "done").iterdir())) == 3
     _, again = simulated()
@@ -355,14 +343,8 @@ def same(one, other):
     [
         (ValueError("a crash"), "a crash"),
         (KeyboardInterrupt(), None),
-        (
-            MemoryError("1 GiB"),
-            "gptq: the memory is used up after 3 of 7 layers: 1 GiB.*memory_budget.*cache_dir",
-        ),
-        (
-            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-            "gptq: the memory is used up after 3 of 7",
-        ),
+        (MemoryError("1 GiB"), "gptq: the memory is used up after 3 of 7 layers: 1 GiB.*memory_budget.*cache_dir"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "gptq: the memory is used up after 3 of 7"),
         (RuntimeError("shapes differ"), "shapes differ"),
     ],
     ids=["crash", "ctrl-c", "no memory", "no memory for torch", "another error"],
@@ -418,20 +400,12 @@ def test_a_full_disk_leaves_what_is_done_in_the_cache(tmp_path, monkeypatch):
         patched.setattr("shutil.disk_usage", usage)
         with pytest.raises(CalibrationError, match="the disk has 0 MiB left.*layers that are done are kept"):
             apply_reconstruction(
-                sim,
-                data(),
-                "adaround",
-                iterations=3,
-                memory_budget=1,
-                spill_dir=tmp_path,
-                cache_dir=tmp_path / "done",
+                sim, data(), "adaround", iterations=3, memory_budget=1, spill_dir=tmp_path, cache_dir=tmp_path / "done"
             )
     done = len(list((tmp_path / "done").iterdir()))
     assert 0 < done < 7 and same(kept(sim), before)
     assert [path.name for path in tmp_path.iterdir()] == ["done"]  # no temporary files
-    report = apply_reconstruction(
-        simulated()[1], data(), "adaround", iterations=3, cache_dir=tmp_path / "done"
-    )
+    report = apply_reconstruction(simulated()[1], data(), "adaround", iterations=3, cache_dir=tmp_path / "done")
     assert len(report) == 7
 
 
@@ -447,9 +421,7 @@ def test_a_whole_run_stays_within_the_budget(tmp_path, monkeypatch):
     batches, budget = data(4, 128), 1 << 20
     for memory_budget in (1 << 30, budget):
         _, sim = simulated()
-        apply_reconstruction(
-            sim, batches, "adaround", iterations=3, memory_budget=memory_budget, spill_dir=tmp_path
-        )
+        apply_reconstruction(sim, batches, "adaround", iterations=3, memory_budget=memory_budget, spill_dir=tmp_path)
     free, bounded = stores
     assert free.peak > 2 * budget and not free.spilled
     assert bounded.peak <= budget and bounded.spilled > budget
@@ -560,9 +532,7 @@ def test_adaround_writes_encodings_that_the_rounded_model_is_simulated_with(tmp_
 def test_a_module_of_another_model_is_refused(tmp_path):
     params = AdaroundParameters(data(), 1, default_num_iterations=1)
     with pytest.raises(ConfigError, match="ignore_quant_ops_list: this Linear is not a module of the model"):
-        Adaround.apply_adaround(
-            Small(), data()[0], params, tmp_path, "net", ignore_quant_ops_list=[nn.Linear(2, 2)]
-        )
+        Adaround.apply_adaround(Small(), data()[0], params, tmp_path, "net", ignore_quant_ops_list=[nn.Linear(2, 2)])
     model = Small()
     with pytest.raises(ConfigError, match="this ReLU has no quantized weight|is not a module of the model"):
         apply_seq_mse(QuantizationSimModel(model, data()[0]), data(), modules_to_exclude=[nn.ReLU()])
@@ -640,8 +610,7 @@ def test_the_learning_rate_falls_by_factors_that_compound():
     """Under a gradient that stays the same a step of Adam is as long as its learning rate."""
     place = torch.zeros(1, requires_grad=True)
     rounding = SimpleNamespace(
-        parameters=lambda: [{"params": [place], "factor": 0.5}],
-        soft=lambda weight=0.0, beta=2.0: place,
+        parameters=lambda: [{"params": [place], "factor": 0.5}], soft=lambda weight=0.0, beta=2.0: place
     )
     problem = SimpleNamespace(size=1, batch=1, loss=lambda index, weights: weights[0].sum())
     count = optimise(problem, [rounding], Settings(iterations=400), 0.01, 1.0, torch.Generator())

@@ -35,9 +35,7 @@ def batches(spatial: bool) -> list[torch.Tensor]:
     return [scale * torch.randn(shape, generator=generator) for scale in (1.0, 3.0)]
 
 
-def by_hand(
-    sim: Any, spatial: bool, loss: str, symmetry: str, scale: np.ndarray, block: int | None
-) -> np.ndarray:
+def by_hand(sim: Any, spatial: bool, loss: str, symmetry: str, scale: np.ndarray, block: int | None) -> np.ndarray:
     """The best scales of the second layer, found one candidate after the other on its outputs; ``[O, blocks]``."""
     model = sim.model
     w = model.second.weight.detach().flatten(1)

@@ -73,9 +73,7 @@ def test_channels_without_values_are_harmless(magnitude, expected):
 
 
 @pytest.mark.parametrize(
-    ("rows", "room"),
-    [(50, 1 << 20), (8, 1 << 20), (20, 20)],
-    ids=["second-moment", "few-rows", "little-room"],
+    ("rows", "room"), [(50, 1 << 20), (8, 1 << 20), (20, 20)], ids=["second-moment", "few-rows", "little-room"]
 )
 def test_energy_is_the_sum_of_squares_over_the_rows(rows, room):
     x = rows_with_outliers(rows)
@@ -131,9 +129,7 @@ def test_layers_that_read_nothing_but_zeros_are_left_alone():
 
 
 def test_channels_of_repeated_heads():
-    group = Group(
-        (), (), (), channels=6, block=3
-    )  # two heads of three channels, each read by two query heads
+    group = Group((), (), (), channels=6, block=3)  # two heads of three channels, each read by two query heads
     s = np.arange(6.0)
     np.testing.assert_array_equal(group.spread(s, 2), [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5])
     np.testing.assert_array_equal(group.gathered(group.spread(s, 2), 2), np.stack((s, s), 1))
@@ -303,16 +299,13 @@ def test_bad_input_is_named(caplog):
     with pytest.raises(ConfigError, match="preset 'w4a17': there is no preset of this name.*w4a16"):
         awq_model(model, [tokens()], weight="w4a17")
     with pytest.raises(
-        ConfigError,
-        match="memory_budget: 1000 bytes hold 2 rows of what the layers read. Remedy: give .* bytes",
+        ConfigError, match="memory_budget: 1000 bytes hold 2 rows of what the layers read. Remedy: give .* bytes"
     ):
         awq_model(model, [tokens()], memory_budget=1000)
     awq_model(model, [tokens(2)])
     assert "awq: 2 samples may miss the outliers; 128 are enough" in caplog.text
     model.norm1.weight.data[3] = float("nan")
-    with pytest.raises(
-        CalibrationError, match=r"norm1.output\[0\]: channel 3 is NaN or infinite on this data"
-    ):
+    with pytest.raises(CalibrationError, match=r"norm1.output\[0\]: channel 3 is NaN or infinite on this data"):
         awq_model(model, [tokens()])
 
 

@@ -85,9 +85,7 @@ def test_the_logarithm_is_convex(seed):
 def test_descent_finds_the_minimum_of_a_bad_quadratic():
     curvature, best = 10.0 ** np.arange(-2, 4), np.arange(6.0)
     found, rounds = descend(
-        lambda x: (float(curvature @ (x - best) ** 2), 2 * curvature * (x - best)),
-        np.zeros(6),
-        tolerance=1e-12,
+        lambda x: (float(curvature @ (x - best) ** 2), 2 * curvature * (x - best)), np.zeros(6), tolerance=1e-12
     )
     np.testing.assert_allclose(found, best, atol=1e-3)
     assert rounds < 100
@@ -355,9 +353,7 @@ def test_an_onnx_file_without_batch_norms_is_measured_too(tmp_path):
     theirs = bo.equalize_model(proto, X[:2].numpy(), data=[X.numpy()], progress=False)
     ours = bt.equalize_model(model, dummy_input=X[:2], data=[X], progress=False)
     assert theirs.noise == pytest.approx(ours.noise, rel=1e-2)
-    again = bo.quantize(
-        onnx.load(tmp_path / "m.onnx"), [X.numpy()], "w8a8_per_tensor", recipe=["fold", "equalize"]
-    )
+    again = bo.quantize(onnx.load(tmp_path / "m.onnx"), [X.numpy()], "w8a8_per_tensor", recipe=["fold", "equalize"])
     assert "expected noise" in again.report[-1].note
 
 

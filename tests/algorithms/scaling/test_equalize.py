@@ -12,12 +12,7 @@ from torch import nn
 
 from bitwright.algorithms.channels.layers import Layers, find_groups
 from bitwright.algorithms.channels.trial import sift
-from bitwright.algorithms.scaling.equalize import (
-    absorbed_bias,
-    converged_factors,
-    equalize,
-    equalizing_factors,
-)
+from bitwright.algorithms.scaling.equalize import absorbed_bias, converged_factors, equalize, equalizing_factors
 from bitwright.errors import ModelError
 from bitwright.torch import TorchView, equalize_model
 from bitwright.torch.adapters.clamp import ChannelClamp
@@ -49,9 +44,7 @@ def ranges(view, layers, names):
 
 def test_a_depthwise_triple_gets_the_cube_root_of_the_paper():
     model = spread(
-        nn.Sequential(
-            nn.Conv2d(3, 6, 1), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.ReLU(), nn.Conv2d(6, 4, 1)
-        )
+        nn.Sequential(nn.Conv2d(3, 6, 1), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.ReLU(), nn.Conv2d(6, 4, 1))
     )
     view = TorchView(model, [torch.randn(1, 3, 8, 8)])
     layers = Layers(view.graph())
@@ -79,13 +72,7 @@ def test_factors_are_those_of_whole_weights_to_the_last_bit():
     model = spread(
         nn.Sequential(
             *(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.ReLU()),
-            *(
-                nn.Conv2d(6, 8, 1),
-                nn.ReLU(),
-                nn.Conv2d(8, 4, 3, groups=2),
-                nn.ReLU(),
-                nn.ConvTranspose2d(4, 5, 2),
-            ),
+            *(nn.Conv2d(6, 8, 1), nn.ReLU(), nn.Conv2d(8, 4, 3, groups=2), nn.ReLU(), nn.ConvTranspose2d(4, 5, 2)),
         )
     )
     view = TorchView(model, [torch.randn(1, 3, 12, 12)])
@@ -110,9 +97,7 @@ def test_factors_are_those_of_whole_weights_to_the_last_bit():
 
 
 def test_only_what_lies_three_deviations_above_zero_is_absorbed():
-    np.testing.assert_array_equal(
-        absorbed_bias(np.array([5.0, 1.0, -4.0]), np.array([1.0, 1.0, 0.5])), [2.0, 0.0, 0.0]
-    )
+    np.testing.assert_array_equal(absorbed_bias(np.array([5.0, 1.0, -4.0]), np.array([1.0, 1.0, 0.5])), [2.0, 0.0, 0.0])
 
 
 # ------------------------------------------------------------------------------------------- models, both ways
@@ -218,10 +203,7 @@ def test_ranges_meet_and_the_function_stays(name):
         (first,) = group.producers
         r1 = first.output_range(view.param(first.weight))
         r2 = np.max(
-            [
-                c.input_range(view.param(c.weight)).reshape(-1, repeat).max(axis=1)
-                for c, repeat in group.consumers
-            ],
+            [c.input_range(view.param(c.weight)).reshape(-1, repeat).max(axis=1) for c, repeat in group.consumers],
             axis=0,
         )
         np.testing.assert_allclose(r1, r2, rtol=1e-2)
@@ -319,9 +301,7 @@ def test_high_biases_move_on_and_the_function_stays_nearly():
     report = equalize_model(model, dummy_input=x, absorb_bias=True)
     assert report.absorbed == ("0",) and "absorbed   high biases of 0" in str(report)
     after = model(x)
-    assert (
-        (after - before).abs() > 1e-4
-    ).float().mean() < 0.01  # where a normal variable lies beyond three deviations
+    assert ((after - before).abs() > 1e-4).float().mean() < 0.01  # where a normal variable lies beyond three deviations
     assert (after - before).abs().mean() < 1e-3 * before.abs().max()
     highest = model[:3](x).amax((0, 2, 3)) * torch.tensor(report.factors[0])
     assert highest[0] < 7.5  # the first channel went to 6 + 4 deviations, of which 3 are gone

@@ -143,10 +143,7 @@ REFUSED = {
         "the weight of the norm norm is not folded into the layers after it",
     ),
     "activation": (lambda: Bare(lambda m, x: m.last(torch.relu(x))), "relu (Relu) reads it"),
-    "returned": (
-        lambda: Bare(lambda m, x: (m.last(x), x)),
-        "embed.output[0] in it is an output of the model",
-    ),
+    "returned": (lambda: Bare(lambda m, x: (m.last(x), x)), "embed.output[0] in it is an output of the model"),
     "reused": (
         lambda: Bare(lambda m, x: m.last(m.fc(m.fc(x))), fc=nn.Linear(8, 8)),
         "fc is used at 2 places of the model, which share fc.weight",

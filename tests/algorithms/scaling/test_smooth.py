@@ -42,10 +42,7 @@ def test_channels_that_rotary_positions_mix_share_a_factor():
 @pytest.mark.parametrize("tie", TIES)
 def test_products_of_heads_stay(tie):
     random = np.random.default_rng(0)
-    q, k = (
-        random.standard_normal((5, 4, 6)),
-        random.standard_normal((5, 2, 6)),
-    )  # 4 query heads share 2 key heads
+    q, k = (random.standard_normal((5, 4, 6)), random.standard_normal((5, 2, 6)))  # 4 query heads share 2 key heads
     groups = TIES[tie](6)
     by, times = head_factors(np.abs(q).max(0).reshape(-1), np.abs(k).max(0).reshape(-1), 6, groups)
     K, Q = k / by.reshape(2, 6), q * times.reshape(4, 6)
@@ -119,17 +116,13 @@ class Tokens(nn.Module):
 
 
 def test_channels_are_followed_where_other_axes_are_joined():
-    assert [str(group) for group in smooth_model(Tokens().eval(), [torch.randn(3, 5, 6)]).groups] == [
-        "norm -> fc"
-    ]
+    assert [str(group) for group in smooth_model(Tokens().eval(), [torch.randn(3, 5, 6)]).groups] == ["norm -> fc"]
 
 
 def test_what_is_left_says_why():
     report = smooth_model(Decoder(), [tokens(8)])
     reasons = {line.op: line.reason for line in report.refused}
-    assert reasons["norm"].endswith(
-        "so that the parameter is not its own"
-    )  # the head is tied to the embedding
+    assert reasons["norm"].endswith("so that the parameter is not its own")  # the head is tied to the embedding
     assert "embed also reads" in reasons["norm"] or "head also reads" in reasons["norm"]
     assert reasons["gate"] == "silu (Silu) reads gate.output[0]"
     assert "smoothed  norm1 -> q + k + v" in str(report) and "balanced  q x k" in str(report)
@@ -139,16 +132,12 @@ def test_bad_input_is_named(caplog):
     model = Decoder(tied=False)
     with pytest.raises(ConfigError, match="alpha: it is 1.5. Remedy: give a number from 0 to 1"):
         smooth_model(model, [tokens()], alpha=1.5)
-    with pytest.raises(
-        CalibrationError, match="smooth: the data held no batch. Remedy: give about 128 samples"
-    ):
+    with pytest.raises(CalibrationError, match="smooth: the data held no batch. Remedy: give about 128 samples"):
         smooth_model(model, [])
     smooth_model(model, [tokens(2)])
     assert "smooth: 2 samples may miss the outliers; 128 are enough" in caplog.text
     model.norm1.weight.data[3] = float("inf")
-    with pytest.raises(
-        CalibrationError, match=r"norm1.output\[0\]: channel 3 is NaN or infinite on this data"
-    ):
+    with pytest.raises(CalibrationError, match=r"norm1.output\[0\]: channel 3 is NaN or infinite on this data"):
         smooth_model(model, [tokens()])
 
 
@@ -163,11 +152,7 @@ def test_norms_lose_their_weights_and_the_function_stays(norm, tied):
         model.norm1.weight.data[2] = 0.0  # a dead channel folds too
     before = model(x)
     report = fold_norms(model, dummy_input=x)
-    assert [str(group) for group in report.groups] == [
-        "norm1 -> q + k + v",
-        "norm2 -> gate + up",
-        "norm -> head",
-    ]
+    assert [str(group) for group in report.groups] == ["norm1 -> q + k + v", "norm2 -> gate + up", "norm -> head"]
     assert report.untied == (("head",) if tied else ())
     for module in (model.norm1, model.norm2, model.norm):
         assert torch.equal(module.weight, torch.ones(16))

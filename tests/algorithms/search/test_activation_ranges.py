@@ -38,10 +38,7 @@ def test_kept_histograms_tell_what_another_calibration_tells(method):
     once, calibrate, calls = simulated(keep=True)
     plain, again, twice = simulated(keep=False)
     assert encodings(once) == encodings(plain)
-    reports = [
-        activation_ranges(once, calibrate, method=method),
-        activation_ranges(plain, again, method=method),
-    ]
+    reports = [activation_ranges(once, calibrate, method=method), activation_ranges(plain, again, method=method)]
     assert reports[0] == reports[1] and reports[0].changed
     assert (len(calls), len(twice)) == (1, 2)
     assert encodings(once) == encodings(plain)
@@ -52,8 +49,6 @@ def test_sites_that_will_be_in_float_keep_their_bounds_alone():
     (first, *_) = [s.quantizer.name for s in plain.quantizers.values() if s.role == "input"]
     sim, _, _ = simulated(keep=True, but=(first,))
     kinds = {
-        s.quantizer.name: type(s.quantizer.statistics)
-        for s in sim.quantizers.values()
-        if s.role in ("input", "output")
+        s.quantizer.name: type(s.quantizer.statistics) for s in sim.quantizers.values() if s.role in ("input", "output")
     }
     assert kinds.pop(first) is MinMax and set(kinds.values()) == {Histogram}

@@ -12,9 +12,7 @@ def twice(batch):
     return [np.float32([batch, -batch])]
 
 
-@pytest.mark.parametrize(
-    ("count", "held"), [(5, [1]), (7, [1, 6]), (20, [1, 6, 11, 16]), (200, list(range(1, 80, 5)))]
-)
+@pytest.mark.parametrize(("count", "held"), [(5, [1]), (7, [1, 6]), (20, [1, 6, 11, 16]), (200, list(range(1, 80, 5)))])
 def test_every_fifth_batch_is_held_out_and_no_method_sees_it(count, held):
     judge, rest = Judge.of(range(count), twice)
     assert judge.batches == held and not judge.seen

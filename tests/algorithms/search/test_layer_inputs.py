@@ -102,10 +102,7 @@ class Attending(nn.Module):
         return self.fc(self.drop(torch.relu(x + self.proj(h).view(-1, 8).view(x.shape))))
 
 
-MULTI_HEAD = {
-    "by hand": Attending,
-    "fused": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
-}
+MULTI_HEAD = {"by hand": Attending, "fused": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)}
 
 
 @pytest.mark.parametrize("make", MULTI_HEAD.values(), ids=list(MULTI_HEAD))
@@ -164,6 +161,4 @@ def test_the_notes_of_an_export_say_why(tmp_path):
     for site in found.in_float:
         assert f"{site}: in float, because no layer with a stored weight reads it" in notes
     assert "fc.bias: in float, because its input or its weight is in float" in notes
-    assert [note for note in notes if "has no encoding" in note] == [
-        f"{by_hand}: has no encoding and stays in float"
-    ]
+    assert [note for note in notes if "has no encoding" in note] == [f"{by_hand}: has no encoding and stays in float"]

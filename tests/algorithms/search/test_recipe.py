@@ -160,9 +160,7 @@ def test_a_recipe_file(tmp_path):
     with pytest.raises(ConfigError, match="unknown key 'recipes'.*under the key recipe"):
         load_recipe(path)
     path.write_text("[]")
-    with pytest.raises(
-        ConfigError, match="it holds a list, not keys and values. Remedy: write recipe as key"
-    ):
+    with pytest.raises(ConfigError, match="it holds a list, not keys and values. Remedy: write recipe as key"):
         load_recipe(path)
 
 
@@ -221,12 +219,7 @@ def test_an_optional_step_that_cannot_be_done_is_left_out_and_said():
                 raise CalibrationError("gptq", "layer 3 is not finite", "look at the data")
             return super().apply(step)
 
-    steps = [
-        Step("fold"),
-        Step("smooth", optional=True),
-        Step("gptq", optional=True),
-        Step("bias_correction"),
-    ]
+    steps = [Step("fold"), Step("smooth", optional=True), Step("gptq", optional=True), Step("bias_correction")]
     fake = Refusing(bias_correction=1.0)
     report = run_recipe(steps, fake, float_metric=12.0)
     assert [o.kept for o in report] == [True, True, True, False, False, True]
@@ -241,11 +234,7 @@ def test_an_optional_step_that_cannot_be_done_is_left_out_and_said():
 @pytest.mark.parametrize(
     ("preset", "own_rules", "steps"),
     [
-        (
-            "w8a8",
-            False,
-            ["fold", "equalize", "smooth", "layer_inputs", "activation_ranges", "widen", "gptq"],
-        ),
+        ("w8a8", False, ["fold", "equalize", "smooth", "layer_inputs", "activation_ranges", "widen", "gptq"]),
         ("w8a8", True, ["fold", "equalize", "smooth", "gptq"]),
         ("w8a16", False, ["fold", "gptq"]),
         (
@@ -345,9 +334,7 @@ def test_activations_are_calibrated_again_after_coarse_roundings_alone(bits, aga
 def test_every_effort_is_a_recipe_and_every_choice_in_it_is_judged(preset, effort):
     steps = default_recipe(find_preset(preset), effort=effort)
     assert parse_recipe(steps) == steps
-    assert all(
-        KINDS[step.name].gain is not None for step in steps if step.name not in ("fold", "layer_inputs")
-    )
+    assert all(KINDS[step.name].gain is not None for step in steps if step.name not in ("fold", "layer_inputs"))
 
 
 def test_more_effort_reads_more():

@@ -35,9 +35,7 @@ def costs(model: TorchSimulation, times: KernelTimes = TIMES) -> tuple[ByProduct
 @pytest.fixture(scope="module")
 def chain() -> TorchSimulation:
     """Layers of 48, 64 and 32 multiplications."""
-    return simulated(
-        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), 6
-    )
+    return simulated(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), 6)
 
 
 def test_products_are_those_of_the_layers_that_read_a_value(chain):
@@ -71,9 +69,7 @@ def test_the_convolution_in_front_of_an_activation_is_counted():
 
 
 def test_depthwise_convolutions_may_be_faster_in_float():
-    net = nn.Sequential(
-        nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, groups=8, padding=1), nn.Conv2d(8, 8, 3, groups=8)
-    )
+    net = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, groups=8, padding=1), nn.Conv2d(8, 8, 3, groups=8))
     _, time, key = costs(simulated(net, 8, 6, 6))
     assert time.share([key["1.output[0]"]]) < 0
 
@@ -99,9 +95,7 @@ def test_what_takes_most_noise_away_for_its_time_comes_first(monkeypatch):
     """The second layer does 800 of 1,248 multiplications for 3/5 of the noise, the first 48 for 2/5."""
     model = simulated(nn.Sequential(*WIDE), 6)
     report = raised(model, monkeypatch, {"1.output[0]": 3.0, "0.input[0]": 2.0}, allowance=0.2)
-    assert [w.site for w in report.raised] == ["0.input[0]"] and [w.site for w in report.too_dear] == [
-        "1.output[0]"
-    ]
+    assert [w.site for w in report.raised] == ["0.input[0]"] and [w.site for w in report.too_dear] == ["1.output[0]"]
     assert report.raised[0].now == "float" and report.raised[0].work == pytest.approx(96 / 1248, rel=0.01)
 
 

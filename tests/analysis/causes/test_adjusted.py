@@ -15,18 +15,13 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.torch import QuantizationSimModel
 from tests.analysis.conftest import exported
 
-PER_TENSOR = {
-    "preset": "w8a8",
-    "rules": [{"match": "*", "weight": {"format": "int8", "granularity": "per_tensor"}}],
-}
+PER_TENSOR = {"preset": "w8a8", "rules": [{"match": "*", "weight": {"format": "int8", "granularity": "per_tensor"}}]}
 
 
 def uneven() -> nn.Module:
     """Two convolutions whose channels differ by four decades and cancel."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5)
-    )
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5))
     scales = torch.logspace(-2, 2, 8)
     with torch.no_grad():
         model[0].weight *= scales[:, None, None, None]
@@ -49,10 +44,7 @@ class Normed(nn.Module):
         return self.b(torch.relu(self.a(self.norm(x))))
 
 
-MODELS = {
-    "equalize": (uneven, (3, 6, 6), PER_TENSOR),
-    "smooth": (lambda: Normed().eval(), (16,), {"preset": "w8a8"}),
-}
+MODELS = {"equalize": (uneven, (3, 6, 6), PER_TENSOR), "smooth": (lambda: Normed().eval(), (16,), {"preset": "w8a8"})}
 
 
 def simulation(name, front_end):
@@ -142,9 +134,7 @@ def test_what_cannot_be_tried_is_told():
     found = bitwright.analyze(sim, data)
     found.layers[0].causes = (Cause("disparate_channels", "", {"tries": ["equalize"]}, ""),)
     assert not found.try_remedies(1)
-    assert any(
-        note.startswith("equalize was not tried: it changes nothing in this model") for note in found.notes
-    )
+    assert any(note.startswith("equalize was not tried: it changes nothing in this model") for note in found.notes)
     count = len(found.notes)
     found.try_remedies(1)
     assert len(found.notes) == count, "a reason stands once"

@@ -40,9 +40,7 @@ def test_the_remedy_of_a_planted_fault_is_measured_and_the_simulation_is_as_befo
     rows = found.try_remedies(1)
     assert before == {name: (s.enabled, s.encoding, s.spec) for name, s in case.sim.quantizers.items()}
     best = next(row for row in rows if row.kept)
-    assert best.layers == (op,) and best.after_db > best.before_db + 1 == pytest.approx(
-        found.output["sqnr_db"] + 1
-    )
+    assert best.layers == (op,) and best.after_db > best.before_db + 1 == pytest.approx(found.output["sqnr_db"] + 1)
     assert found.to_dict()["remedies"][0]["layers"] == [op]
     assert f"{best.after_db:.1f} dB, kept" in str(found)
 
@@ -226,9 +224,7 @@ def test_a_wide_softmax_input_is_named():
 
 def test_a_layer_without_a_fault_is_told_that_its_width_makes_the_error(torch_case):
     found = bitwright.analyze(torch_case.sim, torch_case.data)
-    plain = [
-        layer.causes[0] for layer in found.layers if layer.causes and layer.causes[0].cause == "rounding"
-    ]
+    plain = [layer.causes[0] for layer in found.layers if layer.causes and layer.causes[0].cause == "rounding"]
     assert plain and "no fault is seen: 8 bits make this error here" in plain[0].text
     assert plain[0].evidence["tries"] and plain[0].remedy
 
@@ -236,8 +232,6 @@ def test_a_layer_without_a_fault_is_told_that_its_width_makes_the_error(torch_ca
 def test_few_values_do_not_count_as_few_codes():
     """16 numbers cannot use 256 codes."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    _, found = causes(
-        model, [torch.randn(64, 4, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
-    )
+    _, found = causes(model, [torch.randn(64, 4, generator=torch.Generator().manual_seed(0)) for _ in range(2)])
     assert not named(found, "few_codes")
     assert all(row.codes_used is None for row in found.sites if row.role == "weight")

@@ -117,9 +117,7 @@ def test_a_small_budget_changes_nothing_but_where_values_lie(torch_case):
     data = batches(2, rows=64)  # 128 KiB and more per value
     wide, narrow = (measured(torch_case.sim, data, budget) for budget in (1 << 30, 1 << 19))
     assert narrow.peak < (1 << 19) + (1 << 17) < wide.peak  # what is too small for a file stays
-    assert {n: p.only.ratio for n, p in wide.found.items()} == {
-        n: p.only.ratio for n, p in narrow.found.items()
-    }
+    assert {n: p.only.ratio for n, p in wide.found.items()} == {n: p.only.ratio for n, p in narrow.found.items()}
     assert wide.steps == narrow.steps
 
 

@@ -51,9 +51,7 @@ CASES = ["normal", "relu", "growing", "not-finite", "minus-zero", "tiny", "huge"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_histograms_and_bounds_are_those_of_the_array_functions(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_histograms_and_bounds_are_those_of_the_array_functions(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "_PIECE", 512)
     first, second = data(case, 2051), data(case, 777)[::-1].copy()
     found = []
@@ -106,9 +104,7 @@ def test_arrays_that_cannot_be_written_are_read(kind: Any) -> None:
 def test_constant_channels_are_those_of_the_array_functions(
     axis: int, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batches = [
-        np.random.default_rng(seed).standard_normal((2, 9, 18, 20)).astype(np.float32) for seed in range(3)
-    ]
+    batches = [np.random.default_rng(seed).standard_normal((2, 9, 18, 20)).astype(np.float32) for seed in range(3)]
     for number, x in enumerate(batches):
         channels = np.moveaxis(x, axis, 0)
         channels[0], channels[1], channels[2], channels[3] = 0.0, 6.0, -0.0, number

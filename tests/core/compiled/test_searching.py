@@ -33,9 +33,7 @@ def data(case: str) -> np.ndarray[Any, Any]:
     return np.asarray(x * np.float32(factor))
 
 
-def grids_of(
-    x: np.ndarray[Any, Any], symmetry: Symmetry, fmt: IntFormat, gamma: float
-) -> range_search._Grids:
+def grids_of(x: np.ndarray[Any, Any], symmetry: Symmetry, fmt: IntFormat, gamma: float) -> range_search._Grids:
     stats = statistics.measure("histogram", x)
     assert isinstance(stats, statistics.Histogram)
     lo, hi = np.minimum(stats.bounds.lo.reshape(-1), 0), np.maximum(stats.bounds.hi.reshape(-1), 0)

@@ -47,17 +47,13 @@ def refused(path: Path, content: bytes) -> str:
 def test_damaged_arrays_are_named(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", ARRAYS["a"])
     whole = (tmp_path / "a.npy").read_bytes()
-    assert "its header says float32 of shape (2, 3, 4), and 95 bytes follow" in refused(
-        tmp_path / "b.npy", whole[:-1]
-    )
+    assert "its header says float32 of shape (2, 3, 4), and 95 bytes follow" in refused(tmp_path / "b.npy", whole[:-1])
     assert "and 97 bytes follow" in refused(tmp_path / "b.npy", whole + b"\0")
     assert "malformed node" in refused(tmp_path / "b.npy", whole.replace(b"(2, 3, 4)", b"(9**9**9)"))
     assert "Python objects" in refused(tmp_path / "b.npy", whole.replace(b"'<f4'", b"'|O' "))
     assert refused(tmp_path / "b.npy", b"") and refused(tmp_path / "b.npy", whole[:40])
     huge = whole.replace(b"(2, 3, 4), }   ", b"(99999999999,)}")
-    assert huge != whole and "its header says float32 of shape (99999999999,)" in refused(
-        tmp_path / "b.npy", huge
-    )
+    assert huge != whole and "its header says float32 of shape (99999999999,)" in refused(tmp_path / "b.npy", huge)
 
 
 def test_damaged_archives_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

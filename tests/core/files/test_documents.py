@@ -12,8 +12,7 @@ from bitwright.core.files.documents import MAX_BYTES, MAX_DEPTH, read_bytes, rea
 from bitwright.errors import ConfigError, close_matches
 
 LAUGHS = "a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]\n" + "".join(
-    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n"
-    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 MERGES = "a: &a {x: 1, y: 2}\n" + "".join(
     f"{name}: &{name} {{<<: [{', '.join(['*' + before] * 9)}]}}\n"

@@ -31,9 +31,7 @@ def expected(x: np.ndarray, axis: int) -> dict[int, float]:
     return {i: row[0] for i, row in enumerate(rows) if np.isfinite(row[0]) and (row == row[0]).all()}
 
 
-PARTS = st.lists(
-    st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(0, 2**32 - 1)), min_size=1, max_size=4
-)
+PARTS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(0, 2**32 - 1)), min_size=1, max_size=4)
 
 
 def part(batch: int, length: int, seed: int) -> np.ndarray:
@@ -120,24 +118,13 @@ def test_a_watch_stops_looking_when_nothing_can_change() -> None:
 
 # ---- where the channels are
 
-SHAPES = {
-    "w": (8, 3, 3, 3),
-    "fc.w": (5, 8),
-    "scale": (8,),
-    "table": (10, 8),
-    "x": (2, 3, 9, 9),
-    "h": (2, 8, 7, 7),
-}
+SHAPES = {"w": (8, 3, 3, 3), "fc.w": (5, 8), "scale": (8,), "table": (10, 8), "x": (2, 3, 9, 9), "h": (2, 8, 7, 7)}
 
 
 def graph(*ops: Op, **kinds: str) -> Graph:
     names = {v for op in ops for v in (*op.outputs, *(i for i in op.inputs if i), *op.inner.values())}
     values = {
-        n: Value(
-            n,
-            kinds.get(n, "param" if n in ("w", "fc.w", "scale", "table") else "activation"),
-            SHAPES.get(n, ()),
-        )
+        n: Value(n, kinds.get(n, "param" if n in ("w", "fc.w", "scale", "table") else "activation"), SHAPES.get(n, ()))
         for n in names
     }
     return Graph(ops, values, ["x"], [])

@@ -20,11 +20,7 @@ def needed_for_a_division(*makers: str) -> set[str]:
     graph = b.graph(b.op("Div", b.input("y", shape), total, name="div", shape=shape))
     found = exact_values(graph, set())
     assert found[total] == ("divisor", "div")
-    return {
-        graph.producer(value).type if graph.producer(value) else "Input"
-        for value in operands
-        if value in found
-    }
+    return {graph.producer(value).type if graph.producer(value) else "Input" for value in operands if value in found}
 
 
 @pytest.mark.parametrize("positive", ["Mul", "Abs", "Square", "Exp", "Sqrt"])

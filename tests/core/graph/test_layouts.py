@@ -63,9 +63,7 @@ def test_nothing_on_codes_is_not_transposed():
 def test_time_is_that_of_numbers_and_of_operators():
     b = chain()
     layouts = Layouts(b.graph(b.ops[-1].outputs[0]))
-    times = KernelTimes(
-        *[(0.0, 0.0)] * 3, patch=0.0, conversion=0.0, operator=1000.0, transpose=1.0, pool=10.0
-    )
+    times = KernelTimes(*[(0.0, 0.0)] * 3, patch=0.0, conversion=0.0, operator=1000.0, transpose=1.0, pool=10.0)
     found = layouts.moved(lambda op: op.name == "second")
     pool = next(op for op in b.ops if op.name == "pool")
     slow = replace(found, slow_pools=(pool,))
@@ -79,8 +77,7 @@ class Residual(nn.Module):
         super().__init__()
         self.first, self.pool = nn.Conv2d(4, 8, 3, padding=1), nn.MaxPool2d(2) if pool else nn.Identity()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
-            for _ in range(2)
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)) for _ in range(2)
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -118,10 +118,7 @@ def test_a_value_read_as_a_setting_is_not_data():
     b = Build()
     x = b.input()
     graph = b.graph(b.op("Clip", x, b.conv(x, "conv", inputs=3), name="clip"))
-    assert (
-        reason(graph, "conv", Pattern(("Conv", "Clip")))
-        == "clip reads conv.output[0] as a setting, not as data"
-    )
+    assert reason(graph, "conv", Pattern(("Conv", "Clip"))) == "clip reads conv.output[0] as a setting, not as data"
 
 
 def test_other_reasons():

@@ -9,14 +9,7 @@ import pytest
 
 from bitwright.core.graph.graph import Graph
 from bitwright.core.graph.ops import resolve_granularity
-from bitwright.core.graph.recurrence import (
-    CELLS,
-    Variant,
-    activation_range,
-    inner_names,
-    inner_values,
-    variant_of,
-)
+from bitwright.core.graph.recurrence import CELLS, Variant, activation_range, inner_names, inner_values, variant_of
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerGate, PerTensor
 from bitwright.core.numerics.spec import PRESETS
@@ -36,10 +29,7 @@ def layer(
     """One direction of a recurrent layer reading ``x``; its outputs."""
     rows = len(CELLS[op_type].gates) * HIDDEN
     lead = (1,) * (rank - 2)
-    w, r = (
-        b.param(f"{name}.weight_ih", (*lead, rows, INPUTS)),
-        b.param(f"{name}.weight_hh", (*lead, rows, HIDDEN)),
-    )
+    w, r = (b.param(f"{name}.weight_ih", (*lead, rows, INPUTS)), b.param(f"{name}.weight_hh", (*lead, rows, HIDDEN)))
     bias = b.param(f"{name}.bias_ih", (*lead, rows))
     b.op(op_type, x, w, r, bias, None, *states, name=name, shape=(BATCH, HIDDEN), outputs=len(states) + 1,
          hidden_size=HIDDEN, **attrs)  # fmt: skip
@@ -164,12 +154,7 @@ def test_boundary_only_is_one_word_in_a_configuration():
 
 def test_a_configuration_addresses_inner_tensors():
     rules = load_config(
-        {
-            "rules": [
-                {"match": "*.cell", "inner": "int24"},
-                {"op": "LSTM", "weight": {"granularity": "per_gate"}},
-            ]
-        }
+        {"rules": [{"match": "*.cell", "inner": "int24"}, {"op": "LSTM", "weight": {"granularity": "per_gate"}}]}
     )
     sites = place(lstm(), rules).sites
     assert sites["rnn.cell"].spec.format == IntFormat(24)
@@ -233,9 +218,7 @@ def test_last_states_put_together_keep_their_grids():
     cells = b.op("Concat", moved, other[2], name="cells", shape=(2, BATCH, HIDDEN))
     both = b.op("Concat", first[0], other[0], name="both", shape=(5, BATCH, 2 * HIDDEN))
     found = plan(b.graph(cells, both))
-    assert (
-        found.floats[cells] == "last states of several layers, each on its own grid, put together by Concat"
-    )
+    assert found.floats[cells] == "last states of several layers, each on its own grid, put together by Concat"
     assert "both.output[0]" in found.sites
 
 

@@ -31,9 +31,7 @@ def unanswered() -> set[str]:
 
 def test_every_operator_is_answered_for() -> None:
     missing = unanswered()
-    assert not missing, (
-        f"give {sorted(missing)} their traits in core/graph/traits.py, or name them in WITHOUT"
-    )
+    assert not missing, f"give {sorted(missing)} their traits in core/graph/traits.py, or name them in WITHOUT"
 
 
 def test_an_operator_that_is_not_answered_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

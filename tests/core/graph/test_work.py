@@ -28,9 +28,7 @@ def test_a_transposed_convolution_multiplies_a_kernel_for_each_element_it_reads(
     assert count(b, made) == (3 * 4 * 4) * (5 * 2 * 2)
 
 
-@pytest.mark.parametrize(
-    ("shape", "attrs"), [((6, 7), {}), ((7, 6), {"transA": 1})], ids=["plain", "transposed"]
-)
+@pytest.mark.parametrize(("shape", "attrs"), [((6, 7), {}), ((7, 6), {"transA": 1})], ids=["plain", "transposed"])
 def test_a_product_multiplies_what_it_sums_over_for_each_element_it_makes(shape, attrs):
     b = Build()
     made = b.op("Gemm", b.input(shape=shape), b.param("w", (7, 5)), name="fc", shape=(6, 5), **attrs)

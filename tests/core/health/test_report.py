@@ -33,9 +33,7 @@ def test_a_measure_counts_what_is_there(make):
     assert (health.nan, health.pos_inf, health.neg_inf, health.zeros) == (1, 1, 1, 1)
     assert (health.min, health.max, health.smallest) == (-3, 2, 2)
     assert health.first_bad == (0, 2) and health.shape == (2, 3) and health.size == 6
-    assert str(health) == (
-        "x float32[2, 3]: in [-3, 2], 1 of 6 NaN, 1 of 6 +Inf, 1 of 6 -Inf, first at [0, 2], 1 zero"
-    )
+    assert str(health) == ("x float32[2, 3]: in [-3, 2], 1 of 6 NaN, 1 of 6 +Inf, 1 of 6 -Inf, first at [0, 2], 1 zero")
 
 
 def test_halves_show_what_they_lost():
@@ -62,9 +60,7 @@ def test_of_many_bad_parameters_eight_are_shown(count):
     assert [line for line in lines if "more" in line] == (["  and 1 more"] if count == 9 else [])
 
 
-@pytest.mark.parametrize(
-    "x", [3, 2.5, True, np.zeros((0, 3)), np.int8([1]), torch.zeros(0), torch.tensor([True])]
-)
+@pytest.mark.parametrize("x", [3, 2.5, True, np.zeros((0, 3)), np.int8([1]), torch.zeros(0), torch.tensor([True])])
 def test_anything_can_be_measured(x):
     assert measure_tensor("x", x).finite
 
@@ -136,9 +132,7 @@ CAUSES = {
 def test_the_cause_follows_from_operator_and_operands(op, attrs, operands, cause, problem):
     ports = [health("abcde"[i], x) for i, x in enumerate(operands)]
     made = (
-        A([INF])
-        if "overflow" in cause or "tiny" in problem or problem.startswith("comes down to 1e-30")
-        else A([NAN])
+        A([INF]) if "overflow" in cause or "tiny" in problem or problem.startswith("comes down to 1e-30") else A([NAN])
     )
     found = diagnose(op, attrs, ports, [health("y", made)])
     assert found.cause == cause
@@ -230,17 +224,14 @@ def test_a_mask_before_a_softmax_is_none_and_a_dead_row_is_one():
 
 def test_what_is_masked_out_before_use_is_harmless():
     log = ("log", "Log", [("x", CLEAN)], [("a", BAD_NAN)])
-    assert not follow(
-        log, ("where", "Where", [("a", BAD_NAN)], [("y", CLEAN)]), outputs=[("y", CLEAN)]
-    ).reported
+    assert not follow(log, ("where", "Where", [("a", BAD_NAN)], [("y", CLEAN)]), outputs=[("y", CLEAN)]).reported
     chosen = follow(log, ("argmax", "argmax", [("a", BAD_NAN)], [("y", CLEAN)]), outputs=[("y", CLEAN)])
     assert [event.op for event in chosen.reported] == ["log"], "an index chosen among NaN is wrong"
 
 
 def test_an_overflow_that_a_division_hides_is_a_fault_and_a_sigmoid_by_hand_is_none():
     hidden = follow(
-        ("square", "Mul", [("x", CLEAN)], [("a", BAD_INF)]),
-        ("rsqrt", "Rsqrt", [("a", BAD_INF)], [("y", CLEAN)]),
+        ("square", "Mul", [("x", CLEAN)], [("a", BAD_INF)]), ("rsqrt", "Rsqrt", [("a", BAD_INF)], [("y", CLEAN)])
     )
     assert [event.op for event in hidden.reported] == ["square"]
     sigmoid = follow(
@@ -261,9 +252,7 @@ def test_bad_data_is_a_source_and_a_mask_among_the_inputs_is_none():
 
 
 def test_memory_that_is_overwritten_is_forgotten():
-    tracker = follow(
-        ("empty", "empty", [], [("b", BAD_NAN)]), ("fill", "copy", [("x", CLEAN)], [("b", CLEAN)])
-    )
+    tracker = follow(("empty", "empty", [], [("b", BAD_NAN)]), ("fill", "copy", [("x", CLEAN)], [("b", CLEAN)]))
     assert tracker.events and not tracker.busy
 
 

@@ -87,9 +87,7 @@ def test_an_empty_tensor_in_a_batch_that_is_left_out_is_not_counted():
 
 def test_channels_of_an_activation_with_one_scale_are_named_with_their_layer():
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 4)
-    ).eval()
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 4)).eval()
     with torch.no_grad():
         net[1].bias[:11] = -100
         net[1].weight[[12, 15]], net[1].bias[[12, 15]] = 0, 0.5
@@ -103,9 +101,7 @@ def test_channels_of_an_activation_with_one_scale_are_named_with_their_layer():
     assert found["2.output[0]"].groups == 16 and found["4.output[0]"].notes == ()
     sim.quantizers["0.weight"].spec = replace(sim.quantizers["0.weight"].spec, granularity=PerTensor())
     sim.compute_encodings([torch.randn(4, 3, 6, 6)])
-    assert {h.site: h.groups for h in sim.health()}["0.weight"] == 16, (
-        "weights with one scale are looked at too"
-    )
+    assert {h.site: h.groups for h in sim.health()}["0.weight"] == 16, "weights with one scale are looked at too"
 
 
 class Paths(nn.Module):

@@ -31,10 +31,7 @@ from bitwright.core.numerics.spec import SYMMETRIES, QuantSpec
 from bitwright.errors import RangeError
 
 FLOAT32 = np.finfo(np.float32)
-INTS = [
-    parse_format(name)
-    for name in ("int2", "int4", "uint4", "int5", "int8", "int8n", "uint8", "int16", "uint16")
-]
+INTS = [parse_format(name) for name in ("int2", "int4", "uint4", "int5", "int8", "int8n", "uint8", "int16", "uint16")]
 WIDE = [parse_format(name) for name in ("int17", "int24", "int32", "uint32")]
 FORMATS = [*INTS, *WIDE, *FLOAT_FORMATS.values()]
 GRANULARITIES = {
@@ -130,9 +127,7 @@ def test_scales_are_normal_and_the_grid_stays_finite(fmt, symmetry, ranges):
     assert np.isfinite(extremes).all()
 
 
-@pytest.mark.parametrize(
-    "lo, hi", [(-3e38, 1e38), (-3.4e38, 3.4e38), (0, 3.4028234663852886e38), (-1e300, 1e300)]
-)
+@pytest.mark.parametrize("lo, hi", [(-3e38, 1e38), (-3.4e38, 3.4e38), (0, 3.4028234663852886e38), (-1e300, 1e300)])
 @pytest.mark.parametrize("fmt", FORMATS, ids=name)
 @pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
 def test_the_largest_ranges_do_not_overflow(fmt, lo, hi, symmetric):
@@ -167,11 +162,7 @@ def test_float_formats_spread_the_largest_magnitude_or_keep_their_own_scale():
     [
         (np.nan, 1.0, r"site: the range, lo=nan to hi=1.0, is not finite.*fixed range"),
         ([0.0, -np.inf], [1.0, 1.0], r"site: the range of index 1, lo=-inf to hi=1.0, is not finite"),
-        (
-            [[0.0, 2.0]],
-            [[1.0, 1.0]],
-            r"site: the range of index \(0, 1\), lo=2.0 to hi=1.0, has its bounds exchanged",
-        ),
+        ([[0.0, 2.0]], [[1.0, 1.0]], r"site: the range of index \(0, 1\), lo=2.0 to hi=1.0, has its bounds exchanged"),
     ],
     ids=["nan", "infinite", "exchanged"],
 )
@@ -307,9 +298,7 @@ def test_an_encoding_of_another_shape_is_refused_for_large_arrays_too(monkeypatc
 
 def test_large_arrays_are_quantized_without_copies_of_their_size():
     x = np.zeros((1 << 11, 1 << 10), np.float32)
-    enc = Encoding(
-        parse_format("int8"), np.ones(1 << 11, np.float32), np.zeros(1 << 11, np.int64), PerChannel(0)
-    )
+    enc = Encoding(parse_format("int8"), np.ones(1 << 11, np.float32), np.zeros(1 << 11, np.int64), PerChannel(0))
     tracemalloc.start()
     fake_quantize(x, enc)
     peak = tracemalloc.get_traced_memory()[1]
@@ -336,9 +325,7 @@ def test_codes_of_wide_grids_are_exact_for_half_types():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_types_saturate_at_the_end_of_the_grid(dtype):
     largest = torch.tensor([torch.finfo(dtype).max], dtype=dtype)
-    enc = encode(
-        -float(largest), float(largest), QuantSpec(IntFormat(8, signed=False), symmetry="asymmetric")
-    )
+    enc = encode(-float(largest), float(largest), QuantSpec(IntFormat(8, signed=False), symmetry="asymmetric"))
     assert torch.isfinite(fake_quantize(torch.cat([largest, -largest]), enc)).all()
 
 
@@ -347,9 +334,7 @@ def test_nan_stays_nan_and_has_the_lowest_code():
     for x in (np.float32([np.nan, np.inf, -np.inf]), torch.tensor([np.nan, np.inf, -np.inf])):
         assert np.array_equal(to_numpy(fake_quantize(x, enc)), [np.nan, 127, -128], equal_nan=True)
         assert to_numpy(quantize(x, enc)).tolist() == [-128, 127, -128]
-    assert np.isnan(
-        quantize(np.float32([np.nan]), Encoding(FLOAT_FORMATS["float16"], np.float32(1), np.int32(0)))
-    )
+    assert np.isnan(quantize(np.float32([np.nan]), Encoding(FLOAT_FORMATS["float16"], np.float32(1), np.int32(0))))
 
 
 def test_small_negative_numbers_become_plus_zero():
@@ -359,9 +344,7 @@ def test_small_negative_numbers_become_plus_zero():
 
 def test_tensors_without_axes_or_elements_pass():
     enc = Encoding(IntFormat(8), np.float32(0.5), np.int32(0))
-    assert (
-        fake_quantize(np.float32(0.6), enc).shape == () and fake_quantize(torch.tensor(0.6), enc).shape == ()
-    )
+    assert fake_quantize(np.float32(0.6), enc).shape == () and fake_quantize(torch.tensor(0.6), enc).shape == ()
     assert quantize(np.zeros((0, 3), np.float32), enc).shape == (0, 3)
     assert fake_quantize(torch.tensor([0.6], requires_grad=True), enc).tolist() == [0.5]
 
@@ -448,9 +431,7 @@ def run_qdq(x, enc, axis, block):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.add_session_config_entry("session.disable_quant_qdq", "1")
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return session.run(None, {"x": x})[0]
 
 

@@ -27,10 +27,7 @@ def test_importing_core_arithmetic_loads_no_framework():
 
 
 def test_the_namespace_follows_the_array():
-    assert (
-        arrays.namespace(torch.zeros(1)) is torch
-        and arrays.namespace(torch.nn.Parameter(torch.zeros(1))) is torch
-    )
+    assert arrays.namespace(torch.zeros(1)) is torch and arrays.namespace(torch.nn.Parameter(torch.zeros(1))) is torch
     assert arrays.namespace(np.zeros(1)) is np and arrays.namespace([1]) is np
     assert not arrays.is_torch("torch")
 
@@ -67,17 +64,13 @@ def test_row_bounds_propagate_nan(make):
 
 def test_counts(make):
     codes = make(np.int16([0, 2, 2, 3]))
-    assert (
-        arrays.bincount(codes, 5).tolist() == [1, 0, 2, 1, 0] and arrays.bincount(codes, 5).dtype == np.int64
-    )
+    assert arrays.bincount(codes, 5).tolist() == [1, 0, 2, 1, 0] and arrays.bincount(codes, 5).dtype == np.int64
     assert arrays.nonzeros(make(np.float32([0, -0.0, 1e-45, -3]))) == 2
 
 
 def test_like_takes_library_dtype_and_shape(make):
     made = arrays.like(np.arange(3), make(np.float32([1])), "float64")
-    assert (
-        type(made) is type(make([1])) and arrays.dtype_name(made) == "float64" and tuple(made.shape) == (3,)
-    )
+    assert type(made) is type(make([1])) and arrays.dtype_name(made) == "float64" and tuple(made.shape) == (3,)
 
 
 def test_transpose_is_a_view(make):

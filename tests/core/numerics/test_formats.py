@@ -47,8 +47,7 @@ def test_float_formats_agree_with_ml_dtypes(name):
 
 
 @pytest.mark.parametrize(
-    "alias, name",
-    [("FP8", "float8_e4m3"), ("bf16", "bfloat16"), ("mxfp4", None), ("e2m1", "float4_e2m1")],
+    "alias, name", [("FP8", "float8_e4m3"), ("bf16", "bfloat16"), ("mxfp4", None), ("e2m1", "float4_e2m1")]
 )
 def test_aliases(alias, name):
     if name is None:

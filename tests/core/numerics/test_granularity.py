@@ -83,11 +83,7 @@ def test_open_axes_come_from_the_operator(granularity, channel, block, expected)
         (PerChannel(), (4, 4), "no axis yet.*PerChannel"),
         (PerBlock(4), (4, 4), "no axis yet.*PerBlock"),
         (PerChannel(2), (4, 4), "axis 2 does not exist in a tensor of rank 2"),
-        (
-            PerBlock(32, 1, 0),
-            (4, 48),
-            "axis 1 has 48 elements, which blocks of 32 do not divide.*PerBlock.16",
-        ),
+        (PerBlock(32, 1, 0), (4, 48), "axis 1 has 48 elements, which blocks of 32 do not divide.*PerBlock.16"),
         (PerBlock(2, 0), (5, 4), "axis 0 has 5 elements.*PerChannel"),
     ],
 )

@@ -38,9 +38,7 @@ DEGENERATE = {
     "zero": np.zeros((3, 8)),
     "denormal": np.linspace(-1e-42, 1e-41, 24).reshape(3, 8),
     "one huge outlier": np.where(np.arange(24).reshape(3, 8) == 5, 3e38, 1e-3),
-    "with non-finite": np.where(
-        np.arange(24).reshape(3, 8) % 5 == 1, np.nan, np.linspace(-1, 1, 24).reshape(3, 8)
-    ),
+    "with non-finite": np.where(np.arange(24).reshape(3, 8) % 5 == 1, np.nan, np.linspace(-1, 1, 24).reshape(3, 8)),
 }
 DEGENERATE = {name: x.astype(np.float32) for name, x in DEGENERATE.items()}
 
@@ -135,9 +133,7 @@ def test_minmax_is_everything_that_was_seen():
 
 
 @pytest.mark.parametrize("percentile", [50, 90, 99, 99.9, 99.99])
-@pytest.mark.parametrize(
-    "make", [heavy_tailed, lambda: np.abs(heavy_tailed()), lambda: -np.exp(heavy_tailed() / 9)]
-)
+@pytest.mark.parametrize("make", [heavy_tailed, lambda: np.abs(heavy_tailed()), lambda: -np.exp(heavy_tailed() / 9)])
 def test_percentiles_are_quantiles_within_a_bin(percentile, make):
     x = make()
     stats = measure("histogram", x)
@@ -231,9 +227,7 @@ def test_searches_by_value_agree_with_brute_force(gamma, fmt, symmetry):
         found = np.flatnonzero((ends == np.array(choose_range_of(x, spec))).all(1))
         assert found.size, name
         # up to 8 bits candidates are compared in float32
-        assert costs[found[0]] <= costs.min() * (1 + 1e-4) + 1e-12 * np.square(x.astype(np.float64)).sum(), (
-            name
-        )
+        assert costs[found[0]] <= costs.min() * (1 + 1e-4) + 1e-12 * np.square(x.astype(np.float64)).sum(), name
         assert costs[found[0]] <= costs[0] * (1 + 1e-4) + 1e-12 * np.square(x.astype(np.float64)).sum(), name
 
 
@@ -256,9 +250,7 @@ def test_large_groups_on_symmetric_grids_are_searched_by_value(fmt, columns):
         assert costs[found[0]] <= costs.min() * (1 + 1e-4)
 
 
-@pytest.mark.parametrize(
-    "dtype, power", [("float16", 3), ("float32", -90), ("float32", 100), ("float64", -110)]
-)
+@pytest.mark.parametrize("dtype, power", [("float16", 3), ("float32", -90), ("float32", 100), ("float64", -110)])
 def test_a_search_by_value_does_not_depend_on_the_unit(dtype, power):
     x = (heavy_tailed(500) / 16).astype(np.float16).astype(dtype)
     unit = 2.0**power
@@ -268,8 +260,7 @@ def test_a_search_by_value_does_not_depend_on_the_unit(dtype, power):
 
 
 @pytest.mark.parametrize(
-    "fmt, symmetry, share",
-    [("int4", "symmetric", 0.25), ("uint4", "asymmetric", 0.25), ("int8", "symmetric", 0.8)],
+    "fmt, symmetry, share", [("int4", "symmetric", 0.25), ("uint4", "asymmetric", 0.25), ("int8", "symmetric", 0.8)]
 )
 @pytest.mark.parametrize("method", SEARCHES)
 def test_searches_win_clearly_on_heavy_tails(method, fmt, symmetry, share):
@@ -328,13 +319,9 @@ def test_a_rare_outlier_is_given_up_when_everything_else_would_vanish():
 def test_the_entropy_threshold_goes_with_the_unit(sign):
     """Of data on one side of zero, which use every code, as of data on both sides."""
     x = sign * (np.abs(heavy_tailed()) / 8 + np.float32(2**-6))
-    lo, hi = (
-        float(end) for end in choose_range(measure("histogram", x), spec_of("entropy", "uint8", "asymmetric"))
-    )
+    lo, hi = (float(end) for end in choose_range(measure("histogram", x), spec_of("entropy", "uint8", "asymmetric")))
     for unit in (2.0**-8, 2.0**8):
-        scaled = choose_range(
-            measure("histogram", x * np.float32(unit)), spec_of("entropy", "uint8", "asymmetric")
-        )
+        scaled = choose_range(measure("histogram", x * np.float32(unit)), spec_of("entropy", "uint8", "asymmetric"))
         assert (float(scaled[0]), float(scaled[1])) == (lo * unit, hi * unit)
 
 
@@ -400,26 +387,16 @@ def test_names_of_aimet_lead_to_ours(alias, name):
 
 def test_options_given_beside_a_method_win():
     given_method = RangeMethod.of("percentile", {"percentile": 99})
-    assert find_range_method(given_method, {"percentile": 98}) == RangeMethod.of(
-        "percentile", {"percentile": 98}
-    )
+    assert find_range_method(given_method, {"percentile": 98}) == RangeMethod.of("percentile", {"percentile": 98})
 
 
 @pytest.mark.parametrize(
     "method, options, message",
     [
-        (
-            "minmx",
-            {},
-            "range method 'minmx': there is no range method.*did you mean 'minmax'.*use one of minmax, perc",
-        ),
+        ("minmx", {}, "range method 'minmx': there is no range method.*did you mean 'minmax'.*use one of minmax, perc"),
         ("percentile", {"percentle": 99}, "no option 'percentle' .did you mean 'percentile'"),
         ("minmax", {"percentile": 99}, "no option 'percentile'.*leave the options empty"),
-        (
-            "percentile",
-            {"percentile": 49},
-            "percentile=49 is not between 50 and 100.*default, percentile=100",
-        ),
+        ("percentile", {"percentile": 49}, "percentile=49 is not between 50 and 100.*default, percentile=100"),
         ("percentile", {"percentile": float("nan")}, "percentile=nan is not between"),
         ("sqnr", {"gamma": -1}, "gamma=-1 is not between 0 and 1e.06"),
     ],
@@ -440,17 +417,13 @@ def test_each_method_says_what_it_needs():
 
 
 def test_a_histogram_method_refuses_bounds_alone():
-    with pytest.raises(
-        CalibrationError, match="conv1: range method 'sqnr' reads a histogram.*before calibration"
-    ):
+    with pytest.raises(CalibrationError, match="conv1: range method 'sqnr' reads a histogram.*before calibration"):
         choose_range(measure("minmax", np.ones(3)), spec_of("sqnr"), site="conv1")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_finite_data_is_refused_by_index(method):
-    with pytest.raises(
-        CalibrationError, match=r"conv1: calibration saw no finite value \(0 NaN, 0 infinite\)"
-    ):
+    with pytest.raises(CalibrationError, match=r"conv1: calibration saw no finite value \(0 NaN, 0 infinite\)"):
         choose_range(start("histogram"), spec_of(method), site="conv1")
     x = np.float32([[1, 2], [np.nan, np.inf]])
     with pytest.raises(CalibrationError, match=r"conv1: .*no finite value for index 1 \(1 NaN, 1 infinite\)"):
@@ -466,11 +439,7 @@ def test_a_granularity_that_does_not_fit_names_the_site():
 
 def test_the_choice_between_signed_and_unsigned_changes_nothing_else():
     spec = QuantSpec(
-        IntFormat(8),
-        symmetry="unsigned_symmetric",
-        non_finite="clamp",
-        scale_format="e8m0",
-        method=RangeMethod("mse"),
+        IntFormat(8), symmetry="unsigned_symmetric", non_finite="clamp", scale_format="e8m0", method=RangeMethod("mse")
     )
     bounds = start("minmax")
     bounds = update(bounds, np.float32([-1, 2]))

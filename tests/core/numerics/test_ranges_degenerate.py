@@ -108,19 +108,12 @@ def check_error(x, back, enc, spec, *, exact):
 def test_degenerate_tensors(granularity, fill):
     whole = granularity == PerTensor()
     formats = (
-        ("int8n", "uint8", "int2", "uint16", "int32", "float8_e4m3", "float16")
-        if whole
-        else ("uint4", "float4_e2m1")
+        ("int8n", "uint8", "int2", "uint16", "int32", "float8_e4m3", "float16") if whole else ("uint4", "float4_e2m1")
     )
     for fmt in map(parse_format, formats):
         for symmetry in ("symmetric",) if isinstance(fmt, FloatFormat) else SYMMETRIES:
             # searches take most of the time, and depend on the grid by its number of codes only
-            searched = symmetry != "asymmetric" and fmt.name in (
-                "uint8",
-                "uint4",
-                "float8_e4m3",
-                "float4_e2m1",
-            )
+            searched = symmetry != "asymmetric" and fmt.name in ("uint8", "uint4", "float8_e4m3", "float4_e2m1")
             for method in METHODS if searched else CLOSED:
                 check(fill.astype(np.float32), QuantSpec(fmt, granularity, symmetry, method))
 

@@ -11,28 +11,19 @@ import pytest
 from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
-from bitwright.core.numerics.serialize import (
-    encoding_from_json,
-    encoding_to_json,
-    spec_from_json,
-    spec_to_json,
-)
+from bitwright.core.numerics.serialize import encoding_from_json, encoding_to_json, spec_from_json, spec_to_json
 from bitwright.core.numerics.spec import QuantSpec, RangeMethod
 from bitwright.errors import EncodingsError
 
 CHANNELS = Encoding(IntFormat(8), np.float32([0.1, 3e-9]), np.int32([0, 0]), PerChannel(0))
-BLOCKS = Encoding(
-    IntFormat(4), np.full((2, 3), 0.5, np.float32), np.zeros((2, 3), np.int32), PerBlock(16, 1, 0)
-)
+BLOCKS = Encoding(IntFormat(4), np.full((2, 3), 0.5, np.float32), np.zeros((2, 3), np.int32), PerBlock(16, 1, 0))
 STACK = Encoding(
     IntFormat(4), np.full((2, 3, 4), 0.5, np.float32), np.zeros((2, 3, 4), np.int32), PerBlock(16, 1, (0, 2))
 )
 TENSOR = Encoding(IntFormat(8, signed=False), np.float32(0.25), np.int32(128), PerTensor())
 
 
-@pytest.mark.parametrize(
-    "encoding", [CHANNELS, BLOCKS, STACK, TENSOR], ids=["channels", "blocks", "stack", "tensor"]
-)
+@pytest.mark.parametrize("encoding", [CHANNELS, BLOCKS, STACK, TENSOR], ids=["channels", "blocks", "stack", "tensor"])
 def test_an_encoding_comes_back(encoding: Encoding) -> None:
     assert encoding_from_json(json.loads(json.dumps(encoding_to_json(encoding)))) == encoding
 

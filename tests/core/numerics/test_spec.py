@@ -43,9 +43,7 @@ def test_specs_describe_themselves(spec, text):
 
 
 def test_a_misspelt_symmetry_gets_the_close_ones():
-    with pytest.raises(
-        ConfigError, match="'symetric' is not a symmetry .did you mean 'symmetric'.*use one of asym"
-    ):
+    with pytest.raises(ConfigError, match="'symetric' is not a symmetry .did you mean 'symmetric'.*use one of asym"):
         QuantSpec(symmetry="symetric")
 
 

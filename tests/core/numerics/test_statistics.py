@@ -213,9 +213,7 @@ def test_large_tensors_are_counted_in_pieces_without_loss():
     stats = measure("histogram", torch.from_numpy(x))
     assert stats == measure("histogram", x)
     width = 2.0 ** int(stats.exponent)
-    expected = np.bincount(
-        np.trunc(np.delete(x, 7) / width).astype(int) + HALF_BINS - 1, minlength=2 * HALF_BINS - 1
-    )
+    expected = np.bincount(np.trunc(np.delete(x, 7) / width).astype(int) + HALF_BINS - 1, minlength=2 * HALF_BINS - 1)
     assert (stats.counts == expected).all()
 
 

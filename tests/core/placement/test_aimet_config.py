@@ -14,13 +14,7 @@ from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.core.numerics.spec import PRESETS
 from bitwright.core.placement import aimet_config
-from bitwright.core.placement.aimet_config import (
-    ALIASES,
-    SHIPPED,
-    is_aimet_config,
-    read_aimet_config,
-    shipped_config,
-)
+from bitwright.core.placement.aimet_config import ALIASES, SHIPPED, is_aimet_config, read_aimet_config, shipped_config
 from bitwright.core.placement.place import place
 from bitwright.core.placement.plan import Plan
 from bitwright.errors import ConfigError
@@ -29,10 +23,7 @@ from tests.core.graphs import Build, worked_example
 CONFIGS = Path(aimet_config.__file__).parents[2] / "configs"
 
 MINIMAL: dict[str, Any] = {
-    "defaults": {
-        "ops": {"is_output_quantized": "True"},
-        "params": {"is_quantized": "True", "is_symmetric": "True"},
-    },
+    "defaults": {"ops": {"is_output_quantized": "True"}, "params": {"is_quantized": "True", "is_symmetric": "True"}},
     "params": {},
     "op_type": {},
     "supergroups": [],
@@ -59,9 +50,7 @@ def net() -> Graph:
     relu = b.op("Relu", y, name="relu")
     pooled = b.op("MaxPool", relu, name="pool")
     table = b.param("norm.weight", (8,))
-    normed = b.op(
-        "LayerNormalization", b.op("Exp", pooled, name="exp"), table, b.param("norm.bias", (8,)), name="norm"
-    )
+    normed = b.op("LayerNormalization", b.op("Exp", pooled, name="exp"), table, b.param("norm.bias", (8,)), name="norm")
     return b.graph(b.op("Tanh", b.linear(normed, "fc"), name="tanh"))
 
 
@@ -78,10 +67,7 @@ def activations(plan: Plan) -> list[str]:
 
 def test_every_output_is_quantized_but_those_that_only_move_data():
     made = placed(config())
-    assert activations(made) == [
-        "conv.input[0]",
-        *(f"{n}.output[0]" for n in "conv relu exp norm fc tanh".split()),
-    ]
+    assert activations(made) == ["conv.input[0]", *(f"{n}.output[0]" for n in "conv relu exp norm fc tanh".split())]
     assert made.shared == {"pool.output[0]": "relu.output[0]"}
     assert not made.unused
 
@@ -95,13 +81,7 @@ def test_without_defaults_nothing_is_quantized():
 
 def test_parameters_by_default_by_name_and_by_type():
     off = {"is_quantized": "False"}
-    assert placed(config()).sites.keys() >= {
-        "conv.weight",
-        "conv.bias",
-        "norm.weight",
-        "norm.bias",
-        "fc.bias",
-    }
+    assert placed(config()).sites.keys() >= {"conv.weight", "conv.bias", "norm.weight", "norm.bias", "fc.bias"}
     by_name = placed(config(params={"weight": off}))
     assert by_name.floats["conv.weight"] == "float by rule params.weight.is_quantized=False (quant.json)"
     by_type = placed(config(op_type__LayerNormalization={"params": {"weight": off}}))
@@ -122,9 +102,7 @@ def test_a_quantized_bias_is_a_parameter_like_others():
 
 def test_a_type_can_lose_its_output_or_gain_an_input():
     made = placed(config(op_type__Exp={"is_output_quantized": "False"}))
-    assert made.floats["exp.output[0]"] == (
-        "float by rule op_type.Exp.is_output_quantized=False (quant.json)"
-    )
+    assert made.floats["exp.output[0]"] == ("float by rule op_type.Exp.is_output_quantized=False (quant.json)")
     assert "norm.input[0]" not in made.sites, "its reader does not quantize it instead"
     op_type = {"Exp": {"is_output_quantized": "False"}, "LayerNormalization": {"is_input_quantized": "True"}}
     assert "norm.input[0]" in placed(config(op_type=op_type)).sites
@@ -140,10 +118,7 @@ def test_supergroups_and_the_ends_of_the_model():
     assert made.floats["conv.output[0]"] == "inside the supergroup Conv>Relu, quantized at relu.output[0]"
     assert "conv.input[0]" not in made.sites
     op_type = {"Tanh": {"is_output_quantized": "False"}}
-    assert (
-        "tanh.output[0]"
-        in placed(config(op_type=op_type, model_output={"is_output_quantized": "True"})).sites
-    )
+    assert "tanh.output[0]" in placed(config(op_type=op_type, model_output={"is_output_quantized": "True"})).sites
 
 
 def test_supergroups_spare_depthwise_convolutions():
@@ -275,10 +250,7 @@ def test_what_is_accepted_without_effect_is_noted():
         supergroup_pass_list=["LayerNormalization", "MatmulAdd", "MatmulAd"],
     )
     notes = "\n".join(read_aimet_config(data).notes)
-    assert (
-        "defaults.supported_kernels is for mixed precision: widths of a simulation come from the preset"
-        in notes
-    )
+    assert "defaults.supported_kernels is for mixed precision: widths of a simulation come from the preset" in notes
     assert "op_type: no operator of type 'Convv' is known (did you mean 'Conv'" in notes
     assert "supergroup_pass_list: 'MatmulAd' has no effect here (did you mean 'MatmulAdd'" in notes
     assert "special cases of V73 for products of two activations" in notes
@@ -347,27 +319,15 @@ def test_passes_that_are_chains_become_supergroups():
             "fixed_range (2.0, 1.0) is not a range",
         ),
         ({"supergroups": {}}, "quant.json: supergroups", "it is a dict"),
-        (
-            {"supergroups": [{"op_list": ["Conv"]}]},
-            "quant.json: supergroups[0].op_list",
-            "['Conv'] is not a chain",
-        ),
+        ({"supergroups": [{"op_list": ["Conv"]}]}, "quant.json: supergroups[0].op_list", "['Conv'] is not a chain"),
         (
             {"supergroups": [{"ops": ["Conv"]}]},
             "quant.json: supergroups[0]",
             "unknown key 'ops' (did you mean 'op_list'",
         ),
-        (
-            {"model_input": {"is_input_quantized": "False"}},
-            "quant.json: model_input.is_input_quantized",
-            "only",
-        ),
+        ({"model_input": {"is_input_quantized": "False"}}, "quant.json: model_input.is_input_quantized", "only"),
         ({"defaults__hw_version": 73}, "quant.json: defaults.hw_version", "73 is not a version"),
-        (
-            {"defaults__supported_kernels": []},
-            "quant.json: defaults.supported_kernels",
-            "[] is not a list of kernels",
-        ),
+        ({"defaults__supported_kernels": []}, "quant.json: defaults.supported_kernels", "[] is not a list of kernels"),
         ({"supergroup_pass_list": "MatmulAdd"}, "quant.json: supergroup_pass_list", "is not a list of names"),
     ],
 )
@@ -389,9 +349,7 @@ def test_real_booleans_are_understood_too():
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_targets_are_valid_files(name):
     made = shipped_config(name)
-    assert json.loads((CONFIGS / f"{name}.json").read_text()) == made, (
-        "write the file anew from shipped_config"
-    )
+    assert json.loads((CONFIGS / f"{name}.json").read_text()) == made, "write the file anew from shipped_config"
     assert is_aimet_config(made)
     assert not [note for note in read_aimet_config(made).notes if "no operator of type" in note]
 
@@ -441,10 +399,7 @@ def test_aliases_lead_to_targets():
 
 def test_supported_kernels_say_which_precisions_an_operator_may_have():
     def kernel(activation, weight):
-        return {
-            "activation": {"bitwidth": activation, "dtype": "int"},
-            "param": {"bitwidth": weight, "dtype": "int"},
-        }
+        return {"activation": {"bitwidth": activation, "dtype": "int"}, "param": {"bitwidth": weight, "dtype": "int"}}
 
     rules = read_aimet_config(
         config(
@@ -456,9 +411,7 @@ def test_supported_kernels_say_which_precisions_an_operator_may_have():
     assert allowed is not None
     assert allowed("Gemm", PRESETS["w8a8"]) is allowed("Gemm", PRESETS["w8a16"]) is None
     assert allowed("Conv", PRESETS["w4a8"]) is None
-    assert "the target runs Conv with activations int8, weights int4 only" in str(
-        allowed("Conv", PRESETS["w8a8"])
-    )
+    assert "the target runs Conv with activations int8, weights int4 only" in str(allowed("Conv", PRESETS["w8a8"]))
     assert "int16" in str(allowed("Gemm", PRESETS["w4a8"]))
     assert read_aimet_config(config()).allowed_kernels is None
 

@@ -64,13 +64,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 @pytest.mark.parametrize(
     "name, text",
-    [
-        ("q.yaml", YAML),
-        ("q.yml", YAML),
-        ("q.toml", TOML),
-        ("q.json", json.dumps(DATA)),
-        ("Q.JSON", json.dumps(DATA)),
-    ],
+    [("q.yaml", YAML), ("q.yml", YAML), ("q.toml", TOML), ("q.json", json.dumps(DATA)), ("Q.JSON", json.dumps(DATA))],
 )
 def test_the_same_rules_in_every_language(tmp_path, name, text):
     rules = load_config(write(tmp_path, name, text))
@@ -85,10 +79,7 @@ def test_one_rule_per_kind_of_tensor():
     conv, weight, output = read_config(DATA).rules
     assert conv == Rule("0.*", op="Conv", port="weight", format=IntFormat(8))
     assert weight == Rule(
-        "fc",
-        port="weight",
-        granularity=PerBlock(8),
-        method=RangeMethod.of("percentile", {"percentile": 99.9}),
+        "fc", port="weight", granularity=PerBlock(8), method=RangeMethod.of("percentile", {"percentile": 99.9})
     )
     assert output == Rule("fc", port="output", quantized=False)
     assert str(output) == "configuration: rules[1].output (name='fc', port='output')"
@@ -163,40 +154,20 @@ def test_a_target_by_name_describes_the_target_and_so_reports_no_unused_rules():
 @pytest.mark.parametrize(
     "data, site, message",
     [
-        (
-            {"presets": "w8a8"},
-            "q",
-            "unknown key 'presets' (did you mean 'preset'",
-        ),
+        ({"presets": "w8a8"}, "q", "unknown key 'presets' (did you mean 'preset'"),
         ({"preset": "w8a9"}, "preset 'w8a9'", "there is no preset of this name (did you mean 'w8a8'"),
         ({"rules": {"match": "*"}}, "q: rules", "it is a dict. Remedy: write a list of rules"),
         ({"rules": ["conv1"]}, "q: rules[0]", "it is a str, not keys and values"),
-        (
-            {"rules": [{"mach": "x", "weight": None}]},
-            "q: rules[0]",
-            "unknown key 'mach' (did you mean 'match'?)",
-        ),
-        (
-            {"rules": [{"match": "x"}]},
-            "q: rules[0]",
-            "the rule sets nothing. Remedy: add one of output, input",
-        ),
+        ({"rules": [{"mach": "x", "weight": None}]}, "q: rules[0]", "unknown key 'mach' (did you mean 'match'?)"),
+        ({"rules": [{"match": "x"}]}, "q: rules[0]", "the rule sets nothing. Remedy: add one of output, input"),
         ({"rules": [{"match": 3, "all": None}]}, "q: rules[0].match", "3 is not a name"),
         ({"rules": [{"op": 3, "all": None}]}, "q: rules[0].op", "3 is not an operator type"),
         ({"rules": [{"weight": "imt8"}]}, "q: rules[0].weight", "there is no number format of this name"),
         ({"rules": [{"weight": "derived"}]}, "q: rules[0].weight", "there is no number format of this name"),
         ({"rules": [{"weight": 8}]}, "q: rules[0].weight", "it is a int, not keys and values"),
         ({"rules": [{"weight": {"bits": 8}}]}, "q: rules[0].weight", "unknown key 'bits'"),
-        (
-            {"rules": [{"weight": {"format": "int1"}}]},
-            "q: rules[0].weight.format",
-            "not a bit width between 2 and 32",
-        ),
-        (
-            {"rules": [{"weight": {"quantized": "no"}}]},
-            "q: rules[0].weight.quantized",
-            "'no' is not a boolean",
-        ),
+        ({"rules": [{"weight": {"format": "int1"}}]}, "q: rules[0].weight.format", "not a bit width between 2 and 32"),
+        ({"rules": [{"weight": {"quantized": "no"}}]}, "q: rules[0].weight.quantized", "'no' is not a boolean"),
         (
             {"rules": [{"weight": {"symmetry": "symetric"}}]},
             "q: rules[0].weight.symmetry",
@@ -227,23 +198,11 @@ def test_a_target_by_name_describes_the_target_and_so_reports_no_unused_rules():
             "q: rules[0].weight.method",
             "is not a range method with options",
         ),
-        (
-            {"rules": [{"output": {"fixed_range": [1]}}]},
-            "q: rules[0].output.fixed_range",
-            "[1] is not a range",
-        ),
-        (
-            {"rules": [{"output": {"fixed_range": [1, 0]}}]},
-            "q: rules[0].output",
-            "fixed_range (1, 0) is not a range",
-        ),
+        ({"rules": [{"output": {"fixed_range": [1]}}]}, "q: rules[0].output.fixed_range", "[1] is not a range"),
+        ({"rules": [{"output": {"fixed_range": [1, 0]}}]}, "q: rules[0].output", "fixed_range (1, 0) is not a range"),
         ({"rules": [{"params": None}]}, "q: rules[0].params", "None is not a mapping"),
         ({"supergroups": [["Conv"]]}, "q: supergroups[0]", "['Conv'] is not a chain"),
-        (
-            {"supergroups": ["defalt"]},
-            "q: supergroups[0]",
-            "'defalt' is not a set of chains (did you mean 'default'",
-        ),
+        ({"supergroups": ["defalt"]}, "q: supergroups[0]", "'defalt' is not a set of chains (did you mean 'default'"),
         ({"supergroups": 3}, "q: supergroups", "it is a int"),
     ],
 )
@@ -273,13 +232,9 @@ def test_a_file_that_cannot_be_parsed_names_the_line(tmp_path, name, text, line)
 
 
 def test_files_that_are_not_there_or_not_files(tmp_path):
-    with pytest.raises(
-        ConfigError, match="the file cannot be read: No such file or directory. Remedy: check the path"
-    ):
+    with pytest.raises(ConfigError, match="the file cannot be read: No such file or directory. Remedy: check the path"):
         load_config(tmp_path / "missing.yaml")
-    with pytest.raises(
-        ConfigError, match="'.ini' is not a known kind of file. Remedy: use .json, .yaml, .yml, .toml"
-    ):
+    with pytest.raises(ConfigError, match="'.ini' is not a known kind of file. Remedy: use .json, .yaml, .yml, .toml"):
         load_config(write(tmp_path, "q.ini", ""))
     with pytest.raises(ConfigError, match=r"neither a file nor a shipped target \(did you mean 'htp_v7"):
         load_config("htp_v37")

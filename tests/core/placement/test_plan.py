@@ -31,11 +31,7 @@ def check(graph: Graph, made: Plan) -> None:
     """What is true of every plan."""
     at = {site.value for site in made.sites.values()}
     for value in graph.values.values():
-        homes = (
-            (value.name in at)
-            + (value.name in made.shared and value.name not in at)
-            + (value.name in made.floats)
-        )
+        homes = (value.name in at) + (value.name in made.shared and value.name not in at) + (value.name in made.floats)
         assert homes == (1 if value.is_float else 0), value
     for name, site in made.sites.items():
         assert site.name == name
@@ -135,12 +131,7 @@ def test_the_worked_example_under_the_shipped_targets(column, name):
     assert found == {value: row.split()[column] for value, row in AIMET.items()}
     pinned = made.sites["softmax.output[0]"].spec.fixed_range
     assert pinned == (None if name in ("default", "htp_v68") else (0.0, 1.0))
-    assert [s.name for s in made.sites.values() if s.role == "bias"] == [
-        "c1.bias",
-        "c2.bias",
-        "dw.bias",
-        "fc.bias",
-    ]
+    assert [s.name for s in made.sites.values() if s.role == "bias"] == ["c1.bias", "c2.bias", "dw.bias", "fc.bias"]
     assert made.unused == ()
 
 
@@ -236,9 +227,7 @@ def test_a_float_value_that_is_moved_tells_where_it_is_quantized():
     b = Build()
     z = b.op("Exp", b.conv(b.input(), "conv", inputs=3), name="exp")
     made = plan(b.graph(b.conv(b.op("Reshape", z, name="r"), "conv2")))
-    assert (
-        made.floats["exp.output[0]"] == "Exp runs in float on integer runtimes; quantized at conv2.input[0]"
-    )
+    assert made.floats["exp.output[0]"] == "Exp runs in float on integer runtimes; quantized at conv2.input[0]"
 
 
 def test_unknown_operators_run_in_float():
@@ -283,12 +272,8 @@ def test_values_nobody_reads():
     [
         pytest.param("Conv", (8, 4, 3, 3), {"group": 2}, PerChannel(0), id="grouped-conv"),
         pytest.param("ConvTranspose", (8, 4, 3, 3), {}, PerChannel(1), id="conv-transpose"),
-        pytest.param(
-            "ConvTranspose", (8, 4, 3, 3), {"group": 2}, PerBlock(4, 0, 1), id="grouped-conv-transpose"
-        ),
-        pytest.param(
-            "ConvTranspose", (8, 1, 3, 3), {"group": 8}, PerChannel(0), id="depthwise-conv-transpose"
-        ),
+        pytest.param("ConvTranspose", (8, 4, 3, 3), {"group": 2}, PerBlock(4, 0, 1), id="grouped-conv-transpose"),
+        pytest.param("ConvTranspose", (8, 1, 3, 3), {"group": 8}, PerChannel(0), id="depthwise-conv-transpose"),
         pytest.param("Gemm", (4, 8), {"transB": 1}, PerChannel(0), id="linear"),
         pytest.param("Gemm", (8, 4), {}, PerChannel(1), id="gemm"),
         pytest.param("MatMul", (8, 4), {}, PerChannel(1), id="matmul"),
@@ -406,10 +391,7 @@ def test_a_weight_made_from_activations_is_quantized_where_it_is_made():
     "rules, reason",
     [
         ([Rule(port="weight", quantized=False)], "float: its input or weight is not quantized"),
-        (
-            [Rule(port="weight", format="int16")],
-            "float: its input has more than 16 bits or its weight more than 8",
-        ),
+        ([Rule(port="weight", format="int16")], "float: its input has more than 16 bits or its weight more than 8"),
         ([Rule(port="weight", format="fp8")], "float: its input or weight is not on an integer grid"),
         ([Rule(port="input", granularity=PerChannel())], "float: its input has several scales"),
         (
@@ -433,10 +415,7 @@ def test_a_bias_of_another_shape_stays_in_float():
     b = Build()
     w, matrix = b.param("w", (8, 4)), b.param("m", (2, 4))
     made = plan(b.graph(b.op("Gemm", b.input(shape=(2, 8)), w, matrix, name="fc")))
-    assert (
-        made.floats["m"]
-        == "float: integer kernels add one number per output channel, and it has shape (2, 4)"
-    )
+    assert made.floats["m"] == "float: integer kernels add one number per output channel, and it has shape (2, 4)"
 
 
 def test_different_biases_in_different_runs_stay_in_float():
@@ -488,11 +467,7 @@ def test_where_is_movement_on_one_grid_and_float_on_two():
     flipped = b.op("Flip", y, name="flip")
     same = b.op("Where", condition, y, flipped, name="same")
     z = b.conv("x", "conv2", inputs=3)
-    made = plan(
-        b.graph(
-            same, b.op("Where", condition, y, z, name="mixed"), b.op("MaskedFill", y, condition, name="f")
-        )
-    )
+    made = plan(b.graph(same, b.op("Where", condition, y, z, name="mixed"), b.op("MaskedFill", y, condition, name="f")))
     assert made.shared["same.output[0]"] == "conv.output[0]"
     assert made.floats["mixed.output[0]"] == (
         "Where joins values of different grids and it runs in float on integer runtimes"
@@ -502,10 +477,7 @@ def test_where_is_movement_on_one_grid_and_float_on_two():
 
 def attention(*, mask: str) -> Graph:
     b = Build()
-    q, k = (
-        b.linear(b.input("q", (1, 4, 8)), "fq", 8, rank=3),
-        b.linear(b.input("k", (1, 8, 4)), "fk", 8, rank=3),
-    )
+    q, k = (b.linear(b.input("q", (1, 4, 8)), "fq", 8, rank=3), b.linear(b.input("k", (1, 8, 4)), "fk", 8, rank=3))
     scores = b.op("Div", b.op("MatMul", q, k, name="scores"), None, name="div")
     if mask == "input":
         masked = b.op("Add", scores, b.input("mask", (4, 4)), name="masked")
@@ -529,11 +501,7 @@ def test_masks_stay_in_float(mask):
     if mask in ("input", "computed"):
         assert made.floats["mask"] == "mask of the softmax softmax"
     if mask == "computed":
-        assert (
-            made.floats["large.output[0]"]
-            == made.floats["inverse.output[0]"]
-            == "mask of the softmax softmax"
-        )
+        assert made.floats["large.output[0]"] == made.floats["inverse.output[0]"] == "mask of the softmax softmax"
     if mask == "constant":
         assert made.floats["mask"] == "inside the supergroup Div>Add>Softmax, as its mask or factor"
 
@@ -555,9 +523,7 @@ def test_a_sum_of_two_products_before_a_softmax_has_no_mask():
     assert {"one.output[0]", "two.output[0]", "softmax.output[0]"} <= made.sites.keys()
 
 
-@pytest.mark.parametrize(
-    "op_type, expected", [("Sigmoid", (0.0, 1.0)), ("Softmax", (0.0, 1.0)), ("Tanh", (-1.0, 1.0))]
-)
+@pytest.mark.parametrize("op_type, expected", [("Sigmoid", (0.0, 1.0)), ("Softmax", (0.0, 1.0)), ("Tanh", (-1.0, 1.0))])
 def test_known_ranges_are_pinned(op_type, expected):
     b = Build()
     graph = b.graph(b.op("Reshape", b.op(op_type, b.conv(b.input(), "conv", inputs=3), name="f"), name="r"))
@@ -585,9 +551,7 @@ def test_a_convolution_that_is_returned_and_read_by_a_relu_keeps_its_quantizer()
     y = b.conv(b.input(), "conv", inputs=3)
     made = plan(b.graph(y, b.op("Relu", y, name="relu")))
     assert {"conv.output[0]", "relu.output[0]"} <= made.sites.keys()
-    assert made.notes == (
-        "conv: not fused as Conv>Relu, because conv.output[0] is also an output of the model",
-    )
+    assert made.notes == ("conv: not fused as Conv>Relu, because conv.output[0] is also an output of the model",)
 
 
 def test_a_convolution_with_two_readers_keeps_its_quantizer():
@@ -738,10 +702,7 @@ def test_the_reader_of_an_output_in_float_quantizes_it_for_itself():
     made = plan(graph, Rule("conv", quantized=False))
     assert [s for s in made.sites if s.startswith("conv.")] == []
     assert made.sites["conv2.input[0]"].value == "conv.output[0]"
-    assert (
-        "conv.output[0]"
-        not in plan(graph, Rule("conv", quantized=False), Rule(port="input", quantized=False)).sites
-    )
+    assert "conv.output[0]" not in plan(graph, Rule("conv", quantized=False), Rule(port="input", quantized=False)).sites
 
 
 def test_a_rule_can_quantize_what_runs_in_float():
@@ -751,11 +712,7 @@ def test_a_rule_can_quantize_what_runs_in_float():
 
 
 def test_a_model_output_has_its_own_port():
-    made = plan(
-        worked_example(),
-        Rule(port="model_output", quantized=False),
-        Rule(port="model_input", format="uint16"),
-    )
+    made = plan(worked_example(), Rule(port="model_output", quantized=False), Rule(port="model_input", format="uint16"))
     assert made.floats["softmax.output[0]"].startswith("float by rule")
     assert made.sites["c1.input[0]"].spec.format == IntFormat(16, signed=False)
     assert made.sites["r1.output[0]"].spec.format == IntFormat(8, signed=False)
@@ -765,8 +722,7 @@ def test_readers_of_one_input_with_different_specs_do_not_share():
     b = Build()
     x = b.input()
     made = plan(
-        b.graph(b.conv(x, "one", inputs=3), b.conv(x, "two", inputs=3)),
-        Rule("two", port="input", format="uint16"),
+        b.graph(b.conv(x, "one", inputs=3), b.conv(x, "two", inputs=3)), Rule("two", port="input", format="uint16")
     )
     assert made.sites["two.input[0]"].group == "two.input[0]"
 
@@ -821,9 +777,7 @@ def test_a_bias_may_have_leading_axes_of_one(shape, reason):
 def test_blocks_that_do_not_divide_name_the_weight():
     with pytest.raises(GranularityError) as caught:
         plan(conv_chain(1), Rule(port="weight", granularity=PerBlock(32)))
-    assert str(caught.value).startswith(
-        "0.conv.weight: axis 1 has 3 elements, which blocks of 32 do not divide"
-    )
+    assert str(caught.value).startswith("0.conv.weight: axis 1 has 3 elements, which blocks of 32 do not divide")
 
 
 @pytest.mark.parametrize(
@@ -833,10 +787,7 @@ def test_blocks_that_do_not_divide_name_the_weight():
             Rule("0.cnov", port="weight", format="int4"),
             "nothing in the model has this name and port (did you mean '0.conv'",
         ),
-        (
-            Rule(op="Convolution", format="int4"),
-            "the model has no operator of type 'Convolution' (did you mean 'Conv'",
-        ),
+        (Rule(op="Convolution", format="int4"), "the model has no operator of type 'Convolution' (did you mean 'Conv'"),
         (
             Rule("0.conv", port="output", format="int16"),
             "no effect; it matches 0.conv.output[0], but it is inside the supergroup "
@@ -855,11 +806,7 @@ def test_rules_without_effect_are_reported(rule, message):
 
 
 def test_rules_with_effect_and_optional_rules_are_not_reported():
-    rules = [
-        Rule("0", format="int4"),
-        Rule("0.relu", port="output", quantized=False),
-        Rule(op="LSTM", optional=True),
-    ]
+    rules = [Rule("0", format="int4"), Rule("0.relu", port="output", quantized=False), Rule(op="LSTM", optional=True)]
     assert plan(conv_chain(1), *rules).unused == ()
 
 
@@ -876,9 +823,7 @@ def test_a_format_inside_a_recurrent_layer_makes_the_spec_of_an_activation():
 
 def test_a_movement_operator_cannot_have_another_format():
     (line,) = plan(worked_example(), Rule("maxpool", port="output", format="int16")).unused
-    assert line.endswith(
-        "no effect; it matches maxpool.output[0], but it shares the encoding of cat.output[0]"
-    )
+    assert line.endswith("no effect; it matches maxpool.output[0], but it shares the encoding of cat.output[0]")
 
 
 def test_a_symmetry_can_reach_back_to_the_producer():

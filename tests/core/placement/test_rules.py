@@ -14,9 +14,7 @@ WEIGHT = frozenset(("weight", "param"))
 OUTPUT = frozenset(("output",))
 
 
-def setting(
-    *rules: Rule, op: str = "Conv", ports: frozenset[str] = WEIGHT, name: str = "layer1.conv"
-) -> Setting:
+def setting(*rules: Rule, op: str = "Conv", ports: frozenset[str] = WEIGHT, name: str = "layer1.conv") -> Setting:
     param = "weight" if "param" in ports else None
     return Resolver(rules).setting(op, ports, param, (name, f"{name}.weight"))
 
@@ -80,9 +78,7 @@ def test_a_setting_changes_only_what_was_said():
     assert Setting().apply(None, weight=True) is None
     changed = setting(Rule(granularity=PerBlock(32), fixed_range=(-1.0, None))).apply(base, weight=True)
     assert changed == QuantSpec(IntFormat(8), PerBlock(32), "symmetric", fixed_range=(-1.0, None))
-    calibrated = setting(Rule(fixed_range=(-1.0, 1.0)), Rule(fixed_range=(None, None))).apply(
-        base, weight=True
-    )
+    calibrated = setting(Rule(fixed_range=(-1.0, 1.0)), Rule(fixed_range=(None, None))).apply(base, weight=True)
     assert calibrated is not None and calibrated.fixed_range is None
 
 
@@ -111,20 +107,11 @@ def test_a_rule_prints_as_it_is_written_or_as_its_place():
 @pytest.mark.parametrize(
     "facets, message",
     [
-        (
-            {"port": "wieght"},
-            "'wieght' is not a port (did you mean 'weight'?). Remedy: use one of output, input",
-        ),
+        ({"port": "wieght"}, "'wieght' is not a port (did you mean 'weight'?). Remedy: use one of output, input"),
         ({"symmetry": "symetric"}, "'symetric' is not a symmetry (did you mean 'symmetric'"),
-        (
-            {"fixed_range": (1.0, -1.0)},
-            "fixed_range (1.0, -1.0) is not a range of finite numbers, lowest first",
-        ),
+        ({"fixed_range": (1.0, -1.0)}, "fixed_range (1.0, -1.0) is not a range of finite numbers, lowest first"),
         ({"fixed_range": (0.0, float("nan"))}, "fixed_range (0.0, nan) is not a range of finite numbers"),
-        (
-            {"quantized": "derived", "port": "weight"},
-            "'derived' is not a value of quantized for port 'weight'",
-        ),
+        ({"quantized": "derived", "port": "weight"}, "'derived' is not a value of quantized for port 'weight'"),
     ],
 )
 def test_a_rule_that_cannot_be_is_refused(facets, message):

@@ -27,9 +27,7 @@ def torch_sim() -> Any:
 
 
 def onnx_sim() -> Any:
-    graph = onnx.parser.parse_graph(
-        "main (float[N, 6] x) => (float[N, 8] y) { h = MatMul(x, w)  y = Relu(h) }"
-    )
+    graph = onnx.parser.parse_graph("main (float[N, 6] x) => (float[N, 8] y) { h = MatMul(x, w)  y = Relu(h) }")
     weight = np.random.default_rng(7).normal(size=(6, 8)).astype(np.float32)
     graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
@@ -85,10 +83,7 @@ def test_block_that_fails_leaves_the_earlier_encodings(front):
     with pytest.raises(ZeroDivisionError), sim.calibrating() as model:
         run(model, BATCHES[3])
         raise ZeroDivisionError
-    with (
-        pytest.raises(CalibrationError, match=r"did not run in the block.*inside the block"),
-        sim.calibrating(),
-    ):
+    with pytest.raises(CalibrationError, match=r"did not run in the block.*inside the block"), sim.calibrating():
         pass
     assert encodings(sim) == expected and sim.calibrated
     with sim.calibrating() as model:  # and another one can start

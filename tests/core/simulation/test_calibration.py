@@ -21,10 +21,7 @@ BAD = np.float32([100, NAN, -INF])
 
 def quantizers(method="minmax", **facets):
     spec = activation_spec(method=RangeMethod(method), **facets)
-    return [
-        Quantizer("a", "output", spec),
-        Quantizer("b", "output", activation_spec(method=RangeMethod(method))),
-    ]
+    return [Quantizer("a", "output", spec), Quantizer("b", "output", activation_spec(method=RangeMethod(method)))]
 
 
 def calibrate(found, batches, policy, diagnose=None):
@@ -49,8 +46,7 @@ def test_skip_drops_the_whole_batch_at_every_site(method):
     assert [q.encoding for q in found] == [q.encoding for q in clean]
     assert log.skipped == [1] and log.clamped == [] and log.batches == 3
     assert log.lines() == [
-        "1 of 3 batches left out, because they hold values that are not finite: "
-        "batch 1, first at a (1 NaN, 1 -Inf)"
+        "1 of 3 batches left out, because they hold values that are not finite: batch 1, first at a (1 NaN, 1 -Inf)"
     ]
 
 

@@ -12,16 +12,7 @@ from bitwright.core.sums.exact_sum import ExactSum
 def numbers() -> np.ndarray:
     rng = np.random.default_rng(0)
     found = rng.normal(size=(200, 3)) * 2.0 ** rng.integers(-1000, 1000, (200, 3))
-    extremes = [
-        5e-324,
-        -5e-324,
-        np.finfo(np.float64).max,
-        -np.finfo(np.float64).max,
-        0.0,
-        -0.0,
-        2.0**-1022,
-        1.0,
-    ]
+    extremes = [5e-324, -5e-324, np.finfo(np.float64).max, -np.finfo(np.float64).max, 0.0, -0.0, 2.0**-1022, 1.0]
     found[: len(extremes), 0] = extremes
     return found
 

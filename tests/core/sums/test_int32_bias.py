@@ -40,12 +40,9 @@ def test_per_tensor_weight_gives_one_bias_scale() -> None:
 
 
 def test_grouped_transposed_convolution_has_one_scale_per_output_channel() -> None:
-    grouped = weight(
-        np.float32([[0.1, 0.2], [0.3, 0.4]]).reshape(2, 2, 1, 1), PerBlock(3, axis=0, channel_axis=1)
-    )
+    grouped = weight(np.float32([[0.1, 0.2], [0.3, 0.4]]).reshape(2, 2, 1, 1), PerBlock(3, axis=0, channel_axis=1))
     np.testing.assert_array_equal(
-        derive_bias_encoding(X, grouped, np.ones(4)).scale,
-        np.float32(0.02) * np.float32([0.1, 0.2, 0.3, 0.4]),
+        derive_bias_encoding(X, grouped, np.ones(4)).scale, np.float32(0.02) * np.float32([0.1, 0.2, 0.3, 0.4])
     )
 
 
@@ -64,9 +61,7 @@ def test_only_the_channel_that_overflows_is_raised() -> None:
     w = weight([0.1, 1e-14])
     floored = floor_weight_scale(w, X, [1.0, -1.0])
     assert floored.scale[0] == w.scale[0] and floored.scale[1] > w.scale[1]
-    assert (
-        np.abs(quantize_bias([1.0, -1.0], derive_bias_encoding(X, floored, [1.0, -1.0]))).max() <= BIAS_LIMIT
-    )
+    assert np.abs(quantize_bias([1.0, -1.0], derive_bias_encoding(X, floored, [1.0, -1.0]))).max() <= BIAS_LIMIT
 
 
 def test_the_limit_is_half_of_int32() -> None:
@@ -91,9 +86,7 @@ def test_the_widest_input_and_weight_that_allow_a_bias() -> None:
     st.floats(2.0**-90, 2.0**60, width=32),
     st.floats(2.0**-100, 2.0**60, width=32),
 )
-def test_flooring_always_makes_the_bias_fit_and_is_idempotent(
-    bias: list[float], s_x: float, s_w: float
-) -> None:
+def test_flooring_always_makes_the_bias_fit_and_is_idempotent(bias: list[float], s_x: float, s_w: float) -> None:
     x = Encoding(IntFormat(8), np.float32(s_x), np.int32(0))
     for w in (weight(np.full(len(bias), s_w)), weight(s_w)):
         floored = floor_weight_scale(w, x, bias)
@@ -117,9 +110,7 @@ def test_unfloored_weight_is_refused_with_the_remedy() -> None:
 @pytest.mark.parametrize(
     ("x", "w", "reason"),
     [
-        pytest.param(
-            Encoding(FLOAT16, np.float32(1), np.int32(0)), weight(0.1), "integer grid", id="float-input"
-        ),
+        pytest.param(Encoding(FLOAT16, np.float32(1), np.int32(0)), weight(0.1), "integer grid", id="float-input"),
         pytest.param(X, weight(0.1, bits=16), "more than 8", id="wide-weight"),
         pytest.param(X, weight([[0.1, 0.2]], PerBlock(4, 1, 0)), "several scales per output", id="blocks"),
         pytest.param(X, weight([0.1, 0.2, 0.3]), "3 scales for 1 output channels", id="wrong-count"),

@@ -74,9 +74,7 @@ def test_the_file_is_read_back_strictly(tmp_path: Path, version: str) -> None:
     made = sim.export(tmp_path, "net", samples=False, every_tensor=True, encoding_version=version)
     other = QuantizationSimModel(model())
     other.load_encodings(made.encodings)
-    scales = {
-        n: float(s.encoding.scale) for n, s in sim.quantizers.items() if s.role == "output" and s.encoding
-    }
+    scales = {n: float(s.encoding.scale) for n, s in sim.quantizers.items() if s.role == "output" and s.encoding}
     assert scales == {n: float(other.quantizers[n].encoding.scale) for n in scales}  # type: ignore[union-attr]
     document = json.loads(made.sites.read_text())
     document["carried"] = [3]

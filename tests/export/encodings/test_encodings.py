@@ -172,13 +172,9 @@ def test_version_2_0_0(tmp_path):
         "producer": {"package": "bitwright", "version": __version__},
     }  # fmt: skip
     assert written.not_expressed == (
+        NotExpressed("half.weight", "version 2.0.0 does not count float16 as quantized; left out", written=False),
         NotExpressed(
-            "half.weight", "version 2.0.0 does not count float16 as quantized; left out", written=False
-        ),
-        NotExpressed(
-            "strict.weight",
-            "version 2.0.0 has no narrow grids; written as int8, code -128 can now occur",
-            written=True,
+            "strict.weight", "version 2.0.0 has no narrow grids; written as int8, code -128 can now occur", written=True
         ),
         NotExpressed("excluded_layers", "version 2.0.0 has no excluded_layers; left out", written=False),
         NotExpressed("quantizer_args", "version 2.0.0 has no quantizer_args; left out", written=False),
@@ -308,10 +304,7 @@ def test_two_factor_scales_of_other_widths_become_plain_blocks_in_2_0_0(tmp_path
     written = write(tmp_path, [original], "2.0.0", quantizer_args={})
     (note,) = written.not_expressed
     assert note.written
-    assert (
-        note.reason
-        == "version 2.0.0 has no two-factor scales from 4 to 6 bits; written as plain block scales"
-    )
+    assert note.reason == "version 2.0.0 has no two-factor scales from 4 to 6 bits; written as plain block scales"
     (back,) = read_encodings(written).records
     assert back.encoding == original.encoding
 
@@ -476,9 +469,7 @@ def test_one_two_factor_scale_may_be_per_tensor():
 
 def test_blocks_that_do_not_divide():
     found = record("w", "int4", [[0.1, 0.2]], 0, PerBlock(64, 1, 0))
-    with pytest.raises(
-        EncodingsError, match=r"its 2 scales, per block of 64 \(axis 1\), do not fit a tensor"
-    ):
+    with pytest.raises(EncodingsError, match=r"its 2 scales, per block of 64 \(axis 1\), do not fit a tensor"):
         found.resolve((1, 100), 0, 1)
 
 
@@ -503,9 +494,7 @@ def file_failure(tmp_path, content, **options):
     "text, problem",
     [
         pytest.param("not json", "it is not JSON (Expecting value: line 1 column 1 (char 0))", id="text"),
-        pytest.param(
-            '{"version": ', "it is not JSON (Expecting value: line 1 column 13 (char 12))", id="cut-off"
-        ),
+        pytest.param('{"version": ', "it is not JSON (Expecting value: line 1 column 13 (char 12))", id="cut-off"),
         pytest.param(b"\x80\x04\x95", "it is not JSON ('utf-8' codec can't decode byte 0x80", id="binary"),
         pytest.param("9" * 5000, "it is not JSON (Exceeds the limit", id="number-of-5000-digits"),
         pytest.param("[1]", "it holds a list, not an object with a version", id="list"),
@@ -691,23 +680,7 @@ def test_malformed_document(document, site, problem):
 
 def mutated(rng, value):
     """``value`` with one random part replaced: what a fuzzer would try."""
-    poison = [
-        None,
-        True,
-        -1,
-        0,
-        2**70,
-        1e300,
-        float("nan"),
-        "",
-        "x" * 50,
-        [],
-        [[]],
-        {},
-        {"a": []},
-        [1, [2]],
-        [None],
-    ]
+    poison = [None, True, -1, 0, 2**70, 1e300, float("nan"), "", "x" * 50, [], [[]], {}, {"a": []}, [1, [2]], [None]]
     path, at = [], value
     while isinstance(at, (dict, list)) and at and (not path or rng.random() < 0.8):
         key = rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))
@@ -737,10 +710,7 @@ def test_damaged_files_are_read_or_refused_by_name(tmp_path, version):
 def test_names_of_texts_in_a_number_list_cost_no_memory():
     """numpy would pad every text to the length of the longest: 4 TB here."""
     entry = {**V1, "scale": ["x" * 1_000_000] + ["y"] * 1_000_000}
-    assert (
-        "not a number or a list of numbers"
-        in failure({"version": "1.0.0", "param_encodings": [entry]}).problem
-    )
+    assert "not a number or a list of numbers" in failure({"version": "1.0.0", "param_encodings": [entry]}).problem
 
 
 # ---- refusing to write -------------------------------------------------------------------------------------
@@ -848,6 +818,5 @@ def test_lines_are_the_document(document):
     assert json.loads(text) == document
     assert (
         len(text.splitlines())
-        == sum(1 + len(v) + 1 if k in ("sites", "list", "float") and v else 1 for k, v in document.items())
-        + 2
+        == sum(1 + len(v) + 1 if k in ("sites", "list", "float") and v else 1 for k, v in document.items()) + 2
     )

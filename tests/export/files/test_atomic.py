@@ -87,17 +87,13 @@ def test_missing_folder(tmp_path):
 
 def test_parent_is_a_file(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        ExportError, match="a part of this path is a file, not a folder. Remedy: name a path whose"
-    ):
+    with pytest.raises(ExportError, match="a part of this path is a file, not a folder. Remedy: name a path whose"):
         write(tmp_path / "file" / "a.json")
 
 
 def test_target_is_a_folder(tmp_path):
     (tmp_path / "a.json").mkdir()
-    with pytest.raises(
-        ExportError, match="there is a folder of this name. Remedy: name a file, or move the folder"
-    ):
+    with pytest.raises(ExportError, match="there is a folder of this name. Remedy: name a file, or move the folder"):
         write(tmp_path / "a.json")
     assert names(tmp_path) == ["a.json"]
 
@@ -255,9 +251,7 @@ def test_a_set_that_cannot_be_moved_in_is_named(tmp_path, monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(paths[0]))
 
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(
-        ExportError, match="complete new files lie in .*: the file system is read-only.*next call"
-    ):
+    with pytest.raises(ExportError, match="complete new files lie in .*: the file system is read-only.*next call"):
         settle(tmp_path)
 
 
@@ -273,11 +267,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path):
     with atomic_set(tmp_path) as staging:
         (staging / "a").touch()
     os.close(lock)
-    assert names(tmp_path) == [
-        ".manifest.json.living.bitwright-partial",
-        ".manifest.json.young.bitwright-partial",
-        "a",
-    ]
+    assert names(tmp_path) == [".manifest.json.living.bitwright-partial", ".manifest.json.young.bitwright-partial", "a"]
 
 
 @pytest.mark.parametrize("write_file", [True, False], ids=["one-file", "set"])
@@ -293,13 +283,8 @@ try:
 except ExportError as error:
     print(error)
 """
-    child = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert (
-        "too large for the file system or the limit of your account. Remedy: choose another disk"
-        in child.stdout
-    )
+    child = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "too large for the file system or the limit of your account. Remedy: choose another disk" in child.stdout
     assert names(tmp_path) == ["a.json"] and (tmp_path / "a.json").read_text() == "old"
 
 
@@ -368,9 +353,7 @@ def test_ctrl_c_at_any_moment_leaves_the_old_files_or_the_new_ones(
             write()
         except KeyboardInterrupt:
             return True
-        except (
-            OSError
-        ) as refused:  # shutil.rmtree closes a folder twice where it is stopped after the first time
+        except OSError as refused:  # shutil.rmtree closes a folder twice where it is stopped after the first time
             return isinstance(refused.__context__, KeyboardInterrupt)
         except ValueError:
             assert error

@@ -63,9 +63,7 @@ def test_files_of_a_staging_folder_are_named_relative_to_it(
         pytest.param(lambda p: p.unlink(), "net.onnx is missing", id="missing"),
         pytest.param(lambda p: p.write_bytes(b"m"), "net.onnx has 1 bytes instead of 5000", id="size"),
         pytest.param(
-            lambda p: p.write_bytes(b"MODEL" * 1000),
-            "net.onnx has another content than was written",
-            id="content",
+            lambda p: p.write_bytes(b"MODEL" * 1000), "net.onnx has another content than was written", id="content"
         ),
     ],
 )

@@ -28,10 +28,7 @@ def model() -> ir.Model:
         helper.make_tensor("names", TensorProto.STRING, [2], [b"a", b"b" * 70000]),
     ]
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 160]) for name in ("x", "y")]
-    nodes = [
-        helper.make_node("MatMul", ["x", "large"], ["h"]),
-        helper.make_node("Add", ["h", "small"], ["y"]),
-    ]
+    nodes = [helper.make_node("MatMul", ["x", "large"], ["h"]), helper.make_node("Add", ["h", "small"], ["y"])]
     graph = helper.make_graph(nodes, "g", values[:1], values[1:], weights, doc_string="what it is")
     return ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
 

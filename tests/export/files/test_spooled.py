@@ -18,11 +18,7 @@ def test_arrays_come_back_as_they_went(held: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(spooled, "HELD", held)
     spool = Spool()
     first, second = Spooled(spool), Spooled(spool)
-    given = [
-        np.arange(6, dtype=np.float32).reshape(2, 3),
-        np.zeros((0, 4), np.float32),
-        np.full((1, 1), 7, np.float32),
-    ]
+    given = [np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 4), np.float32), np.full((1, 1), 7, np.float32)]
     for x in given:
         first.append(x)
         second.append(torch.from_numpy(x.copy()).half())

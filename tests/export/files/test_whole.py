@@ -45,9 +45,8 @@ def found(batch: int | None, whole: float, **better: float) -> Otherwise | None:
 def test_what_is_right_while_it_is_observed_is_wrong_otherwise(batch: int | None) -> None:
     told = found(batch, 27.9, observed=150.0)
     assert told is not None and told.shapes is None and (told.whole, told.other) == (27.9, 150.0)
-    assert (
-        "output y is 27.9 dB from the simulation, and 150.0 dB where every quantized value is an output too"
-        in str(told)
+    assert "output y is 27.9 dB from the simulation, and 150.0 dB where every quantized value is an output too" in str(
+        told
     )
     assert "make values in between outputs of the model, or use another runtime" in str(told)
 

@@ -58,8 +58,7 @@ def whole_tables(model: ir.Model) -> list[str]:
     return [
         str(node.name)
         for node in model.graph
-        if node.op_type in ("DequantizeLinear", "Cast")
-        and node.inputs[0] in model.graph.initializers.values()
+        if node.op_type in ("DequantizeLinear", "Cast") and node.inputs[0] in model.graph.initializers.values()
     ]
 
 
@@ -98,9 +97,7 @@ def test_rows_are_bit_identical(fmt: str, granularity: Granularity, tmp_path: Pa
 def test_any_axis_of_any_table(fmt: str, axis: int, granularity: Granularity) -> None:
     model, g, _ = looked_up(fmt, granularity, (6, 7, 8), axis)
     if isinstance(granularity, PerBlock) and axis == -1:
-        assert whole_tables(
-            to_qdq(model, g.encodings, target="ort_cpu").model
-        )  # indices may lie in any block
+        assert whole_tables(to_qdq(model, g.encodings, target="ort_cpu").model)  # indices may lie in any block
     else:
         assert_moved(model, g)
 
@@ -166,9 +163,7 @@ class Language(nn.Module):
         return self.head(torch.relu(self.layer(x)))
 
 
-def exported(
-    tmp_path: Path, preset: str, tied: bool, **options: Any
-) -> tuple[Any, torch.Tensor, QuantizationSimModel]:
+def exported(tmp_path: Path, preset: str, tied: bool, **options: Any) -> tuple[Any, torch.Tensor, QuantizationSimModel]:
     torch.manual_seed(0)
     ids = torch.randint(0, 97, (2, 8))
     sim = QuantizationSimModel(Language(tied).eval(), ids, preset=preset)
@@ -180,9 +175,7 @@ def shows_no_whole_table(path: Any) -> ir.Model:
     """The model in a file whose lookups all read codes."""
     model = ir.load(path)
     made = [
-        node.inputs[0].producer()
-        for node in model.graph
-        if node.op_type == "Gather" and node.inputs[0] is not None
+        node.inputs[0].producer() for node in model.graph if node.op_type == "Gather" and node.inputs[0] is not None
     ]
     assert all(maker is None or maker.op_type != "DequantizeLinear" for maker in made)
     return model

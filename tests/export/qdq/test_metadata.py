@@ -37,7 +37,5 @@ def test_notes_are_read_as_they_were_written() -> None:
 def test_damaged_notes_name_the_operator(text: str) -> None:
     noted = node()
     noted.metadata_props[METADATA] = text
-    with pytest.raises(
-        ExportError, match="x_dq: what the export wrote on this operator is damaged.*export again"
-    ):
+    with pytest.raises(ExportError, match="x_dq: what the export wrote on this operator is damaged.*export again"):
         read_metadata(noted)

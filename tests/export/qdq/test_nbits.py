@@ -37,13 +37,9 @@ def simulated(shape: tuple[int, ...], preset: str) -> tuple[QuantizationSimModel
 
 
 @pytest.mark.parametrize(
-    ("preset", "shape"),
-    [("w4g32", (2, 3, 64)), ("w4", (3, 64))],
-    ids=["matmul in blocks", "gemm per channel"],
+    ("preset", "shape"), [("w4g32", (2, 3, 64)), ("w4", (3, 64))], ids=["matmul in blocks", "gemm per channel"]
 )
-def test_a_default_session_computes_the_simulation(
-    tmp_path: Path, preset: str, shape: tuple[int, ...]
-) -> None:
+def test_a_default_session_computes_the_simulation(tmp_path: Path, preset: str, shape: tuple[int, ...]) -> None:
     import onnxruntime
 
     sim, x = simulated(shape, preset)
@@ -58,8 +54,7 @@ def test_a_default_session_computes_the_simulation(
     assert sim.verify(x, weight_only="nbits").ok
     assert any("MatMulNBits" in note for note in exported.notes)
     again, kept = (
-        [s.encoding for s in one.quantizers.values() if s.role == "weight"]
-        for one in (OnnxSim(exported.qdq), sim)
+        [s.encoding for s in one.quantizers.values() if s.role == "weight"] for one in (OnnxSim(exported.qdq), sim)
     )
     for found, given in zip(again, kept, strict=True):
         assert found is not None and given is not None and found.format == given.format
@@ -91,9 +86,7 @@ def test_the_target_decides(tmp_path: Path) -> None:
         ("w8", "ort_cpu", "(MatMulNBits has no form for them)"),
     ],
 )
-def test_the_note_offers_the_operator_only_where_it_helps(
-    tmp_path: Path, preset: str, target: str, said: str
-) -> None:
+def test_the_note_offers_the_operator_only_where_it_helps(tmp_path: Path, preset: str, target: str, said: str) -> None:
     sim, x = simulated((2, 3, 64), preset)
     (note,) = [note for note in sim.export(tmp_path, "net", x, target=target).notes if "MatMulNBits" in note]
     assert said in note and note.count("MatMulNBits") == 1, note

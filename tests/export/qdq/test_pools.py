@@ -112,9 +112,7 @@ def test_padding_and_odd_lengths(attrs: dict[str, Any], low: float) -> None:
 def test_onnx_runtime_pools_floats_then() -> None:
     """It moves a QuantizeLinear back across a MaxPool where nothing stands between them."""
     model, g = net()
-    late, early = (
-        list(optimized_types(write(model, g).model).values()) for write in (written, written_before)
-    )
+    late, early = (list(optimized_types(write(model, g).model).values()) for write in (written, written_before))
     assert late.index("MaxPool") < late.index("QuantizeLinear")
     assert early.index("QuantizeLinear") < early.index("MaxPool")
 
@@ -180,9 +178,7 @@ def test_a_scale_per_channel_is_left_as_it_is() -> None:
     assert types(written(model, g).model) == types(written_before(model, g).model)
 
 
-@pytest.mark.parametrize(
-    "case", [{"given": "uint16"}, {"given": "uint8", "fmt": "uint16"}], ids=["read", "made"]
-)
+@pytest.mark.parametrize("case", [{"given": "uint16"}, {"given": "uint8", "fmt": "uint16"}], ids=["read", "made"])
 def test_wide_grids_have_no_integer_kernel(case: dict[str, Any]) -> None:
     model, g = net(**case)
     late, early = written(model, g), written_before(model, g)

@@ -18,9 +18,7 @@ X = RNG.normal(size=(1, 4, 9, 8)).astype(np.float32)
 WIDTHS = np.array([0, 0, 0, 1, 0, 0, 2, 1])  # one more row above than nothing, and so on: unlike on all sides
 
 
-def padded(
-    pad: Array, extra: tuple[Any, ...] = (), mode: str = "constant", **conv: Any
-) -> tuple[ir.Model, Graph]:
+def padded(pad: Array, extra: tuple[Any, ...] = (), mode: str = "constant", **conv: Any) -> tuple[ir.Model, Graph]:
     """A quantized tensor, a Pad, a depthwise convolution."""
     g = Graph()
     widths = g.param("widths", pad)
@@ -44,9 +42,7 @@ def assert_equal_and(found: int, model: ir.Model, g: Graph) -> ir.Model:
     return result
 
 
-@pytest.mark.parametrize(
-    "own", [(0, 0, 0, 0), (1, 0, 0, 1)], ids=["no padding of its own", "some of its own"]
-)
+@pytest.mark.parametrize("own", [(0, 0, 0, 0), (1, 0, 0, 1)], ids=["no padding of its own", "some of its own"])
 def test_a_convolution_pads_for_itself(own: tuple[int, ...]) -> None:
     model, g = padded(WIDTHS, (np.float32(0),), pads=own, strides=(2, 2))
     result = assert_equal_and(0, model, g)
@@ -78,10 +74,7 @@ def test_widths_that_other_constants_make_and_named_axes() -> None:
 
 @pytest.mark.parametrize(
     "pad, extra, mode",
-    [
-        (WIDTHS, (np.float32(1),), "constant"),
-        (WIDTHS, (), "reflect"),
-    ],
+    [(WIDTHS, (np.float32(1),), "constant"), (WIDTHS, (), "reflect")],
     ids=["with ones", "by reflection"],
 )
 def test_other_padding_stays(pad: Array, extra: tuple[Any, ...], mode: str) -> None:

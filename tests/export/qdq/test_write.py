@@ -43,9 +43,7 @@ def alone(
     return g.model(g.op("Neg", marked, name="y"), opset=opset), g
 
 
-def assert_same(
-    model: ir.Model, g: Graph, feeds: dict[str, Array], result: QdqResult, **expected: Array
-) -> None:
+def assert_same(model: ir.Model, g: Graph, feeds: dict[str, Array], result: QdqResult, **expected: Array) -> None:
     """The QDQ model gives the simulation's outputs bit for bit, in all three ways of running it."""
     wanted = expected or simulate(model, g.encodings, feeds)[1]
     for found in (
@@ -167,9 +165,7 @@ BIASES = {"conv.bias": ("conv.input[0]", "conv.weight"), "fc.bias": ("relu.outpu
         pytest.param("int8n", "int8n", "strict_symmetric", "unsigned", id="narrow"),
     ],
 )
-def test_cnn_agrees_with_the_simulation_in_every_mode(
-    act: str, weight: str, symmetry: str, activation: str
-) -> None:
+def test_cnn_agrees_with_the_simulation_in_every_mode(act: str, weight: str, symmetry: str, activation: str) -> None:
     model, g = cnn(act, weight, symmetry)
     feeds = {"x": normal(4, 3, 8, 8)}
     expected = simulate(model, g.encodings, feeds, BIASES)[1]["logits"]
@@ -289,10 +285,7 @@ def test_linear_layer_of_rank_three_becomes_integer() -> None:
 def test_a_transposed_weight_keeps_its_values(granularity: PerChannel | PerBlock) -> None:
     g = Graph()
     x, w = g.input("x", 3, 8), g.weight(g.param("w", (5, 8)), "int4", granularity)
-    model, feeds = (
-        g.model(g.op("MatMul", x, g.op("Transpose", w), name="y"), g.op("Identity", w, name="w_out")),
-        {},
-    )
+    model, feeds = (g.model(g.op("MatMul", x, g.op("Transpose", w), name="y"), g.op("Identity", w, name="w_out")), {})
     feeds = {"x": np.eye(3, 8, dtype=np.float32)}
     result = to_qdq(model, g.encodings)
     expected = simulate(model, g.encodings, feeds)[1]
@@ -411,13 +404,9 @@ MOVERS: dict[str, Callable[[Graph, ir.Value], ir.Value]] = {
     "Expand": lambda g, v: g.op("Expand", v, sub(g, "shape", 2, 4, 6, 6)),
     "Tile": lambda g, v: g.op("Tile", v, sub(g, "repeats", 1, 1, 2, 2)),
     "ReduceMax": lambda g, v: g.op("ReduceMax", v),
-    "Resize-nearest": lambda g, v: g.op(
-        "Resize", v, None, g.param("scales", np.float32([1, 1, 2, 2])), mode="nearest"
-    ),
+    "Resize-nearest": lambda g, v: g.op("Resize", v, None, g.param("scales", np.float32([1, 1, 2, 2])), mode="nearest"),
     "Concat": lambda g, v: g.op("Concat", v, v, axis=1),
-    "Where": lambda g, v: g.op(
-        "Where", g.param("mask", np.array([True, False, True, False, True, True])), v, v
-    ),
+    "Where": lambda g, v: g.op("Where", g.param("mask", np.array([True, False, True, False, True, True])), v, v),
     "Split": lambda g, v: g.op("Split", v, axis=1, num_outputs=2, outputs=2),
 }
 
@@ -460,9 +449,7 @@ def test_a_chain_of_moves_has_a_pair_behind_each_and_keeps_the_output_name() -> 
     assert_same(model, g, {"x": normal(2, 4, 6, 6)}, result)
 
 
-@pytest.mark.parametrize(
-    "name", ["Pad-ones", "Pad-unknown", "Resize-linear", "Concat-unequal", "Col2Im-like"]
-)
+@pytest.mark.parametrize("name", ["Pad-ones", "Pad-unknown", "Resize-linear", "Concat-unequal", "Col2Im-like"])
 def test_what_computes_gets_no_pair(name: str) -> None:
     g = Graph()
     x = g.input("x", 1, 1, 4, 4)
@@ -471,9 +458,7 @@ def test_what_computes_gets_no_pair(name: str) -> None:
     moved = {
         "Pad-ones": lambda: g.op("Pad", v, pads, g.param("one", np.array(1, np.float32))),
         "Pad-unknown": lambda: g.op("Pad", v, pads, g.op("ReduceMin", x, keepdims=0)),
-        "Resize-linear": lambda: g.op(
-            "Resize", v, None, g.param("s", np.float32([1, 1, 2, 2])), mode="linear"
-        ),
+        "Resize-linear": lambda: g.op("Resize", v, None, g.param("s", np.float32([1, 1, 2, 2])), mode="linear"),
         "Concat-unequal": lambda: g.op("Concat", v, g.mark(x, "other", "uint8", (-1, 1)), axis=1),
         "Col2Im-like": lambda: g.op("AveragePool", v, kernel_shape=[2, 2]),
     }[name]()
@@ -519,9 +504,7 @@ def test_float8_is_limited_before_it_is_cast(fmt: str) -> None:
     g = Graph()
     v = g.mark(g.op("Relu", g.input("x", 64)), "out", fmt, (-3, 3), None, "symmetric")
     result = to_qdq(g.model(g.op("Neg", v, name="y")), g.encodings).model
-    (cast,) = (
-        node for node in result.graph if node.op_type == "Cast" and "FLOAT8" in str(node.outputs[0].dtype)
-    )
+    (cast,) = (node for node in result.graph if node.op_type == "Cast" and "FLOAT8" in str(node.outputs[0].dtype))
     clip = cast.inputs[0].producer()
     assert clip is not None and clip.op_type == "Clip"
     low, high = (end.const_value.numpy() for end in clip.inputs[1:])
@@ -629,10 +612,7 @@ def test_bias_shared_by_two_layers_gets_two_grids() -> None:
     h = g.mark(g.op("Gemm", g.mark(x, "in"), w[0], b, transB=1), "mid", "uint8", (-9, 9))
     model = g.model(g.op("Gemm", h, w[1], b, transB=1, name="y"))
     made = to_qdq(model, g.encodings).model.graph.initializers
-    assert [n for n, v in made.items() if v.dtype == ir.DataType.INT32] == [
-        "b_q",
-        "b_q_1",
-    ] and "b" not in made
+    assert [n for n, v in made.items() if v.dtype == ir.DataType.INT32] == ["b_q", "b_q_1"] and "b" not in made
 
 
 @pytest.mark.parametrize(
@@ -665,10 +645,7 @@ def test_a_float_weight_behind_a_quantized_input_is_pointed_out() -> None:
     x = g.mark(g.input("x", 2, 3), "in")
     model = g.model(g.op("Gemm", x, g.param("w", (3, 3)), name="y"))
     (note,) = to_qdq(model, g.encodings).notes
-    assert (note.site, note.kind) == (
-        "w",
-        "float weight",
-    ) and "by default quantizes float weights" in note.text
+    assert (note.site, note.kind) == ("w", "float weight") and "by default quantizes float weights" in note.text
 
 
 # ------------------------------------------------------------------------------------- odd but legal graphs
@@ -767,9 +744,7 @@ def test_markers_inside_branches() -> None:
         name = "w_then" if gate else "w_else"
         w = next(v for graph in model.graphs() for v in graph.initializers.values() if v.name == name)
         assert w.const_value is not None
-        expected = fake_quantize(x, g.encodings["x"]) @ fake_quantize(
-            w.const_value.numpy(), g.encodings[name]
-        )
+        expected = fake_quantize(x, g.encodings["x"]) @ fake_quantize(w.const_value.numpy(), g.encodings[name])
         for found in run_both(result.model, {"x": x, "gate": np.array(gate)}).values():
             np.testing.assert_allclose(found["y"], expected, atol=1e-5)
     assert strip_sites(model).tensors == {"x": ("x", "x"), "w_then": ("w_then",), "w_else": ("w_else",)}
@@ -856,9 +831,7 @@ def long_chain(length: int) -> tuple[ir.Model, Graph]:
     shape = sub(g, "shape", 2, 2)
     for i in range(length // 4):
         v = g.mark(g.op("Relu", v, name=f"relu_{i}"), f"relu_{i}", "uint8", (0, 3))
-        v = g.op(
-            "Transpose", g.op("Reshape", v, shape, name=f"reshape_{i}"), perm=[1, 0], name=f"transpose_{i}"
-        )
+        v = g.op("Transpose", g.op("Reshape", v, shape, name=f"reshape_{i}"), perm=[1, 0], name=f"transpose_{i}")
     return g.model(v), g
 
 
@@ -905,11 +878,7 @@ def test_wrong_scale_shape_names_the_site_and_both_shapes() -> None:
     g.encodings["conv.weight"] = Encoding(IntFormat(8), np.ones(3), np.zeros(3), PerChannel(0))
     error = error_of(lambda: to_qdq(model, g.encodings, bias="float"))
     assert isinstance(error, EncodingsError) and error.site == "conv.weight"
-    assert (
-        "scale of shape (3,)" in error.problem
-        and "(4, 3, 3, 3)" in error.problem
-        and "needs (4,)" in error.problem
-    )
+    assert "scale of shape (3,)" in error.problem and "(4, 3, 3, 3)" in error.problem and "needs (4,)" in error.problem
 
 
 def test_integer_tensor_cannot_be_quantized() -> None:
@@ -923,9 +892,7 @@ def test_integer_tensor_cannot_be_quantized() -> None:
     ("fmt", "opset", "match"),
     [
         pytest.param("uint8", 11, r"needs opset 13, and the model has opset 11", id="old"),
-        pytest.param(
-            "uint16", 17, r"x\.site \(uint16\): needs opset 21, and the model has opset 17", id="uint16"
-        ),
+        pytest.param("uint16", 17, r"x\.site \(uint16\): needs opset 21, and the model has opset 17", id="uint16"),
         pytest.param("float8_e4m3", 18, r"needs opset 19.*convert the model to opset 21", id="float8"),
     ],
 )
@@ -962,9 +929,7 @@ def test_channels_of_an_activation_need_a_known_rank() -> None:
 def test_malformed_marker_names_the_node() -> None:
     model, g = cnn()
     next(n for n in model.graph if n.op_type == "Site").attributes.clear()
-    with pytest.raises(
-        ExportError, match=r"node 'node_0': a bitwright::Site marker needs .*string attribute"
-    ):
+    with pytest.raises(ExportError, match=r"node 'node_0': a bitwright::Site marker needs .*string attribute"):
         to_qdq(model, g.encodings)
 
 

@@ -178,12 +178,7 @@ def projected(v: Variant, size: int) -> ir.Model:
     rng, rows = np.random.default_rng(5), 4 * v.hidden
     (node,) = model.graph
     node.resize_inputs(9)
-    shapes = {
-        "W": (1, rows, v.inputs),
-        "R": (1, rows, size),
-        "B": (1, 2 * rows),
-        "projection": (1, size, v.hidden),
-    }
+    shapes = {"W": (1, rows, v.inputs), "R": (1, rows, size), "B": (1, 2 * rows), "projection": (1, size, v.hidden)}
     for port, (name, shape) in zip((1, 2, 3, 8), shapes.items(), strict=True):
         model.graph.initializers.pop(name, None)
         tensor = ir.Tensor(rng.standard_normal(shape).astype(np.float32), name=name)
@@ -256,9 +251,7 @@ def many(count: int) -> ir.Model:
     model = layer_model(Variant("GRU"), domain="bitwright", inner_sites=("hidden=rnn.output[0]",))
     (first,) = model.graph
     for i in range(count - 1):
-        node = ir.node(
-            "GRU", first.inputs, dict(first.attributes), domain="bitwright", num_outputs=2, name=f"rnn_{i}"
-        )
+        node = ir.node("GRU", first.inputs, dict(first.attributes), domain="bitwright", num_outputs=2, name=f"rnn_{i}")
         for value, name in zip(node.outputs, ("Y", "Y_h"), strict=True):
             value.name, value.type = f"{name}_{i}", first.outputs[0].type
         model.graph.append(node)

@@ -43,9 +43,7 @@ def kinds(path: Path) -> list[str]:
 def few_differ(report: VerifyReport) -> bool:
     """Whether at least 99 % of the codes of every layer are equal with either kind of kernels; of few, all but two."""
     found = [a for row in report.rows for a in (row.as_float, row.as_integer)]
-    return all(
-        round((1 - a.equal) * a.elements) <= max(2.0, 0.01 * a.elements) and a.lsb <= 1.005 for a in found
-    )
+    return all(round((1 - a.equal) * a.elements) <= max(2.0, 0.01 * a.elements) and a.lsb <= 1.005 for a in found)
 
 
 @pytest.fixture(scope="module")
@@ -207,9 +205,7 @@ def test_what_litert_cannot_say_names_the_site(tmp_path: Path) -> None:
 
 def test_a_refused_operator_is_named_by_the_site_behind_a_change_of_shape(tmp_path: Path) -> None:
     """A GRU has an axis of directions, which a Squeeze takes away in front of its quantizer."""
-    with pytest.raises(
-        ExportError, match=r"^0\.l0\.forward\.output\[0\] \(GRU\): it has no form in LiteRT files"
-    ):
+    with pytest.raises(ExportError, match=r"^0\.l0\.forward\.output\[0\] \(GRU\): it has no form in LiteRT files"):
         exported(nn.Sequential(nn.GRU(4, 4), First()), [torch.randn(3, 2, 4)], tmp_path)
 
 
@@ -226,9 +222,7 @@ def test_operators_in_float_because_of_a_constant_are_noted(tmp_path: Path) -> N
     assert told.endswith(" is in float") and "its constant" in told
 
 
-def test_a_missing_package_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
-) -> None:
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "ai_edge_litert", None)

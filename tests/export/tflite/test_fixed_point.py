@@ -35,9 +35,7 @@ def sums(bits: int = 24) -> np.ndarray:
 def test_a_factor_is_its_mantissa_to_31_bits(factor: float) -> None:
     mantissa, shift = (int(part) for part in quantize_multiplier(factor))
     assert 1 << 30 <= mantissa < 1 << 31
-    assert abs(Fraction(mantissa) * Fraction(2) ** (shift - 31) / Fraction(factor) - 1) <= Fraction(
-        1, 1 << 31
-    )
+    assert abs(Fraction(mantissa) * Fraction(2) ** (shift - 31) / Fraction(factor) - 1) <= Fraction(1, 1 << 31)
 
 
 def test_a_factor_that_no_shift_reaches_is_zero() -> None:

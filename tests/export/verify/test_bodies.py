@@ -30,18 +30,11 @@ def counted_loop() -> onnx.ModelProto:
     net = Net(seed=7)
     x, trip = net.input("x", (2, 4)), net.input("trip", (), INT64)
     inner = Net(seed=8)
-    v = inner(
-        "Relu",
-        inner("MatMul", "v_in", inner.weights(4, 4, name="W"), name="product"),
-        name="act",
-        out="v_out",
-    )
+    v = inner("Relu", inner("MatMul", "v_in", inner.weights(4, 4, name="W"), name="product"), name="act", out="v_out")
     each, going = inner("Identity", v, out="each"), inner("Identity", "going_in", out="going_out")
     step = body((going, BOOL, ()), (v, FLOAT, (2, 4)), (each, FLOAT, (2, 4)), net=inner,
                 inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (2, 4))])  # fmt: skip
-    last, all_ = net(
-        "Loop", trip, net.const(np.bool_(True), "yes"), x, name="loop", out=["last", "all"], body=step
-    )
+    last, all_ = net("Loop", trip, net.const(np.bool_(True), "yes"), x, name="loop", out=["last", "all"], body=step)
     return net.model(net("MatMul", all_, net.weights(4, 2, name="V"), name="head", out="y"), last)
 
 
@@ -50,9 +43,7 @@ def backward_scan() -> onnx.ModelProto:
     net = Net(seed=7)
     x = net.input("x", (2, 5, 3))
     inner = Net(seed=8)
-    summed = inner(
-        "Add", inner("MatMul", "x_t", inner.weights(3, 4, name="W"), name="ih"), "h_in", name="sum"
-    )
+    summed = inner("Add", inner("MatMul", "x_t", inner.weights(3, 4, name="W"), name="ih"), "h_in", name="sum")
     h = inner("Tanh", summed, name="tanh", out="h_out")
     step = body(h, inner("Identity", h, name="copy", out="h_each"), net=inner,
                 inputs=[("h_in", FLOAT, (2, 4)), ("x_t", FLOAT, (2, 3))])  # fmt: skip
@@ -76,9 +67,7 @@ def nested_loops() -> onnx.ModelProto:
                 inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (2, 4))])  # fmt: skip
     count, yes = then.const(np.int64(3), "count"), then.const(np.bool_(True), "yes")
     graphs = {
-        "then_branch": body(
-            then("Loop", count, yes, "u_in", name="inner", out="looped", body=step), net=then
-        ),
+        "then_branch": body(then("Loop", count, yes, "u_in", name="inner", out="looped", body=step), net=then),
         "else_branch": body(other("MatMul", "u_in", w, name="other", out="turned"), net=other),
     }
     u = middle("If", choose, name="choice", out="u_out", **graphs)
@@ -95,12 +84,7 @@ def loop_in_one_branch() -> onnx.ModelProto:
     x, choose, trip = net.input("x", (2, 4)), net.input("choose", (), BOOL), net.input("trip", (), INT64)
     h = net("MatMul", x, net.weights(4, 4, name="U"), name="first", out="h")
     inner, then, other = Net(seed=8), Net(), Net()
-    v = inner(
-        "Relu",
-        inner("MatMul", "v_in", inner.weights(4, 4, name="W"), name="product"),
-        name="act",
-        out="v_out",
-    )
+    v = inner("Relu", inner("MatMul", "v_in", inner.weights(4, 4, name="W"), name="product"), name="act", out="v_out")
     going = inner("Identity", "going_in", out="going_out")
     step = body((going, BOOL, ()), v, net=inner,
                 inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v_in", FLOAT, (2, 4))])  # fmt: skip

@@ -33,12 +33,7 @@ BATCHES = [torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(i))
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 3, groups=8),
-        nn.ReLU6(),
-        nn.Flatten(),
-        nn.Linear(512, 4),
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU6(), nn.Flatten(), nn.Linear(512, 4)
     ).eval()
     path = tmp_path_factory.mktemp("exported")
     quantize(
@@ -72,9 +67,7 @@ def test_weights_beside_float_activations_in_openvino(preset: str, tmp_path: Pat
     """Rows of 33 codes do not end with a byte, and data of three axes takes another kernel than that of two."""
     pytest.importorskip("openvino")
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(48, 33), nn.Tanh(), nn.Linear(33, 48), nn.Tanh(), nn.Linear(48, 33)
-    ).eval()
+    model = nn.Sequential(nn.Linear(48, 33), nn.Tanh(), nn.Linear(33, 48), nn.Tanh(), nn.Linear(48, 33)).eval()
     for i, shape in enumerate(((2, 4, 48), (4, 48))):
         x = torch.randn(*shape)
         sim = QuantizationSimModel(model, x, preset=preset)
@@ -192,9 +185,7 @@ def test_missing_and_unfit_runtimes_are_errors(folder: Path, monkeypatch: pytest
 
 def test_the_file_tells_where_it_comes_from(folder: Path, tmp_path: Path) -> None:
     told = read_origin(folder / "net.onnx")
-    assert (
-        told["tool"] == f"bitwright {__version__}" and told["preset"] == "w8a8" and told["recipe"] == "fold"
-    )
+    assert told["tool"] == f"bitwright {__version__}" and told["preset"] == "w8a8" and told["recipe"] == "fold"
     assert told["data"].startswith("3 batches, the first sha256:") and told["target"] == "ort_cpu"
     assert told["example"].startswith("sha256:") and told["encodings"].startswith("sha256:")
     shown = CliRunner().invoke(app, ["show", str(folder)]).output

@@ -18,19 +18,13 @@ def product_and_sum(folder: Path) -> Path:
     rng = np.random.default_rng(0)
     arrays = {"w": rng.standard_normal((32, 16)), "b": rng.standard_normal(16)}
     graph = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["product"]),
-            helper.make_node("Add", ["product", "b"], ["y"]),
-        ],
+        [helper.make_node("MatMul", ["x", "w"], ["product"]), helper.make_node("Add", ["product", "b"], ["y"])],
         "net",
         [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 32])],
         [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n", 16])],
         [numpy_helper.from_array(array.astype(np.float32), name) for name, array in arrays.items()],
     )
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10),
-        folder / "net.onnx",
-    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), folder / "net.onnx")
     return folder / "net.onnx"
 
 

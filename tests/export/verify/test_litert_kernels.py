@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 import bitwright.torch
 from bitwright.export.tflite.flat import FlatModel, Grid
-from bitwright.export.verify.litert_kernels import (
-    FUNCTION_ERRORS,
-    KERNELS,
-    arithmetic_error,
-)
+from bitwright.export.verify.litert_kernels import FUNCTION_ERRORS, KERNELS, arithmetic_error
 from bitwright.export.verify.samples import verify_folder
 from bitwright.runtimes.litert import session_of
 
@@ -54,9 +50,7 @@ def test_reference_kernels_compute_what_is_specified_bit_for_bit(tmp_path: Path,
     exported(tmp_path, preset)
     report = verify_folder(tmp_path, runtime="litert")
     assert report.ok, str(report)
-    assert {row.specified for row in report.rows} == {1.0}, [
-        (r.site, r.ops, r.specified) for r in report.rows
-    ]
+    assert {row.specified for row in report.rows} == {1.0}, [(r.site, r.ops, r.specified) for r in report.rows]
     seen = {kind for row in report.rows for kind in row.ops}
     assert set(KERNELS) <= seen, set(KERNELS) - seen
     told = [row for row in report.rows if row.reason is not None]
@@ -70,9 +64,7 @@ def test_reference_kernels_compute_what_is_specified_bit_for_bit(tmp_path: Path,
     assert all(f"with one rounding {r.rounded_once:.2%} would be" in str(r.reason) for r in once)
 
 
-def test_a_kernel_that_computes_something_else_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_computes_something_else_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exported(tmp_path, "w8a8")
     monkeypatch.setitem(KERNELS, "MUL", lambda call: call.read(0).centred)
     report = verify_folder(tmp_path, runtime="litert")

@@ -65,9 +65,7 @@ def test_values_are_those_of_the_pools() -> None:
 
 def test_a_wrong_scale_is_seen() -> None:
     model, values, _ = file_and_values()
-    scale = next(
-        v for name, v in model.graph.initializers.items() if name.startswith("maxpool") and "scale" in name
-    )
+    scale = next(v for name, v in model.graph.initializers.items() if name.startswith("maxpool") and "scale" in name)
     assert scale.const_value is not None
     scale.const_value = ir.Tensor(scale.const_value.numpy() * np.float32(1.02), name=scale.name)
     report = verify_layers(model, values, FEEDS)
@@ -116,9 +114,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_module_is_verified_from_its_folder(folder: Path) -> None:
     report = verify_folder(folder, "ort_cpu")
     assert report.ok and not report.unchecked, str(report)
-    assert {row.site for row in report.rows} == {
-        row.site for row in verify_folder(folder, "openvino_cpu").rows
-    }
+    assert {row.site for row in report.rows} == {row.site for row in verify_folder(folder, "openvino_cpu").rows}
     assert report.outputs[0].as_integer > 40
 
 

@@ -19,14 +19,7 @@ from bitwright.errors import ConfigError, ExportError
 from bitwright.export.files.onnx_file import save_model
 from bitwright.export.qdq.write import to_qdq
 from bitwright.export.verify.agreement import Agreement, compare
-from bitwright.export.verify.reasons import (
-    FLOAT_REASONS,
-    INTEGER_REASONS,
-    UNEXPLAINED,
-    Evidence,
-    explain,
-    measure,
-)
+from bitwright.export.verify.reasons import FLOAT_REASONS, INTEGER_REASONS, UNEXPLAINED, Evidence, explain, measure
 from bitwright.export.verify.report import Row, VerifyReport, verify_layers
 from bitwright.export.verify.runtime import MODES
 from tests.export.marked import Array, Graph, simulate
@@ -85,9 +78,7 @@ def test_rows_name_operators_kernels_and_tensors() -> None:
     rows = {row.site: row for row in verified(*network()).rows}
     assert rows["relu.output[0]"].ops == ("Conv", "Relu") and rows["relu.output[0]"].kernel == "QLinearConv"
     assert rows["add.output[0]"].ops == ("Add",) and rows["add.output[0]"].kernel == "QLinearAdd"
-    assert (
-        rows["fc.output[0]"].ops == ("MaxPool", "Flatten", "Gemm") and rows["fc.output[0]"].kernel == "QGemm"
-    )
+    assert rows["fc.output[0]"].ops == ("MaxPool", "Flatten", "Gemm") and rows["fc.output[0]"].kernel == "QGemm"
     assert rows["conv.input[0]"].ops == () and rows["conv.weight"].kernel == "constant"
     assert rows["softmax.output[0]"].tensor == "probabilities" and rows["fc.output[0]"].format == "uint8"
     assert rows["relu.output[0]"].as_float.elements == 2 * 4 * 64
@@ -169,9 +160,7 @@ def test_constants_of_every_form_are_compared(fmt: str, granularity: Any) -> Non
     result = to_qdq(model, g.encodings)
     rows = {row.site: row for row in verify_layers(result.model, sites, {"x": normal(4, 6)}).rows}
     # a constant stored in float has no quantizer left to read
-    assert ("w" in rows) == (fmt != "int20") and (
-        fmt == "int20" or rows["w"].as_float == Agreement(1.0, 0.0, 24)
-    )
+    assert ("w" in rows) == (fmt != "int20") and (fmt == "int20" or rows["w"].as_float == Agreement(1.0, 0.0, 24))
 
 
 def test_biases_are_compared_where_given() -> None:
@@ -273,9 +262,7 @@ def test_weight_only_products_run_as_simulated(fmt: str, granularity: Any, op: s
     assert report.rows[0].ops == (op,)
     (note,) = (note for note in result.notes if note.kind == "float product")
     assert "1 product of float activations with quantized weights computed as simulated" in note.text
-    fused = verify_layers(
-        to_qdq(model, g.encodings, weight_only="fused").model, sites, feeds, outputs=outputs
-    )
+    fused = verify_layers(to_qdq(model, g.encodings, weight_only="fused").model, sites, feeds, outputs=outputs)
     assert not fused.ok and fused.outputs[0].as_integer < 50
 
 
@@ -286,9 +273,7 @@ def test_a_product_of_quantized_activations_is_left_to_the_integer_kernels() -> 
 
 def test_unknown_form_of_weight_only_products_is_refused() -> None:
     model, g = weight_only()
-    with pytest.raises(
-        ConfigError, match=r"weight_only: 'fuse' is not.*did you mean 'fused'.*'exact', 'fused'"
-    ):
+    with pytest.raises(ConfigError, match=r"weight_only: 'fuse' is not.*did you mean 'fused'.*'exact', 'fused'"):
         to_qdq(model, g.encodings, weight_only="fuse")  # type: ignore[arg-type]
 
 
@@ -507,9 +492,7 @@ def test_ties_at_the_top_of_a_16_bit_grid_are_within_what_float_sums_may_do() ->
     assert row(code + step).verdict == "fails", "all codes a step off"
 
 
-@pytest.mark.parametrize(
-    ("distance", "within"), [(0.0, True), (0.009, True), (0.02, False), (0.3, False)], ids=str
-)
+@pytest.mark.parametrize(("distance", "within"), [(0.0, True), (0.009, True), (0.02, False), (0.3, False)], ids=str)
 def test_only_values_on_the_border_of_two_codes_may_have_either(distance: float, within: bool) -> None:
     expected, found = np.float32([3, 3, 7]), np.float32([4, 3, 7])
     exact = np.float32([3.5 - distance, 3.2, 7.4])
@@ -523,9 +506,7 @@ def test_only_values_on_the_border_of_two_codes_may_have_either(distance: float,
 def test_two_steps_apart_is_never_within() -> None:
     seen = evidence(ops=frozenset({"Conv"}), format="uint16")
     exact = np.float32([60_001.0])
-    off, allowed = measure(
-        seen, "float", np.float32([60_000]), np.float32([60_002]), exact, np.array(1.0), 1.0
-    )
+    off, allowed = measure(seen, "float", np.float32([60_000]), np.float32([60_002]), exact, np.array(1.0), 1.0)
     assert off == 0.5 and allowed <= 0.25
 
 
@@ -537,14 +518,10 @@ def test_a_shift_of_a_few_hundredths_of_a_step_is_not_excused() -> None:
     bias = made.graph.initializers["conv.bias_q"]
     assert bias.const_value is not None
     step = float(g.encodings["relu.output[0]"].scale)
-    unit = float(np.max(g.encodings["conv.input[0]"].scale)) * np.asarray(
-        g.encodings["conv.weight"].scale, np.float64
-    )
+    unit = float(np.max(g.encodings["conv.input[0]"].scale)) * np.asarray(g.encodings["conv.weight"].scale, np.float64)
     shifted = bias.const_value.numpy() + np.rint(0.06 * step / unit).astype(np.int32)
     bias.const_value = ir.Tensor(shifted.astype(np.int32), name="conv.bias_q")
-    row = next(
-        r for r in verify_layers(made, sites, FEEDS, outputs=outputs).rows if r.site == "relu.output[0]"
-    )
+    row = next(r for r in verify_layers(made, sites, FEEDS, outputs=outputs).rows if r.site == "relu.output[0]")
     assert row.as_float.lsb <= 1.01 and 0.9 < row.as_float.equal < 0.99
     assert row.verdict == "fails" and row.as_float.off is not None and row.as_float.off > 0.04
 
@@ -625,9 +602,7 @@ def test_a_printed_report_keeps_names_whole_and_tells_each_reason_once() -> None
     name = "encoder.layers.11.self_attention.out_projection.some_rather_long_name.output[0]"
     rows = [
         Row(f"{i}.{name}", 0, "t", "uint8", ("Conv", "Relu"), "QLinearConv", good, found, why)
-        for i, (found, why) in enumerate(
-            [(good, None), (bad, "because"), (bad, "because"), (good, "another")]
-        )
+        for i, (found, why) in enumerate([(good, None), (bad, "because"), (bad, "because"), (good, "another")])
     ]
     lines = VerifyReport(tuple(rows)).to_text(width=80).splitlines()
     places = [line for line in lines if name in line]
@@ -678,9 +653,7 @@ def test_loops_between_quantizers_are_run_whole() -> None:
         for n, t in (("i", ir.DataType.INT64), ("c", ir.DataType.BOOL))
     )
     state = ir.Value(name="s", shape=ir.Shape([3]), type=ir.TensorType(ir.DataType.FLOAT))
-    total = body.op(
-        "Add", body.op("Mul", state, body.param("half", np.array(0.5, np.float32))), outer, name="total"
-    )
+    total = body.op("Add", body.op("Mul", state, body.param("half", np.array(0.5, np.float32))), outer, name="total")
     still = body.op("Identity", going, name="still")
     still.type = ir.TensorType(ir.DataType.BOOL)
     nested = ir.Graph(
@@ -701,9 +674,7 @@ def test_wrong_shape_names_the_site() -> None:
     model, g = network()
     sites, _ = simulate(model, g.encodings, FEEDS, BIASES)
     sites["fc.output[0]"] = [np.zeros((1, 5), np.float32)]
-    with pytest.raises(
-        ExportError, match=r"fc\.output\[0\]: the simulation's value has shape \(1, 5\).*\(2, 5\)"
-    ):
+    with pytest.raises(ExportError, match=r"fc\.output\[0\]: the simulation's value has shape \(1, 5\).*\(2, 5\)"):
         verify_layers(to_qdq(model, g.encodings).model, sites, FEEDS)
 
 
@@ -711,13 +682,9 @@ def test_missing_graph_input_and_unknown_output_get_close_matches() -> None:
     model, g = network()
     sites, _ = simulate(model, g.encodings, FEEDS, BIASES)
     made = to_qdq(model, g.encodings).model
-    with pytest.raises(
-        ExportError, match=r"x: no value was given for this graph input \(did you mean 'x_'\?\)"
-    ):
+    with pytest.raises(ExportError, match=r"x: no value was given for this graph input \(did you mean 'x_'\?\)"):
         verify_layers(made, sites, {"x_": FEEDS["x"]})
-    with pytest.raises(
-        ExportError, match=r"probability: the model has no output.*did you mean 'probabilities'"
-    ):
+    with pytest.raises(ExportError, match=r"probability: the model has no output.*did you mean 'probabilities'"):
         verify_layers(made, sites, FEEDS, outputs={"probability": np.zeros(5)})
 
 

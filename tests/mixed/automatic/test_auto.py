@@ -51,8 +51,7 @@ def test_the_cheapest_good_trial_is_on_disk(front: str, tmp_path: Path) -> None:
     assert verify_folder(result.folder).ok
     assert json.loads((tmp_path / "best.json").read_text())["best"] == result.best.name
     assert (
-        float(np.mean(Right(front)(result.sim.model if front == "torch" else result.sim.session)))
-        == result.best.metric
+        float(np.mean(Right(front)(result.sim.model if front == "torch" else result.sim.session))) == result.best.metric
     )
     content = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert content["front"] and content["trials"][0]["name"] == FIRST.name and "best" in str(result)
@@ -76,9 +75,7 @@ def test_the_search_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.M
     assert first.best is not None
     second = search("onnx", tmp_path / "parts")
     assert done == [FIRST.name, "stop", SHORT[1].name, SHORT[2].name]
-    assert [(r.name, r.metric, r.best) for r in second.trials] == [
-        (r.name, r.metric, r.best) for r in whole.trials
-    ]
+    assert [(r.name, r.metric, r.best) for r in second.trials] == [(r.name, r.metric, r.best) for r in whole.trials]
 
 
 def test_the_ladder_follows_the_causes() -> None:
@@ -90,11 +87,7 @@ def test_the_ladder_follows_the_causes() -> None:
 def test_a_trial_that_fails_is_told_and_the_search_goes_on(tmp_path: Path) -> None:
     bad = Trial("bad", "w8a8", recipe=("fold", "no_such_step"))
     result = search("onnx", tmp_path, trials=(bad, FIRST))
-    assert (
-        "no_such_step" in result.trials[0].failed
-        and result.best is not None
-        and result.best.name == FIRST.name
-    )
+    assert "no_such_step" in result.trials[0].failed and result.best is not None and result.best.name == FIRST.name
     again = search("onnx", tmp_path, trials=(bad, FIRST))
     assert again.trials == result.trials
 
@@ -123,9 +116,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["auto.json", "float.json", f"trials/{FIRST.name}/trial.json"])
 @pytest.mark.parametrize("content", [b'{"a": ', b"\xff\xfe", b"[]"])
-def test_a_damaged_file_of_a_search_is_named(
-    name: str, content: bytes, searched: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_file_of_a_search_is_named(name: str, content: bytes, searched: Path, tmp_path: Path) -> None:
     shutil.copytree(searched, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BitwrightError, match=f"{name}: it .*remove .*, and the same call goes on"):
@@ -139,11 +130,7 @@ def test_a_damaged_file_of_a_search_is_named(
 
 def test_nothing_is_good_enough(tmp_path: Path) -> None:
     result = search(
-        "torch",
-        tmp_path / "a",
-        allowed_drop=0.0,
-        trials=(Trial("w2", "w4a8", recipe=("fold",)),),
-        confidence=0.99,
+        "torch", tmp_path / "a", allowed_drop=0.0, trials=(Trial("w2", "w4a8", recipe=("fold",)),), confidence=0.99
     )
     assert result.best is None and result.sim is None and result.nearest is not None
     assert "the float model is what remains" in result.reason and result.folder is not None
@@ -152,18 +139,14 @@ def test_nothing_is_good_enough(tmp_path: Path) -> None:
 
 
 def test_without_a_metric_the_outputs_are_compared(tmp_path: Path) -> None:
-    result = auto_quantize(
-        model("onnx"), batches("onnx"), folder=tmp_path, trials=SHORT, min_sqnr=30, progress=False
-    )
+    result = auto_quantize(model("onnx"), batches("onnx"), folder=tmp_path, trials=SHORT, min_sqnr=30, progress=False)
     assert result.best is not None and result.best.sqnr_db >= 30
     assert [row.good for row in result.trials] == [row.sqnr_db >= 30 for row in result.trials]
 
 
 def test_the_deadline_ends_the_search_with_a_model(tmp_path: Path) -> None:
     result = search("onnx", tmp_path, deadline=0.0)
-    assert [r.name for r in result.trials] == [
-        FIRST.name
-    ] and "the deadline ended the search" in result.reason
+    assert [r.name for r in result.trials] == [FIRST.name] and "the deadline ended the search" in result.reason
     assert result.best is not None
 
 
@@ -215,17 +198,7 @@ def not_a_number(target: Any) -> float:
         ({"metric": not_a_number}, "of the float model it is NaN"),
         ({"metric": lambda m: np.ones(9), "workers": 2}, "cannot be sent to another process"),
     ],
-    ids=[
-        "executor",
-        "workers",
-        "no times",
-        "cost",
-        "empty times",
-        "slip in times",
-        "target",
-        "NaN",
-        "lambda",
-    ],
+    ids=["executor", "workers", "no times", "cost", "empty times", "slip in times", "target", "NaN", "lambda"],
 )
 def test_bad_input(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(BitwrightError, match=message):
@@ -274,9 +247,7 @@ class Dies:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["local", "ray"])
-def test_trials_of_a_lost_worker_run_again(
-    executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trials_of_a_lost_worker_run_again(executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     let_workers_start(executor, monkeypatch)
     (marker := tmp_path / "lost").mkdir()
     dies = Dies("onnx", marker, os.getpid(), 1)
@@ -418,9 +389,7 @@ def test_modules_and_rules_are_part_of_what_a_folder_belongs_to(tmp_path: Path) 
 def test_a_trial_of_the_same_name_has_to_be_the_same(searched: Path, tmp_path: Path) -> None:
     shutil.copytree(searched, tmp_path, dirs_exist_ok=True)
     other = Trial(FIRST.name, "w4a8", recipe=("fold",))
-    with pytest.raises(
-        BitwrightError, match="w8a8-fast was another one when it ran.*remove the folder of the trial"
-    ):
+    with pytest.raises(BitwrightError, match="w8a8-fast was another one when it ran.*remove the folder of the trial"):
         search("onnx", tmp_path, trials=(other,))
     shutil.rmtree(tmp_path / "trials" / FIRST.name)
     assert [row.preset for row in search("onnx", tmp_path, trials=(other,)).trials] == ["w4a8"]
@@ -439,9 +408,7 @@ CHIP = {
 def test_milliseconds_of_a_chip_choose_among_its_presets(front: str, tmp_path: Path) -> None:
     """What a row of the table lacks is not tried: activations in float here."""
     (tmp_path / "times.json").write_text(json.dumps(CHIP))
-    found = search(
-        front, tmp_path / "out", trials=None, cost="ms", times=tmp_path / "times.json", allowed_drop=0.2
-    )
+    found = search(front, tmp_path / "out", trials=None, cost="ms", times=tmp_path / "times.json", allowed_drop=0.2)
     assert {row.preset for row in found.trials} <= {"w8a8", "w4a8", "mixed"} and len(found.trials) > 4
     tried = {row.name: row for row in found.trials if not row.failed}
     assert tried["w8a8-fast"].ms == 7.25 and tried["w4a8-recipe"].ms == 4.75  # two convolutions
@@ -453,9 +420,7 @@ def test_milliseconds_of_a_chip_choose_among_its_presets(front: str, tmp_path: P
     changed = {**CHIP, "Add": {"w8a8": 0.5, "w4a8": 0.5}}
     (tmp_path / "times.json").write_text(json.dumps(changed))
     with pytest.raises(BitwrightError, match="a search with another times"):
-        search(
-            front, tmp_path / "out", trials=None, cost="ms", times=tmp_path / "times.json", allowed_drop=0.2
-        )
+        search(front, tmp_path / "out", trials=None, cost="ms", times=tmp_path / "times.json", allowed_drop=0.2)
 
 
 def test_bytes_of_activations_are_a_cost_too(tmp_path: Path) -> None:
@@ -543,9 +508,7 @@ def test_the_table_grows_on_a_terminal(
     assert seen == sorted(seen) and shown.count(FIRST.name) >= len(SHORT) and "best" in shown
 
 
-def test_without_a_terminal_the_log_has_a_line_per_trial(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_terminal_the_log_has_a_line_per_trial(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "bitwright")
     search("onnx", tmp_path, progress=True)
     lines = [text for text in caplog.messages if text.startswith("trial ")]

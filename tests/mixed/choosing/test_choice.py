@@ -34,9 +34,7 @@ def every(knapsack: Knapsack) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    "rows, pairs",
-    [(1, 0), (4, 0), (1, 4), (4, 2)],
-    ids=["a sum", "the largest of four sums", "pairs", "both"],
+    "rows, pairs", [(1, 0), (4, 0), (1, 4), (4, 2)], ids=["a sum", "the largest of four sums", "pairs", "both"]
 )
 @pytest.mark.parametrize("seed", range(6))
 def test_the_cheapest_choice_below_a_bound_on_the_noise(seed: int, rows: int, pairs: int) -> None:
@@ -100,9 +98,7 @@ def test_corrections_keep_the_order_of_candidates() -> None:
     found = correction.noise().table[0]
     assert (np.diff(found, axis=1) >= 0).all()
     assert found[0, 1] > 5 * estimate[0, 1] and found[0, 2] == found[0, 1]
-    assert np.array_equal(
-        Correction(estimate[:, ::-1], coarser=[[], [0], [0, 1]]).plain.table[0], estimate[:, ::-1]
-    )
+    assert np.array_equal(Correction(estimate[:, ::-1], coarser=[[], [0], [0, 1]]).plain.table[0], estimate[:, ::-1])
 
 
 def test_measurements_correct_the_estimates() -> None:

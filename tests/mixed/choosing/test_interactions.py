@@ -36,9 +36,7 @@ class World:
         self.count += 1
         low = [CANDIDATES[c].bits[0] == 4 for c in choice]
         extra = sum(self.loud for members in self.members if all(low[g] for g in members))
-        return (
-            self.truth.of(choice) + extra + (self.loud if self.wrong is not None and low[self.wrong] else 0)
-        )
+        return self.truth.of(choice) + extra + (self.loud if self.wrong is not None and low[self.wrong] else 0)
 
     def find(self, choice: Choice) -> tuple[Correction, tuple[int, ...], Interactions]:
         correction = Correction(self.estimate.copy())

@@ -64,14 +64,7 @@ def test_a_kernel_is_as_wide_as_what_it_reads_and_makes(times: Any) -> None:
 
 def test_a_search_with_measured_times_ends_on_what_is_fast(times: Any) -> None:
     result = mixed_precision(
-        model("onnx"),
-        batches("onnx"),
-        PRESETS,
-        cost="ms",
-        times=times[1],
-        budget=1.0,
-        rounding=False,
-        evaluations=2,
+        model("onnx"), batches("onnx"), PRESETS, cost="ms", times=times[1], budget=1.0, rounding=False, evaluations=2
     )
     assert result.chosen is not None and result.chosen.costs["ms"] > 0
 
@@ -90,15 +83,11 @@ def test_times_of_something_else_are_refused(change: Any, message: str, times: A
     with pytest.raises(BitwrightError, match=message):
         measure_times(model("onnx"), batches("onnx"), PRESETS, path=path)
     path.unlink()
-    assert (
-        measure_times(model("onnx"), batches("onnx"), PRESETS, path=path, rounds=2)["format"] == TIMES_FORMAT
-    )
+    assert measure_times(model("onnx"), batches("onnx"), PRESETS, path=path, rounds=2)["format"] == TIMES_FORMAT
 
 
 def test_a_module_is_told_what_to_do() -> None:
-    with pytest.raises(
-        BitwrightError, match="layers of a module have other names.*export the module to ONNX"
-    ):
+    with pytest.raises(BitwrightError, match="layers of a module have other names.*export the module to ONNX"):
         measure_times(model("torch"), batches("torch"), PRESETS)
 
 
@@ -124,8 +113,4 @@ def test_what_stands_between_layers_counts_for_the_one_that_reads_it() -> None:
     ]  # fmt: skip
     taken = {"one_nchwc": 1.0, "a_q": 0.25, "a_dq": 0.25, "two_token_7": 2.0, "last": 0.5}
     found = _attributed(graph, taken, {"one", "two"}, 8.0)  # twice what the nodes say
-    assert (
-        found.layers == {"one": 2.0, "two": 6.0}
-        and found.conversions == {"one": 0.0, "two": 0.5}
-        and not found.rest
-    )
+    assert found.layers == {"one": 2.0, "two": 6.0} and found.conversions == {"one": 0.0, "two": 0.5} and not found.rest

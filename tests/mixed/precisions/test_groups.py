@@ -129,9 +129,7 @@ def test_a_search_gives_them_widths_of_their_own_and_activations_of_one() -> Non
     both = sum(v.numel() for n, v in Branches().named_parameters() if "last" not in n and "weight" in n)
     total = sum(v.numel() for v in Branches().parameters())
     share = 1 - (both / 2 + 40) / 2 / total  # room for one of the two at four bits, not for both in eight
-    result = mixed_precision(
-        simulation(Branches), data(), CANDIDATES, budget={"weight_bytes": share, "bit_ops": 0.7}
-    )
+    result = mixed_precision(simulation(Branches), data(), CANDIDATES, budget={"weight_bytes": share, "bit_ops": 0.7})
     assert result.chosen is not None
     found = result.precisions
     assert found["left"][-2:] == found["right"][-2:]  # activations
@@ -145,9 +143,7 @@ def test_a_candidate_that_a_tied_group_cannot_have_takes_its_activations_from_th
     left = next(i for i, g in enumerate(groups) if g.weights == ("left.weight",))
     right = next(i for i, g in enumerate(groups) if g.weights == ("right.weight",))
     found = without(groups, {left: {1: "no kernel", 3: "no kernel"}}, CANDIDATES)
-    assert (
-        found[right].candidates == (0, 2) and "activations are not possible" in found[right].refused["w8a16"]
-    )
+    assert found[right].candidates == (0, 2) and "activations are not possible" in found[right].refused["w8a16"]
     with pytest.raises(BitwrightError, match="none of the candidates is possible"):
         without(groups, {left: {1: "no", 3: "no"}, right: {0: "no", 2: "no"}}, CANDIDATES)
 

@@ -47,9 +47,7 @@ def test_a_request_reaches_what_a_layer_reads_and_its_weight(front: str) -> None
     sim = simulation(front)
     report = set_precisions(sim, [PrecisionRequest(name_of(sim, "stem"), "int16", "int4")])
     assert bits(sim, "stem") == ({16}, {4}) and bits(sim, "body")[1] == {8}
-    assert all(
-        s.encoding is not None for s in sim.quantizers.values() if s.enabled and not s.quantizer.derived
-    )
+    assert all(s.encoding is not None for s in sim.quantizers.values() if s.enabled and not s.quantizer.derived)
     assert {c.now for c in report.changes} == {"uint16", "int4"} and "stem" in str(report)
     assert "because the request for" in str(sim.coverage())
 
@@ -66,11 +64,7 @@ def test_types_patterns_and_the_ends_of_the_model(front: str) -> None:
         ],
     )
     assert bits(sim, "stem") == ({16}, {4}) and bits(sim, "body")[1] == {4} and bits(sim, "head")[1] == {8}
-    ends = {
-        s.spec.format.name
-        for s in sim.quantizers.values()
-        if s.value in sim.graph.outputs and s.role == "output"
-    }
+    ends = {s.spec.format.name for s in sim.quantizers.values() if s.value in sim.graph.outputs and s.role == "output"}
     assert ends <= {"float16"}
 
 
@@ -90,9 +84,7 @@ def test_a_quantizer_that_two_requests_share(front: str) -> None:
         set_precisions(sim, requests)
     assert all(s.encoding is before[n] for n, s in sim.quantizers.items())
     report = set_precisions(sim, requests, strict=False)
-    assert (
-        report.compromises and "it has the larger" in report.compromises[0] and bits(sim, "body")[0] == {16}
-    )
+    assert report.compromises and "it has the larger" in report.compromises[0] and bits(sim, "body")[0] == {16}
 
 
 def test_what_the_target_has_no_kernel_for() -> None:
@@ -103,9 +95,7 @@ def test_what_the_target_has_no_kernel_for() -> None:
     ):
         set_precisions(sim, [PrecisionRequest("stem", "int8", "int4")])
     report = set_precisions(sim, [PrecisionRequest("stem", "int8", "int4")], strict=False)
-    assert (
-        bits(sim, "stem") == ({8}, {8}) and "it has activations int8, weights int8" in report.compromises[0]
-    )
+    assert bits(sim, "stem") == ({8}, {8}) and "it has activations int8, weights int8" in report.compromises[0]
 
 
 def test_a_search_keeps_to_the_kernels_of_the_target() -> None:

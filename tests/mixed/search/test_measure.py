@@ -19,17 +19,13 @@ def test_noise_of_several_outputs_adds_up() -> None:
     added = [0.0, 0.0]
     subject = SimpleNamespace(
         front_end="torch",
-        outputs=lambda batch, in_float: [
-            y + (0.0 if in_float else a) for y, a in zip(wanted, added, strict=True)
-        ],
+        outputs=lambda batch, in_float: [y + (0.0 if in_float else a) for y, a in zip(wanted, added, strict=True)],
     )
     noise = Noise(cast(Any, subject), [0] * 5)
     found = []
     for added[:] in ([0.1, 0.0], [0.0, 0.01], [0.1, 0.01]):
         found.append(noise.measure())
-    assert found[0] == pytest.approx(0.01 / 2, rel=1e-3) and found[2] == pytest.approx(
-        found[0] + found[1], rel=1e-3
-    )
+    assert found[0] == pytest.approx(0.01 / 2, rel=1e-3) and found[2] == pytest.approx(found[0] + found[1], rel=1e-3)
     added[:] = [np.nan, 0.0]
     assert noise.measure() == np.inf
 
@@ -55,8 +51,6 @@ def test_a_safe_point_is_borne_out_19_times_of_20() -> None:
             safe += 1
             passed += drop + random.normal() + 1.2816 <= 10
     assert safe > 1000 and passed / safe > 0.95
-    edge = (
-        10 - 3.7
-    )  # a point there is safe by what is seen of it; by luck alone it fails once in twenty times
+    edge = 10 - 3.7  # a point there is safe by what is seen of it; by luck alone it fails once in twenty times
     again = edge + random.normal(0, np.sqrt(2), 4000) + 1.2816 <= 10
     assert goal.safe(Seen((0,), 1.0, 1e-3, Score(np.float64(edge)), edge, edge)) and again.mean() > 0.94

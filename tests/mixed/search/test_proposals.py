@@ -208,9 +208,7 @@ class Held:
         assert confidence == pytest.approx(0.8)  # 0.9 on one side, for every test
         drop = score.mean + 0.2 * (0.8 * self._common + 0.6 * self._random.normal())
         low, high = drop - 1.2816 * 0.2, drop + 1.2816 * 0.2
-        return SimpleNamespace(
-            estimate=drop, low=low, high=high, confidence=confidence, n=100, test="normal", text=""
-        )
+        return SimpleNamespace(estimate=drop, low=low, high=high, confidence=confidence, n=100, test="normal", text="")
 
     def worst(self, difference: Any) -> float:
         return float(difference.high)

@@ -55,9 +55,7 @@ def test_groups_are_the_operands_of_kernels_and_what_sums_join(front: str) -> No
 @pytest.mark.parametrize("front", FRONTS)
 def test_the_cheapest_precisions_within_a_drop(front: str) -> None:
     metric = accuracy(front)
-    result = mixed_precision(
-        model(front), batches(front), CANDIDATES, metric=metric, allowed_drop=0.06, evaluations=8
-    )
+    result = mixed_precision(model(front), batches(front), CANDIDATES, metric=metric, allowed_drop=0.06, evaluations=8)
     chosen = result.chosen
     assert result.met and chosen is not None and chosen.drop <= 0.06
     uniform = {p.name: p for p in result.points}
@@ -103,9 +101,7 @@ def test_every_cost_goes_down_as_less_quality_is_asked_for(cost: str) -> None:
 
 def test_the_same_seed_gives_the_same_choice() -> None:
     runs = [
-        mixed_precision(
-            simulation("torch"), batches("torch"), CANDIDATES, min_sqnr=15, evaluations=4
-        ).to_dict()
+        mixed_precision(simulation("torch"), batches("torch"), CANDIDATES, min_sqnr=15, evaluations=4).to_dict()
         for _ in range(2)
     ]
     for run in runs:
@@ -122,9 +118,7 @@ def test_a_frozen_site_stays_as_it_is() -> None:
 
 
 def test_blocks_that_do_not_divide_are_refused_with_the_reason() -> None:
-    result = mixed_precision(
-        simulation("torch"), batches("torch"), ["w8a8", "w4g32"], budget=1.0, rounding=False
-    )
+    result = mixed_precision(simulation("torch"), batches("torch"), ["w8a8", "w4g32"], budget=1.0, rounding=False)
     stem = next(g for g in result.groups if "stem.weight" in g.weights)
     assert "blocks of 32" in stem.refused["w4g32"] and stem.candidates == (0,)
 
@@ -188,12 +182,7 @@ def test_the_other_direction_is_noticed() -> None:
 
     with pytest.raises(BitwrightError, match="and higher is better.*lower_is_better=True"):
         mixed_precision(
-            simulation("torch"),
-            batches("torch"),
-            [two_bits()],
-            metric=error,
-            allowed_drop=0.1,
-            rounding=False,
+            simulation("torch"), batches("torch"), [two_bits()], metric=error, allowed_drop=0.1, rounding=False
         )
 
 
@@ -222,9 +211,7 @@ def test_weights_that_are_frozen_are_told(front: str) -> None:
     frozen = [site for site in sim.quantizers.values() if site.role == "weight"]
     for site in frozen:
         site.frozen = True
-    with pytest.raises(
-        BitwrightError, match=f"{len(frozen)} weights, such as .*frozen.*give the float model instead"
-    ):
+    with pytest.raises(BitwrightError, match=f"{len(frozen)} weights, such as .*frozen.*give the float model instead"):
         mixed_precision(sim, batches(front), ("w8a8", "w4a8"), budget=0.5)
     result = mixed_precision(sim, batches(front), ("w8a8", "w8a16"), cost="bit_ops", min_sqnr=10.0)
     assert any("keep the width at which they were rounded" in note for note in result.notes)
@@ -244,9 +231,7 @@ def test_a_damaged_table_of_times_is_named(tmp_path: Any, content: str | None, p
     if content is not None:
         path.write_text(content)
     with pytest.raises(BitwrightError, match=rf"times\.json.*: {problem}"):
-        mixed_precision(
-            simulation("torch"), batches("torch"), ["w8a8", "w4a8"], cost="ms", budget=1e9, times=path
-        )
+        mixed_precision(simulation("torch"), batches("torch"), ["w8a8", "w4a8"], cost="ms", budget=1e9, times=path)
 
 
 @pytest.mark.parametrize("op", ["LSTM", "GRU"])
@@ -284,9 +269,7 @@ def test_constants_are_estimated_not_measured_one_by_one() -> None:
     """Scales of norms and tables of angles: the groups of a decoder's were measured at every candidate before the search."""
     torch.manual_seed(0)
     data = [torch.randn(8, 16) for _ in range(5)]
-    result = mixed_precision(
-        Scaled().eval(), data, ["w8a8", "w4a8"], min_sqnr=20, rounding=False, evaluations=3
-    )
+    result = mixed_precision(Scaled().eval(), data, ["w8a8", "w4a8"], min_sqnr=20, rounding=False, evaluations=3)
     sites = [name for group in result.groups for name in group.sites]
     assert any(result.sim.quantizers[name].role == "constant" for name in sites)
     assert not any("one group at a time" in note for note in result.notes)
@@ -309,9 +292,7 @@ def test_budgets_that_no_choice_fits_together() -> None:
     options: dict[str, Any] = {"rounding": False, "evaluations": 2}
 
     def search(budget: dict[str, float]) -> Any:
-        return mixed_precision(
-            simulation("torch"), batches("torch"), ["w4a16", "w8a8"], budget=budget, **options
-        )
+        return mixed_precision(simulation("torch"), batches("torch"), ["w4a16", "w8a8"], budget=budget, **options)
 
     least = {}
     for cost in ("weight_bytes", "activation_bytes"):

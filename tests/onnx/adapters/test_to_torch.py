@@ -90,9 +90,7 @@ def runtime(op: str, opset: int, inputs: list[np.ndarray], attrs: dict, outputs:
     return session.run(names, {"unused": np.zeros(1, np.float32)})
 
 
-@pytest.mark.parametrize(
-    "op, opset, inputs, attrs, outputs", CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)]
-)
+@pytest.mark.parametrize("op, opset, inputs, attrs, outputs", CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)])
 def test_row(op, opset, inputs, attrs, outputs):
     expected = runtime(op, opset, inputs, attrs, outputs)
     row = as_torch(op, {**attrs, "opset": opset, "outputs": outputs}, outputs)

@@ -130,9 +130,7 @@ def test_every_form_of_a_quantizer_is_read_back(tmp_path, format):
     assert kept == {k: e for k, e in enabled(sim).items() if k in kept} and len(kept) == 6
 
 
-@pytest.mark.parametrize(
-    "build", [flow.branches, flow.scan, flow.loop, flow.two_results], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("build", [flow.branches, flow.scan, flow.loop, flow.two_results], ids=lambda f: f.__name__)
 def test_bodies_are_read_back(tmp_path, build):
     model = build()
     data = [feeds_for(model, seed) for seed in range(3)]
@@ -184,10 +182,7 @@ def test_encodings_that_came_with_the_model_survive_calibration_and_more_can_be_
     sim.quantizers["c2.output[0]"].enabled = False
     again = QuantizationSimModel(written(sim, tmp_path, "net"), DATA[0], threads=1)
     before = enabled(again)
-    assert (
-        "c2.output[0]" not in before
-        and again.coverage().find("hidden_output_1").how == "c2.output[0]: disabled"
-    )
+    assert "c2.output[0]" not in before and again.coverage().find("hidden_output_1").how == "c2.output[0]: disabled"
     again.quantizers["c2.output[0]"].enabled = True
     again.compute_encodings(DATA, progress=False)
     after = enabled(again)
@@ -225,9 +220,7 @@ def static(**options: Any) -> Callable[[Path], onnx.ModelProto]:
         form = options.pop("quant_format", QuantFormat.QDQ)
         logging.disable(logging.WARNING)
         try:
-            quantize_static(
-                folder / "float.onnx", folder / "qdq.onnx", Reader(), quant_format=form, **options
-            )
+            quantize_static(folder / "float.onnx", folder / "qdq.onnx", Reader(), quant_format=form, **options)
         finally:
             logging.disable(logging.NOTSET)
         return onnx.load(folder / "qdq.onnx")
@@ -242,15 +235,9 @@ def _options() -> dict[str, dict[str, Any]]:
         "default": {},
         "per-channel": {"per_channel": True},
         "signed": {"activation_type": T.QInt8, "weight_type": T.QInt8},
-        "sixteen-bits-com-microsoft": {
-            "activation_type": T.QUInt16,
-            "extra_options": {"UseQDQContribOps": True},
-        },
+        "sixteen-bits-com-microsoft": {"activation_type": T.QUInt16, "extra_options": {"UseQDQContribOps": True}},
         "int4-weights": {"weight_type": T.QInt4, "opset": 21},
-        "weights-in-pairs": {
-            "per_channel": True,
-            "extra_options": {"AddQDQPairToWeight": True, "QuantizeBias": False},
-        },
+        "weights-in-pairs": {"per_channel": True, "extra_options": {"AddQDQPairToWeight": True, "QuantizeBias": False}},
         "a-pair-per-reader": {"extra_options": {"DedicatedQDQPair": True}},
         "opset-11": {"opset": 11},
     }
@@ -262,21 +249,11 @@ def test_models_of_the_runtimes_own_tool(tmp_path, name):
     sim = check_same_function(model, DATA[0])
     assert sim.verify().ok
     biases = [site.enabled for site in sim.quantizers.values() if site.role == "bias"]
-    assert biases == [name != "weights-in-pairs"] * 3, (
-        "its int32 biases are those that follow from input and weight"
-    )
+    assert biases == [name != "weights-in-pairs"] * 3, "its int32 biases are those that follow from input and weight"
 
 
 def q(
-    n: Net,
-    x: str,
-    scale: Any,
-    zero: Any = None,
-    *,
-    domain: str = "",
-    name: str = "",
-    out: str = "",
-    **attrs: Any,
+    n: Net, x: str, scale: Any, zero: Any = None, *, domain: str = "", name: str = "", out: str = "", **attrs: Any
 ) -> str:
     """A pair of QuantizeLinear and DequantizeLinear."""
     params = [n.const(np.asarray(scale, np.float32)), *([] if zero is None else [n.const(zero)])]
@@ -311,11 +288,7 @@ def hand_made() -> dict[str, onnx.ModelProto]:
 
     n = Net(1)
     x = n.input("x", (2, 8))
-    add(
-        "two-in-a-row-at-the-input",
-        n,
-        n("Abs", q(n, q(n, x, 0.1, np.int8(3)), 0.3, np.uint8(9)), name="a", out="y"),
-    )
+    add("two-in-a-row-at-the-input", n, n("Abs", q(n, q(n, x, 0.1, np.int8(3)), 0.3, np.uint8(9)), name="a", out="y"))
 
     n = Net(1)
     h = n("Neg", n.input("x", (2, 8)), name="r")
@@ -335,24 +308,12 @@ def hand_made() -> dict[str, onnx.ModelProto]:
     n = Net(1)
     codes = n.const(n.random.integers(0, 15, (8, 4)).astype(np.uint8), "w_q")
     scale = n.const(n.random.uniform(0.1, 0.2, (2, 4)).astype(np.float32))
-    w = n(
-        "DequantizeLinear", codes, scale, n.const(np.full((2, 4), 7, np.uint8)), out="w", axis=0, block_size=4
-    )
-    add(
-        "blocks-of-a-weight",
-        n,
-        n("MatMul", q(n, n.input("x", (2, 8)), 0.1, np.uint8(3)), w, name="m", out="y"),
-    )
+    w = n("DequantizeLinear", codes, scale, n.const(np.full((2, 4), 7, np.uint8)), out="w", axis=0, block_size=4)
+    add("blocks-of-a-weight", n, n("MatMul", q(n, n.input("x", (2, 8)), 0.1, np.uint8(3)), w, name="m", out="y"))
 
     n = Net(1)
     scale, zero = n.const(np.float32([0.1, 0.2, 0.3, 0.4])), n.const(np.int8([0, 0, 0, 0]))
-    w = n(
-        "DequantizeLinear",
-        n.const(n.random.integers(-9, 9, (4, 8)).astype(np.int8), "w_q"),
-        scale,
-        zero,
-        axis=0,
-    )
+    w = n("DequantizeLinear", n.const(n.random.integers(-9, 9, (4, 8)).astype(np.int8), "w_q"), scale, zero, axis=0)
     turned = n("Transpose", w, perm=[1, 0])
     add(
         "a-weight-behind-transpose",
@@ -378,9 +339,7 @@ def hand_made() -> dict[str, onnx.ModelProto]:
     n = Net(1)
     x = q(n, n.input("x", (1, 3, 8, 8)), 0.02, np.uint8(128))
     w = q(n, n.weights(4, 3, 3, 3), [0.01] * 4, np.int8([0] * 4), axis=0)
-    bias = n(
-        "DequantizeLinear", n.const(np.int32([3, -4, 500, 6])), n.const(np.float32(0.1)), n.const(np.int32(0))
-    )
+    bias = n("DequantizeLinear", n.const(np.int32([3, -4, 500, 6])), n.const(np.float32(0.1)), n.const(np.int32(0)))
     add("a-bias-on-a-grid-of-its-own", n, n("Conv", x, w, bias, name="c", out="y"))
 
     n = Net(1)
@@ -399,10 +358,7 @@ def hand_made() -> dict[str, onnx.ModelProto]:
     inner, other = Net(1), Net(2)
     inner._count = 100  # names of a body are not those of the graph around it
     y = inner("MatMul", q(inner, h, 0.2, np.uint8(77)), inner.weights(4, 4), name="m", out="inner")
-    graphs = {
-        "then_branch": body(y, net=inner),
-        "else_branch": body(other("Identity", h, out="same"), net=other),
-    }
+    graphs = {"then_branch": body(y, net=inner), "else_branch": body(other("Identity", h, out="same"), net=other)}
     add("pairs-in-a-branch", n, n("If", choose, name="if", out="y", **graphs))
 
     n = Net(7)
@@ -410,10 +366,7 @@ def hand_made() -> dict[str, onnx.ModelProto]:
     inner = Net(1)
     h = inner("Add", "x_t", "h_in", name="add", out="h_out")
     step = body(
-        h,
-        inner("Identity", h, out="each"),
-        net=inner,
-        inputs=[("h_in", FLOAT, (1, 3)), ("x_t", FLOAT, (1, 3))],
+        h, inner("Identity", h, out="each"), net=inner, inputs=[("h_in", FLOAT, (1, 3)), ("x_t", FLOAT, (1, 3))]
     )
     both = q(n, start, 0.05, np.uint8(100)), q(n, x, 0.1, np.uint8(100))
     last, each = n("Scan", *both, name="rnn", out=["last", "each"], body=step, num_scan_inputs=1)
@@ -442,13 +395,9 @@ def test_quantizers_in_odd_places(tmp_path, name):
 
 def test_where_the_encodings_lie():
     sims = {
-        name: QuantizationSimModel(model, feeds_for(model, n=2, c=3), threads=1)
-        for name, model in HAND_MADE.items()
+        name: QuantizationSimModel(model, feeds_for(model, n=2, c=3), threads=1) for name, model in HAND_MADE.items()
     }
-    kinds = {
-        name: {k: e.granularity for k, e in enabled(sim).items() if e is not None}
-        for name, sim in sims.items()
-    }
+    kinds = {name: {k: e.granularity for k, e in enabled(sim).items() if e is not None} for name, sim in sims.items()}
     assert kinds["without-zero-point"] == {"r.input[0]": PerTensor()}
     assert kinds["one-of-two-readers"] == {"m.input[0]": PerTensor()}
     assert kinds["another-grid-per-reader"] == {"m.input[0]": PerTensor(), "a.input[0]": PerTensor()}
@@ -463,10 +412,7 @@ def test_where_the_encodings_lie():
 
 def test_a_model_with_quantized_weights_only_leaves_activations_to_the_rules():
     n = Net(4)
-    codes, scale = (
-        n.const(np.arange(-8, 8, dtype=np.int8).reshape(4, 4), "codes"),
-        n.const(np.float32(0.1), "scale"),
-    )
+    codes, scale = (n.const(np.arange(-8, 8, dtype=np.int8).reshape(4, 4), "codes"), n.const(np.float32(0.1), "scale"))
     w = n("DequantizeLinear", codes, scale, name="dq", out="w")
     model = n.model(n("MatMul", n.input("x", (2, 4)), w, name="m", out="y"))
     sim = QuantizationSimModel(model, feeds_for(model), threads=1)
@@ -489,9 +435,7 @@ def chain(blocks: int) -> onnx.ModelProto:
 
 def test_reading_is_linear():
     models = {blocks: chain(blocks) for blocks in (20, 80)}
-    costs = {
-        blocks: steps(lambda m=model: QuantizationSimModel(m, threads=1)) for blocks, model in models.items()
-    }  # type: ignore[misc]
+    costs = {blocks: steps(lambda m=model: QuantizationSimModel(m, threads=1)) for blocks, model in models.items()}  # type: ignore[misc]
     assert costs[80] <= 4 * costs[20]
 
 
@@ -537,11 +481,7 @@ def codes_returned() -> onnx.ModelProto:
     n = Net()
     one, zero = n.const(np.float32(0.1)), n.const(np.uint8(0))
     return n.model(
-        (
-            n("QuantizeLinear", n.input("x", (2, 4)), one, zero, name="quantize", out="y"),
-            TensorProto.UINT8,
-            (2, 4),
-        )
+        (n("QuantizeLinear", n.input("x", (2, 4)), one, zero, name="quantize", out="y"), TensorProto.UINT8, (2, 4))
     )
 
 
@@ -549,9 +489,7 @@ def codes_computed_with() -> onnx.ModelProto:
     n = Net()
     one, zero = n.const(np.float32(0.1)), n.const(np.uint8(0))
     codes = n("QuantizeLinear", n.input("x", (2, 4)), one, zero, name="quantize")
-    return n.model(
-        n("DequantizeLinear", n("Reshape", codes, n.const(np.int64([8])), name="flat"), one, zero, out="y")
-    )
+    return n.model(n("DequantizeLinear", n("Reshape", codes, n.const(np.int64([8])), name="flat"), one, zero, out="y"))
 
 
 def no_scale() -> onnx.ModelProto:
@@ -594,9 +532,7 @@ def test_what_cannot_be_read_is_refused(build):
 
 
 def test_operators_on_integers_are_refused_by_name(tmp_path):
-    problem = (
-        r"cannot be simulated: QLinearConv computes on integers\. Remedy: .*quant_format=QuantFormat\.QDQ"
-    )
+    problem = r"cannot be simulated: QLinearConv computes on integers\. Remedy: .*quant_format=QuantFormat\.QDQ"
     with pytest.raises(ModelError, match=problem):
         QuantizationSimModel(operator_format(tmp_path))
 
@@ -613,8 +549,7 @@ def test_weight_only_products_are_read_back_with_their_encodings(tmp_path):
     again = QuantizationSimModel(exported.qdq)
     assert [node.op_type for node in again.marked.graph if node.op_type != "Site"] == ["MatMul"]
     np.testing.assert_array_equal(
-        np.asarray(again.quantizers["w"].encoding.scale),
-        np.asarray(sim.quantizers["w"].encoding.scale),
+        np.asarray(again.quantizers["w"].encoding.scale), np.asarray(sim.quantizers["w"].encoding.scale)
     )
 
 

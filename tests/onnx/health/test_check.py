@@ -50,9 +50,7 @@ def test_a_report_holds_everything_about_the_operator():
 
 
 def test_parameters_of_the_operator_are_told_from_its_inputs():
-    culprit = check_model(
-        *next(f for f in faulty.FAULTS if f.name == "half-precision product").build()
-    ).culprit
+    culprit = check_model(*next(f for f in faulty.FAULTS if f.name == "half-precision product").build()).culprit
     assert [x.name for x in culprit.params] == ["hundred"] and culprit.params[0].max == 100
     assert len(culprit.inputs) == 1 and culprit.inputs[0].dtype == "float16"
 
@@ -74,18 +72,9 @@ def test_what_is_harmless_is_noted():
 @pytest.mark.parametrize(
     "name, note",
     [
-        (
-            "-inf mask before a softmax",
-            "the constant causal is a mask or a bound: its values are not finite; nothing",
-        ),
-        (
-            "words that a model must not say",
-            "the constant never is a mask or a bound: .* they reach an output",
-        ),
-        (
-            "missing values in the data, filled in by the model",
-            "the input x is not finite; nothing of them is left",
-        ),
+        ("-inf mask before a softmax", "the constant causal is a mask or a bound: its values are not finite; nothing"),
+        ("words that a model must not say", "the constant never is a mask or a bound: .* they reach an output"),
+        ("missing values in the data, filled in by the model", "the input x is not finite; nothing of them is left"),
         ("running maximum that starts at -inf in a loop", "the constant start is a mask or a bound"),
     ],
 )
@@ -111,16 +100,12 @@ def test_several_bad_parameters_are_all_named_and_nothing_is_run():
 def test_bad_data_is_listed_also_where_the_model_takes_it():
     case = next(c for c in faulty.LOOK_ALIKES if c.name.startswith("missing values"))
     report = check_model(*case.build())
-    assert (
-        report.ok and [x.name for x in report.bad_inputs] == ["x, batch 0"] and report.bad_inputs[0].nan == 4
-    )
+    assert report.ok and [x.name for x in report.bad_inputs] == ["x, batch 0"] and report.bad_inputs[0].nan == 4
 
 
 def test_without_data_random_values_are_fed():
     net = Net()
-    y = net(
-        "Log", net("Neg", net("Abs", net.input("x", (2, 4)), name="abs"), name="neg"), name="log", out="y"
-    )
+    y = net("Log", net("Neg", net("Abs", net.input("x", (2, 4)), name="abs"), name="neg"), name="log", out="y")
     assert check_model(net.model(y)).culprit.op == "log"
 
 
@@ -142,14 +127,10 @@ def test_several_epochs_of_the_same_fault_are_one_culprit():
 
 
 def test_batches_are_counted_and_not_the_steps_of_a_loop():
-    model, batches = next(
-        f for f in faulty.FAULTS if f.name.startswith("overflow in a loop that runs")
-    ).build()
+    model, batches = next(f for f in faulty.FAULTS if f.name.startswith("overflow in a loop that runs")).build()
     assert check_model(model, batches).culprit.batches == 1
     assert check_model(model, batches * 2).culprit.batches == 2
-    model, batches = next(
-        f for f in faulty.FAULTS if f.name.startswith("logarithm in a loop that fills")
-    ).build()
+    model, batches = next(f for f in faulty.FAULTS if f.name.startswith("logarithm in a loop that fills")).build()
     assert check_model(model, batches * 2).culprit.batches == 2
 
 
@@ -221,9 +202,7 @@ def test_a_sum_that_overflows_over_finite_values_is_only_a_suspicion():
     assert frame.suspects == ["y"] and frame.flags("y") == CLEAN
 
 
-@pytest.mark.parametrize(
-    "build", [flow.branches, flow.scan, flow.loop, flow.two_results], ids=lambda b: b.__name__
-)
+@pytest.mark.parametrize("build", [flow.branches, flow.scan, flow.loop, flow.two_results], ids=lambda b: b.__name__)
 def test_bodies_run_step_by_step_as_the_runtime_runs_them(build):
     """What the last step of a body hands out is what the node hands out."""
     model = load_model(build()).model
@@ -277,9 +256,7 @@ def test_a_fault_at_the_start_of_a_long_chain():
     assert culprit.op == "node0" and culprit.spread == 499 and len(culprit.spread_names) <= 8
 
 
-@pytest.mark.parametrize(
-    "name", ["mnist_cntk", "mnist_pytorch", "face_slim_320", "resnet20_aux", "lstm_char"]
-)
+@pytest.mark.parametrize("name", ["mnist_cntk", "mnist_pytorch", "face_slim_320", "resnet20_aux", "lstm_char"])
 def test_trained_models_are_healthy_and_a_broken_one_is_not(shared_data, name):
     path = real.onnx_file(name)
     specs = input_specs(load_model(path).model)
@@ -321,9 +298,7 @@ def test_a_root_put_anywhere_into_a_trained_model_is_named(shared_data, name):
     model, rng = ir.to_proto(loaded), np.random.default_rng(0)
     feeds = {spec.name: random_array(spec, rng) for spec in input_specs(loaded)}
     outputs = set(loaded.graph.outputs)
-    inner = [
-        v for node in loaded.graph for v in node.outputs if v.dtype == ir.DataType.FLOAT and v not in outputs
-    ]
+    inner = [v for node in loaded.graph for v in node.outputs if v.dtype == ir.DataType.FLOAT and v not in outputs]
     for value in rng.choice([str(v.name) for v in inner if v.uses()], 3, replace=False):
         culprit = check_model(with_root(model, value), [feeds]).culprit
         assert culprit is not None and culprit.op == "planted", value
@@ -381,16 +356,12 @@ def test_a_mask_does_not_stop_calibration():
     model, batches = case.build()
     sim = QuantizationSimModel(model, batches[0])
     sim.compute_encodings(batches)
-    assert sim.calibrated and all(
-        np.isfinite(s.encoding.scale).all() for s in sim.quantizers.values() if s.encoding
-    )
+    assert sim.calibrated and all(np.isfinite(s.encoding.scale).all() for s in sim.quantizers.values() if s.encoding)
 
 
 def test_a_bad_weight_is_refused_by_name_before_anything_runs():
     model, batches = next(f for f in faulty.FAULTS if f.name == "NaN in a convolution's weight").build()
-    with pytest.raises(
-        CalibrationError, match=r"first.weight: the parameter .* the first nan at index \[3, 1, 0, 2\]"
-    ):
+    with pytest.raises(CalibrationError, match=r"first.weight: the parameter .* the first nan at index \[3, 1, 0, 2\]"):
         QuantizationSimModel(model, batches[0]).compute_encodings([{"nothing": "that fits"}])
 
 
@@ -433,9 +404,7 @@ def test_ctrl_c_keeps_the_batches_that_count():
         sim.compute_encodings(feed(), non_finite="skip")
     one = QuantizationSimModel(model, batches[0])
     one.compute_encodings(batches[:1])
-    assert {n: s.encoding for n, s in sim.quantizers.items()} == {
-        n: s.encoding for n, s in one.quantizers.items()
-    }
+    assert {n: s.encoding for n, s in sim.quantizers.items()} == {n: s.encoding for n, s in one.quantizers.items()}
 
 
 def test_when_every_batch_is_left_out():

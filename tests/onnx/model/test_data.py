@@ -96,9 +96,7 @@ def test_python_function():
 
 def test_random_values_are_of_the_declared_kinds():
     found = list(random_feeds(PAIR, 2))
-    assert (
-        found[0]["ids"].dtype == np.int64 and found[0]["ids"].max() <= 1 and found[0]["mask"].shape == (1, 4)
-    )
+    assert found[0]["ids"].dtype == np.int64 and found[0]["ids"].max() <= 1 and found[0]["mask"].shape == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -106,17 +104,9 @@ def test_random_values_are_of_the_declared_kinds():
     [
         ("nowhere.npz", CalibrationError, "nowhere.npz: it does not exist"),
         ("empty", CalibrationError, "it holds no .npy, .npz or picture file"),
-        (
-            "wrong.npz",
-            ModelError,
-            r"it holds 'imag', which is not an input of the model \(did you mean 'image'\?\)",
-        ),
+        ("wrong.npz", ModelError, r"it holds 'imag', which is not an input of the model \(did you mean 'image'\?\)"),
         ("none.npz", CalibrationError, "it holds no sample"),
-        (
-            "shape.npz",
-            ModelError,
-            r"the input image \(float32, \?x3x8x8\) was given an array of shape 1x3x9x9",
-        ),
+        ("shape.npz", ModelError, r"the input image \(float32, \?x3x8x8\) was given an array of shape 1x3x9x9"),
         ("broken.npy", CalibrationError, "it cannot be read as an array"),
         ("notes.txt", CalibrationError, "it is neither .npz nor .npy"),
         ("json:nothing", ConfigError, "it cannot be imported"),
@@ -171,18 +161,14 @@ def model(tmp_path: Path) -> Path:
 
 def test_quantize_writes_what_verify_accepts(model, tmp_path):
     out = tmp_path / "out"
-    found = CliRunner().invoke(
-        app, ["quantize", str(model), "--data", str(tmp_path / "d.npz"), "--out", str(out)]
-    )
+    found = CliRunner().invoke(app, ["quantize", str(model), "--data", str(tmp_path / "d.npz"), "--out", str(out)])
     assert found.exit_code == 0, found.output
     assert "1 batch norms folded" in found.output and (out / "m.onnx").is_file()
     assert CliRunner().invoke(app, ["verify", str(out)]).exit_code == 0
 
 
 def test_quantize_without_data_warns(model, tmp_path, caplog):
-    found = CliRunner().invoke(
-        app, ["quantize", str(model), "--out", str(tmp_path / "out"), "--preset", "w8a16"]
-    )
+    found = CliRunner().invoke(app, ["quantize", str(model), "--out", str(tmp_path / "out"), "--preset", "w8a16"])
     assert found.exit_code == 0 and "ranges of activations will be wrong" in caplog.text
 
 

@@ -28,9 +28,7 @@ def layers(net: Net, x: str, kind: str) -> str:
         "conv": lambda: net.conv(x, 4, 8, name="c"),
         "transposed conv": lambda: net("ConvTranspose", x, net.weights(4, 3, 2, 2), net.weights(3)),
         "matmul": lambda: net("MatMul", x, matrix),
-        "relu, pool, mean": lambda: net(
-            "ReduceMean", net("MaxPool", net("Relu", x), kernel_shape=[2, 2]), keepdims=0
-        ),
+        "relu, pool, mean": lambda: net("ReduceMean", net("MaxPool", net("Relu", x), kernel_shape=[2, 2]), keepdims=0),
         "residual": lambda: net("Add", net.conv(x, 4, 4, name="d", pads=[1] * 4), net("Neg", x)),
         "clip, concat": lambda: net("Concat", net("Clip", x, net.const(-1.0), net.const(0.5)), x, axis=1),
         "gated": lambda: net("Mul", x, net("Sigmoid", net("GlobalAveragePool", x))),

@@ -38,10 +38,7 @@ def one(op, *shapes, consts=(), opset=17, outs=1, dtype=FLOAT, **attrs) -> onnx.
 
 TYPES = {
     "conv": (one("Conv", (1, 2, 4, 4), consts=[np.ones((3, 2, 3, 3))]), "Conv"),
-    "nearest": (
-        one("Resize", (1, 2, 4, 4), consts=[None, np.float32([1, 1, 2, 2])], mode="nearest"),
-        "ResizeNearest",
-    ),
+    "nearest": (one("Resize", (1, 2, 4, 4), consts=[None, np.float32([1, 1, 2, 2])], mode="nearest"), "ResizeNearest"),
     "linear": (one("Resize", (1, 2, 4, 4), consts=[None, np.float32([1, 1, 2, 2])], mode="linear"), "Resize"),
     "upsample": (one("Upsample", (1, 2, 4, 4), consts=[np.float32([1, 1, 2, 2])], opset=9), "ResizeNearest"),
     "pad-zero": (one("Pad", (1, 4), consts=[np.int64([0, 1, 0, 1])]), "Pad"),
@@ -88,10 +85,7 @@ def test_gather_from_a_table_is_an_embedding():
     rows = net("Gather", table, ids, name="embed")
     columns = net("Gather", table, ids, axis=1, name="columns")
     graph = graph_of(net.model(rows, columns))
-    assert [(op.type, op.inputs) for op in graph.ops] == [
-        ("Embedding", ("table", "ids")),
-        ("Gather", ("table", "ids")),
-    ]
+    assert [(op.type, op.inputs) for op in graph.ops] == [("Embedding", ("table", "ids")), ("Gather", ("table", "ids"))]
 
 
 def test_operators_of_other_domains_are_named_with_them():
@@ -148,9 +142,7 @@ def behind(chain: str) -> onnx.ModelProto:
     return net.model(net("MatMul", x, w, name="product", out="y"))
 
 
-@pytest.mark.parametrize(
-    "chain", ["", "Constant", "Identity", "Cast", "Reshape", "DequantizeLinear", "Identity Cast"]
-)
+@pytest.mark.parametrize("chain", ["", "Constant", "Identity", "Cast", "Reshape", "DequantizeLinear", "Identity Cast"])
 def test_weights_behind_other_operators_are_constants_per_channel(chain):
     graph = graph_of(behind(chain))
     assert [op.name for op in graph.ops] == ["product"]
@@ -236,9 +228,7 @@ def test_look_alike_names_and_outputs_that_are_read():
     a = net.conv(x, name="a", out="hidden_output")
     b = net.conv(a, 4, name="b", out="hidden_output_1")
     c = net.conv(b, 4, name="c", out="hidden_output_1_1")
-    model = net.model(
-        a, b, net("Add", net("Relu", c, name="r"), net.conv(b, 4, k=3, name="d"), out="y", name="sum")
-    )
+    model = net.model(a, b, net("Add", net("Relu", c, name="r"), net.conv(b, 4, k=3, name="d"), out="y", name="sum"))
     graph = graph_of(model)
     assert graph.outputs == ("hidden_output", "hidden_output_1", "y")
     assert [r.name for r, _ in graph.consumers("hidden_output_1")] == ["c", "d"]

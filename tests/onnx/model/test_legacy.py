@@ -77,9 +77,7 @@ def test_batch_norms_in_training_mode_below_opset_14(opset: int, tmp_path: Path)
 
 
 def test_a_batch_norm_that_hands_on_the_statistics_of_the_batch_is_refused() -> None:
-    with pytest.raises(
-        ModelError, match=r"'bn' is in training mode and hands on.*Remedy: export.*evaluation mode"
-    ):
+    with pytest.raises(ModelError, match=r"'bn' is in training mode and hands on.*Remedy: export.*evaluation mode"):
         QuantizationSimModel(training_net(9, "saved_mean"))
 
 
@@ -106,19 +104,9 @@ def label_net(text_input: bool) -> tuple[onnx.ModelProto, dict[str, Array]]:
         x = n.input("x", (3, 1))
     scores = n("MatMul", x, n.weights(1, 4, name="w"), name="fc", out="scores")
     best = n("ArgMax", scores, axis=1, keepdims=0)
-    n(
-        "LabelEncoder",
-        best,
-        name="label",
-        out="label",
-        keys_int64s=[0, 1, 2, 3],
-        values_strings=list("abcd"),
-        **ml,
-    )
+    n("LabelEncoder", best, name="label", out="label", keys_int64s=[0, 1, 2, 3], values_strings=list("abcd"), **ml)
     outputs = (("scores", FLOAT, (3, 4)), ("label", TensorProto.STRING, (3,)))
-    feeds = (
-        {"words": np.array(["a", "b", "a"], object)} if text_input else {"x": np.float32([[1], [-2], [3]])}
-    )
+    feeds = {"words": np.array(["a", "b", "a"], object)} if text_input else {"x": np.float32([[1], [-2], [3]])}
     return n.model(*outputs, domains={"ai.onnx.ml": 2}), feeds
 
 

@@ -22,10 +22,7 @@ def function_model() -> onnx.ModelProto:
     h = net("Half", x, domain="local", name="a")
     y = net("Half", h, domain="local", name="b", out="y")
     model = net.model(y, domains={"local": 1})
-    nodes = [
-        helper.make_node("Add", ["v", "v"], ["t"], name="double"),
-        helper.make_node("Relu", ["t"], ["r"]),
-    ]
+    nodes = [helper.make_node("Add", ["v", "v"], ["t"], name="double"), helper.make_node("Relu", ["t"], ["r"])]
     imports = [helper.make_opsetid("", 17)]
     model.functions.append(helper.make_function("local", "Half", ["v"], ["r"], nodes, imports))
     return model
@@ -146,9 +143,7 @@ def test_notes_say_what_was_changed():
 def test_shapes_are_known_in_bodies_too():
     model = load_model(flow.branches()).model
     for node in model.graph.all_nodes():
-        assert all(value.shape is not None and value.dtype == ir.DataType.FLOAT for value in node.outputs), (
-            node
-        )
+        assert all(value.shape is not None and value.dtype == ir.DataType.FLOAT for value in node.outputs), node
 
 
 def test_states_that_no_iteration_changes_are_read_from_outside():
@@ -193,15 +188,7 @@ def test_a_loop_that_changes_nothing_is_left_out():
     going = inner("Identity", "going_in", out="going_out")
     step = body((going, BOOL, ()), "v", net=inner,
                 inputs=[("i", INT64, ()), ("going_in", BOOL, ()), ("v", FLOAT, (2, 4))])  # fmt: skip
-    net(
-        "Loop",
-        net.const(np.int64(3), "count"),
-        net.const(np.bool_(True), "yes"),
-        x,
-        name="loop",
-        out="y",
-        body=step,
-    )
+    net("Loop", net.const(np.int64(3), "count"), net.const(np.bool_(True), "yes"), x, name="loop", out="y", body=step)
     loaded = load_model(net.model("y")).model
     assert [node.op_type for node in loaded.graph] == ["Identity"]
     assert [v.name for v in loaded.graph.outputs] == ["y"]
@@ -213,9 +200,7 @@ def test_wrong_shapes_that_a_model_states_are_ignored():
     net = Net(seed=3)
     h = net("Relu", net.conv(net.input("x", ("n", 3, 8, 6)), name="c", pads=[1, 1, 1, 1]), name="r", out="h")
     other = net("Foreign", h, name="f", domain="elsewhere", out="other")
-    proto = net.model(
-        net("Add", h, net.conv(h, 4, 4, k=1, name="d"), name="a", out="y"), domains={"elsewhere": 1}
-    )
+    proto = net.model(net("Add", h, net.conv(h, 4, 4, k=1, name="d"), name="a", out="y"), domains={"elsewhere": 1})
     for name, shape in {"h": ("n", 8, 6, 4), "d.out": ("n", 4, 8, 6), other: (5, 7)}.items():
         proto.graph.value_info.append(helper.make_tensor_value_info(name, FLOAT, shape))
     loaded = load_model(proto)
@@ -291,9 +276,7 @@ def test_missing_external_data(tmp_path):
 def test_truncated_external_data(tmp_path):
     external(tmp_path)
     (tmp_path / "m.data").write_bytes(b"\0" * 100)
-    with pytest.raises(
-        ModelError, match=r"^w: its data ends at byte 640 of 'm.data', which has only 100\. Remedy: "
-    ):
+    with pytest.raises(ModelError, match=r"^w: its data ends at byte 640 of 'm.data', which has only 100\. Remedy: "):
         load_model(tmp_path / "m.onnx")
 
 
@@ -405,9 +388,7 @@ def test_files_that_are_no_model(tmp_path, content, problem):
 
 
 def test_missing_file_folder_and_wrong_type(tmp_path):
-    with pytest.raises(
-        ModelError, match="the model file does not exist. Remedy: pass the path of an .onnx file"
-    ):
+    with pytest.raises(ModelError, match="the model file does not exist. Remedy: pass the path of an .onnx file"):
         load_model(tmp_path / "nowhere.onnx")
     with pytest.raises(ModelError, match="the model file is a folder"):
         load_model(tmp_path)

@@ -24,24 +24,13 @@ def test_unchanged_operators_only_gained_options(op):
     for name, attribute in old.attributes.items():
         assert attribute.default_value == new.attributes[name].default_value or name in _CLARIFIED, name
     assert all(not new.attributes[name].required for name in new.attributes.keys() - old.attributes.keys())
-    assert [i.name for i in new.inputs][: len(old.inputs)] == [i.name for i in old.inputs] or len(
-        old.inputs
-    ) == 1
+    assert [i.name for i in new.inputs][: len(old.inputs)] == [i.name for i in old.inputs] or len(old.inputs) == 1
     assert all(i.option == Optional for i in new.inputs[len(old.inputs) :])
     assert len(new.outputs) >= len(old.outputs)
 
 
 # Defaults that were left unsaid at first and written down later with the meaning that every runtime gave them.
-_CLARIFIED = {
-    "dilations",
-    "strides",
-    "pads",
-    "output_padding",
-    "output_shape",
-    "axis",
-    "storage_order",
-    "epsilon",
-}
+_CLARIFIED = {"dilations", "strides", "pads", "output_padding", "output_shape", "axis", "storage_order", "epsilon"}
 
 
 @pytest.mark.parametrize("opset", [9, 11, 13, 17])

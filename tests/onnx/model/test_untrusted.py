@@ -110,9 +110,7 @@ def link(folder: Path) -> str:
 )
 def test_data_outside_the_folder_are_not_read(location: Callable[[Path], str], tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"\0" * 48)
-    with pytest.raises(
-        ModelError, match="^w: its data lie in .*secret.*|^w: its data lie in .*, outside the folder"
-    ):
+    with pytest.raises(ModelError, match="^w: its data lie in .*secret.*|^w: its data lie in .*, outside the folder"):
         load_model(outside(tmp_path, location(tmp_path)))
 
 
@@ -128,9 +126,7 @@ def test_a_cache_that_links_model_and_data_alike_is_read(tmp_path: Path) -> None
     assert tensor is not None and tensor.numpy()[3, 2] == 11
 
 
-@pytest.mark.parametrize(
-    "key, value", [("offset", "-8"), ("length", "48x"), ("length", "40"), ("offset", "9" * 30)]
-)
+@pytest.mark.parametrize("key, value", [("offset", "-8"), ("length", "48x"), ("length", "40"), ("offset", "9" * 30)])
 def test_numbers_of_external_data_are_checked(key: str, value: str, tmp_path: Path) -> None:
     path = outside(tmp_path, "w.data")
     path.with_name("w.data").write_bytes(b"\0" * 48)
@@ -173,18 +169,14 @@ def large(path: Path) -> bytes:
     )
     proto.graph.doc_string = "text"
     proto.metadata_props.add(key="a", value="b")
-    late = onnx.ModelProto(
-        producer_name="late"
-    )  # a message may have its fields in any order, and graphs in parts
+    late = onnx.ModelProto(producer_name="late")  # a message may have its fields in any order, and graphs in parts
     late.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(3, np.float32), "last"))
     content = proto.SerializeToString() + late.SerializeToString()
     path.write_bytes(content)
     return content
 
 
-def test_a_large_file_read_in_pieces_is_the_same_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file_read_in_pieces_is_the_same_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = large(tmp_path / "m.onnx")
     monkeypatch.setattr(untrusted, "_WHOLE", 0)
     for piece in (1, 100, 1 << 20):
@@ -193,9 +185,7 @@ def test_a_large_file_read_in_pieces_is_the_same_message(
         assert found == onnx.ModelProto.FromString(content) and len(found.graph.initializer) == 11
 
 
-def test_a_damaged_file_is_refused_in_pieces_as_it_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_file_is_refused_in_pieces_as_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, random, refused = tmp_path / "m.onnx", np.random.default_rng(0), 0
     content = large(path)
     monkeypatch.setattr(untrusted, "_PIECE", 64)

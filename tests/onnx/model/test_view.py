@@ -45,9 +45,7 @@ def test_parameters_are_copies_and_keep_their_type():
 
 def test_wrong_shapes_and_names():
     view = OnnxView(model())
-    with pytest.raises(
-        ModelError, match=r"^c.weight: the new value has shape \(3,\), the parameter \(4, 3, 3, 3\)\. "
-    ):
+    with pytest.raises(ModelError, match=r"^c.weight: the new value has shape \(3,\), the parameter \(4, 3, 3, 3\)\. "):
         view.set_param("c.weight", np.zeros(3))
     with pytest.raises(KeyError, match=r"no initializer 'c.wait' \(did you mean 'c.weight'"):
         view.param("c.wait")
@@ -119,9 +117,7 @@ def test_operators_alone_compute_what_they_compute_in_the_model():
     for op in graph.ops:
         inputs = [values[v][0] for v in op.inputs if not graph.values[v].is_static]
         expected = values[op.outputs[0]][0]
-        np.testing.assert_allclose(
-            view.local(op.name)(*inputs), expected, rtol=1e-5, atol=1e-6, err_msg=op.name
-        )
+        np.testing.assert_allclose(view.local(op.name)(*inputs), expected, rtol=1e-5, atol=1e-6, err_msg=op.name)
 
 
 def test_operators_see_edits_of_their_parameters():
@@ -156,9 +152,7 @@ def test_edits_are_made_and_taken_back():
 def test_tidy_leaves_the_function_and_the_names_of_outputs():
     net = Net()
     x = net.input("x", (1, 4, 2, 2))
-    proto = net.model(
-        net("Identity", net.bn(net("Relu", x, out="h"), out="b"), out="y"), net.bn(x, name="n", out="z")
-    )
+    proto = net.model(net("Identity", net.bn(net("Relu", x, out="h"), out="b"), out="y"), net.bn(x, name="n", out="z"))
     view = OnnxView(proto)
     view.edit([Bypass("bn"), Bypass("n")])
     view.tidy()
@@ -196,10 +190,7 @@ def test_shapes_are_measured_behind_an_if_of_a_constant_that_reads_an_outer_valu
     """ONNX Runtime's optimiser inlines such a branch, and forgets what made the value where more outputs are asked for."""
     branches = [
         helper.make_graph(
-            [helper.make_node(op, ["y"], ["z"])],
-            op,
-            [],
-            [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)],
+            [helper.make_node(op, ["y"], ["z"])], op, [], [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)]
         )
         for op in ("Neg", "Abs")
     ]
@@ -211,9 +202,7 @@ def test_shapes_are_measured_behind_an_if_of_a_constant_that_reads_an_outer_valu
     graph = helper.make_graph(
         nodes, "g", values[:1], values[1:], [helper.make_tensor("yes", TensorProto.BOOL, [], [True])]
     )
-    model = load_model(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    ).model
+    model = load_model(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)).model
     shapes = measure_shapes(model, {"x": np.zeros((2, 3), np.float32)})
     assert {name: shapes.get(name) for name in ("x", "y", "out")} == dict.fromkeys(("x", "y", "out"), (2, 3))
 
@@ -221,8 +210,7 @@ def test_shapes_are_measured_behind_an_if_of_a_constant_that_reads_an_outer_valu
 def _read_by_a_branch_and_for_its_shape() -> onnx.ModelProto:
     """``y``, an output, is read by the branch of an If of a constant, and a Shape that stands before the If."""
     values = {
-        n: helper.make_tensor_value_info(n, TensorProto.FLOAT, [4, 8])
-        for n in ("x", "y", "zRelu", "zAbs", "out")
+        n: helper.make_tensor_value_info(n, TensorProto.FLOAT, [4, 8]) for n in ("x", "y", "zRelu", "zAbs", "out")
     }
     weights = {n: numpy_helper.from_array(np.random.default_rng(i).standard_normal((8, 8)).astype(np.float32), n)
                for i, n in enumerate(("w", "wRelu", "wAbs"))}  # fmt: skip

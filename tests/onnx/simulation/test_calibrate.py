@@ -126,9 +126,7 @@ def test_nothing_but_non_finite_values_is_an_error_that_names_the_site():
     with pytest.raises(
         CalibrationError, match=r"c1.input\[0\]: calibration saw no finite value \(384 NaN, 0 infinite\)"
     ):
-        simulate(small()).compute_encodings(
-            [{"x": np.full((2, 3, 8, 8), np.nan, np.float32)}], non_finite="clamp"
-        )
+        simulate(small()).compute_encodings([{"x": np.full((2, 3, 8, 8), np.nan, np.float32)}], non_finite="clamp")
 
 
 def test_per_channel_activations():
@@ -348,9 +346,7 @@ def test_interrupted_calibration_leaves_what_was_seen():
     sim = simulate(small())
     with pytest.raises(KeyboardInterrupt):
         sim.compute_encodings(stream())
-    assert sim.calibrated and sim.quantizers["c1.input[0]"].encoding == expected(
-        sim, "c1.input[0]", [data[0]["x"]]
-    )
+    assert sim.calibrated and sim.quantizers["c1.input[0]"].encoding == expected(sim, "c1.input[0]", [data[0]["x"]])
 
 
 # ------------------------------------------------------------------------------------------------------ bodies
@@ -359,12 +355,7 @@ def test_interrupted_calibration_leaves_what_was_seen():
 def branching() -> onnx.ModelProto:
     then, other = Net(1), Net(2)
     then("Relu", then("MatMul", "x", then.weights(4, 4, name="wt"), name="mt", out="t1"), name="rt", out="t2")
-    other(
-        "Mul",
-        other("MatMul", "x", other.weights(4, 4, name="wo"), name="mo", out="o1"),
-        other.const(2.0),
-        out="o2",
-    )
+    other("Mul", other("MatMul", "x", other.weights(4, 4, name="wo"), name="mo", out="o1"), other.const(2.0), out="o2")
     net = Net()
     net.input("x", (3, 4))
     net.input("cond", (), BOOL)
@@ -395,13 +386,7 @@ def looping() -> onnx.ModelProto:
 
 def scanning() -> onnx.ModelProto:
     inner = Net(6)
-    inner(
-        "Add",
-        inner("MatMul", "x_t", inner.weights(4, 4, name="w"), name="m", out="p"),
-        "s",
-        name="a",
-        out="q",
-    )
+    inner("Add", inner("MatMul", "x_t", inner.weights(4, 4, name="w"), name="m", out="p"), "s", name="a", out="q")
     inner("Tanh", "q", name="t", out="s_out")
     inner("Identity", "s_out", out="each")
     net = Net()
@@ -418,10 +403,7 @@ def scanning() -> onnx.ModelProto:
 @pytest.mark.parametrize("scheme", ["min_max", "percentile"])
 def test_branches_see_what_passed_them(scheme):
     random = np.random.default_rng(0)
-    data = [
-        {"x": random.standard_normal((3, 4)).astype(np.float32), "cond": np.array(c)}
-        for c in (True, True, False)
-    ]
+    data = [{"x": random.standard_normal((3, 4)).astype(np.float32), "cond": np.array(c)} for c in (True, True, False)]
     sim = simulate(branching(), scheme)
     sim.compute_encodings(data)
     weight = fake_quantize(sim.constants["wt"], sim.quantizers["wt"].encoding)
@@ -478,18 +460,13 @@ def test_loops_merge_their_iterations(scheme, trip):
     assert np.allclose(site.encoding.max, steps.max(), rtol=0.05)
     want, found = run(looping(), {"x": x, "trip": np.array(trip)}), sim.run({"x": x, "trip": np.array(trip)})
     assert all(w.shape == f.shape for w, f in zip(want, found, strict=True))
-    assert all(
-        np.allclose(w, f, atol=0.05 * max(1, np.abs(steps).max())) for w, f in zip(want, found, strict=True)
-    )
+    assert all(np.allclose(w, f, atol=0.05 * max(1, np.abs(steps).max())) for w, f in zip(want, found, strict=True))
 
 
 @pytest.mark.parametrize("scheme", ["min_max", "percentile"])
 def test_scans_merge_their_iterations(scheme):
     random = np.random.default_rng(0)
-    feeds = {
-        "xs": random.standard_normal((7, 3, 4)).astype(np.float32),
-        "s0": np.zeros((3, 4), np.float32),
-    }
+    feeds = {"xs": random.standard_normal((7, 3, 4)).astype(np.float32), "s0": np.zeros((3, 4), np.float32)}
     sim = simulate(scanning(), scheme)
     sim.compute_encodings([feeds])
     inside = [s for s in sim.quantizers.values() if s.role != "bias"]
@@ -601,9 +578,7 @@ def test_a_rectifier_that_never_returns_zero(monkeypatch):
     opened = sessions_opened(monkeypatch)
     found, expected, _ = relu_statistics(images(0.5))
     assert found == expected and found.lo > 0.5
-    assert (
-        opened.count("open_watching") <= 3
-    )  # with a few pixels, for the tensor itself, and with all of them
+    assert opened.count("open_watching") <= 3  # with a few pixels, for the tensor itself, and with all of them
 
 
 def test_a_channel_that_is_the_same_at_the_few_pixels_only_is_not_constant():
@@ -627,9 +602,7 @@ def test_values_that_overflow_inside_are_still_named(bias):
     x = net.input("x", ("n", 2, 16, 16))
     big = net.const(np.full((2, 2, 1, 1), 1e19, np.float32), "w")
     y = net("Conv", x, big, name="c1", out="c1.out")
-    y = net(
-        "Conv", net("Relu", y, name="r1"), net.const(np.full((1, 2, 1, 1), 1e19, np.float32), "v"), name="c2"
-    )
+    y = net("Conv", net("Relu", y, name="r1"), net.const(np.full((1, 2, 1, 1), 1e19, np.float32), "v"), name="c2")
     model = net.model(net("Add", y, net.const(np.float32(bias)), name="a", out="y"))
     sim = simulate(model)
     sim.compute_encodings([{"x": np.full((1, 2, 16, 16), 1e-3, np.float32)}])

@@ -16,14 +16,7 @@ from bitwright.core.numerics.affine import fake_quantize
 from bitwright.core.numerics.formats import parse_format
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.core.sums.int32_bias import fake_quantize_bias
-from bitwright.errors import (
-    CalibrationError,
-    ConfigError,
-    EncodingsError,
-    ExportError,
-    FormatError,
-    ModelError,
-)
+from bitwright.errors import CalibrationError, ConfigError, EncodingsError, ExportError, FormatError, ModelError
 from bitwright.onnx import quantize
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from tests.onnx.nets import Net, conv_chain, feeds_for, run
@@ -60,9 +53,7 @@ def test_outputs_keep_names_order_and_shapes(sim):
     assert [i.name for i in sim.session.get_inputs()] == ["x"]
     for want, found in zip(run(net(), DATA[0]), sim.run(DATA[0]), strict=True):
         assert want.shape == found.shape and sqnr(want, found) > 25
-    assert all(
-        np.array_equal(a, b) for a, b in zip(sim.run(DATA[0]), sim.session.run(None, DATA[0]), strict=True)
-    )
+    assert all(np.array_equal(a, b) for a, b in zip(sim.run(DATA[0]), sim.session.run(None, DATA[0]), strict=True))
     assert all(np.array_equal(a, b) for a, b in zip(sim.run(DATA[0]), sim.run(DATA[0]["x"]), strict=True))
 
 
@@ -105,9 +96,7 @@ def test_quantize_dequantize_is_the_reference_arithmetic(bits, signed):
         assert np.array_equal(sim.run({"x": values})[0], want)
 
 
-@pytest.mark.parametrize(
-    "preset", ["w8a8", "w4a8", "w8a16", "w4a16", "w8", "w4g32", "fp8", "fp16", "bf16", "mxfp4"]
-)
+@pytest.mark.parametrize("preset", ["w8a8", "w4a8", "w8a16", "w4a16", "w8", "w4g32", "fp8", "fp16", "bf16", "mxfp4"])
 def test_presets(preset):
     n = Net(2)
     y = n("MatMul", n.input("x", (5, 64)), n.weights(64, 32, name="w"), name="m", out="y")
@@ -149,12 +138,7 @@ def test_a_change_takes_effect_at_the_next_run(sim):
 def test_fp16_models():
     n = Net(3)
     x = n.input("x", (2, 8), FLOAT16)
-    y = n(
-        "MatMul",
-        x,
-        n.const(np.random.default_rng(0).standard_normal((8, 4)).astype(np.float16), "w"),
-        out="y",
-    )
+    y = n("MatMul", x, n.const(np.random.default_rng(0).standard_normal((8, 4)).astype(np.float16), "w"), out="y")
     model = n.model((y, FLOAT16, (2, 4)))
     data = feeds_for(model)
     for scheme in ("min_max", "percentile"):
@@ -225,9 +209,7 @@ def test_export_agrees_with_the_simulation_and_runs_by_default(sim, tmp_path):
 @pytest.mark.parametrize(
     "limit, note", [(5_000, "1 of 2 are kept, 0.0 MiB; all would be"), (1, "1 of 2 are kept"), (1 << 20, "")]
 )
-def test_an_export_whose_samples_are_large_keeps_fewer_and_can_be_verified(
-    sim, tmp_path, monkeypatch, limit, note
-):
+def test_an_export_whose_samples_are_large_keeps_fewer_and_can_be_verified(sim, tmp_path, monkeypatch, limit, note):
     from bitwright.export.verify.samples import read_samples, verify_folder
 
     monkeypatch.setattr("bitwright.export.artefacts.SAMPLE_LIMIT", limit)
@@ -261,9 +243,7 @@ def test_an_export_without_samples_is_not_compared_with_those_of_an_earlier_one(
     sim.export(tmp_path, "net", samples=False)
     assert not (tmp_path / "net_samples.npz").exists()
     (tmp_path / "net_samples.npz").write_bytes(samples)
-    with pytest.raises(
-        ExportError, match="the export has no samples, net_samples.npz.*Remedy: export the model again"
-    ):
+    with pytest.raises(ExportError, match="the export has no samples, net_samples.npz.*Remedy: export the model again"):
         verify_folder(tmp_path)
 
 
@@ -331,10 +311,7 @@ def test_running_before_calibration():
     [
         ({"y": DATA[0]["x"]}, "the model has no input 'y'"),
         ({}, "there is no value for the input x"),
-        (
-            {"x": DATA[0]["x"].astype(np.float64)},
-            r"the input x \(float32, \?x3x8x8\) was given float64 values",
-        ),
+        ({"x": DATA[0]["x"].astype(np.float64)}, r"the input x \(float32, \?x3x8x8\) was given float64 values"),
         ({"x": DATA[0]["x"][0]}, "was given an array of shape 3x8x8"),
         ((DATA[0]["x"], DATA[0]["x"]), "2 arrays for a model with 1 inputs"),
     ],
@@ -373,9 +350,7 @@ def test_arguments_that_mean_nothing(options, error, problem):
 
 def test_model_that_the_runtime_refuses_names_the_node():
     n = Net()
-    model = n.model(
-        n("Mystery", n.input("x", (2,)), name="strange", out="y", domain="my.ops"), domains={"my.ops": 1}
-    )
+    model = n.model(n("Mystery", n.input("x", (2,)), name="strange", out="y", domain="my.ops"), domains={"my.ops": 1})
     sim = QuantizationSimModel(model, None)
     with pytest.raises(ModelError, match=r"ONNX Runtime cannot load it: .*Mystery"):
         sim.compute_encodings([{"x": np.zeros(2, np.float32)}])
@@ -384,9 +359,7 @@ def test_model_that_the_runtime_refuses_names_the_node():
 def test_an_operator_that_does_not_exist_is_named():
     n = Net()
     model = n.model(n("Reluu", n.input("x", (2,)), name="strange", out="y"))
-    problem = (
-        r"net: node 'strange' is a Reluu, and opset 17 has no such operator \(did you mean '(Relu|PRelu)'"
-    )
+    problem = r"net: node 'strange' is a Reluu, and opset 17 has no such operator \(did you mean '(Relu|PRelu)'"
     with pytest.raises(ModelError, match=problem):
         QuantizationSimModel(model, None)
 
@@ -423,9 +396,7 @@ def test_an_input_of_unknown_rank_needs_data():
     n = Net()
     n.inputs.append(onnx.helper.make_tensor_value_info("x", TensorProto.FLOAT, None))
     sim = QuantizationSimModel(n.model(n("Relu", "x", out="y")), None)
-    with pytest.raises(
-        ModelError, match=r"x: no random data can be made for the input x \(float32, any shape\)"
-    ):
+    with pytest.raises(ModelError, match=r"x: no random data can be made for the input x \(float32, any shape\)"):
         sim.compute_encodings()
 
 

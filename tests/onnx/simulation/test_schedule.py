@@ -31,9 +31,7 @@ def convolutions() -> tuple[ir.Model, list[str]]:
     x = net.input("x", ("n", 3, 20, 20))
     watched, width, parts = [x], 3, []
     for i, channels in enumerate(CHANNELS):
-        y = net(
-            "Relu", net.conv(x, width, channels, name=f"c{i}", pads=[1] * 4), name=f"r{i}", out=f"r{i}.out"
-        )
+        y = net("Relu", net.conv(x, width, channels, name=f"c{i}", pads=[1] * 4), name=f"r{i}", out=f"r{i}.out")
         z = net.conv(y, channels, channels, name=f"d{i}", pads=[1] * 4, group=channels)
         x = net("Add", y, z, name=f"a{i}", out=f"a{i}.out")
         watched += [y, z, x]

@@ -57,9 +57,7 @@ def test_the_exported_file_returns_it_too(moved, tmp_path):
     written = ir.load(tmp_path / "model.onnx")
     for one, other in zip(run(written, feeds()), run(written, feeds(), optimize=True), strict=True):
         assert np.abs(one - other).max() <= 0.02 * np.abs(one).max()
-    np.testing.assert_allclose(
-        run(written, feeds(), optimize=True)[2], run(written, feeds())[2], rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(run(written, feeds(), optimize=True)[2], run(written, feeds())[2], rtol=1e-5, atol=1e-6)
 
 
 def test_reading_the_file_takes_the_guard_out_again(tmp_path):
@@ -83,9 +81,7 @@ def test_a_file_without_such_an_output_has_no_guard(tmp_path):
 def channels_last(size):
     """As TensorFlow has it: convolutions between Transposes, and a sum that is returned, read on and added again."""
     net = Net()
-    h = net.conv(
-        net("Transpose", net.input("x", ("N", *size, 3)), perm=[0, 3, 1, 2]), 3, 4, k=1, name="first"
-    )
+    h = net.conv(net("Transpose", net.input("x", ("N", *size, 3)), perm=[0, 3, 1, 2]), 3, 4, k=1, name="first")
     other = net("Transpose", net.conv(h, 4, 4, k=1, name="second"), perm=[0, 2, 3, 1])
     seen = net("Add", net("Transpose", h, perm=[0, 2, 3, 1]), other, name="sum", out="seen")
     third = net.conv(net("Transpose", seen, perm=[0, 3, 1, 2]), 4, 4, k=1, name="third")

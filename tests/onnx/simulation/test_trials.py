@@ -99,9 +99,7 @@ def test_a_new_parameter_is_what_the_next_run_computes_with():
     trials = sim.trial_session()
     before, tried = sim.run(feeds)[0], trials.run(None, feeds)[0]
     weight = sim.constants[name]
-    sim.set_parameter(
-        name.removesuffix(".weight") if name not in sim.marked.graph.initializers else name, 0 * weight
-    )
+    sim.set_parameter(name.removesuffix(".weight") if name not in sim.marked.graph.initializers else name, 0 * weight)
     assert not np.array_equal(sim.run(feeds)[0], before)
     assert not sim.constants[name].any()
     ours, theirs = trials.run(None, feeds)[0], sim.run(feeds)[0]

@@ -42,9 +42,7 @@ def test_gptq_treats_or_lists_every_layer(case: Case) -> None:
     batches = [example(case, seed) for seed in range(2)]
     report = apply_gptq(sim, batches)
     layers = {
-        s.op
-        for s in sim.quantizers.values()
-        if s.role == "weight" and sim.graph.op(s.op).type in ("Conv", "Gemm")
+        s.op for s in sim.quantizers.values() if s.role == "weight" and sim.graph.op(s.op).type in ("Conv", "Gemm")
     }
     named = {row.layer for row in report} | set(report.skipped)
     assert layers <= named

@@ -88,8 +88,7 @@ def test_the_program_stays_as_it_is() -> None:
 
 
 @pytest.mark.skipif(
-    torch.__version__.partition("+")[0] != PINNED,
-    reason=f"another torch than the {PINNED} of constraints.txt",
+    torch.__version__.partition("+")[0] != PINNED, reason=f"another torch than the {PINNED} of constraints.txt"
 )
 def test_this_version_of_torch_has_the_known_steps() -> None:
     """Otherwise exports are right and take two to three times as long: what the exporter consists of has changed."""

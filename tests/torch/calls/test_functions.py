@@ -84,9 +84,7 @@ def test_a_factor_of_one_that_the_exporter_removes(tmp_path: Path) -> None:
     x = torch.randn(64, 8)
     sim = QuantizationSimModel(Wrapped(NEUTRAL["times-one"]).eval(), x)
     sim.compute_encodings([x], progress=False)
-    for site, factor in zip(
-        [s for s in sim.quantizers.values() if s.role == "output"], (0.8, 0.9), strict=False
-    ):
+    for site, factor in zip([s for s in sim.quantizers.values() if s.role == "output"], (0.8, 0.9), strict=False):
         site.encoding = replace(site.encoding, scale=site.encoding.scale * np.float32(factor))
     sim.export(tmp_path, "model", x)
     result = sim.verify(x)

@@ -92,9 +92,7 @@ class Attention(nn.Module):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_is_refused_and_the_remedy_works() -> None:
     x = torch.randn(1, 16, 16)
-    with pytest.raises(
-        ModelError, match=r"calls flex_attention.*Remedy: use F\.scaled_dot_product_attention"
-    ):
+    with pytest.raises(ModelError, match=r"calls flex_attention.*Remedy: use F\.scaled_dot_product_attention"):
         QuantizationSimModel(Attention(True), x)
     sim = QuantizationSimModel(Attention(False), x)
     sim.compute_encodings([x], progress=False)

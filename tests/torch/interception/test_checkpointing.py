@@ -131,9 +131,7 @@ class Dropped(Base):
 MODELS = [Modules, Stack, Closure, OnlyFunctions, Nested, Shared, Loop, Dropped]
 
 
-def train_step(
-    sim: QuantizationSimModel, how: Callable[..., Any] = operator.call
-) -> tuple[Tensor, dict[str, Tensor]]:
+def train_step(sim: QuantizationSimModel, how: Callable[..., Any] = operator.call) -> tuple[Tensor, dict[str, Tensor]]:
     sim = copy.deepcopy(sim)
     sim.model.how = how
     sim.model.train()

@@ -103,9 +103,7 @@ def no_fused_attention() -> Iterator[None]:
 def test_training_and_inference_are_one_graph_each_and_bit_equal(name: str) -> None:
     sim, x = simulated(*MODELS[name])
     compiled = copy.deepcopy(sim)
-    counter = torch._dynamo.testing.CompileCounterWithBackend(
-        "eager" if name in ("steps", "cells") else "aot_eager"
-    )
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager" if name in ("steps", "cells") else "aot_eager")
     run = torch.compile(compiled.model, backend=counter, fullgraph=True)
     with torch.no_grad():
         for _ in range(3):
@@ -219,9 +217,7 @@ def test_recurrent_layers_are_compiled_with_the_numbers_of_eager(
                 assert torch.equal(run(x), sim.model(x))
 
 
-def test_a_model_that_breaks_the_graph_runs_whole_without_the_compiler(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_model_that_breaks_the_graph_runs_whole_without_the_compiler(caplog: pytest.LogCaptureFixture) -> None:
     """In parts, what quantizers compute would be taken for calls of the model."""
     sim, x = simulated(lambda: Recurrent("GRU"), (2, 2, 2))
     other, run = copy.deepcopy(sim), torch.compile(sim.model, backend="eager")

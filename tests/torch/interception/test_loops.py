@@ -151,9 +151,7 @@ def test_layers_in_a_row_that_share_a_weight_have_grids_of_their_own(kind: str) 
         assert sqnr(model(x).numpy(), sim.model(x).numpy()) > 28
     weights = [site for site in sim.quantizers.values() if site.role == "weight"]
     assert len(weights) == (8 if kind == "block" else 4)
-    assert (
-        len({id(site.quantizer) for site in weights}) == len(weights) // 4
-    )  # one encoding for all that share it
+    assert len({id(site.quantizer) for site in weights}) == len(weights) // 4  # one encoding for all that share it
     assert not sim._simulator.unseen and sim.verify(x).ok
 
 
@@ -239,9 +237,7 @@ def test_a_convolution_repeated_on_one_line_is_named_before_it_costs_three_bits(
     assert "share this grid" not in caplog.text
 
 
-def test_calls_of_a_loop_with_unlike_ranges_are_named_and_the_remedy_works(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_calls_of_a_loop_with_unlike_ranges_are_named_and_the_remedy_works(caplog: pytest.LogCaptureFixture) -> None:
     class Loop(nn.Module):
         def __init__(self, layers: list[nn.Linear]) -> None:
             super().__init__()
@@ -276,9 +272,7 @@ def test_calls_of_a_loop_with_unlike_ranges_are_named_and_the_remedy_works(
     assert lost[1] > lost[0] + 10
 
 
-def test_unlike_steps_over_time_are_named_once_and_sixteen_bits_help(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_unlike_steps_over_time_are_named_once_and_sixteen_bits_help(caplog: pytest.LogCaptureFixture) -> None:
     class Steps(nn.Module):
         def __init__(self) -> None:
             super().__init__()

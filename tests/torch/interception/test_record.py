@@ -98,9 +98,7 @@ def test_a_loop_over_time_has_one_place_for_any_length() -> None:
     assert long.op("tanh").calls == 9
     # later steps read the state of the step before, and the graph knows
     assert (0, "tanh.output[0]") in long.op("hh").also
-    assert {op.name for op, _ in long.consumers("tanh.output[0]")} == {"hh"} and long.is_output(
-        "tanh.output[0]"
-    )
+    assert {op.name for op, _ in long.consumers("tanh.output[0]")} == {"hh"} and long.is_output("tanh.output[0]")
 
 
 class Branch(nn.Module):
@@ -150,9 +148,7 @@ def test_attention_is_taken_apart() -> None:
 @pytest.mark.parametrize("need_weights", [False, True], ids=["plain", "weights"])
 @pytest.mark.parametrize("same", [False, True], ids=["cross", "self"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"kdim": 6, "vdim": 7}],
-    ids=str,
+    "options", [{}, {"bias": False}, {"add_bias_kv": True}, {"add_zero_attn": True}, {"kdim": 6, "vdim": 7}], ids=str
 )
 def test_decomposed_attention_equals_the_fused_call(need_weights: bool, same: bool, options: dict) -> None:
     if same and "kdim" in options:
@@ -160,11 +156,7 @@ def test_decomposed_attention_equals_the_fused_call(need_weights: bool, same: bo
     torch.manual_seed(0)
     model = nn.MultiheadAttention(8, 2, **options).eval()
     q = torch.randn(5, 3, 8)
-    k, v = (
-        (q, q)
-        if same
-        else (torch.randn(4, 3, options.get("kdim", 8)), torch.randn(4, 3, options.get("vdim", 8)))
-    )
+    k, v = (q, q) if same else (torch.randn(4, 3, options.get("kdim", 8)), torch.randn(4, 3, options.get("vdim", 8)))
     padding = torch.zeros(3, len(k), dtype=torch.bool)
     padding[0, -1] = True
     mask = torch.zeros(5, len(k)).masked_fill(torch.rand(5, len(k)) > 0.7, -2.0)
@@ -192,15 +184,9 @@ def test_decomposed_attention_equals_the_fused_call(need_weights: bool, same: bo
 def test_decomposed_product_attention_equals_the_fused_call(causal: bool, gqa: bool) -> None:
     from bitwright.torch.calls.decompose import scaled_dot_product_attention
 
-    q, k, v = (
-        torch.randn(2, 4, 5, 8),
-        torch.randn(2, 2 if gqa else 4, 5, 8),
-        torch.randn(2, 2 if gqa else 4, 5, 8),
-    )
+    q, k, v = (torch.randn(2, 4, 5, 8), torch.randn(2, 2 if gqa else 4, 5, 8), torch.randn(2, 2 if gqa else 4, 5, 8))
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
-    torch.testing.assert_close(
-        scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa), expected
-    )
+    torch.testing.assert_close(scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa), expected)
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -214,8 +200,7 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_a_failing_example_names_the_module_and_keeps_the_cause() -> None:
     model = nn.Sequential(Block(), nn.Sequential(nn.Flatten(), nn.Linear(63, 2)))
     with pytest.raises(
-        ModelError,
-        match=r"Sequential, in 1\.1: the model fails on the example input .*\(1, 4, 4, 4\) float32.*Remedy",
+        ModelError, match=r"Sequential, in 1\.1: the model fails on the example input .*\(1, 4, 4, 4\) float32.*Remedy"
     ) as info:
         record(model, [torch.randn(1, 4, 4, 4)])
     assert isinstance(info.value.__cause__, RuntimeError)

@@ -75,14 +75,9 @@ CHAINS = {
     "parameter": lambda: Loop(lambda m, x, t: torch.relu(x @ m.w) + x, 4),
     "input-again": lambda: Loop(lambda m, x, t: m.f(x) * torch.sigmoid(m.x), 3, f=nn.Linear(8, 8)),
     "norms": lambda: Loop(
-        lambda m, x, t: m.n[t](m.f(x)),
-        3,
-        f=nn.Linear(8, 8),
-        n=nn.ModuleList(nn.LayerNorm(8) for _ in range(3)),
+        lambda m, x, t: m.n[t](m.f(x)), 3, f=nn.Linear(8, 8), n=nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
     ),
-    "block": lambda: Loop(
-        lambda m, x, t: m.f(x), 3, f=nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-    ),
+    "block": lambda: Loop(lambda m, x, t: m.f(x), 3, f=nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))),
 }
 
 
@@ -95,10 +90,7 @@ def test_a_chain_has_grids_of_its_own_for_every_turn_and_one_weight(name: str) -
     products = [s for s in found if s.name.split("@")[0].rstrip("0123456789_").endswith(("weight", "w"))]
     assert len({id(site.quantizer) for site in found if site.op.count("n.") == 0}) >= layers
     assert len(products) >= layers * model.turns
-    assert (
-        len({id(s.quantizer) for s in products if ".n." not in s.name and not s.name.startswith("n.")})
-        == layers
-    )
+    assert len({id(s.quantizer) for s in products if ".n." not in s.name and not s.name.startswith("n.")}) == layers
     with torch.no_grad():
         assert sqnr(model(x).numpy(), sim.model(x).numpy()) > 28
     assert not sim._simulator.unseen
@@ -129,15 +121,11 @@ OVER_TIME = {
     "cell": (lambda: Loop(lambda m, h, t: m.c(m.x[:, t], h), None, c=nn.GRUCell(8, 8)), (5, 6, 8)),
     "two-steps": (lambda: Loop(lambda m, h, t: m.c(m.x[:, t], h), None, c=nn.GRUCell(8, 8)), (5, 2, 8)),
     "elman": (
-        lambda: Loop(
-            lambda m, h, t: torch.tanh(m.i(m.x[:, t]) + m.h(h)), None, i=nn.Linear(8, 8), h=nn.Linear(8, 8)
-        ),
+        lambda: Loop(lambda m, h, t: torch.tanh(m.i(m.x[:, t]) + m.h(h)), None, i=nn.Linear(8, 8), h=nn.Linear(8, 8)),
         (5, 6, 8),
     ),
     "elman-in-two-steps": (
-        lambda: Loop(
-            lambda m, h, t: torch.tanh(m.i(m.x[:, t]) + m.h(h)), None, i=nn.Linear(8, 8), h=nn.Linear(8, 8)
-        ),
+        lambda: Loop(lambda m, h, t: torch.tanh(m.i(m.x[:, t]) + m.h(h)), None, i=nn.Linear(8, 8), h=nn.Linear(8, 8)),
         (5, 2, 8),
     ),
     "taken-apart": (Read, (5, 6, 8)),
@@ -187,9 +175,7 @@ def test_examples_with_different_numbers_of_turns_share_one_place() -> None:
 def test_checkpointed_turns_are_computed_again_at_their_own_places(reentrant: bool) -> None:
     torch.manual_seed(0)
     plain = Loop(lambda m, x, t: m.f(x).relu() + x, 3, f=nn.Linear(8, 8))
-    saved = Loop(
-        lambda m, x, t: checkpoint(lambda v: m.f(v).relu() + v, x, use_reentrant=reentrant), 3, f=plain.f
-    )
+    saved = Loop(lambda m, x, t: checkpoint(lambda v: m.f(v).relu() + v, x, use_reentrant=reentrant), 3, f=plain.f)
     gradients = []
     for model in (plain, saved):
         sim, x = simulated(model, 5, 8)

@@ -109,9 +109,7 @@ def test_gradients_of_every_granularity_are_those_of_the_definition(granularity,
     shape = (4, 6, 3)
     params = granularity.param_shape(shape)
     zero_point = np.zeros(params) if zero_points == "equal" else generator.integers(-3, 4, params)
-    encoding = Encoding(
-        IntFormat(4), generator.random(params).astype(np.float32) + 0.2, zero_point, granularity
-    )
+    encoding = Encoding(IntFormat(4), generator.random(params).astype(np.float32) + 0.2, zero_point, granularity)
     x = torch.from_numpy(generator.standard_normal(shape).astype(np.float32) * 8).requires_grad_()
     weight = torch.from_numpy(generator.standard_normal(shape).astype(np.float32))
     (apply(x, encoding) * weight).sum().backward()

@@ -23,9 +23,7 @@ def test_values_are_those_of_the_reference(bits, signed):
     encoding = Encoding(fmt, scale, zero_point, PerTensor())
     s, z = torch.tensor(float(scale)), torch.tensor(float(zero_point), dtype=torch.float64)
     assert functional.quantize(x, s, z, fmt.qmin, fmt.qmax).long().equal(affine.quantize(x, encoding).long())
-    assert functional.quantize_dequantize(x, s, z, fmt.qmin, fmt.qmax).equal(
-        affine.fake_quantize(x, encoding)
-    )
+    assert functional.quantize_dequantize(x, s, z, fmt.qmin, fmt.qmax).equal(affine.fake_quantize(x, encoding))
 
 
 @pytest.mark.parametrize(
@@ -37,9 +35,7 @@ def test_values_are_those_of_the_reference(bits, signed):
 )
 def test_channels_and_blocks_are_those_of_the_reference(granularity, params, blocks):
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    scale = np.linspace(0.01, 0.05, int(np.prod(params)), dtype=np.float32).reshape(
-        granularity.param_shape(x.shape)
-    )
+    scale = np.linspace(0.01, 0.05, int(np.prod(params)), dtype=np.float32).reshape(granularity.param_shape(x.shape))
     encoding = Encoding(IntFormat(4), scale, np.zeros_like(scale, np.int32), granularity)
     s = torch.from_numpy(scale.copy()).reshape(params)
     got = functional.quantize_dequantize(x, s, torch.zeros(params), -8, 7, blocks)

@@ -247,9 +247,7 @@ def test_compiled_gradients_are_those_of_separate_operations(granularity, monkey
             separate_operations(monkeypatch)
         per_tensor = granularity == "tensor"
         learning = (
-            quantizer(x, PER_TENSOR, 4, "asymmetric")
-            if per_tensor
-            else quantizer(x, PerChannel(0), 4, "symmetric")
+            quantizer(x, PER_TENSOR, 4, "asymmetric") if per_tensor else quantizer(x, PerChannel(0), 4, "symmetric")
         )
         learned = learning.learn(offset=per_tensor)
         moved(learned)

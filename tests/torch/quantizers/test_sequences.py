@@ -51,9 +51,7 @@ def test_statistics_are_those_of_single_steps(
         sim = QuantizationSimModel(lstm(bidirectional=bidirectional), X, quant_scheme=scheme)
         for site in sim.quantizers["*.gate"]:  # by themselves they have a fixed range, which needs no data
             if on == "*.gate":
-                site.spec = QuantSpec(
-                    IntFormat(8, signed=False), symmetry="asymmetric", method=site.spec.method
-                )
+                site.spec = QuantSpec(IntFormat(8, signed=False), symmetry="asymmetric", method=site.spec.method)
         sim.compute_encodings([X, 2 * X], progress=False)
         return [quantizer.statistics for quantizer in sim.quantizers.unique()]
 
@@ -87,9 +85,7 @@ def test_what_is_seen_of_channels_and_of_odd_values(kind: str, in_steps: Callabl
     def seen() -> list[object]:
         model, x = lstm(), X.clone()
         with torch.no_grad():
-            if (
-                kind == "constant"
-            ):  # of the cell and the hidden state of three units nothing moves, one of them at -0.0
+            if kind == "constant":  # of the cell and the hidden state of three units nothing moves, one of them at -0.0
                 for weight in (model.weight_ih_l0, model.weight_hh_l0, model.bias_ih_l0, model.bias_hh_l0):
                     weight.view(4, 10, -1)[:, [2, 5, 7]] = 0.0
                 model.bias_ih_l0[2], model.bias_ih_l0[22] = -0.0, -0.0
@@ -137,12 +133,7 @@ def test_gradients_are_those_of_single_steps(bias: bool, bits: int, in_steps: Ca
         x, h, c = (t.requires_grad_() for t in (X.clone(), torch.rand(1, 3, 10), torch.rand(1, 3, 10)))
         y, (last_h, last_c) = sim.model(x, (h, c))
         (y.square().sum() + last_h.sum() - (3 * last_c).sin().sum()).backward()
-        return [
-            y.detach(),
-            last_h.detach(),
-            last_c.detach(),
-            *(p.grad for p in (x, h, c, *sim.model.parameters())),
-        ]
+        return [y.detach(), last_h.detach(), last_c.detach(), *(p.grad for p in (x, h, c, *sim.model.parameters()))]
 
     torch.manual_seed(3)
     fast = gradients()
@@ -155,9 +146,7 @@ def test_gradients_are_those_of_single_steps(bias: bool, bits: int, in_steps: Ca
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["observed", "trained"])
-def test_a_whole_sequence_is_taken_where_there_are_compiled_loops(
-    grad: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_whole_sequence_is_taken_where_there_are_compiled_loops(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bool] = []
     sequence = StepFunctions.sequence
 
@@ -219,13 +208,9 @@ def test_ranges_that_train_get_the_gradients_of_single_steps(
     def gradients() -> dict[str, Tensor]:
         sim = QuantizationSimModel(lstm(bidirectional=bidirectional), X)
         for name, site in sim.quantizers.items():
-            if (
-                site.inner is not None
-            ):  # gates too, which by themselves have fixed ranges; some with a zero point
+            if site.inner is not None:  # gates too, which by themselves have fixed ranges; some with a zero point
                 odd = site.inner.endswith("gate") or name.endswith("output[0]")
-                site.spec = QuantSpec(
-                    IntFormat(bits, signed=not odd), symmetry="asymmetric" if odd else "symmetric"
-                )
+                site.spec = QuantSpec(IntFormat(bits, signed=not odd), symmetry="asymmetric" if odd else "symmetric")
         sim.compute_encodings([X / 3], progress=False)  # so that X clips
         sim.learn_ranges(sites)
         y, (last_h, last_c) = sim.model(X)
@@ -247,11 +232,7 @@ def test_ranges_that_train_get_the_gradients_of_single_steps(
     largest = max(float(x.abs().max()) for name, x in slow.items() if "log_scale" in name or "offset" in name)
     for name, other in slow.items():
         torch.testing.assert_close(
-            fast[name],
-            other,
-            rtol=1e-5,
-            atol=1e-5 * max(1.0, largest),
-            msg=lambda text, n=name: f"{n}: {text}",
+            fast[name], other, rtol=1e-5, atol=1e-5 * max(1.0, largest), msg=lambda text, n=name: f"{n}: {text}"
         )
 
 

@@ -31,9 +31,7 @@ def results(model: nn.Module, x: object, bits: int, learned: bool = False) -> li
     sim = QuantizationSimModel(model, x, default_output_bw=bits, default_param_bw=8)
     sim.compute_encodings([x], progress=False)
     found = [
-        torch.tensor(site.encoding.scale.tolist())
-        for site in sim.quantizers.values()
-        if site.encoding is not None
+        torch.tensor(site.encoding.scale.tolist()) for site in sim.quantizers.values() if site.encoding is not None
     ]
     with torch.no_grad():
         y, state = sim.model(x)
@@ -57,9 +55,7 @@ def results(model: nn.Module, x: object, bits: int, learned: bool = False) -> li
 def test_equal_to_the_gates_one_by_one(
     kind: str, packed: bool, bits: int, learned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        stacked_steps, "_LEAST", 0
-    )  # compiled steps, where they are at hand, of small states too
+    monkeypatch.setattr(stacked_steps, "_LEAST", 0)  # compiled steps, where they are at hand, of small states too
     x, seen = PACKED if packed else X, []
     stacked, sequence = StepFunctions.stacked, StepFunctions.sequence
 
@@ -103,9 +99,7 @@ def test_gates_of_different_widths_stand_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
-def test_the_fused_operator_runs_where_no_site_inside_is_on(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fused_operator_runs_where_no_site_inside_is_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(kind)
     sim = QuantizationSimModel(model, X)
     for site in sim.quantizers.values():

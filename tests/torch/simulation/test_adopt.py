@@ -75,9 +75,7 @@ def _prune(layer: nn.Module) -> nn.Module:
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("wrap", [_weight_norm, _spectral_norm, _prune, parametrizations.weight_norm])
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
-def test_computed_weights_are_copied_and_quantized(
-    wrap: Callable[[nn.Module], nn.Module], used: bool
-) -> None:
+def test_computed_weights_are_copied_and_quantized(wrap: Callable[[nn.Module], nn.Module], used: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(wrap(nn.Linear(8, 4)), nn.ReLU()).eval()
     if used:
@@ -98,9 +96,7 @@ def test_lazy_modules_get_their_parameters_from_the_example() -> None:
     sim = simulate(model, IMAGE)
     assert {"0.weight", "3.weight"} <= sites(sim)
     assert torch.nn.parameter.is_lazy(model[0].weight), "the user's model is left alone"
-    with pytest.raises(
-        ModelError, match=r"^0\.weight: this parameter of a lazy module does not exist yet.*fails"
-    ):
+    with pytest.raises(ModelError, match=r"^0\.weight: this parameter of a lazy module does not exist yet.*fails"):
         QuantizationSimModel(model, torch.randn(3))
 
 
@@ -133,9 +129,7 @@ def test_a_program_of_torch_export_has_the_quantizers_of_its_model() -> None:
     with torch.no_grad():
         assert torch.equal(program.model(IMAGE), plain.model(IMAGE))
         assert not program._simulator.unseen
-        assert torch.equal(copy.deepcopy(program).model(IMAGE), plain.model(IMAGE)), (
-            "a copy of a program is simulated"
-        )
+        assert torch.equal(copy.deepcopy(program).model(IMAGE), plain.model(IMAGE)), "a copy of a program is simulated"
 
 
 # -------------------------------------------------------------------------------------------------------- attention
@@ -186,17 +180,12 @@ def test_inference_mode_gives_the_same_bits() -> None:
     ("use", "message"),
     [
         (lambda model: torch.vmap(model)(X), r"torch\.func transform.*whole batch"),
-        (
-            lambda model: torch.func.grad(lambda z: model(z).sum())(X),
-            r"torch\.func transform.*loss\.backward",
-        ),
+        (lambda model: torch.func.grad(lambda z: model(z).sum())(X), r"torch\.func transform.*loss\.backward"),
         (lambda model: torch.jit.trace(model, X), r"torch\.jit\.trace.*sim\.export"),
     ],
     ids=["vmap", "grad", "trace"],
 )
-def test_transforms_of_the_simulation_get_one_sentence(
-    use: Callable[[nn.Module], object], message: str
-) -> None:
+def test_transforms_of_the_simulation_get_one_sentence(use: Callable[[nn.Module], object], message: str) -> None:
     sim = simulate(mlp())
     expected = sim.model(X)
     with pytest.raises(ModelError, match=message):
@@ -280,8 +269,7 @@ def test_a_copy_shares_storage_where_the_model_does() -> None:
     model.marked.note = "kept"
     new = copied(model)
     assert all(
-        torch.equal(a, b) and a.stride() == b.stride()
-        for a, b in zip(new.buffers(), model.buffers(), strict=True)
+        torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(new.buffers(), model.buffers(), strict=True)
     )
     assert new.again is new.whole and new.marked.note == "kept"
     with torch.no_grad():

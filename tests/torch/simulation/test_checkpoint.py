@@ -52,9 +52,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def state(sim: QuantizationSimModel) -> list[Any]:
-    quantizers = [
-        (q.spec, q.encoding, q.enabled, q.frozen, q.why_float, q.statistics) for q in sim.quantizers.unique()
-    ]
+    quantizers = [(q.spec, q.encoding, q.enabled, q.frozen, q.why_float, q.statistics) for q in sim.quantizers.unique()]
     tensors = {name: tensor.tolist() for name, tensor in sim.model.state_dict().items()}
     return [quantizers, tensors, sim.calibrated, sim.repairs, sim.calibration_log]
 
@@ -279,19 +277,13 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(saved: Path, monkeypatch: pyte
         patch.setattr(Path, "write_text", full)
         with pytest.raises(ExportError, match="the disk is full. Remedy: free some space"):
             sim.save_checkpoint(saved)
-    assert sorted(path.name for path in saved.iterdir()) == [
-        "checkpoint.json",
-        "model.safetensors",
-        "quantizers.json",
-    ]
+    assert sorted(path.name for path in saved.iterdir()) == ["checkpoint.json", "model.safetensors", "quantizers.json"]
     sim.load_checkpoint(saved)
     assert torch.equal(sim.model(X), make(2.0).model(X))
 
 
 @pytest.mark.parametrize("prefix", ["../../up", "/up", "", "a/b"])
-def test_a_prefix_that_leads_out_of_the_folder_is_refused_before_any_work(
-    tmp_path: Path, prefix: str
-) -> None:
+def test_a_prefix_that_leads_out_of_the_folder_is_refused_before_any_work(tmp_path: Path, prefix: str) -> None:
     sim, folder = make(), tmp_path / "a" / "b"
     params = bt.AdaroundParameters(data_loader=iter(()), num_batches=1)
     for call in (

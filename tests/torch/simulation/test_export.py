@@ -235,9 +235,9 @@ def test_quantize_leaves_the_batch_free(tmp_path: Path) -> None:
     five, one = (run(result.exported.qdq, {"x": part.numpy()})["output"] for part in (x, x[:1]))
     np.testing.assert_array_equal(five[:1], one)
     report = verify_folder(tmp_path)
-    assert report.ok and any(
-        "cat" in row.ops or "token" in row.site or "cat" in row.site for row in report.rows
-    ), report
+    assert report.ok and any("cat" in row.ops or "token" in row.site or "cat" in row.site for row in report.rows), (
+        report
+    )
 
 
 def test_a_batch_that_the_model_fixes_is_named(tmp_path: Path) -> None:
@@ -428,9 +428,7 @@ class Similarities(nn.Module):
         return t, i, t @ i.t() * 10
 
 
-def test_an_output_that_is_transposed_and_quantized_verifies_and_inputs_keep_their_names(
-    tmp_path: Path,
-) -> None:
+def test_an_output_that_is_transposed_and_quantized_verifies_and_inputs_keep_their_names(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, data = Similarities().eval(), [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(3)]
     sim = QuantizationSimModel(model, data[0])

@@ -67,9 +67,7 @@ class Permuted(nn.Module):
 def test_a_linear_after_a_permutation_is_a_product_on_integers(tmp_path: Path, bias: bool) -> None:
     torch.manual_seed(0)
     batches = [torch.randn(2, 3, 8, 8) for _ in range(3)]
-    result = bitwright.torch.quantize(
-        Permuted(bias).eval(), batches, recipe=["fold"], path=tmp_path, progress=False
-    )
+    result = bitwright.torch.quantize(Permuted(bias).eval(), batches, recipe=["fold"], path=tmp_path, progress=False)
     report = result.sim.verify(batches[1])
     assert report.ok, str(report)
     kernels = {row.site: row.kernel for row in report.rows}

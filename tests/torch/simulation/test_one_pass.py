@@ -69,17 +69,10 @@ def run(sim: QuantizationSimModel, x: Tensor) -> list[Tensor]:
     out = sim.model(given)
     (out * torch.linspace(-1, 1, out.numel()).reshape(out.shape)).sum().backward()
     assert given.grad is not None
-    return [
-        *found,
-        out.detach(),
-        given.grad,
-        *(p.grad.clone() for p in sim.model.parameters() if p.grad is not None),
-    ]
+    return [*found, out.detach(), given.grad, *(p.grad.clone() for p in sim.model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize(
-    "layout", [torch.contiguous_format, torch.channels_last], ids=["rows", "channels-last"]
-)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["rows", "channels-last"])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", TAILS)
 def test_values_and_gradients_are_those_of_separate_calls(
@@ -101,9 +94,7 @@ def test_values_and_gradients_are_those_of_separate_calls(
         assert a.stride() == b.stride()
 
 
-@pytest.mark.parametrize(
-    "layout", [torch.contiguous_format, torch.channels_last], ids=["rows", "channels-last"]
-)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["rows", "channels-last"])
 @pytest.mark.parametrize("offsets", [False, True], ids=["scales", "offsets"])
 @pytest.mark.parametrize("name", TAILS)
 def test_ranges_that_train_have_the_values_and_gradients_of_separate_calls(
@@ -184,9 +175,7 @@ def test_gradients_of_gradients_are_those_of_separate_calls(monkeypatch: pytest.
     def penalty() -> list[Tensor]:
         given = x.clone().requires_grad_()
         (slope,) = torch.autograd.grad(sim.model(given).square().sum(), given, create_graph=True)
-        return list(
-            torch.autograd.grad(slope.square().sum(), list(sim.model.parameters()), allow_unused=True)
-        )
+        return list(torch.autograd.grad(slope.square().sum(), list(sim.model.parameters()), allow_unused=True))
 
     fast = penalty()
     monkeypatch.setattr(fake_quantize, "loops", lambda: None)

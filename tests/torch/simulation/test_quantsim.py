@@ -77,14 +77,10 @@ def test_the_simulation_is_the_reference_arithmetic_at_every_site(
         return affine.fake_quantize(x, q[name])
 
     x = fq(batches[0], "conv.input[0]")
-    y = F.conv2d(
-        x, fq(model.conv.weight.detach(), "conv.weight"), fq(model.conv.bias.detach(), "conv.bias"), padding=1
-    )
+    y = F.conv2d(x, fq(model.conv.weight.detach(), "conv.weight"), fq(model.conv.bias.detach(), "conv.bias"), padding=1)
     y = fq(F.relu(y), "relu.output[0]").mean((2, 3))
     y = F.linear(
-        fq(y, "mean.output[0]"),
-        fq(model.fc.weight.detach(), "fc.weight"),
-        fq(model.fc.bias.detach(), "fc.bias"),
+        fq(y, "mean.output[0]"), fq(model.fc.weight.detach(), "fc.weight"), fq(model.fc.bias.detach(), "fc.bias")
     )
     assert torch.equal(sim.model(batches[0]), fq(y, "fc.output[0]"))
 
@@ -109,9 +105,7 @@ def test_ranges_are_those_of_the_data(sim: QuantizationSimModel, batches: list[T
 def test_the_bias_has_the_scale_of_the_products(sim: QuantizationSimModel) -> None:
     q = sim.quantizers
     expected = q["conv.input[0]"].encoding.scale * q["conv.weight"].encoding.scale
-    assert np.array_equal(q["conv.bias"].encoding.scale, expected) and q[
-        "conv.bias"
-    ].encoding.format == IntFormat(32)
+    assert np.array_equal(q["conv.bias"].encoding.scale, expected) and q["conv.bias"].encoding.format == IntFormat(32)
     q["conv.weight"].spec = replace(q["conv.weight"].spec, format=IntFormat(4))
 
 
@@ -148,11 +142,7 @@ def test_presets(model: Net, batches: list[Tensor], preset: str) -> None:
 
 def test_float_data_type(model: Net, batches: list[Tensor]) -> None:
     sim = QuantizationSimModel(
-        model,
-        batches[0],
-        default_output_bw=16,
-        default_param_bw=16,
-        default_data_type=QuantizationDataType.float,
+        model, batches[0], default_output_bw=16, default_param_bw=16, default_data_type=QuantizationDataType.float
     )
     sim.compute_encodings(batches)
     torch.testing.assert_close(sim.model(batches[0]), model(batches[0]), rtol=1e-2, atol=1e-2)
@@ -183,10 +173,7 @@ def test_elements_exchanged_through_data_are_seen(
         assert (weight._version, weight.data_ptr()) == (version, address)
         expected = copy.deepcopy(sim).model(batches[0])  # a copy has quantized nothing yet
         assert torch.equal(sim.model(batches[0]), expected) and not torch.equal(before, expected)
-        weight.data[3, 1, 0, 0], weight.data[5, 2, 2, 2] = (
-            weight[5, 2, 2, 2].clone(),
-            weight[3, 1, 0, 0].clone(),
-        )
+        weight.data[3, 1, 0, 0], weight.data[5, 2, 2, 2] = (weight[5, 2, 2, 2].clone(), weight[3, 1, 0, 0].clone())
         assert torch.equal(sim.model(batches[0]), copy.deepcopy(sim).model(batches[0]))
 
 
@@ -264,9 +251,7 @@ def test_training_lowers_the_loss_of_the_quantized_model(model: Net, batches: li
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_after_calibration(
-    sim: QuantizationSimModel, batches: list[Tensor], dtype: torch.dtype
-) -> None:
+def test_half_precision_after_calibration(sim: QuantizationSimModel, batches: list[Tensor], dtype: torch.dtype) -> None:
     expected = sim.model(batches[0])
     sim.model.to(dtype)
     got = sim.model(batches[0].to(dtype))
@@ -300,9 +285,7 @@ def test_an_encoding_of_your_own(sim: QuantizationSimModel, batches: list[Tensor
     site.frozen = True
     sim.compute_encodings(batches)
     assert float(site.encoding.max) == pytest.approx(1.0)
-    with pytest.raises(
-        ConfigError, match=r"conv\.weight: the encoding has scales of shape \(3,\).*has \(8,\)"
-    ):
+    with pytest.raises(ConfigError, match=r"conv\.weight: the encoding has scales of shape \(3,\).*has \(8,\)"):
         sim.quantizers["conv.weight"].encoding = replace_granularity(site.encoding)
     with pytest.raises(ConfigError, match="encoding must be an Encoding"):
         site.encoding = 0.5  # type: ignore[assignment]
@@ -385,9 +368,7 @@ def test_dataclasses_dicts_none_integers_and_booleans() -> None:
     assert set(out) == {"y", "pair", "n"} and out["n"] == 3 and out["pair"][1] is None
 
 
-def test_a_call_first_seen_after_calibration_runs_in_float_and_is_listed_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_call_first_seen_after_calibration_runs_in_float_and_is_listed_once(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.ones(1, 2)
     model = Branch(nn.Linear(2, 2))
     sim = QuantizationSimModel(model, x)
@@ -412,9 +393,7 @@ def test_other_methods_get_an_error_with_the_remedy_and_work_inside_active(
     assert torch.equal(y, sim.capture(["relu.output[0]"], batches[0])["relu.output[0]"][0])
 
 
-def test_ctrl_c_inside_a_forward_leaves_nothing_open(
-    sim: QuantizationSimModel, batches: list[Tensor]
-) -> None:
+def test_ctrl_c_inside_a_forward_leaves_nothing_open(sim: QuantizationSimModel, batches: list[Tensor]) -> None:
     expected = sim.model(batches[0])
 
     def interrupt(*args: object) -> None:
@@ -446,11 +425,7 @@ def test_in_place_simulation_can_be_taken_off(model: Net, batches: list[Tensor])
 def test_a_simulated_model_is_not_simulated_again(
     sim: QuantizationSimModel, model: Net, batches: list[Tensor], in_place: bool
 ) -> None:
-    for given, where in (
-        (sim.model, "Net: "),
-        (nn.Sequential(sim.model), "0: "),
-        (sim.model.conv, "Conv2d: "),
-    ):
+    for given, where in ((sim.model, "Net: "), (nn.Sequential(sim.model), "0: "), (sim.model.conv, "Conv2d: ")):
         with pytest.raises(ModelError, match=f"^{where}it is simulated already") as caught:
             QuantizationSimModel(given, batches[0], in_place=in_place)
         assert "copy.deepcopy(sim).remove()" in caught.value.remedy
@@ -477,9 +452,7 @@ def test_a_copy_of_a_simulation_has_its_own_weights_and_one_of_a_site_has_none(
     assert alone.encoding is None and sites[0].spec.format.bits == 4
 
 
-def test_copy_of_the_model_alone_has_quantizers_of_its_own(
-    sim: QuantizationSimModel, batches: list[Tensor]
-) -> None:
+def test_copy_of_the_model_alone_has_quantizers_of_its_own(sim: QuantizationSimModel, batches: list[Tensor]) -> None:
     sim.compute_encodings(batches)
     quantized = sim.model(batches[0])
     twin = copy.deepcopy(sim.model)
@@ -535,16 +508,14 @@ def test_unknown_names(model: Net, batches: list[Tensor]) -> None:
     with pytest.raises(ConfigError, match=r"'double' is neither int nor float"):
         QuantizationSimModel(model, batches[0], default_data_type="double")
     with pytest.raises(
-        ConfigError,
-        match=r"'model\.onnx' is a str\. Remedy: give a torch\.nn\.Module \(bitwright\.onnx takes",
+        ConfigError, match=r"'model\.onnx' is a str\. Remedy: give a torch\.nn\.Module \(bitwright\.onnx takes"
     ):
         QuantizationSimModel("model.onnx", batches[0])  # type: ignore[arg-type]
 
 
 def test_example_of_wrong_shape_or_kind(model: Net, batches: list[Tensor]) -> None:
     with pytest.raises(
-        ModelError,
-        match=r"Net, in conv: the model fails on the example input \(x: \(1, 7, 4, 4\) float32 on cpu\)",
+        ModelError, match=r"Net, in conv: the model fails on the example input \(x: \(1, 7, 4, 4\) float32 on cpu\)"
     ):
         QuantizationSimModel(model, torch.randn(1, 7, 4, 4))
     with pytest.raises(ModelError, match=r"the model fails on the example input.*Remedy: pass dummy_input"):
@@ -568,8 +539,7 @@ def test_no_data(model: Net, batches: list[Tensor]) -> None:
     with pytest.raises(CalibrationError, match=r"not a list of batches.*compute_encodings\(\[batch\]\)"):
         sim.compute_encodings(batches[0])
     with pytest.raises(
-        CalibrationError,
-        match=r"batch 1, in conv: the model fails on it.*batches as the model's forward takes them",
+        CalibrationError, match=r"batch 1, in conv: the model fails on it.*batches as the model's forward takes them"
     ):
         sim.compute_encodings([batches[0], torch.randn(1, 2, 3, 3)])
     with pytest.raises(CalibrationError, match=r"leave labels out"):
@@ -682,9 +652,7 @@ def test_quantize_leaves_unreached_branches_in_float_or_refuses_them_before_any_
     assert result.sim.quantizers["b.weight"].encoding is not None
     assert torch.isfinite(result.model(data[0])).all()
     assert "no calibration batch reached it" in str(result.sim.coverage())
-    with pytest.raises(
-        CalibrationError, match=r"no calibration batch reached this site.*allow_unreached=True"
-    ):
+    with pytest.raises(CalibrationError, match=r"no calibration batch reached this site.*allow_unreached=True"):
         quantize(Branch(), Loader(), recipe=["fold", "gptq"], progress=False, allow_unreached=False)
 
 
@@ -696,10 +664,7 @@ def test_values_that_are_not_finite_are_left_out_and_named(
     sim = QuantizationSimModel(model, batches[0])
     with caplog.at_level(logging.WARNING, "bitwright"):
         sim.compute_encodings([spoilt, *batches], non_finite="clamp")
-    assert any(
-        "first at conv.input[0] (1 NaN, 1 infinite), and 3 sites after it" in r.message
-        for r in caplog.records
-    )
+    assert any("first at conv.input[0] (1 NaN, 1 infinite), and 3 sites after it" in r.message for r in caplog.records)
     assert all(np.isfinite(s.encoding.scale).all() for s in sim.quantizers.values())
     with pytest.raises(CalibrationError, match=r"conv\.input\[0\]"):
         sim.compute_encodings([torch.full_like(spoilt, float("nan"))], non_finite="clamp")
@@ -720,9 +685,7 @@ def test_ctrl_c_keeps_the_statistics_and_resumes(
     sim.compute_encodings(batches[1:], resume=True)
     whole = QuantizationSimModel(model, batches[0])
     whole.compute_encodings(batches)
-    assert {n: s.encoding for n, s in sim.quantizers.items()} == {
-        n: s.encoding for n, s in whole.quantizers.items()
-    }
+    assert {n: s.encoding for n, s in sim.quantizers.items()} == {n: s.encoding for n, s in whole.quantizers.items()}
 
 
 # -- files
@@ -749,14 +712,10 @@ def test_saving_encodings_warns_only_where_an_encoding_is_lost(
     sim.quantizers["fc.weight"].spec = QuantSpec(parse_format("float8_e4m3"), PerChannel())
     sim.compute_encodings([torch.randn(4, 3, 6, 6)])
     sim.save_encodings(tmp_path / "net.encodings", "1.0.0")
-    assert [r.message for r in caplog.records] == [
-        "fc.weight: version 1.0.0 cannot describe float8_e4m3; left out"
-    ]
+    assert [r.message for r in caplog.records] == ["fc.weight: version 1.0.0 cannot describe float8_e4m3; left out"]
 
 
-def test_encodings_of_another_model_say_what_is_missing_and_extra(
-    sim: QuantizationSimModel, tmp_path: Path
-) -> None:
+def test_encodings_of_another_model_say_what_is_missing_and_extra(sim: QuantizationSimModel, tmp_path: Path) -> None:
     sim.save_encodings(tmp_path / "net.encodings")
     other = QuantizationSimModel(nn.Sequential(nn.Linear(3, 3)), torch.randn(1, 3))
     with pytest.raises(
@@ -820,9 +779,7 @@ def test_tied_parameters_are_stored_once(tmp_path: Path) -> None:
     assert torch.equal(fresh.model(ids), sim.model(ids))
 
 
-def test_nothing_is_left_behind_when_a_folder_cannot_be_written(
-    sim: QuantizationSimModel, tmp_path: Path
-) -> None:
+def test_nothing_is_left_behind_when_a_folder_cannot_be_written(sim: QuantizationSimModel, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(ExportError, match="file"):
@@ -865,9 +822,7 @@ def test_deepcopy_is_independent(sim: QuantizationSimModel, batches: list[Tensor
         twin.model.conv.weight.zero_()
     twin.quantizers["fc.weight"].enabled = False
     assert torch.equal(sim.model(batches[0]), copy.deepcopy(sim).model(batches[0]))
-    assert sim.quantizers["fc.weight"].enabled and not torch.equal(
-        twin.model(batches[0]), sim.model(batches[0])
-    )
+    assert sim.quantizers["fc.weight"].enabled and not torch.equal(twin.model(batches[0]), sim.model(batches[0]))
 
 
 def test_repr_says_where_it_stands(sim: QuantizationSimModel) -> None:

@@ -44,10 +44,7 @@ def make(bits: int = 4, **options: Any) -> QuantizationSimModel:
 
 def train(sim: QuantizationSimModel, steps: int, optimizer: Any = None) -> Any:
     if optimizer is None:
-        groups = [
-            {"params": list(sim.model.parameters())},
-            {"params": sim.range_parameters(), "lr": 1e-2},
-        ]
+        groups = [{"params": list(sim.model.parameters())}, {"params": sim.range_parameters(), "lr": 1e-2}]
         optimizer = torch.optim.Adam(groups, lr=1e-3)
     guard = TrainingGuard(optimizer)
     for _ in range(steps):
@@ -68,17 +65,13 @@ def test_learning_starts_from_the_calibrated_simulation():
     assert torch.equal(output(sim), before) and torch.equal(sim.model(X), before)
     assert {n: s.encoding for n, s in sim.quantizers.items()} == encodings
     assert list(sim.model.state_dict()) == names and len(list(sim.model.parameters())) == 6
-    assert {"conv1.weight", "conv1.input[0]", "conv2.weight", "fc.weight", "fc.output[0]"} <= set(
-        report.learned
-    )
+    assert {"conv1.weight", "conv1.input[0]", "conv2.weight", "fc.weight", "fc.output[0]"} <= set(report.learned)
     assert report.fixed["conv1.bias"] == "its grid follows from those of the input and the weight"
     assert any("both ends of its range are given" in reason for reason in report.fixed.values())
     kinds = dict(sim.named_range_parameters())
     assert "conv1.input[0].offset" in kinds and "conv1.weight.offset" not in kinds
     relu = next(name for name in report.learned if "relu" in name)
-    assert f"{relu}.log_scale" in kinds and f"{relu}.offset" not in kinds, (
-        "zero is an end of the range and stays so"
-    )
+    assert f"{relu}.log_scale" in kinds and f"{relu}.offset" not in kinds, "zero is an end of the range and stays so"
 
 
 def test_every_range_gets_a_gradient_and_training_lowers_the_loss():
@@ -177,10 +170,7 @@ def test_state_dict_and_checkpoint_carry_everything(tmp_path: Path):
     resumed = make()
     resumed.load_state_dict(state["sim"])
     assert torch.equal(output(resumed), saved)
-    groups = [
-        {"params": list(resumed.model.parameters())},
-        {"params": resumed.range_parameters(), "lr": 1e-2},
-    ]
+    groups = [{"params": list(resumed.model.parameters())}, {"params": resumed.range_parameters(), "lr": 1e-2}]
     again = torch.optim.Adam(groups, lr=1e-3)
     again.load_state_dict(state["optimizer"])
     train(resumed, 10, again)
@@ -193,9 +183,7 @@ def test_state_dict_and_checkpoint_carry_everything(tmp_path: Path):
     own = from_folder.range_parameters()
     from_folder.load_checkpoint(tmp_path / "c")
     assert torch.equal(output(from_folder), saved)
-    assert all(p is q for p, q in zip(own, from_folder.range_parameters(), strict=True)), (
-        "an optimizer has them"
-    )
+    assert all(p is q for p, q in zip(own, from_folder.range_parameters(), strict=True)), "an optimizer has them"
 
 
 def test_a_state_that_does_not_fit_changes_nothing():

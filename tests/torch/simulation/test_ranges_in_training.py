@@ -18,9 +18,7 @@ X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
 def make(*layers: nn.Module) -> QuantizationSimModel:
     torch.manual_seed(0)
-    sim = QuantizationSimModel(
-        nn.Sequential(*(layers or (nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))).eval(), X
-    )
+    sim = QuantizationSimModel(nn.Sequential(*(layers or (nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))).eval(), X)
     sim.compute_encodings([X])
     return sim
 
@@ -174,8 +172,7 @@ def test_the_guard_names_the_range_that_a_step_moved_off_its_tensor():
     encoding = sim.quantizers["0.weight"].encoding
     guard = TrainingGuard(torch.optim.Adam(sim.range_parameters(), lr=100.0), sim=sim)
     with pytest.raises(
-        ModelError,
-        match=r"0.weight: its learned scale is e\^100.0 times .* lower the learning rate of sim.range",
+        ModelError, match=r"0.weight: its learned scale is e\^100.0 times .* lower the learning rate of sim.range"
     ):
         guard.step(sim.model(X).square().mean())
     assert all(torch.equal(p, q) for p, q in zip(sim.range_parameters(), before, strict=True))
@@ -185,9 +182,7 @@ def test_the_guard_names_the_range_that_a_step_moved_off_its_tensor():
 def test_a_gradient_that_is_not_finite_leaves_the_ranges_alone():
     sim = make()
     sim.learn_ranges()
-    guard = TrainingGuard(
-        torch.optim.Adam([*sim.model.parameters(), *sim.range_parameters()], lr=1e-2), sim=sim
-    )
+    guard = TrainingGuard(torch.optim.Adam([*sim.model.parameters(), *sim.range_parameters()], lr=1e-2), sim=sim)
     assert guard.step(sim.model(X).square().mean())
     before = [p.detach().clone() for p in sim.range_parameters()]
     assert not guard.step((sim.model(X) * torch.nan).sum())

@@ -64,12 +64,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
 
 def conv() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.ReLU(),
-        nn.Conv2d(8, 8, 3, groups=8),
-        nn.ReLU6(),
-        nn.Flatten(),
-        nn.Linear(128, 4),
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8), nn.ReLU6(), nn.Flatten(), nn.Linear(128, 4)
     )
 
 

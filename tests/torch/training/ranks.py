@@ -197,9 +197,7 @@ def data_of_step(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(4, 2, 6, 5, generator=generator), torch.randint(3, (4,), generator=generator)
 
 
-def steps(
-    call: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, rank: int, count: int
-) -> None:
+def steps(call: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, rank: int, count: int) -> None:
     """Training steps on this rank's part of each batch."""
     call.train()
     for step in range(first, last):
@@ -495,10 +493,7 @@ CASES: dict[str, tuple[int, Callable[[int, int], Any]]] = {
     "fixed 1": (1, trained_with_fixed_ranges),
     "fixed 2": (2, trained_with_fixed_ranges),
     "one process": (1, functools.partial(perceptron, spread_out=lambda model, count: model)),
-    "replicated": (
-        2,
-        functools.partial(perceptron, spread_out=lambda model, count: DistributedDataParallel(model)),
-    ),
+    "replicated": (2, functools.partial(perceptron, spread_out=lambda model, count: DistributedDataParallel(model))),
     "sharded": (2, functools.partial(perceptron, spread_out=fully_sharded)),
     **{f"gptq {count}": (count, gptq("turns")) for count in (1, 2, 4)},
     "gptq 2 last": (2, gptq("last")),

@@ -102,9 +102,7 @@ def test_a_failed_estimation_changes_nothing():
         reestimate_bn_stats(sim.model, [])
     with pytest.raises(ConfigError, match="use at least 1"):
         reestimate_bn_stats(sim.model, [X], num_batches=0)
-    with pytest.raises(
-        ModelError, match="no batch norm with running statistics.*fold_all_batch_norms_to_scale"
-    ):
+    with pytest.raises(ModelError, match="no batch norm with running statistics.*fold_all_batch_norms_to_scale"):
         reestimate_bn_stats(nn.Linear(2, 2), [torch.ones(1, 2)])
     with pytest.raises(CalibrationError, match="bn1: its inputs have NaN"):
         reestimate_bn_stats(sim.model, [torch.full_like(X, torch.nan)])
@@ -143,11 +141,7 @@ def test_batch_norms_freeze_after_some_steps_and_stay_so():
         sim.model.train()  # as every epoch of a plain loop does
         sim.model(X).sum().backward()
         means.append(sim.model.bn1.running_mean.clone())
-    assert (
-        not torch.equal(means[0], means[1])
-        and torch.equal(means[1], means[2])
-        and torch.equal(means[2], means[3])
-    )
+    assert not torch.equal(means[0], means[1]) and torch.equal(means[1], means[2]) and torch.equal(means[2], means[3])
     assert not sim.model.bn1.training and sim.model.conv1.training
     handle.remove()
     assert sim.model.bn1.training
@@ -194,10 +188,7 @@ def test_folding_keeps_the_integer_weights_and_the_function(bits, learned):
     lsb = float(sim.quantizers["fc.output[0]"].encoding.scale)
     clipped = any((w * signs[n].reshape(-1, *[1] * (w.ndim - 1)) > qmax).any() for n, w in weights.items())
     if not clipped:
-        assert (
-            float((after - before).abs().max()) <= 1.01 * lsb
-            and float((after == before).float().mean()) > 0.95
-        )
+        assert float((after - before).abs().max()) <= 1.01 * lsb and float((after == before).float().mean()) > 0.95
     if learned:
         assert all(p is q for p, q in zip(own, sim.range_parameters(), strict=True))
     assert "bn3.output[0]" not in sim.quantizers and sim.quantizers["fc.output[0]"].encoding is not None
@@ -206,9 +197,7 @@ def test_folding_keeps_the_integer_weights_and_the_function(bits, learned):
 def test_the_folded_simulation_exports_and_verifies():
     sim = make()
     fold_all_batch_norms_to_scale(sim)
-    assert (
-        sim.quantizers["conv1.bias"].quantizer.derived and sim.quantizers["conv1.bias"].encoding is not None
-    )
+    assert sim.quantizers["conv1.bias"].quantizer.derived and sim.quantizers["conv1.bias"].encoding is not None
     assert sim.verify(X).ok
 
 
@@ -251,9 +240,7 @@ def test_what_scales_cannot_take_stays_with_a_reason():
     sim = make(preset="w8a8_per_tensor")
     before = output(sim)
     report = fold_all_batch_norms_to_scale(sim)
-    assert not len(report) and all(
-        "no scale per output channel; use PerChannel()" in r.reason for r in report.refused
-    )
+    assert not len(report) and all("no scale per output channel; use PerChannel()" in r.reason for r in report.refused)
     assert torch.equal(output(sim), before)
 
     sim = make()

@@ -12,13 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bitwright.errors import ConfigError, ModelError
-from bitwright.torch import (
-    Distillation,
-    QuantizationSimModel,
-    TrainingGuard,
-    apply_gptq,
-    distillation_loss,
-)
+from bitwright.torch import Distillation, QuantizationSimModel, TrainingGuard, apply_gptq, distillation_loss
 
 X = torch.randn(32, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -49,9 +43,7 @@ def test_the_loss_is_the_divergence_of_the_two_distributions():
     wanted = 9 * (p * (p.log() - q.log())).sum(-1)
     torch.testing.assert_close(distillation_loss(student, teacher, 3.0), wanted.mean())
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
-    torch.testing.assert_close(
-        distillation_loss(student, teacher, 3.0, mask=mask), wanted[mask.bool()].mean()
-    )
+    torch.testing.assert_close(distillation_loss(student, teacher, 3.0, mask=mask), wanted[mask.bool()].mean())
     moved = distillation_loss(student.transpose(1, 2), teacher.transpose(1, 2), 3.0, dim=1)
     torch.testing.assert_close(moved, wanted.mean())
     assert distillation_loss(student.half(), teacher.half()).dtype == torch.float32

@@ -113,11 +113,7 @@ class Residual(nn.Module):
     def __init__(self, in_place: bool) -> None:
         super().__init__()
         self.in_place = in_place
-        self.first, self.second, self.norm = (
-            nn.Conv2d(3, 8, 3),
-            nn.Conv2d(8, 8, 3, padding=1),
-            nn.BatchNorm2d(8),
-        )
+        self.first, self.second, self.norm = (nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -259,8 +255,7 @@ def test_the_trainer_of_transformers_with_checkpointing_trains_as_without(tmp_pa
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     rows = [
-        {"input_ids": torch.randint(32, (6,), generator=generator), "labels": torch.tensor(i % 2)}
-        for i in range(8)
+        {"input_ids": torch.randint(32, (6,), generator=generator), "labels": torch.tensor(i % 2)} for i in range(8)
     ]
     batch = {"input_ids": torch.stack([row["input_ids"] for row in rows])}
     sim = QuantizationSimModel(transformers.BertForSequenceClassification(config).eval(), batch)
@@ -275,16 +270,12 @@ def test_the_trainer_of_transformers_with_checkpointing_trains_as_without(tmp_pa
         transformers.Trainer(model=one.model, args=arguments, train_dataset=rows).train()
         assert not one._simulator.unseen
         found.append(one.model.state_dict())
-    changed = [
-        name for name, value in found[0].items() if not torch.equal(value, sim.model.state_dict()[name])
-    ]
+    changed = [name for name, value in found[0].items() if not torch.equal(value, sim.model.state_dict()[name])]
     assert changed and all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 def stepper(sim: QuantizationSimModel) -> torch.optim.Optimizer:
-    return torch.optim.Adam(
-        [{"params": [*sim.model.parameters()]}, {"params": sim.range_parameters()}], lr=3e-3
-    )
+    return torch.optim.Adam([{"params": [*sim.model.parameters()]}, {"params": sim.range_parameters()}], lr=3e-3)
 
 
 def everything(sim: QuantizationSimModel) -> list[Tensor]:

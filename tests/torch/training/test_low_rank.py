@@ -46,9 +46,7 @@ def test_the_correction_alone_trains_and_starts_from_nothing() -> None:
     assert sim.model.state_dict().keys() == before.keys()
     train(correction, sim, wanted)
     assert error(sim, wanted) < 0.5 * start
-    assert all(
-        torch.equal(p, before[name]) for name, p in sim.model.named_parameters() if name.endswith("weight")
-    )
+    assert all(torch.equal(p, before[name]) for name, p in sim.model.named_parameters() if name.endswith("weight"))
 
 
 def test_the_grid_takes_the_correction() -> None:
@@ -90,14 +88,8 @@ def test_some_layers_and_a_way_back() -> None:
 def test_files_wait_for_the_merge(tmp_path: Path) -> None:
     sim, _ = make()
     correction = LowRankCorrection(sim)
-    message = (
-        "0.weight: (export|save_checkpoint): it has a low-rank correction beside its integer weights.*merge"
-    )
-    for write in (
-        lambda: sim.export(tmp_path, "m"),
-        lambda: sim.save_checkpoint(tmp_path / "c"),
-        sim.state_dict,
-    ):
+    message = "0.weight: (export|save_checkpoint): it has a low-rank correction beside its integer weights.*merge"
+    for write in (lambda: sim.export(tmp_path, "m"), lambda: sim.save_checkpoint(tmp_path / "c"), sim.state_dict):
         with pytest.raises(ModelError, match=message):
             write()
     correction.merge()
@@ -113,9 +105,7 @@ def test_what_cannot_be_corrected_is_refused() -> None:
     with pytest.raises(ConfigError, match="no weight of layers='1' is quantized"):
         LowRankCorrection(sim, layers="1")
     first = LowRankCorrection(sim, layers="0")
-    with pytest.raises(
-        ConfigError, match="no weight of layers='0' is quantized on an integer grid and trains"
-    ):
+    with pytest.raises(ConfigError, match="no weight of layers='0' is quantized on an integer grid and trains"):
         LowRankCorrection(sim, layers="0")
     first.remove()
     LowRankCorrection(sim, layers="0")

@@ -14,9 +14,7 @@ X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
 def make() -> QuantizationSimModel:
     torch.manual_seed(0)
-    sim = QuantizationSimModel(
-        nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), X, default_param_bw=3
-    )
+    sim = QuantizationSimModel(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), X, default_param_bw=3)
     sim.compute_encodings([X])
     return sim
 
@@ -63,8 +61,7 @@ def test_a_weight_that_turns_back_and_forth_is_frozen_where_it_is_mostly(learned
         weight[2, 3], weight[2, 4] = 0.0, 0.0
     freezing.step()
     assert (
-        float(weight[2, 3]) == pytest.approx(float(site.encoding.scale.reshape(-1)[2]))
-        and float(weight[2, 4]) == 0.0
+        float(weight[2, 3]) == pytest.approx(float(site.encoding.scale.reshape(-1)[2])) and float(weight[2, 4]) == 0.0
     )
 
 
@@ -74,7 +71,5 @@ def test_nothing_to_follow_is_an_error():
         WeightFreezing(sim, threshold=2)
     sim.model.requires_grad_(False)
     for function in (WeightFreezing, dampening_loss):
-        with pytest.raises(
-            ConfigError, match="no weight of the simulation is quantized on an integer grid and trains"
-        ):
+        with pytest.raises(ConfigError, match="no weight of the simulation is quantized on an integer grid and trains"):
             function(sim)

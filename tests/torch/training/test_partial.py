@@ -16,18 +16,14 @@ X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
 def make() -> QuantizationSimModel:
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(6, 5), nn.LayerNorm(5), nn.ReLU(), nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
-    )
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.ReLU(), nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2)))
     sim = QuantizationSimModel(model, X)
     sim.compute_encodings([X])
     return sim
 
 
 def changed(sim: QuantizationSimModel, groups: list[dict[str, object]]) -> set[str]:
-    before = {
-        n: p.detach().clone() for n, p in (*sim.model.named_parameters(), *sim.named_range_parameters())
-    }
+    before = {n: p.detach().clone() for n, p in (*sim.model.named_parameters(), *sim.named_range_parameters())}
     optimizer = torch.optim.SGD(groups, lr=0.1)
     (sim.model(X) - 1).square().mean().backward()
     optimizer.step()
@@ -39,11 +35,7 @@ def test_ranges_alone():
     sim = make()
     sim.learn_ranges()
     (group,) = parameter_groups(sim, "ranges", range_lr=1e-2)
-    assert (
-        group["name"] == "ranges"
-        and group["lr"] == 1e-2
-        and len(group["params"]) == len(sim.range_parameters())
-    )
+    assert group["name"] == "ranges" and group["lr"] == 1e-2 and len(group["params"]) == len(sim.range_parameters())
     assert not changed(sim, [group]) & set(dict(sim.model.named_parameters()))
 
 

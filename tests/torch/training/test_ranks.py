@@ -101,9 +101,7 @@ def test_two_ranks_find_the_weights_and_statistics_of_one(found: Found, what: st
         ("norms 1", ("norms 4", "norms 2 last")),
     ],
 )
-def test_methods_find_the_same_on_any_number_of_ranks(
-    found: Found, one: str, several: tuple[str, ...]
-) -> None:
+def test_methods_find_the_same_on_any_number_of_ranks(found: Found, one: str, several: tuple[str, ...]) -> None:
     for case in several:
         assert all(answer == found[one][0] for answer in found[case]), case
 
@@ -140,19 +138,14 @@ def test_it_does_not_matter_how_many_ranks_there_are_nor_who_saw_what(found: Fou
     [
         ("dies", "another rank ended, or did not come to merge what it saw: .*"),
         ("stays away", "another rank ended, or did not come to merge what it saw: .*Timed out"),
-        (
-            "ends in training",
-            "another rank ended, or did not come to average the gradients of learned ranges: .*",
-        ),
+        ("ends in training", "another rank ended, or did not come to average the gradients of learned ranges: .*"),
         (
             "learns nothing",
             "another rank ended, or did not come to average the gradients of learned ranges: .*Timed out",
         ),
     ],
 )
-def test_a_rank_that_is_gone_ends_in_an_error_and_not_in_a_hang(
-    found: Found, case: str, message: str
-) -> None:
+def test_a_rank_that_is_gone_ends_in_an_error_and_not_in_a_hang(found: Found, case: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=f"^CalibrationError: rank 0 of 2: {message}"):
         raise RuntimeError(found[case][0])
 
@@ -161,10 +154,7 @@ def test_a_rank_that_is_gone_ends_in_an_error_and_not_in_a_hang(
     ("case", "message"),
     [
         ("other weights", "CalibrationError: fc.weight: it has another encoding on another rank"),
-        (
-            "other model",
-            "CalibrationError: the model: another rank simulates another model, or by other rules",
-        ),
+        ("other model", "CalibrationError: the model: another rank simulates another model, or by other rules"),
         ("no data", "CalibrationError: calibrating: the model did not run in the block"),
         (
             "unused",
@@ -182,9 +172,7 @@ def assert_close(found: dict[str, list[float]], expected: dict[str, list[float]]
     assert found.keys() == expected.keys()
     for name, values in found.items():
         # gradients of halves of a batch are summed in another order
-        torch.testing.assert_close(
-            torch.tensor(values), torch.tensor(expected[name]), rtol=1e-4, atol=1e-5, msg=name
-        )
+        torch.testing.assert_close(torch.tensor(values), torch.tensor(expected[name]), rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("how", ["replicated", "sharded"])

@@ -24,11 +24,7 @@ def _of(name: str, function: Callable[..., Any], inputs: int = 1) -> type[nn.Mod
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    made = type(
-        name,
-        (nn.Module,),
-        {"forward": forward, "__module__": __name__, "__doc__": f"``{name}`` as a module."},
-    )
+    made = type(name, (nn.Module,), {"forward": forward, "__module__": __name__, "__doc__": f"``{name}`` as a module."})
     INPUTS[name] = inputs
     return made
 
@@ -72,9 +68,7 @@ class DynamicConv2d(nn.Module):
         super().__init__()
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
 
-    def forward(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """The convolution of ``x``."""
         return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 

@@ -7,11 +7,7 @@ from bitwright.aimet_torch.quantization.affine.backends import (
     quantize_dequantize,
     set_backend,
 )
-from bitwright.aimet_torch.quantization.affine.encoding import (
-    AffineEncoding,
-    GroupedBlockEncoding,
-    VectorEncoding,
-)
+from bitwright.aimet_torch.quantization.affine.encoding import AffineEncoding, GroupedBlockEncoding, VectorEncoding
 from bitwright.aimet_torch.quantization.affine.quantizer import (
     AffineQuantizerBase,
     Dequantize,

@@ -127,9 +127,7 @@ class AffineEncoding(EncodingBase):
 
     def quantize_dequantize(self, input: torch.Tensor) -> torch.Tensor:
         """``input`` on the grid."""
-        return backends.quantize_dequantize(
-            input, self.scale, self.offset, self.qmin, self.qmax, self.block_size
-        )
+        return backends.quantize_dequantize(input, self.scale, self.offset, self.qmin, self.qmax, self.block_size)
 
     def to_qnn_encoding_dict(self, encoding_version: str | None = None) -> Any:
         """The encoding as encodings files have it: a list of records (0.6.1), or one record (1.0.0)."""
@@ -143,8 +141,7 @@ def qnn_dict(encoding: AffineEncoding, version: str) -> Any:
     """An encoding in the form of AIMET's files; offsets are those of the unsigned grid there."""
     shift = encoding.qmin if encoding.signed else 0
     lo, hi, scale, offset = (
-        t.detach().flatten().tolist()
-        for t in (encoding.min, encoding.max, encoding.scale, encoding.offset + shift)
+        t.detach().flatten().tolist() for t in (encoding.min, encoding.max, encoding.scale, encoding.offset + shift)
     )
     if version == "0.6.1":
         return [

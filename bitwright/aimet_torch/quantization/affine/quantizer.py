@@ -20,13 +20,7 @@ from bitwright.aimet_torch.quantization.base.quantizer import QuantizerBase, che
 from bitwright.aimet_torch.quantization.encoding_analyzer import EncodingAnalyzer, MinMaxEncodingAnalyzer
 from bitwright.aimet_torch.quantization.tensor import DequantizedTensor, QuantizedTensor, with_encoding
 
-__all__ = [
-    "AffineQuantizerBase",
-    "Dequantize",
-    "GroupedBlockQuantizeDequantize",
-    "Quantize",
-    "QuantizeDequantize",
-]
+__all__ = ["AffineQuantizerBase", "Dequantize", "GroupedBlockQuantizeDequantize", "Quantize", "QuantizeDequantize"]
 
 
 class AffineQuantizerBase(QuantizerBase):
@@ -215,18 +209,14 @@ class AffineQuantizerBase(QuantizerBase):
         lo, hi = self.encoding_analyzer.compute_encodings(self.qmax - self.qmin, self._symmetric)
         self.encoding_analyzer.reset_stats()
         kept = {name: getattr(self, name) for name, free in self._overwrite.items() if not free}
-        self.set_range(
-            lo if kept.get("min") is None else kept["min"], hi if kept.get("max") is None else kept["max"]
-        )
+        self.set_range(lo if kept.get("min") is None else kept["min"], hi if kept.get("max") is None else kept["max"])
 
     def _observed_grid(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and zero point: of this input alone while ranges are being found."""
         if not self.observing:
             return self._grid()
         self.encoding_analyzer.update_stats(input)
-        lo, hi = self.encoding_analyzer.compute_dynamic_encodings(
-            input, self.qmax - self.qmin, self._symmetric
-        )
+        lo, hi = self.encoding_analyzer.compute_dynamic_encodings(input, self.qmax - self.qmin, self._symmetric)
         return functional.grid_of_range(lo, hi, self.qmin, self.qmax, symmetric=self._symmetric)
 
     def get_extra_state(self) -> dict[str, torch.Tensor]:

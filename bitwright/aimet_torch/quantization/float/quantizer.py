@@ -51,9 +51,7 @@ class FloatQuantizeDequantize(QuantizerBase):
             if any(field is not None for field in fields):
                 raise ValueError("give either dtype, or exponent_bits and mantissa_bits")
             if dtype not in _TORCH:
-                raise FormatError(
-                    "dtype", f"{dtype} is not a float format here", f"use one of {list(_TORCH)}"
-                )
+                raise FormatError("dtype", f"{dtype} is not a float format here", f"use one of {list(_TORCH)}")
             exponent_bits, mantissa_bits, finite = _TORCH[dtype]
         if exponent_bits is None or mantissa_bits is None:
             raise ValueError("give dtype, or both exponent_bits and mantissa_bits")
@@ -168,9 +166,7 @@ class FloatQuantizeDequantize(QuantizerBase):
             scale = self._largest(self.encoding_analyzer) / self._format.max
         else:
             scale = self.get_scale()
-        encoding = FloatEncoding(
-            self.mantissa_bits, self.exponent_bits, self.finite, False, scale, self.block_size
-        )
+        encoding = FloatEncoding(self.mantissa_bits, self.exponent_bits, self.finite, False, scale, self.block_size)
         return with_encoding(DequantizedTensor, encoding.quantize_dequantize(plain), encoding)
 
     def extra_repr(self) -> str:

@@ -20,9 +20,7 @@ Known = Callable[[ir.Value], NDArray[Any] | None]
 
 def pads_of_convolutions(model: ir.Model) -> list[ir.Node]:
     """Every Pad whose readers are all convolutions that state how much they pad."""
-    return [
-        node for node in model.graph.all_nodes() if _is_pad(node) and _read_by_convolutions(node.outputs[0])
-    ]
+    return [node for node in model.graph.all_nodes() if _is_pad(node) and _read_by_convolutions(node.outputs[0])]
 
 
 def absorb_padding(pads: list[ir.Node], known: Known) -> None:
@@ -47,11 +45,7 @@ def absorb_padding(pads: list[ir.Node], known: Known) -> None:
 
 
 def _is_pad(node: ir.Node) -> bool:
-    return (
-        node.op_type == "Pad"
-        and not node.domain
-        and node.attributes.get_string("mode", "constant") == "constant"
-    )
+    return node.op_type == "Pad" and not node.domain and node.attributes.get_string("mode", "constant") == "constant"
 
 
 def _read_by_convolutions(value: ir.Value) -> bool:

@@ -51,11 +51,7 @@ def _close(body: ir.Graph, builder: Builder) -> None:
 
 def _captured(body: ir.Graph, inside: set[ir.Node]) -> list[ir.Value]:
     """What nodes of ``body`` read from the graphs around it, in their order."""
-    own = {
-        value
-        for graph in (body, *body.subgraphs())
-        for value in (*graph.inputs, *graph.initializers.values())
-    }
+    own = {value for graph in (body, *body.subgraphs()) for value in (*graph.inputs, *graph.initializers.values())}
     read = dict.fromkeys(value for node in body.all_nodes() for value in node.inputs if value is not None)
     return [value for value in read if value not in own and value.producer() not in inside]
 
@@ -102,8 +98,7 @@ def _depends_on_more(value: ir.Value) -> bool:
 def _copied(node: ir.Node, body: ir.Graph, builder: Builder, copies: dict[ir.Value, ir.Value]) -> ir.Node:
     """``node`` for a body, on copies of what it reads."""
     inputs = [
-        None if value is None else copies.get(value) or _stored(value, body, builder, copies)
-        for value in node.inputs
+        None if value is None else copies.get(value) or _stored(value, body, builder, copies) for value in node.inputs
     ]
     copy = ir.Node(
         node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs),

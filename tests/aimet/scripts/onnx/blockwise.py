@@ -1,9 +1,6 @@
 import pytest
 from aimet_onnx import QSpec, QuantizationSimModel
-from aimet_onnx.quantsim import (
-    set_blockwise_quantization_for_weights,
-    set_param_type,
-)
+from aimet_onnx.quantsim import set_blockwise_quantization_for_weights, set_param_type
 
 from tests.aimet.onnx_nets import feeds, folded
 

@@ -21,9 +21,7 @@ sim.export(".", "lpbq")
 with open("lpbq.encodings") as file:
     written = {entry["name"]: entry for entry in json.load(file)["param_encodings"]}["fc.weight"]
 assert written["enc_type"] == "LPBQ" and (written["bw"], written["compressed_bw"]) == (8, 4)
-assert (
-    written["block_size"] == 64 and len(written["scale"]) == 10 and len(written["per_block_int_scale"]) == 80
-)
+assert written["block_size"] == 64 and len(written["scale"]) == 10 and len(written["per_block_int_scale"]) == 80
 record = quantizer.export_encodings("1.0.0")
 assert {key: written[key] for key in record} == record
 

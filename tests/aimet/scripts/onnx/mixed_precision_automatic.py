@@ -33,12 +33,7 @@ def quality(session, _):
 sim = QuantizationSimModel(folded(), default_param_bw=16, default_activation_bw=16)
 sim.compute_encodings(forward_pass, None)
 kind = QuantizationDataType.int
-candidates = [
-    ((16, kind), (16, kind)),
-    ((16, kind), (8, kind)),
-    ((8, kind), (8, kind)),
-    ((8, kind), (4, kind)),
-]
+candidates = [((16, kind), (16, kind)), ((16, kind), (8, kind)), ((8, kind), (8, kind)), ((8, kind), (4, kind))]
 pareto = choose_mixed_precision(
     sim,
     candidates,

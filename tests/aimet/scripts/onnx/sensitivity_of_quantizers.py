@@ -48,7 +48,5 @@ assert all(abs(loaded[name] - score) < 1e-4 for name, score in scores.items())
 save_sensitivity_plot(scores, metric, "scores.html", highlight_patterns=["weight"])
 visualize_stats(sim, "stats.html")
 assert (
-    os.path.isfile("scores.html")
-    and os.path.isfile("stats_weights.html")
-    and os.path.isfile("stats_activations.html")
+    os.path.isfile("scores.html") and os.path.isfile("stats_weights.html") and os.path.isfile("stats_activations.html")
 )

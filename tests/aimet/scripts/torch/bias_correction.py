@@ -8,9 +8,7 @@ from tests.aimet.nets import Net, images
 model = Net().eval()
 pairs = fold_all_batch_norms(model, (1, 3, 12, 12))
 before = model.fc.bias.clone()
-params = QuantParams(
-    weight_bw=4, act_bw=8, round_mode="nearest", quant_scheme=QuantScheme.post_training_tf_enhanced
-)
+params = QuantParams(weight_bw=4, act_bw=8, round_mode="nearest", quant_scheme=QuantScheme.post_training_tf_enhanced)
 correct_bias(
     model,
     params,

@@ -1,9 +1,6 @@
 import torch
 from aimet_torch import QuantizationSimModel
-from aimet_torch.quantsim.config_utils import (
-    set_activation_quantizers_to_float,
-    set_blockwise_quantization_for_weights,
-)
+from aimet_torch.quantsim.config_utils import set_activation_quantizers_to_float, set_blockwise_quantization_for_weights
 
 from tests.aimet.nets import Mlp
 

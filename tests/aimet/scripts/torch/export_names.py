@@ -17,7 +17,5 @@ names = {entry["name"] for entry in json.load(open("net.encodings"))["activation
 assert {"image", "logits"} <= names
 other = QuantizationSimModel(model, x)
 other.load_encodings("net.encodings")
-sim.export(
-    ".", "older", x, onnx_export_args=OnnxExportApiArgs(input_names=["image"], output_names=["logits"])
-)
+sim.export(".", "older", x, onnx_export_args=OnnxExportApiArgs(input_names=["image"], output_names=["logits"]))
 ort.InferenceSession("older.onnx").run(["logits"], {"image": x.numpy()})

@@ -5,15 +5,7 @@ from tests.aimet.nets import Net, batch
 
 model, x = Net().eval(), batch()
 sim = QuantizationSimModel(model, x)
-record = {
-    "bitwidth": 8,
-    "dtype": "int",
-    "is_symmetric": "False",
-    "max": 4.0,
-    "min": 0.0,
-    "offset": 0,
-    "scale": 4 / 255,
-}
+record = {"bitwidth": 8, "dtype": "int", "is_symmetric": "False", "max": 4.0, "min": 0.0, "offset": 0, "scale": 4 / 255}
 partial = {"activation_encodings": {"relu1": {"output": {"0": record}}}, "param_encodings": {}}
 sim.load_encodings(partial, strict=True, partial=True, requires_grad=None, allow_overwrite=False)
 assert sim.model.relu1.output_quantizers[0].get_max().isclose(sim.model.relu1.output_quantizers[0].max)

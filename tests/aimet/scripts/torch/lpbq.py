@@ -25,9 +25,7 @@ assert torch.equal(multiples.amax(1), torch.full((32,), 16.0)), (
 assert torch.equal(encoding.scale, multiples * encoding.per_channel_scale)
 
 # the same building block on its own finds the same scales
-block = Q.affine.GroupedBlockQuantizeDequantize(
-    (32, 2), 4, True, 8, block_size=(1, 8), block_grouping=(1, -1)
-)
+block = Q.affine.GroupedBlockQuantizeDequantize((32, 2), 4, True, 8, block_size=(1, 8), block_grouping=(1, -1))
 with block.compute_encodings():
     block(sim.model.fc1.weight)
 assert torch.allclose(block.get_scale(), quantizer.get_scale().as_subclass(torch.Tensor), rtol=1e-6)

@@ -32,12 +32,7 @@ def agreement(model, _):
 
 sim.compute_encodings(forward_pass, None)
 kind = QuantizationDataType.int
-candidates = [
-    ((16, kind), (16, kind)),
-    ((16, kind), (8, kind)),
-    ((8, kind), (8, kind)),
-    ((8, kind), (4, kind)),
-]
+candidates = [((16, kind), (16, kind)), ((16, kind), (8, kind)), ((8, kind), (8, kind)), ((8, kind), (4, kind))]
 unlabelled = torch.utils.data.DataLoader(loader.dataset.tensors[0], batch_size=4)
 phase1 = EvalCallbackFactory(unlabelled, forward_fn=lambda model, x: model(x)).sqnr(8)
 pareto = choose_mixed_precision(

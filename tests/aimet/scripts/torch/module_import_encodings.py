@@ -40,9 +40,7 @@ except (RuntimeError, ValueError):
     pass
 third = QuantizationSimModel(copy.deepcopy(model), x[:1])
 third.compute_encodings(lambda m: m(x))
-third.model[2].import_output_encodings(
-    {}, strict=True, partial=False, requires_grad=None, allow_overwrite=True
-)
+third.model[2].import_output_encodings({}, strict=True, partial=False, requires_grad=None, allow_overwrite=True)
 assert third.model[2].output_quantizers[0] is None
 
 # a quantized module of its own has the same methods

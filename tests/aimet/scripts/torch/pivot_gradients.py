@@ -1,12 +1,6 @@
 import torch
 from aimet_torch import QuantizationSimModel
-from aimet_torch.experimental.pgs import (
-    disable_pgs,
-    enable_pgs,
-    get_pgs_eps,
-    get_pgs_multiplier,
-    is_pgs_enabled,
-)
+from aimet_torch.experimental.pgs import disable_pgs, enable_pgs, get_pgs_eps, get_pgs_multiplier, is_pgs_enabled
 
 from tests.aimet.nets import Net, batch
 

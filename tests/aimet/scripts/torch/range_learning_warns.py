@@ -23,9 +23,7 @@ sim.compute_encodings(lambda model, _: [model(x) for x, _ in loader], None)
 before = sim.model.conv1.param_quantizers["weight"].get_scale().detach().clone()
 
 sim.model.train()
-parameters = list(
-    {id(p): p for p in itertools.chain(sim.model.parameters(), sim.quantizer_parameters())}.values()
-)
+parameters = list({id(p): p for p in itertools.chain(sim.model.parameters(), sim.quantizer_parameters())}.values())
 optimizer = torch.optim.Adam(parameters, lr=2e-3)
 losses = []
 for _ in range(6):
@@ -40,9 +38,7 @@ assert not torch.equal(sim.model.conv1.param_quantizers["weight"].get_scale().de
 
 sim.model.eval()
 mean = sim.model.bn1.running_mean.clone()
-handle = reestimate_bn_stats(
-    sim.model, loader, num_batches=2, forward_fn=lambda model, batch: model(batch[0])
-)
+handle = reestimate_bn_stats(sim.model, loader, num_batches=2, forward_fn=lambda model, batch: model(batch[0]))
 assert not torch.equal(sim.model.bn1.running_mean, mean)
 handle.remove()
 assert torch.equal(sim.model.bn1.running_mean, mean)

@@ -14,9 +14,7 @@ for inp_symmetry in ("symqt", "symfp", "asym"):
         apply_seq_mse(model, sim, loader, params)
         assert not sim.model.conv2.param_quantizers["weight"].is_overwrite_allowed()
         layers = (sim.model.conv1, sim.model.conv2, sim.model.fc)
-        found[inp_symmetry, loss_fn] = torch.cat(
-            [m.param_quantizers["weight"].get_scale().flatten() for m in layers]
-        )
+        found[inp_symmetry, loss_fn] = torch.cat([m.param_quantizers["weight"].get_scale().flatten() for m in layers])
 for symmetry, loss in (("symqt", "l1"), ("symfp", "mse"), ("asym", "mse")):
     assert not torch.equal(found["symqt", "mse"], found[symmetry, loss])
 with pytest.raises(ValueError):
