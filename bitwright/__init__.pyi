@@ -22,6 +22,7 @@ from bitwright.errors import FormatError as FormatError
 from bitwright.errors import GranularityError as GranularityError
 from bitwright.errors import ModelError as ModelError
 from bitwright.errors import RangeError as RangeError
+from bitwright.errors import UnknownAttributeError as UnknownAttributeError
 from bitwright.methods.pipeline import quantize as quantize
 from bitwright.mixed.automatic.auto import auto_quantize as auto_quantize
 from bitwright.mixed.choosing.latency import measure_times as measure_times

@@ -61,6 +61,10 @@ class EncodingsError(BitwrightError, ValueError):
     """An encodings file that is malformed or belongs to another model."""
 
 
+class UnknownAttributeError(BitwrightError, AttributeError):
+    """An attribute that an object does not have is assigned, which would have no effect."""
+
+
 class CalibrationError(BitwrightError, RuntimeError):
     """Calibration got no data, or a simulation was used before it was calibrated."""
 

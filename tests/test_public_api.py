@@ -20,7 +20,7 @@ PUBLIC = {
     "QuantSpec", "RangeMethod", "Preset", "PRESETS", "Rule",
     "IntFormat", "FloatFormat", "PerTensor", "PerChannel", "PerBlock", "PerGate",
     "BitwrightError", "BusyError", "CalibrationError", "ConfigError", "EncodingsError", "ExportError", "FormatError",
-    "GranularityError", "ModelError", "RangeError",
+    "GranularityError", "ModelError", "RangeError", "UnknownAttributeError",
 }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from bitwright.core.numerics.serialize import encoding_from_json, spec_from_json
 from bitwright.errors import EncodingsError, ExportError
 from bitwright.export.encodings.sites_file import SavedSites, read_sites
 from bitwright.export.encodings.versions import read_encodings
-from bitwright.export.files.atomic import file_error
+from bitwright.export.files.atomic import read_error
 from bitwright.export.files.manifest import read_manifest
 from bitwright.export.files.origin import read_origin
 from bitwright.export.qdq.forms import read_metadata
@@ -104,7 +104,7 @@ def _sites(saved: SavedSites, title: str) -> Iterator[Table]:
 def _checkpoint(folder: Path) -> list[Table]:
     manifest = read_manifest(folder / _CHECKPOINT, check=True)
     path, remedy = folder / "quantizers.json", "save the checkpoint again, or restore the file"
-    state = read_document(path, EncodingsError, remedy=remedy, max_bytes=_MAX_BYTES, unreadable=file_error)
+    state = read_document(path, EncodingsError, remedy=remedy, max_bytes=_MAX_BYTES, unreadable=read_error)
     rows = []
     try:
         for name, saved in state["quantizers"].items():

@@ -155,6 +155,15 @@ TARGETS: dict[str, Target] = {
 DEFAULT_TARGET = "ort_cpu"
 
 
+_COMPILERS = (
+    "export with target='packed', whose ONNX file with QuantizeLinear and DequantizeLinear its compiler may read, "
+    "or give the compiler the float ONNX file and the .encodings file of the export"
+)
+#: runtimes that users name and no row serves -> what to use
+_ELSEWHERE = {name: _COMPILERS for name in ("tensorrt", "trt", "qnn", "snpe", "hailo", "tvm", "ncnn", "coreml")}
+_ELSEWHERE |= {"tflite": "use target='litert', the runtime's present name"}
+
+
 def find_target(name: str | Target) -> Target:
     """The row of ``name``.
 
@@ -168,6 +177,9 @@ def find_target(name: str | Target) -> Target:
     if isinstance(name, Target):
         return name
     if name not in TARGETS:
+        known = _ELSEWHERE.get(str(name).casefold())
+        if known is not None:
+            raise ConfigError("target", f"{name!r} is not a target: files for it are not written yet", known)
         raise ConfigError(
             "target", f"{name!r} is not a target{close_matches(str(name), TARGETS)}", f"use one of {listed(TARGETS)}"
         )

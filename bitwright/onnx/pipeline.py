@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bitwright.algorithms.front_ends import Pipeline
+from bitwright.algorithms.search.recipe_report import metric_of
 from bitwright.core.simulation.protocols import Array
 from bitwright.export.artefacts import Exported
 from bitwright.onnx.model.data import as_feeds, input_specs
@@ -52,11 +53,11 @@ class OnnxPipeline(Pipeline):
     def rate_float(self, metric: Callable[[Any], float]) -> float:
         """Of a session of the model as given."""
         assert self._loaded is not None  # before the steps begin
-        return float(metric(open_session(self._loaded.model, self._providers)))
+        return metric_of(metric, open_session(self._loaded.model, self._providers))
 
     def rate(self, sim: QuantizationSimModel, metric: Callable[[Any], float]) -> float:
         """Of the session of the simulation."""
-        return float(metric(sim.session))
+        return metric_of(metric, sim.session)
 
     def reference(self, work: Loaded) -> Any:
         """The model itself: a simulation has its own, and methods of rounding leave this one."""

@@ -9,7 +9,7 @@ from typing import Any
 from bitwright.core.files.documents import read_document
 from bitwright.errors import BitwrightError, ConfigError, ExportError
 from bitwright.export.encodings.sites_file import SavedSite, read_sites
-from bitwright.export.files.atomic import file_error
+from bitwright.export.files.atomic import read_error
 from bitwright.export.files.manifest import read_manifest
 from bitwright.export.verify.samples import find_export, verify_folder
 from bitwright.report.document import Document, report_document
@@ -41,7 +41,7 @@ def read_run(path: AnyPath, prefix: str | None = None, *, verify: bool = False) 
 
 def _read_json(path: Path) -> dict[str, Any]:
     remedy = "write it again with Analysis.to_json()"
-    found = read_document(path, ConfigError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json", unreadable=file_error)
+    found = read_document(path, ConfigError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json", unreadable=read_error)
     if not isinstance(found, dict):
         raise ConfigError(str(path), f"it holds a {type(found).__name__}, not a report", remedy)
     return found

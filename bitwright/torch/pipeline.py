@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from bitwright.algorithms.front_ends import Pipeline
+from bitwright.algorithms.search.recipe_report import metric_of
 from bitwright.errors import ConfigError
 from bitwright.torch.calls.batches import outputs_of, refuse_providers
 from bitwright.torch.simulation.adopt import require_module
@@ -52,11 +53,11 @@ class TorchPipeline(Pipeline):
 
     def rate_float(self, metric: Callable[[Any], float]) -> float:
         """Of the module as given."""
-        return float(metric(self._model))
+        return metric_of(metric, self._model)
 
     def rate(self, sim: QuantizationSimModel, metric: Callable[[Any], float]) -> float:
         """Of the simulated module."""
-        return float(metric(sim.model))
+        return metric_of(metric, sim.model)
 
     def reference(self, work: nn.Module) -> nn.Module:
         """A copy: the simulation is made in place, and methods of rounding write into it."""

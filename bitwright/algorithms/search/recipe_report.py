@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from bitwright.errors import BitwrightError, CalibrationError
 from bitwright.tables import Tabular, html_table
@@ -96,6 +97,24 @@ class RecipeReport(Tabular, Sequence[Outcome]):
 
     def _repr_html_(self) -> str:
         return html_table(("step", "metric", "change", "note"), self._cells(), notes=self._lines())
+
+
+def metric_of(metric: Callable[[Any], Any], model: Any) -> float:
+    """What ``metric`` returns for ``model``, as a number.
+
+    Raises:
+        CalibrationError: it returns no number.
+    """
+    found = metric(model)
+    try:
+        return float(found)
+    except (TypeError, ValueError) as error:
+        shown = "None" if found is None else f"{repr(found)[:80]} ({type(found).__name__})"
+        raise CalibrationError(
+            f"metric {getattr(metric, '__name__', type(metric).__name__)}",
+            f"it returned {shown}, which is not a number",
+            "end it with a return statement whose value is one number, for example an accuracy",
+        ) from error
 
 
 def checked_metric(step: str, metric: float) -> float:

@@ -18,12 +18,29 @@ from bitwright.core.numerics.spec import QuantSpec, Symmetry
 from bitwright.core.placement.plan import Role
 from bitwright.core.simulation.protocols import Undo
 from bitwright.core.sums.int32_bias import derive_bias_encoding, floor_weight_scale, underivable
-from bitwright.errors import CalibrationError, ConfigError
+from bitwright.errors import CalibrationError, ConfigError, UnknownAttributeError, close_matches
 
 logger = logging.getLogger("bitwright")
 
 
-class Quantizer:
+class OnlyKnownAttributes:
+    """Base of what users set attributes of: one that the class does not know would be kept and have no effect."""
+
+    _ATTRIBUTES: frozenset[str] = frozenset()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in self._ATTRIBUTES and not hasattr(type(self), name):
+            known = [each for each in {*dir(type(self)), *self._ATTRIBUTES} if not each.startswith("_")]
+            raise UnknownAttributeError(
+                f"quantizer {getattr(self, 'name', '')}",
+                f"{name!r} is not an attribute of a quantizer{close_matches(name, known)}",
+                "set enabled, frozen, spec or encoding; bits are part of the spec: "
+                "quantizer.spec = dataclasses.replace(quantizer.spec, format=parse_format('int4'))",
+            )
+        super().__setattr__(name, value)
+
+
+class Quantizer(OnlyKnownAttributes):
     """Holds one encoding; every site of a sharing group refers to the same quantizer.
 
     Attributes:
@@ -41,6 +58,11 @@ class Quantizer:
         keeps_histogram: calibration counts values even where the range method reads their bounds alone, so that another
             method can choose from the same statistics.
     """
+
+    _ATTRIBUTES = frozenset((
+        "_enabled", "_encoding", "_spec", "derivation", "empty", "frozen", "keeps_histogram", "masking", "name", "role",
+        "statistics", "why_float", "why_spec",
+    ))  # fmt: skip
 
     def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
         self.name, self.role = name, role

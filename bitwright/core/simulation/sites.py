@@ -22,7 +22,7 @@ from bitwright.core.numerics.spec import QuantSpec
 from bitwright.core.numerics.statistics import Histogram, MinMax, Statistics, bounds_of, measure, start
 from bitwright.core.placement.plan import Plan, Role, SitePlan
 from bitwright.core.simulation.protocols import Undo
-from bitwright.core.simulation.quantizer import DerivedBias, Quantizer
+from bitwright.core.simulation.quantizer import DerivedBias, OnlyKnownAttributes, Quantizer
 from bitwright.errors import CalibrationError, ConfigError, close_matches
 from bitwright.tables import Tabular, html_table
 
@@ -31,11 +31,13 @@ logger = logging.getLogger("bitwright")
 UNREACHED = "no calibration batch reached it"
 
 
-class Site:
+class Site(OnlyKnownAttributes):
     """A place that holds a quantizer: ``conv1.weight``, ``conv1.output[0]``, ``conv1.input[0]``.
 
     Sites of one sharing group have one quantizer, so a change at one of them is a change at all (``shared_with``).
     """
+
+    _ATTRIBUTES = frozenset(("_graph", "_plan", "_values", "channels", "quantizer"))
 
     def __init__(self, plan: SitePlan, quantizer: Quantizer, graph: Graph) -> None:
         self._plan, self.quantizer, self._graph = plan, quantizer, graph

@@ -28,7 +28,7 @@ from bitwright.export.encodings.records import (
     Version,
     check_version,
 )
-from bitwright.export.files.atomic import AnyPath, file_error
+from bitwright.export.files.atomic import AnyPath, read_error
 
 MAX_BYTES = 2 << 30  # parsing takes several times the size of the file in memory
 
@@ -101,7 +101,7 @@ def _load(source: AnyPath | Mapping[str, Any], max_bytes: int) -> tuple[str, dic
         max_bytes=max_bytes,
         larger="pass a larger max_bytes if you trust the file",
         kind=".json",
-        unreadable=file_error,
+        unreadable=read_error,
     )
     if not isinstance(document, dict):
         raise EncodingsError(site, f"it holds {_what(document)}, not an object with a version", remedy)

@@ -10,7 +10,7 @@ from bitwright.core.numerics.encoding import Encoding
 from bitwright.core.numerics.serialize import encoding_from_json, spec_from_json
 from bitwright.core.numerics.spec import QuantSpec
 from bitwright.errors import EncodingsError
-from bitwright.export.files.atomic import AnyPath, file_error
+from bitwright.export.files.atomic import AnyPath, read_error
 
 VERSION = 1
 _MAX_BYTES = 2 << 30  # scales of every block of a large model are in it
@@ -53,7 +53,7 @@ def read_sites(path: AnyPath) -> SavedSites:
         EncodingsError: it is malformed; names the file, and the site if it is one.
     """
     document = read_document(
-        path, EncodingsError, remedy=_MEND, max_bytes=_MAX_BYTES, kind=".json", unreadable=file_error
+        path, EncodingsError, remedy=_MEND, max_bytes=_MAX_BYTES, kind=".json", unreadable=read_error
     )
     version = _need(document, f"{path}", dict).get("version")
     if version != VERSION:

@@ -69,6 +69,15 @@ def file_error(path: AnyPath, error: OSError) -> ExportError:
     return ExportError(site=os.fspath(path), problem=problem, remedy=remedy)
 
 
+def read_error(path: AnyPath, error: OSError) -> ExportError:
+    """The error to raise (``from error``) when the operating system refuses to read ``path``."""
+    refused = file_error(path, error)
+    if error.errno != errno.ENOENT:
+        return refused
+    remedy = f"check the spelling; a relative path begins at the working directory, {os.getcwd()}"
+    return ExportError(refused.site, refused.problem, remedy)
+
+
 @contextmanager
 def atomic_write(path: AnyPath) -> Iterator[Path]:
     """Write one file: the body writes to the path it is given, which becomes ``path`` when it ends well.

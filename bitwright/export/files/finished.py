@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from bitwright.core.files.documents import open_regular
 from bitwright.errors import ExportError
-from bitwright.export.files.atomic import atomic_write, file_error
+from bitwright.export.files.atomic import atomic_write, read_error
 
 logger = logging.getLogger("bitwright")
 
@@ -46,7 +46,7 @@ class FinishedLayers:
         path = self._path(key)
         if not path.exists():
             return None
-        with open_regular(path, ExportError, lambda _, error: file_error(path, error)) as file:
+        with open_regular(path, ExportError, read_error) as file:
             content = file.read()
         arrays, problem = _checked(content, key)
         if problem is not None:

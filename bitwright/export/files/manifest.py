@@ -24,7 +24,7 @@ from bitwright import __version__
 from bitwright.core.files.documents import read_document
 from bitwright.core.numerics.arrays import to_numpy
 from bitwright.errors import ConfigError, ExportError
-from bitwright.export.files.atomic import AnyPath, atomic_write, file_error, settle
+from bitwright.export.files.atomic import AnyPath, atomic_write, file_error, read_error, settle
 
 VERSION = 1
 _KINDS: dict[str, type] = {"files": list, "settings": dict, "seeds": dict, "notes": list, "versions": dict}
@@ -147,7 +147,7 @@ def read_manifest(path: AnyPath, *, check: bool = False) -> Manifest:
     """
     site, remedy = os.fspath(path), "export again, or name the manifest that the export wrote"
     document = read_document(
-        path, ExportError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json", unreadable=file_error
+        path, ExportError, remedy=remedy, max_bytes=_MAX_BYTES, kind=".json", unreadable=read_error
     )
     try:
         manifest = _from_json(document)

@@ -30,6 +30,17 @@ _PIECE = 1 << 22  # bytes of a graph that are read at once
 MAX_BYTES = 2 << 30
 _AGAIN = "export or download the file again; onnx.checker.check_model(path) shows whether it is whole"
 _BESIDE = "put the data file beside the model file and name it without a folder; onnx.save writes it so"
+_FROM_TORCH = (
+    "a PyTorch model is quantized in Python: bitwright.quantize(model, batches, path=...); or export it first: "
+    "torch.onnx.export(model, example, 'model.onnx', dynamo=True)"
+)
+#: how files of other kinds begin, at byte 0 or 4, what they are, and the remedy
+_OTHER_FILES = (
+    (b"PK\x03\x04", "a zip archive, as torch.save writes it", _FROM_TORCH),
+    (b"\x80\x02", "a pickle, as torch.save wrote it before PyTorch 1.6", _FROM_TORCH),
+    (b"TFL3", "a LiteRT model", "convert the original model with tf2onnx, and pass the .onnx file"),
+    (b"\x89HDF", "an HDF5 file, as Keras writes it", "convert it with tf2onnx, and pass the .onnx file"),
+)
 
 
 def read_proto(path: Path) -> onnx.ModelProto:
@@ -45,6 +56,11 @@ def read_proto(path: Path) -> onnx.ModelProto:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_BYTES:
             raise too_large(path, size, MAX_BYTES, ModelError, larger)
+        head = file.read(8)
+        file.seek(0)
+        for begins, what, remedy in _OTHER_FILES:
+            if head.startswith(begins) or head[4:].startswith(begins):
+                raise ModelError(str(path), f"it is {what}, not an ONNX model", remedy)
         try:
             return onnx.ModelProto.FromString(file.read()) if size <= _WHOLE else _in_pieces(file, size)
         except (DecodeError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -24,9 +25,11 @@ from bitwright.torch.adapters.bias_correct import TorchCorrectable
 from bitwright.torch.adapters.program import Forward, TorchSimulation
 from bitwright.torch.adapters.view import TorchView
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, refuse_providers, to_device
-from bitwright.torch.calls.trees import flatten_tensors, map_tensors
+from bitwright.torch.calls.trees import flatten_tensors, map_tensors, walk_modules
 from bitwright.torch.ranks import batches_of_ranks
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
+
+logger = logging.getLogger("bitwright")
 
 # dB that the outputs before and after must agree to: what the rounding of the weights' own dtype leaves in a deep network
 _FLOORS = {torch.float16: 30.0, torch.bfloat16: 12.0}
@@ -79,6 +82,11 @@ class TorchOpened(Opened):
         return self._folded(progress, self.changed, only)
 
     def _folded(self, progress: bool, changed: Callable[[], str | None], only: set[str] | None = None) -> FoldReport:
+        if any(module.training for _, module in walk_modules(self.model)):
+            logger.warning(
+                "the model is in training mode: folding uses the running statistics of its batch norms, so the folded model "
+                "computes what this one computes after model.eval(); call model.eval() first"
+            )
         report = batch_norm_fold.fold_all_batch_norms(self.view, changed, only=only, bar=partial(bar, enabled=progress))
         report.keep()
         return report

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
@@ -44,6 +45,17 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
         return tuple(batch), {}
     return (batch,), {}
+
+
+#: problem and remedy where a model fails on arrays
+ARRAYS = ("it holds numpy arrays, and PyTorch models take tensors", "convert them: torch.from_numpy(array)")
+
+
+def holds_arrays(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an argument of a call is a numpy array, or a list or tuple of them."""
+    found = [*args, *kwargs.values()]
+    found += [part for item in found if isinstance(item, (list, tuple)) for part in item]
+    return any(isinstance(item, np.ndarray) for item in found)
 
 
 def model_device(model: nn.Module) -> torch.device | None:

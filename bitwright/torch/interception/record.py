@@ -21,7 +21,7 @@ from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.core.graph.ops import op_row
 from bitwright.core.graph.recurrence import CELLS, inner_values
 from bitwright.errors import ModelError
-from bitwright.torch.calls.batches import as_call, evaluation
+from bitwright.torch.calls.batches import ARRAYS, as_call, evaluation, holds_arrays
 from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function
 from bitwright.torch.calls.trees import flatten_tensors, map_arguments, named_state, tensors_in
 from bitwright.torch.interception.forwards import forward_signature
@@ -534,6 +534,8 @@ def explained(
             "wrap it in a module whose forward calls the method you deploy, for example "
             "class Entry(nn.Module): ... def forward(self, x): return self.model.encode(x)",
         )
+    if holds_arrays(args, kwargs):
+        return ModelError("example input", *ARRAYS)
     shapes = ", ".join(
         f"{n}: {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
         for n, t in named_inputs(forward_signature(model), args, kwargs)
@@ -542,7 +544,7 @@ def explained(
         f"{type(model).__name__}{f', in {where}' if where else ''}",
         f"the model fails on the example input ({shapes or 'no tensors'}): {type(error).__name__}: {error}",
         "pass dummy_input as the model's forward takes it (a tensor, a tuple of positional arguments, or a dict of keyword "
-        "arguments), of a shape, dtype and device it accepts; the model's own traceback is above",
+        "arguments), of a shape, dtype and device it accepts; the model's own error is the __cause__ of this one",
     )
 
 

@@ -44,6 +44,10 @@ class Quantizer(core.Quantizer):
         correction: adds to a weight on its grid what trains beside it (:mod:`bitwright.torch.training.low_rank`).
     """
 
+    _ATTRIBUTES = core.Quantizer._ATTRIBUTES | {
+        "_columns", "_grids", "_kept", "_scales", "correction", "learned", "pivot",
+    }  # fmt: skip
+
     def __init__(self, name: str, role: Role, spec: QuantSpec) -> None:
         super().__init__(name, role, spec)
         self._grids: dict[tuple[Any, ...], tuple[Encoding, Grid]] = {}

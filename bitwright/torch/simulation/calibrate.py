@@ -17,7 +17,7 @@ from bitwright.core.simulation.calibration import BatchGate, nested_calibration
 from bitwright.core.simulation.state import all_or_nothing
 from bitwright.errors import BitwrightError, CalibrationError
 from bitwright.progress import progress
-from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.calls.batches import ARRAYS, as_call, evaluation, holds_arrays, model_device, to_device
 from bitwright.torch.ranks import Ranks, calibrating_ranks, merged
 
 if TYPE_CHECKING:
@@ -122,6 +122,8 @@ def _run_batch(sim: QuantizationSimModel, index: int, batch: Any) -> None:
     except BitwrightError:
         raise
     except Exception as error:
+        if holds_arrays(args, kwargs):
+            raise CalibrationError(f"batch {index}", *ARRAYS) from error
         where = sim._interceptor.failed_in
         hint = ""
         if isinstance(batch, (tuple, list)) and len(batch) > 1:
