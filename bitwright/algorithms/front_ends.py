@@ -142,8 +142,8 @@ class Pipeline(ABC):
     """A model of one front end on its way through :func:`quantize`."""
 
     @abstractmethod
-    def work(self) -> Any:
-        """What the steps change in the place of the model that was given."""
+    def work(self, first: Any) -> Any:
+        """What the steps change in the place of the model that was given; ``first`` is an example input."""
 
     @abstractmethod
     def copied(self, work: Any) -> Any:

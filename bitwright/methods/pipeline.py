@@ -188,7 +188,7 @@ def quantize(
         pipeline.outputs,
         methods.trial,
     )
-    runner = ModelRunner(pipeline.work(), front_end, judge)
+    runner = ModelRunner(pipeline.work(first), front_end, judge)
     report = run_recipe(
         steps,
         runner,

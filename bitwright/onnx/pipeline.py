@@ -12,8 +12,10 @@ from bitwright.algorithms.front_ends import Pipeline
 from bitwright.algorithms.search.recipe_report import metric_of
 from bitwright.core.simulation.protocols import Array
 from bitwright.export.artefacts import Exported
+from bitwright.onnx.given.read_qdq import has_quantizers
 from bitwright.onnx.model.data import as_feeds, input_specs
 from bitwright.onnx.model.load import Loaded, Source, load_model
+from bitwright.onnx.model.opset import modernize
 from bitwright.onnx.model.session import Providers, open_session
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.runtimes.outputs import one_array
@@ -30,10 +32,14 @@ class OnnxPipeline(Pipeline):
         self._source, self._providers, self._budget = model, providers, memory_budget
         self._loaded: Loaded | None = load_model(model)
 
-    def work(self) -> Loaded:
-        """The model as it was loaded, which no step before needs any more."""
+    def work(self, first: Any) -> Loaded:
+        """The model as it was loaded, which no step before needs any more, at an opset that every step knows.
+
+        One with quantizers keeps its opset until the simulation has taken them out: converted, they are no longer found.
+        """
         loaded, self._loaded = self._loaded, None
-        return load_model(self._source) if loaded is None else loaded
+        loaded = load_model(self._source) if loaded is None else loaded
+        return loaded if has_quantizers(loaded.model) else modernize(loaded, first)
 
     def copied(self, work: Loaded) -> Loaded:
         """Another one, with the same arrays of weights."""

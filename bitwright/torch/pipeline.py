@@ -39,7 +39,7 @@ class TorchPipeline(Pipeline):
             )
         self._model = model
 
-    def work(self) -> nn.Module:
+    def work(self, first: Any) -> nn.Module:
         """A copy of the module."""
         return copy.deepcopy(self._model)
 

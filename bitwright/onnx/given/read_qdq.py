@@ -106,6 +106,20 @@ def take_quantizers(model: ir.Model) -> list[Given]:
     return [one.given() for one in found]
 
 
+def has_quantizers(model: ir.Model) -> bool:
+    """Whether :func:`take_quantizers` has something to take out of ``model``, or refuses it."""
+    return any(
+        _is(node, "QuantizeLinear", "DequantizeLinear") or _own(node) or _integer_form(node) is not None
+        for node in model.graph.all_nodes()
+    )
+
+
+def _integer_form(node: ir.Node) -> str | None:
+    """Which of ``_FORMS`` an operator that computes on integers is of."""
+    form = _INTEGER_OPERATORS.get(node.op_type, "operator" if node.op_type.startswith("QLinear") else None)
+    return form if node.domain in _DOMAINS else None
+
+
 def refuse_integer_operators(model: ir.Model) -> None:
     """Refuse a model that was quantized into operators on integers.
 
@@ -113,8 +127,8 @@ def refuse_integer_operators(model: ir.Model) -> None:
         ModelError: with the name of the operator, and the form that can be read.
     """
     for node in model.graph.all_nodes():
-        form = _INTEGER_OPERATORS.get(node.op_type, "operator" if node.op_type.startswith("QLinear") else None)
-        if form is not None and node.domain in _DOMAINS:
+        form = _integer_form(node)
+        if form is not None:
             problem, remedy = _FORMS[form]
             raise ModelError(
                 str(node.name),

@@ -3,8 +3,9 @@ known.
 
 What is done, in this order; none of it changes the function, the inputs, the outputs or their names:
 
-1. initializers that are listed as inputs too become plain initializers (noted, because they can no longer be fed);
-2. functions of the model are inlined;
+1. initializers that are listed as inputs too, also of a body, become plain initializers (noted, because they can no longer
+   be fed), and the IR version becomes one in which they need not be listed;
+2. functions of the model are inlined, and opset 7 becomes 8, in which every operator of it means the same;
 3. ``Constant`` nodes become initializers;
 4. names of nodes, and of values inside the bodies of If, Loop and Scan, become unique;
 5. nodes are put into execution order where they are not;
@@ -57,8 +58,12 @@ Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
 
 #: lowest opset that ONNX Runtime has kernels for
 LOWEST_OPSET = 7
+# the next one differs only in that Max, Min, Mean and Sum broadcast and MaxPool may return indices
+_NEXT_OPSET = 8
 # ONNX Runtime 1.31 reads files up to this IR version; the number says how the file is laid out, not what it computes
 _MOST_IR = 13
+# from which on an initializer need not be an input; before, ONNX Runtime refuses one that is not and that nothing reads
+_LEAST_IR = 4
 _STANDARD = ("", "ai.onnx")
 # domains that ONNX Runtime implements itself
 _KNOWN_DOMAINS = frozenset(
@@ -114,12 +119,15 @@ def _load(model: Source, path: Path | None) -> Loaded:
     site = str(path) if path is not None else copy.graph.name or "model"
     opset = _check_opset(copy, site)
     check_external_data(copy, path)
-    check_bodies(copy)
     _check_interface(copy, site)
     notes: list[str] = []
     inputs = tuple(str(value.name) for value in copy.graph.inputs)
     _drop_initializers_from_inputs(copy, notes)
+    check_bodies(copy)
     copy = _inline(copy, notes)
+    if opset < _NEXT_OPSET:
+        opset = _NEXT_OPSET
+        stamp_opset(copy, opset)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
     _name_uniquely(copy, notes)
     _order(copy, site, notes)
@@ -299,6 +307,15 @@ def _check_opset(model: ir.Model, site: str) -> int:
     return int(opset)
 
 
+def stamp_opset(model: ir.Model, opset: int) -> None:
+    """Give ``model`` another number for the version of the standard operators; nothing is converted."""
+    for imports in (model.opset_imports, *(graph.opset_imports for graph in model.graphs())):
+        for domain in _STANDARD:
+            if domain in imports:
+                imports[domain] = opset
+    model.opset_imports.setdefault("", opset)
+
+
 def _check_interface(model: ir.Model, site: str) -> None:
     graph = model.graph
     for value in graph.inputs:
@@ -332,7 +349,8 @@ def _foreign_domains(model: ir.Model) -> Iterator[str]:
 
 def _drop_initializers_from_inputs(model: ir.Model, notes: list[str]) -> None:
     dropped = [str(value.name) for value in model.graph.inputs if value.is_initializer()]
-    for graph in model.graphs():
+    model.ir_version = max(model.ir_version or 0, _LEAST_IR)
+    for graph in chain(model.graphs(), *(function.subgraphs() for function in model.functions.values())):
         inputs = list(graph.inputs)
         graph.inputs.clear()
         graph.inputs.extend(value for value in inputs if not value.is_initializer())

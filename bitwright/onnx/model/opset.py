@@ -25,7 +25,7 @@ from bitwright.export.qdq.markers import Names
 from bitwright.export.verify.runtime import refusals
 from bitwright.onnx.model.data import Feeds, InputSpec, as_feeds, input_specs, random_array
 from bitwright.onnx.model.legacy import TAKEN_IN, part_training_norms, rewrite_dropped, train_norms
-from bitwright.onnx.model.load import Loaded, load_model
+from bitwright.onnx.model.load import Loaded, load_model, stamp_opset
 from bitwright.onnx.model.session import first_line, open_session
 from bitwright.onnx.model.view import OnnxView
 from bitwright.runtimes.outputs import arrays_of
@@ -80,7 +80,8 @@ def modernize(loaded: Loaded, dummy_input: Any = None) -> Loaded:
     if loaded.opset >= OPSET:
         return loaded
     if all(_UNCHANGED_SINCE.get(kind, OPSET) <= loaded.opset for kind in _standard_operators(loaded.model)):
-        _stamp(loaded.model)
+        stamp_opset(loaded.model, OPSET)
+        loaded.model.ir_version = max(loaded.model.ir_version or 0, _IR_VERSION)
         return replace(loaded, opset=OPSET)
     converted, remarks = _convert(loaded)
     note = _compare(loaded, converted, dummy_input)
@@ -90,14 +91,6 @@ def modernize(loaded: Loaded, dummy_input: Any = None) -> Loaded:
 
 def _standard_operators(model: ir.Model) -> set[str]:
     return {node.op_type for node in model.graph.all_nodes() if node.domain in ("", "ai.onnx")}
-
-
-def _stamp(model: ir.Model) -> None:
-    for graph in model.graphs():
-        if "" in graph.opset_imports:
-            graph.opset_imports[""] = OPSET
-    model.opset_imports[""] = OPSET
-    model.ir_version = max(model.ir_version or 0, _IR_VERSION)
 
 
 def _convert(loaded: Loaded) -> tuple[Loaded, list[str]]:
