@@ -5,3 +5,7 @@ These packages have AIMET's module paths, names and signatures, so that a script
 Bitwright's own API and maps the result. New code is better written against :mod:`bitwright.torch` and
 :mod:`bitwright.onnx`.
 """
+
+from bitwright.aimet_common.aliases import install
+
+install()

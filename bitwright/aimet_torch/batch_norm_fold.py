@@ -12,9 +12,9 @@ from torch import nn
 from bitwright import torch as front
 from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_common.connected_graph import GraphOp
+from bitwright.aimet_torch._connectedgraph import ConnectedGraph
 from bitwright.aimet_torch._core import walk_modules
 from bitwright.aimet_torch._layers import smallest_input
-from bitwright.aimet_torch.meta.connectedgraph import ConnectedGraph
 from bitwright.aimet_torch.quantsim import QuantizationSimModel
 from bitwright.errors import ModelError
 

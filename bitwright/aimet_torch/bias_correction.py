@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from bitwright import torch as front
+from bitwright.aimet_torch._adaround import Unlabelled
 from bitwright.aimet_torch._core import walk_modules
-from bitwright.aimet_torch.adaround.adaround_weight import Unlabelled
 from bitwright.aimet_torch.cross_layer_equalization import _moments
 from bitwright.aimet_torch.quantsim import QuantParams
 

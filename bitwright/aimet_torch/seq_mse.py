@@ -12,8 +12,8 @@ from torch import nn
 from bitwright import torch as front
 from bitwright.aimet_common.absent import absent_names
 from bitwright.aimet_torch import _modules
+from bitwright.aimet_torch._adaround import batches_for
 from bitwright.aimet_torch._core import walk_modules
-from bitwright.aimet_torch.adaround.adaround_weight import batches_for
 from bitwright.aimet_torch.utils import default_forward_fn
 
 __all__ = ["SeqMseParams", "apply_seq_mse"]

@@ -71,3 +71,33 @@ def test_names_of_simulations_and_quantizers():
     )
     missing = [(type(o).__name__, name) for o, names in table for name in names.split() if not hasattr(o, name)]
     assert missing == []
+
+
+@pytest.mark.parametrize(
+    "path, home",
+    [
+        ("aimet_torch.v2.quantsim.config_utils", "aimet_torch.quantsim.config_utils"),
+        ("aimet_torch.v2.quantization.affine.backends", "aimet_torch.quantization.affine.backends"),
+        ("aimet_torch.v2.adaround.adaround_weight", "aimet_torch._adaround"),
+        ("aimet_torch.common.quantsim_config.utils", "aimet_common._quantsim_config"),
+        ("aimet_onnx.common.defs", "aimet_common.defs"),
+    ],
+)
+def test_a_second_path_of_a_module_has_the_names_of_its_home(path: str, home: str) -> None:
+    found, wanted = (importlib.import_module(f"bitwright.{name}") for name in (path, home))
+    names = [name for name in vars(wanted) if not name.startswith("_")]
+    assert names and all(getattr(found, name) is getattr(wanted, name) for name in names)
+
+
+def test_modules_are_reached_as_attributes_of_the_older_package() -> None:
+    v2 = importlib.import_module("bitwright.aimet_torch.v2")
+    assert v2.quantsim.QuantizationSimModel is TorchSim is v2.QuantizationSimModel
+    assert v2.nn.QuantizedLinear.__name__ == "QuantizedLinear"
+
+
+@pytest.mark.parametrize(
+    "path", ["aimet_torch.v2.nonsense", "aimet_torch.quantsim.config_utils.nonsense", "aimet_torch.nonsense"]
+)
+def test_a_path_that_aimet_does_not_have_is_not_found(path: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match="nonsense"):
+        importlib.import_module(f"bitwright.{path}")

@@ -7,9 +7,10 @@ from typing import Any
 from torch import nn as _torch_nn
 
 from bitwright.aimet_torch import _modules
+from bitwright.aimet_torch import _registry as base
 from bitwright.aimet_torch._calibration import compute_encodings
 from bitwright.aimet_torch._registry import BaseQuantizationMixin, QuantizationMixin, UnknownModuleError
-from bitwright.aimet_torch.nn import base, modules, true_quant
+from bitwright.aimet_torch.nn import modules, true_quant
 from bitwright.aimet_torch.nn.modules import custom
 from bitwright.aimet_torch.quantization.base import QuantizerBase
 from bitwright.errors import ModelError

@@ -27,9 +27,9 @@ from bitwright.aimet_torch._calibration import calibrate, calibrate_parameters
 from bitwright.aimet_torch._core import RangeMethod, SiteMap, find_range_method, walk_modules
 from bitwright.aimet_torch._encodings import load_encodings
 from bitwright.aimet_torch._module_calls import attach_calls
+from bitwright.aimet_torch._pgs import pivoted
 from bitwright.aimet_torch._registry import check_plain
 from bitwright.aimet_torch._sites import view_of
-from bitwright.aimet_torch.experimental.pgs import pivoted
 from bitwright.errors import ConfigError, ModelError
 
 __all__ = [

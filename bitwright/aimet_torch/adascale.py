@@ -7,7 +7,7 @@ from typing import Any
 
 from bitwright import torch as front
 from bitwright.aimet_common.absent import absent_names, differs
-from bitwright.aimet_torch.adaround.adaround_weight import batches_for
+from bitwright.aimet_torch._adaround import batches_for
 
 __all__ = ["AdaScale", "apply_adascale"]
 

@@ -1,1 +1,0 @@
-"""``aimet_common.quantsim_config``: the shipped configurations."""

@@ -1,1 +1,0 @@
-"""``aimet_onnx.adaround``."""

@@ -1,5 +1,0 @@
-"""``aimet_onnx.auto_quant``: automatic quantization under AIMET's names."""
-
-from bitwright.aimet_common.auto_quant import AutoQuant
-
-__all__ = ["AutoQuant"]

@@ -1,5 +1,0 @@
-"""``aimet_onnx.common.quantsim_config.utils``, shared with ``aimet_torch``."""
-
-from bitwright.aimet_common.aliases import names_of
-
-__getattr__ = names_of("bitwright.aimet_common.quantsim_config.utils")

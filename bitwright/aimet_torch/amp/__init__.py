@@ -1,1 +1,0 @@
-"""``aimet_torch.amp``: mixed precision under its older path."""

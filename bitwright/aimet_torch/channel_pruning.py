@@ -1,5 +1,0 @@
-"""``aimet_torch.channel_pruning``: not here; importing it says what to do instead."""
-
-from bitwright.aimet_common.absent import refuse
-
-refuse(__name__)

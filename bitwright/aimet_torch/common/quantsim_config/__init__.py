@@ -1,1 +1,0 @@
-"""``aimet_torch.common.quantsim_config``."""

@@ -1,5 +1,0 @@
-"""``aimet_torch.v2.nn.base``: the older path of ``aimet_torch.nn.base``."""
-
-from bitwright.aimet_common.aliases import names_of
-
-__getattr__ = names_of("bitwright.aimet_torch.nn.base")
