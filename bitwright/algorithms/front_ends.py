@@ -154,6 +154,10 @@ class Pipeline(ABC):
         """What the model as given returns."""
 
     @abstractmethod
+    def output_names(self) -> Sequence[str]:
+        """Of what :meth:`float_outputs` returned last, in its order."""
+
+    @abstractmethod
     def rate_float(self, metric: Callable[[Any], float]) -> float:
         """The metric of the model as given."""
 

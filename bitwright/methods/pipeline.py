@@ -163,7 +163,7 @@ def quantize(
     reference = pipeline.float_outputs(first) if repair is not None and metric is None else None
     judge, chosen = None, batches
     if recipe is None and any(KINDS[step.name].gain is not None for step in steps):
-        judge, chosen = Judge.of(batches, pipeline.float_outputs, find_effort(effort).judged)
+        judge, chosen = Judge.of(batches, pipeline.float_outputs, find_effort(effort).judged, pipeline.output_names)
     methods = _Methods(
         pipeline=pipeline,
         first=first,

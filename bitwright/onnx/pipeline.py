@@ -56,6 +56,10 @@ class OnnxPipeline(Pipeline):
         session, specs = self._float
         return _arrays(session.run(None, dict(as_feeds(batch, specs))))
 
+    def output_names(self) -> Sequence[str]:
+        """Of the model as given."""
+        return [output.name for output in self._float[0].get_outputs()]
+
     def rate_float(self, metric: Callable[[Any], float]) -> float:
         """Of a session of the model as given."""
         assert self._loaded is not None  # before the steps begin

@@ -12,7 +12,7 @@ from torch import nn
 from bitwright.algorithms.front_ends import Pipeline
 from bitwright.algorithms.search.recipe_report import metric_of
 from bitwright.errors import ConfigError
-from bitwright.torch.calls.batches import outputs_of, refuse_providers
+from bitwright.torch.calls.batches import named_outputs_of, outputs_of, refuse_providers
 from bitwright.torch.simulation.adopt import require_module
 from bitwright.torch.simulation.quantsim import QuantizationSimModel
 
@@ -38,6 +38,7 @@ class TorchPipeline(Pipeline):
                 "leave it out",
             )
         self._model = model
+        self._names: list[str] = []
 
     def work(self, first: Any) -> nn.Module:
         """A copy of the module."""
@@ -49,7 +50,13 @@ class TorchPipeline(Pipeline):
 
     def float_outputs(self, batch: Any) -> Sequence[Any]:
         """Of the module as given."""
-        return outputs_of(self._model, batch)
+        named = named_outputs_of(self._model, batch)
+        self._names = [name for name, _ in named]
+        return [array for _, array in named]
+
+    def output_names(self) -> Sequence[str]:
+        """Their paths in what the module returns: ``logits``, ``output[1]``."""
+        return self._names
 
     def rate_float(self, metric: Callable[[Any], float]) -> float:
         """Of the module as given."""

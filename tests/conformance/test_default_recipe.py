@@ -226,3 +226,29 @@ def test_every_effort_stays_above_nearest_rounding_and_says_what_it_did(front_en
 def test_an_unknown_effort_is_refused_before_any_work(front_end):
     with pytest.raises(ConfigError, match="there is no effort 'fast'.*use one of quick, default, thorough"):
         quantized(front_end, nn.Linear(4, 4), [torch.ones(1, 4)], effort="fast")
+
+
+class Joined(nn.Module):
+    """A detector's head: boxes in pixels and probabilities in one tensor, which a layer reads no more."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.boxes = nn.Sequential(
+            *[layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU())], nn.Linear(16, 4)
+        )
+        self.scores = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return torch.cat([300 * self.boxes(x), torch.sigmoid(self.scores(x) - 2)], 1)
+
+
+@both
+def test_small_values_beside_large_ones_in_one_tensor_are_found_and_raised(front_end):
+    model = Joined().eval()
+    result, run = quantized(front_end, model, data(6))
+    (unseen,) = data(1, seed=9)
+    wanted, found = model(unseen).detach().numpy(), run(unseen)
+    assert sqnr(wanted[:, :4], found[:, :4]) > 25 and sqnr(wanted[:, 4:], found[:, 4:]) > 25
+    step = next(o for o in result.report if o.step.startswith("widen("))
+    assert step.kept and "cat.output[0]" in step.note

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from bitwright.algorithms.rounding.program import Program, SimulatedModel, State, Step, run, run_step
 from bitwright.core.graph.recurrence import CELLS
+from bitwright.core.simulation.output_parts import OutputPart, parts_of
 
 _SAMPLES = 32  # rows of outputs that are enough: one estimate is then off by a quarter, one standard deviation
 
@@ -87,6 +88,7 @@ class _Watch:
         self._met: dict[str, None] = {}
         self._leaves: list[Tensor] = []
         self._measured = 0.0
+        self._parts: list[list[OutputPart]] | None = None  # of each output; those of the first batch
 
     def found(self, batches: int) -> OutputErrors:
         """The noise so far, as the mean over ``batches``."""
@@ -105,12 +107,21 @@ class _Watch:
         watched = replace(program, steps=tuple(step.traced or step for step in program.steps))
         begun, outputs = self._forward(watched, dict(state))
         floats = {v: y for v, y in outputs.items() if y.requires_grad}
-        self._back(watched, begun, {v: self._direction(y, len(floats)) for v, y in floats.items()}, floats)
+        parts = {v: p for v, p in zip(outputs, self._divided(outputs), strict=False) if v in floats}
+        count = sum(map(len, parts.values()))
+        self._back(watched, begun, {v: self._direction(floats[v], p, count) for v, p in parts.items()}, floats)
         self._measured += self._measure(program, dict(state), {v: y.detach() for v, y in outputs.items()})
         for (site, _), share in self._shares.items():
             self._noise[site] = self._noise.get(site, 0.0) + float(share.square().sum())
         self._shares = {}
         return max((y.shape[0] for y in outputs.values() if y.dim()), default=1)
+
+    def _divided(self, outputs: Mapping[int, Tensor]) -> list[list[OutputPart]]:
+        """The parts of each output, by the first batch."""
+        if self._parts is None:
+            found = parts_of([[y.detach().cpu().float().numpy() for y in outputs.values()]])
+            self._parts = [[part for part in found if part.output == i] for i in range(len(outputs))]
+        return self._parts
 
     def _back(
         self,
@@ -140,23 +151,31 @@ class _Watch:
         return {v: t.grad for v, t in before.items() if t.grad is not None}
 
     def _measure(self, program: Program, state: State, wanted: Mapping[int, Tensor]) -> float:
-        """Noise over signal of the quantized outputs, the mean over those whose length depends on no value."""
+        """Noise over signal of the quantized outputs, the mean over the parts of those whose length depends on no value."""
         outputs = tuple(wanted)
         whole = Program((*program.steps, Step("", outputs, (), lambda tensors: ())), program.constants, ())
         run(whole, state, 0, len(program.steps), self._quantize)
         pairs = [(wanted[v].detach().double(), state[v].double()) for v in outputs]
         ratios = [
-            float((found - w).square().nansum() / w.square().nansum().clamp(min=1e-30))
-            for w, found in pairs
+            float(_of(part, found - w).square().nansum() / _of(part, w).square().nansum().clamp(min=1e-30))
+            for (w, found), parts in zip(pairs, self._parts or (), strict=False)
             if w.shape == found.shape
+            for part in parts
         ]
         return sum(ratios) / max(len(ratios), 1)
 
-    def _direction(self, y: Tensor, outputs: int) -> Tensor:
-        """Random signs, scaled so that the noise comes out over the signal, as the mean over outputs."""
+    def _direction(self, y: Tensor, parts: Sequence[OutputPart], count: int) -> Tensor:
+        """Random signs, scaled so that the noise comes out over the signal, as the mean over ``count`` parts of all outputs."""
         signs = torch.randint(0, 2, y.shape, generator=self._generator).to(y) * 2 - 1
-        power = float(y.detach().double().square().nansum())
-        return signs / (max(power, 1e-30) * outputs) ** 0.5
+        for part in parts:
+            power = float(_of(part, y.detach().double()).square().nansum())
+            factor = (max(power, 1e-30) * count) ** -0.5
+            if part.axis is None:
+                signs = signs * factor
+            else:
+                index = torch.tensor(part.indices, device=y.device)
+                signs.index_copy_(part.axis, index, signs.index_select(part.axis, index) * factor)
+        return signs
 
     def _forward(self, program: Program, state: State) -> tuple[list[tuple[int, State]], dict[int, Tensor]]:
         """Run in float; every tensor that a quantizer would change is watched.
@@ -264,6 +283,11 @@ class _Watch:
 
         x.register_hook(note)
         return x
+
+
+def _of(part: OutputPart, y: Tensor) -> Tensor:
+    """The values of a part in an output."""
+    return y if part.axis is None else y.index_select(part.axis, torch.tensor(part.indices, device=y.device))
 
 
 def _separated(results: list[Any]) -> list[Any]:

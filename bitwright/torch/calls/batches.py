@@ -86,11 +86,21 @@ def to_device(batch: Any, device: torch.device | None) -> Any:
 
 def outputs_of(model: nn.Module, batch: Any) -> list[NDArray[Any]]:
     """The tensors that ``model`` returns for ``batch``, in eval mode, as arrays; half precision as float32."""
+    return [array for _, array in named_outputs_of(model, batch)]
+
+
+def named_outputs_of(model: nn.Module, batch: Any) -> list[tuple[str, NDArray[Any]]]:
+    """The same with the path of each in what the model returns: ``logits``, ``output[1].boxes``."""
     args, kwargs = as_call(to_device(batch, model_device(model)))
     with torch.no_grad(), evaluation(model):
-        found = [tensor.detach().cpu() for _, tensor in flatten_tensors(model(*args, **kwargs))]
+        found = [(name, tensor.detach().cpu()) for name, tensor in flatten_tensors(model(*args, **kwargs))]
     half = (torch.float16, torch.bfloat16)
-    return [(tensor.float() if tensor.dtype in half else tensor).numpy() for tensor in found]
+    return [(_path(name), (tensor.float() if tensor.dtype in half else tensor).numpy()) for name, tensor in found]
+
+
+def _path(name: str) -> str:
+    first, dot, rest = name.partition(".")
+    return f"output[{first}]{dot}{rest}" if first.isdigit() else name
 
 
 @contextmanager

@@ -69,3 +69,27 @@ def test_integers_and_lengths_that_depend_on_values_are_left_out():
 def test_few_are_held_out_where_few_are_wanted():
     judge, rest = Judge.of(list(range(20)), lambda batch: [np.zeros(1)], 1)
     assert judge.batches == [1] and list(rest) == [n for n in range(20) if n != 1]
+
+
+def boxes_and_scores(noise_of_boxes=0.0, noise_of_scores=0.0):
+    boxes, scores = np.full((1, 4, 50), 300.0), np.full((1, 3, 50), 0.5)
+    return [np.concatenate([boxes + noise_of_boxes, scores + noise_of_scores], 1)]
+
+
+def test_probabilities_are_not_hidden_behind_pixels_in_one_tensor():
+    judge = Judge([0, 1], lambda batch: boxes_and_scores(), names=lambda: ["detections"])
+    rating = judge.rate(lambda batch: boxes_and_scores(1.0, 0.5))
+    assert [part.name for part in rating.parts] == ["detections[:, 0:4]", "detections[:, 4:7]"]
+    assert rating.worst.name == "detections[:, 4:7]" and rating.worst.sqnr == pytest.approx(0, abs=1e-9)
+    assert rating.sqnr == pytest.approx(20 * math.log10(300) / 2)
+
+
+def test_a_step_that_kills_the_probabilities_loses():
+    judge = Judge([0], lambda batch: boxes_and_scores())
+    assert judge.sqnr(lambda batch: boxes_and_scores(1.0, 0.01)) > judge.sqnr(lambda batch: boxes_and_scores(0.9, 0.5))
+
+
+def test_the_worst_of_several_outputs_has_its_name():
+    judge = Judge([0], lambda batch: [np.ones(9), np.ones(9)], names=lambda: ["boxes", "scores"])
+    rating = judge.rate(lambda batch: [np.full(9, 1.001), np.full(9, 1.1)])
+    assert str(rating.worst) == "scores 20.0 dB"

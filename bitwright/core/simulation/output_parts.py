@@ -1,0 +1,207 @@
+"""The parts of a model's outputs that are judged apart: every output, and inside one the slices of unlike scales.
+
+A detector joins boxes in pixels and probabilities in one tensor; a hidden state has a few channels a hundred times as large as
+the others. One sum of squares over such a tensor is that of its large part, so noise that erases the small part is not seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+_APART = 10.0  # ratio of root mean squares between neighbours in size from which on slices are of unlike scales
+_VALUES = 16  # numbers that a slice needs at least: the scale of fewer is chance
+_LEAST = 1e-6  # of the largest scale: what is smaller is rounding of float32
+_SHOWN = 3  # ranges of indices that a name lists
+_MOST_PARTS = 8  # of one output
+
+
+@dataclass(frozen=True)
+class OutputPart:
+    """A part of the outputs with one scale.
+
+    Attributes:
+        output: index of the output.
+        name: of the output, with the slices where it is divided: ``output0[:, 4:84]``.
+        axis: along which the output is divided; ``None`` for a whole output.
+        indices: of its slices.
+    """
+
+    output: int
+    name: str
+    axis: int | None = None
+    indices: tuple[int, ...] = ()
+
+    def of(self, array: Array) -> Array:
+        """The values of the part in an output."""
+        return array if self.axis is None else np.take(array, self.indices, self.axis)
+
+
+def is_judged(wanted: Array, found: Array) -> bool:
+    """Whether an output can be compared: numbers of floating point, of a shape that does not depend on rounded values."""
+    return wanted.dtype.kind == "f" and wanted.shape == found.shape
+
+
+def noise_and_signal(wanted: Array, found: Array) -> tuple[float, float]:
+    """Sums of squares of the error and of the values; what is not finite in float is left out."""
+    finite = np.isfinite(wanted)
+    whole = bool(finite.all())
+    reference = (wanted if whole else wanted[finite]).astype(np.float64)
+    error = reference - (found if whole else found[finite])
+    return float(np.square(error).sum()), float(np.square(reference).sum())
+
+
+def parts_of(batches: Sequence[Sequence[Array]], names: Sequence[str] = ()) -> list[OutputPart]:
+    """How the outputs of a model are divided.
+
+    An output is divided along the axis, other than the first, whose slices differ most in scale: at a gap of a factor of 10
+    between neighbours in the order of their root mean squares. Slices whose values all lie in [0, 1] are one part whatever
+    their scales: the probabilities of rare and of frequent classes belong together.
+
+    Args:
+        batches: the float model's outputs, in the same order for every batch.
+        names: of the outputs; ``output[i]`` by default.
+
+    >>> boxes, scores = np.full((2, 4, 50), 300.0), np.full((2, 3, 50), 0.5)
+    >>> [part.name for part in parts_of([[np.concatenate([boxes, scores], 1)]], ["y"])]
+    ['y[:, 0:4]', 'y[:, 4:7]']
+    """
+    parts = []
+    for i, arrays in enumerate(zip(*batches, strict=True)):
+        if any(a.dtype.kind != "f" for a in arrays):
+            continue
+        name = names[i] if i < len(names) else f"output[{i}]" if len(batches[0]) > 1 else "output"
+        divided = _divided(arrays)
+        if divided is None:
+            parts.append(OutputPart(i, name))
+            continue
+        axis, groups = divided
+        parts += [OutputPart(i, f"{name}[{':, ' * axis}{_ranges(g)}]", axis, g) for g in groups]
+    return parts
+
+
+def _divided(arrays: Sequence[Array]) -> tuple[int, list[tuple[int, ...]]] | None:
+    """The axis along which an output has slices of unlike scales, and these; ``None`` where it has none."""
+    found, spread = None, 1.0
+    for axis in range(1, min(a.ndim for a in arrays)):
+        length = arrays[0].shape[axis]
+        same = all(a.ndim == arrays[0].ndim and a.shape[axis] == length for a in arrays)
+        if not same or length < 2 or sum(a.size for a in arrays) < _VALUES * length:
+            continue
+        groups, ratio = _groups(*_scales(arrays, axis))
+        if ratio > spread:
+            found, spread = (axis, groups), ratio
+    return found
+
+
+def _scales(arrays: Sequence[Array], axis: int) -> tuple[Array, Array]:
+    """Root mean square of each slice, and whether all its values lie in [0, 1]; what is not finite counts as 0."""
+    length = arrays[0].shape[axis]
+    squares, count, unit = np.zeros(length), 0, np.ones(length, bool)
+    for array in arrays:
+        rows = np.moveaxis(array, axis, 0).reshape(length, -1).astype(np.float64)
+        rows = np.where(np.isfinite(rows), rows, 0.0)
+        squares = squares + np.square(rows).sum(1)
+        count += rows.shape[1]
+        unit = unit & ((rows >= 0) & (rows <= 1)).all(1)
+    return np.sqrt(squares / max(count, 1)), unit
+
+
+def _groups(scales: Array, unit: Array) -> tuple[list[tuple[int, ...]], float]:
+    """Slices of like scale, the first index of each group in order, and the ratio of the largest scale to the smallest."""
+    order = np.argsort(scales, kind="stable")
+    small = scales[order] <= _LEAST * scales.max(initial=0.0)
+    silent, order = order[small].tolist(), order[~small]  # no signal to lose: their noise counts with the largest
+    groups: list[list[int]] = []
+    for i, before in zip(order, [None, *order[:-1]], strict=True):
+        alike = before is not None and (scales[i] < _APART * scales[before] or bool(unit[i] and unit[before]))
+        groups[-1].append(int(i)) if alike else groups.append([int(i)])
+    if not 1 < len(groups) <= _MOST_PARTS:
+        return [], 1.0
+    groups[-1] += silent
+    return sorted(tuple(sorted(g)) for g in groups), float(scales[order[-1]] / scales[order[0]])
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """``0:4``, or ``0:4+5+7:9+...`` for indices that do not follow each other."""
+    runs = [[i for _, i in run] for _, run in itertools.groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}:{run[-1] + 1}" for run in runs[:_SHOWN]]
+    return "+".join(shown + ["..."] * (len(runs) > _SHOWN))
+
+
+_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+"""Quantile 0.975 of Student's t with 1 to 30 degrees of freedom."""
+
+
+@dataclass(frozen=True)
+class PartQuality:
+    """Signal-to-noise ratio of a part of the outputs, over several batches.
+
+    Attributes:
+        name: of the part.
+        sqnr: of all batches together, in dB.
+        low, high: ends of the 95 % interval of it over batches like these, in dB; ``None`` for fewer than two batches.
+        worst: of the batch with the lowest, in dB.
+        batches: how many there were.
+    """
+
+    name: str
+    sqnr: float
+    low: float | None
+    high: float | None
+    worst: float
+    batches: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.figure}"
+
+    @property
+    def figure(self) -> str:
+        """The number with its interval: ``31.2 dB (95 % interval 29.8 to 32.6)``."""
+        if math.isinf(self.sqnr):
+            return "equal to float" if self.sqnr > 0 else "NaN or infinite"
+        if self.low is None or self.high is None:
+            return f"{self.sqnr:.1f} dB"
+        return f"{self.sqnr:.1f} dB (95 % interval {self.low:.1f} to {self.high:.1f})"
+
+
+def quality(name: str, noise: Sequence[float], signal: Sequence[float]) -> PartQuality | None:
+    """Of a part by its sums of squares in each batch; ``None`` where it has no signal.
+
+    The interval is that of a ratio of two sums over batches, on the scale of its logarithm (Cochran 1977, Sampling
+    Techniques, 6.19) with Student's t, so that it is wide for few batches. It says how far other batches *of the same kind*
+    may lie; recordings of another kind may lie further.
+
+    >>> print(quality("y", [1.0, 1.2, 0.9, 1.1], [1e3] * 4))
+    y 29.8 dB (95 % interval 28.9 to 30.6)
+    """
+    n, s = np.asarray(noise, np.float64), np.asarray(signal, np.float64)
+    kept = s > 0
+    n, s = n[kept], s[kept]
+    if not s.size:
+        return None
+    each = _decibel(n / s)
+    worst, count = float(each.min()), int(s.size)
+    ratio = float(n.sum() / s.sum())
+    total = float(_decibel(np.asarray(ratio)))
+    if count < 2 or not 0 < ratio < math.inf:
+        return PartQuality(name, total, None, None, worst, count)
+    error = math.sqrt(float(np.square(n - ratio * s).sum()) / (count * (count - 1))) / float(n.mean())
+    half = 10 / math.log(10) * (_T[count - 2] if count - 2 < len(_T) else 1.96) * error
+    return PartQuality(name, total, total - half, total + half, worst, count)
+
+
+def _decibel(ratio: Array) -> Array:
+    with np.errstate(divide="ignore"):
+        return np.where(np.isnan(ratio), -np.inf, -10 * np.log10(np.where(np.isnan(ratio), 1.0, ratio)))

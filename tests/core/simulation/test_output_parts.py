@@ -1,0 +1,87 @@
+"""Which parts of outputs are judged apart, and how sure a signal-to-noise ratio over batches is."""
+
+import math
+
+import numpy as np
+import pytest
+
+from bitwright.core.simulation.output_parts import noise_and_signal, parts_of, quality
+
+RNG = np.random.default_rng(0)
+
+
+def detections(axis):
+    """[N, 84, 100]: boxes in pixels, then probabilities; with the slices along ``axis``."""
+    boxes = RNG.uniform(0, 640, (2, 4, 100))
+    scores = RNG.uniform(0, 1, (2, 80, 100)) ** np.linspace(1, 40, 80)[:, None]  # of rare and of frequent classes
+    return np.moveaxis(np.concatenate([boxes, scores], 1), 1, axis).astype(np.float32)
+
+
+@pytest.mark.parametrize(("axis", "names"), [(1, ["y[:, 0:4]", "y[:, 4:84]"]), (2, ["y[:, :, 0:4]", "y[:, :, 4:84]"])])
+def test_boxes_and_probabilities_in_one_tensor_are_two_parts(axis, names):
+    assert [part.name for part in parts_of([[detections(axis)]], ["y"])] == names
+
+
+def test_slices_of_a_scale_need_not_be_neighbours():
+    joints = np.tile([300.0, 200.0, 0.5], 17)  # x, y and a confidence of every joint
+    array = RNG.uniform(0.5, 1, (1, 51, 40)) * joints[:, None]
+    found = parts_of([[array]], ["pose"])
+    assert [len(part.indices) for part in found] == [34, 17]
+    assert found[1].name == "pose[:, 2+5+8+...]" and found[1].of(array).max() <= 1
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        RNG.normal(size=(64, 10)),
+        RNG.normal(size=(64, 10)) * np.geomspace(1, 300, 10),  # scales without a gap
+        RNG.dirichlet(np.geomspace(1e-3, 10, 10), 64),  # probabilities
+        RNG.normal(size=(1, 4000)),  # too few numbers in each slice to have a scale
+        np.zeros((8, 30)),
+        RNG.normal(size=200),
+    ],
+    ids=["alike", "gradual", "probabilities", "single values", "zeros", "one axis"],
+)
+def test_what_has_one_scale_is_one_part(array):
+    assert [part.axis for part in parts_of([[array]])] == [None]
+
+
+def test_a_slice_without_signal_is_judged_with_the_largest():
+    array = RNG.normal(size=(64, 4)) * [100.0, 1.0, 0.0, 100.0]
+    assert [part.indices for part in parts_of([[array]])] == [(0, 2, 3), (1,)]
+
+
+def test_integers_are_no_part_and_names_may_be_missing():
+    outputs = [np.arange(3), np.ones((2, 3), np.float32), np.ones(2, np.float32)]
+    assert [(part.output, part.name) for part in parts_of([outputs])] == [(1, "output[1]"), (2, "output[2]")]
+
+
+def test_lengths_that_differ_from_batch_to_batch_are_no_slices():
+    batches = [[RNG.normal(size=(1, n, 6)) * [100, 100, 100, 100, 0.5, 0.5]] for n in (30, 40)]
+    assert [part.indices for part in parts_of(batches)] == [(0, 1, 2, 3), (4, 5)]
+
+
+def test_what_is_not_finite_in_float_is_left_out():
+    assert noise_and_signal(np.array([3.0, np.inf, np.nan]), np.array([2.0, 0.0, 0.0])) == (1.0, 9.0)
+
+
+def test_the_interval_holds_the_true_ratio_as_often_as_it_says():
+    inside = 0
+    for _ in range(400):
+        signal = RNG.gamma(20, 5, 8)
+        noise = 0.01 * signal * RNG.gamma(6, 1 / 6, 8)
+        found = quality("y", noise, signal)
+        inside += found.low <= 20 <= found.high
+    assert 0.90 <= inside / 400 <= 0.99
+
+
+def test_one_batch_has_no_interval_and_no_signal_no_quality():
+    assert quality("y", [1.0], [100.0]).figure == "20.0 dB"
+    assert quality("y", [1.0], [0.0]) is None
+    assert quality("y", [0.0, 0.0], [1.0, 1.0]).figure == "equal to float"
+    broken = quality("y", [1.0, math.nan], [1.0, 1.0])
+    assert broken.sqnr == -math.inf and broken.figure == "NaN or infinite"
+
+
+def test_the_worst_batch_is_named():
+    assert quality("y", [1.0, 10.0], [100.0, 100.0]).worst == pytest.approx(10.0)
