@@ -102,6 +102,13 @@ def fused(kind: str) -> How:
     return how
 
 
+def fused_bias(m: Attention, q: Tensor, k: Tensor, keep: Tensor) -> Tensor:
+    """A table of distances and a mask in one, as T5 gives it to a fused attention."""
+    distance = torch.arange(T)[None] - torch.arange(T)[:, None]
+    bias = m.relative(distance.clamp(-3, 3) + 3).permute(2, 0, 1)[None] + torch.where(keep, 0.0, -INF)
+    return F.scaled_dot_product_attention(q, k, torch.eye(T).expand(B, H, T, T), attn_mask=bias)
+
+
 WAYS: dict[str, How] = {
     "added-ten-thousand": added(-1e4),
     "added-least": added(LEAST),
@@ -125,6 +132,7 @@ WAYS: dict[str, How] = {
     "scaled-after": scaled_after,
     "fused-boolean": fused("boolean"),
     "fused-float": fused("float"),
+    "fused-bias": fused_bias,
 }  # fmt: skip
 
 
@@ -148,6 +156,66 @@ def test_accuracy_holds_and_nothing_leaks(how: How) -> None:
     noise = float((expected - found).pow(2).sum() / expected.pow(2).sum())
     assert noise < 1e-3, f"{-10 * math.log10(noise):.1f} dB"  # -30 dB; a ruined range gives -10 or less
     assert torch.equal(found[keep], other[keep]), "tokens that are masked out change what comes of the others"
+
+
+class FromOutside(nn.Module):
+    """Attention under a mask that the caller makes: fused, or of torch's own module without or with its weights."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.qkv, self.o = kind, nn.Linear(D, 3 * D), nn.Linear(D, D)
+        self.own = nn.MultiheadAttention(D, H, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor, padding: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if self.kind == "module":
+            masks = {"attn_mask": mask.repeat_interleave(H, 0), "key_padding_mask": padding}
+            return self.own(x, x, x, **masks, is_causal=is_causal, need_weights=False)[0]  # type: ignore[no-any-return]
+        n, length, _ = x.shape
+        q, k, v = self.qkv(x).view(n, length, 3, H, D // H).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], is_causal=is_causal)
+        return self.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def rows_masked_in_full(form: str, kind: str) -> Tensor:
+    """Whether a token takes part ``[B, T, T]``; some take part for no query. Torch's module masks where others take part."""
+    keep = torch.ones(B, T, T, dtype=torch.bool).tril()
+    keep[0, 2], keep[1, 4:] = False, False
+    if form == "boolean":
+        return ~keep if kind == "module" else keep
+    return torch.zeros(B, T, T).masked_fill(~keep, -INF)
+
+
+@pytest.mark.parametrize("form", ["boolean", "float"])
+@pytest.mark.parametrize("kind", ["fused", "module"])
+@pytest.mark.parametrize("causal", [False, True], ids=["mask", "mask-and-causal"])
+def test_a_query_that_may_attend_to_nothing_gets_zeros_as_in_torch(form: str, kind: str, causal: bool) -> None:
+    torch.manual_seed(0)
+    model, x, mask = FromOutside(kind).eval(), torch.randn(B, T, D), rows_masked_in_full(form, kind)
+    arguments = (x, mask, None, causal)
+    expected = model(*arguments)  # with gradients, without which torch's module may take a kernel that answers NaN
+    assert expected.isfinite().all()
+    sim = QuantizationSimModel(model, arguments)
+    with sim.in_float():
+        torch.testing.assert_close(sim.model(*arguments), expected)
+    sim.compute_encodings([arguments], progress=False)
+    found = sim.model(*arguments)
+    assert float(((expected - found).pow(2).sum() / expected.pow(2).sum()).detach()) < 1e-3
+    if not (causal and kind == "module"):  # with this hint torch's module does not read its mask
+        out = model.own.out_proj if kind == "module" else model.o
+        assert float((found[0, 2] - out.bias).abs().max().detach()) < 0.01  # zeros go through the last layer alone
+    found.pow(2).sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in sim.model.parameters())
+
+
+def test_padding_and_mask_of_torchs_module_leave_a_query_nothing_only_together() -> None:
+    torch.manual_seed(0)
+    model, x = FromOutside("module").eval(), torch.randn(B, T, D)
+    mask, padding = torch.zeros(B, T, T).masked_fill(torch.ones(T, T).triu(1).bool(), -INF), torch.zeros(B, T)
+    padding[1, :3] = -INF  # padded on the left: its first queries see padding only
+    sim = QuantizationSimModel(model, (x, mask, padding))
+    with sim.in_float():
+        torch.testing.assert_close(sim.model(x, mask, padding), model(x, mask, padding))
+    assert model(x, mask, padding).isfinite().all()
 
 
 class Padded(nn.Module):

@@ -43,8 +43,13 @@ def mask_values(graph: Graph) -> set[str]:
 def _forgotten(graph: Graph, value: str, found: set[str]) -> bool:
     if graph.is_output(value) or not graph.values[value].is_float:
         return False
-    telling = [(op, port) for op, port in graph.consumers(value) if op.type not in _NEUTRAL]
+    telling = [(op, port) for op, port in graph.consumers(value) if op.type not in _NEUTRAL and not asks(graph, op)]
     return bool(telling) and all(_forgets(op, port, found) for op, port in telling)
+
+
+def asks(graph: Graph, op: Op) -> bool:
+    """Whether an operator answers with true and false, as the question does which rows of a mask are masked in full."""
+    return bool(op.outputs) and all(graph.values[v].dtype == "bool" for v in op.outputs)
 
 
 def _forgets(op: Op, port: int, found: set[str]) -> bool:

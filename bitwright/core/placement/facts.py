@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bitwright.core.graph.exact import REASONS, computed_values, exact_values
 from bitwright.core.graph.graph import Graph, Op
+from bitwright.core.graph.masks import asks
 from bitwright.core.graph.ops import OpRow, op_row
 from bitwright.core.graph.patterns import Match, find_matches
 from bitwright.core.numerics.formats import IntFormat
@@ -177,10 +178,15 @@ def _masks(graph: Graph, matches: list[Match], static: set[str]) -> tuple[set[st
 def _served(
     graph: Graph, op: Op, values: dict[str, str], entries: dict[tuple[str, str], str], serves: dict[str, str]
 ) -> str | None:
-    """The softmax for whose mask alone ``op`` works; ``None`` where something else reads its outputs."""
+    """The softmax for whose mask alone ``op`` works; ``None`` where something else reads its outputs.
+
+    What asks a question of the mask (which rows are masked in full) may read it as well.
+    """
     if any(map(graph.is_output, op.outputs)):
         return None
-    readers = [(reader.name, value) for value in op.outputs for reader, _ in graph.consumers(value)]
+    readers = [
+        (reader.name, value) for value in op.outputs for reader, _ in graph.consumers(value) if not asks(graph, reader)
+    ]
     served = [values[v] if (r, v) in entries else serves.get(r) for r, v in readers]
     return served[0] if served and all(served) else None
 

@@ -31,9 +31,9 @@ def scaled_dot_product_attention(
 
     Args:
         query: ``[..., L, E]``; key: ``[..., S, E]``; value: ``[..., S, Ev]``, floating point.
-        attn_mask: boolean (True takes part) or float (added), broadcastable to ``[..., L, S]``.
+        attn_mask: boolean (True takes part) or float (added), broadcastable to ``[..., L, S]``; queries without a key get 0.
         dropout_p: probability of dropping a weight.
-        is_causal: mask the upper triangle.
+        is_causal: mask the upper triangle as well.
         scale: default ``1 / sqrt(E)``.
         enable_gqa: repeat the heads of key and value to those of the query.
     """
@@ -42,24 +42,43 @@ def scaled_dot_product_attention(
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
     factor = 1.0 / math.sqrt(query.size(-1)) if scale is None else scale
     scores = torch.matmul(query * factor, key.transpose(-2, -1))
-    if is_causal:
-        attn_mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
-    dead: Tensor | None = None
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            blocked = attn_mask.logical_not()
-            if not is_causal:
-                dead = blocked.all(-1, keepdim=True)
-                blocked = blocked.logical_xor(dead)
-            scores = scores.masked_fill(blocked, -math.inf)
-        else:
-            scores = scores + attn_mask
+    return _attended(scores, value, attn_mask, is_causal, dropout_p)[0]
+
+
+def _attended(
+    scores: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float, empty: bool = False
+) -> tuple[Tensor, Tensor]:
+    """What queries find, and their weights; those that may attend to nothing find zeros, or NaN where ``empty`` may be."""
+    if empty:
+        scores, dead = (scores if mask is None else scores + mask), None
+    else:
+        scores, dead = _masked(scores, mask, is_causal)
     weights = torch.softmax(scores, -1)
-    if dropout_p > 0.0:
-        weights = F.dropout(weights, dropout_p, True)
-    out = torch.matmul(weights, value)
-    # a query that may attend to nothing gets zeros, as in torch, and not the NaN of an empty softmax
-    return out if dead is None else out.masked_fill(dead, 0.0)
+    dropped = F.dropout(weights, dropout_p, True) if dropout_p > 0.0 else weights
+    out = torch.matmul(dropped, value)
+    return (out if dead is None else out.masked_fill(dead, 0.0)), weights
+
+
+def _masked(scores: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor | None]:
+    """``scores [..., L, S]`` under a boolean or an additive mask, and the queries that may attend to nothing.
+
+    Those get zeros in torch's kernels, and not the NaN of an empty softmax: their scores are left as they are here, and
+    their result is filled with zeros.
+    """
+    if is_causal:
+        seen = torch.ones(scores.size(-2), scores.size(-1), dtype=torch.bool, device=scores.device).tril()
+        if mask is None:  # the first key is before every query
+            return scores.masked_fill(seen.logical_not(), -math.inf), None
+        boolean = mask.dtype == torch.bool
+        mask = mask.logical_and(seen) if boolean else mask.masked_fill(seen.logical_not(), -math.inf)
+    if mask is None:
+        return scores, None
+    if mask.dtype == torch.bool:
+        blocked = mask.logical_not()
+        dead = blocked.all(-1, keepdim=True)
+        return scores.masked_fill(blocked.logical_xor(dead), -math.inf), dead
+    dead = mask.isneginf().all(-1, keepdim=True)
+    return scores + mask.masked_fill(dead, 0.0), dead
 
 
 def _projected(
@@ -131,12 +150,10 @@ def multi_head_attention_forward(
     v = v.reshape(source, batch, num_heads, head).permute(1, 2, 0, 3)
     mask = _joint_mask(attn_mask, key_padding_mask, batch, num_heads, source, q.dtype)
     scores = torch.matmul(q * (1.0 / math.sqrt(head)), k)
-    if mask is not None:
-        scores = scores + mask
-    probabilities = torch.softmax(scores, -1)
-    dropped = F.dropout(probabilities, dropout_p, True) if training and dropout_p > 0.0 else probabilities
-    out = torch.matmul(dropped, v).permute(2, 0, 1, 3).reshape(length, batch, embed)
-    out = F.linear(out, out_proj_weight, out_proj_bias)
+    hint = is_causal and key_padding_mask is None and not need_weights  # torch does not read the mask then
+    dropout = dropout_p if training else 0.0
+    out, probabilities = _attended(scores, v, None if hint else mask, hint, dropout, empty=need_weights)
+    out = F.linear(out.permute(2, 0, 1, 3).reshape(length, batch, embed), out_proj_weight, out_proj_bias)
     shown = _shown(probabilities, average_attn_weights, batched) if need_weights else None
     return (out if batched else out.squeeze(1)), shown
 
@@ -188,7 +205,9 @@ class Decomposition:
 
 
 def _plain_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("static_k") is None and kwargs.get("static_v") is None
+    """Torch refuses a causal attention without a mask."""
+    refused = kwargs.get("is_causal") and kwargs.get("attn_mask") is None
+    return not refused and kwargs.get("static_k") is None and kwargs.get("static_v") is None
 
 
 DECOMPOSITIONS: dict[Any, Decomposition] = {
