@@ -400,6 +400,13 @@ def _described(name: str) -> tuple[str, bool]:
     return name.strip("_"), name.endswith("_") and not name.endswith("__")
 
 
+def writes_first(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of any torch function writes into its first argument."""
+    row = FUNCTIONS.get(func)
+    in_place = _described(getattr(func, "__name__", ""))[1] if row is None else row.in_place
+    return in_place or bool(kwargs.get("inplace"))
+
+
 _RECURRENT = ("input", "weight_ih", "weight_hh", "bias_ih", "batch_sizes", "initial_h", "initial_c", "peephole",
               "weight_hr", "bias_hh")  # fmt: skip
 

@@ -23,7 +23,7 @@ from bitwright.core.simulation.quantizer import DerivedBias
 from bitwright.errors import CalibrationError
 from bitwright.torch.calls import recurrent
 from bitwright.torch.calls.decompose import EXPORTABLE
-from bitwright.torch.calls.functions import FUNCTIONS, Function, applies_mask
+from bitwright.torch.calls.functions import FUNCTIONS, Function, applies_mask, writes_first
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, tensors_in
 from bitwright.torch.interception.compilers import constant_for_compilers
 from bitwright.torch.interception.frames import Frame, Handler, Key
@@ -268,7 +268,7 @@ class Simulator(Handler):
         if plan.outputs:
             return self._with_outputs(plan, row, func, args, kwargs, written)
         output = func(*args, **kwargs)
-        if output is not written and args and output is args[0] and written is not None:
+        if writes(row, kwargs) and output is not written and args and output is args[0] and written is not None:
             return written.copy_(output)  # an in-place call on an operand that was quantized out of place
         return output
 
@@ -296,9 +296,10 @@ class Simulator(Handler):
             return written.copy_(result)
         output = func(*args, **kwargs)
         if isinstance(output, torch.Tensor):
-            alias = len(args) > 0 and output is args[0]
+            # other calls that return what they were given (a cast to the type it has) leave it to its other readers
+            alias = writes(row, kwargs) and len(args) > 0 and output is args[0]
             result = self._output(plan.outputs[0], output, overwrite=row.fresh or alias)
-            if written is None or (output is not written and not alias):
+            if written is None or not alias:
                 return result
             return written if result is written else written.copy_(result)
         items = list(output)
@@ -543,18 +544,18 @@ def _keep_copy(
 
 
 def repaired(func: Callable[..., Any], repair: Repair) -> Callable[..., Any]:
-    """``func`` with its results repaired; a result that is an argument is repaired in its place."""
+    """``func`` with its results repaired; what it writes into is repaired in its place."""
 
-    def applied(x: torch.Tensor, given: tuple[Any, ...]) -> torch.Tensor:
+    def applied(x: torch.Tensor, written: tuple[Any, ...]) -> torch.Tensor:
         if not x.is_floating_point():
             return x
         new = x.nan_to_num(repair.nan, repair.hi, repair.lo)
         if repair.kind == "clamp":
             new = new.clamp(repair.lo, repair.hi)
-        return x.copy_(new) if any(x is argument for argument in given) else new
+        return x.copy_(new) if any(x is argument for argument in written) else new
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        return map_tensors(func(*args, **kwargs), lambda x: applied(x, given))
+        written = (*(args[:1] if writes_first(func, kwargs) else ()), kwargs.get("out"))
+        return map_tensors(func(*args, **kwargs), lambda x: applied(x, written))
 
     return run
