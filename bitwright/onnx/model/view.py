@@ -181,11 +181,13 @@ class OnnxView:
         """Turn constants that the model computes into initializers; what only served to compute them goes.
 
         Args:
-            values: names; those of initializers and of values inside bodies are left as they are.
+            values: names; those of initializers and of values inside bodies are left as they are, and codes that the model
+                dequantizes: they keep their grid, which their float values would lose.
         """
         view, graph = self._read(), self.model.graph
         found = [view.value[name] for name in dict.fromkeys(values)]
-        wanted = [value for value in found if value.const_value is None and value.graph is graph]
+        computed = (value for value in found if value.const_value is None and value.graph is graph)
+        wanted = [value for value in computed if not _is_dequantized(value)]
         if not wanted:
             return
         for value, array in zip(wanted, self._computed(wanted, "constants"), strict=True):
@@ -534,6 +536,15 @@ def _alone(node: ir.Node) -> ir.Node:
         value.name = f"o{i}" if node.outputs[i].name or i == 0 else ""
     single.outputs[0].type = node.outputs[0].type
     return single
+
+
+def _is_dequantized(value: ir.Value) -> bool:
+    """Whether a DequantizeLinear makes the value, or what is moved into it."""
+    node = value.producer()
+    while node is not None and node.op_type != "DequantizeLinear":
+        source = node.inputs[0] if node.inputs else None
+        node = None if source is None else source.producer()
+    return node is not None
 
 
 def _signature(node: ir.Node) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
+import bitwright
 from bitwright.core.numerics.formats import parse_format
 from bitwright.core.numerics.granularity import PerBlock, PerChannel, PerTensor
 from bitwright.errors import ModelError
@@ -250,6 +251,19 @@ def test_models_of_the_runtimes_own_tool(tmp_path, name):
     assert sim.verify().ok
     biases = [site.enabled for site in sim.quantizers.values() if site.role == "bias"]
     assert biases == [name != "weights-in-pairs"] * 3, "its int32 biases are those that follow from input and weight"
+
+
+@pytest.mark.parametrize(
+    "steps", [None, ["fold"], ["equalize"], ["smooth"]], ids=["default", "fold", "equalize", "smooth"]
+)
+def test_recipes_keep_the_grids_that_weights_came_with(tmp_path, steps):
+    model = static(per_channel=True)(tmp_path)
+    plain = QuantizationSimModel(model, DATA[0], threads=1)
+    result = bitwright.quantize(model, list(DATA), recipe=steps, progress=False)
+    weights = [site for site in plain.quantizers.values() if site.role == "weight"]
+    assert weights and all(result.sim.quantizers[site.name].encoding == site.encoding for site in weights)
+    for want, got in zip(reference(model, DATA[0]), run(result.sim.simulation().model, DATA[0]), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def q(
