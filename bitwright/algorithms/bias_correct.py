@@ -243,8 +243,13 @@ class Correctable(ABC):
         """Run one batch in float, then quantized with each layer's output shifted to its float mean.
 
         Returns:
-            Layer -> the shift taken off its output, float64, shape [outputs], and how many values it is the mean of.
+            Layer -> the shift taken off its output, float64, shape [outputs], and how many values it is the mean of; without
+            layers that the batch did not reach.
         """
+
+    def why_not_measured(self, layer: Layer) -> str | None:
+        """Why :meth:`errors` cannot tell the shift of a layer; ``None`` where it can."""
+        return None
 
     @abstractmethod
     def param(self, name: str) -> Array:
@@ -347,6 +352,9 @@ def correct_empirically(
         CalibrationError: no batch, or a mean that is NaN or infinite; nothing was changed then.
     """
     layers, refused = correctable(Layers(sim.graph), ignore)
+    reasons = {layer.op: reason for layer in layers if (reason := sim.why_not_measured(layer)) is not None}
+    refused += [Refused(op, reason) for op, reason in reasons.items()]
+    layers = [layer for layer in layers if layer.op not in reasons]
     sums = {layer.op: np.zeros(layer.axes.outputs) for layer in layers}
     counts = dict.fromkeys(sums, 0.0)
     samples = 0

@@ -345,6 +345,7 @@ class _Methods:
     def trial(self, work: Any, judge: Judge) -> Any:
         """A simulation for a comparison, calibrated on the judge's batches."""
         sim = self._placed(work)
+        sim.quantizers.say_nothing_of_unreached()
         self.calibrate(sim, judge.batches)
         if self.placing is not None:
             layer_inputs(sim, **self.placing)

@@ -248,6 +248,8 @@ class SiteMap(Tabular, Mapping[str, Any]):
 
     def __init__(self, sites: dict[str, Site], values: Callable[[str], Array | None] | None = None) -> None:
         self._sites = sites
+        self._said: set[str] = set()  # warnings of sites without data
+        self._says_unreached = True
         for site in sites.values():
             site._values = values
         self._find_masks()
@@ -435,16 +437,23 @@ class SiteMap(Tabular, Mapping[str, Any]):
             f"Remedy: {remedy or 'leave what leads to it in float'}, or more bits there"
         )
 
+    def say_nothing_of_unreached(self) -> None:
+        """Log no site that data do not reach: of a simulation that is made for a comparison, on part of the data."""
+        self._says_unreached = False
+
     def settle_unreached(self, *, allow: bool, quiet: bool = False) -> None:
-        """Log the enabled sites without an encoding after calibration; switch them off if that is allowed."""
+        """Log the enabled sites without an encoding after calibration, once; switch them off if that is allowed."""
         unreached = self.unreached()
         for site in unreached if allow else ():
             site.quantizer.leave_in_float(UNREACHED)
-        if unreached and not quiet:
+        if unreached and not quiet and self._says_unreached:
             what = "left in float" if allow else "without an encoding; using them is an error"
             shown = ", ".join(site.name for site in unreached[:8])
             more = f" and {len(unreached) - 8} more" if len(unreached) > 8 else ""
-            logger.warning("calibration never reached %d site(s), %s: %s%s", len(unreached), what, shown, more)
+            said = f"calibration never reached {len(unreached)} site(s), {what}: {shown}{more}"
+            if said not in self._said:
+                self._said.add(said)
+                logger.warning("%s", said)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sites)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import onnx_ir as ir
 
 from bitwright.algorithms.bias_correct import Correctable
 from bitwright.algorithms.channels.layers import Array, Layer
-from bitwright.export.qdq.markers import Names, Outputs, move_uses
+from bitwright.export.qdq.markers import Names, move_uses
 from bitwright.onnx.model.data import as_feeds
+from bitwright.onnx.model.instrument import Instrument
 from bitwright.onnx.model.session import open_session
 from bitwright.onnx.simulation.quantsim import QuantizationSimModel
 from bitwright.onnx.simulation.simulate import simulation_model
@@ -47,7 +49,23 @@ class OnnxCorrectable(Correctable):
         return {
             layer.op: (np.asarray(shift, np.float64).reshape(-1), float(rows))
             for layer, shift in zip(layers, shifts, strict=True)
+            if np.size(shift)  # nothing comes out of a branch that is not taken
         }
+
+    def why_not_measured(self, layer: Layer) -> str | None:
+        """As the base class says; branches of an If are measured in the batches that take them."""
+        loop = self._loops.get(layer.op)
+        return None if loop is None else f"every iteration of {loop} has a mean of its own, and they share its bias"
+
+    @cached_property
+    def _loops(self) -> dict[str, str]:
+        """Operator in the body of a Loop or Scan -> that."""
+        found: dict[str, str] = {}
+        for node in self.sim.marked.graph.all_nodes():
+            if node.op_type in ("Loop", "Scan") and not node.domain:
+                inside = node.attributes["body"].as_graph().all_nodes()
+                found.update((str(inner.name), f"{node.op_type} {node.name}") for inner in inside)
+        return found
 
     def param(self, name: str) -> Array:
         """An initializer."""
@@ -64,8 +82,16 @@ def _name(layer: Layer) -> str:
 
 def _with_means(model: ir.Model, layers: Sequence[Layer], *, shift: bool) -> ir.Model:
     """``model`` with the channel means of the layers' outputs: as outputs, or as inputs that they are moved to."""
-    names, outputs = Names(model), Outputs(model)
-    nodes = {node.name: node for node in model.graph}
+    instrument = Instrument(model)
+    names, outputs = instrument.builder.names, instrument.builder.outputs
+    nodes = {node.name: node for node in model.graph.all_nodes()}
+
+    def outside(value: ir.Value, graph: ir.Graph, name: str) -> ir.Value:
+        """``value``, which bears ``name`` in the main graph; empty where its branch is not taken."""
+        lifted, _ = instrument.lift(value, graph, np.zeros(0, np.float32), None)
+        lifted.name = name
+        return lifted
+
     results: list[ir.Value] = []
     for layer in layers:
         node = nodes[layer.adder or layer.op]
@@ -73,14 +99,14 @@ def _with_means(model: ir.Model, layers: Sequence[Layer], *, shift: bool) -> ir.
         value = node.outputs[0]
         axes = [axis for axis in range(layer.rank) if axis != layer.channel_axis]
         mean = _mean(model, value, axes, add, names)
+        assert node.graph is not None
         if not shift:
-            mean.name = _name(layer)
-            results.append(mean)
+            results.append(outside(mean, node.graph, _name(layer)))
             continue
-        given = ir.Value(name=_name(layer), type=value.type, shape=ir.Shape([None] * layer.rank))
+        whole = node.graph is model.graph
+        given = ir.Value(name=_name(layer), type=value.type, shape=ir.Shape([None] * layer.rank) if whole else None)
         model.graph.inputs.append(given)
         difference = add("Sub", [mean, given], value)
-        difference.name = f"{_name(layer)}.shift"
         moved = add("Sub", [value, difference], value)
         readers = {mean.producer(), moved.producer()}
         move_uses(value, moved, keep={node for node in readers if node is not None})
@@ -88,7 +114,7 @@ def _with_means(model: ir.Model, layers: Sequence[Layer], *, shift: bool) -> ir.
             free = str(moved.name)
             outputs.replace(value, moved)
             value.name = free
-        results.append(difference)
+        results.append(outside(difference, node.graph, f"{_name(layer)}.shift"))
     model.graph.outputs.clear()
     model.graph.outputs.extend(results)
     return model
