@@ -94,6 +94,7 @@ EXTRA: dict[str, set[str]] = {
     "core/compiled/loops.py": {"numba"},
     "core/files/documents.py": {"yaml"},
     "onnx/adapters/program.py": {"torch"},
+    "onnx/adapters/steps.py": {"torch"},
     "onnx/adapters/recurrent.py": {"torch"},
     "onnx/adapters/to_torch.py": {"torch"},
     "onnx/model/data.py": {"PIL"},

@@ -337,6 +337,14 @@ def correctable(layers: Layers, ignore: Iterable[str] = ()) -> tuple[list[Layer]
     return found, refused
 
 
+def _measurable(sim: Correctable, ignore: Iterable[str]) -> tuple[list[Layer], list[Refused]]:
+    """:func:`correctable`, without layers whose shift cannot be measured."""
+    layers, refused = correctable(Layers(sim.graph), ignore)
+    reasons = {layer.op: sim.why_not_measured(layer) for layer in layers}
+    refused += [Refused(op, reason) for op, reason in reasons.items() if reason is not None]
+    return [layer for layer in layers if reasons[layer.op] is None], refused
+
+
 def correct_empirically(
     sim: Correctable, batches: Iterable[tuple[object, int]], ignore: Iterable[str] = (), bar: Bar = no_bar
 ) -> BiasReport:
@@ -351,10 +359,7 @@ def correct_empirically(
     Raises:
         CalibrationError: no batch, or a mean that is NaN or infinite; nothing was changed then.
     """
-    layers, refused = correctable(Layers(sim.graph), ignore)
-    reasons = {layer.op: reason for layer in layers if (reason := sim.why_not_measured(layer)) is not None}
-    refused += [Refused(op, reason) for op, reason in reasons.items()]
-    layers = [layer for layer in layers if layer.op not in reasons]
+    layers, refused = _measurable(sim, ignore)
     sums = {layer.op: np.zeros(layer.axes.outputs) for layer in layers}
     counts = dict.fromkeys(sums, 0.0)
     samples = 0

@@ -14,7 +14,7 @@ from bitwright.onnx import QuantizationSimModel, apply_reconstruction, quantize
 from bitwright.onnx.adapters import steps
 from bitwright.onnx.adapters.program import OnnxSimulation
 from tests.onnx import flow
-from tests.onnx.nets import BOOL, FLOAT, INT64, Net, body, feeds_for, run
+from tests.onnx.nets import BOOL, FLOAT, INT64, Net, body, feeds_for
 
 RANDOM = np.random.default_rng(0)
 BATCHES = [RANDOM.standard_normal((8, 3, 6, 6)).astype(np.float32) for _ in range(8)]

@@ -7,6 +7,7 @@ of the values that lead there, nothing else is computed. Batches with the same a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -104,6 +105,29 @@ class _Values:
             for at in sorted(wanted):
                 step = self._steps[at]
                 self._known.update(zip(step.writes, run_step(step, self._known, self._constants), strict=True))
+
+
+class _Turns:
+    """The iterations of a loop.
+
+    Attributes:
+        states: after the last one.
+        stacked: of each further output, what every iteration made.
+        count: how many there were.
+    """
+
+    def __init__(self, states: Sequence[int]) -> None:
+        self.states, self.count = list(states), 0
+        self.stacked: list[list[int]] = []
+
+    def add(self, made: Sequence[int]) -> None:
+        """One iteration made this: states, then the further outputs."""
+        rest = made[len(self.states) :]
+        self.states = list(made[: len(self.states)])
+        self.stacked = self.stacked or [[] for _ in rest]
+        for parts, number in zip(self.stacked, rest, strict=True):
+            parts.append(number)
+        self.count += 1
 
 
 class Steps:
@@ -277,82 +301,71 @@ class Steps:
     def _loop(self, node: ir.Node) -> Iterator[ir.Node]:
         body, undo = node.attributes["body"].as_graph(), self._mark()
         limit, going = (node.inputs[i] if i < len(node.inputs) else None for i in (0, 1))
-        most = None if limit is None else self._ask(self._ids(limit))
+        most = math.inf if limit is None else self._ask(self._ids(limit))
         goes = going is None or bool(self._ask(self._ids(going)))
-        states = [self._entering(v) for v in node.inputs[2:] if v is not None]
-        stacked: list[list[int]] = [[] for _ in body.outputs[1 + len(states) :]]
-        count = 0
-        while goes and (most is None or count < most):
-            if len(self._steps) - undo[0] > _MOST_STEPS:
-                break
-            for value, number in zip(body.inputs[:2], (count, True), strict=True):
+        turns = _Turns([self._entering(v) for v in node.inputs[2:] if v is not None])
+        while goes and turns.count < most and self._is_short(undo):
+            for value, number in zip(body.inputs[:2], (turns.count, True), strict=True):
                 self._constants[self._ids.fresh(value)] = torch.tensor(number).reshape((1,) * _rank(value))
-            self._bind(body.inputs[2:], states)
+            self._bind(body.inputs[2:], turns.states)
             yield from body
-            states = [self._entering(v) for v in body.outputs[1 : 1 + len(states)]]
-            for made, value in zip(stacked, body.outputs[1 + len(states) :], strict=True):
-                made.append(self._entering(value))
+            turns.add([self._entering(v) for v in body.outputs[1:]])
             goes = bool(self._ask(self._ids(body.outputs[0])))
-            count += 1
-        ended = not (goes and (most is None or count < most))
-        if ended and (count or not stacked):
-            self._finish(node, states, [(made, 0) for made in stacked])
-        else:
-            self._whole(node, undo)
+        ended = not goes or turns.count >= most
+        self._close(node, turns, undo, ended, [(0, False)] * (len(body.outputs) - 1 - len(turns.states)))
 
     def _scan(self, node: ir.Node) -> Iterator[ir.Node]:
         body, undo = node.attributes["body"].as_graph(), self._mark()
         scanned = node.attributes["num_scan_inputs"].as_int()
-        values = [v for v in node.inputs if v is not None]
-        states, rows = [self._entering(v) for v in values[:-scanned]], [self._entering(v) for v in values[-scanned:]]
-        outputs = len(body.outputs) - len(states)
+        given = [self._entering(v) for v in node.inputs if v is not None]
+        turns, rows = _Turns(given[:-scanned]), given[-scanned:]
+        kinds = [self._name(f"{node.name}.{value.name}") for value in body.inputs[-scanned:]]
         axes, turned = _ints(node, "scan_input_axes", scanned), _ints(node, "scan_input_directions", scanned)
         count = self._ask(rows[0], axes[0])
-        stacked: list[list[int]] = [[] for _ in range(outputs)]
-        for i in range(count):
-            if len(self._steps) - undo[0] > _MOST_STEPS:
-                break
-            slices = []
-            for value, row, axis, backwards in zip(body.inputs[len(states) :], rows, axes, turned, strict=True):
-                made, at = self._ids.another(), count - 1 - i if backwards else i
-                op = self._name(f"{node.name}.{value.name}")
-                self._append(Step(op, (row,), (made,), partial(_slice, axis=axis, at=at)))
-                slices.append(made)
-            self._bind(body.inputs, [*states, *slices])
+        while turns.count < count and self._is_short(undo):
+            at = [count - 1 - turns.count if backwards else turns.count for backwards in turned]
+            slices = [self._sliced(*part) for part in zip(kinds, rows, axes, at, strict=True)]
+            self._bind(body.inputs, [*turns.states, *slices])
             yield from body
-            states = [self._entering(v) for v in body.outputs[: len(states)]]
-            for kept, value in zip(stacked, body.outputs[len(states) :], strict=True):
-                kept.append(self._entering(value))
-        if count and all(len(made) == count for made in stacked) and len(self._steps) - undo[0] <= 2 * _MOST_STEPS:
-            ends = zip(
-                stacked,
-                _ints(node, "scan_output_directions", outputs),
-                _ints(node, "scan_output_axes", outputs),
-                strict=True,
-            )
-            self._finish(node, states, [(made[::-1] if backwards else made, axis) for made, backwards, axis in ends])
-        else:
-            self._whole(node, undo)
+            turns.add([self._entering(v) for v in body.outputs])
+        outputs = len(body.outputs) - len(turns.states)
+        ways = zip(
+            _ints(node, "scan_output_axes", outputs), _ints(node, "scan_output_directions", outputs), strict=True
+        )
+        self._close(node, turns, undo, turns.count == count, [(axis, bool(back)) for axis, back in ways])
+
+    def _is_short(self, since: tuple[int, int]) -> bool:
+        return len(self._steps) - since[0] <= _MOST_STEPS
+
+    def _sliced(self, op: str, row: int, axis: int, at: int) -> int:
+        made = self._ids.another()
+        self._append(Step(op, (row,), (made,), partial(_slice, axis=axis, at=at)))
+        return made
 
     def _bind(self, values: Sequence[ir.Value], numbers: Sequence[int]) -> None:
         for value, number in zip(values, numbers, strict=True):
             self._ids.alias(value, number)
 
-    def _finish(self, node: ir.Node, states: Sequence[int], stacked: Sequence[tuple[Sequence[int], int]]) -> None:
-        """What a loop hands out: its states, and what its iterations made in a row."""
+    def _close(
+        self, node: ir.Node, turns: _Turns, undo: tuple[int, int], ended: bool, ways: Sequence[tuple[int, bool]]
+    ) -> None:
+        """What a loop hands out: its states, and what its iterations made in a row; ``ways`` are axes and directions."""
+        if not ended or (ways and not turns.count):  # no shape is known of the results of no iteration
+            self._whole(node, undo)
+            return
         names = [self._name(str(node.name) if i == 0 else f"{node.name}.{i}") for i in range(len(node.outputs))]
-        for value, op, number in zip(node.outputs, names, states, strict=False):
-            if value.name:
-                self._ids.alias(value, self._pass(number, op))
-        for value, op, (made, axis) in zip(node.outputs[len(states) :], names[len(states) :], stacked, strict=True):
-            if value.name:
-                self._append(Step(op, tuple(made), (self._ids.fresh(value),), partial(_stacked, axis=axis)))
+        named = [(value, op) for value, op in zip(node.outputs, names, strict=True)]
+        for (value, op), number in zip(named, turns.states, strict=False):
+            self._ids.alias(value, self._pass(number, op))
+        for (value, op), made, (axis, back) in zip(named[len(turns.states) :], turns.stacked, ways, strict=False):
+            parts = tuple(made[::-1] if back else made)
+            self._append(Step(op, parts, (self._ids.fresh(value),), partial(_stacked, axis=axis)))
 
     def _mark(self) -> tuple[int, int]:
         return len(self._steps), len(self._answers)
 
     def _whole(self, node: ir.Node, undo: tuple[int, int]) -> None:
-        """Let ``node`` be one step: it has no iteration, whose results no shape is known of, or too many."""
+        """Let ``node`` be one step."""
         del self._steps[undo[0] :], self._answers[undo[1] :]
         for at in [at for at in self._results if at >= undo[0]]:
             del self._results[at]
