@@ -166,7 +166,9 @@ def test_eight_bits_keep_thirty_decibels(make: Callable[[], nn.Module]) -> None:
 
 
 #: models whose steps depend on values, or that keep a state of their own: torch.export refuses them, or they change as they run
-NOT_EXPORTED = {"beams", "halting", "speech", "stateful"}
+NOT_EXPORTED = {"halting", "speech", "stateful"}
+#: which hypotheses survive depends on sums that kernels round in their own way
+NOT_EQUAL = {"beams"}
 
 
 #: the quick ones
@@ -175,7 +177,7 @@ EXPORTED_QUICKLY = {"residual", "siamese"}
 
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=() if name in EXPORTED_QUICKLY else pytest.mark.slow)
-    for name in RECURRENT_ZOO if name not in NOT_EXPORTED
+    for name in RECURRENT_ZOO if name not in NOT_EXPORTED | NOT_EQUAL
 ])  # fmt: skip
 def test_every_step_agrees_with_the_runtime(name: str) -> None:
     case = RECURRENT_ZOO[name]
@@ -185,7 +187,14 @@ def test_every_step_agrees_with_the_runtime(name: str) -> None:
         assert row.ok or row.as_float.lsb <= 1, row
 
 
-@pytest.mark.parametrize("name", ["speech", "halting", "beams"])
+def test_a_loop_as_long_as_an_integer_input_says_is_exported_with_that_length(tmp_path: Path) -> None:
+    case = RECURRENT_ZOO["beams"]
+    exported = simulated(case, build(case)).export(tmp_path, "beams", case.example(5, 7))
+    (note,) = [note for note in exported.notes if note.startswith("path:")]
+    assert "recurrent_zoo.py" in note and "in forward" in note
+
+
+@pytest.mark.parametrize("name", ["speech", "halting"])
 def test_what_cannot_be_exported_says_why(name: str) -> None:
     case = RECURRENT_ZOO[name]
     with pytest.raises(ExportError, match="cannot be exported to ONNX: .*Remedy: make the part it names independent"):

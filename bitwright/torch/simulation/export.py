@@ -19,7 +19,7 @@ from torch import nn
 from bitwright.core.graph.ops import op_row
 from bitwright.core.graph.recurrence import CELLS
 from bitwright.core.numerics.encoding import Encoding
-from bitwright.errors import BusyError, CalibrationError, ConfigError, ExportError, close_matches
+from bitwright.errors import BusyError, CalibrationError, ConfigError, ExportError, ModelError, close_matches
 from bitwright.export.artefacts import (
     Exported,
     Samples,
@@ -45,7 +45,7 @@ from bitwright.torch.calls.recurrent import WEIGHT_PORTS, onnx_rows
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, named_state
 from bitwright.torch.interception.forwards import forward_signature
 from bitwright.torch.interception.record import Slot, named_inputs, output_names
-from bitwright.torch.interception.scripted import scripted_code
+from bitwright.torch.simulation.captured import captured
 from bitwright.torch.simulation.ranges import refuse_corrections
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def export_sim(
         marked, notes = _free_batch(sim, dummy_input)
     else:
         free = dynamic_batch is True
-        marked = marked_onnx(sim, dummy_input, dynamic_batch=free, dynamic_shapes=dynamic_shapes)
+        marked = marked_onnx(sim, dummy_input, dynamic_batch=free, dynamic_shapes=dynamic_shapes, notes=notes)
     names = rename_ports(marked, input_names, output_names)
     exported = write_artefacts(
         sim,
@@ -235,11 +235,17 @@ class _Flat(nn.Module):
 
 
 def marked_onnx(
-    sim: QuantizationSimModel, dummy_input: Any, *, dynamic_batch: bool = False, dynamic_shapes: Any = None
+    sim: QuantizationSimModel,
+    dummy_input: Any,
+    *,
+    dynamic_batch: bool = False,
+    dynamic_shapes: Any = None,
+    notes: list[str] | None = None,
 ) -> ir.Model:
     """The model as ONNX (opset 21) with a ``bitwright::Site`` node at every enabled site.
 
     Parameters keep their names; inputs are named after the parameters of forward, outputs ``output``, ``output.<key>``.
+    ``notes`` gets what is to be said of it.
 
     Raises:
         ExportError: ``torch.export`` or the ONNX exporter fails; its own error is the cause.
@@ -249,21 +255,25 @@ def marked_onnx(
     tensors = tuple(t for _, t in flatten_tensors((args, kwargs)))
     shapes = _shapes(inputs, tensors, dynamic_batch, dynamic_shapes)
     sim._simulator.refresh_biases()  # they follow encodings that changed since; while tracing, tensors have no values
-    marking = sim._interceptor.handled_by(sim._simulator.variant("mark"), scripted_code(sim.model))
     try:
         # torch.export puts stand-ins in the place of the parameters meanwhile
-        with sim._interceptor.occupancy.exclusive("export"), marking, evaluation(sim.model), torch.no_grad(), _quiet():
+        with sim._interceptor.occupancy.exclusive("export"), evaluation(sim.model), torch.no_grad(), _quiet():
             flat = _Flat(sim.model, args, kwargs).eval()
-            program = torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
+            program, told = captured(sim, flat, (args, kwargs), tensors, shapes)
             model = to_onnx(program)
+            if notes is not None:
+                notes += told
     except BusyError:
         raise
     except Exception as error:
         where = sim._interceptor.failed_in
         _check_runs(sim, args, kwargs)
+        why = _root_cause(error)
+        if isinstance(error, ModelError):
+            why = f"{why}. {error.site}: {error.problem}" if error.__cause__ else f"{error.site}: {error.problem}"
         raise ExportError(
             f"{type(sim.model).__name__}{f', in {where}' if where else ''}",
-            f"the model cannot be exported to ONNX: {_root_cause(error)}",
+            f"the model cannot be exported to ONNX: {why}",
             "make the part it names independent of tensor values (torch.export's own message is above), or export the ONNX "
             "model yourself and quantize that; the encodings alone are written by sim.save_encodings(path)",
         ) from error
@@ -303,9 +313,8 @@ def _free_batch(sim: QuantizationSimModel, dummy_input: Any) -> tuple[ir.Model, 
     """
     sizes = {len(t) for _, t in flatten_tensors(dummy_input) if t.dim()}
     if len(sizes) != 1:
-        return marked_onnx(sim, dummy_input), [
-            "batch: the size is fixed to the example's, because its inputs do not have one first axis in common"
-        ]
+        notes = ["batch: the size is fixed to the example's, because its inputs do not have one first axis in common"]
+        return marked_onnx(sim, dummy_input, notes=notes), notes
     (size,) = sizes
     example = dummy_input
     if size == 1:
@@ -319,8 +328,8 @@ def _free_batch(sim: QuantizationSimModel, dummy_input: Any) -> tuple[ir.Model, 
     if not fixed:
         _name_batch(marked)
         return marked, []
-    note = f"batch: the size is fixed to {size}, that of the example: {why}"
-    return marked_onnx(sim, dummy_input), [note]
+    notes = [f"batch: the size is fixed to {size}, that of the example: {why}"]
+    return marked_onnx(sim, dummy_input, notes=notes), notes
 
 
 def _name_batch(model: ir.Model) -> None:
