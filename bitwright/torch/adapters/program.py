@@ -8,14 +8,18 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitwright.algorithms.rounding.driver import parameter_readers
 from bitwright.algorithms.rounding.program import Program, Quantize, State, Step, run
 from bitwright.core.graph.graph import Graph, Value
+from bitwright.core.graph.ops import op_row
 from bitwright.core.simulation.protocols import sqnr
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ModelError
@@ -35,8 +39,34 @@ Forward = Callable[[nn.Module, Any], Any]
 _EXACT_ENOUGH = 80.0  # dB between a model and its steps; they make the same calls on the same tensors
 
 
+class _SizeWatch(TorchDispatchMode):
+    """Notes whether an operator runs whose result is as large as the values decide, or that hands a value to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decided = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _BY_MASK:  # with integers alone the size is theirs
+            self.decided |= any(t.dtype == torch.bool for t in tensors_in(args[1]))
+        else:
+            self.decided |= not _SIZED_BY_VALUES.isdisjoint(func.tags)
+        return func(*args, **(kwargs or {}))
+
+
+_SIZED_BY_VALUES = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
+_BY_MASK = frozenset(
+    (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
+)
+
+
 class _Tracer(Handler):
-    """A handler that carries out every call unchanged and writes it down as a :class:`Step`."""
+    """A handler that carries out every call unchanged and writes it down as a :class:`Step`.
+
+    Attributes:
+        deciding: value -> tensor, of what is computed of the input and decides how large results are: masks by which rows
+            are taken, how often each is repeated.
+    """
 
     def __init__(self, plans: Mapping[Key, CallPlan], parameters: frozenset[int]) -> None:
         self._plans, self._parameters = plans, parameters
@@ -44,6 +74,8 @@ class _Tracer(Handler):
         self.constants: dict[int, Tensor] = {}
         self.inputs: State = {}
         self.outputs: list[Tensor] = []
+        self.deciding: dict[int, Tensor] = {}
+        self._computed: set[int] = set()  # values that floating-point numbers of the input lead to
         self._live: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._named: dict[int, int] = {}
         self._count = 0
@@ -52,7 +84,10 @@ class _Tracer(Handler):
         """Note the model's inputs."""
         for tensor in tensors_in((args, kwargs)):
             if self._known(tensor) is None:
-                self.inputs[self._bind(tensor)] = tensor
+                value = self._bind(tensor)
+                self.inputs[value] = tensor
+                if tensor.is_floating_point():
+                    self._computed.add(value)
 
     def end(self, output: Any) -> None:
         """Note what the model returned."""
@@ -82,7 +117,7 @@ class _Tracer(Handler):
         slots = {value: i for i, value in enumerate(dict.fromkeys(reads))}
         template = map_tensors((args, kwargs), lambda t: Slot(slots[self._value(t)]))
         places = self._places(row, args, kwargs, slots)
-        output = func(*args, **kwargs)
+        output = self._run(row, func, args, kwargs, slots)
         produced = tensors_in(args[0] if func is SET_ITEM else output)
         if not plan.op and slots.keys() <= self.constants.keys():
             self._keep_constants(produced, slots)
@@ -90,11 +125,14 @@ class _Tracer(Handler):
         if not produced:
             return output
         in_place = func is SET_ITEM or (row is not None and (row.in_place or bool(kwargs.get("inplace"))))
+        written = tuple(self._bind(t) for t in produced)
+        if plan.op and any(t.is_floating_point() for t in produced) or not self._computed.isdisjoint(slots):
+            self._computed.update(written)
         self.steps.append(
             Step(
                 plan.op,
                 tuple(slots),
-                tuple(self._bind(t) for t in produced),
+                written,
                 _Replay(func, template, in_place),
                 places,
                 tuple((places[p.at], p.site) for p in plan.operands if p.at in places),
@@ -102,6 +140,27 @@ class _Tracer(Handler):
                 inside=self._inside(plan, func, template),
             )
         )
+        return output
+
+    def _run(
+        self, row: Function | None, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        reads: Mapping[int, int],
+    ) -> Any:  # fmt: skip
+        """The call; operands that decide how large its result is are kept as they are before it."""
+        plain = row is not None and isinstance(row.type, str) and op_row(row.type).kind not in ("movement", "merge")
+        if plain or self._computed.isdisjoint(reads):
+            return func(*args, **kwargs)
+        operands = {self._value(t): t for t in tensors_in((args, kwargs))}
+        floats = all(t.is_floating_point() for t in operands.values())
+        before = {
+            value: t.clone()
+            for value, t in operands.items()
+            if value in self._computed and (floats or not t.is_floating_point())
+        }
+        with _SizeWatch() as watch:
+            output = func(*args, **kwargs)
+        if watch.decided and (func is SET_ITEM or tensors_in(output)):
+            self.deciding.update(before)
         return output
 
     def _keep_constants(self, produced: Sequence[Tensor], reads: Mapping[int, int]) -> None:
@@ -285,6 +344,8 @@ class TorchSimulation:
             self._forward(sim.model, batch)
         program = Program(tuple(tracer.steps), tracer.constants, tracer.returned)
         self._check(program, tracer)
+        if tracer.deciding:
+            program = _decided(program, tracer.deciding)
         known = next((p for p in self._programs if _same(p, program)), None)
         if known is None:
             self._programs.append(program)
@@ -314,6 +375,23 @@ class TorchSimulation:
                     "write x = torch.cat(...) instead of assigning into a view, and seed what is random",
                 )
         self._checked = True
+
+
+def _decided(program: Program, deciding: Mapping[int, Tensor]) -> Program:
+    """The program with what decides how large results are as it was when the steps were written down, in float.
+
+    Sizes that the model read are numbers among the arguments of its calls, which hold for these rows only; and a row of the
+    float model is compared with the same row of the quantized one. The calls that compute the decision write what nothing
+    reads.
+    """
+    fresh = count(1 + max(v for step in program.steps for v in (*step.reads, *step.writes)))
+    unread = {value: next(fresh) for value in deciding}
+    steps = tuple(
+        replace(step, writes=tuple(unread.get(v, v) for v in step.writes)) if deciding.keys() & step.writes else step
+        for step in program.steps
+    )
+    outputs = tuple(unread.get(v, v) for v in program.outputs)
+    return Program(steps, {**program.constants, **deciding}, outputs)
 
 
 def _lies_in(view: Tensor, parameter: Tensor) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
 from bitwright.algorithms.rounding.program import Program, Step, run
 from bitwright.errors import ModelError
@@ -49,6 +52,71 @@ def test_gptq_treats_or_lists_every_layer(case: Case) -> None:
     assert all(row.after <= row.before for row in report)
     with torch.no_grad():
         sim.model(*batches[0].args, **batches[0].kwargs)
+
+
+class Rows(torch.nn.Module):
+    """Layers on the rows that ``find(scores, h)`` takes; the code around them reads how many there are."""
+
+    def __init__(self, find: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.score, self.b, self.c = (torch.nn.Linear(8, n) for n in (8, 1, 16, 4))
+        self.find = find
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.a(x).relu()
+        rows = self.find(self.score(h)[..., 0], h)
+        return self.c(self.b(rows).view(len(rows), 2, 8)).mean((0, 1)), rows
+
+
+def written_back(scores: Tensor, h: Tensor) -> Tensor:
+    found, out = scores > 0, h.clone()
+    out[found] = out[found].view(int(found.sum()), 8).tanh()
+    return out.flatten(0, 1)
+
+
+def scattered(scores: Tensor, h: Tensor) -> Tensor:
+    keep = scores > 0
+    return torch.zeros_like(h).masked_scatter(keep[..., None], h[keep].view(int(keep.sum()), 8)).flatten(0, 1)
+
+
+def by_experts(scores: Tensor, h: Tensor) -> Tensor:
+    found, out = (scores > 0).flatten(), torch.zeros_like(h).flatten(0, 1)
+    for i in range(2):
+        out[found == i] = h.flatten(0, 1)[found == i] * (i + 1)
+    return out
+
+
+FOUND: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "nonzero": lambda scores, h: h[(scores > 0).nonzero(as_tuple=True)],
+    "nonzero-of-floats": lambda scores, h: h[scores.relu().nonzero(as_tuple=True)],
+    "argwhere": lambda scores, h: h[tuple(torch.argwhere(scores > 0).T)],
+    "where": lambda scores, h: h[torch.where(scores > 0)],
+    "mask": lambda scores, h: h[scores > 0],
+    "masked_select": lambda scores, h: h.masked_select((scores > 0)[..., None]).view(-1, 8),
+    "top-of-as-many": lambda scores, h: h.flatten(0, 1)[scores.flatten().topk(int((scores > 0).sum())).indices],
+    "durations": lambda scores, h: h.flatten(0, 1).repeat_interleave(scores.exp().mul(2).round().long().flatten(), 0),
+    "distinct": lambda scores, h: h.flatten(0, 1)[(scores * 6).round().long().unique().abs()],
+    "written-back": written_back,
+    "scattered": scattered,
+    "by-experts": by_experts,
+}
+
+
+@pytest.mark.parametrize("find", FOUND.values(), ids=FOUND)
+def test_a_size_that_the_model_read_holds_where_quantizers_would_find_other_rows(
+    find: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model, batches = Rows(find).eval(), [torch.randn(3, 12, 8) for _ in range(3)]
+    sim = QuantizationSimModel(model, batches[0], default_param_bw=2, default_output_bw=4)
+    sim.compute_encodings(batches, progress=False)
+    adapter = TorchSimulation(sim)
+    for batch in batches:
+        expected = model(batch)[1].detach()
+        for a, b in zip(repeated(adapter, batch, quantized=False), model(batch), strict=True):
+            torch.testing.assert_close(a, b)
+        assert repeated(adapter, batch, quantized=True)[1].shape == expected.shape
+    apply_gptq(sim, batches)
 
 
 class ThroughAView(torch.nn.Module):
