@@ -58,6 +58,16 @@ def holds_arrays(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return any(isinstance(item, np.ndarray) for item in found)
 
 
+@contextmanager
+def trainable_tensors() -> Iterator[None]:
+    """Make ordinary tensors inside ``torch.inference_mode`` as well; its own take part in no training ever after."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def model_device(model: nn.Module) -> torch.device | None:
     """The device of the model's parameters and buffers, when they agree on one."""
     devices = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ def _children(obj: Any) -> list[tuple[str, Any]] | None:
     if isinstance(obj, Mapping):
         return [(str(k), v) for k, v in obj.items()]
     if isinstance(obj, (list, tuple)):
-        names = getattr(obj, "_fields", None) or range(len(obj))
-        return [(str(n), v) for n, v in zip(names, obj, strict=True)]
+        names = getattr(obj, "_fields", None) or count()  # what a class of the user's calls its length is not asked
+        return [(str(n), v) for n, v in zip(names, obj, strict=False)]
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         return [(f.name, getattr(obj, f.name)) for f in dataclasses.fields(obj)]
     if isinstance(obj, nn.utils.rnn.PackedSequence):
@@ -103,7 +104,8 @@ def map_tensors(obj: Any, function: Callable[[Any], Any], leaf: type = torch.Ten
     for item, values in reversed(order):
         # containers among them come later in `order`, so they are rebuilt already; atoms never are
         new = [function(v) if isinstance(v, leaf) else rebuilt.get(id(v), v) for v in values]
-        rebuilt[id(item)] = _rebuild(item, new)
+        same = isinstance(item, tuple) and all(a is b for a, b in zip(new, values, strict=False))
+        rebuilt[id(item)] = item if same else _rebuild(item, new)
     return rebuilt.get(id(obj), obj)
 
 

@@ -29,7 +29,7 @@ from bitwright.core.simulation.sites import derived_biases, place_quantizers
 from bitwright.errors import CalibrationError, checks_arguments
 from bitwright.progress import collector_paused
 from bitwright.tables import Tabular
-from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device
+from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device, trainable_tensors
 from bitwright.torch.calls.trees import named_state, walk_modules
 from bitwright.torch.interception.intercept import Interceptor
 from bitwright.torch.interception.record import Recorder, record
@@ -108,7 +108,7 @@ class QuantizationSimModel(Tabular):
         self._simulator.blame, self._simulator.prepare_grids = self._name_nan, self._prepare_grids
         self.graph: Graph
         self.plan: Plan
-        with collector_paused():
+        with collector_paused(), trainable_tensors():
             self.model = adopt(model, dummy_input, in_place=in_place)
             self._interceptor = Interceptor(self.model, self._simulator)
             self._interceptor.attach()
@@ -118,6 +118,7 @@ class QuantizationSimModel(Tabular):
                 self._interceptor.detach()
                 raise
 
+    @trainable_tensors()
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizationSimModel:
         memo.update(uncopied(self.model))
         memo[id(self)] = new = object.__new__(type(self))
@@ -173,6 +174,7 @@ class QuantizationSimModel(Tabular):
     # -- calibration
 
     @checks_arguments
+    @trainable_tensors()
     def compute_encodings(
         self,
         data: Callable[..., Any] | Iterable[Any] | None = None,
@@ -330,6 +332,7 @@ class QuantizationSimModel(Tabular):
     # -- training
 
     @checks_arguments
+    @trainable_tensors()
     def learn_ranges(
         self,
         sites: str | Iterable[str] = "*",
@@ -526,6 +529,7 @@ class QuantizationSimModel(Tabular):
         return save_encodings(self, path, version)
 
     @checks_arguments
+    @trainable_tensors()
     def load_encodings(
         self, path: str | Path | dict[str, Any], strict: bool = True, *, partial: bool = False
     ) -> tuple[str, ...]:
@@ -556,6 +560,7 @@ class QuantizationSimModel(Tabular):
         return save_checkpoint(self, folder)
 
     @checks_arguments
+    @trainable_tensors()
     def load_checkpoint(self, folder: str | Path) -> None:
         """Read what :meth:`save_checkpoint` wrote into this simulation of the same model."""
         from bitwright.torch.simulation.checkpoint import load_checkpoint
@@ -570,6 +575,7 @@ class QuantizationSimModel(Tabular):
         return state_dict(self)
 
     @checks_arguments
+    @trainable_tensors()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take what :meth:`state_dict` returned, all of it or nothing."""
         from bitwright.torch.simulation.checkpoint import load_state_dict

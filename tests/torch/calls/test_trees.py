@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from bitwright.torch import QuantizationSimModel
 from bitwright.torch.calls.trees import flatten_tensors, map_tensors, tensors_in
 
 Pair = namedtuple("Pair", "left right")
@@ -58,3 +59,22 @@ def test_mapping_visits_tensors_in_order_and_keeps_types(case: str) -> None:
 def test_paths_name_keys_fields_and_places() -> None:
     given = {"batch": Held((A, 1)), "rest": [B, Pair(2, C)]}
     assert [path for path, _ in flatten_tensors(given)] == ["batch.image.0", "rest.0", "rest.1.right"]
+
+
+class OwnLength(tuple):  # type: ignore[type-arg]
+    """As the irreducible representations of e3nn, which have a dimension and refuse to have a length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_tuple_of_a_class_of_its_own_is_not_asked_for_its_length() -> None:
+    held = OwnLength((A, 1))
+    assert [path for path, _ in flatten_tensors({"kind": held})] == ["kind.0"]
+    assert tensors_in(held)[0] is A
+    assert map_tensors((held, B), lambda t: t)[0] is held
+    model = torch.nn.Linear(4, 4)
+    model.kind = OwnLength((1, -1))  # type: ignore[assignment]
+    sim = QuantizationSimModel(model, torch.randn(2, 4))
+    sim.compute_encodings([torch.randn(2, 4)], progress=False)
+    assert sim.model(torch.randn(2, 4)).shape == (2, 4)

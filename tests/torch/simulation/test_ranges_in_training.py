@@ -204,3 +204,34 @@ def test_weights_that_are_computed_anew_in_each_forward_have_learned_ranges_too(
     assert float(sim.model(X).square().mean().detach()) < first
     sim.model(X).square().mean().backward()
     assert all(p.grad is not None for p in sim.range_parameters())
+
+
+def test_what_was_made_under_inference_mode_trains_as_what_was_not(tmp_path):
+    def losses(context):
+        with context():
+            model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+            for i, p in enumerate(model.parameters()):
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
+            sim = QuantizationSimModel(model.eval(), X)
+            sim.compute_encodings([X], progress=False)
+            sim.save_encodings(tmp_path / "encodings.json")
+            sim.load_encodings(tmp_path / "encodings.json")
+            sim.learn_ranges()
+            sim.model(X)
+            sim = copy.deepcopy(sim)
+            sim.model(X)
+        optimizer = torch.optim.Adam([*sim.model.parameters(), *sim.range_parameters()], lr=1e-3)
+        found = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = sim.model(X).square().mean()
+            loss.backward()
+            optimizer.step()
+            with context():
+                sim.model(X)
+            found.append(float(loss.detach()))
+        return found
+
+    expected = losses(torch.no_grad)
+    assert expected[2] < expected[0]
+    assert losses(torch.inference_mode) == expected
