@@ -28,6 +28,7 @@ from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_
 from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function
 from bitwright.torch.calls.trees import map_tensors, tensors_in
 from bitwright.torch.interception.frames import Frame, Handler, Key
+from bitwright.torch.interception.intercept import ACCESS
 from bitwright.torch.interception.record import Slot
 from bitwright.torch.quantizers.quantizer import Quantizer
 from bitwright.torch.simulation.plans import CallPlan
@@ -104,15 +105,17 @@ class _Tracer(Handler):
     def other(self, frame: Frame, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Any other call."""
         row = FUNCTIONS.get(func)
-        if row is None and getattr(func, "__name__", "") in ("__get__", "__set__"):
+        name = getattr(func, "__name__", "call")
+        if row is None and name in ACCESS:
             return func(*args, **kwargs)
-        return self._note(frame.movement_key(row.label) if row else None, row, func, args, kwargs)
+        key = frame.other_key(name) if row is None else frame.movement_key(row.label)
+        return self._note(key, row, func, args, kwargs)
 
     def _note(
-        self, key: Key | None, row: Function | None, func: Callable[..., Any], args: tuple[Any, ...],
+        self, key: Key, row: Function | None, func: Callable[..., Any], args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:  # fmt: skip
-        plan = self._plans.get(key, CallPlan("")) if key is not None else CallPlan("")
+        plan = self._plans.get(key, CallPlan(""))
         reads = [self._value(t) for t in tensors_in((args, kwargs))]
         slots = {value: i for i, value in enumerate(dict.fromkeys(reads))}
         template = map_tensors((args, kwargs), lambda t: Slot(slots[self._value(t)]))
@@ -180,8 +183,8 @@ class _Tracer(Handler):
     def _places(
         self, row: Function | None, args: tuple[Any, ...], kwargs: dict[str, Any], slots: Mapping[int, int]
     ) -> dict[int, int]:
-        if row is None:
-            return {}
+        if row is None:  # of what is in no table the ports are its tensors in order
+            return {port: slots[self._value(t)] for port, t in enumerate(tensors_in((args, kwargs)))}
         operands = row.operands(row.bind(args, kwargs))
         return {port: slots[self._value(t)] for port, t in operands if isinstance(t, Tensor)}
 

@@ -30,6 +30,7 @@ from bitwright.errors import CalibrationError, checks_arguments
 from bitwright.progress import collector_paused
 from bitwright.tables import Tabular
 from bitwright.torch.calls.batches import as_call, evaluation, model_device, to_device, trainable_tensors
+from bitwright.torch.calls.functions import function_of
 from bitwright.torch.calls.trees import named_state, walk_modules
 from bitwright.torch.interception.intercept import Interceptor
 from bitwright.torch.interception.record import Recorder, record
@@ -147,10 +148,10 @@ class QuantizationSimModel(Tabular):
         calls = {key: plans.get(call.name, CallPlan(call.name)) for key, call in recorder.calls.items()}
         # computed from parameters alone: known, and nothing to quantize
         self._simulator.plans = {**dict.fromkeys(recorder.static, CallPlan("")), **calls}
-        self._simulator.moving = any(
-            op_row(self.graph.op(plan.op).type).kind == "movement"
-            for plan in plans.values()
-            if plan.operands or plan.outputs
+        held = {plan.op for plan in plans.values() if plan.operands or plan.outputs}
+        self._simulator.moving = any(op_row(self.graph.op(op).type).kind == "movement" for op in held)
+        self._simulator.unlisted = any(
+            call.name in held and function_of(call.func) is None for call in recorder.calls.values()
         )
         biases = derived_biases(self.quantizers, ranges.bias_values(self, recorder.constants()))
         self._simulator.biases = list(biases.values())

@@ -23,8 +23,8 @@ from bitwright.core.simulation.quantizer import DerivedBias
 from bitwright.errors import CalibrationError
 from bitwright.torch.calls import recurrent
 from bitwright.torch.calls.decompose import EXPORTABLE
-from bitwright.torch.calls.functions import FUNCTIONS, Function, applies_mask, writes_first
-from bitwright.torch.calls.trees import flatten_tensors, map_tensors, tensors_in
+from bitwright.torch.calls.functions import FUNCTIONS, SET_ITEM, Function, applies_mask, writes_first
+from bitwright.torch.calls.trees import flatten_tensors, map_arguments, map_tensors, tensors_in
 from bitwright.torch.interception.compilers import constant_for_compilers
 from bitwright.torch.interception.frames import Frame, Handler, Key
 from bitwright.torch.interception.intercept import ACCESS
@@ -76,6 +76,9 @@ class Simulator(Handler):
         self.gate: BatchGate | None = None  # while calibrating
         self.repairs: dict[str, Repair] = {}  # op -> what becomes of its output
         self.moving = False  # whether a call that only moves data has a quantizer: it joins different grids
+        self.unlisted = (
+            False  # whether a call of a function that is in no table has one: it reads an input of the model
+        )
         self.blame: Callable[[Any, Any], None] | None = None  # names the operator that makes NaN of finite values
         self.told = False  # whether it did
         self.prepare_grids: Callable[[], None] = _nothing
@@ -188,9 +191,11 @@ class Simulator(Handler):
         watching = self.moving or self.taps is not None or self.repairs
         row = FUNCTIONS.get(func) if watching else None
         if row is None:
-            if self.repairs and func not in FUNCTIONS and getattr(func, "__name__", "__get__") not in ACCESS:
-                func = self._mended(self.plans.get(frame.other_key(func.__name__)), func)
-            return func(*args, **kwargs)
+            name = getattr(func, "__name__", "call")
+            known = func in FUNCTIONS or name in ACCESS
+            if known or not (self.repairs or self.unlisted or self.taps is not None):
+                return func(*args, **kwargs)
+            return self._unlisted(self.plans.get(frame.other_key(name), CallPlan("")), func, args, kwargs)
         plan = self.plans.get(frame.movement_key(row.label))
         func = self._mended(plan, func)
         if plan is not None and (plan.outputs or plan.operands):
@@ -270,6 +275,27 @@ class Simulator(Handler):
         output = func(*args, **kwargs)
         if writes(row, kwargs) and output is not written and args and output is args[0] and written is not None:
             return written.copy_(output)  # an in-place call on an operand that was quantized out of place
+        return output
+
+    def _unlisted(self, plan: CallPlan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a function that is in no table, whose ports are its tensors in order, with its quantizers."""
+        original, func = func, self._mended(plan, func)
+        tensors = tensors_in((args, kwargs))
+        new = {
+            id(tensors[place.at]): self._operand(place, tensors[place.at])
+            for place in plan.operands
+            if place.at < len(tensors) and tensors[place.at].is_floating_point()
+        }
+        given, named = map_arguments(args, kwargs, lambda t: new.get(id(t), t)) if new else (args, kwargs)
+        output = func(*given, **named)
+        if given and args[0] is not given[0] and (output is given[0] or original is SET_ITEM):
+            args[0].copy_(given[0])  # it was written into, out of place
+            output = None if output is None else args[0]
+        for place in plan.outputs:
+            made = tensors_in(output)[place.at : place.at + 1]
+            output = _exchanged(output, {id(t): self._output(place, t, overwrite=False) for t in made})
+        if self.taps is not None:
+            self._tap(plan, args[0] if original is SET_ITEM else output)
         return output
 
     def _into_target(
@@ -524,6 +550,11 @@ def take(taken: list[torch.Tensor], x: torch.Tensor) -> None:
 def _with_copy_of(written: torch.Tensor, operands: Mapping[int, Any]) -> dict[int, Any]:
     """For autograd, which keeps what a quantizer was given where the call is about to overwrite that."""
     return {port: x.clone() if x is written else x for port, x in operands.items()}
+
+
+def _exchanged(output: Any, new: Mapping[int, torch.Tensor]) -> Any:
+    """What a call returned with tensors exchanged, by their ids."""
+    return map_tensors(output, lambda t: new.get(id(t), t))
 
 
 def _holds_nan(output: Any, *, anywhere: bool) -> bool:
