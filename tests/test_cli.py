@@ -491,3 +491,19 @@ def test_a_program_without_stdout_or_stderr_still_runs(closed: int) -> None:
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert process.returncode == 0, process.stderr
     assert process.stdout == ("" if closed == 1 else f"bitwright {__version__}\n")
+
+
+@pytest.mark.parametrize(("limit", "code", "begin"), [((), 0, ""), (("--fail-below", "90"), 1, "POOR, below 90 dB; ")])
+def test_quantize_ends_with_exit_code_1_where_the_result_is_poor(tmp_path, limit, code, begin):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    torch.onnx.export(model, (torch.randn(2, 8),), tmp_path / "m.onnx", dynamo=False, input_names=["x"])
+    np.savez(tmp_path / "d.npz", x=np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32))
+    np.savez(tmp_path / "other.npz", x=np.random.default_rng(1).normal(size=(8, 8)).astype(np.float32))
+    arguments = ("quantize", tmp_path / "m.onnx", "--data", tmp_path / "d.npz", "--batch-size", "2", "--no-fallback")
+    result = run(*arguments, "--held-out", tmp_path / "other.npz", "--out", tmp_path / "out", *limit)
+    assert result.exit_code == code, result.output
+    first = result.output.lstrip().splitlines()[0]
+    assert first.startswith(begin) and "95 % interval" in first and first.endswith("(of held_out)")
+    assert ("POOR" in first) == bool(begin)
+    assert (tmp_path / "out" / "m.onnx").exists() and "quantized: weights 2 of 2" in result.output

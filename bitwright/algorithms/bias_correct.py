@@ -297,6 +297,11 @@ class BiasReport(Tabular):
     samples: int = 0
     analytic: frozenset[str] = frozenset()
 
+    @property
+    def changed(self) -> bool:
+        """Whether a bias was corrected."""
+        return bool(self.corrected)
+
     def __str__(self) -> str:
         count = len(self.corrected)
         lines = [

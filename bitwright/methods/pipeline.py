@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -18,7 +21,7 @@ from bitwright.algorithms.options import Options, keyword_options
 from bitwright.algorithms.scaling.equalize import EqualizeReport
 from bitwright.algorithms.search.activation_ranges import keep_histograms
 from bitwright.algorithms.search.default_recipe import RecipeLike, as_recipe, find_effort
-from bitwright.algorithms.search.judge import Judge
+from bitwright.algorithms.search.judge import Judge, Rating, in_float
 from bitwright.algorithms.search.layer_inputs import between_layers, layer_inputs
 from bitwright.algorithms.search.recipe import (
     KINDS,
@@ -26,16 +29,20 @@ from bitwright.algorithms.search.recipe import (
     FrontEnd,
     ModelRunner,
     OnHarm,
+    Step,
     action,
     declared_actions,
+    integer_bits,
     run_recipe,
     weight_actions,
 )
 from bitwright.algorithms.search.recipe_report import RecipeReport, checked_metric
-from bitwright.core.numerics.spec import NonFinite, Preset
+from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.numerics.spec import NonFinite, Preset, find_preset
 from bitwright.core.placement.rules import Rules
 from bitwright.core.simulation.protocols import Undo, sqnr
-from bitwright.errors import CalibrationError, checks_arguments
+from bitwright.core.simulation.sites import Site
+from bitwright.errors import BitwrightError, CalibrationError, ConfigError, checks_arguments
 from bitwright.export.deployed import measured_if_short
 from bitwright.export.files.atomic import check_destination
 from bitwright.export.files.origin import origin_of
@@ -46,7 +53,9 @@ from bitwright.methods.folding import fold_all_batch_norms
 from bitwright.methods.front_end import front_end_of, pipeline_of
 from bitwright.methods.saturation import SaturationRepair, check_repair, repair_saturation
 from bitwright.methods.stem import StemReport, leave_stem_in_float
-from bitwright.report.result import Reported
+from bitwright.report.result import POOR, Reported
+
+logger = logging.getLogger("bitwright")
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,11 @@ class Result(Reported):
         benchmark: speed, size and memory of the files beside the float model, when asked for.
         repair: what ``repair=`` did, when asked for.
         stem: the first convolutions that are in float because the target computes them faster so.
+        quality: the outputs against the float model's, part by part, with intervals; ``quality.worst`` is what is printed.
+        plain: the same of the plain simulation, batch norms folded and ranges of everything seen; where the default recipe ran.
+        poor_below: dB of the worst part below which the result is called poor.
+        tried: what was done because the recipe or the preset gave a worse result than something else; empty for nothing.
+        asked: steps that the user's recipe names and that changed nothing, with what they say.
     """
 
     sim: Any
@@ -72,6 +86,11 @@ class Result(Reported):
     benchmark: Any = None
     repair: SaturationRepair | None = None
     stem: StemReport = field(default_factory=StemReport)
+    quality: Rating = field(default_factory=Rating)
+    plain: Rating | None = None
+    poor_below: float = POOR
+    tried: str = ""
+    asked: tuple[str, ...] = ()
 
     @property
     def model(self) -> Any:
@@ -104,6 +123,9 @@ def quantize(
     non_finite: NonFinite = "error",
     allow_unreached: bool = True,
     repair: str | None = None,
+    held_out: Iterable[Any] | None = None,
+    poor_below: float = POOR,
+    fallback: bool = True,
 ) -> Result:
     """Quantize ``model`` in one line: fold batch norms, simulate under ``preset``, calibrate on ``data``, export.
 
@@ -140,6 +162,13 @@ def quantize(
             as soon as calibration shows them. Weights need no data: they are quantized in either case.
         repair: ``"saturation"`` gives 7-bit weights to the layers whose products saturate on CPUs without VNNI, and to no
             others; ``result.repair`` has accuracy before and after.
+        held_out: batches that judge, as far from ``data`` as what the model will see: other recordings, other days. Nothing is
+            fitted to them. By default the last fifth of ``data`` is held out where no recipe is given; a recipe of your own
+            calibrates on all of ``data`` and is rated on some of it.
+        poor_below: signal-to-noise ratio of the worst output in dB below which ``print(result)`` begins with POOR.
+        fallback: where the result is poor and 8-bit activations are the reason, do it again with 16 bits, and take that if the
+            judge's worst output gains 3 dB; without a recipe, a ``config_file`` and a ``quant_scheme`` only. ``result.tried``
+            and the first line say so.
 
     Raises:
         CalibrationError: ``data`` is empty, or gives NaN or Inf under the policy ``"error"``; the metric is NaN; or no
@@ -155,61 +184,227 @@ def quantize(
     find_target(target)
     if path is not None:
         check_destination(path, filename_prefix)
-    steps = as_recipe(
-        recipe, preset, effort=effort, own_rules=config_file is not None, own_scheme=quant_scheme is not None
-    )
+    _check_limit(poor_below)
+    job = _Job(
+        pipeline, recipe, effort, config_file, quant_scheme, target, metric, lower_is_better, on_harm,
+        providers=providers, non_finite=non_finite, allow_unreached=allow_unreached, progress=progress,
+    )  # fmt: skip
+    steps = job.steps(preset)
     first, batches = batches_of(data, again=recipe is not None or any(step.name != "fold" for step in steps))
     metrics = {} if metric is None else {"float": checked_metric("float", pipeline.rate_float(metric))}
     reference = pipeline.float_outputs(first) if repair is not None and metric is None else None
-    judge, chosen = None, batches
-    if recipe is None and any(KINDS[step.name].gain is not None for step in steps):
-        judge, chosen = Judge.of(batches, pipeline.float_outputs, find_effort(effort).judged, pipeline.output_names)
-    methods = _Methods(
-        pipeline=pipeline,
-        first=first,
-        batches=batches,
-        chosen=chosen,
-        placing=next((step.options for step in steps if step.name == "layer_inputs"), None),
-        ranging=any(step.name == "activation_ranges" for step in steps),
-        rules={"preset": preset, "config_file": rules_for(target, config_file, preset), "quant_scheme": quant_scheme},
-        target=target if config_file is None else None,
-        keep_float=any(step.name == "bias_correction" for step in steps),
-        providers=providers,
-        non_finite=non_finite,
-        allow_unreached=allow_unreached,
-        progress=progress,
-    )
-    front_end = FrontEnd(
-        pipeline.copied,
-        methods.simulate,
-        lambda sim: _measured(pipeline, sim, metric),
-        _keep,
-        methods.actions(),
-        pipeline.outputs,
-        methods.trial,
-    )
-    runner = ModelRunner(pipeline.work(first), front_end, judge)
-    report = run_recipe(
-        steps,
-        runner,
-        float_metric=None if recipe is None else metrics.get("float"),
-        on_harm=on_harm,
-        lower_is_better=lower_is_better,
-    )
-    runner.sim.origin = origin_of(preset, map(attrgetter("name"), steps), first, runner.sim.calibration_log)
+    job.take(first, batches, held_out, steps, metrics.get("float"))
+    done, plain, tried = job.best(preset, poor_below, fallback)
+    sim, report, methods = done.sim, done.report, done.methods
+    sim.origin = origin_of(done.preset, map(attrgetter("name"), steps), first, sim.calibration_log)
     form = {"weight_only": weight_only, "target": target}
     repaired = None
     if repair is not None:
-        rate = partial(_accuracy, pipeline, runner.sim, first, metric, reference)
-        repaired = repair_saturation(runner.sim, batches, rate, **form)
+        rate = partial(_accuracy, pipeline, sim, first, metric, reference)
+        repaired = repair_saturation(sim, batches, rate, **form)
     if metric is not None:
         known = None if repaired is not None and repaired.narrowed else report.metric
-        found = pipeline.rate(runner.sim, metric) if known is None else known
+        found = pipeline.rate(sim, metric) if known is None else known
         metrics["quantized"] = checked_metric("quantized", found)
-    write = partial(pipeline.export, runner.sim, prefix=filename_prefix, first=first, **form)
+    write = partial(pipeline.export, sim, prefix=filename_prefix, first=first, **form)
     exported = _written(write, path, target if measure_speed else None)
-    measured = runner.sim.benchmark(**form) if benchmark else None
-    return Result(runner.sim, methods.folds, exported, metrics, report, measured, repaired, methods.stem)
+    measured = sim.benchmark(**form) if benchmark else None
+    rating = methods.rated(sim) if repaired is not None and repaired.narrowed else done.rating
+    return Result(
+        sim, methods.folds, exported, metrics, report, measured, repaired, methods.stem,
+        rating, plain, poor_below, "; ".join(tried), job.idle(report),
+    )  # fmt: skip
+
+
+def _check_limit(poor_below: float) -> None:
+    if not poor_below < math.inf:
+        raise ConfigError("poor_below", f"{poor_below!r} is not a number of dB", "use 20, or -inf for never")
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A simulation that a recipe has led to, with its rating."""
+
+    methods: _Methods
+    sim: Any
+    report: RecipeReport
+    rating: Rating
+    preset: str | Preset
+
+
+_GAIN = 3.0  # dB of the worst part that 16 bits must bring
+
+
+@dataclass
+class _Job:
+    """One call of :func:`quantize`: what is asked for, and the data.
+
+    Attributes:
+        pipeline: the model.
+        recipe, effort, config_file, quant_scheme, target, metric, lower_is_better, on_harm: as for :func:`quantize`.
+        providers, non_finite, allow_unreached, progress: the same.
+        first, batches: the example input, and the calibration data.
+        chosen: the part of it that calibration and methods see.
+        judge: who rates simulations by the rest.
+        float_metric: of the float model.
+    """
+
+    pipeline: Pipeline
+    recipe: RecipeLike | None
+    effort: str
+    config_file: Any
+    quant_scheme: str | None
+    target: str
+    metric: Callable[[Any], float] | None
+    lower_is_better: bool
+    on_harm: OnHarm
+    providers: Any
+    non_finite: NonFinite
+    allow_unreached: bool
+    progress: bool
+    first: Any = None
+    batches: Iterable[Any] = ()
+    chosen: Iterable[Any] = ()
+    judge: Judge = field(default_factory=lambda: Judge([], lambda batch: []))
+    float_metric: float | None = None
+
+    def steps(self, preset: str | Preset) -> tuple[Step, ...]:
+        """The recipe for a preset."""
+        own = {"own_rules": self.config_file is not None, "own_scheme": self.quant_scheme is not None}
+        return as_recipe(self.recipe, preset, effort=self.effort, **own)
+
+    def take(
+        self,
+        first: Any,
+        batches: Iterable[Any],
+        held_out: Iterable[Any] | None,
+        steps: Sequence[Step],
+        float_metric: float | None,
+    ) -> None:
+        """Divide the data: what calibration and methods see, and what rates the result."""
+        self.first, self.batches, self.chosen, self.float_metric = first, batches, batches, float_metric
+        outputs, names, most = self.pipeline.float_outputs, self.pipeline.output_names, find_effort(self.effort).judged
+        if held_out is not None:
+            self.judge = Judge.given(held_out, outputs, most, names)
+        elif self.recipe is None and any(KINDS[step.name].gain is not None for step in steps):
+            self.judge, self.chosen = Judge.of(batches, outputs, most, names)
+        else:
+            whence = "on the first batch, which calibration saw: give held_out for a figure of other data"
+            self.judge = Judge([first], outputs, seen=True, names=names, whence=whence)
+
+    def best(
+        self, preset: str | Preset, poor_below: float, fallback: bool
+    ) -> tuple[_Attempt, Rating | None, list[str]]:
+        """What the recipe leads to, the plain simulation where this is better, or 16-bit activations where both are poor.
+
+        Returns:
+            What is taken, the rating of the plain simulation, and what was done beside the recipe.
+        """
+        done, plain, tried = self._attempt(preset), None, list[str]()
+        if self.recipe is not None:
+            return done, plain, tried
+        if not self.judge.seen:
+            done, plain = _never_worse_than_plain(done, tried)
+        if fallback and self.config_file is None and self.quant_scheme is None:
+            done = self._with_more_bits(done, poor_below, tried)
+        return done, plain, tried
+
+    def idle(self, report: RecipeReport) -> tuple[str, ...]:
+        """Steps that the user's recipe names and that changed nothing; folding where there is no batch norm is none."""
+        if self.recipe is None:
+            return ()
+        said = (o for o in report if not o.changed and o.kept)
+        return tuple(f"{o.step} ({o.note})" for o in said if not (o.step == "fold()" and " 0 kept" in o.note))
+
+    def _attempt(self, preset: str | Preset) -> _Attempt:
+        pipeline, steps, own = self.pipeline, self.steps(preset), self.config_file
+        rules = {
+            "preset": preset,
+            "config_file": rules_for(self.target, own, preset),
+            "quant_scheme": self.quant_scheme,
+        }
+        methods = _Methods(
+            pipeline=pipeline,
+            first=self.first,
+            batches=self.batches,
+            chosen=self.chosen,
+            placing=next((step.options for step in steps if step.name == "layer_inputs"), None),
+            ranging=any(step.name == "activation_ranges" for step in steps),
+            rules=rules,
+            target=self.target if own is None else None,
+            keep_float=any(step.name == "bias_correction" for step in steps),
+            providers=self.providers,
+            non_finite=self.non_finite,
+            allow_unreached=self.allow_unreached,
+            progress=self.progress,
+            judge=self.judge,
+        )
+        front_end = FrontEnd(
+            pipeline.copied,
+            methods.simulate,
+            lambda sim: _measured(pipeline, sim, self.metric),
+            _keep,
+            methods.actions(),
+            pipeline.outputs,
+            methods.trial,
+        )
+        runner = ModelRunner(pipeline.work(self.first), front_end, None if self.recipe is not None else self.judge)
+        report = run_recipe(
+            steps,
+            runner,
+            float_metric=None if self.recipe is None else self.float_metric,
+            on_harm=self.on_harm,
+            lower_is_better=self.lower_is_better,
+        )
+        return _Attempt(methods, runner.sim, report, methods.rated(runner.sim), preset)
+
+    def _with_more_bits(self, done: _Attempt, poor_below: float, tried: list[str]) -> _Attempt:
+        """What was done, or the same with 16-bit activations where 8 bits are why it is poor and the judge sees a gain."""
+        preset, worst = find_preset(done.preset), done.rating.worst
+        spec = preset.activation
+        if worst is None or worst.sqnr >= poor_below or spec is None or integer_bits(spec) > 8:
+            return done
+        alone = done.methods.rated(done.sim, lambda site: site.role != "weight").worst
+        if alone is None or alone.sqnr < worst.sqnr + _GAIN:
+            return done
+        assert isinstance(spec.format, IntFormat)
+        wide = replace(preset, activation=replace(spec, format=replace(spec.format, bits=16)))
+        try:
+            other = self._attempt(wide)
+        except BitwrightError as error:
+            tried.append(f"16-bit activations could not be tried: {error}")
+            return done
+        found = other.rating.worst
+        if found is None or found.sqnr < worst.sqnr + _GAIN:
+            tried.append("16-bit activations were tried and bring less than 3 dB")
+            return done
+        tried.append(
+            f"activations have 16 bits, because with {integer_bits(spec)} the result was poor ({worst.name} "
+            f"{worst.sqnr:.1f} dB); fallback=False keeps {integer_bits(spec)}"
+        )
+        logger.warning("%s", tried[-1])
+        return other
+
+
+def _never_worse_than_plain(done: _Attempt, tried: list[str]) -> tuple[_Attempt, Rating]:
+    """What a recipe led to, or the plain simulation where the judge finds that better; and the rating of this."""
+    methods, report = done.methods, done.report
+    beside = [o for o in report if o.kept and o.changed and not o.step.startswith("fold(")]
+    on_float = any(KINDS[o.step.partition("(")[0]].phase == "float" for o in beside)
+    sim = methods.plain() if on_float or methods.start is None else None
+    plain = methods.rated(sim) if sim is not None or methods.start is None else methods.start
+    part = done.rating.loses_to(plain)
+    if part is None:
+        return done, plain
+    before = next(p for p in plain.parts if p.name == part.name)
+    tried.append(
+        f"the recipe is undone, as it was worse than the plain simulation ({part.name} {part.sqnr:.1f} dB against "
+        f"{before.sqnr:.1f} dB)"
+    )
+    logger.warning("%s", tried[-1])
+    undone = tuple(o if o.step.startswith("fold(") else replace(o, kept=False) for o in report)
+    sim = methods.plain() if sim is None else sim
+    return replace(done, sim=sim, report=replace(report, outcomes=undone), rating=methods.rated(sim)), plain
 
 
 def batches_of(data: Iterable[Any], *, again: bool) -> tuple[Any, Iterable[Any]]:
@@ -259,8 +454,8 @@ class _Methods:
 
     Attributes:
         pipeline: the model.
-        first, batches: the example input, and the calibration data.
-        chosen: the part of it on which methods choose; the rest judges them.
+        first, batches: the example input, and the data.
+        chosen: the part of them on which calibration and methods work; the rest judges.
         placing: options of the step ``layer_inputs``, if the recipe has it.
         ranging: whether the recipe chooses ranges of activations anew.
         rules: what is asked for: ``preset``, ``config_file``, ``quant_scheme``.
@@ -270,6 +465,8 @@ class _Methods:
         folds: what the last folding did.
         float_model: the model from before the simulation; ``None`` if no step asks.
         stem: which first convolutions the last simulation leaves in float.
+        judge: who rates simulations.
+        start: its rating of the simulation before any step worked on it; ``None`` where it saw its data in calibration.
     """
 
     pipeline: Pipeline
@@ -285,9 +482,11 @@ class _Methods:
     non_finite: NonFinite
     allow_unreached: bool
     progress: bool
+    judge: Judge
     folds: FoldReport = field(default_factory=FoldReport)
     float_model: Any = None
     stem: StemReport = field(default_factory=StemReport)
+    start: Rating | None = None
 
     def fold(self, work: Any) -> FoldReport:
         self.folds = self._folded(work)
@@ -324,7 +523,21 @@ class _Methods:
         if self.ranging:
             keep_histograms(sim, () if self.placing is None else between_layers(sim, **self.placing))
         self.calibrate(sim)
+        self.start = None if self.judge.seen else self.rated(sim)
         return sim
+
+    def plain(self) -> Any:
+        """The simulation that no step but folding has worked on, ranges of everything seen."""
+        work = self.pipeline.work(self.first)
+        self.folds = self._folded(work)
+        sim = self._placed(work)
+        self.calibrate(sim)
+        return sim
+
+    def rated(self, sim: Any, without: Callable[[Site], bool] | None = None) -> Rating:
+        """The outputs of a simulation against those of the float model; with some quantizers left out."""
+        with in_float(sim.quantizers, without) if without else nullcontext():
+            return self.judge.rate(lambda batch: self.pipeline.outputs(sim, batch))
 
     def _placed(self, work: Any) -> Any:
         """A simulation that is not calibrated yet."""
@@ -334,12 +547,15 @@ class _Methods:
         return sim
 
     def calibrate(self, sim: Any, batches: Iterable[Any] | None = None) -> None:
-        sim.compute_encodings(
-            self.batches if batches is None else batches,
-            progress=self.progress,
-            non_finite=self.non_finite,
-            allow_unreached=self.allow_unreached,
-        )
+        part = batches is None and self.chosen is not self.batches
+        given = self.chosen if batches is None else batches
+        options = {"progress": self.progress, "non_finite": self.non_finite}
+        sim.compute_encodings(given, allow_unreached=self.allow_unreached and not part, **options)
+        if part and sim.quantizers.unreached():
+            logger.info("calibration reads what judges too: some sites are reached by no other batch")
+            self.judge.whence += ", which calibration reads as well, as no other batch reaches some sites"
+            self.chosen = self.batches
+            sim.compute_encodings(self.batches, allow_unreached=self.allow_unreached, **options)
         sim.quantizers.require_reached()
 
     def trial(self, work: Any, judge: Judge) -> Any:

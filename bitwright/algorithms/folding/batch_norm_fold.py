@@ -107,6 +107,11 @@ class FoldReport(Tabular, Reversible, Sequence[tuple[str, str]]):
         """``(batch norm, reason)`` of each one that stays."""
         return tuple((refusal.bn, refusal.reason) for refusal in self.refused)
 
+    @property
+    def changed(self) -> bool:
+        """Whether a batch norm was folded."""
+        return bool(self.folded)
+
     def __len__(self) -> int:
         return len(self._pairs)
 

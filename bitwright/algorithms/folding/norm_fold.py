@@ -58,6 +58,11 @@ class NormReport(Tabular, Reversible):
     untied: tuple[str, ...] = ()
     _undos: list[Undo] = field(default_factory=list, repr=False)
 
+    @property
+    def changed(self) -> bool:
+        """Whether a norm was folded."""
+        return bool(self.groups)
+
     def __str__(self) -> str:
         lines = [f"{len(self.groups)} norms folded, {len(self.refused)} kept"]
         lines += [f"  folded  {group}" for group in self.groups]

@@ -153,6 +153,11 @@ class RoundingReport(Tabular, Sequence[Choice]):
         return len(self.rows)
 
     @property
+    def changed(self) -> bool:
+        """Whether a layer was treated."""
+        return bool(self.rows)
+
+    @property
     def gain(self) -> float:
         """Geometric mean of the error after over the error before; below 1 is better."""
         ratios = [max(r.after / r.before, 1e-12) for r in self.rows if r.before > 0]

@@ -222,6 +222,11 @@ class AwqReport(Tabular, Reversible):
     _undos: list[Undo] = field(default_factory=list, repr=False)
 
     @property
+    def changed(self) -> bool:
+        """Whether channels were scaled."""
+        return bool(self.scaled)
+
+    @property
     def groups(self) -> tuple[Group, ...]:
         """The scaled ones."""
         return tuple(item.group for item in self.scaled)

@@ -346,6 +346,11 @@ class RotateReport(Tabular, Reversible):
     refused: tuple[Refused, ...] = ()
     _undos: list[Undo] = field(default_factory=list, repr=False)
 
+    @property
+    def changed(self) -> bool:
+        """Whether anything was rotated."""
+        return bool(self.streams or self.heads)
+
     def undo(self) -> None:
         """Give the model back as it was, norms included; a second call does nothing."""
         super().undo()

@@ -542,8 +542,8 @@ class _Run:
                 self.book.take_back()
             self.book.leave_out(str(step), error)
             return False
-        said = (note,) if verdict is None else (verdict.said(note), verdict.sqnr)
-        outcome = self.book.add(str(step), value, *said)
+        said, found = (note, None) if verdict is None else (verdict.said(note), verdict.sqnr)
+        outcome = self.book.add(str(step), value, said, found, self.runner.changed)
         if verdict is not None and not verdict.kept:
             logger.info("%s is undone: the outputs did not gain", step)
             (verdict.both or undo)()

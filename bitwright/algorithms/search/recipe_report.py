@@ -28,6 +28,7 @@ class Outcome:
         note: what the step says of itself, or why it was undone.
         kept: whether it is in effect.
         sqnr: signal-to-noise ratio of the outputs before and after it, in dB, where a judge was asked.
+        changed: whether it did anything.
     """
 
     step: str
@@ -36,6 +37,7 @@ class Outcome:
     note: str = ""
     kept: bool = True
     sqnr: tuple[float, float] | None = None
+    changed: bool = True
 
     @property
     def hurts(self) -> bool:
@@ -144,12 +146,19 @@ class Book:
         kept = [o.metric for o in self.outcomes[1:] if o.kept and o.metric is not None]
         return kept[-1] if kept else None
 
-    def add(self, step: str, metric: float | None, note: str = "", sqnr: tuple[float, float] | None = None) -> Outcome:
+    def add(
+        self,
+        step: str,
+        metric: float | None,
+        note: str = "",
+        sqnr: tuple[float, float] | None = None,
+        changed: bool = True,
+    ) -> Outcome:
         """Write down a step."""
         metric = metric if metric is None else checked_metric(step, metric)
         last = self._last()
         change = None if metric is None or last is None else self.sign * (metric - last)
-        self.outcomes.append(Outcome(step, metric, change, note, sqnr=sqnr))
+        self.outcomes.append(Outcome(step, metric, change, note, sqnr=sqnr, changed=changed))
         return self.outcomes[-1]
 
     def leave_out(self, step: str, why: BitwrightError) -> None:

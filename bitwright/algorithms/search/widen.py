@@ -107,6 +107,7 @@ def widen(
     *,
     allowance: float = 0.1,
     memory: float = 0.2,
+    most: float = 0.5,
     least: float = 0.05,
     weights: float = 1.0,
     bits: int | None = 16,
@@ -130,6 +131,8 @@ def widen(
         allowance: share of the model's multiplications in layers that may read or make raised values, 0 to 1; with ``times``
             the share of the time that the model may take longer. 0 is kept whatever the noise.
         memory: share of the elements of quantized activations that may be raised, 0 to 1; the same.
+        most: share of the quantized activations that may be raised, 0 to 1, by their number; kept whatever the noise, so that a
+            small model does not lose all of them.
         least: share of the noise from which on a quantizer is worth it, 0 to 1.
         weights: share of the weights' noise that counts, 0 to 1: less than 1 where they are rounded better later.
         bits: of a raised value that a layer multiplies, 9 to 16; ``None`` for float, where the target computes such layers in
@@ -142,7 +145,7 @@ def widen(
     Raises:
         ConfigError: an option out of its range.
     """
-    _check(bits, allowance=allowance, memory=memory, least=least, weights=weights, enough=enough)
+    _check(bits, allowance=allowance, memory=memory, most=most, least=least, weights=weights, enough=enough)
     errors = output_errors(model, batches, samples=samples, seed=seed)
     candidates = _Candidates(model, bits, times)
     allowed = _Allowed(allowance, memory, *((0.0, _HALF) if times is None else (enough, _WHOLE)))
@@ -157,7 +160,8 @@ def widen(
         key = candidates.next(list(raised), loud)
         mine = candidates.widened(key, loud[key] / left)
         costs = candidates.cost([*raised, key])
-        if mine.elements and allowed.less_than(costs, errors.measured * left / errors.total):
+        full = len(raised) + 1 > most * len(candidates.quantizers)
+        if full or (mine.elements and allowed.less_than(costs, errors.measured * left / errors.total)):
             too_dear[key] = mine
             continue
         left -= waiting.pop(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from bitwright.cli.app import app, console
+from bitwright.cli.app import NO, app, console
 from bitwright.cli.options import (
     BatchSize,
     Colours,
@@ -84,6 +85,25 @@ def quantize_model(
             min=1, metavar="MIB", help="Activations held while calibrating; a quarter of the free memory by default."
         ),
     ] = None,
+    held_out: Annotated[
+        str | None,
+        typer.Option(
+            help="Data that rate the result and that nothing is fitted to, as --data: other recordings, other days. "
+            "Without it, the last fifth of --data where no recipe is given.",
+            show_default=False,
+        ),
+    ] = None,
+    fail_below: Annotated[
+        float,
+        typer.Option(
+            metavar="DB",
+            help="Exit code 1 where the worst output is below so many dB of float; the files are written all the same. "
+            "-inf for never.",
+        ),
+    ] = 20.0,
+    fallback: Annotated[
+        bool, typer.Option(help="Take 16-bit activations where 8 bits are poor and 16 are not, and say so.")
+    ] = True,
     batch_size: BatchSize = 1,
     limit: Limit = 256,
     layout: Layout = "NCHW",
@@ -107,8 +127,12 @@ def quantize_model(
       bitwright quantize model.onnx --data samples.npz --preset w4a8 \\
           --recipe fold,equalize,adaround --metric mypackage.test:accuracy --out exported/
 
-    Exit code 0 when the files are written. A target that refuses them, or runs
-    them slower than float on this machine, is a warning.
+    The first line says how near the worst output comes to the float model, on
+    data that nothing was fitted to.
+
+    Exit code 0 when the files are written; 1 when they are written and poor: the
+    worst output is below --fail-below, which needs --data. A target that refuses
+    the files, or runs them slower than float on this machine, is a warning.
     """
     from itertools import islice
 
@@ -126,6 +150,8 @@ def quantize_model(
     specs = input_specs(loaded.model)
     if data is None:
         feeds: Iterator[Any] = islice(random_feeds(specs, 4), limit)
+        if held_out is not None:
+            raise ConfigError("--held-out", "there are no data to calibrate on", "give --data as well")
         if effort != "default":
             raise ConfigError("--effort", "there are no data to choose by", "give --data, or leave --effort out")
         logging.getLogger("bitwright").warning(
@@ -136,6 +162,7 @@ def quantize_model(
     else:
         pictures = read_pictures(layout, colours, scale, mean, std)
         feeds = read_batches(data, specs, batch_size, limit, pictures)
+    rating = None if held_out is None else list(read_batches(held_out, specs, batch_size, limit, pictures))
     stem = check_stem(model.stem if prefix is None else prefix, "--prefix")
     with _tells_what_is_kept(out, out / f"{stem}_manifest.json"):
         result = quantize(
@@ -157,10 +184,15 @@ def quantize_model(
             allow_unreached=allow_unreached,
             memory_budget=None if memory_budget is None else memory_budget << 20,
             repair=repair,
+            held_out=rating,
+            poor_below=fail_below if data is not None else -math.inf,
+            fallback=fallback,
         )
     _print_result(result, loaded.notes)
     assert result.exported is not None
     _print_speed(result.exported.speed, target)
+    if result.poor:
+        raise typer.Exit(NO)
 
 
 @contextmanager
@@ -214,6 +246,9 @@ def _print_result(result: Any, notes: Iterable[str]) -> None:
     """What a conversion did, and the files that it wrote."""
     assert result.exported is not None and result.sim.calibration_log is not None
     counts = ", ".join(f"{n} {status}" for status, n in result.sim.coverage().counts.items())
+    shown = console()
+    for line in filter(None, (result.headline, result.advice, result.quantized)):
+        shown.print(Text(line), soft_wrap=True)  # whole lines, for scripts that read the first
     lines = [f"note: {note}" for note in _gathered((*notes, *result.exported.notes))]
     lines += [f"{len(list(result.folds))} batch norms folded; values: {counts}"]
     lines += [*result.sim.calibration_log.lines(), str(result.report)]
@@ -222,6 +257,5 @@ def _print_result(result: Any, notes: Iterable[str]) -> None:
     if result.metrics:
         lines.append(", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items()))
     lines += [f"wrote {path}" for path in result.exported.files]
-    shown = console()
     for line in lines:
         shown.print(Text(line))

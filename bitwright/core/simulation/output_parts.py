@@ -50,13 +50,19 @@ def is_judged(wanted: Array, found: Array) -> bool:
     return wanted.dtype.kind == "f" and wanted.shape == found.shape
 
 
-def noise_and_signal(wanted: Array, found: Array) -> tuple[float, float]:
-    """Sums of squares of the error and of the values; what is not finite in float is left out."""
+def noise_and_signal(wanted: Array, found: Array) -> tuple[Array, Array]:
+    """Sums of squares of the error and of the values, for each row of the first axis, which samples are.
+
+    What is not finite in float is left out. Of an array of one axis all numbers are one row.
+    """
     finite = np.isfinite(wanted)
-    whole = bool(finite.all())
-    reference = (wanted if whole else wanted[finite]).astype(np.float64)
-    error = reference - (found if whole else found[finite])
-    return float(np.square(error).sum()), float(np.square(reference).sum())
+    reference = np.where(finite, wanted, 0.0).astype(np.float64)
+    error = np.where(finite, reference - found, 0.0)
+    rows = wanted.shape[0] if wanted.ndim > 1 else 1
+    return (
+        np.square(error).reshape(rows, -1).sum(1) if error.size else np.zeros(rows),
+        np.square(reference).reshape(rows, -1).sum(1) if error.size else np.zeros(rows),
+    )
 
 
 def parts_of(batches: Sequence[Sequence[Array]], names: Sequence[str] = ()) -> list[OutputPart]:
@@ -151,9 +157,9 @@ class PartQuality:
     Attributes:
         name: of the part.
         sqnr: of all batches together, in dB.
-        low, high: ends of the 95 % interval of it over batches like these, in dB; ``None`` for fewer than two batches.
-        worst: of the batch with the lowest, in dB.
-        batches: how many there were.
+        low, high: ends of the 95 % interval of it over data like these, in dB; ``None`` for fewer than two samples.
+        worst: of the batch, or of few batches the sample, with the lowest, in dB.
+        units: how many batches, or of few batches samples, the interval is taken over.
     """
 
     name: str
@@ -161,7 +167,7 @@ class PartQuality:
     low: float | None
     high: float | None
     worst: float
-    batches: int
+    units: int
 
     def __str__(self) -> str:
         return f"{self.name} {self.figure}"
@@ -172,27 +178,31 @@ class PartQuality:
         if math.isinf(self.sqnr):
             return "equal to float" if self.sqnr > 0 else "NaN or infinite"
         if self.low is None or self.high is None:
-            return f"{self.sqnr:.1f} dB"
+            return f"{self.sqnr:.1f} dB (one sample: no interval)"
         return f"{self.sqnr:.1f} dB (95 % interval {self.low:.1f} to {self.high:.1f})"
 
 
-def quality(name: str, noise: Sequence[float], signal: Sequence[float]) -> PartQuality | None:
-    """Of a part by its sums of squares in each batch; ``None`` where it has no signal.
+_FEW = 8  # batches: the samples of fewer are taken one by one
 
-    The interval is that of a ratio of two sums over batches, on the scale of its logarithm (Cochran 1977, Sampling
-    Techniques, 6.19) with Student's t, so that it is wide for few batches. It says how far other batches *of the same kind*
-    may lie; recordings of another kind may lie further.
 
-    >>> print(quality("y", [1.0, 1.2, 0.9, 1.1], [1e3] * 4))
+def quality(name: str, noise: Sequence[Array], signal: Sequence[Array]) -> PartQuality | None:
+    """Of a part by its sums of squares for each sample of each batch; ``None`` where it has no signal.
+
+    The interval is that of a ratio of two sums, on the scale of its logarithm (Cochran 1977, Sampling Techniques, 6.19) with
+    Student's t, so that it is wide for few batches. Batches are what varies: samples of one batch may be of one recording.
+    Of fewer than eight batches the samples are taken one by one. It says how far other data *of the same kind* may lie;
+    recordings of another kind may lie further.
+
+    >>> print(quality("y", [np.array([1.0, 1.2, 0.9, 1.1])], [np.full(4, 1e3)]))
     y 29.8 dB (95 % interval 28.9 to 30.6)
     """
-    n, s = np.asarray(noise, np.float64), np.asarray(signal, np.float64)
-    kept = s > 0
-    n, s = n[kept], s[kept]
+    if len(noise) >= _FEW:
+        noise, signal = [n.sum(keepdims=True) for n in noise], [s.sum(keepdims=True) for s in signal]
+    n, s = np.concatenate(noise), np.concatenate(signal)
+    n, s = n[s > 0], s[s > 0]
     if not s.size:
         return None
-    each = _decibel(n / s)
-    worst, count = float(each.min()), int(s.size)
+    worst, count = float(_decibel(n / s).min()), int(s.size)
     ratio = float(n.sum() / s.sum())
     total = float(_decibel(np.asarray(ratio)))
     if count < 2 or not 0 < ratio < math.inf:

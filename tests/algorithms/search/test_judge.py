@@ -12,12 +12,27 @@ def twice(batch):
     return [np.float32([batch, -batch])]
 
 
-@pytest.mark.parametrize(("count", "held"), [(5, [1]), (7, [1, 6]), (20, [1, 6, 11, 16]), (200, list(range(1, 80, 5)))])
-def test_every_fifth_batch_is_held_out_and_no_method_sees_it(count, held):
-    judge, rest = Judge.of(range(count), twice)
+@pytest.mark.parametrize(
+    ("count", "kept", "held"),
+    [(5, 4, [4]), (9, 8, [8]), (20, 16, [16, 17, 18, 19]), (200, 160, [161 + 5 * i // 2 for i in range(16)])],
+)
+@pytest.mark.parametrize("known", [True, False], ids=["of known length", "of unknown length"])
+def test_the_last_fifth_is_held_out_and_batches_spread_over_it_judge(count, kept, held, known):
+    data = range(count) if known else Unknown(count)
+    judge, rest = Judge.of(data, twice)
     assert judge.batches == held and not judge.seen
     for _ in range(2):  # every method goes through them anew
-        assert list(rest) == [place for place in range(count) if place not in held]
+        assert list(rest) == list(range(kept)) and len(rest) == kept
+
+
+class Unknown:
+    """Batches of which no one knows how many they are."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter(range(self.count))
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -68,7 +83,7 @@ def test_integers_and_lengths_that_depend_on_values_are_left_out():
 
 def test_few_are_held_out_where_few_are_wanted():
     judge, rest = Judge.of(list(range(20)), lambda batch: [np.zeros(1)], 1)
-    assert judge.batches == [1] and list(rest) == [n for n in range(20) if n != 1]
+    assert judge.batches == [18] and list(rest) == list(range(16))
 
 
 def boxes_and_scores(noise_of_boxes=0.0, noise_of_scores=0.0):
@@ -92,4 +107,4 @@ def test_a_step_that_kills_the_probabilities_loses():
 def test_the_worst_of_several_outputs_has_its_name():
     judge = Judge([0], lambda batch: [np.ones(9), np.ones(9)], names=lambda: ["boxes", "scores"])
     rating = judge.rate(lambda batch: [np.full(9, 1.001), np.full(9, 1.1)])
-    assert str(rating.worst) == "scores 20.0 dB"
+    assert str(rating.worst) == "scores 20.0 dB (one sample: no interval)"

@@ -278,7 +278,7 @@ def test_a_judge_keeps_what_the_outputs_gain_by(caplog):
         None, (10.0, 9.0), None, (10.0, 10.05), (10.0, 12.0), (12.0, 11.5)
     ]  # fmt: skip
     assert "undone: gptq done; output 12.00 -> 11.50 dB" in str(report)
-    assert str(report).endswith("outputs compared with float on 1 batch that the methods do not see")
+    assert str(report).endswith("outputs compared with float on 1 batch that neither calibration nor methods see")
 
 
 def test_a_step_that_did_nothing_is_not_put_to_the_judge():

@@ -63,6 +63,8 @@ def test_lengths_that_differ_from_batch_to_batch_are_no_slices():
 
 def test_what_is_not_finite_in_float_is_left_out():
     assert noise_and_signal(np.array([3.0, np.inf, np.nan]), np.array([2.0, 0.0, 0.0])) == (1.0, 9.0)
+    noise, signal = noise_and_signal(np.array([[3.0, np.inf], [1.0, 2.0]]), np.array([[2.0, 0.0], [1.0, 0.0]]))
+    assert noise.tolist() == [1.0, 4.0] and signal.tolist() == [9.0, 5.0]
 
 
 def test_the_interval_holds_the_true_ratio_as_often_as_it_says():
@@ -70,18 +72,32 @@ def test_the_interval_holds_the_true_ratio_as_often_as_it_says():
     for _ in range(400):
         signal = RNG.gamma(20, 5, 8)
         noise = 0.01 * signal * RNG.gamma(6, 1 / 6, 8)
-        found = quality("y", noise, signal)
+        found = quality("y", [noise], [signal])
         inside += found.low <= 20 <= found.high
     assert 0.90 <= inside / 400 <= 0.99
 
 
-def test_one_batch_has_no_interval_and_no_signal_no_quality():
-    assert quality("y", [1.0], [100.0]).figure == "20.0 dB"
-    assert quality("y", [1.0], [0.0]) is None
-    assert quality("y", [0.0, 0.0], [1.0, 1.0]).figure == "equal to float"
-    broken = quality("y", [1.0, math.nan], [1.0, 1.0])
+def test_one_sample_has_no_interval_and_no_signal_no_quality():
+    def of(noise, signal):
+        return quality("y", [np.array(noise)], [np.array(signal)])
+
+    assert of([1.0], [100.0]).figure == "20.0 dB (one sample: no interval)"
+    assert of([1.0], [0.0]) is None
+    assert of([0.0, 0.0], [1.0, 1.0]).figure == "equal to float"
+    broken = of([1.0, math.nan], [1.0, 1.0])
     assert broken.sqnr == -math.inf and broken.figure == "NaN or infinite"
 
 
-def test_the_worst_batch_is_named():
-    assert quality("y", [1.0, 10.0], [100.0, 100.0]).worst == pytest.approx(10.0)
+def test_the_worst_sample_is_known_and_of_eight_batches_the_worst_batch():
+    noise = [np.array([1.0, 10.0])] * 7
+    assert quality("y", noise, [np.full(2, 100.0)] * 7).worst == pytest.approx(10.0)
+    batches = quality("y", [*noise, np.array([20.0, 20.0])], [np.full(2, 100.0)] * 8)
+    assert batches.units == 8 and batches.worst == pytest.approx(10 * math.log10(5))
+
+
+def test_batches_that_differ_are_what_the_interval_is_over():
+    """Ten recordings of 100 frames, between which the noise varies and inside which it does not."""
+    noise = [np.full(100, level) for level in RNG.gamma(4, 0.25, 10)]
+    found = quality("y", noise, [np.full(100, 100.0)] * 10)
+    alike = quality("y", [np.concatenate(noise)], [np.full(1000, 100.0)])
+    assert found.high - found.low > 5 * (alike.high - alike.low)

@@ -1,0 +1,198 @@
+"""What a result says first: how near the worst output is to float on data that nothing was fitted to, and what was done."""
+
+import io
+import logging
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+
+import bitwright
+from bitwright.algorithms.search.judge import Judge, Rating
+from bitwright.algorithms.search.recipe import KINDS, Step
+from bitwright.core.numerics import affine
+from bitwright.core.numerics.spec import Preset, activation_spec, weight_spec
+from bitwright.core.simulation.output_parts import PartQuality
+from bitwright.errors import CalibrationError, ConfigError
+from bitwright.methods import pipeline
+from tests.onnx.nets import Net, body
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def made(module):
+    torch.manual_seed(0)
+    return module().eval()
+
+
+class Plain(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def data(count, scale=1.0, rows=16):
+    return [scale * torch.randn(rows, 16, generator=GENERATOR) for _ in range(count)]
+
+
+def quantized(front_end, model, batches, *args, **options):
+    if front_end == "torch":
+        return bitwright.quantize(model, batches, *args, progress=False, **options)
+    file = io.BytesIO()
+    torch.onnx.export(model, (batches[0],), file, dynamo=False, input_names=["x"], dynamic_axes={"x": {0: "rows"}})
+    if "held_out" in options:
+        options["held_out"] = [b.numpy() for b in options["held_out"]]
+    feeds = [batch.numpy() for batch in batches]
+    return bitwright.quantize(onnx.load_from_string(file.getvalue()), feeds, *args, progress=False, **options)
+
+
+FINE = Preset(weight_spec("int16"), activation_spec("uint8"))  # weights that make no noise
+both = pytest.mark.parametrize("front_end", ["torch", "onnx"])
+
+
+@both
+def test_the_first_line_has_the_worst_output_with_an_interval_and_the_counts_follow(front_end):
+    result = quantized(front_end, made(Plain), data(10), metric=lambda model: 0.875)
+    first, second, third, *_ = str(result).splitlines()
+    assert first == result.headline and not result.poor
+    assert (
+        f"{result.quality.worst.sqnr:.1f} dB (95 % interval" in first and "neither calibration nor methods see" in first
+    )
+    assert second == "metric: float 0.875, quantized 0.875"
+    assert third.startswith("quantized: weights 3 of 3, activations ")
+
+
+@both
+def test_a_last_part_of_another_kind_is_what_rates(front_end):
+    """Ten batches of one recording, then others four times as loud: what was calibrated on the first clips the others."""
+    model = made(Plain)
+    alike = quantized(front_end, model, data(20), fallback=False)
+    other = quantized(front_end, model, data(16) + data(4, 4.0), fallback=False)
+    assert other.quality.worst.sqnr < alike.quality.worst.sqnr - 10
+    assert other.poor and str(other).startswith("POOR, below 20 dB; output")
+    assert "try " in str(other).splitlines()[1]
+
+
+@both
+def test_batches_of_ones_own_rate_and_calibration_has_all_of_the_data(front_end):
+    far = data(3, 4.0)
+    result = quantized(front_end, made(Plain), data(10), held_out=far, fallback=False)
+    assert result.poor and "on 3 batches that neither calibration nor methods see (of held_out)" in result.headline
+    with pytest.raises(CalibrationError, match="held_out: it holds no batch"):
+        quantized(front_end, made(Plain), data(10), held_out=[])
+
+
+def test_a_limit_that_is_no_number_is_refused():
+    with pytest.raises(ConfigError, match="poor_below: nan is not a number of dB"):
+        quantized("torch", made(Plain), data(2), poor_below=float("nan"))
+
+
+@both
+def test_16_bits_are_taken_where_8_are_poor_and_the_judge_sees_that_16_are_not(front_end, caplog):
+    batches = data(1, rows=64) * 10  # so that none is clipped
+    eight = quantized(front_end, made(Plain), batches, FINE, fallback=False)
+    limit = eight.quality.worst.sqnr + 1
+    with caplog.at_level(logging.WARNING, "bitwright"):
+        result = quantized(front_end, made(Plain), batches, FINE, poor_below=limit)
+    assert not result.poor and result.quality.worst.sqnr > limit + 2
+    assert str(result).startswith("activations have 16 bits, because with 8 the result was poor (")
+    assert result.tried in caplog.text
+    kinds = {
+        q.spec.format.bits for q in result.sim.quantizers.unique() if q.role != "weight" and q.enabled and not q.derived
+    }
+    assert kinds == {16}
+
+
+def test_16_bits_are_not_tried_where_weights_are_why():
+    result = quantized("torch", made(Plain), data(10), "w4a8", poor_below=60.0)
+    assert result.poor and not result.tried
+
+
+@both
+def test_a_recipe_that_is_worse_than_the_plain_simulation_is_undone(front_end, monkeypatch):
+    """A judge whose verdicts on single steps are always yes lets ranges through that clip; the rating of the whole does not."""
+    numbers = iter(range(10**6))
+    monkeypatch.setattr(Judge, "sqnr", lambda self, outputs, **_: float(next(numbers)))
+    steps = (Step("fold"), Step("activation_ranges"))
+    monkeypatch.setattr(pipeline, "as_recipe", lambda recipe, *_, **__: steps)
+    clip = replace(KINDS["activation_ranges"], run=clipping)
+    monkeypatch.setitem(KINDS, "activation_ranges", clip)
+    result = quantized(front_end, made(Plain), data(10))
+    assert "the recipe is undone, as it was worse than the plain simulation (" in str(result).splitlines()[0]
+    assert result.quality == result.plain
+    assert [o.step for o in result.report if o.kept] == ["fold()"]
+
+
+def clipping(sim):
+    for quantizer in sim.quantizers.unique():
+        if quantizer.role != "weight" and quantizer.encoding is not None and not quantizer.derived:
+            quantizer.encoding = affine.with_scale(quantizer.encoding, quantizer.encoding.scale / 8)
+
+
+def rating(**parts):
+    return Rating(tuple(PartQuality(name, db, None, None, db, 1) for name, db in parts.items()))
+
+
+@pytest.mark.parametrize(
+    ("mine", "plain", "part"),
+    [
+        ({"a": 28.8}, {"a": 35.8}, "a"),
+        ({"a": 60.0}, {"a": 75.0}, None),  # beyond what matters
+        ({"a": 30.0, "b": 20.0}, {"a": 30.5, "b": 10.0}, None),  # the worst gains far more than another loses
+        ({"a": 28.8, "b": 30.0}, {"a": 35.8, "b": 27.5}, "a"),  # traded
+        ({"a": 40.0, "b": 15.0}, {"a": 30.0, "b": 18.0}, "b"),  # the worst becomes worse
+        ({"a": 35.05}, {"a": 35.1}, None),  # the same
+        ({"a": 30.0}, {"b": 60.0}, None),  # nothing in common
+        ({"a": -np.inf}, {"a": 3.0}, "a"),
+    ],
+)
+def test_when_the_plain_simulation_is_to_be_preferred(mine, plain, part):
+    found = rating(**mine).loses_to(rating(**plain))
+    assert (found and found.name) == part
+
+
+@both
+def test_steps_that_were_asked_for_and_changed_nothing_come_first(front_end):
+    result = quantized(front_end, made(Plain), data(2), recipe=["fold", "rotate"])
+    first = str(result).splitlines()[0]
+    assert first.startswith("rotate() (") and "which the recipe names, changed nothing; output" in first
+    assert not quantized(front_end, made(Plain), data(2), recipe=["fold", "equalize"]).asked
+
+
+class Tiny(nn.Module):
+    """All activations of which cost as much."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x)))
+
+
+@both
+def test_widen_keeps_to_a_share_of_the_activations(front_end):
+    whole = {"allowance": 1.0, "memory": 1.0, "least": 0.0}
+    few = quantized(front_end, made(Tiny), data(6), recipe=[{"widen": whole}])
+    asked = int(few.quantized.split("activations ")[1].split(" of ")[1])
+    done = int(few.quantized.split("activations ")[1].split(" of ")[0])
+    assert asked - done == asked // 2 and "NO ACTIVATION" not in few.quantized
+    all_of_them = quantized(front_end, made(Tiny), data(6), recipe=[{"widen": {**whole, "most": 1.0}}])
+    assert "weights 2 of 2, activations 0 of" in all_of_them.quantized
+    assert "NO ACTIVATION IS QUANTIZED" in str(all_of_them).splitlines()[1]
+
+
+def test_a_branch_that_only_the_last_batches_take_is_calibrated():
+    then, other, net = Net(1), Net(2), Net()
+    then("MatMul", "x", then.weights(4, 4), name="mt", out="t1")
+    other("MatMul", "x", other.weights(4, 4), name="mo", out="o1")
+    net.input("x", (3, 4))
+    net.input("cond", (), onnx.TensorProto.BOOL)
+    branches = {"then_branch": body("t1", net=then), "else_branch": body("o1", net=other)}
+    model = net.model(net("If", "cond", name="branch", out="y", **branches))
+    feeds = [{"x": np.ones((3, 4), np.float32), "cond": np.array(i < 9)} for i in range(10)]
+    result = bitwright.quantize(model, feeds, progress=False)
+    assert "which calibration reads as well" in result.headline
+    assert all(s.enabled for s in result.sim.quantizers.values() if s.op.endswith("mo") and s.role == "input")
