@@ -140,6 +140,10 @@ class Outputs:
         if default and self.facts.rules.activation is not None and self._stays_in_float(op, row):
             self.ledger.float_ops.add(op.name)
             reason = f"{op.type} runs in float because its operands are in float"
+        inside = self.facts.statistic_reason(op, value)
+        if inside and self.facts.rules.activation is not None and setting.quantized is not True:
+            self.ledger.float_ops.add(op.name)
+            reason = inside
         unfit = self.facts.exact_reason(value, spec)
         reason = (unfit or reason) if setting.quantized else (reason or unfit)
         asked = None if unfit and not is_meant(setting.decided_by) else setting.quantized
