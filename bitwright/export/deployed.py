@@ -134,7 +134,7 @@ def measured_if_short(exported: Exported, target: str) -> Exported:
 
 def _told(exported: Exported, speed: Ratio, *, busy: int = logging.WARNING) -> Exported:
     """``exported`` with its speed, and a warning where it is slow; of level ``busy`` where the machine is too busy to tell."""
-    if speed.high < 1:
+    if speed.slower:
         logger.warning(
             "%s: slower than float on this machine: %s; `bitwright benchmark %s` tells why",
             exported.qdq, speed, exported.qdq.parent,

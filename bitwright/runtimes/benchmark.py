@@ -74,7 +74,7 @@ class BenchmarkReport(Tabular):
     @property
     def slower(self) -> bool:
         """Whether the quantized file is slower than float with some number of threads, beyond the noise of the rounds."""
-        return any(found.high < 1 for found in self.speed.values())
+        return any(found.slower for found in self.speed.values())
 
     def to_text(self) -> str:
         """Tables for the terminal."""
@@ -193,7 +193,7 @@ def _notes(times: Mapping[int, Mapping[str, Timing]], speed: Mapping[int, Ratio]
                 f" times as fast, more than {MOST_SPREAD:.0%} of the median): the machine is busy; measure again when it is not"
             )
     for count, found in speed.items():
-        if found.high < 1:
+        if found.slower:
             yield f"slower than float with {count} thread{'s' if count > 1 else ''}: {found}"
     alone = sum(row.kind == "convert" for row in ran)
     if alone > 2:

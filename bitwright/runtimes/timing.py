@@ -55,6 +55,11 @@ class Ratio:
         """Whether the quartiles are close enough for the median to mean something."""
         return self.high - self.low <= MOST_SPREAD * self.median
 
+    @property
+    def slower(self) -> bool:
+        """Whether it is slower, beyond what the rounds differ by."""
+        return self.steady and self.high < 1
+
     def __str__(self) -> str:
         return f"{self.median:.2f}x ({self.low:.2f} to {self.high:.2f})"
 

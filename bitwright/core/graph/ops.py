@@ -289,5 +289,6 @@ def _channels_on_several_axes(
             return PerBlock(shape[summed], summed, channels)
     group = int(attrs.get("group", 1))
     if op_type == "ConvTranspose" and group > 1:
-        return PerChannel(0) if shape[1] == 1 else PerBlock(shape[0] // group, axis=0, channel_axis=1)
+        # the input channels of a group are summed: only where each has one, they count the output channels
+        return PerChannel(0) if shape[:2] == (group, 1) else PerBlock(shape[0] // group, axis=0, channel_axis=1)
     return None

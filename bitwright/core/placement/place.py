@@ -86,11 +86,33 @@ def _floats(ledger: Ledger) -> dict[str, str]:
     """The reason for every float value that has neither a site nor another's grid."""
     facts = ledger.facts
     covered = {site.value for site in ledger.sites.values()} | ledger.shared.keys()
+    computed = _computed_of_params(ledger)
     return {
-        value.name: _reason(ledger, value)
+        value.name: computed.get(value.name) or _reason(ledger, value)
         for value in facts.graph.values.values()
         if value.name in facts.float_values and value.name not in covered
     }
+
+
+def _computed_of_params(ledger: Ledger) -> dict[str, str]:
+    """Parameters that no operator reads but in what is the same in every run, such as rows of constant places in a table."""
+    graph = ledger.facts.graph
+    made: dict[str, list[str]] = {}
+    for value in graph.values.values():
+        if value.kind == "constant" and graph.consumers(value.name):
+            for source in value.sources:
+                made.setdefault(source, []).append(value.name)
+    sites: dict[str, str] = {}
+    for site in ledger.sites.values():
+        sites.setdefault(site.value, site.name)
+    found = {}
+    for value in graph.values.values():
+        names = made.get(value.param or "", [])
+        if names and not graph.consumers(value.name):
+            at = [sites[name] for name in names if name in sites]
+            end = f"; that is quantized at {', '.join(at[:3])}{' and others' if len(at) > 3 else ''}" if at else ""
+            found[value.name] = f"operators read {names[0]}, which is computed of it alike in every run{end}"
+    return found
 
 
 def _reason(ledger: Ledger, value: Value) -> str:
@@ -111,7 +133,10 @@ def _unspoken_reason(ledger: Ledger, value: Value) -> str:
         return f"inside the supergroup {match.pattern}, {end}"
     if value.name in facts.mask_values:
         return f"mask of the softmax {facts.mask_values[value.name]}"
-    if facts.graph.consumers(value.name):
+    readers = facts.graph.consumers(value.name)
+    if readers and not any(value.name in op.inputs for op, _ in readers):
+        return f"only a later run of {readers[0][0].name} reads it, at an input where the first run needs no quantizer"
+    if readers:
         return "no operator computes with it"
     if value.is_static or value.kind == "input":
         return "no operator of the recorded run reads it"

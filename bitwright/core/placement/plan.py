@@ -6,6 +6,7 @@ Sites of one group share one encoding. A group is named after one of its sites.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -112,6 +113,8 @@ class Plan:
         by_value: dict[str, list[SitePlan]] = {}
         for site in self.sites.values():
             by_value.setdefault(site.value, []).append(site)
+        for value, site in self._read_later(graph):
+            by_value.setdefault(value, []).append(site)
         rows = []
         for value in graph.values.values():
             op = graph.producer(value.name)
@@ -121,8 +124,21 @@ class Plan:
             rows.append(Row(value.name, value.kind, op_type, value.shape, status, how))
         return rows
 
+    def _read_later(self, graph: Graph) -> Iterator[tuple[str, SitePlan]]:
+        """What later runs of a place read at an input that has a quantizer, which quantizes it as well."""
+        inputs = {(s.op, s.port): s for s in self.sites.values() if s.role != "output" and s.inner is None}
+        told = {(s.value, s.name) for s in inputs.values()}
+        for op in graph.ops:
+            for port, value in op.also:
+                site = inputs.get((op.name, port))
+                if site is not None and (value, site.name) not in told and graph.values[value].is_float:
+                    told.add((value, site.name))
+                    yield value, site
+
     def _status(self, value: Value, sites: list[SitePlan]) -> tuple[Status, str]:
         if not sites:
+            if value.dtype.startswith("complex"):
+                return "float", f"{value.dtype}: quantizers take real numbers"
             if not value.is_float:
                 return "integer", f"{value.dtype} is not a floating-point type"
             if value.name in self.shared:

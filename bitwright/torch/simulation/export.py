@@ -441,14 +441,28 @@ def values_of(
     enabled = (site for site in sim.quantizers.values() if site.enabled and site.name in result.tensors)
     wanted = [site.name for site in enabled if site.role in ("input", "output") or site.name in live]
     taps, output = sim._captured(wanted, own_copy(sim, batch), partial(Spooled, Spool()))
-    # the first step of a loop starts from a constant, which the exporter may have computed away: the last ones remain
-    sites = {name: kept[-len(result.tensors[name]) :] for name, kept in taps.items() if len(kept)}
+    sites = {name: _in_file(kept, len(result.tensors[name])) for name, kept in taps.items() if len(kept)}
     returned = flatten_tensors(output)
     names = output_names([path for path, _ in returned], sim.graph.inputs)
     outputs = {
         names[path]: t.float().cpu().numpy() if t.is_floating_point() else t.cpu().numpy() for path, t in returned
     }
     return sites, outputs
+
+
+def _in_file(kept: Spooled, count: int) -> Sequence[np.ndarray[Any, Any]]:
+    """The runs of a place that are left in the file, which has ``count`` of them.
+
+    The exporter makes one call of several on the same value. The first step of a loop starts from a constant, which it may have
+    computed away: then the last ones remain.
+    """
+    if len(kept) <= count:
+        return kept
+    distinct: list[np.ndarray[Any, Any]] = []
+    for array in kept:
+        if not any(np.array_equal(array, other) for other in distinct):
+            distinct.append(array)
+    return distinct[-count:] if len(distinct) >= count else kept[-count:]
 
 
 def _graph_inputs(sim: QuantizationSimModel, batch: Any) -> Arrays:

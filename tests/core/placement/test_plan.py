@@ -272,6 +272,7 @@ def test_values_nobody_reads():
         pytest.param("ConvTranspose", (8, 4, 3, 3), {}, PerChannel(1), id="conv-transpose"),
         pytest.param("ConvTranspose", (8, 4, 3, 3), {"group": 2}, PerBlock(4, 0, 1), id="grouped-conv-transpose"),
         pytest.param("ConvTranspose", (8, 1, 3, 3), {"group": 8}, PerChannel(0), id="depthwise-conv-transpose"),
+        pytest.param("ConvTranspose", (4, 1, 3, 3), {"group": 2}, PerBlock(2, 0, 1), id="summed-conv-transpose"),
         pytest.param("Gemm", (4, 8), {"transB": 1}, PerChannel(0), id="linear"),
         pytest.param("Gemm", (8, 4), {}, PerChannel(1), id="gemm"),
         pytest.param("MatMul", (8, 4), {}, PerChannel(1), id="matmul"),
@@ -292,6 +293,7 @@ def test_per_channel_means_the_output_channels_of_the_consumer(op_type, shape, a
         pytest.param("ConvTranspose", (3, 8, 3, 3), {}, id="conv-transpose"),
         pytest.param("ConvTranspose", (8, 4, 3, 3), {"group": 2}, id="grouped-conv-transpose"),
         pytest.param("ConvTranspose", (8, 1, 3, 3), {"group": 8}, id="depthwise-conv-transpose"),
+        pytest.param("ConvTranspose", (16, 1, 3, 3), {"group": 8}, id="summed-conv-transpose"),
         pytest.param("Gemm", (4, 8), {}, id="gemm"),
     ],
 )
