@@ -13,7 +13,7 @@ The first two are :mod:`bitwright.core.placement.facts`, the others :mod:`bitwri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from bitwright.core.graph.graph import Graph, Op, Value
 from bitwright.core.graph.ops import op_row
@@ -98,21 +98,20 @@ def _computed_of_params(ledger: Ledger) -> dict[str, str]:
     """Parameters that no operator reads but in what is the same in every run, such as rows of constant places in a table."""
     graph = ledger.facts.graph
     made: dict[str, list[str]] = {}
-    for value in graph.values.values():
-        if value.kind == "constant" and graph.consumers(value.name):
-            for source in value.sources:
-                made.setdefault(source, []).append(value.name)
+    read = (value for value in graph.values.values() if value.kind == "constant" and graph.consumers(value.name))
+    for source, name in ((source, value.name) for value in read for source in value.sources):
+        made.setdefault(source, []).append(name)
     sites: dict[str, str] = {}
     for site in ledger.sites.values():
         sites.setdefault(site.value, site.name)
-    found = {}
-    for value in graph.values.values():
-        names = made.get(value.param or "", [])
-        if names and not graph.consumers(value.name):
-            at = [sites[name] for name in names if name in sites]
-            end = f"; that is quantized at {', '.join(at[:3])}{' and others' if len(at) > 3 else ''}" if at else ""
-            found[value.name] = f"operators read {names[0]}, which is computed of it alike in every run{end}"
-    return found
+    unread = (value for value in graph.values.values() if value.param in made and not graph.consumers(value.name))
+    return {value.name: _computed_alike(made[value.param or ""], sites) for value in unread}
+
+
+def _computed_alike(names: Sequence[str], sites: Mapping[str, str]) -> str:
+    at = [sites[name] for name in names if name in sites]
+    end = f"; that is quantized at {', '.join(at[:3])}{' and others' if len(at) > 3 else ''}" if at else ""
+    return f"operators read {names[0]}, which is computed of it alike in every run{end}"
 
 
 def _reason(ledger: Ledger, value: Value) -> str:

@@ -113,8 +113,8 @@ class Plan:
         by_value: dict[str, list[SitePlan]] = {}
         for site in self.sites.values():
             by_value.setdefault(site.value, []).append(site)
-        for value, site in self._read_later(graph):
-            by_value.setdefault(value, []).append(site)
+        for name, site in self._read_later(graph):
+            by_value.setdefault(name, []).append(site)
         rows = []
         for value in graph.values.values():
             op = graph.producer(value.name)
