@@ -59,6 +59,8 @@ class Target:
         packs_odd_rows: whether 4-bit weights of an odd inner length take 4 bits. OpenVINO 2026.4 reads their rows at wrong places
             where the data has more than two axes: 11 to 24 dB, without a word.
         closes_scans: whether bodies of Scan nodes hold the constants that they read, which OpenVINO asks for.
+        unsigned_in_bodies: whether codes of weights in bodies of If, Loop and Scan are unsigned. ONNX Runtime's products of uint8
+            and int8 saturate on CPUs without VNNI; what it does against that where a session asks for it leaves bodies out.
         exact_session: what a session of one's own has to be told to compute products of float activations with quantized weights
             as simulated, where its defaults do not.
         float_results: whether integer kernels of convolutions return float as well; else one whose output has no grid is
@@ -85,6 +87,7 @@ class Target:
     measures_codes: bool = False
     packs_odd_rows: bool = True
     closes_scans: bool = False
+    unsigned_in_bodies: bool = False
     exact_session: str = ""
     float_results: bool = True
     wide_bits: int | None = 16
@@ -144,7 +147,7 @@ TARGETS: dict[str, Target] = {
     for row in (
         Target("ort_cpu", "ONNX Runtime on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "onnxruntime",
                rules=_BOUNDARY, slow_stem=_ORT_STEM, multiplies_nbits=True, gathers_codes=True, measures_codes=True,
-               pools_floats=True, float_results=False, wide_bits=None, kernel_times=_ORT_TIMES),
+               pools_floats=True, float_results=False, wide_bits=None, kernel_times=_ORT_TIMES, unsigned_in_bodies=True),
         Target("openvino_cpu", "OpenVINO on CPUs: narrow weights on 8-bit kernels", _ON_8_BITS, True, "native", "openvino",
                rules=_BOUNDARY, packs_odd_rows=False, closes_scans=True, exact_session=_OPENVINO_SESSION, wide_bits=None),
         Target("litert", "LiteRT (TensorFlow Lite): a .tflite file beside the others", _ON_8_BITS, False, "native", "litert",

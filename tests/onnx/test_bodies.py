@@ -100,3 +100,29 @@ def test_rules_can_ask_for_quantizers_around_control_flow(build, port):
     for feeds in data:
         for expected, found in zip(run(proto, feeds), sim.run(feeds), strict=True):
             assert 20 < sqnr(expected, found) < 80
+
+
+@pytest.mark.parametrize("build", [flow.scan, flow.loop, flow.handed_on], ids=lambda build: build.__name__)
+def test_weights_in_bodies_have_codes_whose_products_fit_everywhere(build, tmp_path):
+    """CPUs without VNNI add pairs of products of uint8 and int8 in 16 bits; no session option reaches bodies."""
+    proto, data, sim = calibrated(build)
+    for target, dtype in (("ort_cpu", onnx.TensorProto.UINT8), ("packed", onnx.TensorProto.INT8)):
+        sim.export(tmp_path / target, "net", target=target)
+        exported = onnx.load(tmp_path / target / "net.onnx")
+        inside = {name for graph in bodies_of(exported.graph) for node in graph.node for name in node.input}
+        codes = {i.name: i.data_type for i in exported.graph.initializer if i.name.endswith("_q") and i.dims}
+        stored = {kind for name, kind in codes.items() if name in inside and kind != onnx.TensorProto.INT32}
+        assert stored == {dtype}
+        if target == "ort_cpu":  # in a default session, on any CPU
+            for feeds in data:
+                for expected, found in zip(sim.run(feeds), run(exported, feeds, optimize=True), strict=True):
+                    assert sqnr(expected, found) > 40
+        assert sim.verify(data[0], target=target).ok
+
+
+def bodies_of(graph):
+    """Every body, those inside others included."""
+    found = [a.g for node in graph.node for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+    for inner in found:
+        found += [a.g for node in inner.node for a in node.attribute if a.type == onnx.AttributeProto.GRAPH]
+    return found

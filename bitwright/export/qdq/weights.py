@@ -166,10 +166,12 @@ def write_constant(w: Writing, node: ir.Node, site: str) -> None:
     source, result = node.inputs[0], node.outputs[0]
     assert source is not None
     encoding = w.encodings[site]
-    shift = w.activation == "unsigned" and not _is_weight(result)
+    # int8 codes of weights in a body would saturate on CPUs without VNNI, whatever a session is told
+    in_body = w.target.unsigned_in_bodies and any(use.node.graph is not w.model.graph for use in result.uses())
+    shift = in_body or (w.activation == "unsigned" and not _is_weight(result))
     for reader, port in tuple(result.uses()):
         if reader.op_type == "Transpose" and port == 0 and source.dtype in (None, ir.DataType.FLOAT):
-            _write_transposed(w, reader, source, encoding, w.places[node])
+            _write_transposed(w, reader, source, encoding, w.places[node], shift=in_body)
     if remove_unread(result):
         return
     shown = unsigned(encoding) if shift else encoding
@@ -190,13 +192,15 @@ def write_constant(w: Writing, node: ir.Node, site: str) -> None:
     w.record(result, Written([w.places[node]], "constant", encoding, scale, small.axis))
 
 
-def _write_transposed(w: Writing, node: ir.Node, source: ir.Value, encoding: Encoding, place: tuple[str, int]) -> None:
+def _write_transposed(
+    w: Writing, node: ir.Node, source: ir.Value, encoding: Encoding, place: tuple[str, int], *, shift: bool
+) -> None:
     """Store a transposed weight transposed: integer kernels want DequantizeLinear right before them."""
     array = w.array(source)
     assert array is not None
     perm = permutation(node, array.ndim)
     moved = transpose_encoding(encoding, perm)
-    small, values = _store(w, source, perm, moved, moved, place[0], node.outputs[0])
+    small, values = _store(w, source, perm, moved, unsigned(moved) if shift else moved, place[0], node.outputs[0])
     if small.op != "DequantizeLinear":
         return
     result = node.outputs[0]

@@ -123,9 +123,9 @@ def optimized_types(model: ir.Model) -> dict[str, str]:
 def offers_exact_sums(model: ir.Model) -> bool:
     """Whether ONNX Runtime runs ``model`` as it stands with :data:`EXACT_SUMS`, and all its sums are exact then.
 
-    Version 1.31 leaves weights that a body of a Loop, Scan or If reads as they are.
+    Version 1.31 leaves weights that a body of a Loop, Scan or If reads as they are: int8 ones, that is.
     """
-    in_bodies = any(node.graph is not model.graph for node, _ in _dequantized_codes(model))
+    in_bodies = any(node.graph is not model.graph and _is_int8(node) for node, _ in _dequantized_codes(model))
     return not in_bodies and _takes_exact_sums(model)
 
 
@@ -134,8 +134,11 @@ def _takes_exact_sums(model: ir.Model) -> bool:
 
 
 def _per_block(node: ir.Node) -> bool:
-    codes = node.inputs[0]
-    return codes is not None and codes.dtype == ir.DataType.INT8 and node.attributes.get_int("block_size", 0) > 0
+    return _is_int8(node) and node.attributes.get_int("block_size", 0) > 0
+
+
+def _is_int8(node: ir.Node) -> bool:
+    return node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.INT8
 
 
 def _dequantized_codes(model: ir.Model) -> Iterator[tuple[ir.Node, set[ir.Value]]]:
