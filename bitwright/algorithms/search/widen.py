@@ -17,6 +17,7 @@ from bitwright.algorithms.search.output_error import OutputErrors, output_errors
 from bitwright.algorithms.search.widening import ByProducts, ByTime, Neighbours
 from bitwright.core.graph.work import KernelTimes, size
 from bitwright.core.numerics.formats import IntFormat
+from bitwright.core.simulation.joins import unlike_joins
 from bitwright.core.simulation.sites import Site
 from bitwright.errors import ConfigError
 from bitwright.tables import Tabular
@@ -123,7 +124,8 @@ def widen(
     What each makes is estimated by :func:`output_errors`. From the largest down, or from what costs least time for it, a
     quantizer is raised while it makes ``least`` of the noise that is left, and while the raised ones keep within the
     allowances. As long as the noise left is more than a tenth of the signal, these are at least a half, and that of time is
-    the whole: no saving is worth outputs that are noise.
+    the whole: no saving is worth outputs that are noise. A join of unlike ranges (:mod:`bitwright.core.simulation.joins`) is
+    raised beside the allowances of work and memory: on eight bits its smaller operand is lost, whatever is saved.
 
     Args:
         model: a calibrated simulation; changed in place.
@@ -161,7 +163,8 @@ def widen(
         mine = candidates.widened(key, loud[key] / left)
         costs = candidates.cost([*raised, key])
         full = len(raised) + 1 > most * len(candidates.quantizers)
-        if full or (mine.elements and allowed.less_than(costs, errors.measured * left / errors.total)):
+        dear = mine.elements and allowed.less_than(costs, errors.measured * left / errors.total)
+        if full or (dear and key not in candidates.joins):
             too_dear[key] = mine
             continue
         left -= waiting.pop(key)
@@ -209,6 +212,7 @@ class _Candidates:
         self.quantizers = dict(zip(map(id, movable), movable, strict=True))
         working = {name: site for name, site in sites.items() if site.enabled}
         values = values_on_grids(working, model.shared())
+        self.joins = {id(sites[join.site].quantizer) for join in unlike_joins(graph, sites, model.shared())}
         self._around = Neighbours(graph, values)
         self._work = ByProducts(self._around) if times is None else ByTime(self._around, times)
         sizes = {key: float(sum(size(graph, v) for v in on_grid)) for key, on_grid in values.items()}

@@ -44,10 +44,10 @@ class Trials:
     values: Mapping[str, SiteValues]
 
     def __call__(
-        self, analysis: Analysis, n: int, *, keep: bool = False, deadline: float | None = None, float_model: bool = True
+        self, analysis: Analysis, n: int, *, keep: bool = False, deadline: float | None = None
     ) -> tuple[RemedyRow, ...]:
         """See :func:`try_remedies`."""
-        return try_remedies(self, analysis, n, keep=keep, deadline=deadline, float_model=float_model)
+        return try_remedies(self, analysis, n, keep=keep, deadline=deadline)
 
     def measure(self, judged: Judged | None = None) -> tuple[float, float | None]:
         """SQNR of the outputs in dB, and the metric, of the simulation as it stands; or of another that is judged."""
@@ -63,13 +63,7 @@ class Trials:
 
 
 def try_remedies(
-    trials: Trials,
-    analysis: Analysis,
-    n: int = 3,
-    *,
-    keep: bool = False,
-    deadline: float | None = None,
-    float_model: bool = True,
+    trials: Trials, analysis: Analysis, n: int = 3, *, keep: bool = False, deadline: float | None = None
 ) -> tuple[RemedyRow, ...]:
     """Measure the remedies suggested for the worst layers, one after the other.
 
@@ -81,7 +75,6 @@ def try_remedies(
         n: how many of its worst layers.
         keep: leave the simulation with the remedies that were kept; otherwise it is as it was.
         deadline: seconds after which no other remedy is begun; the one that runs then is finished.
-        float_model: whether to try those of the float model as well, which take a simulation each.
 
     Returns:
         One row per remedy tried. Those of the float model (equalize, smooth) come last, each measured on a simulation of its
@@ -97,7 +90,7 @@ def try_remedies(
     clock = Clock(deadline)
     adjustment = Adjustment(trials.subject, trials.batches, trials.judged, trials.measure, clock)
     with trials.subject.exclusive():
-        adjusted, notes = adjustment.rows(analysis.worst(n) if float_model else ())
+        adjusted, notes = adjustment.rows(analysis.worst(n))
         restore = trials.subject.remember(parameters=True)
         done = False
         try:

@@ -174,6 +174,8 @@ class _Reader:
             tuple(found),
             groups,
             fixed_ranges=False,
+            float_tail=False,
+            split_joins=False,
             source=self.source,
             notes=tuple(self.notes),
             kernels=self.kernels,

@@ -8,6 +8,7 @@ Ours, in YAML::
       - {match: head, weight: {format: int8, granularity: per_tensor}, output: null}
     supergroups: [default, [Conv, Silu]]
     recurrent: boundary_only      # or "inside", the default: quantizers inside the steps of recurrent layers
+    tail: quantized               # or "float", the default: what follows the last layer stays in float
 
 Every key is checked, and an unknown one is answered with what it may have been. TOML has no ``null``: write
 ``"float"``.
@@ -35,7 +36,8 @@ from bitwright.core.placement.aimet_config import (
 from bitwright.core.placement.rules import BOUNDARY_ONLY, FixedRange, Rule, Rules, default_rules
 from bitwright.errors import BitwrightError, ConfigError, close_matches
 
-_TOP = ("preset", "rules", "supergroups", "recurrent")
+_TOP = ("preset", "rules", "supergroups", "recurrent", "tail")
+_RECURRENT, _TAILS = ("inside", "boundary_only"), ("float", "quantized")
 _PORTS = {
     **{
         p: p for p in ("output", "input", "inner", "weight", "bias", "param", "constant", "model_input", "model_output")
@@ -112,7 +114,7 @@ def read_config(data: Mapping[str, Any], preset: Preset | None = None, source: s
     """The rules of a configuration in our form.
 
     Args:
-        data: keys ``preset``, ``rules``, ``supergroups`` and ``recurrent``, each optional.
+        data: keys ``preset``, ``rules``, ``supergroups``, ``recurrent`` and ``tail``, each optional.
         preset: base specs if ``data`` names no preset.
         source: name for messages.
 
@@ -125,10 +127,11 @@ def read_config(data: Mapping[str, Any], preset: Preset | None = None, source: s
     if not isinstance(entries, list):
         raise ConfigError(f"{source}: rules", f"it is a {type(entries).__name__}", "write a list of rules")
     rules = [rule for i, entry in enumerate(entries) for rule in _rules(entry, f"{source}: rules[{i}]")]
-    if _recurrent(data.get("recurrent", "inside"), f"{source}: recurrent") == "boundary_only":
+    if _one_of(data.get("recurrent", "inside"), f"{source}: recurrent", _RECURRENT) == "boundary_only":
         rules.insert(0, BOUNDARY_ONLY)
     groups = _supergroups(data.get("supergroups", ["default"]), f"{source}: supergroups")
-    return Rules(chosen.weight, chosen.activation, tuple(rules), groups, source=source)
+    in_float = _one_of(data.get("tail", "float"), f"{source}: tail", _TAILS) == "float"
+    return Rules(chosen.weight, chosen.activation, tuple(rules), groups, float_tail=in_float, source=source)
 
 
 def _keys(data: Any, at: str, known: tuple[str, ...], also: tuple[str, ...] = ()) -> Mapping[str, Any]:
@@ -267,13 +270,11 @@ def _range(value: Any, at: str) -> FixedRange:
     return ends[0], ends[1]
 
 
-def _recurrent(value: Any, at: str) -> str:
-    """Whether quantizers go inside recurrent layers."""
-    words = ("inside", "boundary_only")
+def _one_of(value: Any, at: str, words: tuple[str, ...]) -> str:
+    """``value``, if it is one of the words that a key takes."""
     if value not in words:
-        raise ConfigError(
-            at, f"{value!r} is not a way to place them{close_matches(str(value), words)}", f"use {', '.join(words)}"
-        )
+        near = close_matches(str(value), words)
+        raise ConfigError(at, f"{value!r} is not a way to place them{near}", f"use {', '.join(words)}")
     return str(value)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bitwright.core.graph.exact import REASONS, computed_values, exact_values, reciprocals
+from bitwright.core.graph.exact import REASONS, computed_values, exact_values
 from bitwright.core.graph.graph import Graph, Op
 from bitwright.core.graph.masks import asks
-from bitwright.core.graph.normalisations import find_normalisations
 from bitwright.core.graph.ops import OpRow, op_row
 from bitwright.core.graph.patterns import Match, find_matches
+from bitwright.core.graph.tail import tail_ops
+from bitwright.core.graph.traits import TRAITS
 from bitwright.core.numerics.formats import IntFormat
 from bitwright.core.numerics.granularity import Granularity, PerBlock, PerTensor
 from bitwright.core.numerics.spec import QuantSpec, Symmetry
@@ -33,9 +34,8 @@ class Facts:
         match_of: operator -> its supergroup.
         mask_ops, mask_values: see :func:`_masks`.
         symmetry: value -> the symmetry that a reader asks for, and the reader.
+        tail: operators after the last layer that are left in float unless a rule asks for more, see :meth:`_float_tail`.
         exact: value -> what it is needed for exactly, and the operator that needs it.
-        reciprocals: value that is a reciprocal, or a multiple of one -> the operator that divides.
-        normalisations: operator that is part of a normalisation written out -> the last operator of it.
     """
 
     def __init__(self, graph: Graph, rules: Rules) -> None:
@@ -50,8 +50,7 @@ class Facts:
         self.mask_ops, self.mask_values = _masks(graph, self.matches, self.static)
         self.symmetry = self._asked_of_producers()
         self.exact = exact_values(graph, self.static)
-        self.reciprocals = reciprocals(graph, self.static)
-        self.normalisations = find_normalisations(graph, self.static)
+        self.tail = self._float_tail()
 
     def is_float(self, value: str) -> bool:
         """Whether a value is of a floating-point type."""
@@ -90,25 +89,11 @@ class Facts:
 
     def exact_reason(self, value: str, spec: QuantSpec | None) -> str:
         """Why no grid of ``spec`` serves a value; empty where one does. Small float formats have steps that grow."""
-        if value not in self.exact or self.exact[value][0] == "sum":
+        if value not in self.exact:
             return ""
         need, op = self.exact[value]
         coarse = need in ("phase", "identity", "order") or spec is None or isinstance(spec.format, IntFormat)
         return REASONS[need].format(op) if coarse else ""
-
-    def statistic_reason(self, op: Op, value: str) -> str:
-        """Why what ``op`` makes is in float as part of a normalisation or another statistic; empty where it is part of none.
-
-        Integer runtimes have a kernel for each of these operators, and a grid holds the values, badly: a rule that asks for
-        the operator, be it one for all operators, is followed.
-        """
-        end = self.normalisations.get(op.name)
-        if end is None:
-            need, reader = self.exact.get(value, ("", ""))
-            return REASONS["sum"].format(reader) if need == "sum" else ""
-        if end == op.name:
-            return f"{op.type} completes a normalisation, which runs in float on integer runtimes"
-        return f"float: inside the normalisation that {end} completes"
 
     def concrete(self, granularity: Granularity, op: Op, value: str) -> Granularity:
         """The open axis of an activation: axis 1 of images and what convolutions handle, else the last
@@ -118,6 +103,25 @@ class Facts:
             return PerTensor()
         axis = 1 if rank > 3 or (rank == 3 and op.type in _CHANNELS_FIRST) else rank - 1
         return granularity.resolve(None if isinstance(granularity, PerBlock) else axis, axis)
+
+    def _float_tail(self) -> set[str]:
+        """Operators after the last layer that runtimes compute in float as fast: functions of numbers, joins, and products that
+        decode. Clamps are computed by the operator before them; pools and means read many more numbers than they make.
+        """
+        rules = self.rules
+        if rules.activation is None or not (rules.float_tail or rules.split_joins):
+            return set()
+        kinds = ("pointwise", "merge", "compute") if rules.float_tail else ("merge",)
+        return {
+            op.name
+            for op in tail_ops(self.graph, self.static)
+            if op_row(op.type).kind in kinds and op.type not in TRAITS["clamp"] and not self._ends_layer(op)
+        }
+
+    def _ends_layer(self, op: Op) -> bool:
+        """Whether ``op`` is computed together with the layer before it."""
+        match = self.match_of.get(op.name)
+        return match is not None and op_row(match.ops[0].type).kind in ("compute", "norm", "reduce")
 
     def _asked_of_producers(self) -> dict[str, tuple[Symmetry, str]]:
         """Value -> (symmetry, asking operator), for rules that reach back to where their input is quantized."""

@@ -16,6 +16,7 @@ from bitwright.core.placement.rules import Rule, Setting
 FLOAT_OP = "{} runs in float on integer runtimes"
 NO_ACTIVATIONS = "activations stay in float under {}"
 NO_WEIGHTS = "weights stay in float under {}"
+TAIL = "{} follows the last layer, where float is as fast and more exact"
 MOVED = "only moved where it is read"
 
 
@@ -80,6 +81,13 @@ class Ledger:
         self.group_of[value] = self.shared[value] = group
         setting = self.output_setting(op, index, value)
         self.note_unused(setting, f"{op.name}.output[{index}]", f"it shares the encoding of {group}")
+
+    def in_tail(self, op: Op, setting: Setting) -> bool:
+        """Whether ``op`` stays in float because it follows the last layer, and no rule means its tensors."""
+        if op.name not in self.facts.tail:
+            return False
+        matched = (self.facts.rules.rules[index] for index in setting.matched)
+        return not any(is_meant(rule) and not rule.optional for rule in matched)
 
     def verdict(
         self, setting: Setting, wanted: bool, spec: QuantSpec | None, site: str, reason: str, value: str, none: str

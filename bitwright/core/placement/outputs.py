@@ -9,7 +9,7 @@ from bitwright.core.graph.ops import OpRow, op_row
 from bitwright.core.graph.recurrence import CELL, CELLS, RETURNS, activation_range, is_wide
 from bitwright.core.numerics.formats import FloatFormat, IntFormat, parse_format
 from bitwright.core.numerics.spec import QuantSpec
-from bitwright.core.placement.ledger import FLOAT_OP, NO_ACTIVATIONS, Ledger, is_meant, with_granularity
+from bitwright.core.placement.ledger import FLOAT_OP, NO_ACTIVATIONS, TAIL, Ledger, is_meant, with_granularity
 from bitwright.core.placement.plan import SitePlan
 from bitwright.core.placement.rules import Setting
 
@@ -140,10 +140,9 @@ class Outputs:
         if default and self.facts.rules.activation is not None and self._stays_in_float(op, row):
             self.ledger.float_ops.add(op.name)
             reason = f"{op.type} runs in float because its operands are in float"
-        inside = self.facts.statistic_reason(op, value)
-        if inside and self.facts.rules.activation is not None and setting.quantized is not True:
+        elif default and self.ledger.in_tail(op, setting):
             self.ledger.float_ops.add(op.name)
-            reason = inside
+            reason = TAIL.format(op.type)
         unfit = self.facts.exact_reason(value, spec)
         reason = (unfit or reason) if setting.quantized else (reason or unfit)
         asked = None if unfit and not is_meant(setting.decided_by) else setting.quantized

@@ -191,6 +191,9 @@ class Rules:
         supergroups: chains of operators that have one quantizer, at their end.
         fixed_ranges: pin the range of operators whose output lies in a known interval (sigmoid, softmax,
             tanh).
+        float_tail: leave what follows the last layer in float, see :mod:`bitwright.core.graph.tail`.
+        split_joins: leave joins after the last layer in float where the values joined have different grids, whatever is
+            decided of the other operators there.
         source: where the rules come from, for messages.
         notes: what was read and has no effect, one sentence each.
         kernels: operator type, or ``defaults``, -> what the target runs; a search for precisions keeps to it.
@@ -201,6 +204,8 @@ class Rules:
     rules: tuple[Rule, ...] = ()
     supergroups: tuple[Pattern, ...] = DEFAULT_SUPERGROUPS
     fixed_ranges: bool = True
+    float_tail: bool = True
+    split_joins: bool = True
     source: str = "default rules"
     notes: tuple[str, ...] = ()
     kernels: Mapping[str, tuple[Kernel, ...]] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from bitwright.core.health.report import HealthReport, check_parameters
 from bitwright.core.numerics.spec import NonFinite, check_policy
 from bitwright.core.simulation.calibration import BatchGate, nested_calibration
+from bitwright.core.simulation.joins import warn_of_unlike_joins
 from bitwright.core.simulation.occupancy import Occupancy
 from bitwright.core.simulation.sites import Site
 from bitwright.core.simulation.state import all_or_nothing
@@ -122,6 +123,8 @@ def _finish(sim: QuantizationSimModel, calibrator: Calibrator, interrupted: bool
     sim.calibrated = True
     sim._refresh_biases()
     sim.quantizers.settle_unreached(allow=allow_unreached or interrupted, quiet=interrupted)
+    if not interrupted:
+        warn_of_unlike_joins(sim.graph, sim.quantizers, sim.plan.shared)
     if interrupted:
         logger.warning(
             "calibration interrupted after %d batches; the statistics so far are in effect, "

@@ -14,6 +14,7 @@ from torch import nn
 from bitwright.core.health.report import HealthReport, check_parameters
 from bitwright.core.numerics.spec import NonFinite, check_policy
 from bitwright.core.simulation.calibration import BatchGate, nested_calibration
+from bitwright.core.simulation.joins import warn_of_unlike_joins
 from bitwright.core.simulation.state import all_or_nothing
 from bitwright.errors import BitwrightError, CalibrationError
 from bitwright.progress import progress
@@ -142,6 +143,8 @@ def _freeze(sim: QuantizationSimModel, allow_unreached: bool, quiet: bool = Fals
     sim._simulator.refresh_biases()
     sim.quantizers.settle_unreached(allow=allow_unreached, quiet=quiet)
     sim._simulator.warn_of_ranges()
+    if not quiet:
+        warn_of_unlike_joins(sim.graph, sim.quantizers, sim.plan.shared)
 
 
 def _calibrate_unreached_weights(sim: QuantizationSimModel) -> None:

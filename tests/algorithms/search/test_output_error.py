@@ -134,11 +134,11 @@ def test_constants_that_are_no_weights_are_estimated_beside_the_total():
         def __init__(self):
             super().__init__()
             torch.manual_seed(0)
-            self.layer = nn.Linear(8, 8)
+            self.layer, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
             self.register_buffer("table", torch.cos(torch.arange(8.0)))
 
         def forward(self, x):
-            return self.layer(x) * self.table
+            return self.last(self.layer(x) * self.table)
 
     data = [torch.randn(64, 8, generator=torch.Generator().manual_seed(0))]
     sim = QuantizationSimModel(Table().eval(), data[0])

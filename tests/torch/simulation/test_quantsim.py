@@ -835,11 +835,11 @@ def test_encodings_of_a_model_whose_mask_was_left_in_float_are_read_back(tmp_pat
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(8, 8)
+            self.layer, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             scores = torch.maximum(self.layer(x) + mask, torch.tensor(torch.finfo(torch.float32).min))
-            return scores.softmax(-1)
+            return self.last(scores.softmax(-1))
 
     torch.manual_seed(0)
     mask = torch.zeros(4, 8).masked_fill(torch.rand(4, 8) > 0.7, torch.finfo(torch.float32).min)

@@ -1,0 +1,158 @@
+"""Detector heads: boxes in pixels and probabilities in one tensor keep their detections, in both front ends and the file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bitwright.onnx as bo
+import bitwright.torch as bt
+from bitwright.algorithms.search.widen import widen
+from bitwright.core.placement.rules import Rule, default_rules
+from bitwright.core.simulation.joins import unlike_joins
+from bitwright.onnx.adapters.program import OnnxSimulation
+from bitwright.torch.adapters.program import TorchSimulation
+from tests.conformance.test_ptq import exported
+
+CLASSES = 3
+
+
+class Detector(nn.Module):
+    """One level of a detector; ``head`` says how its boxes and scores are decoded and joined."""
+
+    def __init__(self, head: str) -> None:
+        super().__init__()
+        self.head = head
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU())
+        self.box = nn.Conv2d(32, 16 if head == "expectation" else 4, 1)
+        self.score = nn.Conv2d(32, CLASSES, 1)
+        self.mix = nn.Linear(4 + CLASSES, 4 + CLASSES)
+        self.register_buffer("bins", torch.arange(4.0).view(1, 4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.body(x)
+        box, score = self.box(features).flatten(2), self.score(features).flatten(2)
+        if self.head == "plain":
+            return self.mix(torch.cat([box, score], 1).transpose(1, 2))
+        score = score.mul(8).sigmoid()
+        if self.head == "expectation":  # of a softmax over stored distances
+            box = (
+                nn.functional.conv2d(box.view(len(x), 4, 4, -1).transpose(1, 2).softmax(1), self.bins).flatten(1, 2)
+                * 100
+            )
+        else:
+            box = box.exp() * 200
+        if self.head == "written":  # into a part of the answer
+            answer = torch.cat([box, score], 1)
+            answer[:, :2] = answer[:, :2] * 2 + 1
+            return answer
+        if self.head == "stack":
+            return torch.stack([box[:, :CLASSES], score], 1).flatten(1, 2)
+        joined = torch.cat([box, score], 1)
+        return self.mix(joined.transpose(1, 2)).transpose(1, 2) if self.head == "mixed" else joined
+
+
+def made(head: str) -> tuple[Detector, Tensor]:
+    torch.manual_seed(0)
+    return Detector(head).eval(), torch.rand(8, 3, 32, 32)
+
+
+def simulated(front: str, model: nn.Module, x: Tensor, **options: Any) -> tuple[Any, np.ndarray]:
+    if front == "torch":
+        sim: Any = bt.QuantizationSimModel(model, x, **options)
+        sim.compute_encodings([x], progress=False)
+        return sim, sim.model(x).detach().numpy()
+    sim = bo.QuantizationSimModel(exported(model, x), x.numpy(), **options)
+    sim.compute_encodings([x.numpy()], progress=False)
+    return sim, sim.run(x.numpy())[0]
+
+
+def matched(wanted: np.ndarray, found: np.ndarray) -> float:
+    """Share of the scores of at least 0.6 that are at least 0.5 in ``found``, with coordinates within 5 % of the largest."""
+    clear = wanted[:, -CLASSES:] >= 0.6
+    near = (np.abs(wanted[:, :-CLASSES] - found[:, :-CLASSES]) < 0.05 * wanted[:, :-CLASSES].max()).all(
+        1, keepdims=True
+    )
+    assert 0.02 < clear.mean() < 0.98
+    return float((clear & (found[:, -CLASSES:] >= 0.5) & near).sum() / clear.sum())
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+@pytest.mark.parametrize("head", ["joined", "expectation", "written", "stack"])
+def test_detections_stay(front: str, head: str) -> None:
+    model, x = made(head)
+    wanted = model(x).detach().numpy()
+    _, found = simulated(front, model, x)
+    assert matched(wanted, found) >= 0.99
+    assert len(np.unique(found[:, -CLASSES:])) > 100  # a grid shared with the boxes has one or two values for them
+
+
+def test_the_exported_file_has_them_too(tmp_path: Path) -> None:
+    model, x = made("joined")
+    sim, found = simulated("torch", model, x)
+    sim.export(tmp_path, "detector", dummy_input=x)
+    session = onnxruntime.InferenceSession(tmp_path / "detector.onnx", providers=["CPUExecutionProvider"])
+    (answer,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert matched(model(x).detach().numpy(), answer) >= 0.99
+    assert np.abs(answer[:, -CLASSES:] - found[:, -CLASSES:]).max() < 0.05
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+def test_a_join_of_unlike_ranges_before_a_layer_is_warned_of(front: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = made("mixed")
+    with caplog.at_level("WARNING", "bitwright"):
+        sim, _ = simulated(front, model, x)
+    (told,) = [r.message for r in caplog.records if r.message.startswith("joins of unlike ranges: ")]
+    (join,) = unlike_joins(sim.graph, sim.quantizers, sim.plan.shared)
+    assert join.site in told and join.large[0] in told and join.small[0] in told
+    assert "from 0 to 1 share one grid with a step of" in told
+    assert f"Remedy: leave the join in float with Rule('{join.site}', port='output', quantized=False)" in told
+    assert join.large[1][1] > 100 and join.small[1] == pytest.approx((0.0, 1.0)) and join.codes < 2
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+def test_the_remedy_of_the_warning_ends_it(front: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = made("mixed")
+    sim, _ = simulated(front, model, x)
+    (join,) = unlike_joins(sim.graph, sim.quantizers, sim.plan.shared)
+    wide = default_rules().extended([Rule(join.site, port="output", format="uint16")])
+    sim, _ = simulated(front, model, x, config_file=wide)
+    assert not unlike_joins(sim.graph, sim.quantizers, sim.plan.shared)
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+def test_joins_of_like_ranges_are_not_warned_of(front: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = made("plain")
+    with caplog.at_level("WARNING", "bitwright"):
+        sim, _ = simulated(front, model, x)
+    assert not unlike_joins(sim.graph, sim.quantizers, sim.plan.shared)
+    assert not [r for r in caplog.records if "unlike" in r.message]
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+def test_the_default_recipe_raises_a_join_that_loses_an_operand(front: str) -> None:
+    model, x = made("mixed")
+    sim, _ = simulated(front, model, x)
+    (join,) = unlike_joins(sim.graph, sim.quantizers, sim.plan.shared)
+    program, batch = (TorchSimulation, x) if front == "torch" else (OnnxSimulation, x.numpy())
+    report = widen(program(sim), [batch], allowance=0.0, memory=0.0)
+    assert join.site in [raised.site for raised in report.raised]
+
+
+@pytest.mark.parametrize("front", ["torch", "onnx"])
+def test_a_join_that_the_model_returns_is_raised_where_rules_keep_it_on_a_grid(front: str) -> None:
+    model, x = made("joined")
+    joined = replace(default_rules(), float_tail=False, split_joins=False)
+    sim, lost = simulated(front, model, x, config_file=joined)
+    program, batch = (TorchSimulation, x) if front == "torch" else (OnnxSimulation, x.numpy())
+    (join,) = unlike_joins(sim.graph, sim.quantizers, sim.plan.shared)
+    assert len(np.unique(lost[:, -CLASSES:])) < 4
+    report = widen(program(sim), [batch])
+    assert join.site in [raised.site for raised in report.raised]
